@@ -1,0 +1,90 @@
+"""A Hugging Face checkpoint on a Ray cluster as a resident FSDP2 model, with one call.
+
+The public names, and where they live. Each is imported when it is first used (PEP 562), so that
+`import raysharding.distributed` needs no ray and `import raysharding` costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from raysharding.batch import Out, PerRank, Split
+    from raysharding.config import Loading, Placement, Sharding, Timeouts
+    from raysharding.distributed import LoadReport, SaveReport
+    from raysharding.errors import (
+        CallTimeoutError,
+        CheckpointError,
+        GroupBrokenError,
+        GroupError,
+        OutputTooLargeError,
+        PlacementError,
+        PlanError,
+        RankFailure,
+        RayshardingError,
+        RendezvousError,
+    )
+    from raysharding.group import Call, ShardedModelGroup
+    from raysharding.worker import current_worker
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Call",
+    "CallTimeoutError",
+    "CheckpointError",
+    "GroupBrokenError",
+    "GroupError",
+    "LoadReport",
+    "Loading",
+    "Out",
+    "OutputTooLargeError",
+    "PerRank",
+    "Placement",
+    "PlacementError",
+    "PlanError",
+    "RankFailure",
+    "RayshardingError",
+    "RendezvousError",
+    "SaveReport",
+    "ShardedModelGroup",
+    "Sharding",
+    "Split",
+    "Timeouts",
+    "__version__",
+    "current_worker",
+]
+
+_HOMES = {
+    "batch": ("Out", "PerRank", "Split"),
+    "config": ("Loading", "Placement", "Sharding", "Timeouts"),
+    "distributed": ("LoadReport", "SaveReport"),
+    "errors": (
+        "CallTimeoutError",
+        "CheckpointError",
+        "GroupBrokenError",
+        "GroupError",
+        "OutputTooLargeError",
+        "PlacementError",
+        "PlanError",
+        "RankFailure",
+        "RayshardingError",
+        "RendezvousError",
+    ),
+    "group": ("Call", "ShardedModelGroup"),
+    "worker": ("current_worker",),
+}
+_MODULE_OF = {name: f"{__name__}.{module}" for module, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_MODULE_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

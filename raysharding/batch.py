@@ -1,0 +1,257 @@
+"""What a caller says about a call's arguments and results (`Split`, `PerRank`, `Out`), and how rows are dealt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from raysharding.tree import leaves, map_leaves
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """Rows to deal out over the ranks: rank 0 gets the first, sizes differ by one at most, the larger come first."""
+
+    value: Any
+    """A tensor or numpy array, or dicts, lists, tuples, dataclasses of them. Arrays reach the ranks as tensors."""
+    dim: int = 0
+    """The dim that holds the rows, in every tensor of `value`; negative counts from the end. Default 0."""
+
+    def num_rows(self, path: str = "Split") -> int:
+        """Check every tensor and return how many rows each of them has.
+
+        Raises:
+            ValueError: No tensor, a leaf that is not one, a dim it lacks, or unequal row counts; names the path.
+        """
+        counts = {where: _count_rows(where, leaf, self.dim) for where, leaf in leaves(self.value, path)}
+        if not counts:
+            raise ValueError(f"{path}: holds no tensor; give a tensor, or nested dicts, lists or tuples of tensors")
+        if len(set(counts.values())) > 1:
+            listed = ", ".join(f"{where} has {rows}" for where, rows in counts.items())
+            raise ValueError(f"the tensors of one Split need the same number of rows, but {listed}")
+        return next(iter(counts.values()))
+
+    def dims(self) -> set[int]:
+        """Return the dims that hold rows, from the front: more than one if `dim` is negative and shapes vary."""
+        return {self.dim % leaf.ndim for _, leaf in leaves(self.value)}
+
+    def rows(self, start: int, num_rows: int) -> Split:
+        """Return rows `start … start + num_rows` as copies: a view would send its whole storage over the wire."""
+        return Split(map_leaves(lambda _, leaf: _take(leaf, self.dim, start, num_rows), self.value), self.dim)
+
+    def resized(self, num_rows: int) -> Split:
+        """Return the first `num_rows` rows, or row 0 repeated where there are fewer (1 row made into 2)."""
+        if self.num_rows() >= num_rows:
+            return self.rows(0, num_rows)
+        first = self.rows(0, 1).value
+        return Split(map_leaves(lambda _, leaf: torch.cat([leaf] * num_rows, dim=self.dim), first), self.dim)
+
+
+@dataclass(frozen=True, eq=False)
+class PerRank(Sequence[Any]):
+    """One value for each rank, by rank: as an argument what each rank is given, as a result what each rank gave."""
+
+    values: tuple[Any, ...]
+    """The values by rank. In a result, `None` stands for a rank that had no rows."""
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        object.__setattr__(self, "values", tuple(values))
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, rank: Any) -> Any:
+        return self.values[rank]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.values)
+
+    def __repr__(self) -> str:
+        return f"PerRank({list(self.values)!r})"
+
+
+@dataclass(frozen=True)
+class Out:
+    """What a call gives back. Made by the class methods, passed as `out=`."""
+
+    kind: Literal["gather", "rank0", "per_rank", "refs", "none"]
+    """Which of the five."""
+    dim: int | None = None
+    """For `gather`: the dim of the outputs that holds rows. `None`: the dim of the call's Splits."""
+
+    @classmethod
+    def gather(cls, dim: int | None = None) -> Out:
+        """One output for the whole batch, rows in order. The default for a call with a `Split`."""
+        return cls("gather", dim)
+
+    @classmethod
+    def rank0(cls) -> Out:
+        """Rank 0's output alone. The default for a call without a `Split`."""
+        return cls("rank0")
+
+    @classmethod
+    def per_rank(cls) -> Out:
+        """Every rank's own output, as `PerRank`."""
+        return cls("per_rank")
+
+    @classmethod
+    def refs(cls) -> Out:
+        """A reference to every rank's output, as `PerRank`; the outputs stay in the object store."""
+        return cls("refs")
+
+    @classmethod
+    def none(cls) -> Out:
+        """Nothing: the outputs never leave the ranks."""
+        return cls("none")
+
+
+@dataclass(frozen=True, eq=False)
+class RankBatch:
+    """One rank's part of a call's arguments. Picklable. A replicated value is the same object on every rank."""
+
+    wrapped_args: tuple[Any, ...] = ()
+    """Positional arguments; what was split stays wrapped in `Split`, so that the rank knows which dims hold rows."""
+    wrapped_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments, likewise."""
+    num_rows: int | None = None
+    """Rows that are this rank's. 0: it holds one dummy row, a copy of row 0. `None`: the call has no `Split`."""
+    rows: tuple[int, ...] = ()
+    """Every rank's `num_rows`, by rank; empty where the call has no `Split`."""
+    dim: int = 0
+    """The dim of the outputs that holds rows: the Splits' own if they all name the same, else 0."""
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """Positional arguments as the model takes them."""
+        return tuple(_unwrap(value) for value in self.wrapped_args)
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """Keyword arguments as the model takes them."""
+        return {key: _unwrap(value) for key, value in self.wrapped_kwargs.items()}
+
+    @property
+    def is_dummy(self) -> bool:
+        """Whether this rank has no rows of its own, only the dummy row that keeps it in step with the others."""
+        return self.num_rows == 0
+
+    def resized(self, num_rows: int) -> RankBatch:
+        """Return the same call on this rank's first `num_rows` rows (row 0 repeated where it has fewer)."""
+
+        def resize(_: str, leaf: Any) -> Any:
+            return leaf.resized(num_rows) if isinstance(leaf, Split) else leaf
+
+        return RankBatch(
+            wrapped_args=tuple(map_leaves(resize, value, leaf=Split) for value in self.wrapped_args),
+            wrapped_kwargs={key: map_leaves(resize, value, leaf=Split) for key, value in self.wrapped_kwargs.items()},
+            num_rows=num_rows,
+            rows=(num_rows,) * len(self.rows),
+            dim=self.dim,
+        )
+
+
+def split_rows(num_rows: int, world_size: int) -> tuple[int, ...]:
+    """Return each rank's number of rows: sizes differ by one at most, the larger first."""
+    share, rest = divmod(num_rows, world_size)
+    return tuple(share + (rank < rest) for rank in range(world_size))
+
+
+def deal(args: Sequence[Any], kwargs: Mapping[str, Any], world_size: int) -> list[RankBatch]:
+    """Deal a call's arguments out to the ranks. Called on the driver; moves nothing.
+
+    `Split` and `PerRank` are found anywhere inside dicts, lists, tuples and dataclasses. Every other value goes to all
+    ranks as the same object.
+
+    Args:
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
+        world_size: Number of ranks.
+
+    Returns:
+        One batch for each rank. Split rows are copies, so a batch costs its own rows on the wire and no more.
+
+    Raises:
+        ValueError: Splits of unequal row counts, no rows at all, a Split leaf that is not a tensor, or a `PerRank` of
+            the wrong length. Names the argument and the values found.
+    """
+    named = [(f"args[{index}]", value) for index, value in enumerate(args)] + list(kwargs.items())
+    marked = [item for name, value in named for item in leaves(value, name, (Split, PerRank))]
+    counts = {path: leaf.num_rows(path) for path, leaf in marked if isinstance(leaf, Split)}
+    _check_counts(counts)
+    _check_per_rank({path: leaf for path, leaf in marked if isinstance(leaf, PerRank)}, world_size)
+    rows = split_rows(next(iter(counts.values())), world_size) if counts else ()
+    dims = {dim for _, leaf in marked if isinstance(leaf, Split) for dim in leaf.dims()}
+    dim = dims.pop() if len(dims) == 1 else 0
+    batches = []
+    for rank in range(world_size):
+        start = sum(rows[:rank]) if rows and rows[rank] else 0
+        taken = max(rows[rank], 1) if rows else 0
+        batches.append(
+            RankBatch(
+                wrapped_args=tuple(_for_rank(value, rank, start, taken) for value in args),
+                wrapped_kwargs={key: _for_rank(value, rank, start, taken) for key, value in kwargs.items()},
+                num_rows=rows[rank] if rows else None,
+                rows=rows,
+                dim=dim,
+            )
+        )
+    return batches
+
+
+def _for_rank(value: Any, rank: int, start: int, num_rows: int) -> Any:
+    """One rank's part of an argument; the argument itself where nothing in it is split or per rank."""
+    if not any(isinstance(leaf, Split | PerRank) for _, leaf in leaves(value, leaf=(Split, PerRank))):
+        return value
+
+    def pick(_: str, leaf: Any) -> Any:
+        if isinstance(leaf, Split):
+            return leaf.rows(start, num_rows)
+        return leaf[rank] if isinstance(leaf, PerRank) else leaf
+
+    return map_leaves(pick, value, leaf=(Split, PerRank))
+
+
+def _unwrap(value: Any) -> Any:
+    if not any(isinstance(leaf, Split) for _, leaf in leaves(value, leaf=Split)):
+        return value
+    return map_leaves(lambda _, leaf: leaf.value if isinstance(leaf, Split) else leaf, value, leaf=Split)
+
+
+def _check_counts(counts: Mapping[str, int]) -> None:
+    if len(set(counts.values())) > 1:
+        listed = ", ".join(f"{path} has {rows}" for path, rows in counts.items())
+        raise ValueError(f"all Splits of one call need the same number of rows, but {listed}")
+    if counts and not any(counts.values()):
+        raise ValueError(f"{', '.join(counts)}: 0 rows, nothing to compute; skip the call for an empty batch")
+
+
+def _check_per_rank(found: Mapping[str, PerRank], world_size: int) -> None:
+    for path, leaf in found.items():
+        if len(leaf) != world_size:
+            raise ValueError(f"{path}: PerRank holds {len(leaf)} values, but the group has {world_size} ranks")
+
+
+def _is_array(leaf: Any) -> bool:
+    """Whether a leaf is a numpy array, found without importing numpy."""
+    return type(leaf).__module__ == "numpy" and hasattr(leaf, "ndim") and hasattr(leaf, "dtype")
+
+
+def _count_rows(path: str, leaf: Any, dim: int) -> int:
+    if not (isinstance(leaf, torch.Tensor) or _is_array(leaf)):
+        kind = type(leaf).__name__
+        raise ValueError(f"{path}: only tensors and numpy arrays can be split, not {kind}; pass it outside the Split")
+    if isinstance(leaf, torch.Tensor) and leaf.layout != torch.strided:
+        raise ValueError(f"{path}: a {leaf.layout} tensor cannot be split; call .to_dense() first")
+    if _is_array(leaf) and leaf.dtype.kind not in "biufc":
+        raise ValueError(f"{path}: a numpy array of {leaf.dtype} has no tensor dtype; split numbers only")
+    if not -leaf.ndim <= dim < leaf.ndim:
+        raise ValueError(f"{path}: shape {tuple(leaf.shape)} has no dim {dim} to split")
+    return int(leaf.shape[dim])
+
+
+def _take(leaf: Any, dim: int, start: int, num_rows: int) -> torch.Tensor:
+    tensor = leaf.detach() if isinstance(leaf, torch.Tensor) else torch.as_tensor(leaf.copy())
+    return tensor.narrow(dim, start, num_rows).to("cpu", copy=True).contiguous()

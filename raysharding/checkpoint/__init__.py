@@ -1,0 +1,36 @@
+"""What is in the files: headers and index to validated `TensorInfo`s, byte reads, and standard files written back."""
+
+from raysharding.checkpoint.checkpoint import Checkpoint, CheckpointFile, open_checkpoint
+from raysharding.checkpoint.commit import (
+    StagedDirectory,
+    check_destination,
+    commit_staging,
+    create_staging,
+    new_token,
+    remove_staging,
+    staging_path,
+)
+from raysharding.checkpoint.file_plan import file_names, plan_files, write_file, write_index
+from raysharding.checkpoint.reader import FileReader
+from raysharding.checkpoint.tensor_info import TensorInfo
+from raysharding.checkpoint.writer import FileWriter
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointFile",
+    "FileReader",
+    "FileWriter",
+    "StagedDirectory",
+    "TensorInfo",
+    "check_destination",
+    "commit_staging",
+    "create_staging",
+    "file_names",
+    "new_token",
+    "open_checkpoint",
+    "plan_files",
+    "remove_staging",
+    "staging_path",
+    "write_file",
+    "write_index",
+]

@@ -1,0 +1,164 @@
+"""One safetensors header: read, and checked until nothing in it needs to be trusted.
+
+Layout of a file: 8 bytes little-endian header length, the header (a JSON object), the payload. Each entry of the header
+is `name: {"dtype", "shape", "data_offsets": [begin, end]}`, offsets counted from the start of the payload.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from raysharding.checkpoint.strict_json import is_text, parse_object
+from raysharding.checkpoint.tensor_info import DTYPE_OF_NAME, SUB_BYTE_NAMES, TensorInfo
+from raysharding.errors import CheckpointError
+
+MAX_HEADER_BYTES: Final = 100_000_000
+"""Longest header that is read; the safetensors library has the same cap."""
+MAX_DIMS: Final = 64
+"""Most dimensions of a tensor that torch and numpy can work with."""
+_MAX_INT64: Final = (1 << 63) - 1
+_LENGTH_BYTES: Final = 8
+
+_SHORT: Final = reprlib.Repr()
+"""Shows a value from a hostile header, cut off in length and in depth, where `repr` itself could overflow the stack."""
+_SHORT.maxstring = 80
+
+
+@dataclass(frozen=True)
+class Header:
+    """The checked header of one file."""
+
+    tensors: tuple[TensorInfo, ...]
+    """In file order."""
+    metadata: dict[str, str]
+    """`__metadata__`; empty where there is none."""
+
+
+def read_header(path: str, file: int, num_bytes: int, read: Callable[[int, int], bytes]) -> Header:
+    """Read and check the header of one safetensors file.
+
+    Args:
+        path: Names the file in errors.
+        file: Index of the file in its checkpoint, kept in each `TensorInfo`.
+        num_bytes: Size of the whole file.
+        read: `(offset, length)` → bytes; fewer than `length` only at the end of the file.
+
+    Raises:
+        CheckpointError: anything wrong with the file's length, its header, or one of its tensors.
+    """
+    if num_bytes < _LENGTH_BYTES:
+        raise CheckpointError(f"has {num_bytes} bytes, too few for a safetensors file: it is truncated", path=path)
+    length = int.from_bytes(_read_exactly(path, read, 0, _LENGTH_BYTES), "little")
+    if length > MAX_HEADER_BYTES:
+        what = f"header length {length} is over the cap of {MAX_HEADER_BYTES} bytes: not a safetensors file?"
+        raise CheckpointError(what, path=path)
+    if length > num_bytes - _LENGTH_BYTES:
+        what = f"header length {length} does not fit into the file's {num_bytes} bytes: it is truncated"
+        raise CheckpointError(what, path=path)
+    return parse_header(path, file, num_bytes, _read_exactly(path, read, _LENGTH_BYTES, length))
+
+
+def parse_header(path: str, file: int, num_bytes: int, data: bytes) -> Header:
+    """Check header bytes `data` (without the length before them) against a file of `num_bytes`."""
+    if not data.startswith(b"{"):
+        raise CheckpointError(f"header begins with {data[:1]!r}, not with '{{': not a safetensors file?", path=path)
+    try:
+        entries = parse_object(data)
+    except ValueError as error:
+        raise CheckpointError(f"header {error}", path=path) from error
+    metadata = _check_metadata(path, entries.pop("__metadata__", {}))
+    start = _LENGTH_BYTES + len(data)
+    tensors = sorted(
+        (_check_entry(path, file, start, name, entry) for name, entry in entries.items()),
+        key=lambda info: (info.offset, info.num_bytes),
+    )
+    _check_tiling(path, tensors, start, num_bytes)
+    return Header(tuple(tensors), metadata)
+
+
+def _read_exactly(path: str, read: Callable[[int, int], bytes], offset: int, length: int) -> bytes:
+    data = read(offset, length)
+    if len(data) != length:
+        what = f"ended at byte {offset + len(data)} while its header was read: it is truncated or being written"
+        raise CheckpointError(what, path=path)
+    return data
+
+
+def _check_metadata(path: str, metadata: Any) -> dict[str, str]:
+    if not isinstance(metadata, dict):
+        raise CheckpointError(f"__metadata__ is a JSON {type(metadata).__name__}, not an object", path=path)
+    for key, value in metadata.items():
+        if not isinstance(value, str) or not is_text(value):
+            what = f"__metadata__ maps {key!r} to {_SHORT.repr(value)}, which is not a string of Unicode text"
+            raise CheckpointError(what, path=path)
+    return metadata
+
+
+def _check_entry(path: str, file: int, start: int, name: str, entry: Any) -> TensorInfo:
+    """Check one tensor's entry on its own: types, dtype, shape, and that its bytes are as many as its shape needs."""
+
+    def refuse(what: str) -> CheckpointError:
+        return CheckpointError(what, path=path, tensor=name)
+
+    if not isinstance(entry, dict):
+        raise refuse(f"its header entry is a JSON {type(entry).__name__}, not an object")
+    missing = [key for key in ("dtype", "shape", "data_offsets") if key not in entry]
+    if missing:
+        raise refuse(f"its header entry lacks {', '.join(missing)}")
+    dtype_name, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    dtype = DTYPE_OF_NAME.get(dtype_name) if isinstance(dtype_name, str) else None
+    if dtype is None:
+        if isinstance(dtype_name, str) and dtype_name in SUB_BYTE_NAMES:
+            raise refuse(f"dtype {dtype_name} is unsupported: its elements are narrower than a byte")
+        raise refuse(f"dtype {_SHORT.repr(dtype_name)} is unknown; known are {', '.join(DTYPE_OF_NAME)}")
+    if not isinstance(shape, list) or not all(_is_size(dim) for dim in shape):
+        raise refuse(f"shape {_SHORT.repr(shape)} is not a list of integers from 0 to 2**63 - 1")
+    if len(shape) > MAX_DIMS:
+        raise refuse(f"has {len(shape)} dimensions; at most {MAX_DIMS} are possible")
+    num_bytes = dtype.itemsize
+    for dim in shape:
+        # Dimensions of 0 are left out: strides are computed without them, and would overflow all the same.
+        num_bytes *= dim or 1
+    if num_bytes > _MAX_INT64:
+        raise refuse(f"shape {shape} of {dtype_name} overflows 64 bits")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_size(offset) for offset in offsets):
+        raise refuse(f"data_offsets {_SHORT.repr(offsets)} are not two integers from 0 to 2**63 - 1")
+    begin, end = offsets
+    num_bytes = 0 if 0 in shape else num_bytes
+    if end - begin != num_bytes:
+        what = f"shape {shape} of {dtype_name} takes {num_bytes} bytes, but data_offsets [{begin}, {end}] "
+        raise refuse(what + f"hold {end - begin}")
+    return TensorInfo(name, dtype, tuple(shape), file, start + begin)
+
+
+def _is_size(value: Any) -> bool:
+    # `type`, not isinstance: JSON's true is a Python int too.
+    return type(value) is int and 0 <= value <= _MAX_INT64
+
+
+def _check_tiling(path: str, tensors: list[TensorInfo], start: int, num_bytes: int) -> None:
+    """Check that the tensors, sorted by offset, cover the payload from end to end, once."""
+    position = start
+    previous = "the header"
+    for info in tensors:
+        if info.offset < position:
+            what = f"overlaps {previous}: begins at byte {info.offset}, which ends at {position}"
+            raise CheckpointError(what, path=path, tensor=info.name)
+        if info.offset > position:
+            what = f"begins at byte {info.offset}, but {previous} ends at {position}: a hole between them"
+            raise CheckpointError(what, path=path, tensor=info.name)
+        position += info.num_bytes
+        previous = f"tensor {info.name!r}"
+    if position > num_bytes:
+        what = f"ends at byte {position}, but the file has {num_bytes}: it is truncated"
+        raise CheckpointError(what, path=path, tensor=_first_cut(tensors, num_bytes))
+    if position < num_bytes:
+        what = f"has {num_bytes - position} trailing bytes: {previous} ends at {position}, the file at {num_bytes}"
+        raise CheckpointError(what, path=path)
+
+
+def _first_cut(tensors: list[TensorInfo], num_bytes: int) -> str:
+    return next(info.name for info in tensors if info.offset + info.num_bytes > num_bytes)

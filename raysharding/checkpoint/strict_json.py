@@ -1,0 +1,54 @@
+"""JSON as headers and indexes need it: what Python's parser lets pass, such as a key given twice, is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NoReturn
+
+
+def parse_object(data: bytes) -> dict[str, Any]:
+    """Parse one JSON object, strictly.
+
+    Args:
+        data: UTF-8 text.
+
+    Raises:
+        ValueError: not UTF-8, not JSON, not an object, a key given twice, a NaN or Infinity, a name that is not
+            Unicode text, or nested too deep. The message says which.
+    """
+    try:
+        # str first: json.loads(bytes) would guess at UTF-16 and UTF-32, which other readers of the format do not.
+        parsed = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise ValueError("is nested too deep") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not UTF-8 ({error.reason} at byte {error.start})") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"is not JSON ({error})") from None
+    if not isinstance(parsed, dict):
+        raise ValueError(f"is a JSON {type(parsed).__name__}, not an object")
+    return parsed
+
+
+def is_text(text: str) -> bool:
+    """Whether `text` can be written as UTF-8. Half a surrogate pair (JSON can spell one) cannot."""
+    return text.isascii() or not any(0xD800 <= ord(character) <= 0xDFFF for character in text)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build an object, refusing a key given twice: readers differ on which one counts."""
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"gives the key {key!r} twice")
+            seen.add(key)
+    for key in result:
+        if not is_text(key):
+            raise ValueError(f"has the key {key!r}, which is not Unicode text")
+    return result
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    raise ValueError(f"holds {text}, which is not JSON")

@@ -1,0 +1,120 @@
+"""FSDP2 set-up: which groups, which policies, and how a module on meta gets its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from raysharding.config import Sharding
+from raysharding.models import wrap_groups
+
+_LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def mixed_precision_policy(sharding: Sharding) -> MixedPrecisionPolicy:
+    """The policy that `Sharding.mixed_precision` names; `"bf16"` and `"fp16"` reduce gradients in fp32."""
+    policy = sharding.mixed_precision
+    if isinstance(policy, str):
+        return MixedPrecisionPolicy(param_dtype=_LOW_PRECISION[policy], reduce_dtype=torch.float32)
+    return policy if policy is not None else MixedPrecisionPolicy()
+
+
+def shard_module(module: nn.Module, mesh: DeviceMesh, sharding: Sharding | None = None) -> nn.Module:
+    """Cut a module over a mesh with FSDP2, in place; every rank calls it with the same module and mesh.
+
+    Blocks become FSDP groups of their own (`Sharding.wrap`), inner ones first, the rest goes into the root's group.
+    0-dim parameters, which `fully_shard` refuses, stay plain tensors on every rank. On meta nothing is allocated.
+
+    Args:
+        module: The root module, on meta or on the mesh's device.
+        mesh: From `init_mesh`, or any mesh with one shard axis (and one replicate axis before it).
+        sharding: See `Sharding`.
+
+    Returns:
+        The same module.
+
+    Raises:
+        PlanError: On every rank alike, when `wrap` does not fit the module or a group would mix dtypes.
+    """
+    sharding = sharding or Sharding()
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "reshard_after_forward": sharding.reshard_after_forward,
+        "mp_policy": mixed_precision_policy(sharding),
+        "ignored_params": {parameter for parameter in module.parameters() if parameter.ndim == 0},
+    }
+    if sharding.cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+    for names in wrap_groups(module, sharding):
+        members = [module.get_submodule(name) for name in names]
+        fully_shard(members if len(members) > 1 else members[0], **options)
+    fully_shard(module, **options)
+    return module
+
+
+def reshard(module: nn.Module) -> None:
+    """Make every FSDP group's shards its registered parameters again; each rank alone, no collective.
+
+    After a forward without a backward the root's group keeps its full parameters registered. Whoever reads
+    `module.parameters()` (an optimizer, a gather) must see DTensors, and the memory is wanted back.
+    """
+    for submodule in module.modules():
+        if isinstance(submodule, FSDPModule):
+            submodule.reshard()
+
+
+def materialize(module: nn.Module, device: torch.device) -> None:
+    """Give every parameter and buffer on meta uninitialised memory on `device`; each rank alone, no collective.
+
+    Unlike `Module.to_empty` this keeps ties (a parameter that two modules share stays one), leaves tensors alone that
+    are real already, and allocates each tensor once. The values are garbage until a load writes them.
+
+    Args:
+        module: A module, sharded or not.
+        device: Where the memory comes from.
+    """
+    new: dict[torch.Tensor, torch.Tensor] = {}
+    for tensors in _registries(module):
+        for name, tensor in tensors.items():
+            if tensor is None or not tensor.is_meta:
+                continue
+            if tensor not in new:
+                new[tensor] = _empty_like(tensor, device)
+            tensors[name] = new[tensor]
+    # FSDP2 keeps references to its parameters and takes the new ones in its load_state_dict hooks; an empty state
+    # dict runs those and nothing else. They also pad uneven shards, which is why it comes before any byte is written.
+    module.load_state_dict({}, strict=False)
+
+
+def _registries(module: nn.Module) -> Iterator[dict[str, Any]]:
+    """The parameter and buffer tables of every submodule."""
+    for submodule in module.modules():
+        yield submodule._parameters
+        yield submodule._buffers
+
+
+def _empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if isinstance(tensor, DTensor):
+        local = torch.empty_like(tensor._local_tensor, device=device)
+        value: torch.Tensor = DTensor.from_local(
+            local,
+            tensor.device_mesh,
+            tensor.placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
+    else:
+        value = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    if not isinstance(tensor, nn.Parameter):
+        return value
+    parameter = nn.Parameter(value, requires_grad=tensor.requires_grad)
+    # Attributes that models hang on parameters (transformers' `_is_hf_initialized`, weight-decay marks) stay.
+    parameter.__dict__.update(tensor.__dict__)
+    return parameter

@@ -1,0 +1,223 @@
+"""The road driven backwards: shards to whole tensors, a bucket at a time, on the rank that wants them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from raysharding.config import MIB
+from raysharding.distributed.fsdp import reshard
+from raysharding.distributed.layout import (
+    ShardMap,
+    message_device,
+    module_tensors,
+    persistent_names,
+    tensor_layout,
+)
+from raysharding.distributed.placing import Placer
+from raysharding.distributed.plan import REPLICATED, Bucket, BucketPlan, PlannedTensor, Section, plan_buckets
+from raysharding.distributed.source import as_bytes
+
+Sink = Callable[[str, int, torch.Tensor], None]
+"""Takes `(fqn, first element, values)`: 1-D CPU values of a range of the flattened tensor, valid during the call."""
+
+GATHER_BUCKET_BYTES = 32 * MIB
+"""Bytes in flight in one round of a gather, all destinations together."""
+
+
+def tied_names(module: nn.Module) -> dict[str, str]:
+    """Tied alias FQN → the canonical FQN of the same parameter."""
+    canonical = {parameter: name for name, parameter in module.named_parameters()}
+    return {
+        name: canonical[parameter]
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+        if canonical[parameter] != name
+    }
+
+
+def saved_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Canonical FQN → parameter or persistent buffer: what a checkpoint of the module holds."""
+    persistent = persistent_names(module)
+    return {name: tensor for name, tensor in module_tensors(module).items() if name in persistent}
+
+
+@dataclass
+class Gather:
+    """Brings tensors to the ranks that asked for them. Every rank makes it with equal arguments and calls `run` once.
+
+    In round k each destination's k-th bucket is on its way: every rank sends its sections, the destination receives
+    them and hands the segments to its sink. Large segments leave from the shard itself, small ones packed.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    """FQN → parameter or buffer of the module."""
+    destinations: Mapping[int, Sequence[str]]
+    """Global rank → FQNs that it wants, in order."""
+    sink: Sink
+    """Where this rank's tensors go; unused on ranks that want none."""
+    device: torch.device
+    """Device of the messages."""
+    timeout_s: float
+    """Longest wait for one round."""
+    bucket_bytes: int = GATHER_BUCKET_BYTES
+    """Bytes in flight in one round, all destinations together."""
+    wire_bytes: int = field(default=0, init=False)
+    """Bytes that this rank sent."""
+
+    def __post_init__(self) -> None:
+        self._shards = ShardMap.of(self.tensors)
+        share = max(self.bucket_bytes // max(len(self.destinations), 1), 1)
+        self._plans = {rank: self._plan(names, share) for rank, names in self.destinations.items()}
+        self._placers = {rank: Placer(plan, self.tensors, self._shards) for rank, plan in self._plans.items()}
+
+    def _plan(self, names: Sequence[str], share: int) -> BucketPlan:
+        planned = [PlannedTensor(tensor_layout(name, self.tensors[name]), self.tensors[name].dtype) for name in names]
+        return plan_buckets(planned, self._shards.num_shards, share)
+
+    def run(self, on_round: Callable[[int], None] | None = None) -> None:
+        """Move everything; collective. `on_round` is called on every rank with the bytes delivered so far."""
+        delivered = 0
+        rounds = max((len(plan.buckets) for plan in self._plans.values()), default=0)
+        own = self._plans.get(self._shards.rank)
+        size = own.max_bucket_bytes if own is not None else 0
+        buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
+        for index in range(rounds):
+            staged: list[torch.Tensor] = []
+            ops: list[dist.P2POp] = []
+            for rank, plan in self._plans.items():
+                if index < len(plan.buckets):
+                    ops += self._messages(rank, plan.buckets[index], buffer, staged)
+            # One batch a round, in the same order on all ranks: every send finds its receive posted.
+            for work in dist.batch_isend_irecv(ops) if ops else []:
+                work.wait(timedelta(seconds=self.timeout_s))
+            if own is not None and index < len(own.buckets):
+                self._deliver(own.buckets[index], buffer)
+            delivered += sum(
+                plan.buckets[index].payload_bytes for plan in self._plans.values() if index < len(plan.buckets)
+            )
+            if on_round is not None:
+                on_round(delivered)
+
+    def _sender(self, section: Section) -> int:
+        """The one rank that sends a section: its first holder; rank 0 for what all hold."""
+        return 0 if section.shard_index == REPLICATED else self._shards.holders[section.shard_index][0]
+
+    def _messages(
+        self, destination: int, bucket: Bucket, buffer: torch.Tensor, staged: list[torch.Tensor]
+    ) -> list[dist.P2POp]:
+        """This rank's part in bringing a bucket to `destination`; pieces to send are appended to `staged`."""
+        ops: list[dist.P2POp] = []
+        rank = self._shards.rank
+        for section in bucket.sections:
+            sender = self._sender(section)
+            if rank == sender:
+                pieces = self._pieces(destination, section)
+                if rank == destination:
+                    for (start, length), piece in zip(_bounds(section), pieces, strict=True):
+                        buffer[start : start + length].copy_(piece)
+                    continue
+                staged += pieces  # must live until the round's wait
+                ops += [dist.P2POp(dist.isend, piece, destination) for piece in pieces]
+                self.wire_bytes += section.num_bytes
+            elif rank == destination:
+                ops += [
+                    dist.P2POp(dist.irecv, buffer[start : start + length], sender) for start, length in _bounds(section)
+                ]
+        return ops
+
+    def _pieces(self, destination: int, section: Section) -> list[torch.Tensor]:
+        """A section's messages as uint8 on the message device: the packed part, then each large segment."""
+        placer = self._placers[destination]
+        packed = torch.empty(section.packed_bytes, dtype=torch.uint8, device=self.device)
+        for segment in section.packed:
+            values = as_bytes(placer.values(segment))
+            packed[segment.offset : segment.offset + segment.num_bytes].copy_(values)
+        return [packed, *(as_bytes(placer.values(segment)).to(self.device) for segment in section.direct)]
+
+    def _deliver(self, bucket: Bucket, buffer: torch.Tensor) -> None:
+        host = buffer[: bucket.num_bytes].cpu()
+        plan = self._plans[self._shards.rank]
+        for section in bucket.sections:
+            for segment in section.segments:
+                start = section.offset + segment.offset
+                planned = plan.tensors[segment.tensor]
+                values = host[start : start + segment.num_bytes].view(planned.wire_dtype)
+                self.sink(planned.layout.fqn, segment.start, values)
+
+
+def _bounds(section: Section) -> list[tuple[int, int]]:
+    """(first byte in the bucket, length) of each message of a section."""
+    direct = [(section.offset + segment.offset, segment.num_bytes) for segment in section.direct]
+    return [(section.offset, section.packed_bytes), *direct]
+
+
+def gather_state_dict(
+    module: nn.Module,
+    keys: Sequence[str] | None = None,
+    *,
+    bucket_bytes: int = GATHER_BUCKET_BYTES,
+    timeout_s: float = 120.0,
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Bring full tensors to rank 0, some at a time; collective: every rank iterates to the end.
+
+    Args:
+        module: A sharded module (or one that is not).
+        keys: FQNs, tied aliases allowed; `None` for all parameters and persistent buffers.
+        bucket_bytes: A part holds this many bytes, or one tensor that is larger.
+        timeout_s: Longest wait for one round of messages.
+
+    Yields:
+        On rank 0, FQN → full CPU tensor in the module's dtype, tied aliases beside their canonical name (one tensor
+        object); on other ranks as many empty dicts. Each shard travels to rank 0 once.
+
+    Raises:
+        ValueError: On every rank, when a key is not in the module.
+    """
+    reshard(module)
+    tensors = saved_tensors(module)
+    aliases = tied_names(module)
+    wanted = list(dict.fromkeys(keys)) if keys is not None else [*tensors, *aliases]
+    unknown = [key for key in wanted if aliases.get(key, key) not in tensors]
+    if unknown:
+        raise ValueError(f"keys {unknown} are not in the module: it has {len(tensors)}, such as {list(tensors)[:3]}")
+    names_of: dict[str, list[str]] = {}
+    for key in wanted:
+        names_of.setdefault(aliases.get(key, key), []).append(key)
+    for part in _parts(tensors, list(names_of), bucket_bytes):
+        full = _gather_part(module, {name: tensors[name] for name in part}, bucket_bytes, timeout_s)
+        yield {key: full[name] for name in part for key in names_of[name]} if full else {}
+
+
+def _parts(tensors: Mapping[str, torch.Tensor], names: Sequence[str], part_bytes: int) -> Iterator[list[str]]:
+    part: list[str] = []
+    size = 0
+    for name in names:
+        num_bytes = tensors[name].numel() * tensors[name].itemsize
+        if part and size + num_bytes > part_bytes:
+            yield part
+            part, size = [], 0
+        part.append(name)
+        size += num_bytes
+    if part:
+        yield part
+
+
+def _gather_part(
+    module: nn.Module, tensors: Mapping[str, torch.Tensor], bucket_bytes: int, timeout_s: float
+) -> dict[str, torch.Tensor]:
+    """The full tensors on rank 0, an empty dict elsewhere."""
+    full: dict[str, torch.Tensor] = {}
+    if dist.get_rank() == 0:
+        full = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}
+
+    def sink(name: str, first: int, values: torch.Tensor) -> None:
+        full[name].view(-1)[first : first + values.numel()].copy_(values)
+
+    device = message_device(module)
+    Gather(tensors, {0: list(tensors)}, sink, device, timeout_s, bucket_bytes).run()
+    return full

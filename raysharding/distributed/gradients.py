@@ -1,0 +1,133 @@
+"""Gradients that FSDP does not handle: those of replicated parameters, and the norm over all shards."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from raysharding.distributed.metadata import metadata_device
+
+
+def reduce_replicated_gradients(module: nn.Module) -> None:
+    """Average the gradients of parameters that are not sharded (0-dim ones) over all ranks; collective.
+
+    A rank on which such a parameter got no gradient counts as zeros; where no rank has one, it stays `None`, so that an
+    optimizer skips it as it would in one process. Wire: the parameters' own bytes, once around.
+
+    Args:
+        module: The sharded root module, after backward.
+    """
+    buckets: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = defaultdict(list)
+    for parameter in module.parameters():
+        if parameter.requires_grad and not isinstance(parameter, DTensor):
+            buckets[parameter.device, parameter.dtype].append(parameter)
+    for parameters in buckets.values():
+        _average(parameters)
+
+
+def _average(parameters: list[nn.Parameter]) -> None:
+    """Average the gradients of parameters of one dtype, in one flat message that also carries who has one."""
+    present = [float(parameter.grad is not None) for parameter in parameters]
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    # Half precision would lose the last bits of a sum over many ranks; these are a few numbers, so fp32 costs nothing.
+    flat = torch.cat([grad.detach().reshape(-1).float() for grad in grads] + [grads[0].new_tensor(present).float()])
+    flat = flat.to(_group_device(flat.device))
+    # Every rank sends a bucket of the same size, with zeros for what it lacks: else the others would wait here.
+    dist.all_reduce(flat)
+    start = 0
+    for parameter, count in zip(parameters, flat[-len(parameters) :].tolist(), strict=True):
+        piece = flat[start : start + parameter.numel()] / dist.get_world_size()
+        start += parameter.numel()
+        if count:
+            parameter.grad = piece.reshape(parameter.shape).to(parameter)
+
+
+def clip_grad_norm_(module: nn.Module, max_norm: float | None, norm_type: float = 2.0) -> torch.Tensor:
+    """Scale all gradients so that their global norm is at most `max_norm`; collective, one all-reduce of one number.
+
+    The norm is that of the unsharded gradients: shards are summed over the ranks, copies (replicated parameters, the
+    replicas of HSDP) count once. Missing gradients and empty shards count as zero.
+
+    Args:
+        module: The sharded root module, after backward and `reduce_replicated_gradients`.
+        max_norm: Upper bound; `None` or infinity only measures.
+        norm_type: p of the p-norm, above 0; `inf` for the largest magnitude. Default 2.
+
+    Returns:
+        The norm before clipping: 0-dim fp32 tensor, equal on every rank.
+
+    Raises:
+        ValueError: `norm_type` or `max_norm` is not positive.
+    """
+    if not norm_type > 0:
+        raise ValueError(f"norm_type={norm_type!r}: give a positive number, or inf")
+    if max_norm is not None and not max_norm > 0:
+        raise ValueError(f"max_norm={max_norm!r}: give a positive number, or None to only measure")
+    by_copies = _local_gradients(module)
+    device = _group_device(next(module.parameters()).device)
+    norm = _global_norm(by_copies, norm_type, device)
+    if max_norm is not None and max_norm != math.inf:
+        _scale((grad for grads in by_copies.values() for grad in grads), (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
+def _local_gradients(module: nn.Module) -> dict[int, list[torch.Tensor]]:
+    """This rank's non-empty gradient shards, keyed by how many ranks hold a copy of each."""
+    by_copies: dict[int, list[torch.Tensor]] = defaultdict(list)
+    for parameter in module.parameters():
+        grad = parameter.grad
+        if grad is None:
+            continue
+        copies = dist.get_world_size()
+        if isinstance(grad, DTensor):
+            sharded = math.prod(
+                grad.device_mesh.size(axis)
+                for axis, placement in enumerate(grad.placements)
+                if not isinstance(placement, Replicate)
+            )
+            copies //= sharded
+            grad = grad.to_local()
+        if grad.numel():
+            by_copies[copies].append(grad)
+    return by_copies
+
+
+def _global_norm(by_copies: dict[int, list[torch.Tensor]], norm_type: float, device: torch.device) -> torch.Tensor:
+    """Reduce the norms of all shards in fp64; each of `copies` equal tensors adds its part of one."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    is_max = norm_type == math.inf
+    for copies, grads in by_copies.items():
+        norms = torch.stack([norm.to(device) for norm in _norms(grads, norm_type)]).double()
+        total = torch.maximum(total, norms.max()) if is_max else total + norms.pow(norm_type).sum() / copies
+    # Every rank reduces its one number, also without any gradient: a rank that left early would stop the others here.
+    dist.all_reduce(total, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM)
+    return (total if is_max else total.pow(1.0 / norm_type)).float()
+
+
+def _norms(grads: list[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
+    """Each tensor's own norm in fp32, one fused call for each device and dtype."""
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+    for grad in grads:
+        groups[grad.device, grad.dtype].append(grad)
+    return [norm for group in groups.values() for norm in torch._foreach_norm(group, norm_type, dtype=torch.float32)]
+
+
+def _scale(grads: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
+    groups: dict[torch.device, list[torch.Tensor]] = defaultdict(list)
+    for grad in grads:
+        groups[grad.device].append(grad)
+    for device, group in groups.items():
+        torch._foreach_mul_(group, factor.to(device))
+
+
+def _group_device(device: torch.device) -> torch.device:
+    """Where a tensor that lives on `device` can be reduced: there, or on the group's own device (CPU-offloaded shards
+    under NCCL alone).
+    """  # noqa: D205
+    return device if device.type == "cuda" else metadata_device()

@@ -1,0 +1,151 @@
+"""Where each element of a module's tensors lives: the flat range of every tensor that a rank holds.
+
+A `Shard(0)` shard of a row-major tensor is one contiguous range of the flattened tensor. That fact carries the whole
+library: a range of elements is a range of bytes in a file, in a message and in a shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLayout:
+    """One parameter or buffer of a module, and how it is cut."""
+
+    fqn: str
+    """Canonical FQN: the first of `named_parameters()`; buffers by their own name."""
+    shape: tuple[int, ...]
+    """Global shape."""
+    dtype: torch.dtype
+    """dtype of the module's tensor."""
+    num_shards: int
+    """Ranks that it is cut over along dim 0; 0 if every rank holds all of it (buffers, 0-dim parameters)."""
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the global tensor."""
+        return prod(self.shape)
+
+    def local_range(self, shard_index: int) -> tuple[int, int]:
+        """Half-open range of the flattened global tensor that shard `shard_index` holds.
+
+        FSDP2 and DTensor cut dim 0 as `torch.chunk` does: `ceil(rows / num_shards)` rows each, the last ones shorter
+        or empty.
+        """
+        if self.num_shards == 0:
+            return 0, self.num_elements
+        rows = self.shape[0]
+        row_elements = prod(self.shape[1:])
+        rows_per_shard = -(-rows // self.num_shards)
+        first = min(shard_index * rows_per_shard, rows)
+        last = min(first + rows_per_shard, rows)
+        return first * row_elements, last * row_elements
+
+
+def module_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """FQN → parameter or buffer, each tensor once, in module order, non-persistent buffers included."""
+    tensors: dict[str, torch.Tensor] = dict(module.named_parameters())
+    tensors.update(module.named_buffers())
+    return tensors
+
+
+def persistent_names(module: nn.Module) -> set[str]:
+    """FQNs of all parameters and persistent buffers, tied aliases included."""
+    names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    for prefix, submodule in module.named_modules(remove_duplicate=False):
+        dot = f"{prefix}." if prefix else ""
+        skipped = submodule._non_persistent_buffers_set
+        names.update(f"{dot}{name}" for name in submodule._buffers if name not in skipped)
+    return names
+
+
+def tensor_layout(fqn: str, tensor: torch.Tensor) -> TensorLayout:
+    """Layout of one tensor of a module.
+
+    Raises:
+        ValueError: When a DTensor is neither replicated nor cut along dim 0 on one mesh axis.
+    """
+    shape = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return TensorLayout(fqn, shape, tensor.dtype, 0)
+    cut = [axis for axis, placement in enumerate(tensor.placements) if placement != Replicate()]
+    if not cut:
+        return TensorLayout(fqn, shape, tensor.dtype, 0)
+    if len(cut) > 1 or tensor.placements[cut[0]] != Shard(0):
+        raise ValueError(f"{fqn}: placements {tensor.placements} are not supported: shard along dim 0 on one mesh axis")
+    return TensorLayout(fqn, shape, tensor.dtype, tensor.device_mesh.size(cut[0]))
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of `tensor` in this process: a DTensor's shard, any other tensor itself; detached."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local.detach()
+
+
+def message_device(module: nn.Module) -> torch.device:
+    """Device on which a module's data travels: its mesh's; the CPU for a module that is not sharded."""
+    for parameter in module.parameters():
+        if isinstance(parameter, DTensor):
+            kind = parameter.device_mesh.device_type
+            return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+    return torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class ShardMap:
+    """Which ranks hold which shard of a module's tensors."""
+
+    holders: tuple[tuple[int, ...], ...]
+    """shard index → global ranks that hold it, first replica first."""
+    rank: int
+    """This process's global rank."""
+
+    @property
+    def num_shards(self) -> int:
+        """Number of different shards: the size of the mesh's `shard` axis."""
+        return len(self.holders)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks over all replicas."""
+        return sum(len(ranks) for ranks in self.holders)
+
+    @property
+    def shard_index(self) -> int:
+        """The shard that this process holds."""
+        return self.index_of(self.rank)
+
+    def index_of(self, rank: int) -> int:
+        """The shard that global rank `rank` holds."""
+        return next(index for index, ranks in enumerate(self.holders) if rank in ranks)
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, torch.Tensor]) -> ShardMap:
+        """Read the map off the DTensors of a module; without any, every rank is a replica of one shard.
+
+        Raises:
+            ValueError: When the tensors lie on different meshes.
+        """
+        found: dict[tuple[tuple[int, ...], ...], str] = {}
+        for name, tensor in tensors.items():
+            if isinstance(tensor, DTensor):
+                found.setdefault(_holders(tensor.device_mesh, tensor.placements.index(Shard(0))), name)
+        if len(found) > 1:
+            raise ValueError(f"parameters {sorted(found.values())} lie on different meshes: shard a module over one mesh")
+        holders = next(iter(found), (tuple(range(dist.get_world_size())),))
+        return cls(holders, dist.get_rank())
+
+
+def _holders(mesh: DeviceMesh, shard_axis: int) -> tuple[tuple[int, ...], ...]:
+    """shard index → ranks, from a mesh of any number of axes of which one shards."""
+    ranks = mesh.mesh.movedim(shard_axis, 0).reshape(mesh.size(shard_axis), -1)
+    return tuple(tuple(row) for row in ranks.tolist())

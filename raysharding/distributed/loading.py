@@ -1,0 +1,309 @@
+"""`load_checkpoint`: plan from headers, agree, stream, finish, report."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from raysharding.checkpoint import Checkpoint, FileReader, open_checkpoint
+from raysharding.config import Loading
+from raysharding.distributed.agreement import agree
+from raysharding.distributed.fsdp import materialize
+from raysharding.distributed.layout import ShardMap, local_tensor, message_device, module_tensors, tensor_layout
+from raysharding.distributed.memory import MemoryPeak
+from raysharding.distributed.metadata import broadcast_json
+from raysharding.distributed.placing import Placer
+from raysharding.distributed.plan import BucketPlan, PlannedTensor, plan_buckets
+from raysharding.distributed.read_ahead import RING_SIZE
+from raysharding.distributed.report import LoadReport
+from raysharding.distributed.source import CheckpointSource, wire_dtype
+from raysharding.distributed.streaming import BucketStream, StreamTimes
+from raysharding.distributed.transport import BucketTransport, make_transport
+from raysharding.errors import CheckpointError, PlanError
+from raysharding.models import KeyMap, Target, initial_value, map_keys
+
+Progress = Callable[[str, int, int, str], None]
+"""Called as `progress(phase, bytes_done, bytes_total, last FQN)`; phases are `plan`, `stream`, `finalize`."""
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """All that is known before the first byte moves."""
+
+    checkpoint: Checkpoint
+    """What is in the files."""
+    keys: KeyMap
+    """Which checkpoint tensors feed which FQN."""
+    buckets: BucketPlan
+    """How they travel."""
+
+    @property
+    def stream_bytes(self) -> int:
+        """Bytes that reach shards: each tensor once, in its wire dtype."""
+        return sum(item.layout.num_elements * item.wire_dtype.itemsize for item in self.buckets.tensors)
+
+
+def load_checkpoint(
+    module: nn.Module,
+    checkpoint: Checkpoint | str | os.PathLike[str],
+    *,
+    loading: Loading | None = None,
+    progress: Progress | None = None,
+    stall_s: float = 120.0,
+) -> LoadReport:
+    """Stream a checkpoint into a sharded module, in place; collective: every rank of the module's mesh calls it.
+
+    Rank 0 reads; the others need not see the files. Everything is checked from the headers first. A module still on
+    meta gets its memory here, on the mesh's device.
+
+    Args:
+        module: From `shard_module`; on meta, or real (then it is overwritten).
+        checkpoint: Path or URI, opened by rank 0 alone; or an opened checkpoint, the same on every rank.
+        loading: See `Loading`.
+        progress: Called on every rank after each bucket.
+        stall_s: Longest wait for one bucket, in seconds.
+
+    Returns:
+        The same report on every rank. Wire: each shard leaves rank 0 once under `scatter`, W − 1 times the checkpoint
+        under `broadcast`. Memory above the shards: two buckets, on any rank.
+
+    Raises:
+        CheckpointError: On every rank, when the files cannot be read or trusted.
+        PlanError: On every rank, before any data moves, with every mismatch of every rank.
+        RuntimeError: From the process group, when a rank is gone or silent for `stall_s`.
+    """
+    started = perf_counter()
+    loading = loading or Loading()
+    report_progress = progress or silent
+    report_progress("plan", 0, 0, "")
+    opened = _open_everywhere(checkpoint)
+    shards = ShardMap.of(module_tensors(module))
+    plan = _plan_together(module, opened, loading, shards)
+    device = message_device(module)
+    transport, reason = make_transport(loading.transport, shards, stall_s)
+    peak = MemoryPeak(device)
+    plan_s = perf_counter() - started
+
+    agree(_materialize(module, device))
+    stream = _make_stream(module, plan, transport, shards, device, stall_s, peak, report_progress)
+    stream_started = perf_counter()
+    read_bytes = _run_stream(stream, plan)
+    stream_s = perf_counter() - stream_started
+
+    report_progress("finalize", plan.stream_bytes, plan.stream_bytes, "")
+    initialise_started = perf_counter()
+    error = _initialise(module, plan.keys.initialise, loading.seed, shards)
+    peak.sample()
+    figures = _Figures(
+        plan_s=plan_s,
+        stream_s=stream_s,
+        initialise_s=perf_counter() - initialise_started,
+        wire_bytes=transport.wire_bytes,
+        read_bytes=read_bytes,
+        shard_bytes=sum(_num_bytes(tensor) for tensor in module_tensors(module).values()),
+        host_bytes=peak.host_bytes,
+        device_bytes=peak.device_bytes,
+        **asdict(stream.times),
+    )
+    every = [_Figures(**value) for value in agree(error, asdict(figures))]
+    return _make_report(plan, transport.name, reason, every, perf_counter() - started)
+
+
+def _materialize(module: nn.Module, device: torch.device) -> Exception | None:
+    """Allocate the shards; a rank without the memory must say so before the others wait for its messages."""
+    try:
+        materialize(module, device)
+    except (RuntimeError, MemoryError) as error:
+        return error
+    return None
+
+
+def silent(phase: str, done: int, total: int, tensor: str) -> None:
+    """The progress callback of those who want none."""
+
+
+@dataclass
+class _Figures(StreamTimes):
+    """One rank's figures, exchanged as JSON."""
+
+    plan_s: float = 0.0
+    stream_s: float = 0.0
+    initialise_s: float = 0.0
+    wire_bytes: int = 0
+    read_bytes: int = 0
+    shard_bytes: int = 0
+    host_bytes: int = 0
+    device_bytes: int = 0
+
+
+def _open_everywhere(checkpoint: Checkpoint | str | os.PathLike[str]) -> Checkpoint:
+    """Open on rank 0 and hand the result to every rank; a failure is raised on all of them."""
+    if isinstance(checkpoint, Checkpoint):
+        return checkpoint
+    error: CheckpointError | None = None
+    opened = ""
+    if dist.get_rank() == 0:
+        try:
+            opened = open_checkpoint(checkpoint).to_json().decode()
+        except CheckpointError as raised:
+            error = raised
+    agree(error)
+    return Checkpoint.from_json(broadcast_json(opened).encode())
+
+
+def _plan_together(module: nn.Module, checkpoint: Checkpoint, loading: Loading, shards: ShardMap) -> LoadPlan:
+    """Map keys and cut buckets on every rank, and make sure that all ranks came to the same plan."""
+    plan, error = None, None
+    problems: list[str] = []
+    try:
+        plan = _make_plan(module, checkpoint, loading, shards)
+    except ValueError as raised:
+        error = raised
+    else:
+        problems += plan.keys.problems
+        if loading.strict:
+            problems += [f"missing from the checkpoint: {name}" for name in plan.keys.missing]
+            problems += [f"unexpected in the checkpoint: {name}" for name in plan.keys.unexpected]
+    _agree_on_plan(checkpoint.path, plan, problems, error)
+    assert plan is not None, "agree raises on a rank that has an error"
+    return plan
+
+
+def _make_plan(module: nn.Module, checkpoint: Checkpoint, loading: Loading, shards: ShardMap) -> LoadPlan:
+    keys = map_keys(module, checkpoint.tensors, loading.key_mapping)
+    tensors = module_tensors(module)
+    # File order, so that the stream reads the disk forward.
+    targets = sorted(keys.targets.values(), key=lambda target: _file_position(checkpoint, target))
+    planned = [_planned(target, tensors[target.fqn]) for target in targets]
+    return LoadPlan(checkpoint, keys, plan_buckets(planned, shards.num_shards, loading.bucket_bytes))
+
+
+def _agree_on_plan(path: str, plan: LoadPlan | None, problems: Sequence[str], error: Exception | None) -> None:
+    described = repr((plan.buckets.tensors, plan.buckets.max_bucket_bytes)) if plan is not None else ""
+    digest = hashlib.sha256(described.encode()).hexdigest()
+    # Before any data collective: ranks with different plans would send and receive different sizes, and hang.
+    every = agree(error, {"problems": list(problems), "digest": digest})
+    listed = dict.fromkeys(line for outcome in every for line in outcome["problems"])
+    if listed:
+        raise PlanError(
+            f"{path} does not fit the model ({len(listed)} problems; strict=False accepts missing and unexpected keys):",
+            problems=list(listed),
+        )
+    differing = [str(rank) for rank, outcome in enumerate(every) if outcome["digest"] != every[0]["digest"]]
+    if differing:
+        raise PlanError(
+            f"{path}: ranks {', '.join(differing)} built another model or were given other options than rank 0: make "
+            "the model and `Loading` the same on every rank"
+        )
+
+
+def _planned(target: Target, tensor: torch.Tensor) -> PlannedTensor:
+    return PlannedTensor(tensor_layout(target.fqn, tensor), wire_dtype(target.source_dtype, tensor.dtype))
+
+
+def _file_position(checkpoint: Checkpoint, target: Target) -> tuple[int, int]:
+    """File and offset of a target's first source."""
+    info = checkpoint.tensors[target.sources[0]]
+    return info.file, info.offset
+
+
+def _make_stream(
+    module: nn.Module,
+    plan: LoadPlan,
+    transport: BucketTransport,
+    shards: ShardMap,
+    device: torch.device,
+    stall_s: float,
+    peak: MemoryPeak,
+    progress: Progress,
+) -> BucketStream:
+    cumulative = list(accumulate(bucket.payload_bytes for bucket in plan.buckets.buckets))
+
+    def done(index: int) -> None:
+        last = plan.buckets.buckets[index].sections[0].segments[-1:]
+        name = plan.buckets.tensors[last[0].tensor].layout.fqn if last else ""
+        progress("stream", cumulative[index], plan.stream_bytes, name)
+
+    placer = Placer(plan.buckets, module_tensors(module), shards)
+    return BucketStream(plan.buckets, transport, placer, shards, device, stall_s, peak, done)
+
+
+def _run_stream(stream: BucketStream, plan: LoadPlan) -> int:
+    """Move every bucket; returns the bytes that this rank read from files."""
+    if dist.get_rank() != 0:
+        failed, error = stream.receive()
+        # If rank 0 failed, it says why here, and `agree` raises that.
+        agree(error)
+        assert not failed, "rank 0 announced a failed read and then reported none"
+        return 0
+    with FileReader(plan.checkpoint) as reader:
+        error = stream.send(CheckpointSource(plan.checkpoint, reader, dict(plan.keys.targets)))
+        if error is None:
+            try:
+                reader.verify_unchanged()
+            except CheckpointError as raised:
+                error = raised
+        agree(error)
+        return reader.num_bytes_read
+
+
+def _initialise(module: nn.Module, names: Sequence[str], seed: int, shards: ShardMap) -> Exception | None:
+    """Give what the checkpoint lacks its values: the full tensor by the module's own rule, then this rank's part."""
+    tensors = module_tensors(module)
+    for name in names:
+        try:
+            full = initial_value(module, name, seed)
+        except PlanError as error:
+            return error
+        start, stop = tensor_layout(name, tensors[name]).local_range(shards.shard_index)
+        local_tensor(tensors[name]).view(-1).copy_(full.reshape(-1)[start:stop])
+    return None
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    local = local_tensor(tensor)
+    return local.numel() * local.itemsize
+
+
+def _make_report(
+    plan: LoadPlan, transport: str, reason: str, every: Sequence[_Figures], seconds: float
+) -> LoadReport:
+    def slowest(name: str) -> Any:
+        return max(getattr(figures, name) for figures in every)
+
+    host_shards = [0 if figures.device_bytes else figures.shard_bytes for figures in every]
+    keys = plan.keys
+    return LoadReport(
+        checkpoint=plan.checkpoint.path,
+        num_tensors=len(keys.targets),
+        checkpoint_bytes=plan.checkpoint.num_bytes,
+        read_bytes=sum(figures.read_bytes for figures in every),
+        wire_bytes=sum(figures.wire_bytes for figures in every),
+        seconds=seconds,
+        read_s=every[0].read_s,
+        **{name: slowest(name) for name in ("plan_s", "stream_s", "send_s", "place_s", "initialise_s")},
+        num_buckets=len(plan.buckets.buckets),
+        bucket_bytes=plan.buckets.max_bucket_bytes,
+        ring_bytes=RING_SIZE * plan.buckets.max_bucket_bytes,
+        transport=transport,
+        transport_reason=reason,
+        world_size=len(every),
+        shard_bytes=tuple(figures.shard_bytes for figures in every),
+        peak_extra_bytes=tuple(max(0, f.host_bytes - own) for f, own in zip(every, host_shards, strict=True)),
+        peak_device_bytes=tuple(figures.device_bytes for figures in every),
+        missing=keys.missing,
+        unexpected=keys.unexpected,
+        ignored=keys.ignored,
+        initialised=keys.initialise,
+        tied=tuple(keys.aliases),
+        converted=tuple(f"{fqn}: {target.operations}" for fqn, target in keys.targets.items() if target.runs is None),
+    )

@@ -1,0 +1,196 @@
+"""Rendezvous: rank 0 serves a store on one address, every rank joins the process group through it.
+
+Rank 0 binds its own listening socket and hands it to the store, so no free port is guessed and nothing listens on
+other interfaces. Ranks that do not arrive are named. Plain `torch.distributed`, no launcher assumed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import os
+import secrets
+import socket
+import struct
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from raysharding.errors import RendezvousError
+
+_SIOCGIFADDR = 0x8915
+_BACKLOG = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class StoreAddress:
+    """Where rank 0's store listens, and the prefix under which this group keeps its keys."""
+
+    host: str
+    """Address of the one interface it listens on."""
+    port: int
+    """Port that the kernel gave it."""
+    prefix: str
+    """Random, so that two groups that meet at one address by mistake never read each other's keys."""
+
+
+def serve_store(host: str, *, timeout_s: float) -> tuple[dist.TCPStore, StoreAddress]:
+    """Start the group's store. Only rank 0 calls this, and keeps the store as long as the group lives.
+
+    Args:
+        host: Address of this node, of the interface that the other ranks can reach.
+        timeout_s: Longest wait of one store operation.
+
+    Returns:
+        The store, and the address to give to every rank.
+
+    Raises:
+        RendezvousError: `host` is not an address of this machine.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.bind((host, 0))
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        message = f"rank 0 cannot listen on {host}: {error}; is it an address of this node?"
+        raise RendezvousError(message, missing_ranks=(0,)) from error
+    port = int(listener.getsockname()[1])
+    # detach() gives the descriptor away: a socket object that still owned it would close the store when collected.
+    store = dist.TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=listener.detach(),
+    )
+    return store, StoreAddress(host, port, secrets.token_hex(8))
+
+
+def join_process_group(
+    address: StoreAddress,
+    *,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    node_ip: str,
+    rendezvous_s: float,
+    timeout_s: float,
+    server: dist.TCPStore | None = None,
+) -> None:
+    """Meet the other ranks and initialise the default process group. Every rank calls this.
+
+    CUDA ranks get NCCL, with gloo beside it for what travels in host memory; CPU ranks get gloo.
+
+    Args:
+        address: From `serve_store` on rank 0.
+        rank: This rank.
+        world_size: Number of ranks.
+        device: This rank's device, with its index for CUDA.
+        node_ip: This node's address; its interface carries gloo's and NCCL's traffic unless the user chose one.
+        rendezvous_s: How long to wait for the other ranks.
+        timeout_s: Time-out of every later collective.
+        server: Rank 0's store.
+
+    Raises:
+        RendezvousError: Some ranks did not arrive in time (named), or rank 0's store cannot be reached.
+    """
+    choose_interface(node_ip)
+    base = server if server is not None else _connect(address, rank, rendezvous_s)
+    store = dist.PrefixStore(address.prefix, base)
+    store.set_timeout(timedelta(seconds=rendezvous_s))
+    _await_ranks(store, address, rank, world_size, rendezvous_s)
+    is_cuda = device.type == "cuda"
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=device if is_cuda else None,
+        )
+    except dist.DistError as error:
+        message = f"rank {rank} met all ranks at {address.host}:{address.port} but cannot connect to them: {error}"
+        raise RendezvousError(message) from error
+
+
+def leave_process_group() -> None:
+    """Destroy the default process group of this rank, if there is one. Not a collective."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _connect(address: StoreAddress, rank: int, rendezvous_s: float) -> dist.TCPStore:
+    try:
+        return dist.TCPStore(
+            address.host, address.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=rendezvous_s)
+        )
+    except dist.DistError as error:
+        where = f"{address.host}:{address.port}"
+        message = f"rank {rank} cannot reach rank 0's store at {where} within {rendezvous_s:g} s: {error}"
+        raise RendezvousError(message, missing_ranks=(0,)) from error
+
+
+def _await_ranks(store: dist.Store, address: StoreAddress, rank: int, world_size: int, rendezvous_s: float) -> None:
+    """Wait until every rank has said that it is here, so that init_process_group meets nobody missing."""
+    keys = [f"arrived/{other}" for other in range(world_size)]
+    where = f"{address.host}:{address.port}"
+    try:
+        store.set(keys[rank], "1")
+        store.wait(keys, timedelta(seconds=rendezvous_s))
+    except dist.DistStoreError as error:
+        missing = [other for other, key in enumerate(keys) if not store.check([key])]
+        named = ", ".join(map(str, missing))
+        message = f"rank {rank} waited {rendezvous_s:g} s at {where}; ranks that did not arrive: {named}"
+        raise RendezvousError(message, missing_ranks=missing) from error
+    except dist.DistError as error:
+        message = f"rank {rank} lost rank 0's store at {where}: {error}"
+        raise RendezvousError(message, missing_ranks=(0,)) from error
+
+
+def choose_interface(node_ip: str) -> str | None:
+    """Make gloo and NCCL use the interface that owns `node_ip`, unless the user chose one by environment variable.
+
+    Without this gloo resolves the host name, which often is 127.0.0.1, and two hosts never meet.
+
+    Returns:
+        The interface's name, `None` where no interface owns the address.
+    """
+    name = interface_of(node_ip)
+    if name is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        # NCCL refuses the loopback unless it is named alone, and on one node it needs no socket interface.
+        if name != "lo":
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
+    return name
+
+
+def interface_of(address: str) -> str | None:
+    """Return the name of this machine's network interface that owns an IPv4 or IPv6 address, or `None`."""
+    wanted = ipaddress.ip_address(address.split("%", 1)[0])
+    if wanted.version == 6:
+        return _interface_of_ipv6(wanted)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+            except OSError:
+                continue  # the interface has no IPv4 address
+            if reply[20:24] == wanted.packed:
+                return name
+    return None
+
+
+def _interface_of_ipv6(wanted: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str | None:
+    try:
+        with open("/proc/net/if_inet6", encoding="ascii") as table:
+            rows = [line.split() for line in table]
+    except FileNotFoundError:
+        return None  # a kernel without IPv6
+    return next((row[5] for row in rows if bytes.fromhex(row[0]) == wanted.packed), None)

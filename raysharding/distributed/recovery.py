@@ -1,0 +1,62 @@
+"""Making a module right again after an exception that every rank raised, and running it without leaving a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+
+def recover(module: nn.Module, *, in_backward: bool) -> bool:
+    """Drop what an aborted forward or backward left in a module. Every rank calls it, after the same exception.
+
+    After an exception inside backward FSDP2 is silently wrong: later gradients stay unreduced. `reset_iter_state`
+    repairs that, and the gradients have to go before it (they would be taken for accumulated ones) and after it (the
+    reset may finish a reduction that was under way). After an exception in forward or in the loss FSDP2 is right.
+
+    Args:
+        module: The root module.
+        in_backward: Whether the exception came out of backward.
+
+    Returns:
+        Whether later steps are right. False only where this torch has no `reset_iter_state` and backward was aborted.
+    """
+    module.zero_grad(set_to_none=True)
+    roots = _fsdp_roots(module)
+    if not all(hasattr(root, "reset_iter_state") for root in roots):
+        return not in_backward
+    for root in roots:
+        root.reset_iter_state()
+    module.zero_grad(set_to_none=True)
+    return True
+
+
+def _fsdp_roots(module: nn.Module) -> list[FSDPModule]:
+    """The outermost FSDP modules, which own the iteration state."""
+    if isinstance(module, FSDPModule):
+        return [module]
+    return [root for child in module.children() for root in _fsdp_roots(child)]
+
+
+@contextmanager
+def module_mode(module: nn.Module, *, training: bool) -> Iterator[None]:
+    """Put every submodule into train or eval mode, and each back into its own mode at the end."""
+    changed = [submodule for submodule in module.modules() if submodule.training != training]
+    for submodule in changed:
+        submodule.training = training
+    try:
+        yield
+    finally:
+        for submodule in changed:
+            submodule.training = not training
+
+
+@contextmanager
+def without_trace(module: nn.Module) -> Iterator[None]:
+    """Run forwards in eval mode, without gradients, leaving modes and random-number state as they were."""
+    cuda = {parameter.device for parameter in module.parameters() if parameter.device.type == "cuda"}
+    with module_mode(module, training=False), torch.random.fork_rng(devices=list(cuda)), torch.no_grad():
+        yield

@@ -1,0 +1,152 @@
+"""What a load or a save did, in figures: the same report on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+MIB = 1 << 20
+
+
+def format_bytes(num_bytes: float) -> str:
+    """`1.78 GiB`, `512.0 MiB`, `17 B`."""
+    for unit, size, digits in (("GiB", 1 << 30, 2), ("MiB", MIB, 1), ("KiB", 1 << 10, 1)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.{digits}f} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def _names(names: tuple[str, ...], limit: int = 6) -> str:
+    more = f", and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """One load. `str(report)` is for people, `as_dict()` for programs."""
+
+    checkpoint: str
+    """The checkpoint, as it was named."""
+    num_tensors: int
+    """Tensors loaded from files."""
+    checkpoint_bytes: int
+    """Bytes of the files' tensors."""
+    read_bytes: int
+    """Bytes read from files, all ranks together, headers not counted."""
+    wire_bytes: int
+    """Bytes that left rank 0, padding and status words included."""
+    seconds: float
+    """From the call to the last rank's end."""
+    plan_s: float
+    """Headers, key mapping and bucket plan; slowest rank."""
+    stream_s: float
+    """From the first bucket to the last; slowest rank."""
+    read_s: float
+    """Rank 0's thread, reading; overlaps with sending."""
+    send_s: float
+    """Waiting for messages; slowest rank."""
+    place_s: float
+    """Copying out of buffers into shards; slowest rank."""
+    initialise_s: float
+    """Values that the checkpoint does not hold; slowest rank."""
+    num_buckets: int
+    """Buckets streamed."""
+    bucket_bytes: int
+    """Size of the largest bucket."""
+    ring_bytes: int
+    """Buffers of a rank: buckets in flight × bucket size."""
+    transport: str
+    """`scatter` or `broadcast`."""
+    transport_reason: str
+    """Why that transport."""
+    world_size: int
+    """Ranks."""
+    shard_bytes: tuple[int, ...]
+    """Bytes of parameters and buffers on each rank."""
+    peak_extra_bytes: tuple[int, ...]
+    """Highest host memory (RssAnon + RssShmem) above the start and the host shards, on each rank, seen after each
+    bucket."""
+    peak_device_bytes: tuple[int, ...]
+    """Highest device memory above the start, shards included, on each rank; 0 on the CPU."""
+    missing: tuple[str, ...] = ()
+    """FQNs without a tensor in the checkpoint."""
+    unexpected: tuple[str, ...] = ()
+    """Checkpoint keys that no FQN takes."""
+    ignored: tuple[str, ...] = ()
+    """Checkpoint keys and FQNs that do not count as missing or unexpected."""
+    initialised: tuple[str, ...] = ()
+    """FQNs that were given a value by the module's own rule."""
+    tied: tuple[str, ...] = ()
+    """FQNs that share another one's parameter."""
+    converted: tuple[str, ...] = ()
+    """`FQN: operations` of the tensors that went whole through transformers' own operations on rank 0."""
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Checkpoint bytes over the whole time."""
+        return self.checkpoint_bytes / self.seconds if self.seconds > 0 else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """All fields and `bytes_per_s`, ready for JSON."""
+        return asdict(self) | {"bytes_per_s": self.bytes_per_s}
+
+    def __str__(self) -> str:
+        lines = [
+            f"loaded {self.num_tensors} tensors, {format_bytes(self.checkpoint_bytes)}, from {self.checkpoint}",
+            f"  time       {self.seconds:.2f} s, {format_bytes(self.bytes_per_s)}/s (plan {self.plan_s:.2f} s, stream "
+            f"{self.stream_s:.2f} s, initialise {self.initialise_s:.2f} s)",
+            f"  stream     read {self.read_s:.2f} s, send {self.send_s:.2f} s, place {self.place_s:.2f} s (overlapping)",
+            f"  transport  {self.transport} ({self.transport_reason}) to {self.world_size} ranks, {self.num_buckets} "
+            f"buckets of at most {format_bytes(self.bucket_bytes)}",
+            f"  bytes      read {format_bytes(self.read_bytes)}, sent {format_bytes(self.wire_bytes)}",
+            f"  memory     shards {self._per_rank(self.shard_bytes)}; peak above them "
+            f"{self._per_rank(self.peak_extra_bytes)}",
+        ]
+        if any(self.peak_device_bytes):
+            lines.append(f"  device     peak {self._per_rank(self.peak_device_bytes)}")
+        for title in ("missing", "unexpected", "ignored", "initialised", "tied", "converted"):
+            names = getattr(self, title)
+            if names:
+                lines.append(f"  {title:<10} {len(names)}: {_names(names)}")
+        return "\n".join(lines)
+
+    @staticmethod
+    def _per_rank(values: tuple[int, ...]) -> str:
+        low, high = min(values), max(values)
+        return f"{format_bytes(low)} a rank" if low == high else f"{format_bytes(low)} to {format_bytes(high)} a rank"
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """One save."""
+
+    path: str
+    """The directory written."""
+    num_tensors: int
+    """Tensors written; tied ones once."""
+    num_bytes: int
+    """Bytes of the tensors."""
+    num_files: int
+    """Checkpoint files."""
+    seconds: float
+    """From the call to the rename."""
+    wire_bytes: int
+    """Bytes that all ranks sent together."""
+    peak_extra_bytes: tuple[int, ...]
+    """Highest host memory above the start, on each rank."""
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Bytes written over the whole time."""
+        return self.num_bytes / self.seconds if self.seconds > 0 else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """All fields and `bytes_per_s`, ready for JSON."""
+        return asdict(self) | {"bytes_per_s": self.bytes_per_s}
+
+    def __str__(self) -> str:
+        return (
+            f"saved {self.num_tensors} tensors, {format_bytes(self.num_bytes)}, in {self.num_files} files to {self.path}: "
+            f"{self.seconds:.2f} s, {format_bytes(self.bytes_per_s)}/s, peak extra memory "
+            f"{format_bytes(max(self.peak_extra_bytes))} a rank"
+        )

@@ -1,0 +1,148 @@
+"""The stream of a load: rank 0 reads bucket k + 1 on a thread while bucket k is sent; the others receive and place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+
+from raysharding.distributed.layout import ShardMap
+from raysharding.distributed.memory import MemoryPeak
+from raysharding.distributed.placing import Placer
+from raysharding.distributed.plan import BucketPlan, Segment
+from raysharding.distributed.read_ahead import RING_SIZE, FilledBucket, ReadAhead
+from raysharding.distributed.source import ElementSource
+from raysharding.distributed.transport import FAILED, BucketTransport, Received, sections_for, status_of
+
+BucketDone = Callable[[int], None]
+"""Called with a bucket's index when it was sent or placed."""
+
+
+@dataclass
+class StreamTimes:
+    """Where a rank's time went, in seconds."""
+
+    read_s: float = 0.0
+    """Reading files (rank 0's thread)."""
+    send_s: float = 0.0
+    """Waiting for messages: sends on rank 0, receives elsewhere."""
+    place_s: float = 0.0
+    """Copying out of buffers into shards."""
+
+
+@dataclass
+class BucketStream:
+    """One load's stream on one rank. Rank 0 calls `send`, every other rank `receive`, once."""
+
+    plan: BucketPlan
+    transport: BucketTransport
+    placer: Placer
+    shards: ShardMap
+    device: torch.device
+    """Device of the messages: the mesh's."""
+    timeout_s: float
+    """Longest wait for one bucket."""
+    peak: MemoryPeak
+    done: BucketDone
+    times: StreamTimes = field(default_factory=StreamTimes)
+
+    def send(self, source: ElementSource) -> Exception | None:
+        """Rank 0: read, send and place every bucket.
+
+        Returns:
+            The error that ended the reading, after the others were told; `None` if all went well.
+        """
+        with ReadAhead(self.plan, source, self.transport, self.placer, self.shards, self.device) as ahead:
+            try:
+                return self._send_buckets(ahead)
+            finally:
+                self.times.read_s = ahead.read_s
+
+    def _send_buckets(self, ahead: ReadAhead) -> Exception | None:
+        sending: tuple[FilledBucket, list[dist.Work]] | None = None
+        for index in range(len(self.plan.buckets)):
+            filled = ahead.next(self.timeout_s)
+            started = perf_counter()
+            if sending is not None:
+                self.transport.wait(sending[1])
+                ahead.release(sending[0])
+            sending = (filled, self._send_bucket(filled))
+            self.times.send_s += perf_counter() - started
+            if filled.error is not None:
+                self._send_posted(filled, index)
+                break
+            self._place_own(ahead, filled)
+            self.done(index)
+        if sending is None:
+            return None
+        started = perf_counter()
+        self.transport.wait(sending[1])
+        self.times.send_s += perf_counter() - started
+        return sending[0].error
+
+    def _send_posted(self, failed: FilledBucket, index: int) -> None:
+        """After a failed read: serve the receives that the others posted ahead, or a later message would land there."""
+        for bucket in self.plan.buckets[index + 1 : index + RING_SIZE]:
+            self.transport.wait(self._send_bucket(FilledBucket(bucket, failed.slot, failed.error)))
+
+    def _send_bucket(self, filled: FilledBucket) -> list[dist.Work]:
+        wire = filled.slot.wire
+        if filled.error is not None:
+            for section in filled.bucket.sections:
+                wire[section.offset] = FAILED
+        elif filled.slot.copied is not None:
+            torch.cuda.current_stream().wait_event(filled.slot.copied)
+        return self.transport.send(filled.bucket, wire)
+
+    def _place_own(self, ahead: ReadAhead, filled: FilledBucket) -> None:
+        started = perf_counter()
+        for section in sections_for(filled.bucket, self.shards.shard_index):
+            if not ahead.reads_into_shard(section):
+                self.placer.place_section(section, filled.slot.wire)
+        self.times.place_s += perf_counter() - started
+        self.peak.sample()
+
+    def receive(self) -> tuple[bool, Exception | None]:
+        """Other ranks: receive and place every bucket, the next one's receives posted while this one is placed.
+
+        Returns:
+            Whether rank 0 reported a failed read, and this rank's own first error. After an error of its own the
+            rank keeps receiving, so that rank 0 is not left sending to it.
+        """
+        buckets = self.plan.buckets
+        ring = [torch.empty(self.plan.max_bucket_bytes, dtype=torch.uint8, device=self.device) for _ in range(RING_SIZE)]
+        posted: list[tuple[list[dist.Work], Received]] = []
+        error: Exception | None = None
+        for index, bucket in enumerate(buckets):
+            for ahead in range(index + len(posted), min(index + RING_SIZE, len(buckets))):
+                posted.append(self.transport.receive(buckets[ahead], ring[ahead % RING_SIZE], self._landing))
+            works, received = posted.pop(0)
+            started = perf_counter()
+            self.transport.wait(works)
+            self.times.send_s += perf_counter() - started
+            own = sections_for(bucket, self.shards.shard_index)
+            if any(status_of(section, received.buffer) == FAILED for section in own):
+                for works, _ in posted:  # rank 0 serves these too: see _send_posted
+                    self.transport.wait(works)
+                return True, error
+            error = error or self._place(received)
+            self.peak.sample()
+            self.done(index)
+        return False, error
+
+    def _landing(self, segment: Segment) -> torch.Tensor | None:
+        return self.placer.memory(segment, self.device.type)
+
+    def _place(self, received: Received) -> Exception | None:
+        started = perf_counter()
+        try:
+            for section in sections_for(received.bucket, self.shards.shard_index):
+                self.placer.place_section(section, received.buffer, received.landed)
+        except RuntimeError as error:  # out of memory, mostly; reported when all ranks agree on the outcome
+            return error
+        finally:
+            self.times.place_s += perf_counter() - started
+        return None

@@ -1,0 +1,96 @@
+"""One optimizer step over a batch that is dealt out to all ranks, equal to the step one process would take."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from raysharding.batch import RankBatch
+from raysharding.distributed.gradients import clip_grad_norm_, reduce_replicated_gradients
+from raysharding.distributed.loss import loss_share
+from raysharding.distributed.loss_call import LossFunction
+from raysharding.distributed.recovery import module_mode, recover
+
+
+class _Progress:
+    """How far a step has come: decides what a failure leaves behind."""
+
+    in_backward = False
+    in_optimizer = False
+
+
+def train_step(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: RankBatch,
+    *,
+    loss: LossFunction | None = None,
+    max_grad_norm: float | None = None,
+) -> dict[str, float]:
+    """Forward, backward and one optimizer step in train mode; collective, every rank calls it with its own batch.
+
+    Loss, gradient norm and update are those of one process on all rows, whatever the number of ranks and however
+    labels are masked. Gradients of earlier calls are dropped first. Wire: FSDP's own traffic and a few numbers.
+
+    Args:
+        module: The sharded root module.
+        optimizer: Over the module's parameters.
+        batch: This rank's part, from `deal`.
+        loss: See `loss.loss_share`. Default: the output's `.loss`.
+        max_grad_norm: Clip to this global 2-norm. Default: only measure.
+
+    Returns:
+        `loss` of the whole batch and `grad_norm` before clipping, equal on every rank.
+
+    Raises:
+        Exception: Whatever the model, the loss or the optimizer raised. If all ranks raise it alike, the module has
+            been reset and later steps are right, unless a note on the exception says otherwise (`is_recoverable`).
+    """
+    progress = _Progress()
+    try:
+        with module_mode(module, training=True):
+            return _step(module, optimizer, batch, loss, max_grad_norm, progress)
+    except Exception as error:
+        usable = recover(module, in_backward=progress.in_backward) and not progress.in_optimizer
+        mark_recovery(error, usable)
+        raise
+
+
+def _step(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: RankBatch,
+    loss: LossFunction | None,
+    max_grad_norm: float | None,
+    progress: _Progress,
+) -> dict[str, float]:
+    optimizer.zero_grad(set_to_none=True)
+    # Parameters that the optimizer leaves out would add up over the steps and into the norm.
+    module.zero_grad(set_to_none=True)
+    share = loss_share(module, batch, loss)
+    progress.in_backward = True
+    # FSDP averages gradients over all ranks; the shares of the loss have to be added up.
+    torch.autograd.backward(share * dist.get_world_size())
+    reduce_replicated_gradients(module)
+    grad_norm = clip_grad_norm_(module, max_grad_norm)
+    progress.in_backward, progress.in_optimizer = False, True
+    optimizer.step()
+    total = share.detach().clone()
+    # Every rank adds its share, empty ranks a zero: a rank that skipped it would leave the others waiting.
+    dist.all_reduce(total)
+    return {"loss": float(total), "grad_norm": float(grad_norm)}
+
+
+_UNUSABLE = "raysharding: this rank's module or optimizer was left half-way; restart the group before the next step"
+_RESET = "raysharding: the module was reset; if every rank raised this error, later steps are right"
+
+
+def mark_recovery(error: BaseException, usable: bool) -> None:
+    """Note on an exception whether the module is right for later steps."""
+    error.add_note(_RESET if usable else _UNUSABLE)
+
+
+def is_recoverable(error: BaseException) -> bool:
+    """Whether a group may go on after this exception, given that every rank raised it alike."""
+    return _UNUSABLE not in getattr(error, "__notes__", ())

@@ -1,0 +1,153 @@
+"""The Ray actor of one rank: one thread that works, a few that answer while it works.
+
+The work thread runs `commands.RankCommands`; what it raises or returns crosses to the driver as typed data
+(`Outcome`, `Packed`), because an exception that Ray cannot pickle, or a result larger than memory, must not kill it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import traceback
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import ray
+
+from raysharding.errors import OutputTooLargeError
+from raysharding.group.commands import RankCommands
+from raysharding.group.outcome import Outcome, Progress, Stacks, Stage, record_exception
+from raysharding.group.packing import AsValue, Packed, pack
+
+# One thread: torch's current device is per thread, and collectives must run in the driver's order. Control threads:
+# one for `lifetime`, the others for questions, of which one may be stuck behind a slow answer.
+CONCURRENCY_GROUPS = {"work": 1, "control": 4}
+
+OutputMode = Literal["value", "ref"]
+
+
+@dataclass(frozen=True, slots=True)
+class ActorInfo:
+    """Where an actor runs, told by itself."""
+
+    node_id: str
+    """Ray's id of the node."""
+    node_ip: str
+    """Address of the node, as Ray knows it."""
+    pid: int
+    """Process id."""
+    gpu_ids: tuple[str, ...]
+    """GPUs that Ray assigned to it, as CUDA_VISIBLE_DEVICES names them."""
+    sees_checkpoint: bool
+    """Whether the checkpoint's path exists on its node."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What to run, and what to do with the result."""
+
+    method: str
+    """Name of a method of `RankCommands`."""
+    output: OutputMode
+    """`value`: the result as `Packed`; `ref`: as an object that `ray.get` turns into the result itself."""
+    max_output_bytes: int | None
+    """Cap on the packed result, `None` for results that are bounded otherwise."""
+
+
+class RankActor:
+    """One rank. Created by `ranks.start_actors` with `max_restarts=0`: recovery is the whole group's."""
+
+    def __init__(self) -> None:
+        self._commands = RankCommands()
+        self._work_thread = 0
+
+    @ray.method(concurrency_group="control")
+    def probe(self, checkpoint_path: str | None) -> ActorInfo:
+        """Say where this actor runs and whether a local path exists there."""
+        context = ray.get_runtime_context()
+        return ActorInfo(
+            node_id=context.get_node_id(),
+            node_ip=ray.util.get_node_ip_address(),
+            pid=os.getpid(),
+            gpu_ids=tuple(map(str, context.get_accelerator_ids().get("GPU", ()))),
+            sees_checkpoint=checkpoint_path is None or os.path.exists(checkpoint_path),
+        )
+
+    @ray.method(concurrency_group="control")
+    def lifetime(self) -> None:
+        """Block as long as the process lives: the driver sees its death, also while idle, as this call's failure."""
+        threading.Event().wait()
+
+    @ray.method(concurrency_group="control")
+    def progress(self) -> Progress:
+        """Say how far the load or save is, while it runs."""
+        return Progress(*self._commands.progress())
+
+    @ray.method(concurrency_group="control")
+    def status(self) -> dict[str, Any]:
+        """Say what the rank is doing and what memory it holds, while it works."""
+        return self._commands.status()
+
+    @ray.method(concurrency_group="control")
+    def stacks(self) -> Stacks:
+        """Format the stacks of all threads, the work thread's first."""
+        frames = sys._current_frames()
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        order = sorted(frames, key=lambda ident: ident != self._work_thread)
+        parts = [
+            f"thread {'work' if ident == self._work_thread else names.get(ident, ident)}:\n"
+            + "".join(traceback.format_stack(frames[ident]))
+            for ident in order
+        ]
+        work = frames.get(self._work_thread)
+        waits = work is not None and f"torch{os.sep}distributed" in work.f_code.co_filename
+        return Stacks("\n".join(parts), waits)
+
+    @ray.method(concurrency_group="work")
+    def run(
+        self, request: Request, own: Packed, shared: Packed | None
+    ) -> tuple[Outcome, Packed | AsValue | None]:
+        """Run one command.
+
+        Args:
+            request: What to run.
+            own: Packed `(args, kwargs)` of this rank.
+            shared: Packed tuple of values that all ranks share, which stand in `own` as `commands.Shared` marks.
+
+        Returns:
+            How it ended, and its packed result; two Ray objects, so that the driver fetches results it needs only.
+        """
+        self._work_thread = threading.get_ident()
+        stage: Stage = "run"
+        try:
+            more, value = self._commands.run(request.method, own, shared)
+            stage = "output"
+            packed = _pack_output(value, request)
+        except Exception as error:  # noqa: BLE001  the boundary: whatever user code raised goes to the driver as data
+            return Outcome(raised=self._record(error, stage)), None
+        return Outcome(more=more), packed
+
+    def _record(self, error: Exception, stage: Stage) -> Any:
+        return record_exception(
+            error,
+            stage=stage,
+            phase=self._commands.failed_phase,
+            tensor=self._commands.tensor(),
+            recovered=bool(getattr(error, "raysharding_recovered", True)),
+        )
+
+
+def _pack_output(value: Any, request: Request) -> Packed | AsValue | None:
+    if value is None and request.output == "value":
+        return None
+    packed = pack(value, f"the result of {request.method}")
+    cap = request.max_output_bytes
+    if cap is not None and packed.num_bytes > cap:
+        message = (
+            f"the result of {request.method} is {packed.num_bytes} bytes on this rank, over "
+            f"max_output_bytes={cap}; return less (out=Out.none() or Out.rank0()), pass fewer rows, keep it on the "
+            "cluster (out=Out.refs()), or raise max_output_bytes"
+        )
+        raise OutputTooLargeError(message, num_bytes=packed.num_bytes, max_output_bytes=cap)
+    return AsValue(packed) if request.output == "ref" else packed

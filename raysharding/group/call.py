@@ -1,0 +1,190 @@
+"""`Call`: a running or finished call of all ranks; `Handle`: a group method that blocks, or returns a `Call`."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import functools
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any, Generic, ParamSpec
+
+import ray
+
+from raysharding.errors import CallTimeoutError, GroupError
+from raysharding.group.packing import Packed
+
+P = ParamSpec("P")
+Collect = Callable[["Call"], Any]
+
+
+class Call:
+    """A call that all ranks run together, in the order in which the group's calls were submitted.
+
+    A failure is raised by `result()`, `per_rank()`, `stream()` and `await`, each time the same error. Results stay in
+    Ray's object store until they are asked for, and as long as the `Call` lives.
+    """
+
+    def __init__(self, name: str, world_size: int, collect: Collect, fetch_s: float) -> None:
+        """Made by the group.
+
+        Args:
+            name: The method, for errors and `repr`.
+            world_size: Number of ranks.
+            collect: Turns the ranks' values into the result; runs in the thread that asks for it.
+            fetch_s: Longest wait for one rank's value to cross from the object store.
+        """
+        self.name = name
+        self._world_size = world_size
+        self._collect = collect
+        self._fetch_s = fetch_s
+        self._changed = threading.Condition()
+        self._order: list[int] = []
+        self._refs: dict[int, Any] = {}
+        self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._collecting = threading.Lock()
+        self._collected: list[Any] = []
+        self.progress: tuple[int, int] = (0, 0)
+
+    def result(self, timeout_s: float | None = None) -> Any:
+        """Wait for all ranks and return the result.
+
+        Args:
+            timeout_s: How long this thread waits. The call goes on after that. Default: until the call ends, which
+                its own deadline (`Timeouts`) bounds.
+
+        Raises:
+            TimeoutError: `timeout_s` passed; the call still runs.
+            GroupError: Ranks failed; see the class.
+        """
+        self._wait(timeout_s)
+        with self._collecting:
+            if not self._collected:
+                self._collected.append(self._collect(self))
+        return self._collected[0]
+
+    def per_rank(self, timeout_s: float | None = None) -> list[Any]:
+        """Wait for all ranks and return what each of them sent, by rank; `None` from a rank that sent nothing.
+
+        Args:
+            timeout_s: As for `result`.
+
+        Raises:
+            TimeoutError: As for `result`.
+            GroupError: As for `result`.
+        """
+        self._wait(timeout_s)
+        return [self.value(rank) for rank in range(self._world_size)]
+
+    def stream(self, timeout_s: float | None = None) -> Iterator[tuple[int, Any]]:
+        """Yield `(rank, value)` as the ranks finish.
+
+        Args:
+            timeout_s: How long to wait in all.
+
+        Raises:
+            TimeoutError: As for `result`.
+            GroupError: As for `result`; values of ranks that finished before come first.
+        """
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        for index in range(self._world_size):
+            with self._changed:
+                left = None if until is None else max(0.0, until - time.monotonic())
+                if not self._changed.wait_for(lambda: len(self._order) > index or self._ended.done(), left):  # noqa: B023
+                    raise self._too_slow(timeout_s)
+                rank = self._order[index] if len(self._order) > index else None
+            if rank is None:
+                self._ended.result()
+                return
+            yield rank, self.value(rank)
+        self._wait(None if until is None else max(0.0, until - time.monotonic()))
+
+    def done(self) -> bool:
+        """Whether all ranks have finished, or the call has failed."""
+        return self._ended.done()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait at most `timeout_s` for the call to end, well or not; return `done()`."""
+        concurrent.futures.wait([self._ended], timeout_s)
+        return self._ended.done()
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._await().__await__()
+
+    async def _await(self) -> Any:
+        # Shielded: cancelling the task that waits must not mark the ranks' call as ended.
+        await asyncio.shield(asyncio.wrap_future(self._ended))
+        return await asyncio.get_running_loop().run_in_executor(None, self.result)
+
+    def __repr__(self) -> str:
+        if not self._ended.done():
+            state = f"running, {len(self._order)} of {self._world_size} ranks finished"
+        else:
+            error = self._ended.exception()
+            state = "finished" if error is None else f"failed: {type(error).__name__}"
+        return f"<Call {self.name}: {state}>"
+
+    def value(self, rank: int) -> Any:
+        """Fetch what one rank sent, once that rank has finished.
+
+        Raises:
+            GroupError: The value was lost with the node that held it.
+            CallTimeoutError: It did not arrive within `Timeouts.call_s`.
+        """
+        try:
+            packed = ray.get(self._refs[rank], timeout=self._fetch_s)
+        except ray.exceptions.GetTimeoutError as error:
+            message = f"the result of {self.name} on rank {rank} did not arrive within {self._fetch_s:g} s"
+            raise CallTimeoutError(message) from error
+        except ray.exceptions.RayError as error:
+            raise GroupError(f"the result of {self.name} on rank {rank} is lost: {error}") from error
+        return packed.unpack() if isinstance(packed, Packed) else packed
+
+    def refs(self) -> Sequence[Any]:
+        """ObjectRefs of the ranks' values, by rank, once the call has ended."""
+        return [self._refs[rank] for rank in range(self._world_size)]
+
+    def rank_finished(self, rank: int, ref: Any) -> None:
+        """Supervision: a rank's part has succeeded and left its value at `ref`."""
+        with self._changed:
+            self._refs[rank] = ref
+            self._order.append(rank)
+            self._changed.notify_all()
+
+    def end(self, error: BaseException | None) -> None:
+        """Supervision: the whole call has ended."""
+        with self._changed:
+            if error is None:
+                self._ended.set_result(None)
+            else:
+                self._ended.set_exception(error)
+            self._changed.notify_all()
+
+    def _wait(self, timeout_s: float | None) -> None:
+        concurrent.futures.wait([self._ended], timeout_s)
+        if not self._ended.done():
+            raise self._too_slow(timeout_s)
+        self._ended.result()
+
+    def _too_slow(self, timeout_s: float | None) -> TimeoutError:
+        return TimeoutError(f"{self.name} has not finished after {timeout_s:g} s; it still runs: ask again, or wait")
+
+
+class Handle(Generic[P]):
+    """A method of the group, run by all ranks: `group.x(...)` blocks, `group.x.remote(...)` returns a `Call`."""
+
+    def __init__(self, submit: Callable[P, Call]) -> None:
+        self._submit = submit
+        functools.update_wrapper(self, submit)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+        """Run on all ranks and return the result."""
+        return self._submit(*args, **kwargs).result()
+
+    def remote(self, *args: P.args, **kwargs: P.kwargs) -> Call:
+        """Submit to all ranks and return at once. Arguments are copied now: later changes do not reach the ranks."""
+        return self._submit(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<Handle {self._submit.__name__}: call it, or .remote(...) for a Call>"

@@ -1,0 +1,192 @@
+"""What the driver can ask of a rank's work thread: each public method of `RankCommands` is one command."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from raysharding.batch import Out, RankBatch
+from raysharding.checkpoint import Checkpoint
+from raysharding.config import Loading, Sharding
+from raysharding.distributed.process_group import StoreAddress, join_process_group, leave_process_group, serve_store
+from raysharding.group.packing import Packed
+from raysharding.worker import Worker
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Stands in a batch for a value that all ranks share and that was packed once."""
+
+    index: int
+    """Its place among the shared values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A value of a call that comes in steps."""
+
+    value: Any
+    """The value of this step."""
+    more: bool
+    """Whether another step follows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """A rank's place in the group."""
+
+    rank: int
+    """Global rank."""
+    world_size: int
+    """Number of ranks."""
+    local_rank: int
+    """Its number on its node; its CUDA device."""
+    device: str
+    """`cpu` or `cuda:<local_rank>`."""
+    node_ip: str
+    """Its node's address."""
+    visible_gpus: str
+    """CUDA_VISIBLE_DEVICES of its node; empty for CPU ranks."""
+    num_threads: int
+    """torch threads of a CPU rank, unless OMP_NUM_THREADS says otherwise."""
+    rendezvous_s: float
+    """How long it waits for the others."""
+    collective_s: float
+    """Time-out of its collectives."""
+
+
+class RankCommands:
+    """Runs commands on the work thread. Not a collective unless its driver sends the command to every rank."""
+
+    def __init__(self) -> None:
+        self._server: dist.TCPStore | None = None
+        self._rank_worker: Worker | None = None
+        self._buckets: Iterator[Mapping[str, torch.Tensor]] = iter(())
+        self._doing = "start"
+
+    def run(self, method: str, own: Packed, shared: Packed | None) -> tuple[bool, Any]:
+        """Run one command.
+
+        Args:
+            method: Name of a public method.
+            own: Packed `(args, kwargs)`.
+            shared: Packed values behind `Shared` marks.
+
+        Returns:
+            Whether the call has more steps, and the value.
+        """
+        self._doing = method
+        args, kwargs = own.unpack()
+        if shared is not None:
+            values = shared.unpack()
+            args = tuple(_filled(value, values) for value in args)
+        value = getattr(self, method)(*args, **kwargs)
+        return (value.more, value.value) if isinstance(value, Step) else (False, value)
+
+    def serve_store(self, node_ip: str, timeout_s: float) -> StoreAddress:
+        """Rank 0: start the store that the ranks meet at."""
+        self._server, address = serve_store(node_ip, timeout_s=timeout_s)
+        return address
+
+    def join(self, place: Assignment, address: StoreAddress) -> None:
+        """Take the assigned place: devices, threads, process group. All ranks, together."""
+        device = torch.device(place.device)
+        if device.type == "cuda":
+            # Before the first CUDA call of this process, which would fix the mask.
+            os.environ["CUDA_VISIBLE_DEVICES"] = place.visible_gpus
+            torch.cuda.set_device(device)
+        else:
+            torch.set_num_threads(place.num_threads)
+        join_process_group(
+            address,
+            rank=place.rank,
+            world_size=place.world_size,
+            device=device,
+            node_ip=place.node_ip,
+            rendezvous_s=place.rendezvous_s,
+            timeout_s=place.collective_s,
+            server=self._server,
+        )
+        self._rank_worker = Worker(place.rank, place.world_size, place.local_rank, device)
+
+    def build(self, model: Any, checkpoint: bytes, sharding: Sharding, loading: Loading) -> None:
+        """Build the sharded module on meta. All ranks, together."""
+        self._worker.build(model, Checkpoint.from_json(checkpoint), sharding, loading)
+
+    def load(self) -> Any:
+        """Load the checkpoint into the module and return rank 0's report. All ranks, together."""
+        report = self._worker.load()
+        return report if self._worker.rank == 0 else None
+
+    def set_optimizer(self, factory: Callable[..., torch.optim.Optimizer], kwargs: Mapping[str, Any]) -> None:
+        """Make the optimizer. All ranks."""
+        self._worker.set_optimizer(factory, dict(kwargs))
+
+    def forward(self, batch: RankBatch, mode: str | None, out: Out | None) -> Any:
+        """Run the model forward. All ranks, together."""
+        return self._worker.forward(batch, mode, out)
+
+    def train_step(self, batch: RankBatch, loss: Any, max_grad_norm: float | None) -> dict[str, float]:
+        """Take one optimizer step. All ranks, together."""
+        return self._worker.train_step(batch, loss, max_grad_norm)
+
+    def call(self, fn: Callable[..., Any], batch: RankBatch) -> Any:
+        """Run the user's function inside the process group. All ranks."""
+        return self._worker.call(fn, batch.args, batch.kwargs)
+
+    def save(self, path: str, overwrite: bool) -> Any:
+        """Save the model and return rank 0's report. All ranks, together."""
+        report = self._worker.save(path, overwrite)
+        return report if self._worker.rank == 0 else None
+
+    def state_dict(self, keys: Sequence[str] | None) -> Step:
+        """Begin to gather full tensors on rank 0, a bucket at a time. All ranks, together."""
+        self._buckets = iter(self._worker.state_dict(keys))
+        return Step(None, more=True)
+
+    def state_dict_next(self, keys: Sequence[str] | None) -> Step:
+        """Gather the next bucket: rank 0's value is FQN → CPU tensor. All ranks, together."""
+        bucket = next(self._buckets, None)
+        if bucket is None:
+            return Step(None, more=False)
+        return Step(dict(bucket) if self._worker.rank == 0 else None, more=True)
+
+    def close(self) -> None:
+        """Leave the process group. All ranks."""
+        if self._rank_worker is not None:
+            self._rank_worker.close()
+        leave_process_group()
+
+    def progress(self) -> tuple[str, int, int]:
+        """Return phase, bytes done and bytes in all. Safe from any thread while a command runs."""
+        worker = self._rank_worker
+        return (self._doing, 0, 0) if worker is None else (worker.phase, worker.bytes_done, worker.bytes_total)
+
+    def status(self) -> dict[str, Any]:
+        """Return what `Worker.status` says. Safe from any thread while a command runs."""
+        return {"phase": self._doing} if self._rank_worker is None else self._rank_worker.status()
+
+    @property
+    def _worker(self) -> Worker:
+        assert self._rank_worker is not None, "join comes before every other command"
+        return self._rank_worker
+
+
+def _filled(value: Any, shared: Sequence[Any]) -> Any:
+    """Put the shared values where a batch holds `Shared` marks."""
+    if not isinstance(value, RankBatch):
+        return value
+
+    def fill(part: Any) -> Any:
+        return shared[part.index] if isinstance(part, Shared) else part
+
+    return replace(
+        value,
+        wrapped_args=tuple(map(fill, value.wrapped_args)),
+        wrapped_kwargs={key: fill(part) for key, part in value.wrapped_kwargs.items()},
+    )

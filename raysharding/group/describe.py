@@ -1,0 +1,52 @@
+"""What a group says about itself to people: tables as text and HTML."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from raysharding.group.ranks import RankInfo
+
+_COLUMNS = ("rank", "node", "pid", "local_rank", "device")
+
+
+def _rows(ranks: Sequence[RankInfo]) -> list[tuple[str, ...]]:
+    return [(str(one.rank), one.node_ip, str(one.pid), str(one.local_rank), one.device) for one in ranks]
+
+
+def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Format rows of strings as an aligned table."""
+    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (header, *rows)]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def html_table(title: str, ranks: Sequence[RankInfo]) -> str:
+    """Format the ranks as a small HTML table."""
+    head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in _rows(ranks)
+    )
+    return f"<div><b>{html.escape(title)}</b><table><tr>{head}</tr>{body}</table></div>"
+
+
+def ranks_table(ranks: Sequence[RankInfo]) -> str:
+    """Format where each rank runs."""
+    return text_table(_COLUMNS, _rows(ranks))
+
+
+def memory_table(statuses: Sequence[Mapping[str, Any]]) -> str:
+    """Format the ranks' memory, in MiB, from their statuses."""
+    memory: list[Mapping[str, Any]] = [one.get("memory") or {} for one in statuses]
+    names = list(dict.fromkeys(name for one in memory for name in one))
+    header = ("rank", *(name.removesuffix("_bytes") + " MiB" for name in names))
+    rows = [
+        (str(status["rank"]), *(_mib(one.get(name)) for name in names))
+        for status, one in zip(statuses, memory, strict=True)
+    ]
+    return text_table(header, rows)
+
+
+def _mib(num_bytes: Any) -> str:
+    return "?" if num_bytes is None else f"{num_bytes / (1 << 20):.1f}"

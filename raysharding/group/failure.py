@@ -1,0 +1,137 @@
+"""Which failure came first: from what was seen of the ranks to one typed error, primary cause first."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from raysharding.errors import (
+    CallTimeoutError,
+    FailureKind,
+    GroupBrokenError,
+    GroupError,
+    RankFailure,
+    RayshardingError,
+)
+from raysharding.group.outcome import Raised, Stacks
+from raysharding.group.ranks import RankInfo
+
+_MAX_DEATH_CHARS = 600
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """One failure, as it reached the driver."""
+
+    failure: RankFailure
+    """What happened."""
+    raised: Raised | None = None
+    """The exception, where there was one."""
+    follows: bool = False
+    """Whether it only says that another rank has gone, or waits for one."""
+
+
+def saw_raise(info: RankInfo, raised: Raised) -> Observed:
+    """Describe a rank that raised."""
+    failure = RankFailure(
+        rank=info.rank,
+        node_ip=info.node_ip,
+        pid=info.pid,
+        kind="raised",
+        phase=raised.phase,
+        error_type=raised.error_type,
+        message=raised.message,
+        traceback=raised.traceback,
+        tensor=raised.tensor,
+    )
+    return Observed(failure, raised, follows=raised.is_connection)
+
+
+def saw_death(info: RankInfo, phase: str, error: BaseException) -> Observed:
+    """Describe a rank whose process is gone. `error` is Ray's."""
+    return Observed(_plain(info, "died", phase, _one_line(str(error))))
+
+
+def saw_hang(info: RankInfo, phase: str, deadline_s: float, stacks: Stacks | None) -> Observed:
+    """Describe a rank that did not finish in time. `stacks` is `None` where it did not even answer."""
+    what = f"not finished after {deadline_s:g} s"
+    if stacks is None:
+        what += ", and its process answers no questions"
+    elif stacks.in_collective:
+        what += ": waits in a collective for other ranks"
+    failure = replace(_plain(info, "hung", phase, what), traceback=stacks.text if stacks else "")
+    return Observed(failure, follows=stacks is not None and stacks.in_collective)
+
+
+def saw_stop(info: RankInfo, phase: str) -> Observed:
+    """Describe a rank that the driver stopped because another one had failed."""
+    return Observed(_plain(info, "collateral", phase, "stopped, because another rank had failed"), follows=True)
+
+
+def all_alike(seen: Sequence[Observed], world_size: int) -> bool:
+    """Whether every rank raised the same kind of error on its own account, and its module is right for later calls."""
+    raised = [observed.raised for observed in seen]
+    types = {one.error_type for one in raised if one is not None}
+    intact = all(one is not None and not one.is_connection and one.recovered for one in raised)
+    return len(seen) == world_size and intact and len(types) == 1
+
+
+def output_only(seen: Sequence[Observed]) -> bool:
+    """Whether the ranks did their work together, and only packing a result failed."""
+    return all(one.raised is not None and one.raised.stage == "output" for one in seen)
+
+
+def judge(seen: Sequence[Observed], what: str, timed_out: bool) -> GroupError:
+    """Build the error from all failures in the order in which they were seen.
+
+    Args:
+        seen: At least one failure.
+        what: The call and the group, for the message.
+        timed_out: Whether the call's deadline passed first.
+    """
+    primary = next((one for one in seen if not one.follows), seen[0])
+    failures = {one.failure.rank: _beside(one, primary) for one in seen}
+    failures[primary.failure.rank] = primary.failure
+    first = primary.failure
+    message = f"{what}: rank {first.rank} {first.kind}, {_count(failures.values())}"
+    cls = CallTimeoutError if timed_out else GroupError
+    return cls(message, primary=first, failures=dict(sorted(failures.items())))
+
+
+def typed_error(seen: Sequence[Observed], error: GroupError) -> RayshardingError:
+    """Return what the caller is given: the primary's own error where it is one of ours (`PlanError`), else `error`."""
+    raised = next((one.raised for one in seen if one.failure is error.primary), None)
+    original = raised.exception() if raised is not None else None
+    if isinstance(original, RayshardingError):
+        original.__cause__ = error
+        return original
+    if original is not None:
+        error.__cause__ = original
+    return error
+
+
+def broken(name: str, cause: GroupError) -> GroupBrokenError:
+    """Build the error of every later call."""
+    message = f"{name} is broken and refuses calls: {cause.message}; make a new group"
+    return GroupBrokenError(message, primary=cause.primary, failures=cause.failures)
+
+
+def _plain(info: RankInfo, kind: FailureKind, phase: str, message: str) -> RankFailure:
+    return RankFailure(rank=info.rank, node_ip=info.node_ip, pid=info.pid, kind=kind, phase=phase, message=message)
+
+
+def _beside(one: Observed, primary: Observed) -> RankFailure:
+    """Describe a failure in the light of the primary one."""
+    is_own = one is primary or not one.follows or one.failure.kind == "hung" == primary.failure.kind
+    return one.failure if is_own else replace(one.failure, kind="collateral")
+
+
+def _count(failures: Iterable[RankFailure]) -> str:
+    ranks = list(failures)
+    return "1 rank failed" if len(ranks) == 1 else f"{len(ranks)} ranks failed"
+
+
+def _one_line(text: str) -> str:
+    joined = re.sub(r"\s+", " ", text).strip()
+    return joined if len(joined) <= _MAX_DEATH_CHARS else joined[: _MAX_DEATH_CHARS - 1] + "…"

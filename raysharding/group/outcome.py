@@ -1,0 +1,138 @@
+"""How a rank's part of a call ended, as typed data: what a rank tells the driver instead of raising through Ray."""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch.distributed as dist
+from ray import cloudpickle
+
+from raysharding.errors import RayshardingError
+
+Stage = Literal["run", "output"]
+
+# What gloo and the TCP store say, inside plain RuntimeErrors, when a peer has gone.
+_CONNECTION_MARKS = (
+    "gloo/transport",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection refused",
+    "Broken pipe",
+    "Timed out waiting",
+    "NCCL communicator was aborted",
+    "ncclRemoteError",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """An exception on a rank."""
+
+    error_type: str
+    """Qualified name of its class."""
+    message: str
+    """Its `str()`."""
+    traceback: str
+    """The formatted remote traceback, causes included."""
+    stage: Stage
+    """`run`: while the ranks worked together; `output`: while this rank packed its result, all collectives done."""
+    is_connection: bool
+    """Whether it says that a peer has gone, so that another rank's failure came first."""
+    recovered: bool
+    """Whether the module is right for later calls, provided that every rank raised alike."""
+    phase: str
+    """What the rank was doing."""
+    tensor: str | None
+    """The tensor it last touched, in a load or save."""
+    pickled: bytes | None
+    """The exception itself, `None` where it does not survive pickling."""
+
+    def exception(self) -> BaseException | None:
+        """Rebuild the exception, `None` where this process cannot (a class it does not have, say)."""
+        if self.pickled is None:
+            return None
+        try:
+            rebuilt = pickle.loads(self.pickled)
+        except Exception:  # noqa: BLE001  a foreign __init__ may raise anything; message and traceback stand without it
+            return None
+        return rebuilt if isinstance(rebuilt, BaseException) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The end of one call on one rank."""
+
+    raised: Raised | None = None
+    """The exception, `None` after success."""
+    more: bool = False
+    """Whether the same call has more to give (`state_dict`, a bucket at a time)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a rank is doing now."""
+
+    phase: str
+    """`plan`, `stream`, `finalize`, `ready` or the name of the call."""
+    bytes_done: int
+    """Bytes that the load or save has moved."""
+    bytes_total: int
+    """Bytes that it will move, 0 while unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stacks:
+    """Python stacks of a rank's threads."""
+
+    text: str
+    """The work thread's first, formatted."""
+    in_collective: bool
+    """Whether the work thread waits inside torch.distributed, so for another rank."""
+
+
+def record_exception(error: Exception, *, stage: Stage, phase: str, tensor: str | None, recovered: bool) -> Raised:
+    """Describe an exception on the rank where it was raised.
+
+    Args:
+        error: The exception.
+        stage: See `Raised`.
+        phase: See `Raised`.
+        tensor: See `Raised`.
+        recovered: See `Raised`.
+    """
+    cls = type(error)
+    is_builtin = cls.__module__ == "builtins"
+    return Raised(
+        error_type=cls.__qualname__ if is_builtin else f"{cls.__module__}.{cls.__qualname__}",
+        message=str(error),
+        traceback="".join(traceback.format_exception(error)),
+        stage=stage,
+        is_connection=is_connection_error(error),
+        recovered=recovered,
+        phase=phase,
+        tensor=tensor,
+        pickled=_pickle_exception(error),
+    )
+
+
+def is_connection_error(error: BaseException) -> bool:
+    """Whether an exception says that a peer or the store has gone, rather than that this rank did something wrong."""
+    if isinstance(error, RayshardingError):
+        return False
+    if isinstance(error, (ConnectionError, dist.DistNetworkError, dist.DistStoreError)):
+        return True
+    if isinstance(error, RuntimeError) and any(mark in str(error) for mark in _CONNECTION_MARKS):
+        return True
+    return error.__cause__ is not None and is_connection_error(error.__cause__)
+
+
+def _pickle_exception(error: Exception) -> bytes | None:
+    try:
+        data: bytes = cloudpickle.dumps(error)
+        rebuilt: Any = pickle.loads(data)
+    except Exception:  # noqa: BLE001  an exception may hold anything; its type, message and traceback are kept as text
+        return None
+    return data if isinstance(rebuilt, BaseException) else None

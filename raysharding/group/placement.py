@@ -1,0 +1,169 @@
+"""Room for the ranks: one Ray placement group with a bundle per rank, or an error that says what is short where."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray._private.state import available_resources_per_node
+from ray.util.placement_group import placement_group, remove_placement_group
+
+from raysharding.config import Placement
+from raysharding.errors import PlacementError
+
+Resources = Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """A ready placement group."""
+
+    placement_group: Any
+    """Ray's placement group, one bundle for each rank."""
+    need: Resources
+    """Resources of one rank."""
+    is_ours: bool
+    """Whether the group made it, so removes it."""
+
+    def release(self) -> None:
+        """Give the resources back, where they are ours to give."""
+        if self.is_ours:
+            remove_placement_group(self.placement_group)
+
+
+def cluster_gpus() -> int:
+    """Return the number of GPUs in the cluster, used or not."""
+    return int(ray.cluster_resources().get("GPU", 0))
+
+
+def choose_device_type(device: str | None) -> str:
+    """Return `cuda` or `cpu`: the caller's choice, else `cuda` where the cluster has GPUs.
+
+    Raises:
+        ValueError: An unknown device type.
+    """
+    if device is None:
+        return "cuda" if cluster_gpus() else "cpu"
+    if device not in ("cuda", "cpu"):
+        raise ValueError(f"device={device!r}: use 'cuda', 'cpu', or None for cuda where the cluster has GPUs")
+    return device
+
+
+def choose_world_size(world_size: int | None, device_type: str, placement: Placement) -> int:
+    """Return the number of ranks: as given, else one per bundle of a given placement group, else one per GPU.
+
+    Raises:
+        ValueError: Not positive; or not given, and there is nothing to count.
+    """
+    if world_size is not None:
+        if world_size < 1:
+            raise ValueError(f"world_size={world_size}: give 1 or more")
+        return world_size
+    if placement.placement_group is not None:
+        return int(placement.placement_group.bundle_count)
+    if device_type != "cuda":
+        raise ValueError("world_size=None means one rank per GPU, but this group runs on CPUs: give world_size")
+    if not cluster_gpus():
+        raise ValueError("world_size=None means one rank per GPU, but the cluster has no GPU: give world_size")
+    return cluster_gpus()
+
+
+def reserve(world_size: int, device_type: str, placement: Placement, place_s: float) -> Reservation:
+    """Reserve one bundle for each rank, and wait until Ray has it.
+
+    Args:
+        world_size: Number of ranks.
+        device_type: `cuda` adds one GPU to each bundle.
+        placement: Strategy, CPUs, labels; or an existing placement group.
+        place_s: Deadline.
+
+    Raises:
+        PlacementError: Not ready at the deadline; says need against have, per node. Nothing stays reserved.
+        ValueError: An existing placement group whose bundles do not fit the ranks.
+    """
+    need = _need(device_type, placement)
+    if placement.placement_group is not None:
+        reservation = Reservation(placement.placement_group, need, is_ours=False)
+        _check_bundles(placement.placement_group, world_size, need)
+    else:
+        selector = [dict(placement.labels)] * world_size if placement.labels else None
+        made = placement_group(
+            [dict(need) for _ in range(world_size)], strategy=placement.strategy, bundle_label_selector=selector
+        )
+        reservation = Reservation(made, need, is_ours=True)
+    try:
+        is_ready = reservation.placement_group.wait(place_s)
+        if not is_ready:
+            raise _placement_error(world_size, need, placement, place_s)
+    except BaseException:
+        reservation.release()
+        raise
+    return reservation
+
+
+def _need(device_type: str, placement: Placement) -> dict[str, float]:
+    need = {"CPU": float(placement.cpus_per_rank)} if placement.cpus_per_rank else {}
+    if device_type == "cuda":
+        need["GPU"] = 1.0
+    if not need:
+        raise ValueError("cpus_per_rank=0 on CPUs reserves nothing: give a positive number, such as 0.5")
+    return need
+
+
+def _check_bundles(existing: Any, world_size: int, need: Resources) -> None:
+    bundles = existing.bundle_specs
+    if len(bundles) < world_size:
+        raise ValueError(f"the placement group has {len(bundles)} bundles, but world_size={world_size}; one rank each")
+    for index, bundle in enumerate(bundles[:world_size]):
+        short = {name: amount for name, amount in need.items() if bundle.get(name, 0) < amount}
+        if short:
+            raise ValueError(
+                f"bundle {index} of the placement group holds {_show(bundle)}, a rank needs {_show(need)}; "
+                "change the bundles or Placement(cpus_per_rank=...)"
+            )
+
+
+def _placement_error(world_size: int, need: Resources, placement: Placement, place_s: float) -> PlacementError:
+    """Compare need and have. Free resources without the placement group's own: a pending one holds none."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    free = available_resources_per_node()
+    have: dict[str, dict[str, float]] = {}
+    lines = []
+    fits_empty = 0
+    for node in nodes:
+        matches = _matches(node, placement.labels)
+        total = {name: node["Resources"].get(name, 0.0) for name in need}
+        now = {name: free.get(node["NodeID"], {}).get(name, 0.0) for name in need}
+        # Two raylets may share an address (tests do): the id keeps them apart.
+        address = node["NodeManagerAddress"]
+        have[address if address not in have else f"{address} ({node['NodeID'][:8]})"] = now
+        fits_empty += _ranks_that_fit(total, need) if matches else 0
+        note = "" if matches else f"; its labels do not match {dict(placement.labels or {})}"
+        fits = _ranks_that_fit(now, need) if matches else 0
+        lines.append(f"node {address}: free {_show(now)} of {_show(total)}, room for {fits} ranks now{note}")
+    if placement.placement_group is not None:
+        verdict = "the given placement group is not ready"
+    elif fits_empty < world_size:
+        verdict = f"infeasible: even when idle the cluster has room for {fits_empty} ranks; use fewer, or add nodes"
+    else:
+        verdict = (
+            f"busy: idle, the cluster has room for {fits_empty} ranks; free some, raise Timeouts.place_s, or relax "
+            f"strategy={placement.strategy!r}"
+        )
+    message = f"{world_size} ranks of {_show(need)} each were not placed within {place_s:g} s; {verdict}"
+    return PlacementError("\n  ".join((message, *lines)), need=need, have=have)
+
+
+def _matches(node: Mapping[str, Any], labels: Mapping[str, str] | None) -> bool:
+    carried = node.get("Labels", {})
+    return all(carried.get(key) == value for key, value in (labels or {}).items())
+
+
+def _ranks_that_fit(resources: Resources, need: Resources) -> int:
+    return min(int(resources.get(name, 0.0) // amount) for name, amount in need.items())
+
+
+def _show(resources: Resources) -> str:
+    return ", ".join(f"{amount:g} {name}" for name, amount in resources.items()) or "nothing"

@@ -1,0 +1,36 @@
+"""The ranks of a group: `RankInfo` for people, `Member` for the group's own use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class RankInfo:
+    """Where one rank runs."""
+
+    rank: int
+    """Global rank. Ranks are sorted by node, then GPU."""
+    node_id: str
+    """Ray's id of its node."""
+    node_ip: str
+    """Address of its node, as Ray knows it."""
+    pid: int
+    """Process id of its actor."""
+    local_rank: int
+    """Its number among the group's ranks on its node."""
+    device: str
+    """Its torch device, such as `cpu` or `cuda:1`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A rank and its actor."""
+
+    info: RankInfo
+    """Where it runs."""
+    actor: Any
+    """Ray's handle of its `RankActor`."""
+    run: Any
+    """The actor's `run` method, bound to the work thread and its two results."""

@@ -1,0 +1,135 @@
+"""From a reservation to members: start one actor per bundle, ask where each runs, and number them."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from raysharding.config import Placement
+from raysharding.errors import CallTimeoutError, CheckpointError, GroupError, RankFailure
+from raysharding.group.actor import CONCURRENCY_GROUPS, ActorInfo, RankActor
+from raysharding.group.placement import Reservation
+from raysharding.group.ranks import Member, RankInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The group's actors, numbered."""
+
+    members: tuple[Member, ...]
+    """By rank."""
+    visible_gpus: tuple[str, ...]
+    """By rank: CUDA_VISIBLE_DEVICES of its node, all of the group's GPUs there; empty for CPU ranks."""
+
+
+def start_actors(
+    reservation: Reservation,
+    world_size: int,
+    device_type: str,
+    placement: Placement,
+    start_s: float,
+    checkpoint_path: str | None,
+) -> Started:
+    """Start one actor in each bundle and number them.
+
+    Args:
+        reservation: A ready placement group.
+        world_size: Number of ranks.
+        device_type: `cuda` or `cpu`.
+        placement: CPUs and runtime environment of a rank.
+        start_s: Deadline for all actors to answer.
+        checkpoint_path: Local path that rank 0's node must see, `None` where any node will do.
+
+    Raises:
+        GroupError: An actor died while it started.
+        CallTimeoutError: Actors did not answer in time.
+        CheckpointError: No actor's node sees the path.
+    """
+    actors = [_start(reservation, bundle, device_type, placement) for bundle in range(world_size)]
+    try:
+        infos = _probe(actors, start_s, checkpoint_path)
+        if not any(info.sees_checkpoint for info in infos):
+            nodes = ", ".join(sorted({info.node_ip for info in infos}))
+            raise CheckpointError(f"not visible on the nodes of the ranks: {nodes}", path=checkpoint_path)
+        return _number(actors, infos, device_type)
+    except BaseException:
+        for actor in actors:
+            ray.kill(actor, no_restart=True)
+        raise
+
+
+def _start(reservation: Reservation, bundle: int, device_type: str, placement: Placement) -> Any:
+    environment = dict(placement.runtime_env or {})
+    if device_type == "cuda":
+        # Every rank of a node sees all of the group's GPUs there: NCCL between processes that see one GPU each is
+        # slow or hangs on NVSwitch machines. Ray must not mask them; `RankCommands.join` sets the group's own mask.
+        variables = {**environment.get("env_vars", {}), "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+        environment["env_vars"] = variables
+    remote = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(RankActor)
+    options: dict[str, Any] = {
+        "num_cpus": reservation.need.get("CPU", 0),
+        "num_gpus": reservation.need.get("GPU", 0),
+        "max_restarts": 0,
+        "max_task_retries": 0,
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(
+            reservation.placement_group, placement_group_bundle_index=bundle
+        ),
+    }
+    if environment:
+        options["runtime_env"] = environment
+    return remote.options(**options).remote()
+
+
+def _probe(actors: Sequence[Any], start_s: float, checkpoint_path: str | None) -> list[ActorInfo]:
+    until = time.monotonic() + start_s
+    refs = [actor.probe.remote(checkpoint_path) for actor in actors]
+    infos = []
+    for index, ref in enumerate(refs):
+        try:
+            infos.append(ray.get(ref, timeout=max(0.0, until - time.monotonic())))
+        except ray.exceptions.GetTimeoutError as error:
+            message = f"{len(actors)} actors did not all start within {start_s:g} s; raise Timeouts.start_s"
+            failed = RankFailure(index, "unknown", 0, "hung", "start", message="the actor does not answer yet")
+            raise CallTimeoutError(message, primary=failed, failures={index: failed}) from error
+        except ray.exceptions.RayError as error:
+            failed = RankFailure(index, "unknown", 0, "died", "start", type(error).__name__, str(error))
+            raise GroupError("an actor could not start", primary=failed, failures={index: failed}) from error
+    return infos
+
+
+def _number(actors: Sequence[Any], infos: Sequence[ActorInfo], device_type: str) -> Started:
+    """Sort by node, then GPU: bundles are in no order. A node that sees the checkpoint comes first."""
+    driver_node = ray.get_runtime_context().get_node_id()
+    seeing = {info.node_id for info in infos if info.sees_checkpoint}
+
+    def place(index: int) -> tuple[Any, ...]:
+        info = infos[index]
+        gpu = _gpu_order(info.gpu_ids)
+        return info.node_id not in seeing, info.node_id != driver_node, info.node_ip, info.node_id, gpu, index
+
+    members: list[Member] = []
+    gpus: dict[str, list[str]] = {}
+    taken: Counter[str] = Counter()
+    order = sorted(range(len(actors)), key=place)
+    for rank, index in enumerate(order):
+        info, local_rank = infos[index], taken[infos[index].node_id]
+        taken[info.node_id] += 1
+        gpus.setdefault(info.node_id, []).extend(info.gpu_ids)
+        device = f"cuda:{local_rank}" if device_type == "cuda" else "cpu"
+        described = RankInfo(rank, info.node_id, info.node_ip, info.pid, local_rank, device)
+        run = actors[index].run.options(concurrency_group="work", num_returns=2)
+        members.append(Member(described, actors[index], run))
+    is_cuda = device_type == "cuda"
+    visible = tuple(",".join(gpus[member.info.node_id]) if is_cuda else "" for member in members)
+    return Started(tuple(members), visible)
+
+
+def _gpu_order(gpu_ids: Sequence[str]) -> tuple[Any, ...]:
+    """GPUs by number; those that carry a UUID instead come after, by name."""
+    return tuple((not gpu.isdigit(), int(gpu) if gpu.isdigit() else 0, gpu) for gpu in gpu_ids)

@@ -1,0 +1,418 @@
+"""One thread per group: sends the calls out one after the other, and decides what became of them.
+
+Note [One queue]: everything that happens (a call is submitted, a rank finishes, raises, dies, answers a question)
+becomes an event in one queue, and only the supervision thread acts on events. So there is one order of events, the
+first failure is the first event, and no lock guards the state machine. Ray's futures put the events in; they fire
+while ranks are idle too, because each actor's `lifetime` call is outstanding as long as the actor lives.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import contextlib
+import enum
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import ray
+
+from raysharding.config import Timeouts
+from raysharding.errors import GroupBrokenError, GroupError, RankFailure
+from raysharding.group import failure
+from raysharding.group.actor import Request
+from raysharding.group.outcome import Outcome, Progress
+from raysharding.group.packing import Packed, pack
+from raysharding.group.ranks import Member
+from raysharding.group.task import Run, Task
+
+_INLINE_BYTES = 64 << 10
+_MAX_QUEUED_BYTES = 256 << 20
+_TICK_S = 1.0
+_POLL_S = 0.2
+_AFTER_DEATH_S = 0.5
+_ANSWER_S = 1.0
+_RELEASE_S = 10.0
+
+
+class GroupState(enum.Enum):
+    """States of a group: STARTING → READY ↔ BUSY → BROKEN → CLOSED; a group may be closed from any of them."""
+
+    STARTING = "starting"
+    READY = "ready"
+    BUSY = "busy"
+    BROKEN = "broken"
+    CLOSED = "closed"
+
+
+class Supervisor:
+    """Runs a group's calls in order, under deadlines, and stops everything when one rank fails."""
+
+    def __init__(
+        self, name: str, members: Sequence[Member], timeouts: Timeouts, release: Callable[[], None]
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            name: The group's name in errors.
+            members: By rank.
+            timeouts: Deadlines.
+            release: Gives the placement group back; called once, after the actors were stopped.
+        """
+        self.name = name
+        self._members = members
+        self._timeouts = timeouts
+        self._release = release
+        self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._lock = threading.Condition()
+        self._waiting: collections.deque[Task] = collections.deque()
+        self._queued_bytes = 0
+        self._run: Run | None = None
+        self._numbers = 0
+        self._is_started = False
+        self._cause: GroupError | None = None
+        self._dead: set[int] = set()
+        self._is_stopped = False
+        self._is_closing = False
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name=f"supervise {name}", daemon=True)
+        for rank, member in enumerate(members):
+            self._watch(member.actor.lifetime.remote(), partial(self._on_lifetime, rank))
+        self._thread.start()
+
+    @property
+    def state(self) -> GroupState:
+        """The group's state now."""
+        if self._is_closing:
+            return GroupState.CLOSED
+        if self._cause is not None:
+            return GroupState.BROKEN
+        if not self._is_started:
+            return GroupState.STARTING
+        return GroupState.BUSY if self._run is not None or self._waiting else GroupState.READY
+
+    @property
+    def cause(self) -> GroupError | None:
+        """The error that broke the group."""
+        return self._cause
+
+    def started(self) -> None:
+        """Leave STARTING: the model is loaded."""
+        self._is_started = True
+
+    def refuse_if_unusable(self) -> None:
+        """Raise what a call of a broken or closed group gets.
+
+        Raises:
+            GroupBrokenError: The group is broken (with the cause) or shut down.
+        """
+        if self._is_closing:
+            raise GroupBrokenError(f"{self.name} is shut down; make a new group")
+        if self._cause is not None:
+            raise failure.broken(self.name, self._cause)
+
+    def submit(self, task: Task) -> None:
+        """Queue a call behind those before it; waits while the queued arguments weigh more than 256 MiB.
+
+        Raises:
+            GroupBrokenError: The group is broken or shut down.
+        """
+        with self._lock:
+            # Bounded: every queued call ends by its own deadline, and a group that breaks empties the queue.
+            self._lock.wait_for(lambda: self._queued_bytes < _MAX_QUEUED_BYTES or not self._is_usable())
+            self.refuse_if_unusable()
+            self._waiting.append(task)
+            self._queued_bytes += task.num_bytes
+        self._events.put(self._advance)
+
+    def shutdown(self) -> None:
+        """Stop all ranks and give everything back; returns when it is, or after 20 s. May be called many times."""
+        self._events.put(self._close)
+        if threading.current_thread() is not self._thread:
+            self._is_closed.wait(2 * _RELEASE_S)
+
+    def _is_usable(self) -> bool:
+        return self._cause is None and not self._is_closing
+
+    def _watch(self, ref: Any, then: Callable[[concurrent.futures.Future[Any]], None]) -> None:
+        """Turn the arrival of `ref`'s value, or of its error, into an event."""
+        ref.future().add_done_callback(lambda future: self._events.put(partial(then, future)))
+
+    def _loop(self) -> None:
+        try:
+            while not self._is_closed.is_set():
+                try:
+                    event = self._events.get(timeout=self._patience())
+                except queue.Empty:
+                    event = self._advance
+                event()
+        except Exception as error:
+            # A thread that died in silence would hang every caller.
+            try:
+                self._break([], GroupError(f"{self.name}: supervision failed: {type(error).__name__}: {error}"))
+            finally:
+                self._is_closing = True
+                self._is_closed.set()
+            raise
+
+    def _patience(self) -> float:
+        """Seconds until something is due."""
+        run = self._run
+        if run is None:
+            return _TICK_S
+        due = [run.deadline]
+        if run.drain_until is not None:
+            due = [run.drain_until]
+        elif run.task.watch_progress:
+            due.append(run.next_poll)
+        return min(_TICK_S, max(0.0, min(due) - time.monotonic()))
+
+    def _advance(self) -> None:
+        """Do what is due: end the current step, stop late ranks, begin the next call."""
+        if self._cause is None and not self._is_closing and not ray.is_initialized():
+            self._break([], GroupError(f"{self.name}: Ray was shut down under the group"))
+        if self._run is not None:
+            self._check(self._run)
+        while self._run is None and self._waiting and self._is_usable():
+            with self._lock:
+                task = self._waiting.popleft()
+                self._queued_bytes -= task.num_bytes
+                self._lock.notify_all()
+            self._begin(task, task.requests, task.own, task.shared)
+
+    def _check(self, run: Run) -> None:
+        now = time.monotonic()
+        everyone = len(run.finished) == len(self._members)
+        if run.drain_until is not None:
+            if everyone or now >= run.drain_until:
+                self._conclude(run)
+        elif everyone:
+            self._step_done(run)
+        elif now >= run.deadline:
+            self._ask_stacks(run)
+        elif run.task.watch_progress and now >= run.next_poll:
+            self._ask_progress(run, now)
+
+    def _begin(
+        self, task: Task, requests: Sequence[Request], own: Packed | Sequence[Packed], shared: Packed | None
+    ) -> None:
+        """Send one step to all ranks."""
+        now = time.monotonic()
+        self._numbers += 1
+        self._run = run = Run(task, self._numbers, begun=now, deadline=now + task.deadline_s, next_poll=now + _POLL_S)
+        try:
+            # Large arguments are stored before any rank is asked: a full store must not leave some ranks at work.
+            parts = [_stored(own)] * len(self._members) if isinstance(own, Packed) else [_stored(one) for one in own]
+            common = None if shared is None else _stored(shared)
+        except ray.exceptions.RayError as error:
+            self._run = None
+            task.call.end(GroupError(f"cannot store the arguments of {task.call.name}: {error}"))
+            return
+        for rank, member in enumerate(self._members):
+            outcome, value = member.run.remote(requests[rank], parts[rank], common)
+            self._watch(outcome, partial(self._on_outcome, run.number, rank, value))
+
+    def _on_outcome(self, number: int, rank: int, value: Any, future: concurrent.futures.Future[Any]) -> None:
+        run = self._run
+        if run is None or run.number != number:
+            return
+        error = future.exception()
+        if error is not None:
+            self._on_task_error(run, rank, error)
+            return
+        outcome: Outcome = future.result()
+        run.finished.add(rank)
+        if outcome.raised is not None:
+            self._see(run, failure.saw_raise(self._members[rank].info, outcome.raised), self._timeouts.drain_s)
+        else:
+            run.more = outcome.more if rank == 0 else run.more
+            if run.task.keep_step is None:
+                run.task.call.rank_finished(rank, value)
+            elif rank == 0:
+                run.task.keep_step(value)
+        self._advance()
+
+    def _on_task_error(self, run: Run, rank: int, error: BaseException) -> None:
+        """Handle Ray's own word on a call: the actor is gone, or the call never reached our code."""
+        if isinstance(error, ray.exceptions.RayActorError):
+            self._on_death(rank, error)
+            return
+        run.finished.add(rank)
+        info = self._members[rank].info
+        message = f"Ray could not run the call: {error}"
+        one = RankFailure(info.rank, info.node_ip, info.pid, "raised", run.task.call.name, type(error).__name__, message)
+        self._see(run, failure.Observed(one), self._timeouts.drain_s)
+        self._advance()
+
+    def _on_lifetime(self, rank: int, future: concurrent.futures.Future[Any]) -> None:
+        error = future.exception()
+        if error is None:
+            error = RuntimeError("the actor was closed")
+        self._on_death(rank, error)
+
+    def _on_death(self, rank: int, error: BaseException) -> None:
+        if rank in self._dead:
+            return
+        self._dead.add(rank)
+        if not self._is_usable():
+            return
+        run = self._run
+        seen = failure.saw_death(self._members[rank].info, self._phase(run, rank), error)
+        if run is None:
+            self._break([seen], failure.judge([seen], self.name, timed_out=False))
+            return
+        run.finished.add(rank)
+        self._see(run, seen, _AFTER_DEATH_S)
+        self._advance()
+
+    def _see(self, run: Run, observed: failure.Observed, patience_s: float) -> None:
+        """Note a failure. Its peers get a while to finish: what they say tells a bad input from a broken rank."""
+        run.seen.append(observed)
+        until = time.monotonic() + patience_s
+        run.drain_until = until if run.drain_until is None else min(run.drain_until, until)
+
+    def _step_done(self, run: Run) -> None:
+        task = run.task
+        if run.more and task.next_requests is not None:
+            self._begin(task, task.next_requests, task.own, task.shared)
+            return
+        self._run = None
+        task.call.end(None)
+
+    def _conclude(self, run: Run) -> None:
+        """End a call that failed or is late: leave the group READY where that is safe, else break it."""
+        everyone = len(run.finished) == len(self._members)
+        if everyone and not run.seen:
+            self._step_done(run)  # late, but done before it was stopped
+            return
+        late = run.stacks is not None and not everyone
+        run.seen.extend(self._hung(run) if late else self._stopped(run))
+        error = failure.judge(run.seen, f"{run.task.call.name} on {self.name}", late)
+        is_intact = failure.output_only(run.seen) or failure.all_alike(run.seen, len(self._members))
+        if everyone and is_intact:
+            self._run = None
+            run.task.call.end(failure.typed_error(run.seen, error))
+        else:
+            self._break(run.seen, error)
+
+    def _unfinished(self, run: Run) -> list[int]:
+        return [rank for rank in range(len(self._members)) if rank not in run.finished]
+
+    def _stopped(self, run: Run) -> list[failure.Observed]:
+        return [failure.saw_stop(self._members[rank].info, self._phase(run, rank)) for rank in self._unfinished(run)]
+
+    def _hung(self, run: Run) -> list[failure.Observed]:
+        """Describe the late ranks; those that do not even answer first, those that wait for others last."""
+        answers = run.stacks or {}
+        seen = []
+        for rank in self._unfinished(run):
+            info, phase, deadline_s = self._members[rank].info, self._phase(run, rank), run.task.deadline_s
+            seen.append(failure.saw_hang(info, phase, deadline_s, answers.get(rank)))
+        return sorted(seen, key=lambda one: (one.follows, one.failure.traceback != ""))
+
+    def _phase(self, run: Run | None, rank: int) -> str:
+        return "idle" if run is None else run.moved.get(rank, (run.task.call.name, 0))[0]
+
+    def _break(self, seen: Sequence[failure.Observed], error: GroupError) -> None:
+        """Stop every rank, give everything back, fail the current call and those behind it."""
+        run, self._run = self._run, None
+        self._cause = error
+        try:
+            self._stop()
+        finally:
+            if run is not None:
+                run.task.call.end(failure.typed_error(seen, error))
+            self._fail_waiting(failure.broken(self.name, error))
+
+    def _fail_waiting(self, error: GroupBrokenError) -> None:
+        with self._lock:
+            tasks, self._queued_bytes = list(self._waiting), 0
+            self._waiting.clear()
+            self._lock.notify_all()
+        for task in tasks:
+            task.call.end(error)
+
+    def _close(self) -> None:
+        """Shut down: stop the ranks, well where they are idle, and wait until Ray says that they are gone."""
+        if self._is_closing:
+            return
+        was_idle = self._run is None and self._cause is None and ray.is_initialized()
+        self._is_closing = True
+        error = GroupBrokenError(f"{self.name} was shut down before this call ended")
+        run, self._run = self._run, None
+        if run is not None:
+            run.task.call.end(error)
+        self._fail_waiting(error)
+        try:
+            if was_idle:
+                self._leave()
+            self._stop()
+            until = time.monotonic() + _RELEASE_S
+            while len(self._dead) < len(self._members) and ray.is_initialized() and time.monotonic() < until:
+                with contextlib.suppress(queue.Empty):
+                    self._events.get(timeout=0.1)()
+        finally:
+            self._is_closed.set()
+
+    def _leave(self) -> None:
+        """Let idle ranks leave the process group; those that do not within `drain_s` are stopped all the same."""
+        request, nothing = Request("close", "value", None), pack(((), {}), "close")
+        refs = [member.run.remote(request, nothing, None)[0] for member in self._members]
+        ray.wait(refs, num_returns=len(refs), timeout=self._timeouts.drain_s)
+
+    def _stop(self) -> None:
+        """Stop the actors and give the placement group back. Once."""
+        if self._is_stopped:
+            return
+        self._is_stopped = True
+        if not ray.is_initialized():
+            return  # Ray's own shutdown has ended the job, and the actors with it
+        for member in self._members:
+            ray.kill(member.actor, no_restart=True)
+        self._release()
+
+    def _ask_progress(self, run: Run, now: float) -> None:
+        run.next_poll = now + _POLL_S
+        for rank, member in enumerate(self._members):
+            if rank not in run.asked and rank not in self._dead:
+                run.asked.add(rank)
+                self._watch(member.actor.progress.remote(), partial(self._on_progress, run.number, rank))
+
+    def _on_progress(self, number: int, rank: int, future: concurrent.futures.Future[Any]) -> None:
+        run = self._run
+        if run is None or run.number != number:
+            return
+        run.asked.discard(rank)
+        if future.exception() is not None:
+            return  # a death comes by the rank's lifetime
+        progress: Progress = future.result()
+        if run.moved.get(rank) != (progress.phase, progress.bytes_done):
+            run.moved[rank] = (progress.phase, progress.bytes_done)
+            run.deadline = time.monotonic() + run.task.deadline_s
+        if rank == 0:
+            run.task.call.progress = (progress.bytes_done, progress.bytes_total)
+
+    def _ask_stacks(self, run: Run) -> None:
+        """The deadline has passed: ask the late ranks what they do, and wait a moment for the answers."""
+        run.stacks = {}
+        run.drain_until = time.monotonic() + _ANSWER_S
+        for rank in self._unfinished(run):
+            self._watch(self._members[rank].actor.stacks.remote(), partial(self._on_stacks, run.number, rank))
+
+    def _on_stacks(self, number: int, rank: int, future: concurrent.futures.Future[Any]) -> None:
+        run = self._run
+        if run is None or run.number != number or run.stacks is None or future.exception() is not None:
+            return
+        run.stacks[rank] = future.result()
+        if all(late in run.stacks for late in self._unfinished(run)):
+            run.drain_until = time.monotonic()
+        self._advance()
+
+
+def _stored(packed: Packed) -> Any:
+    """Put a large argument into the object store once; a small one travels inside the call."""
+    return packed if packed.num_bytes <= _INLINE_BYTES else ray.put(packed)

@@ -1,0 +1,288 @@
+"""`build_module`: from config.json, an auto class or a callable to a module whose parameters are on meta."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from raysharding.errors import PlanError
+
+if TYPE_CHECKING:
+    from raysharding.checkpoint import Checkpoint
+
+ModelSource = str | Callable[[], nn.Module] | None
+"""What `from_checkpoint(model=...)` takes: `None`, the name of a transformers auto class, or a callable."""
+
+_FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""dtypes that torch can use as its default, so that a model can be built in them."""
+_REGISTER_LOCK = threading.RLock()
+
+
+def build_module(model: ModelSource, checkpoint: Checkpoint, dtype: torch.dtype | None) -> nn.Module:
+    """Build the module that a checkpoint belongs to, without memory for its parameters.
+
+    Every rank calls it; nothing is communicated, and no file is read beyond what `checkpoint` already holds.
+
+    Args:
+        model: `None` for the class that config.json names, the name of a transformers auto class, or a callable that
+            returns the module.
+        checkpoint: Headers and config of the checkpoint.
+        dtype: Floating dtype of the parameters. `None`: config.json's, else the files'; for a callable's model its
+            parameters' own. With a dtype, a callable's model is converted as `Module.to(dtype)` does it, floating
+            buffers included; a transformers model is built in it, and keeps in float32 what its class keeps so.
+
+    Returns:
+        The module, parameters on meta in their final dtypes, tied parameters tied. Buffers of a transformers model
+        are on meta too; those of a callable's model are real. A transformers model is in eval mode, as
+        `from_pretrained` leaves it.
+
+    Raises:
+        PlanError: No such class, no config.json, a quantized checkpoint, or the callable failed.
+    """
+    if model is None or isinstance(model, str):
+        return _build_from_config(model, checkpoint, dtype)
+    if not callable(model):
+        raise PlanError(
+            f"model={model!r} is a {type(model).__name__}: give None, an auto class name, or a callable without "
+            "arguments that returns an nn.Module"
+        )
+    return _build_from_callable(model, dtype)
+
+
+def _transformers() -> Any:
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as exc:
+        raise PlanError(
+            "building a model from config.json needs transformers: pip install 'raysharding[hf]', or pass model= a "
+            "callable that returns an nn.Module"
+        ) from exc
+
+
+# --- from config.json -----------------------------------------------------------------------------------------------
+
+
+def _build_from_config(auto: str | None, checkpoint: Checkpoint, dtype: torch.dtype | None) -> nn.Module:
+    transformers = _transformers()
+    fields = _config_fields(checkpoint)
+    if auto is None:
+        cls = _architecture(transformers, fields, checkpoint.path)
+        config = _class_config(cls, fields, checkpoint.path)
+    else:
+        cls, config = _auto_model(transformers, auto, fields, checkpoint.path)
+    config.name_or_path = checkpoint.path
+    dtype = dtype or _config_dtype(config) or _file_dtype(checkpoint) or torch.float32
+    if dtype not in _FLOATING:
+        raise PlanError(f"{checkpoint.path}: a model cannot be built in {dtype}: pass dtype=torch.bfloat16 or float32")
+    from transformers.initialization import meta_device_safe_creation_ops
+
+    try:
+        with torch.device("meta"), meta_device_safe_creation_ops():
+            module = cls._from_config(config, dtype=dtype)
+    except (ValueError, TypeError, AttributeError, KeyError, IndexError, RuntimeError, ImportError) as exc:
+        raise PlanError(
+            f"{checkpoint.path}: {cls.__name__} cannot be built from config.json: {type(exc).__name__}: {exc}"
+        ) from exc
+    _keep_in_float32(module, dtype)
+    return module.eval()  # type: ignore[no-any-return]
+
+
+def _config_fields(checkpoint: Checkpoint) -> dict[str, Any]:
+    """A copy of config.json that is fit to build from."""
+    if checkpoint.config is None:
+        raise PlanError(
+            f"{checkpoint.path}: there is no config.json beside the weights, so the model's class is unknown: pass "
+            "model= a callable that returns an nn.Module"
+        )
+    fields: dict[str, Any] = _plain(checkpoint.config)
+    quantization = fields.get("quantization_config")
+    if quantization is not None:
+        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
+        raise PlanError(
+            f"{checkpoint.path}: config.json says the weights are quantized (quant_method={method!r}), which is not "
+            "supported: use a checkpoint in float32, bfloat16 or float16"
+        )
+    if "model_type" not in fields and not fields.get("architectures"):
+        raise PlanError(
+            f"{checkpoint.path}: config.json names neither model_type nor architectures, so the model's class is "
+            "unknown: pass model= a callable that returns an nn.Module"
+        )
+    return fields
+
+
+def _plain(value: Any) -> Any:
+    """A deep copy of JSON data with plain dicts, which the configuration classes may change."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _architecture(transformers: Any, fields: dict[str, Any], path: str) -> Any:
+    """The class that `architectures` names."""
+    names = fields.get("architectures") or ()
+    if not names:
+        raise PlanError(
+            f"{path}: config.json names no architectures: pass model= an auto class such as 'AutoModelForCausalLM'"
+        )
+    name = names[0]
+    cls = getattr(transformers, name, None) if isinstance(name, str) else None
+    if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel):
+        return cls
+    if "auto_map" in fields:
+        raise PlanError(
+            f"{path}: {name!r} is code that the checkpoint brings along (auto_map), and such code is never run: "
+            "import the class yourself and pass model= a callable that returns the module"
+        )
+    raise PlanError(
+        f"{path}: transformers {transformers.__version__} has no model class {name!r}: upgrade transformers, pass "
+        "model= an auto class such as 'AutoModel', or a callable that returns an nn.Module"
+    )
+
+
+def _class_config(cls: Any, fields: dict[str, Any], path: str) -> Any:
+    """The configuration of `cls`, which may be one part of a composite config.json, as `from_pretrained` finds it."""
+    config_class = cls.config_class
+    part = fields.get(config_class.base_config_key) if config_class.base_config_key else None
+    if isinstance(part, dict):
+        fields = part
+    elif fields.get("model_type", config_class.model_type) != config_class.model_type:
+        parts = (value for value in fields.values() if isinstance(value, dict))
+        fields = next((part for part in parts if part.get("model_type") == config_class.model_type), fields)
+    return _make_config(config_class, fields, path)
+
+
+def _make_config(config_class: Any, fields: dict[str, Any], path: str) -> Any:
+    try:
+        return config_class.from_dict(fields)
+    except Exception as exc:  # the configuration classes validate with error types of their own
+        raise PlanError(f"{path}: config.json is not a valid {config_class.__name__}: {exc}") from exc
+
+
+def _auto_model(transformers: Any, auto: str, fields: dict[str, Any], path: str) -> tuple[Any, Any]:
+    """Class and configuration that the auto class named `auto` picks."""
+    from transformers.models.auto.auto_factory import _get_model_class
+
+    cls = getattr(transformers, auto, None) if auto.startswith("Auto") else None
+    mapping = getattr(cls, "_model_mapping", None)
+    if mapping is None:
+        known = [name for name in dir(transformers) if re.match(r"AutoModel|AutoBackbone", name)]
+        raise PlanError(f"model={auto!r} is not a transformers auto class; there are: {', '.join(sorted(known))}")
+    model_type = fields.get("model_type")
+    try:
+        config_class = transformers.CONFIG_MAPPING[model_type]
+    except KeyError as exc:
+        raise PlanError(
+            f"{path}: transformers {transformers.__version__} knows no model_type {model_type!r}: upgrade "
+            "transformers, or pass model= a callable that returns an nn.Module"
+        ) from exc
+    config = _make_config(config_class, fields, path)
+    if config_class not in mapping:
+        raise PlanError(
+            f"{path}: {auto} has no model for model_type {model_type!r}: pass another auto class, or None for the "
+            f"class that config.json names ({', '.join(fields.get('architectures') or ['none'])})"
+        )
+    chosen = _get_model_class(config, mapping)
+    text_config = config.sub_configs.get("text_config")
+    if text_config is not None and getattr(chosen, "config_class", None) == text_config:
+        config = config.get_text_config()
+    return chosen, config
+
+
+def _config_dtype(config: Any) -> torch.dtype | None:
+    dtype = getattr(config, "dtype", None)
+    if isinstance(dtype, Mapping):
+        dtype = dtype.get("")
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype, None)
+    return dtype if isinstance(dtype, torch.dtype) else None
+
+
+def _file_dtype(checkpoint: Checkpoint) -> torch.dtype | None:
+    """dtype of the first floating tensor, in the order in which transformers looks: by file, then by name."""
+    floating = [info for info in checkpoint.tensors.values() if info.dtype.is_floating_point]
+    return min(floating, key=lambda info: (info.file, info.name)).dtype if floating else None
+
+
+def _keep_in_float32(module: Any, dtype: torch.dtype) -> None:
+    """Give the parameters and persistent buffers that the class keeps in float32 that dtype."""
+    plan: dict[str, torch.dtype] = module._get_dtype_plan(dtype)
+    if not plan:
+        return
+    kept = re.compile("|".join(f"(?:{glob.replace('*', '.*')})" for glob in plan))
+    persistent = module.state_dict(keep_vars=True)
+    for fqn, tensor in persistent.items():
+        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and kept.search(fqn):
+            tensor.data = tensor.data.to(torch.float32)
+
+
+# --- from a callable ------------------------------------------------------------------------------------------------
+
+
+def _build_from_callable(model: Callable[[], nn.Module], dtype: torch.dtype | None) -> nn.Module:
+    name = getattr(model, "__qualname__", None) or repr(model)
+    try:
+        with parameters_on_meta():
+            module = model()
+    except Exception as exc:  # whatever the user's code raises: it keeps its traceback as the cause
+        raise PlanError(f"model={name} raised {type(exc).__name__}: {exc}") from exc
+    if not isinstance(module, nn.Module):
+        raise PlanError(f"model={name} returned a {type(module).__name__}: return an nn.Module")
+    _move_parameters_to_meta(module)
+    return module if dtype is None else module.to(dtype)
+
+
+@contextlib.contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Make this thread's modules register their parameters on meta, with buffers left real and ties kept.
+
+    A tensor is made in full and dropped when it is registered, so the peak is one parameter. Other threads may build
+    modules meanwhile; they are not affected.
+    """
+    original = nn.Module.register_parameter
+    owner = threading.get_ident()
+    # real parameter → its meta twin, so that a parameter registered twice stays one; weak, so that memory is freed
+    twins: MutableMapping[nn.Parameter, nn.Parameter] = WeakIdKeyDictionary()
+
+    def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if threading.get_ident() != owner or param is None or param.device.type == "meta":
+            original(self, name, param)
+            return
+        original(self, name, param)  # checks name and type
+        twin = twins.get(param)
+        if twin is None:
+            twin = twins[param] = _meta_twin(param)
+        self._parameters[name] = twin
+
+    with _REGISTER_LOCK:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+def _meta_twin(param: nn.Parameter) -> nn.Parameter:
+    twin = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
+    twin.__class__ = type(param)
+    twin.__dict__.update(param.__dict__)
+    return twin
+
+
+def _move_parameters_to_meta(module: nn.Module) -> None:
+    """Replace parameters that are still real: those of modules that existed before the callable ran."""
+    twins: dict[nn.Parameter, nn.Parameter] = {}
+    for owner in module.modules():
+        for name, param in owner._parameters.items():
+            if param is not None and param.device.type != "meta":
+                twins.setdefault(param, _meta_twin(param))
+                owner._parameters[name] = twins[param]

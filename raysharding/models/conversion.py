@@ -1,0 +1,193 @@
+"""Routing of checkpoint keys to FQNs: by regular expressions and exact names, or by transformers' own tables."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from raysharding.errors import PlanError
+from raysharding.models.stand_in import original_class, stand_in
+
+CONVERSION_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    NotImplementedError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What a conversion operation raises on tensors that it was not made for."""
+
+
+@dataclass
+class Conversion:
+    """A transformers `WeightConverter` together with the checkpoint keys that it consumes."""
+
+    converter: Any
+    """The converter; copied for every run, because a run consumes what was collected."""
+    layer_name: str
+    """FQN of its first target."""
+    model: nn.Module
+    """Stand-in of the model: operations ask it for shapes and config."""
+    collected: dict[str, list[str]] = field(default_factory=dict)
+    """Source pattern → checkpoint keys, in the order in which transformers stacks them."""
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Checkpoint keys, in file-name order within each pattern."""
+        return tuple(key for keys in self.collected.values() for key in keys)
+
+    @property
+    def operations(self) -> str:
+        """The operations' names, such as `MergeModulelist+Concatenate`."""
+        return "+".join(type(operation).__name__ for operation in self.converter.operations)
+
+    def run(self, tensor_of: Callable[[str], Any]) -> dict[str, Any]:
+        """Run the operations.
+
+        Args:
+            tensor_of: Checkpoint key → tensor, or what stands for one.
+
+        Returns:
+            FQN → result.
+        """
+        converter = deepcopy(self.converter)
+        for pattern, keys in self.collected.items():
+            converter.collected_tensors[pattern] = [tensor_of(key) for key in keys]
+        results = converter.convert(self.layer_name, model=self.model, config=self.model.config)
+        return {fqn: value[0] if isinstance(value, list) else value for fqn, value in results.items()}
+
+
+@dataclass
+class Routing:
+    """Where every checkpoint key goes."""
+
+    renamed: dict[str, list[str]] = field(default_factory=dict)
+    """FQN → checkpoint keys whose tensor is its value as it is; more than one is a problem."""
+    conversions: dict[str, Conversion] = field(default_factory=dict)
+    """FQN of the first target → conversion."""
+    unmatched: dict[str, str] = field(default_factory=dict)
+    """Checkpoint key → the name it has after renaming, which the module does not hold."""
+    ignore_missing: re.Pattern[str] | None = None
+    """FQNs that the model class allows to be missing."""
+    ignore_unexpected: re.Pattern[str] | None = None
+    """Renamed keys that the model class allows to be unexpected."""
+
+
+def is_transformers_model(module: nn.Module) -> bool:
+    """Whether `module` is a `PreTrainedModel`; does not import transformers for one that is not."""
+    names = {f"{cls.__module__}.{cls.__qualname__}" for cls in type(module).__mro__}
+    return "transformers.modeling_utils.PreTrainedModel" in names
+
+
+def route(
+    module: nn.Module, held: Mapping[str, torch.Tensor], keys: Mapping[str, Any], key_mapping: Mapping[str, str] | None
+) -> Routing:
+    """Find the FQN of every checkpoint key.
+
+    Args:
+        module: The module, sharded or not.
+        held: FQN → tensor for all parameters and persistent buffers, tied names included.
+        keys: Checkpoint keys.
+        key_mapping: Regular expression → replacement. On a transformers model it has `from_pretrained`'s meaning, on
+            any other `re.sub`'s, each pattern in turn.
+
+    Raises:
+        PlanError: A pattern or replacement of `key_mapping` is malformed.
+    """
+    for pattern in key_mapping or ():
+        try:
+            re.compile(pattern)
+        except re.error as exc:
+            raise PlanError(f"key_mapping: {pattern!r} is not a regular expression: {exc}") from exc
+    if is_transformers_model(module):
+        return _route_transformers(module, held, keys, key_mapping)
+    return _route_plain(held, keys, key_mapping)
+
+
+def _route_plain(
+    held: Mapping[str, torch.Tensor], keys: Mapping[str, Any], key_mapping: Mapping[str, str] | None
+) -> Routing:
+    routing = Routing()
+    for key in keys:
+        renamed = key
+        for pattern, replacement in (key_mapping or {}).items():
+            try:
+                renamed = re.sub(pattern, replacement, renamed)
+            except (re.error, IndexError) as exc:
+                raise PlanError(f"key_mapping: {replacement!r} does not fit {pattern!r}: {exc}") from exc
+        if renamed in held:
+            routing.renamed.setdefault(renamed, []).append(key)
+        else:
+            routing.unmatched[key] = renamed
+    return routing
+
+
+def _route_transformers(
+    module: nn.Module, held: Mapping[str, torch.Tensor], keys: Mapping[str, Any], key_mapping: Mapping[str, str] | None
+) -> Routing:
+    """As `convert_and_load_state_dict_in_model` does it: same functions, same order, same fallbacks."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    # The tables are looked up by class name, and FSDP changes that.
+    model: Any = stand_in(module)
+    try:
+        mapping = get_model_conversion_mapping(model, dict(key_mapping) if key_mapping else None)
+    except (ValueError, re.error) as exc:
+        raise PlanError(f"key_mapping={dict(key_mapping or {})!r} is not usable: {exc}") from exc
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    converter_of = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    prefix = model.base_model_prefix
+    routing = Routing(
+        ignore_missing=_any_of(model._keys_to_ignore_on_load_missing),
+        ignore_unexpected=_any_of(_unexpected_patterns(model)),
+    )
+    # Sorted, because the experts of a layer are stacked in this order, and some renamings depend on it.
+    for key in sorted(keys, key=dot_natural_key):
+        renamed, pattern = rename_source_key(key, renamings, converters, prefix, held)
+        if renamed not in held and key in held:
+            renamed, pattern = rename_source_key(key, [], [], prefix, held)
+        if renamed not in held:
+            routing.unmatched[key] = renamed
+        elif pattern is None:
+            routing.renamed.setdefault(renamed, []).append(key)
+        else:
+            if renamed not in routing.conversions:
+                routing.conversions[renamed] = Conversion(converter_of[pattern], renamed, model)
+            routing.conversions[renamed].collected.setdefault(pattern, []).append(key)
+    return routing
+
+
+def _unexpected_patterns(model: Any) -> set[str]:
+    """As `PreTrainedModel._adjust_missing_and_unexpected_keys`: the class's own, and two that touch many models."""
+    patterns = set(model._keys_to_ignore_on_load_unexpected or ())
+    buffers = [name for name, _ in model.named_buffers()]
+    if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
+        patterns.add(r"rotary_emb\.inv_freq")
+    if any(name.endswith("position_ids") for name in buffers):
+        patterns.add(r"(^|\.)position_ids$")
+    return patterns
+
+
+def _any_of(patterns: set[str] | list[str] | None) -> re.Pattern[str] | None:
+    return re.compile("|".join(f"(?:{pattern})" for pattern in patterns)) if patterns else None
+
+
+def declared_ties(module: nn.Module) -> dict[str, str]:
+    """FQN → FQN of the tensor that a transformers model says it is tied to; empty for other modules."""
+    return dict(getattr(module, "all_tied_weights_keys", None) or {}) if is_transformers_model(module) else {}
+
+
+def class_name(module: nn.Module) -> str:
+    """Name of the module's class before FSDP changed it."""
+    return original_class(module).__name__

@@ -1,0 +1,322 @@
+"""`map_keys`: which checkpoint tensors feed which parameter or buffer, and everything that does not fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import nn
+
+from raysharding.models.blocks import BlockTensor, Run
+from raysharding.models.conversion import CONVERSION_ERRORS, Conversion, Routing, declared_ties, route
+
+if TYPE_CHECKING:
+    from raysharding.checkpoint.tensor_info import TensorInfo
+
+Kind = Literal["parameter", "buffer"]
+
+MIN_RUN_BYTES = 4096
+"""Below this mean length reading ranges costs more than reading the sources and converting them."""
+FEW_RUNS = 256
+"""So many ranges are always read as ranges, however short."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """One parameter or buffer, and what feeds it."""
+
+    fqn: str
+    """Its canonical FQN."""
+    shape: tuple[int, ...]
+    """Full shape."""
+    dtype: torch.dtype
+    """dtype in the module."""
+    kind: Kind
+    """What it is."""
+    source_dtype: torch.dtype
+    """dtype in which its values come: the file's; the widest, if its sources differ."""
+    sources: tuple[str, ...]
+    """Checkpoint keys that it needs."""
+    runs: tuple[Run, ...] | None
+    """Contiguous ranges that fill it, ascending in the target; `None` if `convert` must compute it."""
+    operations: str = ""
+    """transformers' operations on the way, such as `MergeModulelist+Concatenate`; empty for a plain copy."""
+    _conversion: Conversion | None = field(default=None, repr=False, compare=False)
+
+    def convert(self, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
+        """Compute the value with transformers' own operations; only where `runs` is `None`.
+
+        Args:
+            read: Checkpoint key → whole tensor on CPU, in the file's dtype. Called once for every source, all of
+                which are in memory together.
+
+        Returns:
+            The full tensor on CPU, contiguous, in `source_dtype`.
+        """
+        assert self.runs is None, f"{self.fqn}: its ranges are known"
+        assert self._conversion is not None, f"{self.fqn}: only a conversion has no ranges"
+        value = self._conversion.run(lambda key: read(key).to(self.source_dtype))[self.fqn]
+        assert isinstance(value, torch.Tensor), f"{self.fqn}: tensors in, tensors out"
+        assert tuple(value.shape) == self.shape, f"{self.fqn}: planned as {self.shape}, came as {tuple(value.shape)}"
+        return value.contiguous()
+
+
+@dataclass(frozen=True)
+class KeyMap:
+    """How a checkpoint fits a module. Equal on every rank that has the same module and the same headers."""
+
+    targets: Mapping[str, Target]
+    """Canonical FQN → what feeds it, in module order."""
+    aliases: Mapping[str, str]
+    """Other FQNs of tied tensors → canonical FQN."""
+    missing: tuple[str, ...]
+    """Canonical FQNs of parameters and persistent buffers without a source, those in `ignored` left out."""
+    unexpected: tuple[str, ...]
+    """Checkpoint keys that feed nothing, those in `ignored` left out."""
+    ignored: tuple[str, ...]
+    """FQNs and checkpoint keys that are missing or unexpected with the model's consent: what its class names, keys of
+    non-persistent buffers, second names of tied tensors."""
+    initialise: tuple[str, ...]
+    """Canonical FQNs on meta that nothing feeds, and that need `initial_value`: missing ones, ignored missing ones,
+    non-persistent buffers."""
+    problems: tuple[str, ...]
+    """One line for each mismatch that no strictness setting excuses."""
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A tensor of the module."""
+
+    tensor: torch.Tensor
+    kind: Kind
+    persistent: bool
+
+
+@dataclass
+class _Feed:
+    """What feeds one target: a whole source, or the result of a conversion."""
+
+    sources: tuple[str, ...]
+    conversion: Conversion | None = None
+    blocks: BlockTensor | None = None
+    shape: tuple[int, ...] = ()
+
+
+def map_keys(module: nn.Module, tensors: Mapping[str, TensorInfo], key_mapping: Mapping[str, str] | None) -> KeyMap:
+    """Match a checkpoint's headers to a module; no tensor is read.
+
+    Args:
+        module: Plain or transformers, on meta or real, before or after `fully_shard`.
+        tensors: Checkpoint key → header entry.
+        key_mapping: Regular expression on checkpoint keys → replacement, applied before the model's own mapping.
+
+    Returns:
+        The map. Mismatches are listed in it, not raised.
+
+    Raises:
+        PlanError: `key_mapping` is malformed.
+    """
+    return _Mapper(module, tensors, key_mapping).map()
+
+
+class _Mapper:
+    """State of one `map_keys` call."""
+
+    def __init__(
+        self, module: nn.Module, tensors: Mapping[str, TensorInfo], key_mapping: Mapping[str, str] | None
+    ) -> None:
+        self._tensors = tensors
+        self._entries = _entries(module)
+        self._aliases = _aliases(self._entries)
+        self._ties = declared_ties(module)
+        held = {fqn: entry.tensor for fqn, entry in self._entries.items() if entry.persistent}
+        self._routing: Routing = route(module, held, tensors, key_mapping)
+        self._feeds: dict[str, _Feed] = {}
+        self._problems: list[str] = []
+        self._ignored: list[str] = []
+        self._unexpected: list[str] = []
+
+    def map(self) -> KeyMap:
+        for fqn, keys in self._routing.renamed.items():
+            self._feed(fqn, _Feed((keys[0],)))
+            if len(keys) > 1:
+                self._problems.append(f"{fqn}: {len(keys)} checkpoint keys name it: {', '.join(map(repr, keys))}")
+        for conversion in self._routing.conversions.values():
+            self._feed_converted(conversion)
+        self._sort_unmatched()
+        self._resolve_aliases()
+        self._copy_declared_ties()
+        targets = self._targets()
+        missing, initialise = self._missing()
+        return KeyMap(
+            targets=targets,
+            aliases=self._aliases,
+            missing=tuple(missing),
+            unexpected=tuple(self._unexpected),
+            ignored=tuple(dict.fromkeys(self._ignored)),
+            initialise=tuple(initialise),
+            problems=tuple(self._problems),
+        )
+
+    def _feed(self, fqn: str, feed: _Feed) -> None:
+        if fqn in self._feeds:
+            both = ", ".join(map(repr, (*self._feeds[fqn].sources[:2], *feed.sources[:2])))
+            self._problems.append(f"{fqn}: more than one thing in the checkpoint feeds it, among them {both}")
+            return
+        self._feeds[fqn] = feed
+
+    def _feed_converted(self, conversion: Conversion) -> None:
+        """Run a conversion on boxes, or on meta tensors where boxes do not suffice, to see what comes out."""
+        infos = {key: self._tensors[key] for key in conversion.sources}
+        try:
+            results = conversion.run(lambda key: BlockTensor.of_source(key, infos[key].shape, infos[key].dtype))
+        except CONVERSION_ERRORS:
+            # Not an error yet: the operations may want real tensors. If they fail on those too, that is reported.
+            wide = _widest([info.dtype for info in infos.values()])
+            try:
+                results = conversion.run(lambda key: torch.empty(infos[key].shape, dtype=wide, device="meta"))
+            except CONVERSION_ERRORS as exc:
+                listed = ", ".join(f"{key!r} {tuple(info.shape)}" for key, info in list(infos.items())[:4])
+                self._problems.append(
+                    f"{conversion.layer_name}: {conversion.operations} of {len(infos)} checkpoint tensors fails "
+                    f"({listed}{', ...' if len(infos) > 4 else ''}): {exc}"
+                )
+                return
+        for fqn, value in results.items():
+            if fqn not in self._entries:
+                self._problems.append(f"{fqn}: {conversion.operations} makes it, but the model has no such tensor")
+                continue
+            blocks = value if isinstance(value, BlockTensor) else None
+            self._feed(fqn, _Feed(conversion.sources, conversion, blocks, tuple(value.shape)))
+
+    def _sort_unmatched(self) -> None:
+        """Unexpected keys, but for those that the model knows it does not need."""
+        pattern = self._routing.ignore_unexpected
+        for key, renamed in self._routing.unmatched.items():
+            entry = self._entries.get(renamed) or self._entries.get(key)
+            non_persistent = entry is not None and not entry.persistent
+            allowed = pattern is not None and pattern.search(renamed) is not None
+            (self._ignored if non_persistent or allowed else self._unexpected).append(key)
+
+    def _resolve_aliases(self) -> None:
+        """Feed each tied tensor once: by its canonical name, else by the first other name in the checkpoint."""
+        for alias, canonical in self._aliases.items():
+            feed = self._feeds.pop(alias, None)
+            if feed is None:
+                continue
+            if canonical in self._feeds:
+                self._ignored.extend(feed.sources)
+            else:
+                self._feeds[canonical] = feed
+
+    def _copy_declared_ties(self) -> None:
+        """A model that declares a tie without sharing the tensor gets the same value twice."""
+        for one, other in self._ties.items():
+            pair = [self._aliases.get(name, name) for name in (one, other)]
+            if pair[0] == pair[1] or not all(name in self._entries for name in pair):
+                continue
+            for empty, full in (pair, pair[::-1]):
+                if empty not in self._feeds and full in self._feeds:
+                    self._feeds[empty] = self._feeds[full]
+
+    def _targets(self) -> dict[str, Target]:
+        targets = {}
+        for fqn, entry in self._entries.items():
+            feed = self._feeds.get(fqn)
+            if feed is not None and (target := self._target(fqn, entry, feed)) is not None:
+                targets[fqn] = target
+        return targets
+
+    def _target(self, fqn: str, entry: _Entry, feed: _Feed) -> Target | None:
+        infos = [self._tensors[key] for key in feed.sources]
+        wanted, wide = tuple(entry.tensor.shape), _widest([info.dtype for info in infos])
+        found = feed.shape if feed.conversion is not None else tuple(infos[0].shape)
+        source = repr(feed.sources[0]) if len(infos) == 1 else f"{len(infos)} tensors, the first {feed.sources[0]!r}"
+        operations = feed.conversion.operations if feed.conversion is not None else ""
+        made = f" after {operations}" if operations else ""
+        if found != wanted:
+            self._problems.append(
+                f"{fqn}: the checkpoint's {source} has shape {found}{made}, the model's {entry.kind} {wanted}"
+            )
+            return None
+        if _category(wide) != _category(entry.tensor.dtype):
+            self._problems.append(
+                f"{fqn}: the checkpoint's {source} is {wide}, the model's {entry.kind} is {entry.tensor.dtype}"
+            )
+            return None
+        runs = _runs(feed, wanted, wide)
+        sources = feed.sources if runs is None else tuple(dict.fromkeys(run.source for run in runs)) or feed.sources
+        return Target(
+            fqn, wanted, entry.tensor.dtype, entry.kind, wide, sources, runs, operations, _conversion=feed.conversion
+        )
+
+    def _missing(self) -> tuple[list[str], list[str]]:
+        missing: list[str] = []
+        initialise: list[str] = []
+        refused = {line.split(":", 1)[0] for line in self._problems}
+        for fqn, entry in self._entries.items():
+            if fqn in self._aliases or fqn in self._feeds:
+                continue
+            if entry.persistent and fqn not in refused:
+                pattern = self._routing.ignore_missing
+                allowed = pattern is not None and pattern.search(fqn) is not None
+                (self._ignored if allowed else missing).append(fqn)
+            if entry.tensor.device.type == "meta":
+                initialise.append(fqn)
+        return missing, initialise
+
+
+def _entries(module: nn.Module) -> dict[str, _Entry]:
+    """FQN → entry, all names of shared tensors included; parameters and buffers of one module stand together."""
+    entries: dict[str, _Entry] = {}
+    for prefix, owner in module.named_modules(remove_duplicate=False):
+        dot = f"{prefix}." if prefix else ""
+        for name, parameter in owner._parameters.items():
+            if parameter is not None:
+                entries[dot + name] = _Entry(parameter, "parameter", True)
+        for name, buffer in owner._buffers.items():
+            if buffer is not None:
+                entries[dot + name] = _Entry(buffer, "buffer", name not in owner._non_persistent_buffers_set)
+    return entries
+
+
+def _aliases(entries: Mapping[str, _Entry]) -> dict[str, str]:
+    canonical: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    for fqn, entry in entries.items():
+        first = canonical.setdefault(id(entry.tensor), fqn)
+        if first != fqn:
+            aliases[fqn] = first
+    return aliases
+
+
+def _widest(dtypes: list[torch.dtype]) -> torch.dtype:
+    """The dtype that holds them all. Float8 has no promotion of its own: every such value is a float32 too."""
+    if len(set(dtypes)) == 1:
+        return dtypes[0]
+    wide = [torch.float32 if dtype.is_floating_point and dtype.itemsize == 1 else dtype for dtype in dtypes]
+    return reduce(torch.promote_types, wide)
+
+
+def _category(dtype: torch.dtype) -> str:
+    if dtype.is_floating_point:
+        return "floating"
+    if dtype.is_complex:
+        return "complex"
+    return "bool" if dtype == torch.bool else "integer"
+
+
+def _runs(feed: _Feed, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Run, ...] | None:
+    num_elements = math.prod(shape)
+    if feed.conversion is None:
+        return (Run(feed.sources[0], 0, 0, num_elements),) if num_elements else ()
+    if feed.blocks is None:
+        return None
+    runs = feed.blocks.runs(max(FEW_RUNS, num_elements * dtype.itemsize // MIN_RUN_BYTES))
+    if runs is not None:
+        assert sum(run.num_elements for run in runs) == num_elements, "boxes of equal shape fill the target"
+    return runs

@@ -1,0 +1,257 @@
+"""`wrap_groups`: which modules become FSDP groups of their own.
+
+Note: what makes a group sound.
+    FSDP2 gathers a group's parameters when one of its modules runs forward, and frees them afterwards. So a module is
+    a group only if it runs its own forward (a `ModuleList` does not), a parameter must not belong to two groups, the
+    trainable parameters of a group share one dtype, and whoever reads a parameter must do so while its group is
+    gathered. Embeddings and heads, whose weights models like to read from elsewhere, therefore stay in the root's
+    group, which is gathered all along, unless the model's own FSDP plan names them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import nn
+
+from raysharding.config import Sharding
+from raysharding.errors import PlanError
+from raysharding.models.conversion import class_name, is_transformers_model
+from raysharding.models.group_dtypes import split_by_dtype
+
+Groups = tuple[tuple[str, ...], ...]
+
+
+def wrap_groups(module: nn.Module, sharding: Sharding) -> Groups:
+    """Choose the FSDP groups of a module; nothing is changed, and every rank comes to the same result.
+
+    Args:
+        module: The root, before `fully_shard`, on meta or real.
+        sharding: Its `wrap` and `min_num_params` are read.
+
+    Returns:
+        FQNs of the modules to pass to one `fully_shard` call each, inner ones first. The root is not among them: it
+        takes what no group takes. 0-dim parameters, which `fully_shard` refuses, count for nothing.
+
+    Raises:
+        PlanError: A class name that no module has, or a group that would mix trainable dtypes.
+    """
+    tree = _Tree(module)
+    groups = [group for names in _candidates(tree, sharding) if (group := tree.wrappable(names))]
+    groups = _settle_shared(tree, _without_repeats(groups))
+    groups = split_by_dtype(module, groups)
+    order = {name: index for index, name in enumerate(tree.modules)}
+    # A module must be sharded before the module that contains it.
+    groups.sort(key=lambda names: (-max(name.count(".") for name in names), order[names[0]]))
+    return tuple(groups)
+
+
+class _Tree:
+    """A module tree by first names."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root = root
+        self.modules: dict[str, nn.Module] = dict(root.named_modules())
+        self.name_of: dict[int, str] = {id(module): name for name, module in self.modules.items()}
+        self._unreached = {
+            f"{name}.{child}" if name else child
+            for name, module in self.modules.items()
+            if isinstance(module, nn.MultiheadAttention)
+            for child, _ in module.named_children()
+        }
+
+    def wrappable(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Those names whose module runs its own forward and has a parameter to shard."""
+        return tuple(name for name in dict.fromkeys(names) if name in self.modules and self._runs_forward(name))
+
+    def _runs_forward(self, name: str) -> bool:
+        module = self.modules[name]
+        # MultiheadAttention reads its out_proj's weight without calling it.
+        if name == "" or name in self._unreached or type(module).forward is nn.Module.forward:
+            return False
+        containers = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+        return not isinstance(module, containers) and any(param.ndim > 0 for param in module.parameters())
+
+    def inside(self, name: str, other: str) -> bool:
+        """Whether module `name` lies inside module `other`."""
+        return other == "" or name.startswith(other + ".")
+
+
+# --- candidates -----------------------------------------------------------------------------------------------------
+
+
+def _candidates(tree: _Tree, sharding: Sharding) -> list[tuple[str, ...]]:
+    wrap = sharding.wrap
+    if wrap == "none":
+        return []
+    if wrap == "auto":
+        return _fsdp_plan(tree) or _no_split_modules(tree) or _list_elements(tree)
+    if wrap == "size":
+        return _by_size(tree, sharding.min_num_params)
+    if callable(wrap):
+        return [(name,) for name, module in tree.modules.items() if name and wrap(module)]
+    assert not isinstance(wrap, str), "Sharding validates the names"
+    return _by_class(tree, wrap)
+
+
+def _fsdp_plan(tree: _Tree) -> list[tuple[str, ...]]:
+    """transformers' plan, if it names the repeated layers of this model; `[]` otherwise."""
+    if not is_transformers_model(tree.root):
+        return []
+    plan: Mapping[str, str] = getattr(tree.root, "fsdp_plan", None) or {}
+    styles = {name: plan.get(_with_wildcards(name)) for name in tree.modules}
+    if not any(style is not None and "*" in _with_wildcards(name) for name, style in styles.items()):
+        return []
+    freed = [name for name, style in styles.items() if style == "free_full_weight"]
+    kept = [name for name, style in styles.items() if style == "keep_full_weight"]
+    embedding, head = (tree.name_of.get(id(module)) for module in _input_and_output(tree.root))
+    if _share_a_parameter(tree, embedding, head):
+        # The root keeps what it gathered until the backward is over, which is what the plan asks for here.
+        freed = [name for name in freed if name != embedding]
+        kept = []
+    # One group, gathered once at the end of forward: `fully_shard([norm, lm_head])`. A lone norm is not worth one.
+    return [(name,) for name in freed] + ([tuple(kept)] if head is not None and head in kept else [])
+
+
+def _with_wildcards(name: str) -> str:
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+def _input_and_output(root: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
+    found: list[nn.Module | None] = []
+    for method in ("get_input_embeddings", "get_output_embeddings"):
+        try:
+            found.append(getattr(root, method)())
+        except (AttributeError, NotImplementedError):
+            found.append(None)  # a model without embeddings, such as one for images
+    return found[0], found[1]
+
+
+def _share_a_parameter(tree: _Tree, one: str | None, other: str | None) -> bool:
+    if one is None or other is None:
+        return False
+    parameters = {id(parameter) for parameter in tree.modules[one].parameters()}
+    return any(id(parameter) in parameters for parameter in tree.modules[other].parameters())
+
+
+def _no_split_modules(tree: _Tree) -> list[tuple[str, ...]]:
+    """The classes that transformers would not cut apart, embeddings left to the root."""
+    names = set(getattr(tree.root, "_no_split_modules", None) or ()) if is_transformers_model(tree.root) else set()
+    names = {name for name in names if "Embedding" not in name}
+    return [(name,) for name, module in tree.modules.items() if name and class_name(module) in names]
+
+
+def _list_elements(tree: _Tree) -> list[tuple[str, ...]]:
+    """Elements of the outermost `ModuleList`s. Lists inside them are left alone: experts may run on some ranks only."""
+    found: list[tuple[str, ...]] = []
+    for name, module in tree.modules.items():
+        if not isinstance(module, nn.ModuleList) or any(tree.inside(name, other) for (other,) in found):
+            continue
+        found += [(tree.name_of[id(element)],) for element in module if not isinstance(element, nn.Embedding)]
+    return found
+
+
+def _by_size(tree: _Tree, min_num_params: int) -> list[tuple[str, ...]]:
+    """As torch's `size_based_auto_wrap_policy`: innermost modules that hold enough parameters not yet in a group."""
+    found: list[tuple[str, ...]] = []
+    taken: set[int] = set()
+
+    def visit(name: str) -> None:
+        module = tree.modules[name]
+        for child_name, child in module.named_children():
+            full_name = f"{name}.{child_name}" if name else child_name
+            if tree.name_of[id(child)] == full_name and not isinstance(module, nn.MultiheadAttention):
+                visit(full_name)
+        left = {id(parameter): parameter.numel() for parameter in module.parameters() if id(parameter) not in taken}
+        if name and sum(left.values()) >= min_num_params and tree.wrappable([name]):
+            found.append((name,))
+            taken.update(left)
+
+    visit("")
+    return found
+
+
+def _by_class(tree: _Tree, wanted: Sequence[str]) -> list[tuple[str, ...]]:
+    present = {class_name(module) for name, module in tree.modules.items() if name}
+    unknown = [name for name in wanted if name not in present]
+    if unknown:
+        raise PlanError(
+            f"wrap names {', '.join(map(repr, unknown))}, but no module of {class_name(tree.root)} has that class; "
+            f"its modules' classes are {', '.join(sorted(present))}"
+        )
+    return [(name,) for name, module in tree.modules.items() if name and class_name(module) in wanted]
+
+
+def _without_repeats(groups: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    seen: set[str] = set()
+    result: list[tuple[str, ...]] = []
+    for names in groups:
+        fresh = tuple(name for name in names if name not in seen)
+        seen.update(fresh)
+        if fresh:
+            result.append(fresh)
+    return result
+
+
+# --- shared parameters ----------------------------------------------------------------------------------------------
+
+
+def _settle_shared(tree: _Tree, groups: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Merge groups that share a parameter; give up a group that shares one with what contains it."""
+    while True:
+        changed = _settle_once(tree, groups)
+        if changed is None:
+            return groups
+        groups = changed
+
+
+def _settle_once(tree: _Tree, groups: list[tuple[str, ...]]) -> list[tuple[str, ...]] | None:
+    """One step; `None` when there is nothing left to do."""
+    for owners in _owners(tree, groups).values():
+        if len(owners) < 2:
+            continue
+        outer = {index for index in owners if index is None or _contains_another(tree, groups, index, owners)}
+        if not outer:
+            first, *others = sorted(index for index in owners if index is not None)
+            merged = tuple(name for index in (first, *others) for name in groups[index])
+            rest = [names for index, names in enumerate(groups) if index not in others]
+            rest[rest.index(groups[first])] = merged
+            return rest
+        # The innermost owners dissolve into what contains them.
+        return [names for index, names in enumerate(groups) if index not in owners - outer]
+    return None
+
+
+def _owners(tree: _Tree, groups: Sequence[tuple[str, ...]]) -> dict[int, set[int | None]]:
+    """Shared parameter → indices of the groups that hold it under any of its names; `None` is the root."""
+    index_of = {name: index for index, names in enumerate(groups) for name in names}
+    owners: dict[int, set[int | None]] = {}
+    for name, module in tree.modules.items():
+        held = [param for param in module._parameters.values() if param is not None and param.ndim > 0]
+        if held:
+            owner = _nearest(name, index_of)
+            for param in held:
+                owners.setdefault(id(param), set()).add(owner)
+    # A module reached under a second name belongs to whatever contains that name too.
+    for name, module in tree.root.named_modules(remove_duplicate=False):
+        if tree.modules.get(name) is not module:
+            canonical = tree.name_of[id(module)]
+            owner = index_of.get(canonical, _nearest(name, index_of))
+            for param in module._parameters.values():
+                if param is not None and param.ndim > 0:
+                    owners.setdefault(id(param), set()).add(owner)
+    return owners
+
+
+def _nearest(name: str, index_of: Mapping[str, int]) -> int | None:
+    while name:
+        if name in index_of:
+            return index_of[name]
+        name = name.rpartition(".")[0]
+    return None
+
+
+def _contains_another(tree: _Tree, groups: Sequence[tuple[str, ...]], index: int, owners: Iterable[int | None]) -> bool:
+    others = [other for other in owners if other is not None and other != index]
+    return any(tree.inside(inner, outer) for other in others for inner in groups[other] for outer in groups[index])

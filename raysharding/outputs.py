@@ -1,0 +1,153 @@
+"""What the ranks of one call gave back (`RankOutput`), and how it becomes one output for the caller."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from raysharding.batch import Out, PerRank
+from raysharding.tree import children, leaves, rebuild
+
+_CACHE_NAMES = ("past_key_values", "cache_params", "mems")
+
+
+@dataclass(frozen=True, eq=False)
+class RankOutput:
+    """One rank's output of a forward, on the CPU, with what only the ranks can know about its leaves."""
+
+    value: Any
+    """The output, or `None` where the caller did not ask for this rank's."""
+    reduced: tuple[str, ...] = ()
+    """Paths of leaves that already hold the value of the whole batch, equal on every rank: the loss."""
+    local: tuple[str, ...] = ()
+    """Paths of leaves whose shape looks like rows but does not follow the rows (CLIP's rows × rows logits)."""
+
+
+def select_output(out: Out | None, outputs: Sequence[RankOutput], rows: Sequence[int], dim: int) -> Any:
+    """Make a call's result from every rank's output. Called on the driver; `Out.refs()` never comes here.
+
+    Args:
+        out: What the caller asked for; `None`: gather where the call had a `Split`, else rank 0.
+        outputs: By rank.
+        rows: `RankBatch.rows`: each rank's number of rows, empty where the call had no `Split`.
+        dim: `RankBatch.dim`.
+    """
+    kind = out.kind if out is not None else ("gather" if rows else "rank0")
+    if kind == "none":
+        return None
+    if kind == "per_rank":
+        return PerRank([output.value for output in outputs])
+    if kind == "rank0":
+        return outputs[0].value
+    assert kind == "gather", kind
+    return gather_outputs(outputs, rows, out.dim if out is not None and out.dim is not None else dim)
+
+
+def gather_outputs(outputs: Sequence[RankOutput], rows: Sequence[int], dim: int = 0) -> Any:
+    """Join the ranks' outputs into one output of the same type. Called on the driver.
+
+    A tensor whose `dim` has as many rows as its rank and whose other dims agree over the ranks is concatenated in row
+    order. A loss is the whole batch's already. `None` everywhere stays `None`. Any other leaf comes back as `PerRank`,
+    with `None` for the ranks that had no rows. Where one rank alone had rows, its output is the output.
+
+    Args:
+        outputs: By rank.
+        rows: Each rank's number of rows; empty: rank 0 answers.
+        dim: The dim that holds rows.
+
+    Returns:
+        The joined output; tensors cost once more their size while they are concatenated.
+    """
+    live = [rank for rank, num_rows in enumerate(rows) if num_rows]
+    if len(live) <= 1:
+        return outputs[0].value
+    merge = _Merge(
+        rows=tuple(rows),
+        live=tuple(live),
+        dim=dim,
+        reduced=frozenset(outputs[0].reduced),
+        local=frozenset(path for output in outputs for path in output.local),
+    )
+    return merge.join("", [outputs[rank].value for rank in live])
+
+
+def ambiguous_leaves(value: Any, num_rows: int, dim: int) -> list[str]:
+    """Return the paths of tensors that have `num_rows` in `dim` and in another dim too: their shape alone cannot tell
+    whether they are rows, or rows against rows.
+    """  # noqa: D205
+    found = []
+    for path, leaf in leaves(value):
+        if isinstance(leaf, torch.Tensor) and leaf.ndim > dim and leaf.shape[dim] == num_rows:
+            others = [size for axis, size in enumerate(leaf.shape) if axis != dim]
+            if num_rows in others:
+                found.append(path)
+    return found
+
+
+def follows_rows(before: torch.Tensor, after: Any, num_rows: int, dim: int) -> bool:
+    """Whether a leaf holds rows in `dim` and nowhere else: `before` from one forward, `after` from `num_rows` rows."""
+    if not isinstance(after, torch.Tensor) or after.ndim != before.ndim:
+        return False
+    expected = list(before.shape)
+    expected[dim] = num_rows
+    return list(after.shape) == expected
+
+
+def without_caches(value: Any) -> Any:
+    """Return the output with key-value caches replaced by `None`: they stay on the rank."""
+    return _drop_caches("", value)
+
+
+def _drop_caches(name: str, value: Any) -> Any:
+    if any(name in (f"[{cache!r}]", f".{cache}") for cache in _CACHE_NAMES) or _is_cache(value):
+        return None
+    nodes = children(value)
+    if not nodes:
+        return value
+    return rebuild(value, [_drop_caches(child, item) for child, item in nodes])
+
+
+def _is_cache(value: Any) -> bool:
+    """Whether a value is a transformers `Cache`, known by its bases so that transformers need not be imported."""
+    return any(base.__name__ == "Cache" and base.__module__.startswith("transformers") for base in type(value).__mro__)
+
+
+@dataclass(frozen=True)
+class _Merge:
+    """Joins the outputs of the ranks that had rows, leaf by leaf."""
+
+    rows: tuple[int, ...]
+    live: tuple[int, ...]
+    dim: int
+    reduced: frozenset[str]
+    local: frozenset[str]
+
+    def join(self, path: str, values: list[Any]) -> Any:
+        """Join one subtree; `values` holds it once for each live rank."""
+        if path in self.reduced:
+            return values[0]
+        nodes = [children(value) for value in values]
+        names = [None if node is None else [name for name, _ in node] for node in nodes]
+        alike = all(
+            type(value) is type(values[0]) and found == names[0] for value, found in zip(values, names, strict=True)
+        )
+        if alike and nodes[0] is not None:
+            columns = zip(*(node or [] for node in nodes), strict=True)
+            joined = [self.join(path + column[0][0], [item for _, item in column]) for column in columns]
+            return rebuild(values[0], joined)
+        if all(value is None for value in values):
+            return None
+        if path not in self.local and self._are_rows(values):
+            return torch.cat(values, dim=self.dim)
+        by_rank = dict(zip(self.live, values, strict=True))
+        return PerRank([by_rank.get(rank) for rank in range(len(self.rows))])
+
+    def _are_rows(self, values: list[Any]) -> bool:
+        if not all(isinstance(value, torch.Tensor) and value.ndim > self.dim for value in values):
+            return False
+        rest = {(value.dtype, *value.shape[: self.dim], None, *value.shape[self.dim + 1 :]) for value in values}
+        counts = [value.shape[self.dim] for value in values]
+        return len(rest) == 1 and counts == [self.rows[rank] for rank in self.live]

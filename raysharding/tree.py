@@ -1,0 +1,76 @@
+"""Walks over nested arguments and outputs: dicts, lists, tuples, namedtuples, dataclasses, model outputs.
+
+torch's pytree sees only registered types; here dataclasses and any mapping (a tokenizer's `BatchEncoding`) are nodes
+too, so that an output keeps its type whether or not its class was registered.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+
+def children(tree: Any) -> list[tuple[str, Any]] | None:
+    """Return the named children of a node in order, or `None` where `tree` is a leaf.
+
+    A name continues a path: `["key"]` for a mapping, `[0]` for a sequence, `.field` for a namedtuple or dataclass.
+    """
+    if isinstance(tree, torch.Tensor | torch.Size | str | bytes) or tree is None:
+        return None
+    if isinstance(tree, Mapping):
+        return [(f"[{key!r}]", value) for key, value in tree.items()]
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return [(f".{name}", value) for name, value in zip(tree._fields, tree, strict=True)]
+    if isinstance(tree, list | tuple):
+        return [(f"[{index}]", value) for index, value in enumerate(tree)]
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return [(f".{field.name}", getattr(tree, field.name)) for field in dataclasses.fields(tree) if field.init]
+    if type(tree) in pytree.SUPPORTED_NODES:
+        values, _ = pytree.SUPPORTED_NODES[type(tree)].flatten_fn(tree)
+        return [(f"[{index}]", value) for index, value in enumerate(values)]
+    return None
+
+
+def rebuild(tree: Any, values: Sequence[Any]) -> Any:
+    """Return a node of `tree`'s type whose children, in the order of `children(tree)`, are `values`."""
+    if isinstance(tree, Mapping):
+        return _rebuild_mapping(tree, dict(zip(tree, values, strict=True)))
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*values)
+    if isinstance(tree, list | tuple):
+        return type(tree)(values)
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        names = [field.name for field in dataclasses.fields(tree) if field.init]
+        return dataclasses.replace(tree, **dict(zip(names, values, strict=True)))
+    node = pytree.SUPPORTED_NODES[type(tree)]
+    return node.unflatten_fn(values, node.flatten_fn(tree)[1])
+
+
+def _rebuild_mapping(tree: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """A mapping of `tree`'s type. A dataclass (transformers' `ModelOutput`) takes keywords; others take a dict."""
+    if dataclasses.is_dataclass(tree):
+        return type(tree)(**items)
+    if type(tree) in pytree.SUPPORTED_NODES and type(tree) is not dict:
+        node = pytree.SUPPORTED_NODES[type(tree)]
+        return node.unflatten_fn(list(items.values()), node.flatten_fn(tree)[1])
+    return type(tree)(items)  # type: ignore[call-arg]
+
+
+def map_leaves(fn: Callable[[str, Any], Any], tree: Any, path: str = "", leaf: type | tuple[type, ...] = ()) -> Any:
+    """Return a copy of `tree` with `fn(path, leaf)` in place of each leaf. Instances of `leaf` are not entered."""
+    nodes = None if isinstance(tree, leaf) else children(tree)
+    if nodes is None:
+        return fn(path, tree)
+    return rebuild(tree, [map_leaves(fn, value, path + name, leaf) for name, value in nodes])
+
+
+def leaves(tree: Any, path: str = "", leaf: type | tuple[type, ...] = ()) -> list[tuple[str, Any]]:
+    """Return (path, leaf) for every leaf of `tree`, in order. Instances of `leaf` are not entered."""
+    nodes = None if isinstance(tree, leaf) else children(tree)
+    if nodes is None:
+        return [(path, tree)]
+    return [item for name, value in nodes for item in leaves(value, path + name, leaf)]

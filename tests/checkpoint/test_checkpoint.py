@@ -1,0 +1,125 @@
+"""`Checkpoint`: config, sidecar files, the JSON that travels to other ranks, and the time it takes to open one."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pickle
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from raysharding.checkpoint import Checkpoint, open_checkpoint
+from raysharding.errors import CheckpointError
+from tests.checkpoint.build import random_tensors, save, save_sharded, write_raw
+
+
+def test_json_and_pickle_round_trips_are_exact(tmp_path: Path) -> None:
+    tensors = random_tensors() | {'odd " \\ \n имя': torch.zeros(2)}
+    names = list(tensors)
+    files = {"x.safetensors": {name: tensors[name] for name in names[::2]}}
+    files["y.safetensors"] = {name: tensors[name] for name in names[1::2]}
+    directory = save_sharded(tmp_path / "ckpt", files)
+    (directory / "config.json").write_text('{"dtype": "bfloat16", "limit": [0.0, Infinity], "ключ": null}')
+    checkpoint = open_checkpoint(directory)
+    assert set(checkpoint.tensors) == set(tensors)
+    for copy in (Checkpoint.from_json(checkpoint.to_json()), pickle.loads(pickle.dumps(checkpoint))):
+        assert copy == checkpoint
+        assert list(copy.tensors) == list(checkpoint.tensors)
+        assert copy.num_bytes == sum(tensor.nbytes for tensor in tensors.values())
+        assert copy.config == {"dtype": "bfloat16", "limit": [0.0, math.inf], "ключ": None}
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"[]", b"{}", b"\xff", b'{"path":"","files":[[]],"tensors":[["a","F31",[],0,0]]}']
+)
+def test_json_of_something_else_is_refused(data: bytes) -> None:
+    with pytest.raises(CheckpointError, match="not an encoded Checkpoint"):
+        Checkpoint.from_json(data)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"{", "is not JSON"),
+        (b"", "is not JSON"),
+        (b'"x"', "is a JSON str, not an object"),
+        (b'{"a":"\xff"}', "is not UTF-8"),
+        (b"[" * 100_000, "nested too deep"),
+    ],
+)
+def test_a_wrong_config_is_refused(tmp_path: Path, text: bytes, message: str) -> None:
+    save(tmp_path / "model.safetensors", {"a": torch.zeros(1)})
+    (tmp_path / "config.json").write_bytes(text)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        open_checkpoint(tmp_path)
+    assert caught.value.path == str(tmp_path / "config.json")
+
+
+def test_sidecar_files_are_small_files_of_a_tokenizer_or_a_config(tmp_path: Path) -> None:
+    save(tmp_path / "model.safetensors", {"a": torch.zeros(1)})
+    wanted = ["chat_template.jinja", "config.json", "generation_config.json", "merges.txt", "tokenizer.json"]
+    wanted += ["tokenizer.model", "vocab.txt"]
+    unwanted = [".hidden.json", "pytorch_model.bin.index.json", "modeling.py", "pytorch_model.bin", "x.safetensors.bak"]
+    for name in wanted + unwanted:
+        (tmp_path / name).write_text("{}")
+    with open(tmp_path / "huge.json", "wb") as file:
+        file.truncate(64 << 20)
+    (tmp_path / "dir.json").mkdir()
+    (tmp_path / "passwd.txt").symlink_to("/etc/passwd")
+    (tmp_path / "gone.txt").symlink_to("gone")
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.sidecar_files() == tuple(sorted(wanted))
+    assert checkpoint.directory == str(tmp_path)
+
+
+def test_metadata_of_the_files_is_merged_and_the_first_file_decides(tmp_path: Path) -> None:
+    write_raw(tmp_path / "a.safetensors", {"__metadata__": {"format": "pt", "by": "a"}}, b"")
+    write_raw(tmp_path / "b.safetensors", {"__metadata__": {"by": "b", "more": "b"}, "t": _byte()}, b"x")
+    write_raw(tmp_path / "a.safetensors", {"__metadata__": {"format": "pt", "by": "a"}, "s": _byte()}, b"x")
+    weight_map = {"s": "a.safetensors", "t": "b.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert open_checkpoint(tmp_path).metadata == {"format": "pt", "by": "a", "more": "b"}
+
+
+def _byte() -> dict[str, object]:
+    return {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads files whatever their mode")
+def test_a_file_without_permission_is_named(tmp_path: Path) -> None:
+    path = save(tmp_path / "model.safetensors", {"a": torch.zeros(1)})
+    path.chmod(0)
+    with pytest.raises(CheckpointError, match="cannot be read: Permission denied"):
+        open_checkpoint(tmp_path)
+
+
+def test_twenty_thousand_tensors_open_in_half_a_second(tmp_path: Path) -> None:
+    header = {
+        f"model.layers.{i // 100}.mlp.experts.{i % 100}.weight": {
+            "dtype": "BF16",
+            "shape": [64, 64],
+            "data_offsets": [i * 8192, (i + 1) * 8192],
+        }
+        for i in range(20_000)
+    }
+    data = json.dumps(header).encode()
+    with open(tmp_path / "x.safetensors", "wb") as file:
+        file.write(len(data).to_bytes(8, "little") + data)
+        file.truncate(8 + len(data) + 20_000 * 8192)
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": dict.fromkeys(header, "x.safetensors")})
+    )
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        checkpoint = open_checkpoint(tmp_path)
+        seconds.append(time.perf_counter() - start)
+    assert len(checkpoint.tensors) == 20_000
+    assert min(seconds) < 0.5
+    start = time.perf_counter()
+    assert Checkpoint.from_json(checkpoint.to_json()) == checkpoint
+    assert time.perf_counter() - start < 1.0

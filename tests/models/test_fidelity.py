@@ -1,0 +1,50 @@
+"""Every architecture: built, mapped and filled as transformers' `from_pretrained` does it, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from raysharding.checkpoint import open_checkpoint
+from raysharding.models import build_module
+from tests.models.architectures import ARCHITECTURES
+from tests.models.filling import everything, load_values
+
+
+def compare(ours: nn.Module, values: dict[str, torch.Tensor], reference: nn.Module, skip: set[str]) -> None:
+    """Same names, shapes, dtypes and, but for `skip`, bits."""
+    expected = everything(reference)
+    assert list(everything(ours)) == list(expected)
+    for fqn, tensor in expected.items():
+        assert everything(ours)[fqn].device.type == "meta", fqn
+        assert (values[fqn].shape, values[fqn].dtype) == (tensor.shape, tensor.dtype), fqn
+        if fqn not in skip:
+            assert torch.equal(values[fqn], tensor), fqn
+
+
+@pytest.mark.parametrize("original_format", [True, False], ids=["files-as-published", "files-as-in-memory"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_values_are_those_of_from_pretrained(
+    name: str, dtype: torch.dtype, original_format: bool, tmp_path: Path
+) -> None:
+    if dtype == torch.bfloat16 and not original_format:
+        pytest.skip("dtype and format are independent")
+    model = ARCHITECTURES[name].make(dtype)
+    model.save_pretrained(tmp_path, save_original_format=original_format)
+    reference, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    checkpoint = open_checkpoint(tmp_path)
+
+    ours = build_module(None, checkpoint, None)
+    keys, values = load_values(ours, checkpoint)
+
+    assert type(ours) is type(model)
+    assert keys.problems == ()
+    assert set(keys.missing) == set(info["missing_keys"]) == set()
+    assert set(keys.unexpected) == set(info["unexpected_keys"]) == set()
+    compare(ours, values, reference, skip=set())
+    assert ours.dtype == dtype
+    assert ours.training is False

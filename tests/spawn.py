@@ -1,0 +1,138 @@
+"""`run_ranks`: run one function on W real processes that share a gloo group, and give back what each rank returned."""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+PEER_GRACE_S = 3.0
+"""How long the other ranks may go on after one failed: long enough to report an error that they share."""
+
+
+class RanksFailedError(AssertionError):
+    """At least one rank raised, died or did not finish. The message carries every rank's traceback."""
+
+
+def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+    """Call `fn(*args)` on `world_size` spawned processes inside one gloo group; return the results by rank.
+
+    `fn` must be a module-level function and, like `args` and the results, picklable. Inside it `torch.distributed` is
+    initialised (ask it for rank and world size) and torch uses one thread. No process outlives the call.
+
+    Args:
+        world_size: Number of processes.
+        fn: Runs on every rank.
+        args: Given to every rank alike.
+        timeout_s: Deadline for all ranks together, process start included; also the gloo group's own timeout.
+
+    Raises:
+        RanksFailedError: A rank raised, died or missed the deadline; names each, with traceback or stacks.
+    """
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="raysharding-ranks-") as folder:
+        processes = [
+            context.Process(target=_rank_main, args=(rank, world_size, folder, timeout_s, fn, args), daemon=True)
+            for rank in range(world_size)
+        ]
+        try:
+            for process in processes:
+                process.start()
+            _wait(processes, folder, time.monotonic() + timeout_s)
+        finally:
+            for process in processes:
+                _stop(process)
+        return _collect(processes, folder)
+
+
+def _rank_main(
+    rank: int, world_size: int, folder: str, timeout_s: float, fn: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    """Join the group, run `fn`, and leave the outcome in `folder/rank-R`."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
+    import torch
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import FileStore
+
+    torch.set_num_threads(1)
+    # On SIGUSR1 (sent at the deadline) the stacks of all threads go into a file, so that a hang says where it is.
+    stacks = Path(folder, f"stacks-{rank}").open("w")
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    try:
+        store = FileStore(str(Path(folder, "store")), world_size)
+        deadline = timedelta(seconds=timeout_s)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=deadline)
+        result = (True, fn(*args))
+        # Without this a rank that is done early would close sockets that its peers still use.
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        result = (False, traceback.format_exc())
+    _write_result(folder, rank, result)
+    # Skips interpreter teardown: a failed group's threads may block it, and the result is already on disk.
+    os._exit(0 if result[0] else 1)
+
+
+def _write_result(folder: str, rank: int, result: tuple[bool, Any]) -> None:
+    try:
+        data = pickle.dumps(result)
+    except Exception:
+        data = pickle.dumps((False, f"the result does not pickle:\n{traceback.format_exc()}"))
+    partial = Path(folder, f"partial-{rank}")
+    partial.write_bytes(data)
+    partial.rename(Path(folder, f"rank-{rank}"))
+
+
+def _wait(processes: Sequence[BaseProcess], folder: str, deadline: float) -> None:
+    """Wait for all ranks; after a failure only `PEER_GRACE_S` more. At the deadline ask the late ones for stacks."""
+    pending: dict[Any, BaseProcess] = {process.sentinel: process for process in processes}
+    while pending and (left := deadline - time.monotonic()) > 0:
+        for sentinel in multiprocessing.connection.wait(list(pending), timeout=left):
+            process = pending.pop(sentinel)
+            process.join()
+            if process.exitcode != 0:
+                deadline = min(deadline, time.monotonic() + PEER_GRACE_S)
+    for process in pending.values():
+        if process.pid is not None and process.is_alive():
+            os.kill(process.pid, signal.SIGUSR1)
+    if pending:
+        time.sleep(0.2)
+
+
+def _stop(process: BaseProcess) -> None:
+    if process.pid is not None:
+        if process.is_alive():
+            process.kill()
+        process.join()
+
+
+def _collect(processes: Sequence[BaseProcess], folder: str) -> list[Any]:
+    results: list[Any] = []
+    failures: list[str] = []
+    for rank, process in enumerate(processes):
+        path = Path(folder, f"rank-{rank}")
+        if path.exists():
+            ok, value = pickle.loads(path.read_bytes())
+            results.append(value)
+            if not ok:
+                failures.append(f"rank {rank} raised:\n{value}")
+            continue
+        stacks = Path(folder, f"stacks-{rank}")
+        where = stacks.read_text() if stacks.exists() else ""
+        how = f"did not finish; its stacks:\n{where}" if where else f"ended with exit code {process.exitcode}"
+        failures.append(f"rank {rank} {how}")
+    if failures:
+        raise RanksFailedError("\n".join(failures))
+    return results

@@ -1,0 +1,83 @@
+"""The configuration: every field is described, the defaults are valid, bad values name the field and the cure."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from raysharding import config
+from raysharding.config import Loading, Placement, Sharding, Timeouts
+
+CONFIGS = (Sharding, Loading, Placement, Timeouts)
+
+
+def described_fields(class_name: str) -> dict[str, bool]:
+    """Field → whether a docstring stands under it, read from the source."""
+    tree = ast.parse(inspect.getsource(config))
+    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name)
+    found: dict[str, bool] = {}
+    for node, below in zip(body, [*body[1:], None], strict=True):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            is_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+            found[node.target.id] = is_text
+    return found
+
+
+@pytest.mark.parametrize("config_type", CONFIGS)
+def test_every_field_is_described(config_type: type) -> None:
+    fields = described_fields(config_type.__name__)
+    assert set(fields) == {field.name for field in dataclasses.fields(config_type)}
+    assert [name for name, is_described in fields.items() if not is_described] == []
+
+
+@pytest.mark.parametrize("config_type", CONFIGS)
+def test_defaults_are_valid_frozen_and_picklable(config_type: type[Any]) -> None:
+    value = config_type()
+    assert pickle.loads(pickle.dumps(value)) == value
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(value, dataclasses.fields(config_type)[0].name, None)
+
+
+@pytest.mark.parametrize(
+    ("config_type", "name", "value", "cure"),
+    [
+        (Sharding, "wrap", "layers", "a list of class names"),
+        (Sharding, "min_num_params", 0, "positive"),
+        (Sharding, "replicate_size", 0, "1 (no replicas) or more"),
+        (Sharding, "mixed_precision", "fp8", "use 'bf16', 'fp16'"),
+        (Loading, "transport", "carrier pigeon", "'scatter'"),
+        (Loading, "bucket_bytes", 100, "at least 4096"),
+        (Loading, "verify", "everything", "'header'"),
+        (Loading, "dtype", torch.int8, "floating dtype such as torch.bfloat16"),
+        (Placement, "strategy", "SCATTER", "STRICT_SPREAD"),
+        (Placement, "cpus_per_rank", -1.0, "0 or more"),
+        *((Timeouts, field.name, 0.0, "positive number of seconds") for field in dataclasses.fields(Timeouts)),
+    ],
+)
+def test_bad_value_is_refused_with_the_cure(config_type: type[Any], name: str, value: object, cure: str) -> None:
+    with pytest.raises(ValueError, match=name) as caught:
+        config_type(**{name: value})
+    assert repr(value) in str(caught.value)
+    assert cure in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Sharding(wrap=["LlamaDecoderLayer"], replicate_size=2, mixed_precision="bf16"),
+        Sharding(wrap=lambda module: isinstance(module, torch.nn.Linear), mixed_precision=MixedPrecisionPolicy()),
+        Loading(transport="broadcast", dtype=torch.float16, strict=False, key_mapping={"^bert\\.": ""}),
+        Placement(strategy="STRICT_SPREAD", cpus_per_rank=0, labels={"zone": "a"}),
+        Timeouts(lease_s=30.0, call_s=0.5),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_good_values_are_taken(value: object) -> None:
+    assert dataclasses.is_dataclass(value)

@@ -1,0 +1,125 @@
+"""Every error is the same error after a trip between processes, and says what it must."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+from collections.abc import Callable
+
+import pytest
+from ray import cloudpickle
+
+from raysharding import errors
+from raysharding.errors import (
+    CallTimeoutError,
+    CheckpointError,
+    GroupBrokenError,
+    GroupError,
+    OutputTooLargeError,
+    PlacementError,
+    PlanError,
+    RankFailure,
+    RayshardingError,
+    RendezvousError,
+)
+
+DIED = RankFailure(
+    rank=1,
+    node_ip="10.0.0.2",
+    pid=4321,
+    kind="died",
+    phase="stream",
+    message="killed by signal 9",
+    tensor="model.layers.0.mlp.up_proj.weight",
+)
+RAISED = RankFailure(
+    rank=0,
+    node_ip="10.0.0.1",
+    pid=4320,
+    kind="raised",
+    phase="forward",
+    error_type="builtins.IndexError",
+    message="index out of range in self",
+    traceback="Traceback (most recent call last):\n  File ...\nIndexError: index out of range in self\n",
+)
+COLLATERAL = RankFailure(rank=2, node_ip="10.0.0.3", pid=4322, kind="collateral", phase="forward")
+
+EXAMPLES: tuple[RayshardingError, ...] = (
+    RayshardingError("something is wrong"),
+    CheckpointError("truncated", path="/models/llama/model.safetensors", tensor="lm_head.weight"),
+    PlanError("2 problems", problems=("missing a.weight", "unexpected b.weight")),
+    PlacementError("too few CPUs", need={"CPU": 2.0}, have={"10.0.0.1": {"CPU": 1.0, "GPU": 0.0}}),
+    RendezvousError("2 of 4 ranks arrived", missing_ranks=(2, 3)),
+    OutputTooLargeError("3 GiB is over the cap", num_bytes=3 << 30, max_output_bytes=2 << 30),
+    GroupError("forward failed", primary=RAISED, failures={0: RAISED, 2: COLLATERAL}),
+    CallTimeoutError("train_step took over 5 s", primary=DIED, failures={1: DIED}),
+    GroupBrokenError("the group failed earlier", primary=DIED, failures={1: DIED}),
+)
+
+
+def test_every_class_has_an_example() -> None:
+    classes = {value for _, value in inspect.getmembers(errors, inspect.isclass) if issubclass(value, RayshardingError)}
+    assert {type(error) for error in EXAMPLES} == classes
+
+
+@pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("dumps", [pickle.dumps, cloudpickle.dumps], ids=["pickle", "cloudpickle"])
+def test_pickle_round_trip(error: RayshardingError, dumps: Callable[[RayshardingError], bytes]) -> None:
+    again = pickle.loads(dumps(error))
+    assert type(again) is type(error)
+    assert vars(again) == vars(error)
+    assert str(again) == str(error)
+    assert again.args == error.args
+
+
+@pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
+def test_fields_are_the_constructors(error: RayshardingError) -> None:
+    assert error._fields == tuple(inspect.signature(type(error)).parameters)
+    assert set(vars(error)) == set(error._fields)
+
+
+@pytest.mark.parametrize(
+    ("error_type", "builtin"),
+    [
+        (CheckpointError, ValueError),
+        (PlanError, ValueError),
+        (PlacementError, TimeoutError),
+        (RendezvousError, TimeoutError),
+        (OutputTooLargeError, ValueError),
+        (GroupError, RuntimeError),
+        (CallTimeoutError, TimeoutError),
+        (CallTimeoutError, GroupError),
+        (GroupBrokenError, GroupError),
+    ],
+)
+def test_is_caught_by_its_builtin_type(error_type: type[RayshardingError], builtin: type[Exception]) -> None:
+    assert issubclass(error_type, builtin)
+    assert issubclass(error_type, RayshardingError)
+
+
+def test_checkpoint_error_names_path_and_tensor() -> None:
+    error = CheckpointError("truncated", path="a.safetensors", tensor="w")
+    assert str(error) == "a.safetensors: tensor 'w': truncated"
+    assert str(CheckpointError("truncated", path="a.safetensors")) == "a.safetensors: truncated"
+    assert str(CheckpointError("truncated")) == "truncated"
+
+
+def test_plan_error_lists_every_problem() -> None:
+    assert str(EXAMPLES[2]) == "2 problems\n  missing a.weight\n  unexpected b.weight"
+
+
+def test_group_error_puts_the_primary_cause_first() -> None:
+    lines = str(EXAMPLES[6]).splitlines()
+    assert lines[0] == "forward failed"
+    assert lines[1] == (
+        "primary: rank 0 (node 10.0.0.1, pid 4320) raised in forward: builtins.IndexError: index out of range in self"
+    )
+    assert lines[2] == "  Traceback (most recent call last):"
+    assert lines[-1] == "also: rank 2 (node 10.0.0.3, pid 4322) collateral in forward"
+
+
+def test_rank_failure_names_the_tensor() -> None:
+    assert str(DIED) == (
+        "rank 1 (node 10.0.0.2, pid 4321) died in stream at tensor 'model.layers.0.mlp.up_proj.weight': "
+        "killed by signal 9"
+    )
