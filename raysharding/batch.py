@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -144,12 +144,15 @@ class RankBatch:
         def resize(_: str, leaf: Any) -> Any:
             return leaf.resized(num_rows) if isinstance(leaf, Split) else leaf
 
-        return RankBatch(
-            wrapped_args=tuple(map_leaves(resize, value, leaf=Split) for value in self.wrapped_args),
-            wrapped_kwargs={key: map_leaves(resize, value, leaf=Split) for key, value in self.wrapped_kwargs.items()},
-            num_rows=num_rows,
-            rows=(num_rows,) * len(self.rows),
-            dim=self.dim,
+        batch = self.replaced(lambda value: map_leaves(resize, value, leaf=Split))
+        return replace(batch, num_rows=num_rows, rows=(num_rows,) * len(self.rows))
+
+    def replaced(self, change: Callable[[Any], Any]) -> RankBatch:
+        """Return the same call with `change(value)` in place of each argument; a `Split` must stay one."""
+        return replace(
+            self,
+            wrapped_args=tuple(change(value) for value in self.wrapped_args),
+            wrapped_kwargs={key: change(value) for key, value in self.wrapped_kwargs.items()},
         )
 
 

@@ -131,10 +131,8 @@ class _Merge:
             return values[0]
         nodes = [children(value) for value in values]
         names = [None if node is None else [name for name, _ in node] for node in nodes]
-        alike = all(
-            type(value) is type(values[0]) and found == names[0] for value, found in zip(values, names, strict=True)
-        )
-        if alike and nodes[0] is not None:
+        same_type = all(type(value) is type(values[0]) for value in values)
+        if same_type and nodes[0] is not None and all(found == names[0] for found in names):
             columns = zip(*(node or [] for node in nodes), strict=True)
             joined = [self.join(path + column[0][0], [item for _, item in column]) for column in columns]
             return rebuild(values[0], joined)

@@ -30,8 +30,8 @@ def free_ports(number: int) -> list[int]:
 
 
 def ray_command(*arguments: str) -> list[str]:
-    """Command line of this interpreter's Ray."""
-    return [sys.executable, "-c", "from ray.scripts.scripts import main; main()", *arguments]
+    """Command line of this environment's Ray."""
+    return [str(Path(sys.executable).parent / "ray"), *arguments]
 
 
 def wait_for_jobs_server(head: subprocess.Popen[bytes], address: str, environment: Mapping[str, str]) -> None:
@@ -61,7 +61,7 @@ def stop(head: subprocess.Popen[bytes]) -> None:
     psutil.wait_procs(left, timeout=10)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cluster() -> Iterator[tuple[str, dict[str, str]]]:
     """A cluster of its own, token authentication on: (address of the jobs server, environment of its clients)."""
     # A short path: the sockets below it may have names of 107 characters at most.

@@ -13,7 +13,7 @@ from raysharding.checkpoint.index import FileSet, list_sidecar_files, local_path
 from raysharding.checkpoint.tensor_info import DTYPE_OF_NAME, NAME_OF_DTYPE, TensorInfo
 from raysharding.errors import CheckpointError
 
-_MAX_TRIES: Final = 5
+_MAX_TRIES: Final = 10
 """How often a checkpoint is opened anew where a save replaced it meanwhile."""
 
 
@@ -127,13 +127,16 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     raise CheckpointError(what, path=given)
 
 
-def _identity(local: str) -> tuple[int, int] | None:
-    """What tells a directory from one that was renamed into its place meanwhile, as a save does."""
+def _identity(local: str) -> tuple[int, int, int] | None:
+    """What tells a directory or file from one that a save renamed into its place meanwhile.
+
+    The inode alone does not: of three quick saves, the last may get the number that the first one's removal freed.
+    """
     try:
-        status = os.stat(local if os.path.isdir(local) else os.path.dirname(local))
+        status = os.stat(local)
     except OSError:
         return None  # nothing there: reading it says so, and names what is wrong
-    return status.st_dev, status.st_ino
+    return status.st_dev, status.st_ino, status.st_mtime_ns
 
 
 def _read_checkpoint(given: str) -> Checkpoint:

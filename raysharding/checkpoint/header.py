@@ -6,10 +6,13 @@ is `name: {"dtype", "shape", "data_offsets": [begin, end]}`, offsets counted fro
 
 from __future__ import annotations
 
+import math
 import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
+
+import torch
 
 from raysharding.checkpoint.strict_json import is_text, parse_object
 from raysharding.checkpoint.tensor_info import DTYPE_OF_NAME, SUB_BYTE_NAMES, TensorInfo
@@ -99,39 +102,48 @@ def _check_metadata(path: str, metadata: Any) -> dict[str, str]:
 
 def _check_entry(path: str, file: int, start: int, name: str, entry: Any) -> TensorInfo:
     """Check one tensor's entry on its own: types, dtype, shape, and that its bytes are as many as its shape needs."""
+    try:
+        if not isinstance(entry, dict):
+            raise ValueError(f"its header entry is a JSON {type(entry).__name__}, not an object")
+        missing = [key for key in ("dtype", "shape", "data_offsets") if key not in entry]
+        if missing:
+            raise ValueError(f"its header entry lacks {', '.join(missing)}")
+        dtype = _check_dtype(entry["dtype"])
+        shape = _check_shape(entry["shape"], dtype)
+        begin, end = _check_offsets(entry["data_offsets"])
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if end - begin != num_bytes:
+            what = f"shape {list(shape)} of {entry['dtype']} takes {num_bytes} bytes, but data_offsets "
+            raise ValueError(what + f"[{begin}, {end}] hold {end - begin}")
+    except ValueError as error:
+        raise CheckpointError(str(error), path=path, tensor=name) from error
+    return TensorInfo(name, dtype, shape, file, start + begin)
 
-    def refuse(what: str) -> CheckpointError:
-        return CheckpointError(what, path=path, tensor=name)
 
-    if not isinstance(entry, dict):
-        raise refuse(f"its header entry is a JSON {type(entry).__name__}, not an object")
-    missing = [key for key in ("dtype", "shape", "data_offsets") if key not in entry]
-    if missing:
-        raise refuse(f"its header entry lacks {', '.join(missing)}")
-    dtype_name, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    dtype = DTYPE_OF_NAME.get(dtype_name) if isinstance(dtype_name, str) else None
-    if dtype is None:
-        if isinstance(dtype_name, str) and dtype_name in SUB_BYTE_NAMES:
-            raise refuse(f"dtype {dtype_name} is unsupported: its elements are narrower than a byte")
-        raise refuse(f"dtype {_SHORT.repr(dtype_name)} is unknown; known are {', '.join(DTYPE_OF_NAME)}")
-    if not isinstance(shape, list) or not all(_is_size(dim) for dim in shape):
-        raise refuse(f"shape {_SHORT.repr(shape)} is not a list of integers from 0 to 2**63 - 1")
+def _check_dtype(name: Any) -> torch.dtype:
+    dtype = DTYPE_OF_NAME.get(name) if isinstance(name, str) else None
+    if dtype is not None:
+        return dtype
+    if isinstance(name, str) and name in SUB_BYTE_NAMES:
+        raise ValueError(f"dtype {name} is unsupported: its elements are narrower than a byte")
+    raise ValueError(f"dtype {_SHORT.repr(name)} is unknown; known are {', '.join(DTYPE_OF_NAME)}")
+
+
+def _check_shape(shape: Any, dtype: torch.dtype) -> tuple[int, ...]:
+    if not isinstance(shape, list) or not all(map(_is_size, shape)):
+        raise ValueError(f"shape {_SHORT.repr(shape)} is not a list of integers from 0 to 2**63 - 1")
     if len(shape) > MAX_DIMS:
-        raise refuse(f"has {len(shape)} dimensions; at most {MAX_DIMS} are possible")
-    num_bytes = dtype.itemsize
-    for dim in shape:
-        # Dimensions of 0 are left out: strides are computed without them, and would overflow all the same.
-        num_bytes *= dim or 1
-    if num_bytes > _MAX_INT64:
-        raise refuse(f"shape {shape} of {dtype_name} overflows 64 bits")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_size(offset) for offset in offsets):
-        raise refuse(f"data_offsets {_SHORT.repr(offsets)} are not two integers from 0 to 2**63 - 1")
-    begin, end = offsets
-    num_bytes = 0 if 0 in shape else num_bytes
-    if end - begin != num_bytes:
-        what = f"shape {shape} of {dtype_name} takes {num_bytes} bytes, but data_offsets [{begin}, {end}] "
-        raise refuse(what + f"hold {end - begin}")
-    return TensorInfo(name, dtype, tuple(shape), file, start + begin)
+        raise ValueError(f"has {len(shape)} dimensions; at most {MAX_DIMS} are possible")
+    # Dimensions of 0 are left out: strides are computed without them, and would overflow all the same.
+    if math.prod(dim or 1 for dim in shape) * dtype.itemsize > _MAX_INT64:
+        raise ValueError(f"shape {shape} of {dtype} overflows 64 bits")
+    return tuple(shape)
+
+
+def _check_offsets(offsets: Any) -> tuple[int, int]:
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)):
+        raise ValueError(f"data_offsets {_SHORT.repr(offsets)} are not two integers from 0 to 2**63 - 1")
+    return offsets[0], offsets[1]
 
 
 def _is_size(value: Any) -> bool:

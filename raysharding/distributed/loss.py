@@ -87,7 +87,7 @@ class LossWeight:
     factor: float
     """What to multiply the rank's loss with. 0 for a rank without counted items."""
     total: int
-    """Counted items of all ranks."""
+    """Counted items of all ranks; 0 where the caller's loss function counts for itself."""
 
 
 def weigh(module: nn.Module, batch: RankBatch, loss: LossFunction | None = None) -> LossWeight:
@@ -107,6 +107,8 @@ def weigh(module: nn.Module, batch: RankBatch, loss: LossFunction | None = None)
     kind = label_kind(batch)
     counts = _gather_counts(batch, kind)
     traits = find_traits(module, batch, loss, kind)
+    if traits.returns_pair:
+        return LossWeight(num_items_in_batch=None, factor=float(not batch.is_dummy), total=0)
     counted = [count.counted(kind, traits) for count in counts]
     total = sum(counted)
     if total == 0:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import enum
 import functools
 import math
-from collections.abc import Hashable
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -53,9 +53,11 @@ class LossTraits:
     """The label at position 0 never counts."""
     ignores_255: bool = False
     """The label 255 never counts."""
+    returns_pair: bool = False
+    """The caller's loss function returns (sum, count), so it counts for itself."""
 
 
-_found: WeakKeyDictionary[nn.Module, dict[Hashable, LossTraits]] = WeakKeyDictionary()
+_found: WeakKeyDictionary[nn.Module, dict[tuple[LabelKind, object], LossTraits]] = WeakKeyDictionary()
 
 
 def label_kind(batch: RankBatch) -> LabelKind:
@@ -89,17 +91,17 @@ def find_traits(module: nn.Module, batch: RankBatch, loss: LossFunction | None, 
     return known[key]
 
 
-def _identity(loss: Any) -> Hashable:
+def _identity(loss: Any) -> object:
     """What stays equal when a function is pickled anew for each call: its code, or its class."""
     if isinstance(loss, functools.partial):
         return _identity(loss.func)
     code = getattr(loss, "__code__", None)
-    return type(loss) if code is None else hash(code)
+    return code if isinstance(code, CodeType) else type(loss)
 
 
 def _vote(traits: LossTraits) -> LossTraits:
     """Take for true what every rank found; collective."""
-    flags = [traits.honours_count, traits.shifts_labels, traits.ignores_255]
+    flags = [traits.honours_count, traits.shifts_labels, traits.ignores_255, traits.returns_pair]
     votes = torch.tensor(flags, dtype=torch.int32, device=metadata_device())
     # Ranks that went on with different denominators would train on a wrong loss, silently: one answer for all.
     dist.all_reduce(votes, op=dist.ReduceOp.MIN)
@@ -124,7 +126,10 @@ class _Probe:
         masked = labels == _MASKED
         # A label that counts is valid wherever it stands; a rank that has none takes class 0.
         valid = int(labels[~masked][0]) if bool((~masked).any()) else 0
-        honours = self._honours_count(torch.where(masked, valid, labels))
+        counting = torch.where(masked, valid, labels)
+        if self._returns_pair(counting):
+            return LossTraits(returns_pair=True)
+        honours = self._honours_count(counting)
         if labels.ndim < 2:
             return LossTraits(honours_count=honours)
         first_only = torch.full_like(labels, _MASKED)
@@ -132,6 +137,10 @@ class _Probe:
         shifts = kind is LabelKind.TOKENS and self._is_empty(first_only)
         pixels = kind is LabelKind.PIXELS and self._anywhere(labels == _PIXEL)
         return LossTraits(honours, shifts, pixels and self._is_empty(torch.full_like(labels, _PIXEL)))
+
+    def _returns_pair(self, labels: torch.Tensor) -> bool:
+        """Whether the caller's loss function returns (sum, count)."""
+        return self.loss is not None and isinstance(self._run(labels), tuple)
 
     def _honours_count(self, labels: torch.Tensor) -> bool:
         """Whether the model's loss is a sum over the count that it is given, and nothing else besides."""
@@ -166,11 +175,13 @@ class _Probe:
 
     def _evaluate(self, labels: torch.Tensor, **extra: int) -> float:
         """The loss for these labels; 1 (a finite mean that follows nothing) where there is none to look at."""
-        kwargs = {**self.batch.kwargs, "labels": labels}
-        if self.loss is None:
-            value: Any = find_loss(self.module(*self.batch.args, **kwargs, **extra))
-        else:
-            output = call_model(self.module, self.batch.args, kwargs, self.loss)
-            value = call_loss(self.loss, output, self.batch.args, kwargs)
+        value = self._run(labels, **extra)
         usable = isinstance(value, torch.Tensor) and value.numel() == 1
         return float(value.float()) if usable else 1.0
+
+    def _run(self, labels: torch.Tensor, **extra: int) -> Any:
+        kwargs = {**self.batch.kwargs, "labels": labels}
+        if self.loss is None:
+            return find_loss(self.module(*self.batch.args, **kwargs, **extra))
+        output = call_model(self.module, self.batch.args, kwargs, self.loss)
+        return call_loss(self.loss, output, self.batch.args, kwargs)

@@ -17,6 +17,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # public, not re-exported
 
 from raysharding.errors import RendezvousError
 
@@ -36,7 +37,7 @@ class StoreAddress:
     """Random, so that two groups that meet at one address by mistake never read each other's keys."""
 
 
-def serve_store(host: str, *, timeout_s: float) -> tuple[dist.TCPStore, StoreAddress]:
+def serve_store(host: str, *, timeout_s: float) -> tuple[TCPStore, StoreAddress]:
     """Start the group's store. Only rank 0 calls this, and keeps the store as long as the group lives.
 
     Args:
@@ -60,7 +61,7 @@ def serve_store(host: str, *, timeout_s: float) -> tuple[dist.TCPStore, StoreAdd
         raise RendezvousError(message, missing_ranks=(0,)) from error
     port = int(listener.getsockname()[1])
     # detach() gives the descriptor away: a socket object that still owned it would close the store when collected.
-    store = dist.TCPStore(
+    store = TCPStore(
         host,
         port,
         is_master=True,
@@ -80,7 +81,7 @@ def join_process_group(
     node_ip: str,
     rendezvous_s: float,
     timeout_s: float,
-    server: dist.TCPStore | None = None,
+    server: TCPStore | None = None,
 ) -> None:
     """Meet the other ranks and initialise the default process group. Every rank calls this.
 
@@ -101,7 +102,7 @@ def join_process_group(
     """
     choose_interface(node_ip)
     base = server if server is not None else _connect(address, rank, rendezvous_s)
-    store = dist.PrefixStore(address.prefix, base)
+    store = PrefixStore(address.prefix, base)
     store.set_timeout(timedelta(seconds=rendezvous_s))
     _await_ranks(store, address, rank, world_size, rendezvous_s)
     is_cuda = device.type == "cuda"
@@ -125,9 +126,9 @@ def leave_process_group() -> None:
         dist.destroy_process_group()
 
 
-def _connect(address: StoreAddress, rank: int, rendezvous_s: float) -> dist.TCPStore:
+def _connect(address: StoreAddress, rank: int, rendezvous_s: float) -> TCPStore:
     try:
-        return dist.TCPStore(
+        return TCPStore(
             address.host, address.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=rendezvous_s)
         )
     except dist.DistError as error:
@@ -136,7 +137,7 @@ def _connect(address: StoreAddress, rank: int, rendezvous_s: float) -> dist.TCPS
         raise RendezvousError(message, missing_ranks=(0,)) from error
 
 
-def _await_ranks(store: dist.Store, address: StoreAddress, rank: int, world_size: int, rendezvous_s: float) -> None:
+def _await_ranks(store: Store, address: StoreAddress, rank: int, world_size: int, rendezvous_s: float) -> None:
     """Wait until every rank has said that it is here, so that init_process_group meets nobody missing."""
     keys = [f"arrived/{other}" for other in range(world_size)]
     where = f"{address.host}:{address.port}"

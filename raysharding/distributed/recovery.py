@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from raysharding.distributed.fsdp import reshard
+
 
 def recover(module: nn.Module, *, in_backward: bool) -> bool:
     """Drop what an aborted forward or backward left in a module. Every rank calls it, after the same exception.
@@ -24,14 +26,16 @@ def recover(module: nn.Module, *, in_backward: bool) -> bool:
     Returns:
         Whether later steps are right. False only where this torch has no `reset_iter_state` and backward was aborted.
     """
+    # Groups that were inside backward have their full parameters registered: this drops the gradients of those,
+    # which resharding would hide from the `zero_grad` below and keep for the next backward.
     module.zero_grad(set_to_none=True)
     roots = _fsdp_roots(module)
-    if not all(hasattr(root, "reset_iter_state") for root in roots):
-        return not in_backward
-    for root in roots:
+    has_reset = all(hasattr(root, "reset_iter_state") for root in roots)
+    for root in roots if has_reset else []:
         root.reset_iter_state()
+    reshard(module)
     module.zero_grad(set_to_none=True)
-    return True
+    return has_reset or not in_backward
 
 
 def _fsdp_roots(module: nn.Module) -> list[FSDPModule]:

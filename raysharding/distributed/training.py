@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from raysharding.batch import RankBatch
+from raysharding.distributed.fsdp import reshard
 from raysharding.distributed.gradients import clip_grad_norm_, reduce_replicated_gradients
 from raysharding.distributed.loss import loss_share
 from raysharding.distributed.loss_call import LossFunction
@@ -65,6 +66,8 @@ def _step(
     max_grad_norm: float | None,
     progress: _Progress,
 ) -> dict[str, float]:
+    # A forward before this one may have left full parameters registered; gradients hang on the shards.
+    reshard(module)
     optimizer.zero_grad(set_to_none=True)
     # Parameters that the optimizer leaves out would add up over the steps and into the norm.
     module.zero_grad(set_to_none=True)
@@ -87,10 +90,11 @@ _RESET = "raysharding: the module was reset; if every rank raised this error, la
 
 
 def mark_recovery(error: BaseException, usable: bool) -> None:
-    """Note on an exception whether the module is right for later steps."""
+    """Say on an exception whether the module is right for later steps: in a note, and for code in an attribute."""
     error.add_note(_RESET if usable else _UNUSABLE)
+    error.raysharding_recovered = usable  # type: ignore[attr-defined]
 
 
 def is_recoverable(error: BaseException) -> bool:
     """Whether a group may go on after this exception, given that every rank raised it alike."""
-    return _UNUSABLE not in getattr(error, "__notes__", ())
+    return bool(getattr(error, "raysharding_recovered", True))

@@ -17,7 +17,7 @@ import ray
 
 from raysharding.errors import OutputTooLargeError
 from raysharding.group.commands import RankCommands
-from raysharding.group.outcome import Outcome, Progress, Stacks, Stage, record_exception
+from raysharding.group.outcome import Outcome, Progress, Raised, Stacks, Stage, record_exception
 from raysharding.group.packing import AsValue, Packed, pack
 
 # One thread: torch's current device is per thread, and collectives must run in the driver's order. Control threads:
@@ -105,9 +105,7 @@ class RankActor:
         return Stacks("\n".join(parts), waits)
 
     @ray.method(concurrency_group="work")
-    def run(
-        self, request: Request, own: Packed, shared: Packed | None
-    ) -> tuple[Outcome, Packed | AsValue | None]:
+    def run(self, request: Request, own: Packed, shared: Packed | None) -> tuple[Outcome, Packed | AsValue | None]:
         """Run one command.
 
         Args:
@@ -128,13 +126,13 @@ class RankActor:
             return Outcome(raised=self._record(error, stage)), None
         return Outcome(more=more), packed
 
-    def _record(self, error: Exception, stage: Stage) -> Any:
+    def _record(self, error: Exception, stage: Stage) -> Raised:
         return record_exception(
             error,
             stage=stage,
-            phase=self._commands.failed_phase,
+            phase=self._commands.phase(),
             tensor=self._commands.tensor(),
-            recovered=bool(getattr(error, "raysharding_recovered", True)),
+            recovered=self._commands.is_usable(),
         )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import functools
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -104,6 +103,10 @@ class Call:
         """Whether all ranks have finished, or the call has failed."""
         return self._ended.done()
 
+    def succeeded(self) -> bool:
+        """Whether the call has ended, and well."""
+        return self._ended.done() and self._ended.exception() is None
+
     def wait(self, timeout_s: float) -> bool:
         """Wait at most `timeout_s` for the call to end, well or not; return `done()`."""
         concurrent.futures.wait([self._ended], timeout_s)
@@ -132,8 +135,11 @@ class Call:
             GroupError: The value was lost with the node that held it.
             CallTimeoutError: It did not arrive within `Timeouts.call_s`.
         """
+        ref = self._refs[rank]
+        if ref is None:
+            return None
         try:
-            packed = ray.get(self._refs[rank], timeout=self._fetch_s)
+            packed = ray.get(ref, timeout=self._fetch_s)
         except ray.exceptions.GetTimeoutError as error:
             message = f"the result of {self.name} on rank {rank} did not arrive within {self._fetch_s:g} s"
             raise CallTimeoutError(message) from error
@@ -176,7 +182,8 @@ class Handle(Generic[P]):
 
     def __init__(self, submit: Callable[P, Call]) -> None:
         self._submit = submit
-        functools.update_wrapper(self, submit)
+        self.__doc__ = submit.__doc__
+        self.__name__ = getattr(submit, "__name__", "call")
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """Run on all ranks and return the result."""
@@ -187,4 +194,4 @@ class Handle(Generic[P]):
         return self._submit(*args, **kwargs)
 
     def __repr__(self) -> str:
-        return f"<Handle {self._submit.__name__}: call it, or .remote(...) for a Call>"
+        return f"<Handle {self.__name__}: call it, or .remote(...) for a Call>"

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 
 from raysharding.batch import Out, RankBatch
 from raysharding.checkpoint import Checkpoint
@@ -58,13 +57,15 @@ class Assignment:
     """How long it waits for the others."""
     collective_s: float
     """Time-out of its collectives."""
+    stall_s: float
+    """Longest silence of a peer in a load or save."""
 
 
 class RankCommands:
     """Runs commands on the work thread. Not a collective unless its driver sends the command to every rank."""
 
     def __init__(self) -> None:
-        self._server: dist.TCPStore | None = None
+        self._server: Any = None
         self._rank_worker: Worker | None = None
         self._buckets: Iterator[Mapping[str, torch.Tensor]] = iter(())
         self._doing = "start"
@@ -88,8 +89,10 @@ class RankCommands:
         value = getattr(self, method)(*args, **kwargs)
         return (value.more, value.value) if isinstance(value, Step) else (False, value)
 
-    def serve_store(self, node_ip: str, timeout_s: float) -> StoreAddress:
-        """Rank 0: start the store that the ranks meet at."""
+    def serve_store(self, node_ip: str | None, timeout_s: float) -> StoreAddress | None:
+        """Rank 0, which alone is given an address: start the store that the ranks meet at."""
+        if node_ip is None:
+            return None
         self._server, address = serve_store(node_ip, timeout_s=timeout_s)
         return address
 
@@ -112,7 +115,7 @@ class RankCommands:
             timeout_s=place.collective_s,
             server=self._server,
         )
-        self._rank_worker = Worker(place.rank, place.world_size, place.local_rank, device)
+        self._rank_worker = Worker(place.rank, place.world_size, place.local_rank, device, stall_s=place.stall_s)
 
     def build(self, model: Any, checkpoint: bytes, sharding: Sharding, loading: Loading) -> None:
         """Build the sharded module on meta. All ranks, together."""
@@ -127,17 +130,21 @@ class RankCommands:
         """Make the optimizer. All ranks."""
         self._worker.set_optimizer(factory, dict(kwargs))
 
-    def forward(self, batch: RankBatch, mode: str | None, out: Out | None) -> Any:
+    def forward(self, batch: RankBatch, mode: Literal["train", "eval"] | None, out: Out | None) -> Any:
         """Run the model forward. All ranks, together."""
-        return self._worker.forward(batch, mode, out)
+        output = self._worker.forward(batch, mode, out)
+        return output.value if out is not None and out.kind == "refs" else output
 
     def train_step(self, batch: RankBatch, loss: Any, max_grad_norm: float | None) -> dict[str, float]:
         """Take one optimizer step. All ranks, together."""
         return self._worker.train_step(batch, loss, max_grad_norm)
 
-    def call(self, fn: Callable[..., Any], batch: RankBatch) -> Any:
+    def call(self, batch: RankBatch, fn: Callable[..., Any], out: Out | None) -> Any:
         """Run the user's function inside the process group. All ranks."""
-        return self._worker.call(fn, batch.args, batch.kwargs)
+        value = self._worker.call(fn, batch.args, batch.kwargs)
+        kind = "per_rank" if out is None else out.kind
+        is_wanted = kind != "none" and (kind != "rank0" or self._worker.rank == 0)
+        return value if is_wanted else None
 
     def save(self, path: str, overwrite: bool) -> Any:
         """Save the model and return rank 0's report. All ranks, together."""
@@ -165,7 +172,21 @@ class RankCommands:
     def progress(self) -> tuple[str, int, int]:
         """Return phase, bytes done and bytes in all. Safe from any thread while a command runs."""
         worker = self._rank_worker
-        return (self._doing, 0, 0) if worker is None else (worker.phase, worker.bytes_done, worker.bytes_total)
+        return self.phase(), *((0, 0) if worker is None else (worker.bytes_done, worker.bytes_total))
+
+    def tensor(self) -> str | None:
+        """Return the tensor that a load or save touched last."""
+        worker = self._rank_worker
+        return worker.last_tensor or None if worker is not None and self._doing in ("load", "save") else None
+
+    def is_usable(self) -> bool:
+        """Whether the module is right for later calls, after an exception that every rank raised."""
+        return self._rank_worker is None or self._rank_worker.usable
+
+    def phase(self) -> str:
+        """Return what the command is doing, more finely than its name in a load or save."""
+        worker = self._rank_worker
+        return worker.phase if worker is not None and self._doing in ("load", "save") else self._doing
 
     def status(self) -> dict[str, Any]:
         """Return what `Worker.status` says. Safe from any thread while a command runs."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from raysharding.group.ranks import RankInfo
 
+_MEMORY = ("host", "peak_host", "device", "peak_device")
 _COLUMNS = ("rank", "node", "pid", "local_rank", "device")
 
 
@@ -25,9 +26,7 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def html_table(title: str, ranks: Sequence[RankInfo]) -> str:
     """Format the ranks as a small HTML table."""
     head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in _rows(ranks)
-    )
+    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in _rows(ranks))
     return f"<div><b>{html.escape(title)}</b><table><tr>{head}</tr>{body}</table></div>"
 
 
@@ -37,14 +36,9 @@ def ranks_table(ranks: Sequence[RankInfo]) -> str:
 
 
 def memory_table(statuses: Sequence[Mapping[str, Any]]) -> str:
-    """Format the ranks' memory, in MiB, from their statuses."""
-    memory: list[Mapping[str, Any]] = [one.get("memory") or {} for one in statuses]
-    names = list(dict.fromkeys(name for one in memory for name in one))
-    header = ("rank", *(name.removesuffix("_bytes") + " MiB" for name in names))
-    rows = [
-        (str(status["rank"]), *(_mib(one.get(name)) for name in names))
-        for status, one in zip(statuses, memory, strict=True)
-    ]
+    """Format the ranks' memory in MiB, from their statuses; `?` for a rank that did not answer."""
+    header = ("rank", *(f"{name.replace('_', ' ')} MiB" for name in _MEMORY))
+    rows = [(str(one["rank"]), *(_mib(one.get(f"{name}_bytes")) for name in _MEMORY)) for one in statuses]
     return text_table(header, rows)
 
 

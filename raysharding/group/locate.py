@@ -37,7 +37,9 @@ def open_anywhere(checkpoint: str | os.PathLike[str], start_s: float) -> Checkpo
     nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
     task = ray.remote(num_cpus=0, max_retries=0)(_open_if_there)
     refs = {
-        task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(given, path): address
+        task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(
+            given, path
+        ): address
         for node_id, address in nodes.items()
     }
     ready, late = ray.wait(list(refs), num_returns=len(refs), timeout=start_s)
@@ -51,14 +53,16 @@ def open_anywhere(checkpoint: str | os.PathLike[str], start_s: float) -> Checkpo
             return Checkpoint.from_json(found)
     asked = ", ".join(refs[ref] for ref in ready) or "none"
     silent = f"; no answer from {', '.join(refs[ref] for ref in late)}" if late else ""
-    raise CheckpointError(f"no such file or directory on the driver or on any node (asked: {asked}){silent}", path=given)
+    raise CheckpointError(
+        f"no such file or directory on the driver or on any node (asked: {asked}){silent}", path=given
+    )
 
 
-def _open_if_there(checkpoint: str, path: str) -> bytes | RayshardingError | None:
+def _open_if_there(path: str) -> bytes | RayshardingError | None:
     """Runs on one node: the opened checkpoint, the error in it, or `None` where the node does not see it."""
     if not os.path.exists(path):
         return None
     try:
-        return open_checkpoint(checkpoint).to_json()
+        return open_checkpoint(path).to_json()
     except RayshardingError as error:
         return error

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 from ray import cloudpickle
-from torch.utils import _pytree as pytree
+
+from raysharding.tree import leaves
 
 _Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -65,7 +66,7 @@ def pack(value: Any, what: str) -> Packed:
     """
     try:
         return _pack(value)
-    except Exception as error:  # noqa: BLE001  a value's own __reduce__ may raise anything: this is the boundary
+    except Exception as error:  # a value's own __reduce__ may raise anything: this is the boundary
         raise TypeError(_explain(value, what, error)) from error
 
 
@@ -95,13 +96,11 @@ class _TensorPickler(cloudpickle.CloudPickler):  # type: ignore[misc]  # Ray's m
 
 def _reduce_tensor(tensor: torch.Tensor) -> _Reduced:
     dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    data = dense.reshape(-1).view(torch.uint8).numpy()
+    data: Any = dense.reshape(-1).view(torch.uint8).numpy()
     return _rebuild_tensor, (pickle.PickleBuffer(data), tensor.dtype, tuple(tensor.shape), tensor.requires_grad)
 
 
-def _rebuild_tensor(
-    data: Any, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool
-) -> torch.Tensor:
+def _rebuild_tensor(data: Any, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool) -> torch.Tensor:
     """Turn bytes back into a tensor over the same memory, which `_unpack` copied for it."""
     flat = torch.from_numpy(np.frombuffer(data, dtype=np.uint8))
     return flat.view(dtype).reshape(shape).requires_grad_(requires_grad)
@@ -110,12 +109,13 @@ def _rebuild_tensor(
 def _explain(value: Any, what: str, error: Exception) -> str:
     """Say which leaf of the value cannot be pickled."""
     where = ""
-    leaves, _ = pytree.tree_flatten_with_path(value)
-    for path, leaf in leaves:
+    for path, leaf in leaves(value):
         try:
             _pack(leaf)
         except Exception:  # noqa: BLE001  only looking for the leaf at fault; the first error is the one reported
-            where = f" at {pytree.keystr(path) or 'the value itself'} (type {type(leaf).__qualname__})"
+            # In a dealt batch: from the user's own arguments on.
+            named = path.rpartition("wrapped_")[2] or "the value itself"
+            where = f" at {named} (type {type(leaf).__qualname__})"
             break
     return (
         f"{what} cannot be pickled{where}: {type(error).__name__}: {error}; "

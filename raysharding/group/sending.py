@@ -20,16 +20,13 @@ def pack_same(what: str, *args: Any) -> Packed:
     return pack((args, {}), f"an argument of {what}").snapshot()
 
 
-def pack_batches(
-    what: str, batches: Sequence[RankBatch], *extra: Any, batch_first: bool = True
-) -> tuple[Packed | list[Packed], Packed | None]:
+def pack_batches(what: str, batches: Sequence[RankBatch], *extra: Any) -> tuple[Packed | list[Packed], Packed | None]:
     """Pack a call whose arguments were dealt out.
 
     Args:
         what: The call, for errors.
         batches: By rank.
-        extra: Arguments beside the batch, the same on every rank.
-        batch_first: Whether the batch comes before `extra`.
+        extra: Arguments that follow the batch, the same on every rank.
 
     Returns:
         The ranks' own arguments (one pack where all ranks get the same), and what they share besides.
@@ -37,15 +34,11 @@ def pack_batches(
     Raises:
         TypeError: An argument cannot be pickled.
     """
-
-    def arguments(batch: RankBatch) -> tuple[Any, ...]:
-        return (batch, *extra) if batch_first else (*extra, batch)
-
     shared: list[Any] = []
     stripped = _strip(batches, shared)
     if all(_is_bare(batch) for batch in stripped):
-        return pack_same(what, *arguments(batches[0])), None
-    own = [pack((arguments(batch), {}), f"an argument of {what}").snapshot() for batch in stripped]
+        return pack_same(what, batches[0], *extra), None
+    own = [pack(((batch, *extra), {}), f"an argument of {what}").snapshot() for batch in stripped]
     return own, pack(tuple(shared), f"an argument of {what}").snapshot() if shared else None
 
 

@@ -103,21 +103,29 @@ def _probe(actors: Sequence[Any], start_s: float, checkpoint_path: str | None) -
     return infos
 
 
-def _number(actors: Sequence[Any], infos: Sequence[ActorInfo], device_type: str) -> Started:
-    """Sort by node, then GPU: bundles are in no order. A node that sees the checkpoint comes first."""
-    driver_node = ray.get_runtime_context().get_node_id()
+def rank_order(infos: Sequence[ActorInfo], driver_node: str) -> list[int]:
+    """Return actor indexes in rank order: by node, then GPU; bundles themselves are in no order.
+
+    Args:
+        infos: By actor.
+        driver_node: Ray's id of the driver's node, which comes first among those that see the checkpoint.
+    """
     seeing = {info.node_id for info in infos if info.sees_checkpoint}
 
     def place(index: int) -> tuple[Any, ...]:
         info = infos[index]
-        gpu = _gpu_order(info.gpu_ids)
-        return info.node_id not in seeing, info.node_id != driver_node, info.node_ip, info.node_id, gpu, index
+        gpus = _gpu_order(info.gpu_ids)
+        return info.node_id not in seeing, info.node_id != driver_node, info.node_ip, info.node_id, gpus, index
 
+    return sorted(range(len(infos)), key=place)
+
+
+def _number(actors: Sequence[Any], infos: Sequence[ActorInfo], device_type: str) -> Started:
+    """Number the actors by `rank_order`."""
     members: list[Member] = []
     gpus: dict[str, list[str]] = {}
     taken: Counter[str] = Counter()
-    order = sorted(range(len(actors)), key=place)
-    for rank, index in enumerate(order):
+    for rank, index in enumerate(rank_order(infos, ray.get_runtime_context().get_node_id())):
         info, local_rank = infos[index], taken[infos[index].node_id]
         taken[info.node_id] += 1
         gpus.setdefault(info.node_id, []).extend(info.gpu_ids)

@@ -26,9 +26,10 @@ from raysharding.errors import GroupBrokenError, GroupError, RankFailure
 from raysharding.group import failure
 from raysharding.group.actor import Request
 from raysharding.group.outcome import Outcome, Progress
-from raysharding.group.packing import Packed, pack
+from raysharding.group.packing import Packed
 from raysharding.group.ranks import Member
 from raysharding.group.task import Run, Task
+from raysharding.group.teardown import Teardown, close_at_exit
 
 _INLINE_BYTES = 64 << 10
 _MAX_QUEUED_BYTES = 256 << 20
@@ -52,9 +53,7 @@ class GroupState(enum.Enum):
 class Supervisor:
     """Runs a group's calls in order, under deadlines, and stops everything when one rank fails."""
 
-    def __init__(
-        self, name: str, members: Sequence[Member], timeouts: Timeouts, release: Callable[[], None]
-    ) -> None:
+    def __init__(self, name: str, members: Sequence[Member], timeouts: Timeouts, release: Callable[[], None]) -> None:
         """Start the thread.
 
         Args:
@@ -66,7 +65,7 @@ class Supervisor:
         self.name = name
         self._members = members
         self._timeouts = timeouts
-        self._release = release
+        self._teardown = Teardown(members, release)
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._lock = threading.Condition()
         self._waiting: collections.deque[Task] = collections.deque()
@@ -76,13 +75,13 @@ class Supervisor:
         self._is_started = False
         self._cause: GroupError | None = None
         self._dead: set[int] = set()
-        self._is_stopped = False
         self._is_closing = False
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._loop, name=f"supervise {name}", daemon=True)
         for rank, member in enumerate(members):
             self._watch(member.actor.lifetime.remote(), partial(self._on_lifetime, rank))
         self._thread.start()
+        close_at_exit(self)
 
     @property
     def state(self) -> GroupState:
@@ -131,9 +130,13 @@ class Supervisor:
 
     def shutdown(self) -> None:
         """Stop all ranks and give everything back; returns when it is, or after 20 s. May be called many times."""
-        self._events.put(self._close)
+        self.shut_down_soon()
         if threading.current_thread() is not self._thread:
             self._is_closed.wait(2 * _RELEASE_S)
+
+    def shut_down_soon(self) -> None:
+        """Begin `shutdown` without waiting for its end."""
+        self._events.put(self._close)
 
     def _is_usable(self) -> bool:
         return self._cause is None and not self._is_closing
@@ -182,7 +185,7 @@ class Supervisor:
                 task = self._waiting.popleft()
                 self._queued_bytes -= task.num_bytes
                 self._lock.notify_all()
-            self._begin(task, task.requests, task.own, task.shared)
+            self._begin(task, task.request)
 
     def _check(self, run: Run) -> None:
         now = time.monotonic()
@@ -197,24 +200,25 @@ class Supervisor:
         elif run.task.watch_progress and now >= run.next_poll:
             self._ask_progress(run, now)
 
-    def _begin(
-        self, task: Task, requests: Sequence[Request], own: Packed | Sequence[Packed], shared: Packed | None
-    ) -> None:
+    def _begin(self, task: Task, request: Request) -> None:
         """Send one step to all ranks."""
         now = time.monotonic()
         self._numbers += 1
         self._run = run = Run(task, self._numbers, begun=now, deadline=now + task.deadline_s, next_poll=now + _POLL_S)
         try:
             # Large arguments are stored before any rank is asked: a full store must not leave some ranks at work.
-            parts = [_stored(own)] * len(self._members) if isinstance(own, Packed) else [_stored(one) for one in own]
-            common = None if shared is None else _stored(shared)
+            parts = self._parts(task.own)
+            common = None if task.shared is None else _stored(task.shared)
         except ray.exceptions.RayError as error:
             self._run = None
             task.call.end(GroupError(f"cannot store the arguments of {task.call.name}: {error}"))
             return
         for rank, member in enumerate(self._members):
-            outcome, value = member.run.remote(requests[rank], parts[rank], common)
+            outcome, value = member.run.remote(request, parts[rank], common)
             self._watch(outcome, partial(self._on_outcome, run.number, rank, value))
+
+    def _parts(self, own: Packed | Sequence[Packed]) -> list[Any]:
+        return [_stored(own)] * len(self._members) if isinstance(own, Packed) else [_stored(one) for one in own]
 
     def _on_outcome(self, number: int, rank: int, value: Any, future: concurrent.futures.Future[Any]) -> None:
         run = self._run
@@ -244,7 +248,9 @@ class Supervisor:
         run.finished.add(rank)
         info = self._members[rank].info
         message = f"Ray could not run the call: {error}"
-        one = RankFailure(info.rank, info.node_ip, info.pid, "raised", run.task.call.name, type(error).__name__, message)
+        one = RankFailure(
+            info.rank, info.node_ip, info.pid, "raised", run.task.call.name, type(error).__name__, message
+        )
         self._see(run, failure.Observed(one), self._timeouts.drain_s)
         self._advance()
 
@@ -261,7 +267,7 @@ class Supervisor:
         if not self._is_usable():
             return
         run = self._run
-        seen = failure.saw_death(self._members[rank].info, self._phase(run, rank), error)
+        seen = failure.saw_death(self._members[rank].info, "idle" if run is None else run.phase(rank), error)
         if run is None:
             self._break([seen], failure.judge([seen], self.name, timed_out=False))
             return
@@ -277,9 +283,12 @@ class Supervisor:
 
     def _step_done(self, run: Run) -> None:
         task = run.task
-        if run.more and task.next_requests is not None:
-            self._begin(task, task.next_requests, task.own, task.shared)
+        if run.more and task.next_request is not None:
+            self._begin(task, task.next_request)
             return
+        if task.keep_step is not None:
+            for rank in range(len(self._members)):
+                task.call.rank_finished(rank, None)
         self._run = None
         task.call.end(None)
 
@@ -290,7 +299,7 @@ class Supervisor:
             self._step_done(run)  # late, but done before it was stopped
             return
         late = run.stacks is not None and not everyone
-        run.seen.extend(self._hung(run) if late else self._stopped(run))
+        run.seen.extend(run.hung(self._members) if late else run.stopped(self._members))
         error = failure.judge(run.seen, f"{run.task.call.name} on {self.name}", late)
         is_intact = failure.output_only(run.seen) or failure.all_alike(run.seen, len(self._members))
         if everyone and is_intact:
@@ -299,30 +308,12 @@ class Supervisor:
         else:
             self._break(run.seen, error)
 
-    def _unfinished(self, run: Run) -> list[int]:
-        return [rank for rank in range(len(self._members)) if rank not in run.finished]
-
-    def _stopped(self, run: Run) -> list[failure.Observed]:
-        return [failure.saw_stop(self._members[rank].info, self._phase(run, rank)) for rank in self._unfinished(run)]
-
-    def _hung(self, run: Run) -> list[failure.Observed]:
-        """Describe the late ranks; those that do not even answer first, those that wait for others last."""
-        answers = run.stacks or {}
-        seen = []
-        for rank in self._unfinished(run):
-            info, phase, deadline_s = self._members[rank].info, self._phase(run, rank), run.task.deadline_s
-            seen.append(failure.saw_hang(info, phase, deadline_s, answers.get(rank)))
-        return sorted(seen, key=lambda one: (one.follows, one.failure.traceback != ""))
-
-    def _phase(self, run: Run | None, rank: int) -> str:
-        return "idle" if run is None else run.moved.get(rank, (run.task.call.name, 0))[0]
-
     def _break(self, seen: Sequence[failure.Observed], error: GroupError) -> None:
         """Stop every rank, give everything back, fail the current call and those behind it."""
         run, self._run = self._run, None
         self._cause = error
         try:
-            self._stop()
+            self._teardown.stop()
         finally:
             if run is not None:
                 run.task.call.end(failure.typed_error(seen, error))
@@ -349,31 +340,14 @@ class Supervisor:
         self._fail_waiting(error)
         try:
             if was_idle:
-                self._leave()
-            self._stop()
+                self._teardown.leave()
+            self._teardown.stop()
             until = time.monotonic() + _RELEASE_S
             while len(self._dead) < len(self._members) and ray.is_initialized() and time.monotonic() < until:
                 with contextlib.suppress(queue.Empty):
                     self._events.get(timeout=0.1)()
         finally:
             self._is_closed.set()
-
-    def _leave(self) -> None:
-        """Let idle ranks leave the process group; those that do not within `drain_s` are stopped all the same."""
-        request, nothing = Request("close", "value", None), pack(((), {}), "close")
-        refs = [member.run.remote(request, nothing, None)[0] for member in self._members]
-        ray.wait(refs, num_returns=len(refs), timeout=self._timeouts.drain_s)
-
-    def _stop(self) -> None:
-        """Stop the actors and give the placement group back. Once."""
-        if self._is_stopped:
-            return
-        self._is_stopped = True
-        if not ray.is_initialized():
-            return  # Ray's own shutdown has ended the job, and the actors with it
-        for member in self._members:
-            ray.kill(member.actor, no_restart=True)
-        self._release()
 
     def _ask_progress(self, run: Run, now: float) -> None:
         run.next_poll = now + _POLL_S
@@ -400,7 +374,7 @@ class Supervisor:
         """The deadline has passed: ask the late ranks what they do, and wait a moment for the answers."""
         run.stacks = {}
         run.drain_until = time.monotonic() + _ANSWER_S
-        for rank in self._unfinished(run):
+        for rank in run.unfinished(self._members):
             self._watch(self._members[rank].actor.stacks.remote(), partial(self._on_stacks, run.number, rank))
 
     def _on_stacks(self, number: int, rank: int, future: concurrent.futures.Future[Any]) -> None:
@@ -408,7 +382,7 @@ class Supervisor:
         if run is None or run.number != number or run.stacks is None or future.exception() is not None:
             return
         run.stacks[rank] = future.result()
-        if all(late in run.stacks for late in self._unfinished(run)):
+        if all(late in run.stacks for late in run.unfinished(self._members)):
             run.drain_until = time.monotonic()
         self._advance()
 

@@ -8,9 +8,10 @@ from typing import Any, Protocol
 
 from raysharding.group.actor import Request
 from raysharding.group.call import Call
-from raysharding.group.failure import Observed
+from raysharding.group.failure import Observed, saw_hang, saw_stop
 from raysharding.group.outcome import Stacks
 from raysharding.group.packing import Packed
+from raysharding.group.ranks import Member
 
 
 class Continue(Protocol):
@@ -26,8 +27,8 @@ class Task:
 
     call: Call
     """What the caller holds."""
-    requests: Sequence[Request]
-    """What to run, by rank."""
+    request: Request
+    """What every rank runs."""
     own: Packed | Sequence[Packed]
     """`(args, kwargs)`: one for all ranks, or one for each."""
     shared: Packed | None
@@ -36,8 +37,8 @@ class Task:
     """Longest time from when the ranks begin; with `watch_progress`, longest time without progress."""
     watch_progress: bool = False
     """Whether bytes moved, as the ranks report them, put off the deadline."""
-    next_requests: Sequence[Request] | None = None
-    """Requests of every further step while rank 0 says that there is more; `None` for calls of one step."""
+    next_request: Request | None = None
+    """What every rank runs for each further step, while rank 0 says that there is more; `None`: one step only."""
     keep_step: Continue | None = None
     """Where the value of each step goes."""
 
@@ -76,3 +77,24 @@ class Run:
     """Ranks that owe an answer about their progress."""
     next_poll: float = 0.0
     """Clock of the next question about progress."""
+
+    def phase(self, rank: int) -> str:
+        """Return what a rank was doing, as far as the driver knows."""
+        return self.moved.get(rank, (self.task.call.name, 0))[0]
+
+    def unfinished(self, members: Sequence[Member]) -> list[int]:
+        """Return the ranks whose part has not ended."""
+        return [rank for rank in range(len(members)) if rank not in self.finished]
+
+    def stopped(self, members: Sequence[Member]) -> list[Observed]:
+        """Describe the ranks that are stopped because another has failed."""
+        return [saw_stop(members[rank].info, self.phase(rank)) for rank in self.unfinished(members)]
+
+    def hung(self, members: Sequence[Member]) -> list[Observed]:
+        """Describe the late ranks; those that do not even answer first, those that wait for others last."""
+        answers, deadline_s = self.stacks or {}, self.task.deadline_s
+        seen = [
+            saw_hang(members[rank].info, self.phase(rank), deadline_s, answers.get(rank))
+            for rank in self.unfinished(members)
+        ]
+        return sorted(seen, key=lambda one: (one.follows, one.failure.traceback != ""))

@@ -119,8 +119,13 @@ def _config_fields(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A deep copy of JSON data with plain dicts, which the configuration classes may change."""
+    """A deep copy of JSON data with plain dicts, which the configuration classes may change.
+
+    transformers writes floats that JSON cannot hold as `{"__float__": "Infinity"}`; here they are floats again.
+    """
     if isinstance(value, Mapping):
+        if set(value) == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
+            return float(value["__float__"])
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]

@@ -24,11 +24,23 @@ def split_by_dtype(root: nn.Module, groups: Sequence[tuple[str, ...]]) -> list[t
     Raises:
         PlanError: One module holds trainable parameters of two dtypes itself.
     """
-    result = list(groups)
     members = {name for names in groups for name in names}
-    for names in [*groups, ("",)]:
+    result = [part for names in groups for part in _parted(root, names, members)]
+    for names in [*result, ("",)]:
         result += [(split,) for split in _split(root, names, members)]
     return result
+
+
+def _parted(root: nn.Module, names: tuple[str, ...], members: set[str]) -> list[tuple[str, ...]]:
+    """A group of several modules that are uniform each, by dtype; any other group as it is."""
+    parts: dict[torch.dtype, list[str]] = {}
+    for name in names:
+        owned = _own_parameters(root, name, members)
+        dtypes = {parameter.dtype for _, parameters in owned for parameter in parameters.values()}
+        if len(dtypes) != 1:
+            return [names]
+        parts.setdefault(dtypes.pop(), []).append(name)
+    return [tuple(part) for part in parts.values()]
 
 
 def _split(root: nn.Module, names: tuple[str, ...], members: set[str]) -> Iterator[str]:

@@ -121,16 +121,29 @@ def audio_inputs() -> dict[str, torch.Tensor]:
 
 
 MOE = DECODER | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "decoder_sparse_step": 1}
-DEEPSEEK = DECODER | MLA | {
-    "num_key_value_heads": 4,
-    "n_routed_experts": 4,
-    "n_group": 2,
-    "topk_group": 1,
-    "num_experts_per_tok": 2,
-    "first_k_dense_replace": 1,
-    "moe_intermediate_size": 8,
+DEEPSEEK = (
+    DECODER
+    | MLA
+    | {
+        "num_key_value_heads": 4,
+        "n_routed_experts": 4,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 8,
+    }
+)
+T5 = {
+    "decoder_start_token_id": 0,
+    "vocab_size": 64,
+    "d_model": 16,
+    "d_kv": 4,
+    "d_ff": 24,
+    "num_layers": 2,
+    "num_heads": 4,
+    "pad_token_id": 0,
 }
-T5 = {"vocab_size": 64, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4, "pad_token_id": 0}
 RESNET = {"embedding_size": 8, "hidden_sizes": [8, 12], "depths": [1, 2], "layer_type": "basic"}
 GPT2 = {"vocab_size": 64, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32}
 
@@ -164,8 +177,16 @@ ARCHITECTURES: dict[str, Architecture] = {
     "opt": Architecture(
         "OPTForCausalLM",
         "OPTConfig",
-        {"vocab_size": 64, "hidden_size": 16, "word_embed_proj_dim": 16, "ffn_dim": 24, "num_hidden_layers": 2,
-         "num_attention_heads": 4, "max_position_embeddings": 32, "pad_token_id": 0},
+        {
+            "vocab_size": 64,
+            "hidden_size": 16,
+            "word_embed_proj_dim": 16,
+            "ffn_dim": 24,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 32,
+            "pad_token_id": 0,
+        },
     ),
     "bloom": Architecture(
         "BloomForCausalLM", "BloomConfig", {"vocab_size": 64, "hidden_size": 16, "n_layer": 2, "n_head": 4}
@@ -190,8 +211,15 @@ ARCHITECTURES: dict[str, Architecture] = {
     "swin": Architecture(
         "SwinForImageClassification",
         "SwinConfig",
-        {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [1, 2], "num_heads": [2, 2], "window_size": 4,
-         "num_labels": 3},
+        {
+            "image_size": 16,
+            "patch_size": 2,
+            "embed_dim": 8,
+            "depths": [1, 2],
+            "num_heads": [2, 2],
+            "window_size": 4,
+            "num_labels": 3,
+        },
         image_inputs,
     ),
     "albert": Architecture("AlbertForMaskedLM", "AlbertConfig", ENCODER | {"embedding_size": 8}),

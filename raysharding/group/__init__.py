@@ -1,0 +1,8 @@
+"""The model as a group of Ray actors: placement, rendezvous, supervision, calls. The only package that imports Ray."""
+
+from raysharding.group.call import Call, Handle
+from raysharding.group.group import ShardedModelGroup
+from raysharding.group.ranks import RankInfo
+from raysharding.group.supervision import GroupState
+
+__all__ = ["Call", "GroupState", "Handle", "RankInfo", "ShardedModelGroup"]

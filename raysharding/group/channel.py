@@ -1,0 +1,106 @@
+"""`Channel`: packs a command for the ranks and submits it to the supervision."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from raysharding.batch import RankBatch
+from raysharding.config import Timeouts
+from raysharding.group.actor import Request
+from raysharding.group.call import Call, Collect
+from raysharding.group.packing import Packed
+from raysharding.group.ranks import Member, RankInfo
+from raysharding.group.results import collect_rank0
+from raysharding.group.sending import pack_batches, pack_same
+from raysharding.group.supervision import Supervisor
+from raysharding.group.task import Continue, Task
+
+
+@dataclass(frozen=True)
+class Channel:
+    """The way to the ranks. Every method raises `GroupBrokenError` at once where the group is broken or shut down."""
+
+    members: tuple[Member, ...]
+    """By rank."""
+    supervisor: Supervisor
+    """Runs the calls."""
+    timeouts: Timeouts
+    """Deadlines."""
+    max_output_bytes: int
+    """Cap on one rank's result."""
+
+    @property
+    def ranks(self) -> tuple[RankInfo, ...]:
+        """Where each rank runs."""
+        return tuple(member.info for member in self.members)
+
+    def submit_batches(
+        self, method: str, batches: Sequence[RankBatch], *extra: Any, collect: Collect, as_refs: bool = False
+    ) -> Call:
+        """Submit a command whose arguments were dealt out, under `Timeouts.call_s`.
+
+        Args:
+            method: The command; it takes its batch first.
+            batches: By rank.
+            extra: Arguments that follow the batch, the same on every rank.
+            collect: Makes the result.
+            as_refs: Leave the results in the object store as plain objects.
+        """
+        self.supervisor.refuse_if_unusable()
+        own, shared = pack_batches(method, batches, *extra)
+        request = Request(method, "ref" if as_refs else "value", self.max_output_bytes)
+        call = Call(method, len(self.members), collect, self.timeouts.call_s)
+        self.supervisor.submit(Task(call, request, own, shared, self.timeouts.call_s))
+        return call
+
+    def submit_same(
+        self,
+        method: str,
+        *args: Any,
+        deadline_s: float | None = None,
+        watch: bool = False,
+        keep_step: Continue | None = None,
+        collect: Collect = collect_rank0,
+    ) -> Call:
+        """Submit a command with the same arguments on every rank.
+
+        Args:
+            method: The command.
+            args: Its arguments.
+            deadline_s: Deadline. Default `Timeouts.call_s`.
+            watch: Whether progress puts off the deadline.
+            keep_step: Takes the values of a command in steps, whose later steps are the command `<method>_next`.
+            collect: Makes the result. Default: what rank 0 sent.
+        """
+        self.supervisor.refuse_if_unusable()
+        own = pack_same(method, *args)
+        return self._submit_own(method, own, collect, deadline_s, watch, keep_step)
+
+    def submit_each(self, method: str, args: Sequence[tuple[Any, ...]], *, deadline_s: float) -> Call:
+        """Submit a command with different arguments for each rank; its result is what rank 0 sent.
+
+        Args:
+            method: The command.
+            args: By rank.
+            deadline_s: Deadline.
+        """
+        own = [pack_same(method, *one) for one in args]
+        return self._submit_own(method, own, collect_rank0, deadline_s, watch=False, keep_step=None)
+
+    def _submit_own(
+        self,
+        method: str,
+        own: Packed | Sequence[Packed],
+        collect: Collect,
+        deadline_s: float | None,
+        watch: bool,
+        keep_step: Continue | None,
+    ) -> Call:
+        deadline_s = self.timeouts.call_s if deadline_s is None else deadline_s
+        call = Call(method, len(self.members), collect, self.timeouts.call_s)
+        request = Request(method, "value", None)
+        later = None if keep_step is None else Request(f"{method}_next", "value", None)
+        self.supervisor.submit(Task(call, request, own, None, deadline_s, watch, later, keep_step))
+        return call

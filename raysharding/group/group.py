@@ -1,0 +1,306 @@
+"""`ShardedModelGroup`: a checkpoint as a resident FSDP2 model on a Ray cluster, and the calls one makes on it."""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import ray
+import torch
+from torch import nn
+
+from raysharding.batch import Out, deal
+from raysharding.config import Loading, Placement, Sharding, Timeouts
+from raysharding.group import describe
+from raysharding.group.call import Call
+from raysharding.group.handle import handle
+from raysharding.group.launch import Launched, launch
+from raysharding.group.progress import ProgressOption
+from raysharding.group.ranks import RankInfo
+from raysharding.group.results import FullStateDict, collect_outputs, collect_rank0, collect_ranks, collect_refs
+from raysharding.group.supervision import GroupState
+
+if TYPE_CHECKING:
+    from raysharding.distributed import LoadReport
+
+_STATUS_S = 2.0
+GIB = 1 << 30
+
+
+class ShardedModelGroup:
+    """A model sharded over one Ray actor per rank. Made by `from_checkpoint`; a context manager.
+
+    `forward`, `train_step`, `call`, `state_dict` and `save` are handles: `group.forward(...)` blocks and returns the
+    result, `group.forward.remote(...)` returns a `Call`. Calls run in the order of their submission, each under
+    `Timeouts.call_s`. When a rank dies, hangs, or raises alone, the call raises a `GroupError`, the other ranks are
+    stopped, everything is given back, and later calls raise `GroupBrokenError`.
+    """
+
+    def __init__(self, checkpoint: str, launched: Launched, has_optimizer: bool) -> None:
+        """Not for users: `from_checkpoint` makes groups.
+
+        Args:
+            checkpoint: The checkpoint as the user named it.
+            launched: Loaded ranks.
+            has_optimizer: Whether the ranks have an optimizer.
+        """
+        self._checkpoint = checkpoint
+        self._channel = launched.channel
+        self._supervisor = launched.channel.supervisor
+        self._load_report = launched.load_report
+        self._has_optimizer = has_optimizer
+        # For a group that is dropped without shutdown(). The collector may run in any thread: this does not wait.
+        weakref.finalize(self, self._supervisor.shut_down_soon).atexit = False
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        checkpoint: str | os.PathLike[str],
+        *,
+        model: str | Callable[[], nn.Module] | None = None,
+        world_size: int | None = None,
+        device: Literal["cuda", "cpu"] | None = None,
+        sharding: Sharding | None = None,
+        loading: Loading | None = None,
+        placement: Placement | None = None,
+        timeouts: Timeouts | None = None,
+        optimizer: Callable[..., torch.optim.Optimizer] | None = None,
+        max_output_bytes: int = 2 * GIB,
+        progress: ProgressOption = None,
+    ) -> Self:
+        """Place a group on the cluster, load a checkpoint into it, and return it READY.
+
+        Starts Ray (`ray.init()`) where the program has not. Headers and index of the checkpoint are validated before
+        anything is placed. Whatever fails, nothing stays behind on the cluster.
+
+        Args:
+            checkpoint: A Hugging Face directory, a `.safetensors` file, an index json, or a `file://` URI of one. It
+                must be visible on at least one node that holds ranks; rank 0 runs there.
+            model: `None`: the class that config.json names; the name of a transformers auto class; or a callable that
+                returns a module, called on every rank with parameters on meta and buffers real.
+            world_size: Number of ranks. Default: one per GPU of the cluster.
+            device: Default: `cuda` where the cluster has GPUs, else `cpu`.
+            sharding: How the module is cut. Default `Sharding()`.
+            loading: How the bytes travel. Default `Loading()`.
+            placement: Where the ranks run. Default `Placement()`.
+            timeouts: Deadlines. Default `Timeouts()`.
+            optimizer: Factory of the optimizer, called with the parameters; `set_optimizer` sets it later.
+            max_output_bytes: Cap on what one rank sends back for one call, in bytes. Default 2 GiB.
+            progress: `None`: a bar in a terminal or notebook; `True` or `False`; or a callable that is given bytes
+                done and bytes in all.
+
+        Raises:
+            ValueError: A bad argument.
+            CheckpointError: The checkpoint cannot be found or trusted.
+            PlacementError: The cluster has no room; says need against have.
+            RendezvousError: Ranks did not meet.
+            PlanError: Model and checkpoint do not fit together; lists every mismatch.
+            GroupError: A rank died, hung or raised.
+        """
+        launched = launch(
+            os.fspath(checkpoint),
+            model=model,
+            world_size=world_size,
+            device=device,
+            sharding=sharding or Sharding(),
+            loading=loading or Loading(),
+            placement=placement or Placement(),
+            timeouts=timeouts or Timeouts(),
+            optimizer=optimizer,
+            max_output_bytes=max_output_bytes,
+            progress=progress,
+        )
+        return cls(os.fspath(checkpoint), launched, optimizer is not None)
+
+    @handle
+    def forward(
+        self, /, *args: Any, mode: Literal["eval", "train"] | None = None, out: Out | None = None, **kwargs: Any
+    ) -> Call:
+        """Run the model on a batch, without gradients and in eval mode.
+
+        Args:
+            *args: The model's arguments: `Split` deals rows out, `PerRank` gives one value to each rank, anything else
+                goes to all.
+            mode: `"train"` runs the modules in train mode. Default eval.
+            out: What comes back. Default: rows gathered in order where the call has a `Split`, else rank 0's output.
+            **kwargs: As `args`.
+
+        Returns:
+            The model's output on the CPU; its type is kept. Caches are `None`; a loss is the whole batch's.
+
+        Raises:
+            ValueError: Splits of different sizes, or no rows.
+            OutputTooLargeError: A rank's output is over `max_output_bytes`.
+        """
+        batches = deal(args, kwargs, self.world_size)
+        kind = out.kind if out is not None else None
+        collect = collect_refs if kind == "refs" else collect_outputs(out, batches[0].rows, batches[0].dim)
+        return self._channel.submit_batches("forward", batches, mode, out, collect=collect, as_refs=kind == "refs")
+
+    @handle
+    def train_step(
+        self, /, *args: Any, loss: Callable[..., Any] | None = None, max_grad_norm: float | None = None, **kwargs: Any
+    ) -> Call:
+        """Take one optimizer step on a batch: the step that one process would take on the same rows.
+
+        Args:
+            *args: The model's arguments, as for `forward`.
+            loss: `loss(output, *args, **kwargs)` → a mean, or (sum, count). Default: the output's own `.loss`.
+            max_grad_norm: Clip gradients to this global norm. Default: no clipping.
+            **kwargs: As `args`.
+
+        Returns:
+            `{"loss": float, "grad_norm": float}`; `grad_norm` is the norm before clipping.
+
+        Raises:
+            ValueError: No optimizer is set, or the batch is not valid.
+        """
+        if not self._has_optimizer:
+            raise ValueError("train_step needs an optimizer: call group.set_optimizer(torch.optim.AdamW, lr=...) first")
+        batches = deal(args, kwargs, self.world_size)
+        return self._channel.submit_batches("train_step", batches, loss, max_grad_norm, collect=collect_rank0)
+
+    @handle
+    def call(self, fn: Callable[..., Any], /, *args: Any, out: Out | None = None, **kwargs: Any) -> Call:
+        """Run `fn(*args, **kwargs)` on every rank inside the process group.
+
+        `raysharding.current_worker()` gives module, mesh and optimizer there. Ranks must call the same collectives.
+
+        Args:
+            fn: A function that pickles.
+            *args: Its arguments; `Split` and `PerRank` are dealt out.
+            out: `Out.rank0()`, `Out.refs()` or `Out.none()`. Default: every rank's value.
+            **kwargs: As `args`.
+
+        Returns:
+            A list of what each rank returned, by rank.
+
+        Raises:
+            TypeError: An argument or a result cannot be pickled.
+        """
+        kind = out.kind if out is not None else "per_rank"
+        collect = {"refs": collect_refs, "rank0": collect_rank0}.get(kind, collect_ranks)
+        batches = deal(args, kwargs, self.world_size)
+        return self._channel.submit_batches("call", batches, fn, out, collect=collect, as_refs=kind == "refs")
+
+    @handle
+    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> Call:
+        """Save the model as a standard Hugging Face directory; each rank writes its own part.
+
+        Args:
+            path: Directory to make, on a file system that all ranks' nodes share.
+            overwrite: Replace an existing directory. The old one stays whole until the new one is.
+
+        Returns:
+            A `SaveReport`.
+
+        Raises:
+            CheckpointError: The directory exists, or cannot be written.
+        """
+        target = os.path.abspath(os.fspath(path))
+        stall_s = self._channel.timeouts.load_stall_s
+        return self._channel.submit_same("save", target, overwrite, deadline_s=stall_s, watch=True)
+
+    @handle
+    def state_dict(self, keys: Sequence[str] | None = None) -> Call:
+        """Gather full tensors to the driver, a bucket at a time.
+
+        Args:
+            keys: FQNs to gather. Default: all.
+
+        Returns:
+            FQN → full CPU tensor, tied names included. The driver holds all of them; no rank does.
+        """
+        kept = FullStateDict(self._channel.timeouts.call_s)
+        wanted = None if keys is None else list(keys)
+        return self._channel.submit_same("state_dict", wanted, keep_step=kept.keep, collect=kept.collect)
+
+    def set_optimizer(self, factory: Callable[..., torch.optim.Optimizer], **kwargs: Any) -> None:
+        """Make the optimizer on every rank, in place of an earlier one; blocks.
+
+        Args:
+            factory: An optimizer class, or a callable that takes the parameters and returns an optimizer.
+            **kwargs: Given to `factory` after the parameters.
+        """
+        self._channel.submit_same("set_optimizer", factory, kwargs).result()
+        self._has_optimizer = True
+
+    @property
+    def ranks(self) -> tuple[RankInfo, ...]:
+        """Where each rank runs."""
+        return self._channel.ranks
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self._channel.ranks)
+
+    @property
+    def state(self) -> GroupState:
+        """The group's state now."""
+        return self._supervisor.state
+
+    @property
+    def load_report(self) -> LoadReport:
+        """Figures of the load."""
+        return self._load_report
+
+    def status(self) -> dict[str, Any]:
+        """Ask every rank what it is doing and what memory it holds; ranks answer while they work.
+
+        Returns:
+            `state`, `cause` (what broke the group, or `None`), and `ranks`: one dict per rank with where it runs,
+            `answers` (`False` where it said nothing within 2 s), and what `Worker.status` says.
+        """
+        cause = self._supervisor.cause
+        return {
+            "name": self._supervisor.name,
+            "state": self.state.value,
+            "cause": None if cause is None else str(cause),
+            "ranks": self._ask_status() if self.state not in (GroupState.BROKEN, GroupState.CLOSED) else [],
+        }
+
+    def memory_summary(self) -> str:
+        """Return a table of the memory that each rank holds."""
+        self._supervisor.refuse_if_unusable()
+        return describe.memory_table(self._ask_status())
+
+    def shutdown(self) -> None:
+        """Stop all ranks and give everything back. May be called many times; a running call fails."""
+        self._supervisor.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def __repr__(self) -> str:
+        return f"<ShardedModelGroup {self._title()}>\n{describe.ranks_table(self.ranks)}"
+
+    def _repr_html_(self) -> str:
+        return describe.html_table(f"ShardedModelGroup {self._title()}", self.ranks)
+
+    def _title(self) -> str:
+        devices = self.ranks[0].device.partition(":")[0]
+        return f"{self._checkpoint}, {self.world_size} ranks on {devices}, {self.state.value}"
+
+    def _ask_status(self) -> list[dict[str, Any]]:
+        until = time.monotonic() + _STATUS_S
+        refs = [member.actor.status.remote() for member in self._channel.members]
+        answers = []
+        for info, ref in zip(self.ranks, refs, strict=True):
+            said: Mapping[str, Any] = {}
+            answered = True
+            try:
+                said = ray.get(ref, timeout=max(0.0, until - time.monotonic()))
+            except ray.exceptions.RayError:
+                answered = False  # dead or stopped: supervision reports it, here it is only said
+            answers.append({**said, "rank": info.rank, "node_ip": info.node_ip, "pid": info.pid, "answers": answered})
+        return answers

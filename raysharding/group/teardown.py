@@ -1,0 +1,69 @@
+"""Taking a group down: ranks leave, actors are stopped, the placement group goes back, and at exit nothing stays."""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import ray
+
+from raysharding.group.actor import Request
+from raysharding.group.packing import pack
+from raysharding.group.ranks import Member
+
+_LEAVE_S = 2.0
+
+
+class Closable(Protocol):
+    """What can be shut down."""
+
+    def shutdown(self) -> None:
+        """Stop, and wait until it is done."""
+
+
+_open: weakref.WeakSet[Closable] = weakref.WeakSet()
+
+
+def close_at_exit(closable: Closable) -> None:
+    """Shut something down when the program ends, before Ray's own exit: this module is imported after Ray."""
+    _open.add(closable)
+
+
+@atexit.register
+def _close_all() -> None:
+    for closable in list(_open):
+        closable.shutdown()
+
+
+class Teardown:
+    """The actors and the placement group of one group, to be stopped once."""
+
+    def __init__(self, members: Sequence[Member], release: Callable[[], None]) -> None:
+        """Remember what there is to stop.
+
+        Args:
+            members: By rank.
+            release: Gives the placement group back.
+        """
+        self._members = members
+        self._release = release
+        self._is_stopped = False
+
+    def leave(self) -> None:
+        """Let idle ranks leave the process group; those that do not within 2 s are stopped all the same."""
+        request, nothing = Request("close", "value", None), pack(((), {}), "close")
+        refs = [member.run.remote(request, nothing, None)[0] for member in self._members]
+        ray.wait(refs, num_returns=len(refs), timeout=_LEAVE_S)
+
+    def stop(self) -> None:
+        """Stop the actors and give the placement group back."""
+        if self._is_stopped:
+            return
+        self._is_stopped = True
+        if not ray.is_initialized():
+            return  # Ray's own shutdown has ended the job, and the actors with it
+        for member in self._members:
+            ray.kill(member.actor, no_restart=True)
+        self._release()

@@ -1,0 +1,319 @@
+"""`Worker`: everything one rank does with a model. A plain class; it knows nothing of Ray."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from raysharding.batch import Out, RankBatch
+from raysharding.checkpoint import Checkpoint
+from raysharding.config import Loading, Sharding
+from raysharding.distributed.forwarding import Forwarding
+from raysharding.distributed.fsdp import reshard, shard_module
+from raysharding.distributed.gathering import gather_state_dict
+from raysharding.distributed.loading import load_checkpoint
+from raysharding.distributed.loss_call import LossFunction
+from raysharding.distributed.mesh import init_mesh
+from raysharding.distributed.report import LoadReport, SaveReport
+from raysharding.distributed.saving import save_checkpoint
+from raysharding.distributed.training import is_recoverable, train_step
+from raysharding.models import build_module
+from raysharding.outputs import RankOutput
+from raysharding.tree import map_leaves
+
+Phase = Literal[
+    "place", "rendezvous", "plan", "stream", "finalize", "ready", "forward", "train_step", "call", "save", "closed"
+]
+
+_current: list[Worker] = []
+
+
+def current_worker() -> Worker:
+    """Return the worker whose `call(fn)` is running: gives `fn` the rank's module, mesh, optimizer and device.
+
+    Raises:
+        RuntimeError: Outside `call(fn)`.
+    """
+    if not _current:
+        raise RuntimeError("current_worker() is only known on a rank, inside the function given to group.call(fn)")
+    return _current[-1]
+
+
+class Worker:
+    """One rank: its part of the module, its optimizer, and the calls on them.
+
+    The process group is initialised before and destroyed after by whoever owns the worker. Every method but `status`
+    is called on every rank, in the same order, from one thread; `status` and the plain attributes are safe to read
+    from another thread meanwhile.
+
+    Args:
+        rank: Global rank.
+        world_size: Number of ranks.
+        local_rank: Rank within the node; the CUDA device.
+        device: Where the module computes.
+        stall_s: Longest silence of a peer during a load, save or gather, in seconds.
+    """
+
+    def __init__(
+        self, rank: int, world_size: int, local_rank: int, device: torch.device | str, *, stall_s: float = 120.0
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.local_rank = local_rank
+        self.device = torch.device(device)
+        self.checkpoint: Checkpoint | None = None
+        self.sharding = Sharding()
+        self.loading = Loading()
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.load_report: LoadReport | None = None
+        self.phase: Phase = "place"
+        self.bytes_done = 0
+        self.bytes_total = 0
+        self.last_tensor = ""
+        self.last_call = ""
+        self.usable = True
+        self._stall_s = stall_s
+        self._module: nn.Module | None = None
+        self._mesh: DeviceMesh | None = None
+        self._forwarding: Forwarding | None = None
+
+    @property
+    def module(self) -> nn.Module:
+        """The sharded root module."""
+        if self._module is None:
+            raise RuntimeError(f"rank {self.rank} has no module yet: build() comes first")
+        return self._module
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The device mesh that the module is sharded over."""
+        if self._mesh is None:
+            raise RuntimeError(f"rank {self.rank} has no device mesh yet: build() comes first")
+        return self._mesh
+
+    def build(
+        self,
+        model: str | Callable[[], nn.Module] | None,
+        checkpoint: Checkpoint,
+        sharding: Sharding | None = None,
+        loading: Loading | None = None,
+    ) -> None:
+        """Build the module on meta and shard it; allocates nothing. Collective: it makes the mesh's process groups.
+
+        Args:
+            model: `None` (class from config.json), a transformers auto class's name, or a callable.
+            checkpoint: What is in the files; the same on every rank.
+            sharding: See `Sharding`.
+            loading: See `Loading`; used here for the dtype, and by `load`.
+        """
+        with self._running("rendezvous", "build"):
+            self.checkpoint = checkpoint
+            self.sharding, self.loading = sharding or Sharding(), loading or Loading()
+            self._mesh = init_mesh(self.device.type, self.sharding)
+            module = build_module(model, checkpoint, self.loading.dtype)
+            self._module = shard_module(module, self._mesh, self.sharding)
+            self._forwarding = Forwarding(self._module)
+
+    def load(self, progress: Callable[[int, int], None] | None = None) -> LoadReport:
+        """Stream the checkpoint into the module. Collective.
+
+        Args:
+            progress: Called with (bytes done, bytes in all) as they come.
+        """
+        assert self.checkpoint is not None, "build() comes before load()"
+        with self._running("plan", "load"):
+            self.load_report = load_checkpoint(
+                self.module,
+                self.checkpoint,
+                loading=self.loading,
+                progress=self._follow(progress),
+                stall_s=self._stall_s,
+            )
+            self.module.eval()
+        return self.load_report
+
+    def set_optimizer(
+        self, factory: Callable[..., torch.optim.Optimizer], kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        """Make the optimizer as `factory(parameters, **kwargs)`, over the parameters that require gradients.
+
+        Raises:
+            ValueError: `factory` did not return a torch optimizer.
+        """
+        with self._running("call", "set_optimizer"):
+            # After a forward the root's full parameters are registered; an optimizer must hold the shards.
+            reshard(self.module)
+            parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+            optimizer = factory(parameters, **(kwargs or {}))
+            if not callable(getattr(optimizer, "step", None)) or not hasattr(optimizer, "zero_grad"):
+                kind = type(optimizer).__name__
+                raise ValueError(f"the optimizer factory returned a {kind}; return a torch.optim.Optimizer")
+            self.optimizer = optimizer
+
+    def forward(
+        self, batch: RankBatch, mode: Literal["train", "eval"] | None = None, out: Out | None = None
+    ) -> RankOutput:
+        """Run the model on this rank's part of the batch, without gradients. Collective.
+
+        Args:
+            batch: From `deal`.
+            mode: `"eval"` (default) or `"train"`; the module's own modes are put back afterwards.
+            out: What the caller wants: the output is only brought to the CPU where that includes this rank's.
+
+        Returns:
+            The output on the CPU, caches left out, `loss` reduced over the ranks where the call has a `Split`.
+        """
+        with self._running("forward", "forward"):
+            assert self._forwarding is not None, "build() comes before forward()"
+            return self._forwarding.run(self._on_device(batch), training=_is_training(mode), keep=self._wants(out))
+
+    def train_step(
+        self, batch: RankBatch, loss: LossFunction | None = None, max_grad_norm: float | None = None
+    ) -> dict[str, float]:
+        """One optimizer step over the whole batch; see `distributed.training.train_step`. Collective.
+
+        Raises:
+            ValueError: No optimizer is set.
+        """
+        if self.optimizer is None:
+            raise ValueError("no optimizer: call set_optimizer(torch.optim.AdamW, lr=...) before train_step")
+        with self._running("train_step", "train_step"):
+            batch = self._on_device(batch)
+            return train_step(self.module, self.optimizer, batch, loss=loss, max_grad_norm=max_grad_norm)
+
+    def call(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        """Run `fn(*args, **kwargs)` with `current_worker()` set to this worker, and return what it returns."""
+        name = getattr(fn, "__qualname__", type(fn).__name__)
+        with self._running("call", f"call({name})"):
+            _current.append(self)
+            try:
+                return fn(*args, **(kwargs or {}))
+            finally:
+                _current.pop()
+
+    def state_dict(self, keys: Sequence[str] | None = None) -> Iterator[dict[str, torch.Tensor]]:
+        """Bring full tensors to rank 0, a bucket at a time; every rank iterates to the end. Collective.
+
+        Args:
+            keys: FQNs; `None` for all parameters and persistent buffers, tied names included.
+
+        Yields:
+            FQN → full CPU tensor on rank 0; as many empty dicts on the others.
+        """
+        parts = gather_state_dict(self.module, keys, timeout_s=self._stall_s)
+        while True:
+            with self._running("call", "state_dict"):
+                part = next(parts, None)
+            if part is None:
+                return
+            yield part
+
+    def save(
+        self, path: str, overwrite: bool = False, progress: Callable[[int, int], None] | None = None
+    ) -> SaveReport:
+        """Write a standard Hugging Face directory; see `distributed.save_checkpoint`. Collective.
+
+        Args:
+            path: The directory to make.
+            overwrite: Replace what is there.
+            progress: Called with (bytes done, bytes in all) as they are written.
+        """
+        with self._running("save", "save"):
+            return save_checkpoint(
+                self.module,
+                path,
+                overwrite=overwrite,
+                source=self.checkpoint,
+                progress=self._follow(progress),
+                stall_s=self._stall_s,
+            )
+
+    def status(self) -> dict[str, Any]:
+        """Return what this rank is doing, as plain data. Safe from any thread, never waits, no collective.
+
+        Keys: `rank`, `pid`, `device`, `phase`, `bytes_done`, `bytes_total`, `last_tensor`, `last_call`, `usable`
+        (whether later steps are right), and in bytes `host_bytes` (resident now), `peak_host_bytes`, `device_bytes`
+        and `peak_device_bytes` (0 without CUDA).
+        """
+        on_cuda = self.device.type == "cuda"
+        return {
+            "rank": self.rank,
+            "pid": os.getpid(),
+            "device": str(self.device),
+            "phase": self.phase,
+            "bytes_done": self.bytes_done,
+            "bytes_total": self.bytes_total,
+            "last_tensor": self.last_tensor,
+            "last_call": self.last_call,
+            "usable": self.usable,
+            "host_bytes": _resident_bytes(),
+            "peak_host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "device_bytes": torch.cuda.memory_allocated(self.device) if on_cuda else 0,
+            "peak_device_bytes": torch.cuda.max_memory_allocated(self.device) if on_cuda else 0,
+        }
+
+    def close(self) -> None:
+        """Let go of module and optimizer. No collective: works when peers are gone."""
+        self._module = self._mesh = self._forwarding = self.optimizer = None
+        self.phase = "closed"
+
+    @contextmanager
+    def _running(self, phase: Phase, name: str) -> Iterator[None]:
+        """Name the call for `status`; the phase stays after an exception, so that the report of it can say where."""
+        if self.device.type == "cuda":
+            # The current device is a thread's own, and this may be another thread than the last call's.
+            torch.cuda.set_device(self.device)
+        self.phase, self.last_call = phase, name
+        try:
+            yield
+        except BaseException as error:
+            self.usable = self.usable and is_recoverable(error)
+            raise
+        self.phase = "ready"
+
+    def _follow(self, progress: Callable[[int, int], None] | None) -> Callable[[str, int, int, str], None]:
+        """A progress callback that keeps `status` current and passes the bytes on."""
+
+        def follow(phase: str, done: int, total: int, tensor: str) -> None:
+            # `status` reads these from another thread; each is one assignment.
+            self.phase = phase  # type: ignore[assignment]
+            self.bytes_done, self.bytes_total = done, total
+            self.last_tensor = tensor or self.last_tensor
+            if progress is not None:
+                progress(done, total)
+
+        return follow
+
+    def _on_device(self, batch: RankBatch) -> RankBatch:
+        """The batch with its tensors where the module computes."""
+        return batch if self.device.type == "cpu" else _moved(batch, self.device)
+
+    def _wants(self, out: Out | None) -> bool:
+        """Whether the caller wants this rank's output."""
+        return out is None or (out.kind != "none" and (out.kind != "rank0" or self.rank == 0))
+
+
+def _moved(batch: RankBatch, device: torch.device) -> RankBatch:
+    def move(_: str, leaf: Any) -> Any:
+        return leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
+
+    return batch.replaced(lambda value: map_leaves(move, value))
+
+
+def _is_training(mode: str | None) -> bool:
+    if mode not in (None, "train", "eval"):
+        raise ValueError(f"mode={mode!r}: give 'train', 'eval', or None for eval")
+    return mode == "train"
+
+
+def _resident_bytes() -> int:
+    """Memory of this process that is in RAM now."""
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * resource.getpagesize()

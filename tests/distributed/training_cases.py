@@ -1,0 +1,221 @@
+"""Tiny models with a batch of rows and, where needed, a loss: what the training tests compare with one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+NUM_ROWS = 7
+LENGTH = 6
+VOCAB = 31
+
+
+def _tokens(seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, VOCAB, (NUM_ROWS, LENGTH), generator=torch.Generator().manual_seed(seed))
+
+
+def _masked_labels() -> torch.Tensor:
+    """Labels masked unevenly: rows 0, 5 and 6 fully (at W = 3 and 4 a rank has none), row 3 but for position 0."""
+    labels = _tokens(1)
+    labels[0] = labels[5] = labels[6] = -100
+    labels[1, 2:] = -100
+    labels[2, 0] = -100
+    labels[3, 1:] = -100
+    return labels
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=20,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=32,
+    )
+    return LlamaForCausalLM(config)
+
+
+def t5() -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        vocab_size=VOCAB, d_model=16, d_kv=8, d_ff=20, num_layers=2, num_heads=2, dropout_rate=0.0, pad_token_id=0,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    return T5ForConditionalGeneration(config)
+
+
+def _bert_config(**extra: Any) -> Any:
+    from transformers import BertConfig
+
+    return BertConfig(
+        vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=20,
+        max_position_embeddings=32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **extra,
+    )  # fmt: skip
+
+
+def bert_classifier() -> nn.Module:
+    from transformers import BertForSequenceClassification
+
+    return BertForSequenceClassification(_bert_config(num_labels=3))
+
+
+def bert_regression() -> nn.Module:
+    from transformers import BertForSequenceClassification
+
+    return BertForSequenceClassification(_bert_config(num_labels=1, problem_type="regression"))
+
+
+def bert_multi_label() -> nn.Module:
+    from transformers import BertForSequenceClassification
+
+    return BertForSequenceClassification(_bert_config(num_labels=3, problem_type="multi_label_classification"))
+
+
+def bert_mlm() -> nn.Module:
+    from transformers import BertForMaskedLM
+
+    return BertForMaskedLM(_bert_config())
+
+
+def bert_tagger() -> nn.Module:
+    from transformers import BertForTokenClassification
+
+    return BertForTokenClassification(_bert_config(num_labels=4))
+
+
+def bert_questions() -> nn.Module:
+    from transformers import BertForQuestionAnswering
+
+    return BertForQuestionAnswering(_bert_config())
+
+
+class Scaled(nn.Module):
+    """A plain module with a 0-dim parameter, which stays replicated, and one that no forward uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 5)
+        self.blocks = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5)])
+        self.head = nn.Linear(5, VOCAB)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.unused = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(tokens)
+        for block in self.blocks:
+            hidden = hidden + torch.tanh(block(hidden))
+        logits: torch.Tensor = self.head(hidden) * self.scale
+        return logits
+
+
+class Counting(nn.Module):
+    """Honours `num_items_in_batch` without shifting, and has a `.loss` in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Scaled()
+
+    def forward(
+        self, tokens: torch.Tensor, labels: torch.Tensor | None = None, num_items_in_batch: int | None = None
+    ) -> dict[str, torch.Tensor]:
+        logits = self.inner(tokens)
+        if labels is None:
+            return {"logits": logits}
+        total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        return {"loss": total / (num_items_in_batch or (labels != -100).sum()), "logits": logits}
+
+
+def token_mean(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(output.flatten(0, 1), labels.flatten())
+
+
+def shifted_mean(output: torch.Tensor, *, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(output[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def sum_and_count(output: torch.Tensor, tokens: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, int]:
+    total = F.cross_entropy(output.flatten(0, 1), labels.flatten(), reduction="sum")
+    return total, int((labels != -100).sum())
+
+
+def row_mean(output: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+    return (output.mean(dim=(1, 2)) - kwargs["target"]).square().mean()
+
+
+def doubled(output: Any) -> torch.Tensor:
+    loss: torch.Tensor = 2 * output.loss
+    return loss
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model, its rows, and how one process computes the loss."""
+
+    build: Callable[[], nn.Module]
+    rows: Callable[[], dict[str, torch.Tensor]]
+    loss: Callable[..., Any] | None = None
+
+    def reference(self, module: nn.Module, rows: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The loss of one process on all rows."""
+        if self.loss is None or self.loss is doubled:
+            output = module(**rows)
+            loss = output["loss"]
+            return 2 * loss if self.loss is doubled else loss
+        output = module(rows["tokens"])
+        if self.loss is sum_and_count:
+            total, count = sum_and_count(output, **rows)
+            return total / count
+        rest = {key: value for key, value in rows.items() if key != "tokens"}
+        result: torch.Tensor = self.loss(output, **rest)
+        return result
+
+
+def _inputs(labels: Callable[[], torch.Tensor]) -> Callable[[], dict[str, torch.Tensor]]:
+    return lambda: {"input_ids": _tokens(), "labels": labels()}
+
+
+def _plain(**others: Callable[[], torch.Tensor]) -> Callable[[], dict[str, torch.Tensor]]:
+    return lambda: {"tokens": _tokens(), **{key: make() for key, make in others.items()}}
+
+
+def _classes() -> torch.Tensor:
+    return torch.tensor([2, 0, -100, 1, 1, -100, -100])
+
+
+def _floats(*shape: int) -> torch.Tensor:
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(2))
+
+
+CASES = {
+    "llama": Case(llama, _inputs(_masked_labels)),
+    "llama_callable": Case(llama, _inputs(_masked_labels), doubled),
+    "t5": Case(t5, _inputs(_masked_labels)),
+    "bert_classifier": Case(bert_classifier, _inputs(_classes)),
+    "bert_regression": Case(bert_regression, _inputs(lambda: _floats(NUM_ROWS))),
+    "bert_multi_label": Case(bert_multi_label, _inputs(lambda: _floats(NUM_ROWS, 3))),
+    "bert_mlm": Case(bert_mlm, _inputs(_masked_labels)),
+    "bert_tagger": Case(bert_tagger, _inputs(lambda: _masked_labels().clamp(max=3))),
+    "bert_questions": Case(
+        bert_questions,
+        lambda: {
+            "input_ids": _tokens(),
+            "start_positions": torch.arange(NUM_ROWS) % LENGTH,
+            "end_positions": torch.arange(NUM_ROWS).flip(0) % LENGTH,
+        },
+    ),
+    "counting": Case(Counting, _plain(labels=_masked_labels)),
+    "token_mean": Case(Scaled, _plain(labels=_masked_labels), token_mean),
+    "shifted_mean": Case(Scaled, _plain(labels=_masked_labels), shifted_mean),
+    "sum_and_count": Case(Scaled, _plain(labels=_masked_labels), sum_and_count),
+    "row_mean": Case(Scaled, _plain(target=lambda: _floats(NUM_ROWS)), row_mean),
+}

@@ -1,0 +1,119 @@
+"""`Call`: order, streaming, waiting, awaiting, and that arguments are taken when the call is made."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+import torch
+
+from raysharding import GroupError, PerRank, ShardedModelGroup, Split
+from raysharding.group import GroupState
+
+
+def test_calls_run_in_order_and_results_wait(group: ShardedModelGroup) -> None:
+    def push(value: int) -> list[int]:
+        from raysharding import current_worker
+
+        kept = current_worker().__dict__.setdefault("kept", [])
+        kept.append(value)
+        return list(kept)
+
+    calls = [group.call.remote(push, value) for value in range(20)]
+    assert calls[-1].result()[1] == list(range(20))
+    assert calls[3].result()[0] == [0, 1, 2, 3]
+    assert group.state is GroupState.READY
+
+
+def test_ranks_stream_as_they_finish(group: ShardedModelGroup) -> None:
+    def wait(seconds: float) -> float:
+        time.sleep(seconds)
+        return seconds
+
+    call = group.call.remote(wait, PerRank([0.8, 0.0]))
+    assert repr(call) == "<Call call: running, 0 of 2 ranks finished>"
+    assert not call.done()
+    assert group.state is GroupState.BUSY
+    with pytest.raises(TimeoutError, match="still runs"):
+        call.result(timeout_s=0.05)
+    assert list(call.stream()) == [(1, 0.0), (0, 0.8)]
+    assert call.per_rank() == [0.8, 0.0]
+    assert call.done()
+    assert repr(call) == "<Call call: finished>"
+
+
+def test_arguments_are_taken_when_the_call_is_made(group: ShardedModelGroup) -> None:
+    group.call.remote(time.sleep, 0.2)
+    shared, split = torch.zeros(50_000), torch.zeros(4)
+    call = group.call.remote(lambda a, b: (a.sum().item(), b.sum().item()), shared, Split(split))
+    shared.fill_(1.0)
+    split.fill_(1.0)
+    assert call.result() == [(0.0, 0.0)] * 2
+
+
+def test_await(group: ShardedModelGroup) -> None:
+    async def two() -> list[list[int]]:
+        return list(await asyncio.gather(group.call.remote(lambda: 1), group.call.remote(lambda: 2)))
+
+    assert asyncio.run(two()) == [[1, 1], [2, 2]]
+
+
+def test_an_error_of_all_ranks_is_raised_each_time_and_leaves_the_group_ready(group: ShardedModelGroup) -> None:
+    def fail() -> None:
+        raise KeyError("seen by every rank")
+
+    call = group.call.remote(fail)
+    after = group.call.remote(lambda: 4)
+    for _ in range(2):
+        with pytest.raises(GroupError, match="seen by every rank") as caught:
+            call.result()
+    error = caught.value
+    assert error.primary is not None
+    assert error.primary.error_type == "KeyError"
+    assert "in fail" in error.primary.traceback
+    assert sorted(error.failures) == [0, 1]
+    assert isinstance(error.__cause__, KeyError)
+    assert repr(call) == "<Call call: failed: GroupError>"
+    with pytest.raises(GroupError):
+        list(call.stream())
+    assert after.result() == [4, 4]
+    assert group.state is GroupState.READY
+
+
+def test_a_bad_batch_leaves_the_model_right(group: ShardedModelGroup) -> None:
+    rows = torch.randn(5, 8)
+    before = group.forward(Split(rows))
+    with pytest.raises(GroupError, match="mat1 and mat2"):
+        group.forward(Split(torch.randn(5, 9)))
+    assert torch.equal(group.forward(Split(rows)), before)
+
+
+def test_what_cannot_travel_is_a_clear_error(group: ShardedModelGroup) -> None:
+    class Odd(Exception):
+        def __init__(self, lock: object, text: str) -> None:
+            super().__init__(text)
+            self.lock = lock
+
+    def raise_odd() -> None:
+        raise Odd(threading.Lock(), "holds a lock")
+
+    with pytest.raises(TypeError, match=r"an argument of call cannot be pickled at args\[0\] \(type lock\)"):
+        group.call(print, threading.Lock())
+    with pytest.raises(GroupError, match=r"the result of call cannot be pickled .*\(type lock\)") as caught:
+        group.call(threading.Lock)
+    assert caught.value.primary is not None
+    assert caught.value.primary.error_type == "TypeError"
+    with pytest.raises(GroupError, match="holds a lock") as caught:
+        group.call(raise_odd)
+    assert caught.value.primary is not None
+    assert caught.value.primary.error_type.endswith("Odd")
+    assert group.call(lambda: 1) == [1, 1]
+
+
+def test_a_batch_that_cannot_be_dealt_is_refused_by_the_driver(group: ShardedModelGroup) -> None:
+    with pytest.raises(ValueError, match="0 rows"):
+        group.forward(Split(torch.zeros(0, 8)))
+    with pytest.raises(ValueError, match="PerRank holds 3 values"):
+        group.call(print, PerRank([1, 2, 3]))

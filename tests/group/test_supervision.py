@@ -1,0 +1,162 @@
+"""Real faults in real ranks: time to the error, what it says, and that nothing is left."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from raysharding import CallTimeoutError, GroupBrokenError, GroupError, PerRank, ShardedModelGroup, Split, Timeouts
+from raysharding.group import Call, GroupState
+from tests.group.conftest import make_group
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+QUICK = Timeouts(drain_s=1.0, call_s=60.0)
+
+
+def wait_in_collective(group: ShardedModelGroup, first: str) -> Call:
+    """Let rank 0 wait in a collective for rank 1, which does something else first."""
+
+    def work(what: str) -> None:
+        import time
+
+        import torch.distributed as dist
+
+        if what == "raise":
+            time.sleep(0.3)
+            raise RuntimeError("rank 1 alone")
+        if what == "sleep":
+            time.sleep(100)
+        dist.barrier()  # rank 1 never comes: the tests are about just that
+
+    return group.call.remote(work, PerRank(["nothing", first]))
+
+
+def failure_of(call: Call, within_s: float) -> GroupError:
+    begun = time.monotonic()
+    with pytest.raises(GroupError) as caught:
+        call.result(timeout_s=30)
+    assert time.monotonic() - begun < within_s
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert again.primary == caught.value.primary
+    return caught.value
+
+
+def assert_broken(group: ShardedModelGroup, error: GroupError) -> None:
+    assert group.state is GroupState.BROKEN
+    begun = time.monotonic()
+    with pytest.raises(GroupBrokenError, match="is broken and refuses calls") as caught:
+        group.forward(Split(torch.zeros(2, 8)))
+    assert time.monotonic() - begun < 0.5
+    assert caught.value.primary == error.primary
+    assert group.status()["state"] == "broken"
+
+
+def test_a_rank_killed_in_a_call(checkpoint: Path) -> None:
+    group = make_group(checkpoint, timeouts=QUICK)
+    call = wait_in_collective(group, "sleep")
+    queued = group.call.remote(lambda: 1)
+    time.sleep(0.5)
+    os.kill(group.ranks[1].pid, signal.SIGKILL)
+    error = failure_of(call, within_s=2.0)
+    assert error.primary is not None
+    assert (error.primary.rank, error.primary.kind, error.primary.phase) == (1, "died", "call")
+    assert error.primary.pid == group.ranks[1].pid
+    assert error.failures[0].kind == "collateral"
+    with pytest.raises(GroupBrokenError):
+        queued.result()
+    assert_broken(group, error)
+
+
+def test_a_rank_killed_while_idle(checkpoint: Path) -> None:
+    group = make_group(checkpoint, timeouts=QUICK)
+    os.kill(group.ranks[0].pid, signal.SIGKILL)
+    until = time.monotonic() + 2.0
+    while group.state is not GroupState.BROKEN and time.monotonic() < until:
+        time.sleep(0.01)
+    with pytest.raises(GroupBrokenError) as caught:
+        group.call(lambda: 1)
+    assert caught.value.primary is not None
+    assert (caught.value.primary.rank, caught.value.primary.kind, caught.value.primary.phase) == (0, "died", "idle")
+
+
+def test_a_rank_that_raises_while_the_others_wait_for_it(checkpoint: Path) -> None:
+    group = make_group(checkpoint, timeouts=QUICK)
+    error = failure_of(wait_in_collective(group, "raise"), within_s=4.0)
+    assert error.primary is not None
+    assert (error.primary.rank, error.primary.kind) == (1, "raised")
+    assert error.primary.error_type == "RuntimeError"
+    assert "rank 1 alone" in error.primary.traceback
+    assert error.failures[0].kind == "collateral"
+    assert_broken(group, error)
+
+
+def test_a_rank_that_sleeps_past_the_deadline(checkpoint: Path) -> None:
+    group = make_group(checkpoint, timeouts=Timeouts(call_s=1.5))
+    call = wait_in_collective(group, "sleep")
+    error = failure_of(call, within_s=1.5 + 2.0)
+    assert isinstance(error, CallTimeoutError)
+    assert isinstance(error, TimeoutError)
+    assert error.primary is not None
+    assert (error.primary.rank, error.primary.kind) == (1, "hung"), "not rank 0, which waits for it"
+    assert "time.sleep(100)" in error.primary.traceback
+    assert error.failures[0].kind == "hung"
+    assert "waits in a collective" in error.failures[0].message
+    assert_broken(group, error)
+
+
+def test_a_stopped_rank_is_hung_and_removed(checkpoint: Path) -> None:
+    group = make_group(checkpoint, timeouts=Timeouts(call_s=1.5))
+    os.kill(group.ranks[1].pid, signal.SIGSTOP)
+    error = failure_of(group.call.remote(lambda: 1), within_s=1.5 + 2.0)
+    assert isinstance(error, CallTimeoutError)
+    assert error.primary is not None
+    assert (error.primary.rank, error.primary.kind) == (1, "hung")
+    assert "answers no questions" in error.primary.message
+    assert sorted(error.failures) == [1]
+
+
+def test_a_rank_killed_while_the_model_is_built(checkpoint: Path) -> None:
+    def build() -> torch.nn.Module:
+        import os
+        import signal
+
+        import torch.distributed as dist
+        from torch import nn
+
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+    with pytest.raises(GroupError) as caught:
+        make_group(checkpoint, model=build, timeouts=QUICK)
+    assert caught.value.primary is not None
+    assert (caught.value.primary.rank, caught.value.primary.kind, caught.value.primary.phase) == (1, "died", "build")
+
+
+def test_a_checkpoint_that_stops_giving_bytes_is_a_hang(checkpoint: Path) -> None:
+    def build() -> torch.nn.Module:
+        import os
+        import signal
+        import threading
+
+        import torch.distributed as dist
+        from torch import nn
+
+        if dist.get_rank() == 1:  # frozen at about the time when the load begins, as by a machine that stops
+            threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGSTOP)).start()
+            threading.Event().wait(0.4)
+        return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+    begun = time.monotonic()
+    with pytest.raises(CallTimeoutError) as caught:
+        make_group(checkpoint, model=build, timeouts=Timeouts(load_stall_s=1.0, start_s=20.0, call_s=2.0)).call(len, "")
+    assert caught.value.primary is not None
+    assert (caught.value.primary.rank, caught.value.primary.kind) == (1, "hung")
+    assert time.monotonic() - begun < 30

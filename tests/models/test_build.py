@@ -1,0 +1,204 @@
+"""`build_module`: from config.json, auto classes and callables; dtypes, ties and errors."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from raysharding.checkpoint import Checkpoint, open_checkpoint
+from raysharding.errors import PlanError
+from raysharding.models import build_module, parameters_on_meta
+from tests.models.architectures import ARCHITECTURES
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    folder = tmp_path_factory.mktemp("bert")
+    ARCHITECTURES["bert"].make().save_pretrained(folder)
+    return open_checkpoint(folder)
+
+
+def with_config(checkpoint: Checkpoint, drop: tuple[str, ...] = (), **changes: Any) -> Checkpoint:
+    fields = {key: value for key, value in {**(checkpoint.config or {}), **changes}.items() if key not in drop}
+    return replace(checkpoint, config=fields)
+
+
+def dtypes(module: nn.Module) -> set[torch.dtype]:
+    return {parameter.dtype for parameter in module.parameters()}
+
+
+# --- from config.json -------------------------------------------------------------------------------------------------
+
+
+def test_the_class_comes_from_config_json(bert: Checkpoint) -> None:
+    module = build_module(None, bert, None)
+    assert type(module).__name__ == "BertForMaskedLM"
+    assert all(parameter.device.type == "meta" for parameter in module.parameters())
+    assert module.get_parameter("cls.predictions.decoder.weight") is module.get_parameter(
+        "bert.embeddings.word_embeddings.weight"
+    )
+
+
+@pytest.mark.parametrize(
+    ("auto", "expected"),
+    [("AutoModel", "BertModel"), ("AutoModelForSequenceClassification", "BertForSequenceClassification")],
+)
+def test_an_auto_class_can_be_named(auto: str, expected: str, bert: Checkpoint) -> None:
+    assert type(build_module(auto, bert, None)).__name__ == expected
+
+
+def test_one_part_of_a_composite_checkpoint(tmp_path: Path) -> None:
+    ARCHITECTURES["clip"].make().save_pretrained(tmp_path)
+    checkpoint = with_config(open_checkpoint(tmp_path), architectures=["CLIPTextModelWithProjection"])
+    module: Any = build_module(None, checkpoint, None)
+    assert module.config.hidden_size == ARCHITECTURES["clip"].fields["text_config"]["hidden_size"]
+
+
+def test_floats_that_json_cannot_hold(tmp_path: Path) -> None:
+    import transformers
+
+    config = transformers.BertConfig(**ARCHITECTURES["bert"].fields, extra_limit=[0.0, float("inf")])
+    transformers.BertModel(config).save_pretrained(tmp_path)
+    module: Any = build_module(None, open_checkpoint(tmp_path), None)
+    assert module.config.extra_limit == [0.0, float("inf")]
+
+
+def test_the_process_default_dtype_is_left_alone(bert: Checkpoint) -> None:
+    build_module(None, bert, torch.bfloat16)
+    assert torch.get_default_dtype() == torch.float32
+    assert torch.empty(1).device.type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("change", "model", "match"),
+    [
+        ({"architectures": ["NoSuchModel"]}, None, "no model class 'NoSuchModel'"),
+        ({"architectures": ["NoSuchModel"], "auto_map": {"AutoModel": "m.M"}}, None, "auto_map"),
+        ({"architectures": None}, None, "architectures"),
+        ({"quantization_config": {"quant_method": "gptq"}}, None, "gptq"),
+        ({"num_hidden_layers": "many"}, None, "not a valid BertConfig"),
+        ({"num_attention_heads": 5}, None, "BertForMaskedLM cannot be built"),
+        ({"model_type": "no-such-type"}, "AutoModel", "no-such-type"),
+        ({}, "AutoModelForNothing", "AutoModelForCausalLM"),
+        ({}, "BertModel", "not a transformers auto class"),
+        ({}, "AutoModelForImageClassification", "no model for model_type 'bert'"),
+    ],
+)
+def test_what_cannot_be_built_is_a_plan_error(
+    change: dict[str, Any], model: str | None, match: str, bert: Checkpoint
+) -> None:
+    with pytest.raises(PlanError, match=match):
+        build_module(model, with_config(bert, **change), None)
+
+
+def test_without_config_json_the_cure_is_named(bert: Checkpoint) -> None:
+    with pytest.raises(PlanError, match="pass model="):
+        build_module(None, replace(bert, config=None), None)
+    with pytest.raises(PlanError, match="model_type nor architectures"):
+        build_module(None, with_config(bert, drop=("model_type", "architectures")), None)
+
+
+# --- dtypes -----------------------------------------------------------------------------------------------------------
+
+
+def test_dtype_of_config_json(bert: Checkpoint) -> None:
+    assert dtypes(build_module(None, with_config(bert, dtype="bfloat16"), None)) == {torch.bfloat16}
+    old = with_config(bert, drop=("dtype",), torch_dtype="float16")
+    assert dtypes(build_module(None, old, None)) == {torch.float16}
+
+
+def test_dtype_of_the_files(bert: Checkpoint, tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2, dtype=torch.int64), "b": torch.ones(2).bfloat16()}, tmp_path / "model.safetensors")
+    checkpoint = open_checkpoint(tmp_path / "model.safetensors")
+    config = {key: value for key, value in (bert.config or {}).items() if key != "dtype"}
+    assert dtypes(build_module(None, replace(checkpoint, config=config), None)) == {torch.bfloat16}
+
+
+def test_an_explicit_dtype_wins_and_the_config_follows(bert: Checkpoint) -> None:
+    module: Any = build_module(None, bert, torch.float16)
+    assert dtypes(module) == {torch.float16}
+    assert module.config.dtype == torch.float16
+
+
+@pytest.mark.parametrize(("dtype", "kept"), [(torch.float16, torch.float32), (torch.bfloat16, torch.bfloat16)])
+def test_what_the_class_keeps_in_float32(dtype: torch.dtype, kept: torch.dtype, tmp_path: Path) -> None:
+    model = ARCHITECTURES["t5"].make()
+    model.save_pretrained(tmp_path)
+    reference = type(model).from_pretrained(tmp_path, dtype=dtype)
+    module = build_module(None, open_checkpoint(tmp_path), dtype)
+    assert module.get_parameter("encoder.block.0.layer.1.DenseReluDense.wo.weight").dtype == kept
+    expected = {fqn: parameter.dtype for fqn, parameter in reference.named_parameters()}
+    assert {fqn: parameter.dtype for fqn, parameter in module.named_parameters()} == expected
+
+
+# --- callables --------------------------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        weight = nn.Parameter(torch.randn(4, 4))
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.first.weight = weight
+        self.second.weight = weight
+        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("table", torch.arange(3.0), persistent=False)
+
+
+def test_a_callable_gets_parameters_on_meta_and_real_buffers(bert: Checkpoint) -> None:
+    module: Any = build_module(Net, bert, None)
+    assert all(parameter.device.type == "meta" for parameter in module.parameters())
+    assert module.first.weight is module.second.weight
+    assert module.frozen.requires_grad is False
+    assert module.table.tolist() == [0, 1, 2]
+    assert module.norm.running_var.device.type == "cpu"
+    assert module.training is True
+    assert type(module.first.weight) is nn.Parameter
+
+
+def test_a_dtype_converts_a_callables_model_as_module_to_does(bert: Checkpoint) -> None:
+    module: Any = build_module(Net, bert, torch.bfloat16)
+    assert dtypes(module) == {torch.bfloat16}
+    assert module.table.dtype == torch.bfloat16
+    assert module.norm.num_batches_tracked.dtype == torch.int64
+    assert module.first.weight is module.second.weight
+
+
+def test_a_callable_that_returns_an_existing_module(bert: Checkpoint) -> None:
+    existing = Net()
+    module: Any = build_module(lambda: existing, bert, None)
+    assert all(parameter.device.type == "meta" for parameter in module.parameters())
+    assert module.first.weight is module.second.weight
+
+
+def _fails() -> nn.Module:
+    raise RuntimeError("no such luck")
+
+
+@pytest.mark.parametrize(
+    ("model", "match"),
+    [(_fails, "_fails raised RuntimeError: no such luck"), (lambda: 3, "returned a int"), (3, "callable")],
+)
+def test_a_callable_that_fails_is_a_plan_error(model: Callable[[], Any], match: str, bert: Checkpoint) -> None:
+    with pytest.raises(PlanError, match=match):
+        build_module(model, bert, None)
+    assert nn.Linear(2, 2).weight.device.type == "cpu", "the patch is undone"
+
+
+def test_other_threads_build_real_modules_meanwhile() -> None:
+    built: list[nn.Module] = []
+    with parameters_on_meta():
+        other = threading.Thread(target=lambda: built.append(nn.Linear(2, 2)))
+        other.start()
+        other.join()
+        assert nn.Linear(2, 2).weight.device.type == "meta"
+    assert next(built[0].parameters()).device.type == "cpu"

@@ -1,0 +1,140 @@
+"""`initial_value`: by the module's own rule, on the full tensor, the same for the same seed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from raysharding.checkpoint import open_checkpoint
+from raysharding.errors import PlanError
+from raysharding.models import build_module, initial_value
+from tests.models.architectures import ARCHITECTURES
+from tests.models.filling import everything
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_constants_are_those_of_transformers_and_noise_has_their_spread(name: str, tmp_path: Path) -> None:
+    import transformers
+
+    architecture = ARCHITECTURES[name]
+    config = getattr(transformers, architecture.config)(**architecture.fields)
+    first, second = (getattr(transformers, architecture.model)(config) for _ in range(2))
+    architecture.make().save_pretrained(tmp_path)
+    module = build_module(None, open_checkpoint(tmp_path), None)
+    others = everything(second)
+    for fqn, tensor in everything(first).items():
+        value = initial_value(module, fqn, 0)
+        assert (value.shape, value.dtype, value.device.type) == (tensor.shape, tensor.dtype, "cpu"), fqn
+        if torch.equal(tensor, others[fqn]):
+            assert torch.equal(value, tensor), fqn
+        elif tensor.numel() >= 100:
+            assert value.std().item() == pytest.approx(tensor.std().item(), rel=0.3), fqn
+
+
+def test_the_value_depends_on_seed_and_name_only(tmp_path: Path) -> None:
+    ARCHITECTURES["bert-classifier"].make().save_pretrained(tmp_path)
+    module = build_module(None, open_checkpoint(tmp_path), None)
+    before = torch.random.get_rng_state()
+    value = initial_value(module, "classifier.weight", 5)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    torch.rand(3)
+    assert torch.equal(initial_value(module, "classifier.weight", 5), value)
+    assert not torch.equal(initial_value(module, "classifier.weight", 6), value)
+    queries = [f"bert.encoder.layer.{layer}.attention.self.query.weight" for layer in range(2)]
+    assert not torch.equal(*(initial_value(module, fqn, 5) for fqn in queries))
+
+
+@pytest.mark.parametrize("name", ["bert-classifier", "llama", "resnet", "mamba"])
+def test_a_sharded_module_has_the_same_values(name: str, tmp_path: Path) -> None:
+    ARCHITECTURES[name].make().save_pretrained(tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    plain, sharded = build_module(None, checkpoint, None), build_module(None, checkpoint, None)
+    names = list(everything(plain))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for child in sharded.children():
+            fully_shard(child, mesh=init_device_mesh("cpu", (1,)))
+        fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
+        values = {fqn: initial_value(sharded, fqn, 0) for fqn in names}
+    finally:
+        dist.destroy_process_group()
+    assert all(torch.equal(values[fqn], initial_value(plain, fqn, 0)) for fqn in names)
+
+
+class Scaled(nn.Module):
+    """No rule at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+
+class HalfSet(Scaled):
+    """A rule that forgets the last element."""
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.scale[:2])
+
+
+class Bank(nn.Module):
+    """A rule of its own for parameters and buffers of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slots = nn.Parameter(torch.empty(3, 2))
+        self.register_buffer("mask", torch.zeros(4, dtype=torch.bool))
+        self.register_buffer("index", torch.zeros(4, dtype=torch.int32))
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.slots.copy_(torch.arange(6.0).reshape(3, 2))
+        self.mask.copy_(torch.tensor([True, False, True, False]))
+        self.index = torch.arange(4, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("module", "fqn", "constant"),
+    [
+        (nn.Linear(8, 4), "0.weight", None),
+        (nn.Linear(8, 4), "0.bias", None),
+        (nn.BatchNorm1d(4), "0.weight", 1.0),
+        (nn.BatchNorm1d(4), "0.running_var", 1.0),
+        (nn.BatchNorm1d(4), "0.num_batches_tracked", 0),
+        (nn.LayerNorm(4), "0.bias", 0.0),
+        (nn.Embedding(5, 3, padding_idx=0), "0.weight", None),
+        (nn.MultiheadAttention(4, 2), "0.in_proj_weight", None),
+        (nn.LSTM(4, 3), "0.weight_hh_l0", None),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_torch_modules_by_reset_parameters(module: nn.Module, fqn: str, constant: float | None) -> None:
+    root = nn.Sequential(module).to("meta").to(torch.bfloat16)
+    value = initial_value(root, fqn, 3)
+    target = everything(root)[fqn]
+    assert (value.shape, value.dtype) == (target.shape, target.dtype)
+    assert torch.equal(value, initial_value(root, fqn, 3))
+    if constant is not None:
+        assert bool((value == constant).all())
+    else:
+        assert value.float().std() > 0
+    assert everything(root)[fqn] is target
+
+
+def test_a_rule_of_the_users_own() -> None:
+    with torch.device("meta"):
+        bank = Bank()
+    assert torch.equal(initial_value(bank, "slots", 0), torch.arange(6.0).reshape(3, 2))
+    assert initial_value(bank, "mask", 0).tolist() == [True, False, True, False]
+    assert initial_value(bank, "index", 0).tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("module", [Scaled(), HalfSet()])
+def test_without_a_whole_rule_the_tensor_is_named(module: nn.Module) -> None:
+    with pytest.raises(PlanError, match=r"1\.scale: .*reset_parameters"):
+        initial_value(nn.Sequential(nn.Identity(), module), "1.scale", 0)

@@ -1,0 +1,373 @@
+"""`map_keys`: prefixes, heads, ties, other people's key names, and every kind of mismatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from raysharding.checkpoint.tensor_info import TensorInfo
+from raysharding.checkpoint import open_checkpoint
+from raysharding.errors import PlanError
+from raysharding.models import KeyMap, build_module, map_keys
+from tests.models.architectures import ARCHITECTURES
+from tests.models.filling import everything, load_values, rewrite
+
+
+def headers(tensors: dict[str, torch.Tensor]) -> dict[str, TensorInfo]:
+    """Header entries as a checkpoint of these tensors has them."""
+    return {name: TensorInfo(name, value.dtype, tuple(value.shape), 0, 0) for name, value in tensors.items()}
+
+
+def saved(name: str, folder: Path) -> dict[str, torch.Tensor]:
+    """Save a tiny model; its tensors as published."""
+    ARCHITECTURES[name].make().save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
+
+
+def check(folder: Path, model: str, key_mapping: dict[str, str] | None = None) -> KeyMap:
+    """Load as `model`; compare with its `from_pretrained`, values and missing keys."""
+    import transformers
+
+    reference, info = getattr(transformers, model).from_pretrained(
+        folder, output_loading_info=True, key_mapping=key_mapping
+    )
+    checkpoint = open_checkpoint(folder)
+    fields = {**(checkpoint.config or {}), "architectures": [model]}
+    ours = build_module(None, _with_config(checkpoint, fields), None)
+    keys, values = load_values(ours, checkpoint, key_mapping)
+    assert keys.problems == ()
+    assert set(keys.missing) == set(info["missing_keys"])
+    assert len(keys.unexpected) == len(info["unexpected_keys"])
+    for fqn, tensor in everything(reference).items():
+        if fqn not in info["missing_keys"]:
+            assert torch.equal(values[fqn], tensor), fqn
+    return keys
+
+
+def _with_config(checkpoint: Any, fields: dict[str, Any]) -> Any:
+    from dataclasses import replace
+
+    return replace(checkpoint, config=fields)
+
+
+# --- key names --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "fqn", "operations"),
+    [
+        (
+            "mixtral",
+            "model.layers.0.block_sparse_moe.experts.3.w1.weight",
+            "model.layers.0.mlp.experts.gate_up_proj",
+            "MergeModulelist+Concatenate",
+        ),
+        (
+            "qwen3-moe",
+            "model.layers.1.mlp.experts.2.down_proj.weight",
+            "model.layers.1.mlp.experts.down_proj",
+            "MergeModulelist",
+        ),
+        (
+            "vit",
+            "vit.encoder.layer.1.attention.attention.query.weight",
+            "vit.layers.1.attention.q_proj.weight",
+            "",
+        ),
+    ],
+)
+def test_published_names_feed_the_fused_parameters_by_ranges(
+    name: str, key: str, fqn: str, operations: str, tmp_path: Path
+) -> None:
+    assert key in saved(name, tmp_path)
+    keys = check(tmp_path, ARCHITECTURES[name].model)
+    target = keys.targets[fqn]
+    assert key in target.sources
+    assert target.operations == operations
+    assert target.runs is not None
+    assert (key in {run.source for run in target.runs}) is True
+
+
+def test_more_experts_than_ten_are_stacked_in_number_order(tmp_path: Path) -> None:
+    import transformers
+
+    config = ARCHITECTURES["mixtral"].fields | {"num_local_experts": 12}
+    transformers.MixtralForCausalLM(transformers.MixtralConfig(**config)).save_pretrained(tmp_path)
+    check(tmp_path, "MixtralForCausalLM")
+
+
+def test_an_operation_that_moves_single_elements_runs_on_the_sources(tmp_path: Path) -> None:
+    import transformers
+
+    text = ARCHITECTURES["qwen3-moe"].fields | {
+        "head_dim": 4,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 0], "rope_theta": 10000.0},
+    }
+    vision = {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_heads": 2,
+        "out_hidden_size": 16,
+        "patch_size": 4,
+        "deepstack_visual_indexes": [0],
+        "num_position_embeddings": 16,
+    }
+    config = transformers.Qwen3VLMoeConfig(text_config=text, vision_config=vision)
+    transformers.Qwen3VLMoeForConditionalGeneration(config).save_pretrained(tmp_path)
+    keys = check(tmp_path, "Qwen3VLMoeForConditionalGeneration")
+    # hidden 16 × 2·8: square, so that transformers takes it as it is; a plain copy then.
+    square = keys.targets["model.language_model.layers.0.mlp.experts.gate_up_proj"]
+    assert square.operations == "Transpose"
+
+
+def test_a_fused_projection_is_split(tmp_path: Path) -> None:
+    tensors = saved("clip", tmp_path)
+    assert "logit_scale" in tensors
+    keys = check(tmp_path, "CLIPModel")
+    assert keys.targets["logit_scale"].shape == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "missing"),
+    [
+        ("bert-classifier", "BertModel", set()),
+        ("bert", "BertForSequenceClassification", {"classifier.weight", "classifier.bias"}),
+        ("vit", "ViTModel", None),
+        ("llama", "LlamaModel", set()),
+    ],
+)
+def test_a_model_with_another_head(name: str, model: str, missing: set[str] | None, tmp_path: Path) -> None:
+    saved(name, tmp_path)
+    keys = check(tmp_path, model)
+    if missing is not None:
+        assert {fqn for fqn in keys.missing if "pooler" not in fqn} == missing
+
+
+@pytest.mark.parametrize(
+    ("name", "base", "prefix"), [("bert-classifier", "BertModel", "bert."), ("gpt2", "GPT2Model", "transformer.")]
+)
+def test_a_base_models_checkpoint_feeds_the_model_with_a_head(
+    name: str, base: str, prefix: str, tmp_path: Path
+) -> None:
+    tensors = saved(name, tmp_path)
+    bare = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+    rewrite(tmp_path, bare)
+    keys = check(tmp_path, ARCHITECTURES[name].model)
+    assert set(keys.missing) == {key for key in tensors if not key.startswith(prefix)}
+
+
+def test_a_key_mapping_of_the_user_comes_first(tmp_path: Path) -> None:
+    tensors = saved("llama", tmp_path)
+    rewrite(tmp_path, {key.replace("model.layers", "trunk.blocks"): value for key, value in tensors.items()})
+    keys = check(tmp_path, "LlamaForCausalLM", {r"^trunk\.blocks": "model.layers"})
+    assert keys.missing == ()
+
+
+# --- ties -------------------------------------------------------------------------------------------------------------
+
+
+def test_tied_names_load_once(tmp_path: Path) -> None:
+    tensors = saved("llama-tied", tmp_path)
+    assert "lm_head.weight" not in tensors
+    keys = check(tmp_path, "LlamaForCausalLM")
+    assert keys.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert "lm_head.weight" not in keys.targets
+
+
+def test_of_two_tied_names_in_the_file_the_second_is_ignored(tmp_path: Path) -> None:
+    tensors = saved("llama-tied", tmp_path)
+    rewrite(tmp_path, tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]})
+    keys = check(tmp_path, "LlamaForCausalLM")
+    assert keys.ignored == ("lm_head.weight",)
+    assert keys.unexpected == ()
+
+
+def test_the_other_name_of_a_tied_tensor_feeds_it(tmp_path: Path) -> None:
+    tensors = saved("llama-tied", tmp_path)
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    rewrite(tmp_path, tensors)
+    keys = check(tmp_path, "LlamaForCausalLM")
+    assert keys.targets["model.embed_tokens.weight"].sources == ("lm_head.weight",)
+    assert keys.missing == ()
+
+
+# --- what is allowed to be there, or not ------------------------------------------------------------------------------
+
+
+def test_old_buffers_in_the_file_are_ignored(tmp_path: Path) -> None:
+    tensors = saved("bert", tmp_path)
+    rewrite(tmp_path, tensors | {"bert.embeddings.position_ids": torch.arange(32)[None]})
+    keys = check(tmp_path, "BertForMaskedLM")
+    assert keys.ignored == ("bert.embeddings.position_ids",)
+
+
+def test_rotary_frequencies_in_the_file_are_ignored(tmp_path: Path) -> None:
+    tensors = saved("llama", tmp_path)
+    old = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(2) for layer in range(2)}
+    rewrite(tmp_path, tensors | old)
+    keys = check(tmp_path, "LlamaForCausalLM")
+    assert set(keys.ignored) == set(old)
+
+
+def test_unexpected_keys_are_named_as_in_the_file(tmp_path: Path) -> None:
+    tensors = saved("mixtral", tmp_path)
+    strange = "model.layers.0.block_sparse_moe.shared.w1.weight"
+    rewrite(tmp_path, tensors | {strange: torch.ones(2)})
+    keys = check(tmp_path, "MixtralForCausalLM")
+    assert keys.unexpected == (strange,)
+
+
+# --- plain modules ----------------------------------------------------------------------------------------------------
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.second = nn.Linear(4, 6, bias=False)
+        self.second.weight = self.first.weight
+        self.register_buffer("table", torch.arange(3), persistent=False)
+
+
+def plain_tensors() -> dict[str, torch.Tensor]:
+    state = Plain().state_dict()
+    del state["second.weight"]
+    return state
+
+
+def test_a_plain_module_matches_by_name() -> None:
+    tensors = plain_tensors()
+    keys = map_keys(Plain(), headers(tensors), None)
+    assert set(keys.targets) == set(tensors)
+    assert list(keys.targets)[:3] == ["scale", "first.weight", "first.bias"]
+    assert keys.aliases == {"second.weight": "first.weight"}
+    assert keys.targets["norm.num_batches_tracked"].kind == "buffer"
+    assert (keys.missing, keys.unexpected, keys.initialise, keys.problems) == ((), (), (), ())
+
+
+def test_a_plain_module_with_renamed_keys() -> None:
+    tensors = {f"net.{key}".replace("weight", "kernel"): value for key, value in plain_tensors().items()}
+    keys = map_keys(Plain(), headers(tensors), {r"^net\.(.*)": r"\1", "kernel$": "weight"})
+    assert keys.targets["first.weight"].sources == ("net.first.kernel",)
+    assert (keys.missing, keys.unexpected) == ((), ())
+
+
+def test_a_plain_modules_missing_unexpected_and_ignored() -> None:
+    tensors = plain_tensors()
+    del tensors["norm.running_mean"], tensors["first.weight"]
+    tensors |= {"table": torch.arange(3), "first._extra_state": torch.ones(1), "head.weight": torch.ones(2)}
+    keys = map_keys(Plain(), headers(tensors), None)
+    assert keys.missing == ("first.weight", "norm.running_mean")
+    assert keys.unexpected == ("first._extra_state", "head.weight")
+    assert keys.ignored == ("table",)
+    assert keys.initialise == (), "a real module keeps what it has"
+    with torch.device("meta"):
+        on_meta = map_keys(Plain(), headers(tensors), None)
+    assert on_meta.initialise == ("table", "first.weight", "norm.running_mean")
+
+
+# --- mismatches -------------------------------------------------------------------------------------------------------
+
+
+def _shape(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["first.weight"] = torch.ones(6, 5)
+
+
+def _integer(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["first.bias"] = torch.ones(6, dtype=torch.int64)
+
+
+def _floating(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["norm.num_batches_tracked"] = torch.tensor(1.0)
+
+
+def _twice(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["old.first.bias"] = torch.ones(6)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "parts"),
+    [
+        (_shape, ("first.weight", "(6, 5)", "(6, 4)")),
+        (_integer, ("first.bias", "torch.int64", "torch.float32")),
+        (_floating, ("norm.num_batches_tracked", "torch.float32", "torch.int64")),
+        (_twice, ("first.bias", "'old.first.bias'")),
+    ],
+)
+def test_a_mismatch_is_a_problem(spoil: Callable[[dict[str, torch.Tensor]], None], parts: tuple[str, ...]) -> None:
+    tensors = plain_tensors()
+    spoil(tensors)
+    keys = map_keys(Plain(), headers(tensors), {r"^old\.": ""})
+    (problem,) = keys.problems
+    assert all(part in problem for part in parts)
+    assert (keys.missing, keys.unexpected) == ((), ())
+
+
+def test_all_problems_are_listed() -> None:
+    tensors = plain_tensors()
+    for spoil in (_shape, _integer, _floating):
+        spoil(tensors)
+    assert len(map_keys(Plain(), headers(tensors), None).problems) == 3
+
+
+def _without_expert(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors["model.layers.0.block_sparse_moe.experts.2.w1.weight"]
+
+
+def _with_a_small_expert(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.layers.0.block_sparse_moe.experts.2.w1.weight"] = torch.ones(5, 16)
+
+
+def _in_both_formats(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.layers.0.mlp.experts.gate_up_proj"] = torch.ones(4, 48, 16)
+
+
+@pytest.mark.parametrize("spoil", [_without_expert, _with_a_small_expert, _in_both_formats])
+def test_experts_that_do_not_add_up_are_a_problem(
+    spoil: Callable[[dict[str, torch.Tensor]], None], tmp_path: Path
+) -> None:
+    tensors = saved("mixtral", tmp_path)
+    spoil(tensors)
+    rewrite(tmp_path, tensors)
+    checkpoint = open_checkpoint(tmp_path)
+    keys = map_keys(build_module(None, checkpoint, None), checkpoint.tensors, None)
+    assert keys.problems
+    assert all("model.layers.0.mlp.experts.gate_up_proj" in line for line in keys.problems)
+
+
+@pytest.mark.parametrize("mapping", [{"(": "x"}, {"a": r"\3"}])
+def test_a_malformed_key_mapping_is_a_plan_error(mapping: dict[str, str]) -> None:
+    with pytest.raises(PlanError, match="key_mapping"):
+        map_keys(Plain(), headers({"a": torch.ones(1)}), mapping)
+
+
+# --- sharded modules --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mixtral", "vit", "llama-tied", "bert-classifier"])
+def test_a_sharded_module_maps_as_the_plain_one(name: str, tmp_path: Path) -> None:
+    saved(name, tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    module = build_module(None, checkpoint, None)
+    plain = map_keys(module, checkpoint.tensors, None)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+        sharded, values = load_values(module, checkpoint)
+    finally:
+        dist.destroy_process_group()
+    assert sharded == plain
+    reference = ARCHITECTURES[name].make()
+    assert all(torch.equal(values[fqn], tensor) for fqn, tensor in everything(reference).items())

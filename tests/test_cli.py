@@ -1,0 +1,64 @@
+"""The command line, run as a user runs it: in this process by its words, and once as a program."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from raysharding.cli import main
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """Two dtypes in one file, with a config."""
+    tensors = {"a.weight": torch.zeros(300, 10, dtype=torch.bfloat16), "a.steps": torch.tensor(7)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    return tmp_path
+
+
+def test_inspect(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(checkpoint)]) == 0
+    size = (checkpoint / "model.safetensors").stat().st_size
+    assert capsys.readouterr().out.splitlines() == [
+        str(checkpoint),
+        "  architectures  LlamaForCausalLM",
+        "  tensors        2, 5.87 KiB",
+        "  bfloat16       3,000 elements",
+        "  int64          1 elements",
+        f"  model.safetensors: 2 tensors, {size / 1024:.2f} KiB",
+    ]
+
+
+def test_inspect_lists_tensors(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "--tensors", str(checkpoint)]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[-2:]]
+    assert sorted(rows) == [
+        ["a.steps", "int64", "8", "B", "[]"],
+        ["a.weight", "bfloat16", "5.86", "KiB", "[300,", "10]"],
+    ]
+
+
+def test_bad_checkpoint_is_one_line_and_status_1(checkpoint: Path) -> None:
+    file = checkpoint / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    code = "import sys; from raysharding.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, "inspect", str(checkpoint)]
+    root = Path(__file__).resolve().parents[1]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"raysharding: {file}: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["explode"])
+    assert caught.value.code == 2
+    assert "inspect" in capsys.readouterr().err
