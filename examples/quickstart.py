@@ -80,7 +80,7 @@ def print_similarities(embeddings: torch.Tensor) -> None:
     print(" " * (width + 4) + "".join(f"{column:>8}" for column in range(1, len(SENTENCES) + 1)))
     for row, (sentence, values) in enumerate(zip(SENTENCES, (embeddings @ embeddings.T).tolist(), strict=True), 1):
         cells = "".join(f"{value:>6.2f} {' ░▒▓█'[min(4, max(0, int(value * 5)))]}" for value in values)
-        print(f"{row:>2}  {sentence:<{width}}{cells}")
+        print(f"{row:>2}  {sentence:<{width}}{cells}".rstrip())
 
 
 def run(model_directory: Path, save_directory: Path) -> None:
@@ -89,7 +89,7 @@ def run(model_directory: Path, save_directory: Path) -> None:
     batch = tokenizer(list(SENTENCES), padding=True, return_tensors="pt")
     ids, mask = batch["input_ids"], batch["attention_mask"]
     tokens = tokenizer([text for pair in PAIRS for text in pair], padding=True, return_tensors="pt")
-    pairs = {name: Split(tokens[name]) for name in ("input_ids", "attention_mask")}
+    pairs: dict[str, Any] = {name: Split(tokens[name]) for name in ("input_ids", "attention_mask")}
 
     with ShardedModelGroup.from_checkpoint(model_directory, world_size=2) as group:
         output = group.forward(input_ids=Split(ids), attention_mask=Split(mask))
@@ -101,11 +101,7 @@ def run(model_directory: Path, save_directory: Path) -> None:
         print(f"\nFine-tuning on {len(PAIRS)} pairs, idiom and meaning:")
         group.set_optimizer(torch.optim.AdamW, lr=3e-5)
         for step in range(1, NUM_STEPS + 1):
-            metrics = group.train_step(
-                input_ids=Split(pairs["input_ids"]),
-                attention_mask=Split(pairs["attention_mask"]),
-                loss=contrastive_loss,
-            )
+            metrics = group.train_step(**pairs, loss=contrastive_loss)
             if step == 1 or step % 5 == 0:
                 print(f"  step {step:>2}  loss {metrics['loss']:.4f}  gradient norm {metrics['grad_norm']:.3f}")
 

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from raysharding import __version__
 from raysharding.checkpoint import Checkpoint, TensorInfo, open_checkpoint
 from raysharding.errors import CheckpointError
 
@@ -36,7 +35,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="raysharding", description="Hugging Face checkpoints on a Ray cluster.")
-    parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     inspect = commands.add_parser("inspect", help="validate headers and index, and show what a checkpoint holds")
     inspect.add_argument("path", help="Hugging Face directory, .safetensors file, index JSON, or file:// URI")

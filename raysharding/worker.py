@@ -28,9 +28,7 @@ from raysharding.models import build_module
 from raysharding.outputs import RankOutput
 from raysharding.tree import map_leaves
 
-Phase = Literal[
-    "place", "rendezvous", "plan", "stream", "finalize", "ready", "forward", "train_step", "call", "save", "closed"
-]
+Phase = Literal["rendezvous", "plan", "stream", "finalize", "ready", "forward", "train_step", "call", "save", "closed"]
 
 _current: list[Worker] = []
 
@@ -73,7 +71,7 @@ class Worker:
         self.loading = Loading()
         self.optimizer: torch.optim.Optimizer | None = None
         self.load_report: LoadReport | None = None
-        self.phase: Phase = "place"
+        self.phase: Phase = "rendezvous"
         self.bytes_done = 0
         self.bytes_total = 0
         self.last_tensor = ""
@@ -113,7 +111,7 @@ class Worker:
             sharding: See `Sharding`.
             loading: See `Loading`; used here for the dtype, and by `load`.
         """
-        with self._running("rendezvous", "build"):
+        with self._running("plan", "build"):
             self.checkpoint = checkpoint
             self.sharding, self.loading = sharding or Sharding(), loading or Loading()
             self._mesh = init_mesh(self.device.type, self.sharding)
@@ -172,21 +170,39 @@ class Worker:
         """
         with self._running("forward", "forward"):
             assert self._forwarding is not None, "build() comes before forward()"
-            return self._forwarding.run(self._on_device(batch), training=_is_training(mode), keep=self._wants(out))
+            return self._forwarding.run(
+                self._on_device(batch), training=_is_training(mode, default="eval"), keep=self._wants(out)
+            )
 
     def train_step(
-        self, batch: RankBatch, loss: LossFunction | None = None, max_grad_norm: float | None = None
+        self,
+        batch: RankBatch,
+        loss: LossFunction | None = None,
+        max_grad_norm: float | None = None,
+        mode: Literal["train", "eval"] | None = None,
     ) -> dict[str, float]:
         """One optimizer step over the whole batch; see `distributed.training.train_step`. Collective.
 
+        Args:
+            batch: From `deal`.
+            loss: See `distributed.loss.loss_share`.
+            max_grad_norm: Clip to this global 2-norm. Default: only measure.
+            mode: `"train"` (default) or `"eval"`, for models whose training statistics depend on the whole batch.
+
         Raises:
-            ValueError: No optimizer is set.
+            ValueError: No optimizer is set, or the mode is unknown.
         """
         if self.optimizer is None:
             raise ValueError("no optimizer: call set_optimizer(torch.optim.AdamW, lr=...) before train_step")
         with self._running("train_step", "train_step"):
-            batch = self._on_device(batch)
-            return train_step(self.module, self.optimizer, batch, loss=loss, max_grad_norm=max_grad_norm)
+            return train_step(
+                self.module,
+                self.optimizer,
+                self._on_device(batch),
+                loss=loss,
+                max_grad_norm=max_grad_norm,
+                training=_is_training(mode, default="train"),
+            )
 
     def call(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Run `fn(*args, **kwargs)` with `current_worker()` set to this worker, and return what it returns."""
@@ -307,10 +323,10 @@ def _moved(batch: RankBatch, device: torch.device) -> RankBatch:
     return batch.replaced(lambda value: map_leaves(move, value))
 
 
-def _is_training(mode: str | None) -> bool:
+def _is_training(mode: str | None, *, default: str) -> bool:
     if mode not in (None, "train", "eval"):
-        raise ValueError(f"mode={mode!r}: give 'train', 'eval', or None for eval")
-    return mode == "train"
+        raise ValueError(f"mode={mode!r}: give 'train', 'eval', or None for {default!r}")
+    return (mode or default) == "train"
 
 
 def _resident_bytes() -> int:

@@ -103,7 +103,6 @@ def test_quickstart_as_a_job(cluster: tuple[str, dict[str, str]]) -> None:
     assert max(differences) < 1e-5
     losses = [float(found) for found in re.findall(r"step +\d+ +loss (\S+)", done.stdout)]
     assert len(losses) == 5
-    assert losses == sorted(losses, reverse=True)
     assert losses[-1] < losses[0] / 2
     assert len(re.findall(r"^ +rank \d", done.stdout, re.MULTILINE)) == 2
     assert "succeeded" in done.stdout

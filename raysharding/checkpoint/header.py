@@ -65,7 +65,9 @@ def read_header(path: str, file: int, num_bytes: int, read: Callable[[int, int],
 
 
 def parse_header(path: str, file: int, num_bytes: int, data: bytes) -> Header:
-    """Check header bytes `data` (without the length before them) against a file of `num_bytes`."""
+    """Check header bytes `data` (without the length before them) against a file of `num_bytes` that holds them."""
+    start = _LENGTH_BYTES + len(data)
+    assert start <= num_bytes, f"{path}: a header that ends at {start} in a file of {num_bytes}"
     if not data.startswith(b"{"):
         raise CheckpointError(f"header begins with {data[:1]!r}, not with '{{': not a safetensors file?", path=path)
     try:
@@ -73,7 +75,6 @@ def parse_header(path: str, file: int, num_bytes: int, data: bytes) -> Header:
     except ValueError as error:
         raise CheckpointError(f"header {error}", path=path) from error
     metadata = _check_metadata(path, entries.pop("__metadata__", {}))
-    start = _LENGTH_BYTES + len(data)
     tensors = sorted(
         (_check_entry(path, file, start, name, entry) for name, entry in entries.items()),
         key=lambda info: (info.offset, info.num_bytes),

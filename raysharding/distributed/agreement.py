@@ -32,9 +32,7 @@ def _rebuild(rank: int, description: dict[str, Any]) -> RayshardingError:
     return error
 
 
-def agree(
-    error: BaseException | None, value: Any = None, group: dist.ProcessGroup | None = None
-) -> list[Any]:
+def agree(error: BaseException | None, value: Any = None, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Exchange outcomes; collective over `group`.
 
     Args:

@@ -29,7 +29,7 @@ def shard_module(module: nn.Module, mesh: DeviceMesh, sharding: Sharding | None 
     """Cut a module over a mesh with FSDP2, in place; every rank calls it with the same module and mesh.
 
     Blocks become FSDP groups of their own (`Sharding.wrap`), inner ones first, the rest goes into the root's group.
-    0-dim parameters, which `fully_shard` refuses, stay plain tensors on every rank. On meta nothing is allocated.
+    0-dim parameters and those without elements stay plain tensors on every rank. On meta nothing is allocated.
 
     Args:
         module: The root module, on meta or on the mesh's device.
@@ -47,7 +47,8 @@ def shard_module(module: nn.Module, mesh: DeviceMesh, sharding: Sharding | None 
         "mesh": mesh,
         "reshard_after_forward": sharding.reshard_after_forward,
         "mp_policy": mixed_precision_policy(sharding),
-        "ignored_params": {parameter for parameter in module.parameters() if parameter.ndim == 0},
+        # fully_shard refuses 0-dim parameters, and fails in the backward of those without elements.
+        "ignored_params": {item for item in module.parameters() if item.ndim == 0 or item.numel() == 0},
     }
     if sharding.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")

@@ -36,7 +36,8 @@ def _average(parameters: list[nn.Parameter]) -> None:
     present = [float(parameter.grad is not None) for parameter in parameters]
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     # Half precision would lose the last bits of a sum over many ranks; these are a few numbers, so fp32 costs nothing.
-    flat = torch.cat([grad.detach().reshape(-1).float() for grad in grads] + [grads[0].new_tensor(present).float()])
+    dtype = torch.promote_types(parameters[0].dtype, torch.float32)
+    flat = torch.cat([grad.detach().reshape(-1).to(dtype) for grad in grads] + [grads[0].new_tensor(present).to(dtype)])
     flat = flat.to(_group_device(flat.device))
     # Every rank sends a bucket of the same size, with zeros for what it lacks: else the others would wait here.
     dist.all_reduce(flat)
@@ -103,7 +104,7 @@ def _global_norm(by_copies: dict[int, list[torch.Tensor]], norm_type: float, dev
     total = torch.zeros((), dtype=torch.float64, device=device)
     is_max = norm_type == math.inf
     for copies, grads in by_copies.items():
-        norms = torch.stack([norm.to(device) for norm in _norms(grads, norm_type)]).double()
+        norms = torch.stack([norm.to(device, torch.float64) for norm in _norms(grads, norm_type)])
         total = torch.maximum(total, norms.max()) if is_max else total + norms.pow(norm_type).sum() / copies
     # Every rank reduces its one number, also without any gradient: a rank that left early would stop the others here.
     dist.all_reduce(total, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM)
@@ -111,11 +112,14 @@ def _global_norm(by_copies: dict[int, list[torch.Tensor]], norm_type: float, dev
 
 
 def _norms(grads: list[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
-    """Each tensor's own norm in fp32, one fused call for each device and dtype."""
+    """Each tensor's own norm, in fp32 or wider, one fused call for each device and dtype."""
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
     for grad in grads:
         groups[grad.device, grad.dtype].append(grad)
-    return [norm for group in groups.values() for norm in torch._foreach_norm(group, norm_type, dtype=torch.float32)]
+    norms: list[torch.Tensor] = []
+    for (_, dtype), group in groups.items():
+        norms += torch._foreach_norm(group, norm_type, dtype=torch.promote_types(dtype, torch.float32))
+    return norms
 
 
 def _scale(grads: Iterable[torch.Tensor], factor: torch.Tensor) -> None:

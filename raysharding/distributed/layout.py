@@ -140,7 +140,9 @@ class ShardMap:
             if isinstance(tensor, DTensor):
                 found.setdefault(_holders(tensor.device_mesh, tensor.placements.index(Shard(0))), name)
         if len(found) > 1:
-            raise ValueError(f"parameters {sorted(found.values())} lie on different meshes: shard a module over one mesh")
+            raise ValueError(
+                f"parameters {sorted(found.values())} lie on different meshes: shard a module over one mesh"
+            )
         holders = next(iter(found), (tuple(range(dist.get_world_size())),))
         return cls(holders, dist.get_rank())
 

@@ -195,7 +195,7 @@ def _agree_on_plan(path: str, plan: LoadPlan | None, problems: Sequence[str], er
     listed = dict.fromkeys(line for outcome in every for line in outcome["problems"])
     if listed:
         raise PlanError(
-            f"{path} does not fit the model ({len(listed)} problems; strict=False accepts missing and unexpected keys):",
+            f"{path} does not fit the model; {len(listed)} problems (strict=False accepts missing or unexpected keys):",
             problems=list(listed),
         )
     differing = [str(rank) for rank, outcome in enumerate(every) if outcome["digest"] != every[0]["digest"]]
@@ -274,9 +274,7 @@ def _num_bytes(tensor: torch.Tensor) -> int:
     return local.numel() * local.itemsize
 
 
-def _make_report(
-    plan: LoadPlan, transport: str, reason: str, every: Sequence[_Figures], seconds: float
-) -> LoadReport:
+def _make_report(plan: LoadPlan, transport: str, reason: str, every: Sequence[_Figures], seconds: float) -> LoadReport:
     def slowest(name: str) -> Any:
         return max(getattr(figures, name) for figures in every)
 

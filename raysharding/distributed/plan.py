@@ -11,8 +11,8 @@ Note: buckets, sections, messages.
 
 Note: the default of 32 MiB.
     A bucket is read while the one before is sent, so the memory is two buckets. At W = 4 a section is 8 MiB: long
-    enough that the cost of a message (some 50 µs on gloo) stays under 1 % at 1 GB/s, short enough that two buckets fit in
-    64 MiB. `tests/bench/loading.py --bucket-mib` shows what another size does.
+    enough that the cost of a message (some 50 µs on gloo) stays under 1 % at 1 GB/s, short enough that two buckets
+    fit in 64 MiB. `tests/bench/loading.py --bucket-mib` shows what another size does.
 """
 
 from __future__ import annotations

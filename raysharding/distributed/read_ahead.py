@@ -111,7 +111,7 @@ class ReadAhead:
             error: Exception | None = None
             try:
                 self._fill(bucket, slot)
-            except Exception as raised:  # handed to the sending thread, which tells every rank
+            except Exception as raised:  # noqa: BLE001 - handed to the sending thread, which tells every rank
                 error = raised
             self.read_s += perf_counter() - started
             self._filled.put(FilledBucket(bucket, slot, error))

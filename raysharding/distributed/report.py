@@ -95,7 +95,7 @@ class LoadReport:
             f"loaded {self.num_tensors} tensors, {format_bytes(self.checkpoint_bytes)}, from {self.checkpoint}",
             f"  time       {self.seconds:.2f} s, {format_bytes(self.bytes_per_s)}/s (plan {self.plan_s:.2f} s, stream "
             f"{self.stream_s:.2f} s, initialise {self.initialise_s:.2f} s)",
-            f"  stream     read {self.read_s:.2f} s, send {self.send_s:.2f} s, place {self.place_s:.2f} s (overlapping)",
+            f"  overlap    read {self.read_s:.2f} s, send {self.send_s:.2f} s, place {self.place_s:.2f} s of stream",
             f"  transport  {self.transport} ({self.transport_reason}) to {self.world_size} ranks, {self.num_buckets} "
             f"buckets of at most {format_bytes(self.bucket_bytes)}",
             f"  bytes      read {format_bytes(self.read_bytes)}, sent {format_bytes(self.wire_bytes)}",
@@ -146,7 +146,7 @@ class SaveReport:
 
     def __str__(self) -> str:
         return (
-            f"saved {self.num_tensors} tensors, {format_bytes(self.num_bytes)}, in {self.num_files} files to {self.path}: "
-            f"{self.seconds:.2f} s, {format_bytes(self.bytes_per_s)}/s, peak extra memory "
+            f"saved {self.num_tensors} tensors, {format_bytes(self.num_bytes)}, in {self.num_files} files to "
+            f"{self.path}: {self.seconds:.2f} s, {format_bytes(self.bytes_per_s)}/s, peak extra memory "
             f"{format_bytes(max(self.peak_extra_bytes))} a rank"
         )

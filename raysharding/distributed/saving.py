@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from time import perf_counter
@@ -237,23 +237,24 @@ def _finish(
         if len(plan.files) > 1:
             weight_map = {name: file for names, file in zip(plan.names, plan.files, strict=True) for name in names}
             write_index(staging, weight_map, _total_bytes(tensors))
-        _copy_sidecars(staging, source)
         write_config_files(module, staging)
+        _copy_sidecars(staging, source)
         commit_staging(staging, path, overwrite=overwrite)
     except CheckpointError as error:
         return error
     return None
 
 
-_NOT_COPIED: Sequence[str] = ("config.json", "generation_config.json")
-"""Written from the model, which may have another class or dtype than the source."""
+_NOT_COPIED = "config.json"
+"""Written from the model, which may have another class or dtype than the source. The source's generation_config.json
+stays: the ranks that cannot see it built the model without."""
 
 
 def _copy_sidecars(staging: str, source: Checkpoint | None) -> None:
     if source is None or not os.path.isdir(source.directory):
         return
     for name in source.sidecar_files():
-        if name in _NOT_COPIED:
+        if name == _NOT_COPIED:
             continue
         try:
             shutil.copyfile(os.path.join(source.directory, name), os.path.join(staging, name))

@@ -113,12 +113,16 @@ class BucketStream:
             rank keeps receiving, so that rank 0 is not left sending to it.
         """
         buckets = self.plan.buckets
-        ring = [torch.empty(self.plan.max_bucket_bytes, dtype=torch.uint8, device=self.device) for _ in range(RING_SIZE)]
+        ring = [
+            torch.empty(self.plan.max_bucket_bytes, dtype=torch.uint8, device=self.device) for _ in range(RING_SIZE)
+        ]
         posted: list[tuple[list[dist.Work], Received]] = []
         error: Exception | None = None
         for index, bucket in enumerate(buckets):
-            for ahead in range(index + len(posted), min(index + RING_SIZE, len(buckets))):
-                posted.append(self.transport.receive(buckets[ahead], ring[ahead % RING_SIZE], self._landing))
+            posted += [
+                self.transport.receive(buckets[ahead], ring[ahead % RING_SIZE], self._landing)
+                for ahead in range(index + len(posted), min(index + RING_SIZE, len(buckets)))
+            ]
             works, received = posted.pop(0)
             started = perf_counter()
             self.transport.wait(works)

@@ -28,8 +28,9 @@ def train_step(
     *,
     loss: LossFunction | None = None,
     max_grad_norm: float | None = None,
+    training: bool = True,
 ) -> dict[str, float]:
-    """Forward, backward and one optimizer step in train mode; collective, every rank calls it with its own batch.
+    """Forward, backward and one optimizer step; collective, every rank calls it with its own batch.
 
     Loss, gradient norm and update are those of one process on all rows, whatever the number of ranks and however
     labels are masked. Gradients of earlier calls are dropped first. Wire: FSDP's own traffic and a few numbers.
@@ -40,6 +41,7 @@ def train_step(
         batch: This rank's part, from `deal`.
         loss: See `loss.loss_share`. Default: the output's `.loss`.
         max_grad_norm: Clip to this global 2-norm. Default: only measure.
+        training: Train mode rather than eval mode. Default train. Each submodule's own mode is put back.
 
     Returns:
         `loss` of the whole batch and `grad_norm` before clipping, equal on every rank.
@@ -50,7 +52,7 @@ def train_step(
     """
     progress = _Progress()
     try:
-        with module_mode(module, training=True):
+        with module_mode(module, training=training):
             return _step(module, optimizer, batch, loss, max_grad_norm, progress)
     except Exception as error:
         usable = recover(module, in_backward=progress.in_backward) and not progress.in_optimizer

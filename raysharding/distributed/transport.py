@@ -139,7 +139,7 @@ class Broadcast:
         return [work] if work is not None else []
 
     def wait(self, works: Sequence[dist.Work]) -> None:
-        """Wait for the broadcast of a bucket, at most the time-out: a peer that stops cannot hold this rank for ever."""
+        """Wait for the broadcast of a bucket, at most the time-out, so that a stopped peer cannot hold this rank."""
         _wait(works, self._timeout)
 
 

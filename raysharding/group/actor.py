@@ -11,6 +11,7 @@ import sys
 import threading
 import traceback
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Literal
 
 import ray
@@ -61,6 +62,7 @@ class RankActor:
     def __init__(self) -> None:
         self._commands = RankCommands()
         self._work_thread = 0
+        self._control_threads: set[int] = set()
 
     @ray.method(concurrency_group="control")
     def probe(self, checkpoint_path: str | None) -> ActorInfo:
@@ -77,6 +79,7 @@ class RankActor:
     @ray.method(concurrency_group="control")
     def lifetime(self) -> None:
         """Block as long as the process lives: the driver sees its death, also while idle, as this call's failure."""
+        self._control_threads.add(threading.get_ident())
         threading.Event().wait()
 
     @ray.method(concurrency_group="control")
@@ -91,16 +94,14 @@ class RankActor:
 
     @ray.method(concurrency_group="control")
     def stacks(self) -> Stacks:
-        """Format the stacks of all threads, the work thread's first."""
+        """Format the stacks of all threads but those that only serve Ray and the driver, the work thread's first."""
+        self._control_threads.add(threading.get_ident())
         frames = sys._current_frames()
-        names = {thread.ident: thread.name for thread in threading.enumerate()}
-        order = sorted(frames, key=lambda ident: ident != self._work_thread)
-        parts = [
-            f"thread {'work' if ident == self._work_thread else names.get(ident, ident)}:\n"
-            + "".join(traceback.format_stack(frames[ident]))
-            for ident in order
-        ]
-        work = frames.get(self._work_thread)
+        work = frames.pop(self._work_thread, None)
+        parts = [] if work is None else ["work thread:\n" + "".join(traceback.format_stack(work))]
+        for ident, frame in frames.items():
+            if ident not in self._control_threads and not _is_rays_own(frame):
+                parts.append(f"thread {ident}:\n" + "".join(traceback.format_stack(frame)))
         waits = work is not None and f"torch{os.sep}distributed" in work.f_code.co_filename
         return Stacks("\n".join(parts), waits)
 
@@ -134,6 +135,12 @@ class RankActor:
             tensor=self._commands.tensor(),
             recovered=self._commands.is_usable(),
         )
+
+
+def _is_rays_own(frame: FrameType) -> bool:
+    """Whether a thread runs nothing but Ray's code."""
+    own = (os.path.dirname(ray.__file__), threading.__file__)
+    return all(each.f_code.co_filename.startswith(own) for each, _ in traceback.walk_stack(frame))
 
 
 def _pack_output(value: Any, request: Request) -> Packed | AsValue | None:

@@ -37,9 +37,7 @@ def open_anywhere(checkpoint: str | os.PathLike[str], start_s: float) -> Checkpo
     nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
     task = ray.remote(num_cpus=0, max_retries=0)(_open_if_there)
     refs = {
-        task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(
-            given, path
-        ): address
+        task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(path): address
         for node_id, address in nodes.items()
     }
     ready, late = ray.wait(list(refs), num_returns=len(refs), timeout=start_s)

@@ -48,13 +48,13 @@ def _split(root: nn.Module, names: tuple[str, ...], members: set[str]) -> Iterat
     held: dict[str, dict[str, nn.Parameter]] = {}
     for name in names:
         held |= dict(_own_parameters(root, name, members))
-    num_bytes: Counter[torch.dtype] = Counter()
+    num_elements: Counter[torch.dtype] = Counter()
     for parameters in held.values():
         for parameter in parameters.values():
-            num_bytes[parameter.dtype] += parameter.numel() * parameter.itemsize
-    if len(num_bytes) < 2:
+            num_elements[parameter.dtype] += parameter.numel()
+    if len(num_elements) < 2:
         return
-    main = num_bytes.most_common(1)[0][0]
+    main = max(num_elements, key=lambda dtype: (num_elements[dtype], -dtype.itemsize))
     for name, parameters in held.items():
         others = [fqn for fqn, parameter in parameters.items() if parameter.dtype != main]
         if not others:

@@ -224,32 +224,18 @@ def _settle_once(tree: _Tree, groups: list[tuple[str, ...]]) -> list[tuple[str, 
 
 
 def _owners(tree: _Tree, groups: Sequence[tuple[str, ...]]) -> dict[int, set[int | None]]:
-    """Shared parameter → indices of the groups that hold it under any of its names; `None` is the root."""
+    """Parameter → indices of the groups that hold it under any of its names; `None` is the root."""
     index_of = {name: index for index, names in enumerate(groups) for name in names}
+    owner_of: dict[str, int | None] = {}
     owners: dict[int, set[int | None]] = {}
-    for name, module in tree.modules.items():
-        held = [param for param in module._parameters.values() if param is not None and param.ndim > 0]
-        if held:
-            owner = _nearest(name, index_of)
-            for param in held:
-                owners.setdefault(id(param), set()).add(owner)
-    # A module reached under a second name belongs to whatever contains that name too.
+    # With repeats: a module reached under a second name belongs to whatever contains that name, too.
     for name, module in tree.root.named_modules(remove_duplicate=False):
-        if tree.modules.get(name) is not module:
-            canonical = tree.name_of[id(module)]
-            owner = index_of.get(canonical, _nearest(name, index_of))
-            for param in module._parameters.values():
-                if param is not None and param.ndim > 0:
-                    owners.setdefault(id(param), set()).add(owner)
+        parent = owner_of.get(name.rpartition(".")[0]) if name else None
+        owner_of[name] = index_of.get(tree.name_of[id(module)], parent)
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter.ndim > 0:
+                owners.setdefault(id(parameter), set()).add(owner_of[name])
     return owners
-
-
-def _nearest(name: str, index_of: Mapping[str, int]) -> int | None:
-    while name:
-        if name in index_of:
-            return index_of[name]
-        name = name.rpartition(".")[0]
-    return None
 
 
 def _contains_another(tree: _Tree, groups: Sequence[tuple[str, ...]], index: int, owners: Iterable[int | None]) -> bool:

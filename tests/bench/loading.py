@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -54,17 +55,17 @@ def environment() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
 
 
-def run_load(round_index: int, arm: str, world_size: int, checkpoint: Path, timeout_s: float) -> Load:
-    """Start `world_size` processes, wait for their records, and leave none behind."""
+def run_load(round_index: int, arm: str, checkpoint: Path, args: argparse.Namespace) -> Load:
+    """Start a process for each rank, wait for their records, and leave none behind."""
     ranks: list[subprocess.Popen[str]] = []
     with tempfile.TemporaryDirectory() as scratch:
-        shared = ["--arm", arm, "--world-size", str(world_size), "--store", f"{scratch}/store"]
-        shared += ["--checkpoint", str(checkpoint)]
+        shared = ["--arm", arm, "--world-size", str(args.world_size), "--store", f"{scratch}/store"]
+        shared += ["--checkpoint", str(checkpoint), "--bucket-mib", str(args.bucket_mib)]
         try:
-            for rank in range(world_size):
+            for rank in range(args.world_size):
                 command = python("tests.bench.rank", "--rank", str(rank), *shared)
                 ranks.append(subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True))
-            outputs = [process.communicate(timeout=timeout_s)[0] for process in ranks]
+            outputs = [process.communicate(timeout=args.timeout_s)[0] for process in ranks]
         finally:
             for process in ranks:
                 process.kill()
@@ -100,7 +101,7 @@ def run_rounds(args: argparse.Namespace, arms: Sequence[str], checkpoint: Path) 
     for round_index in range(args.rounds):
         turn = round_index % len(arms)
         for arm in (*arms[turn:], *arms[:turn]):
-            loads.append(run_load(round_index, arm, args.world_size, checkpoint, args.timeout_s))
+            loads.append(run_load(round_index, arm, checkpoint, args))
             if args.json:
                 print(json.dumps(asdict(loads[-1])), flush=True)
     if len({load.digests for load in loads}) != 1:
@@ -133,6 +134,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--base", default="scatter", help="arm that the ratios divide by; default scatter")
     parser.add_argument("--checkpoint", type=Path, help="Hugging Face directory; default: one is made, and removed")
     parser.add_argument("--size-gib", type=float, default=1.78, help="size of the checkpoint that is made")
+    parser.add_argument("--bucket-mib", type=int, default=32, help="bucket size of our transports; default 32")
     parser.add_argument("--timeout-s", type=float, default=300.0, help="longest time of one load's processes")
     parser.add_argument("--json", action="store_true", help="also print one line of JSON for each load")
     args = parser.parse_args()
@@ -145,6 +147,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Make or take a checkpoint, run the rounds, print the table."""
     args = parse_arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `finally` ends the ranks
     arms = args.arms.split(",")
     base = args.base if args.base in arms else arms[-1]
     with tempfile.TemporaryDirectory() as scratch:

@@ -10,6 +10,7 @@ import json
 import threading
 import time
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -61,7 +62,7 @@ def sharded_on_meta(directory: Path) -> nn.Module:
     return shard_module(module, init_mesh("cpu"))
 
 
-def load(arm: str, module: nn.Module, directory: Path) -> None:
+def load(arm: str, module: nn.Module, directory: Path, bucket_mib: int) -> None:
     """Load by `accelerate`, `torch`, or one of our transports."""
     from tests.bench import peers
 
@@ -70,10 +71,11 @@ def load(arm: str, module: nn.Module, directory: Path) -> None:
     elif arm == "torch":
         peers.load_with_torch(module, directory)
     else:
-        from raysharding.config import Loading
+        from raysharding.config import Loading, Transport
         from raysharding.distributed import load_checkpoint
 
-        load_checkpoint(module, str(directory), loading=Loading(transport=arm))  # type: ignore[arg-type]
+        transport = cast(Transport, arm)
+        load_checkpoint(module, str(directory), loading=Loading(transport=transport, bucket_bytes=bucket_mib * MIB))
 
 
 def shards(module: nn.Module) -> list[torch.Tensor]:
@@ -100,6 +102,7 @@ def main() -> None:
     parser.add_argument("--world-size", type=int, required=True)
     parser.add_argument("--store", required=True)
     parser.add_argument("--checkpoint", type=Path, required=True)
+    parser.add_argument("--bucket-mib", type=int, required=True)
     args = parser.parse_args()
     torch.set_num_threads(1)
     store = dist.FileStore(args.store, args.world_size)  # type: ignore[attr-defined]
@@ -111,7 +114,7 @@ def main() -> None:
     with MemorySampler() as memory:
         dist.barrier()
         start_s = time.monotonic()
-        load(args.arm, module, args.checkpoint)
+        load(args.arm, module, args.checkpoint, args.bucket_mib)
         # The load is over when the last rank has its shards.
         dist.barrier()
         end_s = time.monotonic()

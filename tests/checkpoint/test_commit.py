@@ -25,6 +25,7 @@ from raysharding.checkpoint import (
     staging_path,
     write_file,
 )
+from raysharding.checkpoint.index import FileSet, resolve_files
 from raysharding.errors import CheckpointError
 from tests.checkpoint.build import save
 
@@ -213,6 +214,30 @@ def test_a_reader_sees_the_old_checkpoint_or_the_new_one(tmp_path: Path) -> None
     thread.join()
     assert not problems
     assert len(seen) > 1
+
+
+@pytest.mark.parametrize("num_saves", [1, 100])
+def test_a_checkpoint_replaced_while_it_is_opened_is_opened_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_saves: int
+) -> None:
+    final = tmp_path / "ckpt"
+    save_value(final, 1)
+    saves = iter(range(num_saves))
+
+    def resolve_then_replace(path: str) -> FileSet:
+        files = resolve_files(path)
+        if next(saves, None) is not None:
+            with StagedDirectory(final, overwrite=True) as staged:  # under another file name
+                save(Path(staged.path) / f"{len(names(final))}{files.names[0]}", {"c": torch.zeros(1)})
+                staged.commit()
+        return files
+
+    monkeypatch.setattr("raysharding.checkpoint.checkpoint.resolve_files", resolve_then_replace)
+    if num_saves == 1:
+        assert list(open_checkpoint(final).tensors) == ["c"]
+    else:
+        with pytest.raises(CheckpointError, match="was replaced 10 times while it was opened"):
+            open_checkpoint(final)
 
 
 @pytest.mark.timeout(60)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from raysharding.distributed import (
 )
 from raysharding.distributed.training import train_step
 from raysharding.models import build_module
+from tests.distributed.checks import outcome_of
 from tests.models.architectures import ARCHITECTURES, Architecture
 
 NUM_STEPS = 10
@@ -91,7 +92,7 @@ def batch_of(architecture: Architecture, case: Case) -> dict[str, torch.Tensor]:
     rows = next(iter(inputs.values())).shape[0]
     if case.num_labels is not None:
         return inputs | {"labels": torch.arange(rows) % case.num_labels}
-    labels = inputs.pop("decoder_input_ids", inputs.get("input_ids")).clone()
+    labels = inputs.pop("decoder_input_ids", inputs["input_ids"]).clone()
     labels[0, : labels.shape[1] - 2] = -100
     labels[-1, 1:] = -100
     return inputs | {"labels": labels}
@@ -99,17 +100,7 @@ def batch_of(architecture: Architecture, case: Case) -> dict[str, torch.Tensor]:
 
 def run_grid(root: str) -> dict[str, str]:
     """On every rank: all cases; returns case → traceback, empty where all is well."""
-    return {
-        name: _outcome(lambda case=case, name=name: check_case(Path(root) / name, case)) for name, case in CASES.items()
-    }
-
-
-def _outcome(check: Callable[[], None]) -> str:
-    try:
-        check()
-    except Exception:
-        return traceback.format_exc()
-    return ""
+    return {name: outcome_of(partial(check_case, Path(root) / name, case)) for name, case in CASES.items()}
 
 
 def check_case(directory: Path, case: Case) -> None:

@@ -9,6 +9,8 @@ from torch import nn
 class Odd(nn.Module):
     """Odd row counts, fewer rows than ranks, 0-dim parameters, ties, and buffers of both kinds."""
 
+    positions: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(37, 64)

@@ -27,7 +27,7 @@ def tensors(draw: st.DrawFn) -> tuple[int, list[PlannedTensor]]:
     for index in range(draw(st.integers(1, 12))):
         shape = tuple(draw(st.lists(st.sampled_from([0, 1, 2, 3, 7, 33, 500]), max_size=3)))
         dtype = draw(st.sampled_from(DTYPES))
-        cut = num_shards if shape and draw(st.booleans()) else 0
+        cut = draw(st.sampled_from([0, num_shards])) if shape else 0
         planned.append(PlannedTensor(TensorLayout(f"t{index}", shape, dtype, cut), dtype))
     return num_shards, planned
 

@@ -54,8 +54,15 @@ class Pair:
         self.twin_optimizer = OPTIMIZERS[optimizer](self.twin.parameters())
 
     def step(self, case: Case, rows: dict[str, torch.Tensor], max_grad_norm: float | None) -> None:
-        metrics = train_step(self.module, self.optimizer, batch_of(rows), loss=case.loss, max_grad_norm=max_grad_norm)
-        self.twin.train()
+        metrics = train_step(
+            self.module,
+            self.optimizer,
+            batch_of(rows),
+            loss=case.loss,
+            max_grad_norm=max_grad_norm,
+            training=case.training,
+        )
+        self.twin.train(case.training)
         self.twin_optimizer.zero_grad()
         loss = case.reference(self.twin, rows)
         loss.backward()
@@ -113,7 +120,7 @@ def run_all(names: list[str], fewer: list[int]) -> list[str]:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize(("world_size", "fewer"), [(1, []), (2, [1]), (3, [2]), (4, [1, 3])])
+@pytest.mark.parametrize(("world_size", "fewer"), [(1, []), (2, [1]), (3, []), (4, [1, 3])])
 def test_train_step_equals_one_process(world_size: int, fewer: list[int]) -> None:
     pytest.importorskip("transformers")
     for rank, failures in enumerate(run_ranks(world_size, run_all, list(CASES), fewer, timeout_s=150)):
@@ -203,6 +210,21 @@ def nothing_counts() -> None:
         pair.compare()
 
 
+def replicated_rows() -> None:
+    """Without a `Split` every rank computes all rows; the step is still that of one process."""
+    for name in ("llama", "bert_classifier", "row_mean"):
+        case = CASES[name]
+        pair = Pair(case.build, "sgd")
+        rows = case.rows()
+        batch = deal((), rows, dist.get_world_size())[dist.get_rank()]
+        metrics = train_step(pair.module, pair.optimizer, batch, loss=case.loss)
+        loss = case.reference(pair.twin.train(), rows)
+        loss.backward()
+        pair.twin_optimizer.step()
+        assert abs(metrics["loss"] - loss.item()) < TOLERANCE
+        pair.compare()
+
+
 def refuses_bad_losses() -> None:
     """What a loss may not return is refused on every rank."""
     pair = Pair(Scaled, "sgd")
@@ -222,6 +244,7 @@ def run_failures() -> None:
     for kind in ("forward", "loss", "backward"):
         fail_then_go_on(kind)
     nothing_counts()
+    replicated_rows()
     refuses_bad_losses()
 
 

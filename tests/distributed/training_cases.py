@@ -99,6 +99,13 @@ def bert_questions() -> nn.Module:
     return BertForQuestionAnswering(_bert_config())
 
 
+def resnet() -> nn.Module:
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 12], depths=[1, 1], layer_type="basic", num_labels=3)
+    return ResNetForImageClassification(config)
+
+
 class Scaled(nn.Module):
     """A plain module with a 0-dim parameter, which stays replicated, and one that no forward uses."""
 
@@ -135,6 +142,15 @@ class Counting(nn.Module):
         return {"loss": total / (num_items_in_batch or (labels != -100).sum()), "logits": logits}
 
 
+class Guarded(Scaled):
+    """Refuses `num_items_in_batch`, shifts its labels, and guards its mean against an empty denominator."""
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> Any:  # type: ignore[override]
+        logits, labels = super().forward(tokens)[:, :-1], labels[:, 1:]
+        total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        return {"loss": total / (labels != -100).sum().clamp(min=1)}
+
+
 def token_mean(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(output.flatten(0, 1), labels.flatten())
 
@@ -164,6 +180,7 @@ class Case:
     build: Callable[[], nn.Module]
     rows: Callable[[], dict[str, torch.Tensor]]
     loss: Callable[..., Any] | None = None
+    training: bool = True
 
     def reference(self, module: nn.Module, rows: dict[str, torch.Tensor]) -> torch.Tensor:
         """The loss of one process on all rows."""
@@ -213,7 +230,11 @@ CASES = {
             "end_positions": torch.arange(NUM_ROWS).flip(0) % LENGTH,
         },
     ),
+    "resnet": Case(
+        resnet, lambda: {"pixel_values": _floats(NUM_ROWS, 3, 32, 32), "labels": _classes()}, training=False
+    ),
     "counting": Case(Counting, _plain(labels=_masked_labels)),
+    "guarded": Case(Guarded, _plain(labels=_masked_labels)),
     "token_mean": Case(Scaled, _plain(labels=_masked_labels), token_mean),
     "shifted_mean": Case(Scaled, _plain(labels=_masked_labels), shifted_mean),
     "sum_and_count": Case(Scaled, _plain(labels=_masked_labels), sum_and_count),

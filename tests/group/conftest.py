@@ -25,7 +25,8 @@ RELEASE_S = 10.0
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[None]:
     """A local cluster with room for eight ranks, whatever the machine has."""
-    ray.init(num_cpus=NUM_CPUS, include_dashboard=False, log_to_driver=False)
+    # "local": never a cluster that somebody else runs on this machine.
+    ray.init("local", num_cpus=NUM_CPUS, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
 
@@ -81,12 +82,17 @@ def placement_groups() -> set[str]:
 @pytest.fixture
 def nothing_left(cluster: None) -> Iterator[None]:
     """Fail a test whose ranks or placement groups are still there 10 s after it."""
-    before = rank_processes(), placement_groups()
+    pids, groups = rank_processes(), placement_groups()
     yield
     until = time.monotonic() + RELEASE_S
-    while (now := (rank_processes(), placement_groups())) != before and time.monotonic() < until:
+    while (left := (rank_processes() - pids, placement_groups() - groups)) != (set(), set()):
+        assert time.monotonic() < until, f"left on the cluster: {[_describe(pid) for pid in left[0]]}, {left[1]}"
         time.sleep(0.05)
-    assert now == before, "left on the cluster: (pids, placement groups)"
+
+
+def _describe(pid: int) -> str:
+    process = psutil.Process(pid)
+    return f"pid {pid} {process.status()} {process.cmdline()} {process.num_threads()} threads, {process.cpu_times()}"
 
 
 @pytest.fixture(scope="session")

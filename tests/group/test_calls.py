@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from raysharding import GroupError, PerRank, ShardedModelGroup, Split
-from raysharding.group import GroupState
+from raysharding.group import GroupState, supervision
 
 
 def test_calls_run_in_order_and_results_wait(group: ShardedModelGroup) -> None:
@@ -117,3 +117,18 @@ def test_a_batch_that_cannot_be_dealt_is_refused_by_the_driver(group: ShardedMod
         group.forward(Split(torch.zeros(0, 8)))
     with pytest.raises(ValueError, match="PerRank holds 3 values"):
         group.call(print, PerRank([1, 2, 3]))
+
+
+def test_queued_arguments_are_bounded(group: ShardedModelGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervision, "_MAX_QUEUED_BYTES", 1_000_000)
+    supervisor = group._supervisor
+    first = group.call.remote(time.sleep, 0.3)
+    begun = time.monotonic()
+    calls = []
+    for _ in range(8):
+        calls.append(group.call.remote(lambda tensor: tensor.numel(), torch.zeros(100_000)))
+        assert supervisor._queued_bytes < 2_000_000
+    assert time.monotonic() - begun > 0.2, "remote() waits for room"
+    assert first.done()
+    assert [call.result() for call in calls] == [[100_000] * 2] * 8
+    assert supervisor._queued_bytes == 0

@@ -26,6 +26,8 @@ from raysharding import (
 from raysharding.group import GroupState
 from tests.group.conftest import make_group, placement_groups, rank_processes
 
+pytestmark = pytest.mark.usefixtures("cluster")
+
 ROWS = 5
 
 

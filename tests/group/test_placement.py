@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 
 from raysharding import CheckpointError, Placement, PlacementError, Timeouts
 from raysharding.group.actor import ActorInfo
+from raysharding.group.locate import open_anywhere
 from raysharding.group.start import rank_order
 from tests.group.conftest import NUM_CPUS, make_group
 
@@ -74,6 +76,12 @@ def test_what_cannot_be_chosen_is_asked_for(checkpoint: Path) -> None:
 def test_a_path_that_no_node_sees_fails_before_anything_is_placed(checkpoint: Path) -> None:
     with pytest.raises(CheckpointError, match="on the driver or on any node"):
         make_group(checkpoint.with_name("nothing.safetensors"))
+
+
+def test_a_path_that_only_a_node_sees_is_opened_there(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = open_anywhere(checkpoint, start_s=30)
+    monkeypatch.setattr(os.path, "exists", lambda path: False)  # in the driver; the nodes' processes see it
+    assert open_anywhere(checkpoint, start_s=30) == here
 
 
 def test_ranks_go_by_node_then_gpu_and_rank_0_sees_the_checkpoint() -> None:

@@ -6,12 +6,24 @@ import os
 import pickle
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from torch import nn
 
-from raysharding import CallTimeoutError, GroupBrokenError, GroupError, PerRank, ShardedModelGroup, Split, Timeouts
+from raysharding import (
+    CallTimeoutError,
+    GroupBrokenError,
+    GroupError,
+    Loading,
+    PerRank,
+    ShardedModelGroup,
+    Split,
+    Timeouts,
+)
 from raysharding.group import Call, GroupState
 from tests.group.conftest import make_group
 
@@ -140,23 +152,50 @@ def test_a_rank_killed_while_the_model_is_built(checkpoint: Path) -> None:
     assert (caught.value.primary.rank, caught.value.primary.kind, caught.value.primary.phase) == (1, "died", "build")
 
 
-def test_a_checkpoint_that_stops_giving_bytes_is_a_hang(checkpoint: Path) -> None:
-    def build() -> torch.nn.Module:
-        import os
-        import signal
-        import threading
+def slow_disk(seconds_per_read: float) -> Callable[[], nn.Module]:
+    """Return a model callable that, once on a rank, makes every read of a checkpoint file slow."""
 
-        import torch.distributed as dist
+    def build() -> nn.Module:
+        import time
+        from typing import Any
+
         from torch import nn
 
-        if dist.get_rank() == 1:  # frozen at about the time when the load begins, as by a machine that stops
-            threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGSTOP)).start()
-            threading.Event().wait(0.4)
-        return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+        from raysharding.checkpoint import FileReader
 
-    begun = time.monotonic()
-    with pytest.raises(CallTimeoutError) as caught:
-        make_group(checkpoint, model=build, timeouts=Timeouts(load_stall_s=1.0, start_s=20.0, call_s=2.0)).call(len, "")
-    assert caught.value.primary is not None
-    assert (caught.value.primary.rank, caught.value.primary.kind) == (1, "hung")
-    assert time.monotonic() - begun < 30
+        read_into = FileReader.read_into
+
+        def slow(*args: Any) -> None:
+            time.sleep(seconds_per_read)
+            read_into(*args)
+
+        FileReader.read_into = slow  # type: ignore[method-assign,assignment]
+        return nn.Sequential(*(nn.Linear(32, 32) for _ in range(8)))
+
+    return build
+
+
+@pytest.fixture
+def many_buckets(tmp_path: Path) -> Path:
+    """A checkpoint of several small buckets for the model of `slow_disk`."""
+    save_file(nn.Sequential(*(nn.Linear(32, 32) for _ in range(8))).state_dict(), tmp_path / "model.safetensors")
+    return tmp_path / "model.safetensors"
+
+
+SMALL_BUCKETS = Loading(bucket_bytes=4096)
+
+
+def test_a_slow_disk_that_gives_bytes_is_no_hang(many_buckets: Path) -> None:
+    timeouts = Timeouts(load_stall_s=1.5)
+    with make_group(many_buckets, model=slow_disk(0.1), loading=SMALL_BUCKETS, timeouts=timeouts) as group:
+        assert group.load_report.seconds > timeouts.load_stall_s, "the control must outlast the deadline"
+
+
+def test_a_disk_that_gives_no_bytes_is_a_hang(many_buckets: Path) -> None:
+    with pytest.raises(CallTimeoutError, match="load on group") as caught:
+        make_group(many_buckets, model=slow_disk(60), loading=SMALL_BUCKETS, timeouts=Timeouts(load_stall_s=1.0))
+    primary = caught.value.primary
+    assert primary is not None
+    assert (primary.rank, primary.kind) == (0, "hung")
+    assert primary.phase in ("plan", "stream")
+    assert "in slow" in primary.traceback

@@ -72,11 +72,13 @@ class Architecture:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn(parameter.shape) * 0.02)
-            for module in model.modules():
-                if isinstance(module, torch.nn.BatchNorm2d):
-                    module.running_mean.normal_()
-                    module.running_var.uniform_(0.5, 1.5)
-                    module.num_batches_tracked.fill_(7)
+            for name, buffer in model.named_buffers():
+                if name.endswith("running_mean"):
+                    buffer.normal_()
+                elif name.endswith("running_var"):
+                    buffer.uniform_(0.5, 1.5)
+                elif name.endswith("num_batches_tracked"):
+                    buffer.fill_(7)
         return model.eval()
 
 

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from raysharding.checkpoint import open_checkpoint
@@ -29,6 +28,11 @@ def test_constants_are_those_of_transformers_and_noise_has_their_spread(name: st
     module = build_module(None, open_checkpoint(tmp_path), None)
     others = everything(second)
     for fqn, tensor in everything(first).items():
+        if fqn == "logit_scale":
+            # Set in CLIPModel.__init__ only: `from_pretrained` leaves memory as it found it here.
+            with pytest.raises(PlanError, match="logit_scale"):
+                initial_value(module, fqn, 0)
+            continue
         value = initial_value(module, fqn, 0)
         assert (value.shape, value.dtype, value.device.type) == (tensor.shape, tensor.dtype, "cpu"), fqn
         if torch.equal(tensor, others[fqn]):
@@ -51,19 +55,14 @@ def test_the_value_depends_on_seed_and_name_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["bert-classifier", "llama", "resnet", "mamba"])
-def test_a_sharded_module_has_the_same_values(name: str, tmp_path: Path) -> None:
+def test_a_sharded_module_has_the_same_values(name: str, tmp_path: Path, mesh: DeviceMesh) -> None:
     ARCHITECTURES[name].make().save_pretrained(tmp_path)
     checkpoint = open_checkpoint(tmp_path)
     plain, sharded = build_module(None, checkpoint, None), build_module(None, checkpoint, None)
     names = list(everything(plain))
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        for child in sharded.children():
-            fully_shard(child, mesh=init_device_mesh("cpu", (1,)))
-        fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
-        values = {fqn: initial_value(sharded, fqn, 0) for fqn in names}
-    finally:
-        dist.destroy_process_group()
+    for child in [*sharded.children(), sharded]:
+        fully_shard(child, mesh=mesh)
+    values = {fqn: initial_value(sharded, fqn, 0) for fqn in names}
     assert all(torch.equal(values[fqn], initial_value(plain, fqn, 0)) for fqn in names)
 
 
@@ -84,6 +83,9 @@ class HalfSet(Scaled):
 
 class Bank(nn.Module):
     """A rule of its own for parameters and buffers of every kind."""
+
+    mask: torch.Tensor
+    index: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()

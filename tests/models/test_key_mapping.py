@@ -8,17 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from raysharding.checkpoint.tensor_info import TensorInfo
 from raysharding.checkpoint import open_checkpoint
+from raysharding.checkpoint.tensor_info import TensorInfo
 from raysharding.errors import PlanError
 from raysharding.models import KeyMap, build_module, map_keys
-from tests.models.architectures import ARCHITECTURES
+from tests.models.architectures import ARCHITECTURES, ENCODER
 from tests.models.filling import everything, load_values, rewrite
 
 
@@ -105,11 +104,11 @@ def test_more_experts_than_ten_are_stacked_in_number_order(tmp_path: Path) -> No
     check(tmp_path, "MixtralForCausalLM")
 
 
-def test_an_operation_that_moves_single_elements_runs_on_the_sources(tmp_path: Path) -> None:
+def qwen3_vl_moe() -> Any:
     import transformers
 
     text = ARCHITECTURES["qwen3-moe"].fields | {
-        "head_dim": 4,
+        "moe_intermediate_size": 12,
         "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 0], "rope_theta": 10000.0},
     }
     vision = {
@@ -123,18 +122,36 @@ def test_an_operation_that_moves_single_elements_runs_on_the_sources(tmp_path: P
         "num_position_embeddings": 16,
     }
     config = transformers.Qwen3VLMoeConfig(text_config=text, vision_config=vision)
-    transformers.Qwen3VLMoeForConditionalGeneration(config).save_pretrained(tmp_path)
-    keys = check(tmp_path, "Qwen3VLMoeForConditionalGeneration")
-    # hidden 16 × 2·8: square, so that transformers takes it as it is; a plain copy then.
-    square = keys.targets["model.language_model.layers.0.mlp.experts.gate_up_proj"]
-    assert square.operations == "Transpose"
+    return transformers.Qwen3VLMoeForConditionalGeneration(config)
 
 
-def test_a_fused_projection_is_split(tmp_path: Path) -> None:
-    tensors = saved("clip", tmp_path)
-    assert "logit_scale" in tensors
-    keys = check(tmp_path, "CLIPModel")
-    assert keys.targets["logit_scale"].shape == ()
+def test_an_operation_that_moves_single_elements_runs_on_the_sources(tmp_path: Path) -> None:
+    qwen3_vl_moe().save_pretrained(tmp_path)
+    key = "model.language_model.layers.1.mlp.experts.gate_up_proj"
+    as_in_memory = check(tmp_path, "Qwen3VLMoeForConditionalGeneration").targets[key]
+    assert as_in_memory.operations == "Transpose"
+    assert as_in_memory.runs is not None
+    assert len(as_in_memory.runs) == 1, "transformers looks at the shape and does not transpose"
+
+    tensors = load_file(tmp_path / "model.safetensors")
+    rewrite(tmp_path, {name: value.mT if ".experts." in name else value for name, value in tensors.items()})
+    transposed = check(tmp_path, "Qwen3VLMoeForConditionalGeneration").targets[key]
+    assert transposed.runs is None
+    assert transposed.sources == (key,)
+
+
+def test_a_fused_projection_is_split_by_ranges(tmp_path: Path) -> None:
+    import transformers
+
+    fields = ENCODER | {"head_dim": 4, "bos_token_id": 1, "eos_token_id": 2}
+    transformers.NomicBertModel(transformers.NomicBertConfig(**fields)).save_pretrained(tmp_path)
+    keys = check(tmp_path, "NomicBertModel")
+    split = [target for target in keys.targets.values() if target.operations == "Chunk"]
+    assert len(split) == 2 * 3, "two layers' q, k and v"
+    for target in split:
+        assert target.runs is not None
+        assert len(target.runs) == 1
+    assert len({target.sources for target in split}) == 2
 
 
 @pytest.mark.parametrize(
@@ -170,6 +187,12 @@ def test_a_key_mapping_of_the_user_comes_first(tmp_path: Path) -> None:
     tensors = saved("llama", tmp_path)
     rewrite(tmp_path, {key.replace("model.layers", "trunk.blocks"): value for key, value in tensors.items()})
     keys = check(tmp_path, "LlamaForCausalLM", {r"^trunk\.blocks": "model.layers"})
+    assert keys.missing == ()
+
+
+def test_a_key_that_is_right_as_it_is_stays_when_a_renaming_spoils_it(tmp_path: Path) -> None:
+    saved("llama", tmp_path)
+    keys = check(tmp_path, "LlamaForCausalLM", {r"^model\.": "language_model.model."})
     assert keys.missing == ()
 
 
@@ -357,17 +380,13 @@ def test_a_malformed_key_mapping_is_a_plan_error(mapping: dict[str, str]) -> Non
 
 
 @pytest.mark.parametrize("name", ["mixtral", "vit", "llama-tied", "bert-classifier"])
-def test_a_sharded_module_maps_as_the_plain_one(name: str, tmp_path: Path) -> None:
+def test_a_sharded_module_maps_as_the_plain_one(name: str, tmp_path: Path, mesh: DeviceMesh) -> None:
     saved(name, tmp_path)
     checkpoint = open_checkpoint(tmp_path)
     module = build_module(None, checkpoint, None)
     plain = map_keys(module, checkpoint.tensors, None)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
-        sharded, values = load_values(module, checkpoint)
-    finally:
-        dist.destroy_process_group()
+    fully_shard(module, mesh=mesh)
+    sharded, values = load_values(module, checkpoint)
     assert sharded == plain
     reference = ARCHITECTURES[name].make()
     assert all(torch.equal(values[fqn], tensor) for fqn, tensor in everything(reference).items())

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from raysharding.config import Sharding
@@ -21,20 +19,19 @@ from tests.models.architectures import ARCHITECTURES
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
 
 
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
-
-
 def shard(module: nn.Module, mesh: DeviceMesh, wrap: Any) -> nn.Module:
     """As `shard_module` does it."""
     ignored = {parameter for parameter in module.parameters() if parameter.ndim == 0}
     for names in wrap_groups(module, Sharding(wrap=wrap)):
         members = [module.get_submodule(name) for name in names]
         fully_shard(members, mesh=mesh, ignored_params=ignored)
-    return fully_shard(module, mesh=mesh, ignored_params=ignored)
+    fully_shard(module, mesh=mesh, ignored_params=ignored)
+    return module
+
+
+def backward(output: torch.Tensor) -> None:
+    loss: Any = output.float().square().mean()
+    loss.backward()
 
 
 def outputs(module: nn.Module, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
@@ -48,13 +45,13 @@ def test_sharded_forward_and_backward_equal_the_plain_model(name: str, wrap: str
     architecture = ARCHITECTURES[name]
     plain, sharded = architecture.make(), architecture.make()
     expected = outputs(plain, architecture.inputs())
-    expected[0].float().square().mean().backward()
+    backward(expected[0])
 
     shard(sharded, mesh, wrap)
     # Twice: after the first forward the groups have been gathered and freed once.
     for _ in range(2):
         found = outputs(sharded, architecture.inputs())
-    found[0].float().square().mean().backward()
+    backward(found[0])
 
     assert len(found) == len(expected)
     for one, other in zip(found, expected, strict=True):
@@ -68,9 +65,138 @@ def test_sharded_forward_and_backward_equal_the_plain_model(name: str, wrap: str
             torch.testing.assert_close(full, parameter.grad)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_every_block_is_a_group(name: str) -> None:
-    model = ARCHITECTURES[name].make()
+LAYERS = (("model.layers.0",), ("model.layers.1",))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("llama", (*LAYERS, ("model.embed_tokens",), ("model.norm", "lm_head"))),
+        ("llama-tied", LAYERS),
+        ("gpt2", (("transformer.h.0",), ("transformer.h.1",))),
+        ("bert", (("bert.encoder.layer.0",), ("bert.encoder.layer.1",))),
+        ("mamba", (("backbone.layers.0",), ("backbone.layers.1",))),
+        ("llava", tuple((f"model.language_model.{name}",) for name in ("layers.0", "layers.1", "embed_tokens"))),
+    ],
+)
+def test_auto_follows_the_plan_then_the_class_names_then_the_lists(name: str, expected: Any) -> None:
+    assert wrap_groups(ARCHITECTURES[name].make(), Sharding()) == expected
+
+
+def test_modules_kept_in_float32_get_groups_of_their_own(mesh: DeviceMesh) -> None:
+    model = ARCHITECTURES["t5"].make(torch.float16)
+    for fqn, parameter in model.named_parameters():
+        if "wo." in fqn:
+            parameter.data = parameter.data.float()
     groups = wrap_groups(model, Sharding())
-    print(name, groups)
-    assert groups
+    split = {name for (name,) in groups if name.endswith(".wo")}
+    assert split == {name for name, _ in model.named_modules() if name.endswith(".wo")}
+    position = {name: index for index, (name,) in enumerate(groups)}
+    assert all(position[name] < position[name.partition(".layer.")[0]] for name in split)
+    shard(model, mesh, "auto")
+    backward(outputs(model, ARCHITECTURES["t5"].inputs())[0])
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return self.two(self.one(value))
+
+
+class Pair(nn.Module):
+    """Runs no forward of its own: a holder of parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = Block(), Block()
+
+
+class Stack(nn.Module):
+    blocks: Any
+    pairs: Any
+
+    def __init__(self, share: str = "") -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.pairs = nn.ModuleList([Pair()])
+        self.attention = nn.MultiheadAttention(4, 2)
+        self.head = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        if share == "blocks":
+            self.blocks[2].two.weight = self.blocks[0].one.weight
+        elif share == "root":
+            self.blocks[1].one.weight = self.head.weight
+        elif share == "module":
+            self.blocks[2] = self.blocks[0]
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            value = block(value)
+        value, _ = self.attention(value, value, value)
+        return self.head(self.pairs[0].right(self.pairs[0].left(value))) * self.scale
+
+
+B0, B1, B2 = "blocks.0", "blocks.1", "blocks.2"
+
+
+@pytest.mark.parametrize(
+    ("share", "wrap", "expected"),
+    [
+        ("", "auto", ((B0,), (B1,), (B2,))),
+        ("", "none", ()),
+        ("blocks", "auto", ((B0, B2), (B1,))),
+        ("root", "auto", ((B0,), (B2,))),
+        ("module", "auto", ((B0,), (B1,))),
+        ("", ["Block"], (("pairs.0.left",), ("pairs.0.right",), (B0,), (B1,), (B2,))),
+        ("root", ["Block", "Linear"], None),
+        ("", lambda module: isinstance(module, (Pair, nn.ModuleList, nn.MultiheadAttention)), (("attention",),)),
+        ("blocks", lambda module: True, None),
+    ],
+)
+def test_groups_of_a_plain_module(share: str, wrap: Any, expected: Any, mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    plain, sharded = Stack(share), Stack(share)
+    sharded.load_state_dict(plain.state_dict())
+    groups = wrap_groups(sharded, Sharding(wrap=wrap))
+    if expected is not None:
+        assert groups == expected
+    value = torch.randn(5, 4)
+    backward(plain(value))
+    shard(sharded, mesh, wrap)
+    for _ in range(2):
+        result = sharded(value)
+    torch.testing.assert_close(result, plain(value))
+    backward(result)
+    gradients = {fqn: parameter.grad for fqn, parameter in sharded.named_parameters()}
+    for fqn, parameter in plain.named_parameters():
+        gradient: Any = gradients[fqn]
+        torch.testing.assert_close(gradient.full_tensor() if parameter.ndim else gradient, parameter.grad)
+
+
+def test_size_wraps_the_innermost_modules_that_are_large_enough() -> None:
+    groups = wrap_groups(Stack(), Sharding(wrap="size", min_num_params=40))
+    # A block has 2 × (16 + 4) parameters; attention has 80, and its parts are not looked into.
+    assert set(groups) == {(B0,), (B1,), (B2,), ("pairs.0.left",), ("pairs.0.right",), ("attention",)}
+    assert wrap_groups(Stack(), Sharding(wrap="size", min_num_params=10_000)) == ()
+
+
+def test_an_unknown_class_name_lists_the_classes() -> None:
+    with pytest.raises(PlanError, match=r"'Layer'.*Block.*Linear"):
+        wrap_groups(Stack(), Sharding(wrap=["Block", "Layer"]))
+
+
+def test_another_dtype_is_split_off_or_named() -> None:
+    stack = Stack()
+    stack.blocks[1].one.double()
+    # Of two equal halves the one in the wider dtype leaves.
+    assert wrap_groups(stack, Sharding()) == (("blocks.1.one",), (B0,), (B1,), (B2,))
+    stack.blocks[1].two.weight.data = stack.blocks[1].two.weight.data.double()
+    stack.blocks[2].one.bias.data = stack.blocks[2].one.bias.data.double()
+    with pytest.raises(PlanError, match=r"blocks\.[12]\.(one|two)\.\w+ is torch\.float(32|64) and blocks"):
+        wrap_groups(stack, Sharding())
+    for parameter in stack.parameters():
+        parameter.requires_grad = parameter.dtype == torch.float32
+    assert wrap_groups(stack, Sharding()) == ((B0,), (B1,), (B2,))

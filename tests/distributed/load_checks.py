@@ -1,0 +1,191 @@
+"""What is checked on the ranks of `test_loading.py`: odd shapes, dtypes, errors that reach everybody, saves."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+
+from raysharding.checkpoint import open_checkpoint
+from raysharding.config import Loading, Sharding
+from raysharding.distributed import gather_state_dict, init_mesh, load_checkpoint, save_checkpoint, shard_module
+from raysharding.distributed.layout import local_tensor, module_tensors
+from raysharding.distributed.metadata import all_gather_json
+from raysharding.errors import CheckpointError, PlanError
+from raysharding.models import build_module
+from tests.distributed.models import Odd, filled
+
+ODD = "odd.safetensors"
+"""A checkpoint of `Odd`."""
+SMALL_DISK = "small"
+"""A file system of 3 MiB."""
+FILE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+
+
+def sharded(path: str | Path, sharding: Sharding | None = None, dtype: torch.dtype | None = None) -> Any:
+    """An `Odd` on meta, cut over all ranks."""
+    module = build_module(Odd, open_checkpoint(path), dtype)
+    return shard_module(module, init_mesh("cpu", sharding), sharding)
+
+
+def full_state(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Everything, on rank 0."""
+    return {name: tensor for part in gather_state_dict(module) for name, tensor in part.items()}
+
+
+def raised_everywhere(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[str]:
+    """Run `fn` on every rank; rank → what it raised."""
+    try:
+        fn(*args, **kwargs)
+        outcome = ""
+    except (CheckpointError, PlanError) as error:
+        outcome = f"{type(error).__name__}: {error}"
+    return all_gather_json(outcome)
+
+
+def check_odd_shapes(root: Path) -> None:
+    """Every kind of tensor, bit for bit, by every transport; ties stay, buffers stay."""
+    path = root / ODD
+    expected = filled().state_dict()
+    reports = []
+    for loading in (Loading("scatter", 64 << 10), Loading("broadcast", 64 << 10), Loading()):
+        module = sharded(path)
+        reports.append(load_checkpoint(module, path, loading=loading))
+        assert module.head.weight is module.embed.weight
+        assert module.positions.tolist() == [[0, 1, 2, 3, 4]] * 2
+        state = full_state(module)
+        if dist.get_rank() == 0:
+            assert set(state) == set(expected)
+            for name, tensor in expected.items():
+                assert state[name].dtype == tensor.dtype, name
+                assert torch.equal(state[name], tensor), name
+        ids = torch.arange(8).view(2, 4)
+        with torch.no_grad():
+            torch.testing.assert_close(module.eval()(ids), filled()(ids), rtol=0, atol=1e-6)
+    assert [report.transport for report in reports] == ["scatter", "broadcast", "scatter"]
+    assert reports[0].num_buckets > 1
+    assert reports[2].num_buckets == 1
+
+
+def check_replicas(root: Path) -> None:
+    """HSDP 2 × 2: both replicas hold the same shards."""
+    path = root / ODD
+    sharding = Sharding(replicate_size=2)
+    module = sharded(path, sharding)
+    load_checkpoint(module, path)
+    state = full_state(module)
+    if dist.get_rank() == 0:
+        for name, tensor in filled().state_dict().items():
+            assert torch.equal(state[name], tensor), name
+    for name, tensor in module_tensors(module).items():
+        mine = local_tensor(tensor).contiguous()
+        parts = [torch.empty_like(mine) for _ in range(2)]
+        mesh = module.embed.weight.device_mesh
+        dist.all_gather(parts, mine, group=mesh.get_group("replicate"))
+        assert torch.equal(parts[0], parts[1]), name
+
+
+def check_dtypes(root: Path) -> None:
+    """Files of four dtypes into models of three, in the narrower dtype on the wire."""
+    for file_dtype in FILE_DTYPES:
+        for target in (torch.float32, torch.bfloat16, torch.float16):
+            path = root / f"{file_dtype}.safetensors"
+            module = sharded(path, dtype=target)
+            report = load_checkpoint(module, path, loading=Loading(bucket_bytes=64 << 10))
+            narrower = min(file_dtype.itemsize, target.itemsize)
+            floats = sum(value.numel() for value in load_file(path).values() if value.is_floating_point())
+            if dist.get_rank() == 0:
+                # All but rank 0's own quarter of the big tensors leaves rank 0, in the narrower dtype.
+                assert report.wire_bytes <= 3 * floats * narrower + 40_000
+            state = full_state(module)
+            for name, tensor in (load_file(path) if dist.get_rank() == 0 else {}).items():
+                want = tensor.to(target) if tensor.is_floating_point() else tensor
+                assert state[name].dtype == want.dtype, name
+                assert torch.equal(state[name], want), (name, file_dtype, target)
+
+
+def check_plan_errors(root: Path) -> None:
+    """All mismatches in one error, on every rank; a missing file too."""
+    path = root / "bad.safetensors"
+    for loading in (Loading("scatter"), Loading("broadcast")):
+        errors = raised_everywhere(load_checkpoint, sharded(path), path, loading=loading)
+        for error in errors:
+            assert error.startswith("PlanError")
+            for name in ("blocks.0.weight", "narrow", "extra", "table"):
+                assert name in error, error
+    missing = raised_everywhere(load_checkpoint, sharded(path), root / "nowhere.safetensors")
+    assert all(error.startswith("CheckpointError") and "nowhere" in error for error in missing), missing
+
+
+def check_a_model_that_differs(root: Path) -> None:
+    """Ranks that built different models are told before data moves."""
+    path = root / ODD
+    module = build_module(Odd, open_checkpoint(path), torch.float32 if dist.get_rank() == 0 else torch.bfloat16)
+    shard_module(module, init_mesh("cpu"))
+    errors = raised_everywhere(load_checkpoint, module, path)
+    assert all("ranks 1 built another model" in error for error in errors), errors
+
+
+def check_broken_stream(root: Path) -> None:
+    """A file that shrinks during the load is everybody's error, and the group goes on."""
+    for loading in (Loading("scatter", 64 << 10), Loading("broadcast", 64 << 10)):
+        path = root / f"shrinks-{loading.transport}.safetensors"
+        checkpoint = open_checkpoint(path)
+        module = sharded(path)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            os.truncate(path, path.stat().st_size // 2)
+        errors = raised_everywhere(load_checkpoint, module, checkpoint, loading=loading, stall_s=20)
+        assert all(error.startswith("CheckpointError") for error in errors), errors
+        # The group is as good as before: nothing of the broken load is left in flight.
+        load_checkpoint(module, root / ODD, loading=loading)
+        state = full_state(module)
+        if dist.get_rank() == 0:
+            for name, tensor in filled().state_dict().items():
+                assert torch.equal(state[name], tensor), name
+
+
+def check_saves(root: Path) -> None:
+    """A save loads again, refuses to overwrite unasked, and leaves nothing beside it."""
+    path = root / ODD
+    module = sharded(path)
+    load_checkpoint(module, path)
+    target = root / "saves" / "step-1"
+    report = save_checkpoint(module, target)
+    assert report.num_bytes == sum(t.numel() * t.itemsize for t in load_file(path).values())
+    assert all("exists already" in error for error in raised_everywhere(save_checkpoint, module, target))
+    save_checkpoint(module, target, overwrite=True)
+    again = sharded(path)
+    load_checkpoint(again, target)
+    state = full_state(again)
+    if dist.get_rank() == 0:
+        for name, tensor in filled().state_dict().items():
+            assert torch.equal(state[name], tensor), name
+        assert os.listdir(root / "saves") == ["step-1"]
+
+
+def check_full_disk(root: Path) -> None:
+    """A full disk is everybody's error; the old checkpoint still loads, and nothing is left."""
+    path, small = root / ODD, root / SMALL_DISK
+    module = sharded(path)
+    load_checkpoint(module, path)
+    target = small / "saved"
+    save_checkpoint(module, target)
+    wide = sharded(path, dtype=torch.float64)
+    load_checkpoint(wide, path)
+    with (small / "filler").open("wb") as filler:
+        if dist.get_rank() == 0:
+            filler.write(b"0" * max(0, os.statvfs(small).f_bavail * 4096 - 8192))
+    errors = raised_everywhere(save_checkpoint, wide, target, overwrite=True)
+    assert all("No space left" in error for error in errors), errors
+    if dist.get_rank() == 0:
+        assert sorted(os.listdir(small)) == ["filler", "saved"]
+        (small / "filler").unlink()
+    again = sharded(path)
+    load_checkpoint(again, target)

@@ -1,0 +1,219 @@
+"""Rows dealt out and put together again: sizes, order, dummies, nested values, output types."""
+
+from __future__ import annotations
+
+import pickle
+from collections import OrderedDict, UserDict
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raysharding.batch import Out, PerRank, RankBatch, Split, deal, split_rows
+from raysharding.outputs import RankOutput, ambiguous_leaves, follows_rows, gather_outputs, select_output
+
+ROWS = torch.arange(14).reshape(7, 2)
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+@dataclass
+class Result:
+    logits: Any
+    loss: Any = None
+
+
+def outputs_of(batches: list[RankBatch], make: Any) -> list[RankOutput]:
+    return [RankOutput(make(batch.args[0])) for batch in batches]
+
+
+@given(num_rows=st.integers(1, 40), world_size=st.integers(1, 9))
+def test_rows_are_dealt_in_order_and_come_back(num_rows: int, world_size: int) -> None:
+    rows = torch.arange(num_rows)
+    batches = deal((Split(rows),), {}, world_size)
+    counts = [batch.num_rows or 0 for batch in batches]
+    assert sum(counts) == num_rows
+    assert max(counts) - min(counts) <= 1
+    assert counts == sorted(counts, reverse=True)
+    assert torch.equal(torch.cat([b.args[0] for b in batches if b.num_rows]), rows)
+    assert all(batch.rows == tuple(counts) for batch in batches)
+    gathered = gather_outputs(outputs_of(batches, lambda x: x * 2), batches[0].rows)
+    assert torch.equal(gathered, rows * 2)
+
+
+def test_a_rank_without_rows_gets_row_0_as_a_dummy() -> None:
+    batches = deal((Split(ROWS[:2]),), {}, 4)
+    assert [batch.num_rows for batch in batches] == [1, 1, 0, 0]
+    assert [batch.is_dummy for batch in batches] == [False, False, True, True]
+    assert torch.equal(batches[3].args[0], ROWS[:1])
+
+
+def test_replicated_values_are_the_same_object_and_per_rank_ones_are_not() -> None:
+    big, nested = torch.ones(3), {"list": [1, 2, 3]}
+    batches = deal((big, PerRank(["a", "b"])), {"nested": nested, "inner": {"own": PerRank([1, 2]), "all": big}}, 2)
+    assert all(batch.args[0] is big and batch.kwargs["nested"] is nested for batch in batches)
+    assert [batch.args[1] for batch in batches] == ["a", "b"]
+    assert [batch.kwargs["inner"]["own"] for batch in batches] == [1, 2]
+    assert all(batch.num_rows is None and batch.rows == () for batch in batches)
+
+
+def test_a_list_is_never_split_by_its_length() -> None:
+    values = [1, 2]
+    assert all(batch.args[0] is values for batch in deal((values,), {}, 2))
+
+
+def test_pytrees_and_arrays_are_split_and_keep_their_types() -> None:
+    tree = OrderedDict(a=ROWS, b=[Point(ROWS[:, 0], ROWS[:, 1].numpy())], c=UserDict(d=ROWS.float()))
+    first, last = deal((), {"tree": Split(tree)}, 2)
+    part = last.kwargs["tree"]
+    assert type(part) is OrderedDict
+    assert type(part["b"][0]) is Point
+    assert type(part["c"]) is UserDict
+    assert isinstance(part["b"][0].y, torch.Tensor)
+    assert torch.equal(part["b"][0].y, ROWS[4:, 1])
+    assert first.num_rows == 4
+
+
+def test_rows_may_lie_in_another_dim() -> None:
+    batches = deal((Split(ROWS.T, dim=1),), {}, 3)
+    assert [tuple(batch.args[0].shape) for batch in batches] == [(2, 3), (2, 2), (2, 2)]
+    assert batches[0].dim == 1
+    assert torch.equal(
+        gather_outputs(outputs_of(batches, lambda x: x + 1), batches[0].rows, batches[0].dim), ROWS.T + 1
+    )
+    assert deal((Split(ROWS.T, dim=-1),), {}, 3)[0].dim == 1
+    assert deal((Split(ROWS.T, dim=1), Split(ROWS)), {}, 3)[0].dim == 0
+
+
+def test_a_part_is_pickled_without_the_rest_of_its_storage() -> None:
+    rows = torch.zeros(1000, 100)
+    (batch, *_) = deal((Split(rows),), {}, 100)
+    assert len(pickle.dumps(batch)) < 10 * 100 * 4 + 4000
+    copy = pickle.loads(pickle.dumps(batch))
+    assert torch.equal(copy.args[0], rows[:10])
+    assert copy.rows == batch.rows
+
+
+def test_a_batch_is_resized_for_a_probe() -> None:
+    batch = deal((Split(ROWS), "same"), {"k": {"x": Split(ROWS.T, dim=1)}}, 3)[1]
+    smaller, larger = batch.resized(1), batch.resized(3)
+    assert torch.equal(smaller.args[0], ROWS[3:4])
+    assert torch.equal(larger.args[0], ROWS[[3, 3, 3]])
+    assert tuple(larger.kwargs["k"]["x"].shape) == (2, 3)
+    assert larger.args[1] == "same"
+    assert larger.rows == (3, 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "message"),
+    [
+        ((Split(ROWS), Split(ROWS[:3])), {}, r"args\[0\] has 7, args\[1\] has 3"),
+        ((), {"a": Split({"x": ROWS, "y": ROWS[:2]})}, r"a\['x'\] has 7, a\['y'\] has 2"),
+        ((Split(ROWS[:0]),), {}, "0 rows"),
+        ((Split(torch.tensor(1.0)),), {}, r"shape \(\) has no dim 0"),
+        ((Split(ROWS, dim=2),), {}, "has no dim 2"),
+        ((Split([ROWS, 3]),), {}, r"args\[0\]\[1\]: only tensors and numpy arrays can be split, not int"),
+        ((Split({}),), {}, "holds no tensor"),
+        ((Split(np.array(["a", "b"])),), {}, "no tensor dtype"),
+        ((Split(ROWS.float().to_sparse()),), {}, "to_dense"),
+        ((PerRank([1, 2, 3]),), {}, "3 values, but the group has 2 ranks"),
+    ],
+)
+def test_what_cannot_be_dealt_is_named(args: Any, kwargs: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        deal(args, kwargs, 2)
+
+
+def test_split_rows_puts_the_larger_first() -> None:
+    assert split_rows(7, 3) == (3, 2, 2)
+    assert split_rows(1, 3) == (1, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda x: {"logits": x, "other": None},
+        lambda x: (x, [x]),
+        lambda x: Point(x, x),
+        lambda x: Result(x),
+        lambda x: OrderedDict(logits=x),
+        lambda x: {},
+    ],
+)
+def test_an_output_keeps_its_type(wrap: Any) -> None:
+    batches = deal((Split(ROWS),), {}, 3)
+    gathered = gather_outputs(outputs_of(batches, wrap), batches[0].rows)
+    whole = wrap(ROWS)
+    assert type(gathered) is type(whole)
+    assert str(gathered) == str(whole)
+
+
+def test_model_outputs_are_gathered_field_by_field() -> None:
+    modeling_outputs = pytest.importorskip("transformers.modeling_outputs")
+    cls = modeling_outputs.CausalLMOutputWithPast
+    outputs = [
+        RankOutput(cls(loss=torch.tensor(2.0), logits=part, hidden_states=(part, part + 1)), reduced=("['loss']",))
+        for part in (ROWS[:4], ROWS[4:])
+    ]
+    gathered = gather_outputs(outputs, (4, 3))
+    assert type(gathered) is cls
+    assert gathered.loss == 2.0
+    assert torch.equal(gathered.logits, ROWS)
+    assert torch.equal(gathered.hidden_states[1], ROWS + 1)
+    assert gathered.past_key_values is None
+    assert list(gathered) == ["loss", "logits", "hidden_states"]
+
+
+def test_what_is_not_rows_comes_back_per_rank() -> None:
+    values = [
+        {"scalar": torch.tensor(1.0), "text": "a", "ragged": torch.zeros(2, 3), "fixed": torch.zeros(5), "n": [1]},
+        {"scalar": torch.tensor(2.0), "text": "b", "ragged": torch.zeros(2, 4), "fixed": torch.zeros(5), "n": [1, 2]},
+        {"scalar": torch.tensor(3.0), "text": "c", "ragged": torch.zeros(1, 4), "fixed": torch.zeros(5), "n": [1]},
+    ]
+    gathered = gather_outputs([RankOutput(value) for value in values], (2, 2, 0))
+    assert all(isinstance(value, PerRank) and len(value) == 3 for value in gathered.values())
+    assert list(gathered["text"]) == ["a", "b", None]
+    assert gathered["ragged"][1].shape == (2, 4)
+    assert gathered["n"][1] == [1, 2]
+    mixed = gather_outputs([RankOutput(torch.zeros(2)), RankOutput(torch.zeros(2, dtype=torch.int64))], (2, 2))
+    assert isinstance(mixed, PerRank)
+
+
+def test_one_rank_with_rows_answers_alone() -> None:
+    outputs = [RankOutput({"square": torch.ones(1, 1), "s": 3}), RankOutput({"square": torch.zeros(1, 1), "s": 4})]
+    assert gather_outputs(outputs, (1, 0)) is outputs[0].value
+    assert gather_outputs(outputs, ()) is outputs[0].value
+
+
+def test_leaves_that_the_ranks_settled_are_not_concatenated() -> None:
+    parts = [{"logits": torch.zeros(2, 2), "square": torch.zeros(2, 2)} for _ in range(2)]
+    gathered = gather_outputs([RankOutput(part, local=("['square']",)) for part in parts], (2, 2))
+    assert gathered["logits"].shape == (4, 2)
+    assert isinstance(gathered["square"], PerRank)
+
+
+def test_ambiguous_leaves_are_found_and_told_apart() -> None:
+    value = {"square": torch.zeros(3, 3), "rows": torch.zeros(3, 4), "seq": torch.zeros(3, 5, 3), "off": torch.zeros(4)}
+    assert ambiguous_leaves(value, 3, 0) == ["['square']", "['seq']"]
+    assert follows_rows(torch.zeros(3, 3), torch.zeros(1, 3), 1, 0)
+    assert not follows_rows(torch.zeros(3, 3), torch.zeros(1, 1), 1, 0)
+    assert not follows_rows(torch.zeros(3, 3), torch.zeros(3, 3), 1, 0)
+    assert not follows_rows(torch.zeros(3, 3), None, 1, 0)
+
+
+def test_out_chooses_the_result() -> None:
+    outputs = [RankOutput(torch.zeros(2, 1)), RankOutput(torch.ones(1, 1))]
+    assert select_output(None, outputs, (2, 1), 0).shape == (3, 1)
+    assert select_output(None, outputs, (), 0) is outputs[0].value
+    assert select_output(Out.rank0(), outputs, (2, 1), 0) is outputs[0].value
+    assert select_output(Out.none(), outputs, (2, 1), 0) is None
+    assert list(select_output(Out.per_rank(), outputs, (2, 1), 0)) == [output.value for output in outputs]
+    turned = [RankOutput(output.value.T) for output in outputs]
+    assert select_output(Out.gather(dim=1), turned, (2, 1), 0).shape == (1, 3)

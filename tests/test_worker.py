@@ -1,0 +1,279 @@
+"""One rank's calls without Ray: forward, gathered outputs, train_step, call, state_dict, save, status."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from raysharding.batch import Out, PerRank, RankBatch, Split, deal
+from raysharding.checkpoint import open_checkpoint
+from raysharding.outputs import RankOutput, select_output
+from raysharding.worker import Worker, current_worker
+from tests.spawn import run_ranks
+
+WORLD_SIZE = 3
+VOCAB = 31
+
+
+def tokens(num_rows: int, length: int = 6, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, VOCAB, (num_rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def masked_labels() -> torch.Tensor:
+    labels = tokens(7, seed=1)
+    labels[5:] = -100
+    labels[0, 3:] = -100
+    return labels
+
+
+def make_checkpoints(folder: Path) -> None:
+    """Save the tiny models that the ranks load."""
+    import transformers as hf
+
+    torch.manual_seed(0)
+    llama = hf.LlamaConfig(
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=20, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=32,
+    )  # fmt: skip
+    hf.LlamaForCausalLM(llama).save_pretrained(folder / "llama")
+    bert = hf.BertConfig(
+        vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=20,
+        max_position_embeddings=32, num_labels=2,
+    )  # fmt: skip
+    hf.BertForSequenceClassification(bert).save_pretrained(folder / "bert")
+    text = {
+        "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "max_position_embeddings": 8, "eos_token_id": 2,
+    }  # fmt: skip
+    vision = {
+        "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8,
+        "patch_size": 4,
+    }  # fmt: skip
+    clip = hf.CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)
+    hf.CLIPModel(clip).save_pretrained(folder / "clip")
+
+
+def worker_of(path: str) -> Worker:
+    worker = Worker(dist.get_rank(), dist.get_world_size(), dist.get_rank(), "cpu")
+    worker.build(None, open_checkpoint(path))
+    worker.load()
+    return worker
+
+
+def batch_of(**kwargs: Any) -> RankBatch:
+    return deal((), kwargs, dist.get_world_size())[dist.get_rank()]
+
+
+def run_llama(folder: str) -> dict[str, Any]:
+    worker = worker_of(f"{folder}/llama")
+    assert worker.phase == "ready"
+    assert not worker.module.training
+    results: dict[str, Any] = {}
+    batch = batch_of(input_ids=Split(tokens(7)), labels=Split(masked_labels()))
+    results["seven"] = worker.forward(batch)
+    results["two"] = worker.forward(batch_of(input_ids=Split(tokens(2))))
+    results["one"] = worker.forward(batch_of(input_ids=Split(tokens(1))))
+    results["replicated"] = worker.forward(batch_of(input_ids=tokens(2)))
+    results["rank0"] = worker.forward(batch, out=Out.rank0())
+    with pytest.raises(ValueError, match="mode='test'"):
+        worker.forward(batch, mode="test")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="set_optimizer"):
+        worker.train_step(batch)
+    # A forward has just left the root's full parameters registered: the optimizer must get the shards.
+    worker.set_optimizer(torch.optim.SGD, {"lr": 0.1})
+    results["metrics"] = [worker.train_step(batch, max_grad_norm=0.5) for _ in range(2)]
+    assert not worker.module.training
+    results["state"] = {name: value for part in worker.state_dict() for name, value in part.items()}
+    results["report"] = worker.save(f"{folder}/saved")
+    status = worker.status()
+    assert status["pid"] == os.getpid()
+    assert (status["rank"], status["phase"], status["last_call"]) == (dist.get_rank(), "ready", "save")
+    assert status["host_bytes"] > 2**20
+    assert status["bytes_done"] == status["bytes_total"] > 0
+    worker.close()
+    assert worker.status()["phase"] == "closed"
+    with pytest.raises(RuntimeError, match="no module"):
+        _ = worker.module
+    return results
+
+
+def run_square(folder: str) -> dict[str, Any]:
+    """Outputs whose shape does not tell rows from rows × rows."""
+    results: dict[str, Any] = {}
+    worker = worker_of(f"{folder}/bert")
+    for num_rows in (6, 3, 7, 2):
+        output = worker.forward(
+            batch_of(input_ids=Split(tokens(num_rows, length=2)), output_hidden_states=True, return_dict=True)
+        )
+        results[f"bert {num_rows}"] = output
+    worker = worker_of(f"{folder}/clip")
+    for num_rows in (6, 3, 7, 2):
+        output = worker.forward(batch_of(input_ids=Split(tokens(num_rows, 5)), pixel_values=Split(pixels(num_rows))))
+        results[f"clip {num_rows}"] = RankOutput(
+            {key: output.value[key] for key in ("logits_per_image", "logits_per_text", "text_embeds", "image_embeds")},
+            local=output.local,
+        )
+    return results
+
+
+def pixels(num_rows: int) -> torch.Tensor:
+    return torch.rand(num_rows, 3, 8, 8, generator=torch.Generator().manual_seed(3))
+
+
+class Reporter(nn.Module):
+    """Says in what mode it runs; its buffer is the state that a forward must not change by default."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.norm.eval()
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        full = torch.zeros(10, 4)
+        return {"y": self.norm(self.linear(x)), "training": self.training, "view": full[: x.shape[0]]}
+
+
+def run_calls(path: str) -> dict[str, Any]:
+    worker = Worker(dist.get_rank(), dist.get_world_size(), dist.get_rank(), "cpu")
+    worker.build(Reporter, open_checkpoint(path))
+    worker.load()
+    worker.module.get_submodule("linear").train()
+    with pytest.raises(RuntimeError, match="call"):
+        current_worker()
+    batch = batch_of(x=Split(torch.ones(3, 3)))
+    default, trained = worker.forward(batch), worker.forward(batch_of(x=Split(torch.ones(6, 3))), mode="train")
+    assert (default.value["training"], trained.value["training"]) == (False, True)
+    assert not default.value["y"].requires_grad
+    assert default.value["view"].untyped_storage().nbytes() == default.value["view"].numel() * 4
+    modes = [worker.module.get_submodule(name).training for name in ("", "linear", "norm")]
+    assert modes == [False, True, False], "each submodule keeps its own mode"
+    seen = worker.call(lambda shift: current_worker().rank + shift, (10,))
+    with pytest.raises(ZeroDivisionError):
+        worker.call(lambda: 1 / 0)
+    assert worker.phase == "call", "the phase of a failed call stays for the report"
+    assert worker.usable
+    with pytest.raises(RuntimeError, match="call"):
+        current_worker()
+    with pytest.raises(ValueError, match="returned a dict"):
+        worker.set_optimizer(lambda parameters: {})  # type: ignore[arg-type, return-value]
+    return {"seen": seen, "reporter": trained.value["y"].shape}
+
+
+def run_worker(folder: str) -> dict[str, Any]:
+    return {**run_llama(folder), **run_square(folder), **run_calls(f"{folder}/reporter.safetensors")}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("transformers")
+    from safetensors.torch import save_file
+
+    path = tmp_path_factory.mktemp("worker")
+    make_checkpoints(path)
+    torch.manual_seed(0)
+    save_file(Reporter().state_dict(), path / "reporter.safetensors")
+    return path
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> list[dict[str, Any]]:
+    return run_ranks(WORLD_SIZE, run_worker, str(folder), timeout_s=100)
+
+
+def gathered(ranks: list[dict[str, Any]], name: str, num_rows: int) -> Any:
+    batch = deal((Split(torch.zeros(num_rows)),), {}, WORLD_SIZE)[0]
+    return select_output(None, [result[name] for result in ranks], batch.rows, batch.dim)
+
+
+def llama_twin(folder: Path) -> Any:
+    from transformers import LlamaForCausalLM
+
+    return LlamaForCausalLM.from_pretrained(folder / "llama")
+
+
+def close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and torch.allclose(a, b, atol=1e-5, rtol=0)
+
+
+@pytest.mark.timeout(120)
+def test_forward_equals_one_process(ranks: list[dict[str, Any]], folder: Path) -> None:
+    twin = llama_twin(folder)
+    with torch.no_grad():
+        expected = twin(input_ids=tokens(7), labels=masked_labels())
+    output = gathered(ranks, "seven", 7)
+    assert type(output) is type(expected)
+    assert close(output.logits, expected.logits)
+    assert close(output.loss, expected.loss)
+    assert output.past_key_values is None
+    for name, num_rows in (("two", 2), ("one", 1)):
+        with torch.no_grad():
+            expected = twin(input_ids=tokens(num_rows))
+        assert close(gathered(ranks, name, num_rows).logits, expected.logits)
+    with torch.no_grad():
+        expected = twin(input_ids=tokens(2))
+    assert close(select_output(None, [result["replicated"] for result in ranks], (), 0).logits, expected.logits)
+    assert [result["rank0"].value is None for result in ranks] == [False, True, True]
+
+
+def test_training_and_saving_equal_one_process(ranks: list[dict[str, Any]], folder: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    twin = llama_twin(folder)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        loss = twin(input_ids=tokens(7), labels=masked_labels()).loss
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
+        optimizer.step()
+        for result in ranks:
+            assert result["metrics"][step] == pytest.approx({"loss": loss.item(), "grad_norm": norm.item()}, abs=1e-5)
+    assert [len(result["state"]) > 0 for result in ranks] == [True, False, False]
+    expected = twin.state_dict()
+    assert set(ranks[0]["state"]) == set(expected)
+    saved = LlamaForCausalLM.from_pretrained(folder / "saved").state_dict()
+    for name, value in expected.items():
+        assert close(ranks[0]["state"][name], value), name
+        assert torch.equal(saved[name], ranks[0]["state"][name]), name
+
+
+@pytest.mark.parametrize("num_rows", [6, 3, 7, 2])
+def test_labels_by_rows_are_rows(ranks: list[dict[str, Any]], folder: Path, num_rows: int) -> None:
+    """Two labels for two rows are as square as CLIP's logits, and two positions as square again."""
+    from transformers import BertForSequenceClassification
+
+    twin = BertForSequenceClassification.from_pretrained(folder / "bert")
+    with torch.no_grad():
+        expected = twin(input_ids=tokens(num_rows, length=2), output_hidden_states=True)
+    output = gathered(ranks, f"bert {num_rows}", num_rows)
+    assert close(output.logits, expected.logits)
+    assert close(output.hidden_states[1], expected.hidden_states[1])
+
+
+@pytest.mark.parametrize("num_rows", [6, 3, 7, 2])
+def test_rows_by_rows_come_back_per_rank(ranks: list[dict[str, Any]], folder: Path, num_rows: int) -> None:
+    from transformers import CLIPModel
+
+    twin = CLIPModel.from_pretrained(folder / "clip")
+    with torch.no_grad():
+        expected = twin(input_ids=tokens(num_rows, 5), pixel_values=pixels(num_rows))
+    output = gathered(ranks, f"clip {num_rows}", num_rows)
+    assert close(output["text_embeds"], expected.text_embeds)
+    assert close(output["image_embeds"], expected.image_embeds)
+    rows = deal((Split(torch.zeros(num_rows)),), {}, WORLD_SIZE)[0].rows
+    for name in ("logits_per_image", "logits_per_text"):
+        assert isinstance(output[name], PerRank), name
+        assert [None if part is None else tuple(part.shape) for part in output[name]] == [
+            (count, count) if count else None for count in rows
+        ]
+
+
+def test_call_runs_inside_the_rank(ranks: list[dict[str, Any]]) -> None:
+    assert [result["seen"] for result in ranks] == [10, 11, 12]
