@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from raysharding.batch import Out, PerRank, RankBatch, Split, deal
 from raysharding.checkpoint import open_checkpoint
@@ -19,6 +20,7 @@ from tests.spawn import run_ranks
 
 WORLD_SIZE = 3
 VOCAB = 31
+MODES: list[Literal["train", "eval"]] = ["train", "eval", "eval"]
 
 
 def tokens(num_rows: int, length: int = 6, seed: int = 0) -> torch.Tensor:
@@ -85,7 +87,6 @@ def run_llama(folder: str) -> dict[str, Any]:
         worker.forward(batch, mode="test")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="set_optimizer"):
         worker.train_step(batch)
-    # A forward has just left the root's full parameters registered: the optimizer must get the shards.
     worker.set_optimizer(torch.optim.SGD, {"lr": 0.1})
     results["metrics"] = [worker.train_step(batch, max_grad_norm=0.5) for _ in range(2)]
     assert not worker.module.training
@@ -154,6 +155,14 @@ def run_calls(path: str) -> dict[str, Any]:
     assert default.value["view"].untyped_storage().nbytes() == default.value["view"].numel() * 4
     modes = [worker.module.get_submodule(name).training for name in ("", "linear", "norm")]
     assert modes == [False, True, False], "each submodule keeps its own mode"
+    # The forward left the root's full parameters registered; the optimizer must get the shards all the same.
+    worker.set_optimizer(torch.optim.SGD, {"lr": 0.5})
+    assert worker.optimizer is not None
+    assert all(isinstance(parameter, DTensor) for parameter in worker.optimizer.param_groups[0]["params"])
+    step = batch_of(x=Split(torch.ones(6, 3)))
+    losses = [worker.train_step(step, lambda output: output["y"].square().mean(), None, mode)["loss"] for mode in MODES]
+    assert losses[0] != losses[1], "batch statistics in train mode, running ones in eval mode"
+    assert losses[2] < losses[1], "the step moved the parameters"
     seen = worker.call(lambda shift: current_worker().rank + shift, (10,))
     with pytest.raises(ZeroDivisionError):
         worker.call(lambda: 1 / 0)

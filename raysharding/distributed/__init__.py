@@ -7,6 +7,7 @@ from raysharding.distributed.loading import load_checkpoint
 from raysharding.distributed.mesh import init_mesh
 from raysharding.distributed.report import LoadReport, SaveReport
 from raysharding.distributed.saving import save_checkpoint
+from raysharding.distributed.training import train_step
 
 __all__ = [
     "LoadReport",
@@ -19,4 +20,5 @@ __all__ = [
     "reshard",
     "save_checkpoint",
     "shard_module",
+    "train_step",
 ]

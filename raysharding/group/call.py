@@ -46,6 +46,28 @@ class Call:
         self._collected: list[Any] = []
         self.progress: tuple[int, int] = (0, 0)
 
+    @classmethod
+    def in_thread(cls, name: str, fn: Callable[[], Any]) -> Call:
+        """Run something of the driver's own on a thread: it is no part of the ranks' queue, so it need not wait there.
+
+        Args:
+            name: The method, for errors and `repr`.
+            fn: What to run; bounded by its own deadlines. Its value is the result.
+        """
+        values: list[Any] = []
+        call = cls(name, 0, lambda _: values[0], 0.0)
+
+        def run() -> None:
+            try:
+                values.append(fn())
+            except Exception as error:  # noqa: BLE001 - raised by result()
+                call.end(error)
+            else:
+                call.end(None)
+
+        threading.Thread(target=run, name=f"raysharding-{name}", daemon=True).start()
+        return call
+
     def result(self, timeout_s: float | None = None) -> Any:
         """Wait for all ranks and return the result.
 

@@ -16,6 +16,9 @@ from raysharding.distributed.process_group import StoreAddress, join_process_gro
 from raysharding.group.packing import Packed
 from raysharding.worker import Worker
 
+Mode = Literal["train", "eval"] | None
+"""Mode of the modules in a call; `None`: the call's own default."""
+
 
 @dataclass(frozen=True, slots=True)
 class Shared:
@@ -130,14 +133,14 @@ class RankCommands:
         """Make the optimizer. All ranks."""
         self._worker.set_optimizer(factory, dict(kwargs))
 
-    def forward(self, batch: RankBatch, mode: Literal["train", "eval"] | None, out: Out | None) -> Any:
+    def forward(self, batch: RankBatch, mode: Mode, out: Out | None) -> Any:
         """Run the model forward. All ranks, together."""
         output = self._worker.forward(batch, mode, out)
         return output.value if out is not None and out.kind == "refs" else output
 
-    def train_step(self, batch: RankBatch, loss: Any, max_grad_norm: float | None) -> dict[str, float]:
+    def train_step(self, batch: RankBatch, loss: Any, max_grad_norm: float | None, mode: Mode) -> dict[str, float]:
         """Take one optimizer step. All ranks, together."""
-        return self._worker.train_step(batch, loss, max_grad_norm)
+        return self._worker.train_step(batch, loss, max_grad_norm, mode)
 
     def call(self, batch: RankBatch, fn: Callable[..., Any], out: Out | None) -> Any:
         """Run the user's function inside the process group. All ranks."""

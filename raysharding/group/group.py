@@ -17,6 +17,7 @@ from raysharding.batch import Out, deal
 from raysharding.config import Loading, Placement, Sharding, Timeouts
 from raysharding.group import describe
 from raysharding.group.call import Call
+from raysharding.group.commands import Mode
 from raysharding.group.handle import handle
 from raysharding.group.launch import Launched, launch
 from raysharding.group.progress import ProgressOption
@@ -34,10 +35,11 @@ GIB = 1 << 30
 class ShardedModelGroup:
     """A model sharded over one Ray actor per rank. Made by `from_checkpoint`; a context manager.
 
-    `forward`, `train_step`, `call`, `state_dict` and `save` are handles: `group.forward(...)` blocks and returns the
-    result, `group.forward.remote(...)` returns a `Call`. Calls run in the order of their submission, each under
-    `Timeouts.call_s`. When a rank dies, hangs, or raises alone, the call raises a `GroupError`, the other ranks are
-    stopped, everything is given back, and later calls raise `GroupBrokenError`.
+    `forward`, `train_step`, `call`, `state_dict`, `save`, `status` and `shutdown` are handles: `group.forward(...)`
+    blocks and returns the result, `group.forward.remote(...)` returns a `Call`. Calls run in the order of their
+    submission, each under `Timeouts.call_s`; `status` and `shutdown` do not queue behind them. When a rank dies,
+    hangs, or raises alone, the call raises a `GroupError`, the other ranks are stopped, everything is given back, and
+    later calls raise `GroupBrokenError`.
     """
 
     def __init__(self, checkpoint: str, launched: Launched, has_optimizer: bool) -> None:
@@ -117,9 +119,7 @@ class ShardedModelGroup:
         return cls(os.fspath(checkpoint), launched, optimizer is not None)
 
     @handle
-    def forward(
-        self, /, *args: Any, mode: Literal["eval", "train"] | None = None, out: Out | None = None, **kwargs: Any
-    ) -> Call:
+    def forward(self, /, *args: Any, mode: Mode = None, out: Out | None = None, **kwargs: Any) -> Call:
         """Run the model on a batch, without gradients and in eval mode.
 
         Args:
@@ -143,7 +143,13 @@ class ShardedModelGroup:
 
     @handle
     def train_step(
-        self, /, *args: Any, loss: Callable[..., Any] | None = None, max_grad_norm: float | None = None, **kwargs: Any
+        self,
+        /,
+        *args: Any,
+        loss: Callable[..., Any] | None = None,
+        max_grad_norm: float | None = None,
+        mode: Mode = None,
+        **kwargs: Any,
     ) -> Call:
         """Take one optimizer step on a batch: the step that one process would take on the same rows.
 
@@ -151,6 +157,8 @@ class ShardedModelGroup:
             *args: The model's arguments, as for `forward`.
             loss: `loss(output, *args, **kwargs)` → a mean, or (sum, count). Default: the output's own `.loss`.
             max_grad_norm: Clip gradients to this global norm. Default: no clipping.
+            mode: `"eval"` trains with the modules in eval mode: no drop-out, BatchNorm's stored statistics. Default
+                train.
             **kwargs: As `args`.
 
         Returns:
@@ -162,7 +170,7 @@ class ShardedModelGroup:
         if not self._has_optimizer:
             raise ValueError("train_step needs an optimizer: call group.set_optimizer(torch.optim.AdamW, lr=...) first")
         batches = deal(args, kwargs, self.world_size)
-        return self._channel.submit_batches("train_step", batches, loss, max_grad_norm, collect=collect_rank0)
+        return self._channel.submit_batches("train_step", batches, loss, max_grad_norm, mode, collect=collect_rank0)
 
     @handle
     def call(self, fn: Callable[..., Any], /, *args: Any, out: Out | None = None, **kwargs: Any) -> Call:
@@ -249,13 +257,17 @@ class ShardedModelGroup:
         """Figures of the load."""
         return self._load_report
 
-    def status(self) -> dict[str, Any]:
+    @handle
+    def status(self) -> Call:
         """Ask every rank what it is doing and what memory it holds; ranks answer while they work.
 
         Returns:
             `state`, `cause` (what broke the group, or `None`), and `ranks`: one dict per rank with where it runs,
             `answers` (`False` where it said nothing within 2 s), and what `Worker.status` says.
         """
+        return Call.in_thread("status", self._status)
+
+    def _status(self) -> dict[str, Any]:
         cause = self._supervisor.cause
         return {
             "name": self._supervisor.name,
@@ -269,9 +281,10 @@ class ShardedModelGroup:
         self._supervisor.refuse_if_unusable()
         return describe.memory_table(self._ask_status())
 
-    def shutdown(self) -> None:
+    @handle
+    def shutdown(self) -> Call:
         """Stop all ranks and give everything back. May be called many times; a running call fails."""
-        self._supervisor.shutdown()
+        return Call.in_thread("shutdown", self._supervisor.shutdown)
 
     def __enter__(self) -> Self:
         return self

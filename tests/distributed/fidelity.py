@@ -44,8 +44,8 @@ class Case:
     """Labels per row for a classifier; token labels if `None`."""
     max_shard_size: str = "20KB"
     """Makes a sharded index."""
-    trains: bool = True
-    """BatchNorm's batch statistics differ between one process and several, so a ResNet is compared in eval mode."""
+    trains_in_eval: bool = False
+    """Train in eval mode: BatchNorm's batch statistics differ between one process and several."""
     loading: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `Loading`."""
 
@@ -60,7 +60,7 @@ CASES = {
     "qwen3-moe": Case("qwen3-moe"),
     "t5": Case("t5"),
     "vit": Case("vit", num_labels=3),
-    "resnet": Case("resnet", num_labels=3, trains=False),
+    "resnet": Case("resnet", num_labels=3, trains_in_eval=True),
     "gemma": Case("gemma"),
     "bart": Case("bart"),
     "mamba": Case("mamba"),
@@ -126,8 +126,7 @@ def check_case(directory: Path, case: Case) -> None:
     load_full(reference, full, report.missing)
     batch = batch_of(ARCHITECTURES[case.architecture], case)
     check_forward(module, reference, batch)
-    if case.trains:
-        check_training(module, reference, batch)
+    check_training(module, reference, batch, training=not case.trains_in_eval)
     check_save(module, directory.parent / f"{directory.name}-saved", auto, checkpoint)
 
 
@@ -151,14 +150,14 @@ def check_forward(module: nn.Module, reference: nn.Module, batch: dict[str, torc
     torch.testing.assert_close(ours.loss, theirs.loss, rtol=1e-5, atol=1e-5)
 
 
-def check_training(module: nn.Module, reference: nn.Module, batch: dict[str, torch.Tensor]) -> None:
+def check_training(module: nn.Module, reference: nn.Module, batch: dict[str, torch.Tensor], *, training: bool) -> None:
     """Ten AdamW steps give the loss curve of one process."""
     dealt = deal((), {name: Split(value) for name, value in batch.items()}, dist.get_world_size())[dist.get_rank()]
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
     oracle = torch.optim.AdamW(reference.parameters(), lr=1e-3)
-    reference.train()
+    reference.train(training)
     for step in range(NUM_STEPS):
-        metrics = train_step(module, optimizer, dealt)
+        metrics = train_step(module, optimizer, dealt, training=training)
         oracle.zero_grad()
         loss = reference(**batch).loss
         loss.backward()

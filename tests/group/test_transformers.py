@@ -1,0 +1,102 @@
+"""transformers models through the whole road, Ray included: weights, forward, ten steps, save, against one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from raysharding import Loading, Out, PerRank, ShardedModelGroup, Split
+from tests.distributed.fidelity import CASES, NUM_STEPS, batch_of, make_checkpoint
+from tests.models.architectures import ARCHITECTURES
+
+pytestmark = [pytest.mark.usefixtures("nothing_left"), pytest.mark.timeout(120)]
+
+
+def split(batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+    return {name: Split(value) for name, value in batch.items()}
+
+
+def reference_of(name: str, directory: Path) -> Any:
+    return getattr(transformers, ARCHITECTURES[CASES[name].architecture].model).from_pretrained(directory)
+
+
+def train_one_process(model: nn.Module, batch: dict[str, torch.Tensor]) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    model.train()
+    for _ in range(NUM_STEPS):
+        optimizer.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    model.eval()
+    return losses
+
+
+@pytest.mark.parametrize(("name", "world_size"), [("llama", 2), ("t5", 3), ("mixtral", 2)])
+def test_a_model_equals_one_process(name: str, world_size: int, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "model", CASES[name])
+    reference = reference_of(name, tmp_path / "model").eval()
+    batch = batch_of(ARCHITECTURES[CASES[name].architecture], CASES[name])
+    with ShardedModelGroup.from_checkpoint(tmp_path / "model", world_size=world_size) as group:
+        state = group.state_dict()
+        for key, tensor in reference.state_dict().items():
+            assert torch.equal(state[key], tensor), key
+        output = group.forward(**split(batch))
+        expected = reference(**batch)
+        assert type(output) is type(expected)
+        assert output.past_key_values is None
+        torch.testing.assert_close(output.logits, expected.logits, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(output.loss, expected.loss, rtol=1e-5, atol=1e-5)
+
+        group.set_optimizer(torch.optim.AdamW, lr=1e-3)
+        calls = [group.train_step.remote(**split(batch)) for _ in range(NUM_STEPS)]
+        losses = [call.result()["loss"] for call in calls]
+        assert losses == pytest.approx(train_one_process(reference, batch), abs=1e-5)
+        group.save(tmp_path / "trained")
+        trained = group.forward(**split(batch)).logits
+    with torch.no_grad():
+        reopened = reference_of(name, tmp_path / "trained").eval()(**batch).logits
+    torch.testing.assert_close(trained, reopened, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_times_rows_outputs_are_not_concatenated(tmp_path: Path) -> None:
+    model = ARCHITECTURES["clip"].make()
+    model.save_pretrained(tmp_path)
+    images = torch.linspace(-1, 1, 4 * 3 * 16 * 16).reshape(4, 3, 16, 16)
+    batch: dict[str, Any] = {"input_ids": torch.arange(28).reshape(4, 7) + 3, "pixel_values": images}
+    with ShardedModelGroup.from_checkpoint(tmp_path, world_size=2) as group:
+        output = group.forward(**split(batch))
+        whole = group.forward(**batch)
+        parts = group.forward(**split(batch), out=Out.per_rank())
+    with torch.no_grad():
+        expected = model(**batch)
+    torch.testing.assert_close(output.text_embeds, expected.text_embeds, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(whole.logits_per_text, expected.logits_per_text, rtol=1e-5, atol=1e-5)
+    assert isinstance(output.logits_per_text, PerRank)
+    for rank, block in enumerate(output.logits_per_text):
+        rows = slice(2 * rank, 2 * rank + 2)
+        torch.testing.assert_close(block, expected.logits_per_text[rows, rows], rtol=1e-5, atol=1e-5)
+    assert len(parts) == 2
+
+
+def test_a_new_head_is_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, CASES["bert-new-head"])
+    heads = []
+    for world_size in (1, 2):
+        with ShardedModelGroup.from_checkpoint(
+            tmp_path,
+            model="AutoModelForSequenceClassification",
+            world_size=world_size,
+            loading=Loading(strict=False, seed=3),
+        ) as group:
+            assert "classifier.weight" in group.load_report.missing
+            heads.append(group.state_dict(["classifier.weight"])["classifier.weight"])
+    assert heads[0].std() > 0
+    assert torch.equal(heads[0], heads[1])
