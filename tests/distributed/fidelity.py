@@ -162,7 +162,7 @@ def check_training(module: nn.Module, reference: nn.Module, batch: dict[str, tor
         loss = reference(**batch).loss
         loss.backward()
         oracle.step()
-        assert abs(metrics["loss"] - float(loss)) < 1e-5, f"step {step}: {metrics['loss']} against {float(loss)}"
+        assert abs(metrics["loss"] - loss.item()) < 1e-5, f"step {step}: {metrics['loss']} against {loss.item()}"
 
 
 def check_save(module: nn.Module, path: Path, auto: Any, checkpoint: Any) -> None:

@@ -11,10 +11,19 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
+from torch.nn import functional
 
+from raysharding.batch import Split, deal
 from raysharding.checkpoint import open_checkpoint
 from raysharding.config import Loading, Sharding
-from raysharding.distributed import gather_state_dict, init_mesh, load_checkpoint, save_checkpoint, shard_module
+from raysharding.distributed import (
+    gather_state_dict,
+    init_mesh,
+    load_checkpoint,
+    save_checkpoint,
+    shard_module,
+    train_step,
+)
 from raysharding.distributed.layout import local_tensor, module_tensors
 from raysharding.distributed.metadata import all_gather_json
 from raysharding.errors import CheckpointError, PlanError
@@ -71,6 +80,32 @@ def check_odd_shapes(root: Path) -> None:
     assert [report.transport for report in reports] == ["scatter", "broadcast", "scatter"]
     assert reports[0].num_buckets > 1
     assert reports[2].num_buckets == 1
+
+
+def token_loss(logits: torch.Tensor, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Mean over all tokens."""
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def check_training(root: Path) -> None:
+    """Ten steps of a plain module with a callable loss give the loss curve of one process."""
+    module, reference = sharded(root / ODD), filled()
+    load_checkpoint(module, root / ODD)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    oracle = torch.optim.AdamW(reference.parameters(), lr=1e-3)
+    ids, targets = torch.arange(20).view(5, 4), torch.arange(5, 25).view(5, 4)
+    batch = deal((Split(ids),), {"targets": Split(targets)}, dist.get_world_size())[dist.get_rank()]
+    for step in range(10):
+        # In eval mode: BatchNorm's batch statistics differ between one process and several.
+        metrics = train_step(module, optimizer, batch, loss=token_loss, training=False)
+        oracle.zero_grad()
+        loss = token_loss(reference(ids), ids, targets)
+        loss.backward()
+        oracle.step()
+        assert abs(metrics["loss"] - loss.item()) < 1e-5, step
+    state = full_state(module)
+    for name, tensor in reference.state_dict().items() if dist.get_rank() == 0 else ():
+        torch.testing.assert_close(state[name], tensor, rtol=0, atol=1e-4)
 
 
 def check_replicas(root: Path) -> None:

@@ -18,10 +18,10 @@ from tests.distributed.models import filled
 from tests.spawn import run_ranks
 
 CHECKS = {
-    1: ("check_odd_shapes", "check_dtypes"),
-    2: ("check_plan_errors", "check_a_model_that_differs", "check_full_disk"),
-    3: ("check_broken_stream", "check_saves"),
-    4: ("check_odd_shapes", "check_replicas", "check_dtypes"),
+    1: ("check_odd_shapes", "check_dtypes", "check_training"),
+    2: ("check_plan_errors", "check_a_model_that_differs", "check_full_disk", "check_training"),
+    3: ("check_broken_stream", "check_saves", "check_training"),
+    4: ("check_odd_shapes", "check_replicas", "check_dtypes", "check_training"),
 }
 
 

@@ -34,7 +34,7 @@ def train_one_process(model: nn.Module, batch: dict[str, torch.Tensor]) -> list[
         loss = model(**batch).loss
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
     model.eval()
     return losses
 

@@ -1,0 +1,72 @@
+"""What a load costs in bytes read, bytes sent and memory: exact counters, each load in processes of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
+
+from raysharding.config import MIB, Loading
+from raysharding.distributed import init_mesh, load_checkpoint, shard_module
+from raysharding.distributed.metadata import all_gather_json
+from raysharding.models import build_module
+from tests.bench.rank import MemorySampler
+from tests.spawn import run_ranks
+
+WORLD_SIZE = 4
+NUM_BYTES = 192 * MIB
+BUCKET_BYTES = 16 * MIB
+
+
+class Wide(nn.Module):
+    """192 MiB: matrices of 12 MiB, each with a bias, and one matrix of 36 MiB, larger than two buckets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(2048, 1536) for _ in range(13))
+        self.last = nn.Linear(2048, 4608)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("wide") / "model.safetensors"
+    with torch.device("meta"):
+        shapes = {name: value.shape for name, value in Wide().state_dict().items()}
+    save_file({name: torch.full(shape, float(index)) for index, (name, shape) in enumerate(shapes.items())}, path)
+    assert path.stat().st_size == pytest.approx(NUM_BYTES, rel=0.01)
+    return path
+
+
+def measure(path: Path, loading: Loading) -> list[dict[str, Any]]:
+    """On every rank: one load, and what it cost each rank."""
+    from raysharding.checkpoint import open_checkpoint
+
+    opened = open_checkpoint(path)
+    module = shard_module(build_module(Wide, opened, None), init_mesh("cpu"))
+    # The first messages connect the pairs, which is not the load's memory.
+    dist.all_reduce(torch.ones(1))
+    with MemorySampler() as memory:
+        report = load_checkpoint(module, opened, loading=loading)
+    shard = report.shard_bytes[dist.get_rank()]
+    extra = memory.peak_bytes - memory.start_bytes - shard
+    figures = {"extra": extra, "wire": report.wire_bytes, "read": report.read_bytes, "ring": report.ring_bytes}
+    return all_gather_json(figures | {"reported": report.peak_extra_bytes[dist.get_rank()]})
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize(
+    ("transport", "copies"), [("scatter", (WORLD_SIZE - 1) / WORLD_SIZE), ("broadcast", WORLD_SIZE - 1)]
+)
+def test_bytes_and_memory(transport: Any, copies: float, checkpoint: Path) -> None:
+    loading = Loading(transport=transport, bucket_bytes=BUCKET_BYTES)
+    for figures in run_ranks(WORLD_SIZE, measure, checkpoint, loading, timeout_s=80)[0]:
+        assert figures["read"] <= 1.02 * NUM_BYTES
+        assert copies * NUM_BYTES * 0.99 <= figures["wire"] <= 1.02 * copies * NUM_BYTES
+        assert figures["ring"] <= 2 * BUCKET_BYTES
+        assert figures["extra"] <= 2 * BUCKET_BYTES + 32 * MIB
+        assert figures["reported"] <= figures["extra"] + 8 * MIB
