@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -13,6 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from raysharding.config import Sharding
 from raysharding.models import wrap_groups
+
+_offloaded: WeakSet[nn.Module] = WeakSet()
+"""Root modules whose shards live in host memory."""
 
 _LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -52,6 +56,7 @@ def shard_module(module: nn.Module, mesh: DeviceMesh, sharding: Sharding | None 
     }
     if sharding.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+        _offloaded.add(module)
     for names in wrap_groups(module, sharding):
         members = [module.get_submodule(name) for name in names]
         fully_shard(members if len(members) > 1 else members[0], **options)
@@ -70,27 +75,57 @@ def reshard(module: nn.Module) -> None:
             submodule.reshard()
 
 
-def materialize(module: nn.Module, device: torch.device) -> None:
+def materialize(module: nn.Module, device: torch.device) -> Callable[[], None]:
     """Give every parameter and buffer on meta uninitialised memory on `device`; each rank alone, no collective.
 
     Unlike `Module.to_empty` this keeps ties (a parameter that two modules share stays one), leaves tensors alone that
-    are real already, and allocates each tensor once. The values are garbage until a load writes them.
+    are real already, and allocates each tensor once. The values are garbage until a load writes them. Shards of a
+    module under `Sharding(cpu_offload=True)` are allocated in host memory.
 
     Args:
         module: A module, sharded or not.
         device: Where the memory comes from.
+
+    Returns:
+        A function that puts the tensors back on meta, for a load that fails: garbage must not be left to run on.
     """
-    new: dict[torch.Tensor, torch.Tensor] = {}
-    for tensors in _registries(module):
-        for name, tensor in tensors.items():
-            if tensor is None or not tensor.is_meta:
-                continue
-            if tensor not in new:
-                new[tensor] = _empty_like(tensor, device)
-            tensors[name] = new[tensor]
+    replaced: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+
+    def undo() -> None:
+        for tensors, name, tensor in replaced:
+            tensors[name] = tensor
+        module.load_state_dict({}, strict=False)
+
+    try:
+        _allocate(module, device, replaced)
+    except (RuntimeError, MemoryError):
+        undo()
+        raise
     # FSDP2 keeps references to its parameters and takes the new ones in its load_state_dict hooks; an empty state
     # dict runs those and nothing else. They also pad uneven shards, which is why it comes before any byte is written.
     module.load_state_dict({}, strict=False)
+    return undo
+
+
+def _allocate(
+    module: nn.Module, device: torch.device, replaced: list[tuple[dict[str, Any], str, torch.Tensor]]
+) -> None:
+    """Put new tensors into the module's tables; what they replace is appended to `replaced`."""
+    new: dict[torch.Tensor, torch.Tensor] = {}
+    shard_device = torch.device("cpu") if module in _offloaded else device
+    for tensors in _registries(module):
+        for name, tensor in tensors.items():
+            # A real buffer is replaced where it is not contiguous: a shard must be one range of memory.
+            if tensor is None or not (tensor.is_meta or _is_strided(tensor)):
+                continue
+            if tensor not in new:
+                new[tensor] = _empty_like(tensor, shard_device if isinstance(tensor, DTensor) else device)
+            replaced.append((tensors, name, tensor))
+            tensors[name] = new[tensor]
+
+
+def _is_strided(tensor: torch.Tensor) -> bool:
+    return not isinstance(tensor, nn.Parameter) and not tensor.is_contiguous()
 
 
 def _registries(module: nn.Module) -> Iterator[dict[str, Any]]:
@@ -111,6 +146,8 @@ def _empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
             shape=tensor.shape,
             stride=tensor.stride(),
         )
+    elif not tensor.is_meta:
+        return tensor.contiguous()
     else:
         value = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     if not isinstance(tensor, nn.Parameter):

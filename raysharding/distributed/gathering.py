@@ -15,7 +15,6 @@ from raysharding.distributed.fsdp import reshard
 from raysharding.distributed.layout import (
     ShardMap,
     message_device,
-    module_tensors,
     persistent_names,
     tensor_layout,
 )
@@ -30,20 +29,27 @@ GATHER_BUCKET_BYTES = 32 * MIB
 """Bytes in flight in one round of a gather, all destinations together."""
 
 
-def tied_names(module: nn.Module) -> dict[str, str]:
-    """Tied alias FQN → the canonical FQN of the same parameter."""
-    canonical = {parameter: name for name, parameter in module.named_parameters()}
-    return {
-        name: canonical[parameter]
-        for name, parameter in module.named_parameters(remove_duplicate=False)
-        if canonical[parameter] != name
-    }
+def _named(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(FQN, tensor) of every parameter and persistent buffer, under every name that it has."""
+    persistent = persistent_names(module)
+    yield from module.named_parameters(remove_duplicate=False)
+    for name, buffer in module.named_buffers(remove_duplicate=False):
+        if name in persistent:
+            yield name, buffer
 
 
 def saved_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Canonical FQN → parameter or persistent buffer: what a checkpoint of the module holds."""
-    persistent = persistent_names(module)
-    return {name: tensor for name, tensor in module_tensors(module).items() if name in persistent}
+    """Canonical FQN → parameter or persistent buffer, tied ones once: what a checkpoint of the module holds."""
+    first: dict[torch.Tensor, str] = {}
+    for name, tensor in _named(module):
+        first.setdefault(tensor, name)
+    return {name: tensor for tensor, name in first.items()}
+
+
+def tied_names(module: nn.Module) -> dict[str, str]:
+    """Second FQN of a tied parameter or persistent buffer → its canonical FQN, the one in `saved_tensors`."""
+    canonical = {tensor: name for name, tensor in saved_tensors(module).items()}
+    return {name: canonical[tensor] for name, tensor in _named(module) if canonical[tensor] != name}
 
 
 @dataclass

@@ -133,7 +133,7 @@ class ShardMap:
         """Read the map off the DTensors of a module; without any, every rank is a replica of one shard.
 
         Raises:
-            ValueError: When the tensors lie on different meshes.
+            ValueError: When the tensors lie on different meshes, or on one that leaves ranks out.
         """
         found: dict[tuple[tuple[int, ...], ...], str] = {}
         for name, tensor in tensors.items():
@@ -143,8 +143,13 @@ class ShardMap:
             raise ValueError(
                 f"parameters {sorted(found.values())} lie on different meshes: shard a module over one mesh"
             )
-        holders = next(iter(found), (tuple(range(dist.get_world_size())),))
-        return cls(holders, dist.get_rank())
+        shards = cls(next(iter(found), (tuple(range(dist.get_world_size())),)), dist.get_rank())
+        if shards.world_size != dist.get_world_size():
+            raise ValueError(
+                f"{next(iter(found.values()))}: its mesh holds {shards.world_size} of {dist.get_world_size()} ranks: "
+                "shard over all ranks of the default process group"
+            )
+        return shards
 
 
 def _holders(mesh: DeviceMesh, shard_axis: int) -> tuple[tuple[int, ...], ...]:

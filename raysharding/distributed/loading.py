@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from time import perf_counter
 from typing import Any
@@ -17,7 +17,7 @@ from torch import nn
 from raysharding.checkpoint import Checkpoint, FileReader, open_checkpoint
 from raysharding.config import Loading
 from raysharding.distributed.agreement import agree
-from raysharding.distributed.fsdp import materialize
+from raysharding.distributed.fsdp import materialize, reshard
 from raysharding.distributed.layout import ShardMap, local_tensor, message_device, module_tensors, tensor_layout
 from raysharding.distributed.memory import MemoryPeak
 from raysharding.distributed.metadata import broadcast_json
@@ -66,7 +66,8 @@ def load_checkpoint(
     meta gets its memory here, on the mesh's device.
 
     Args:
-        module: From `shard_module`; on meta, or real (then it is overwritten).
+        module: From `shard_module`; on meta, or real: then it is overwritten, and under `strict=False` keeps what the
+            checkpoint lacks. After a failed load a module that was on meta is there again.
         checkpoint: Path or URI, opened by rank 0 alone; or an opened checkpoint, the same on every rank.
         loading: See `Loading`.
         progress: Called on every rank after each bucket.
@@ -85,6 +86,7 @@ def load_checkpoint(
     loading = loading or Loading()
     report_progress = progress or silent
     report_progress("plan", 0, 0, "")
+    reshard(module)
     opened = _open_everywhere(checkpoint)
     shards = ShardMap.of(module_tensors(module))
     plan = _plan_together(module, opened, loading, shards)
@@ -93,38 +95,45 @@ def load_checkpoint(
     peak = MemoryPeak(device)
     plan_s = perf_counter() - started
 
-    agree(_materialize(module, device))
-    stream = _make_stream(module, plan, transport, shards, device, stall_s, peak, report_progress)
-    stream_started = perf_counter()
-    read_bytes = _run_stream(stream, plan)
-    stream_s = perf_counter() - stream_started
-
-    report_progress("finalize", plan.stream_bytes, plan.stream_bytes, "")
-    initialise_started = perf_counter()
-    error = _initialise(module, plan.keys.initialise, loading.seed, shards)
-    peak.sample()
-    figures = _Figures(
-        plan_s=plan_s,
-        stream_s=stream_s,
-        initialise_s=perf_counter() - initialise_started,
-        wire_bytes=transport.wire_bytes,
-        read_bytes=read_bytes,
-        shard_bytes=sum(_num_bytes(tensor) for tensor in module_tensors(module).values()),
-        host_bytes=peak.host_bytes,
-        device_bytes=peak.device_bytes,
-        **asdict(stream.times),
-    )
-    every = [_Figures(**value) for value in agree(error, asdict(figures))]
+    undo, error = _materialize(module, device)
+    try:
+        agree(error)
+        stream = _make_stream(module, plan, transport, shards, device, stall_s, peak, report_progress)
+        figures = _fill(module, plan, stream, loading.seed, report_progress)
+    except BaseException:
+        undo()  # garbage must not be left to run on
+        raise
+    every = [_Figures(**value) for value in agree(None, asdict(replace(figures, plan_s=plan_s)))]
     return _make_report(plan, transport.name, reason, every, perf_counter() - started)
 
 
-def _materialize(module: nn.Module, device: torch.device) -> Exception | None:
+def _materialize(module: nn.Module, device: torch.device) -> tuple[Callable[[], None], Exception | None]:
     """Allocate the shards; a rank without the memory must say so before the others wait for its messages."""
     try:
-        materialize(module, device)
+        return materialize(module, device), None
     except (RuntimeError, MemoryError) as error:
-        return error
-    return None
+        return lambda: None, error
+
+
+def _fill(module: nn.Module, plan: LoadPlan, stream: BucketStream, seed: int, progress: Progress) -> _Figures:
+    """Stream the buckets and initialise the rest; an error of any rank is raised on all."""
+    started = perf_counter()
+    read_bytes = _run_stream(stream, plan)
+    stream_s = perf_counter() - started
+    progress("finalize", plan.stream_bytes, plan.stream_bytes, "")
+    started = perf_counter()
+    agree(_initialise(module, plan.keys.initialise, seed, stream.shards))
+    stream.peak.sample()
+    return _Figures(
+        stream_s=stream_s,
+        initialise_s=perf_counter() - started,
+        wire_bytes=stream.transport.wire_bytes,
+        read_bytes=read_bytes,
+        shard_bytes=sum(_num_bytes(tensor) for tensor in module_tensors(module).values()),
+        host_bytes=stream.peak.host_bytes,
+        device_bytes=stream.peak.device_bytes,
+        **asdict(stream.times),
+    )
 
 
 def silent(phase: str, done: int, total: int, tensor: str) -> None:
@@ -149,12 +158,12 @@ def _open_everywhere(checkpoint: Checkpoint | str | os.PathLike[str]) -> Checkpo
     """Open on rank 0 and hand the result to every rank; a failure is raised on all of them."""
     if isinstance(checkpoint, Checkpoint):
         return checkpoint
-    error: CheckpointError | None = None
+    error: Exception | None = None
     opened = ""
     if dist.get_rank() == 0:
         try:
             opened = open_checkpoint(checkpoint).to_json().decode()
-        except CheckpointError as raised:
+        except Exception as raised:  # noqa: BLE001 - the other ranks wait to hear of it
             error = raised
     agree(error)
     return Checkpoint.from_json(broadcast_json(opened).encode())
@@ -166,14 +175,14 @@ def _plan_together(module: nn.Module, checkpoint: Checkpoint, loading: Loading, 
     problems: list[str] = []
     try:
         plan = _make_plan(module, checkpoint, loading, shards)
-    except ValueError as raised:
+    except Exception as raised:  # noqa: BLE001 - the other ranks wait to hear of it
         error = raised
     else:
         problems += plan.keys.problems
         if loading.strict:
             problems += [f"missing from the checkpoint: {name}" for name in plan.keys.missing]
             problems += [f"unexpected in the checkpoint: {name}" for name in plan.keys.unexpected]
-    _agree_on_plan(checkpoint.path, plan, problems, error)
+    _agree_on_plan(checkpoint.path, _digest(plan, loading), problems, error)
     assert plan is not None, "agree raises on a rank that has an error"
     return plan
 
@@ -187,9 +196,16 @@ def _make_plan(module: nn.Module, checkpoint: Checkpoint, loading: Loading, shar
     return LoadPlan(checkpoint, keys, plan_buckets(planned, shards.num_shards, loading.bucket_bytes))
 
 
-def _agree_on_plan(path: str, plan: LoadPlan | None, problems: Sequence[str], error: Exception | None) -> None:
-    described = repr((plan.buckets.tensors, plan.buckets.max_bucket_bytes)) if plan is not None else ""
-    digest = hashlib.sha256(described.encode()).hexdigest()
+def _digest(plan: LoadPlan | None, loading: Loading) -> str:
+    """What must be the same on all ranks: the buckets, what feeds them, what is initialised, the options."""
+    if plan is None:
+        return ""
+    sources = [(target.fqn, target.sources) for target in plan.keys.targets.values()]
+    described = repr((plan.buckets.tensors, sources, plan.keys.initialise, loading))
+    return hashlib.sha256(described.encode()).hexdigest()
+
+
+def _agree_on_plan(path: str, digest: str, problems: Sequence[str], error: Exception | None) -> None:
     # Before any data collective: ranks with different plans would send and receive different sizes, and hang.
     every = agree(error, {"problems": list(problems), "digest": digest})
     listed = dict.fromkeys(line for outcome in every for line in outcome["problems"])
@@ -246,7 +262,7 @@ def _run_stream(stream: BucketStream, plan: LoadPlan) -> int:
         assert not failed, "rank 0 announced a failed read and then reported none"
         return 0
     with FileReader(plan.checkpoint) as reader:
-        error = stream.send(CheckpointSource(plan.checkpoint, reader, dict(plan.keys.targets)))
+        error = stream.send(_source(plan, reader))
         if error is None:
             try:
                 reader.verify_unchanged()
@@ -256,13 +272,17 @@ def _run_stream(stream: BucketStream, plan: LoadPlan) -> int:
         return reader.num_bytes_read
 
 
+def _source(plan: LoadPlan, reader: FileReader) -> CheckpointSource:
+    return CheckpointSource(plan.checkpoint, reader, plan.keys.targets, plan.buckets.max_bucket_bytes)
+
+
 def _initialise(module: nn.Module, names: Sequence[str], seed: int, shards: ShardMap) -> Exception | None:
     """Give what the checkpoint lacks its values: the full tensor by the module's own rule, then this rank's part."""
     tensors = module_tensors(module)
     for name in names:
         try:
             full = initial_value(module, name, seed)
-        except PlanError as error:
+        except Exception as error:  # noqa: BLE001 - the other ranks wait to hear of it
             return error
         start, stop = tensor_layout(name, tensors[name]).local_range(shards.shard_index)
         local_tensor(tensors[name]).view(-1).copy_(full.reshape(-1)[start:stop])

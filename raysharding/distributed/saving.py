@@ -32,6 +32,7 @@ from raysharding.distributed.loading import Progress, silent
 from raysharding.distributed.memory import MemoryPeak
 from raysharding.distributed.metadata import broadcast_json
 from raysharding.distributed.report import SaveReport
+from raysharding.distributed.source import as_bytes
 from raysharding.errors import CheckpointError
 from raysharding.models import write_config_files
 
@@ -128,11 +129,11 @@ def _total_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
 def _create_staging(path: str | os.PathLike[str], overwrite: bool) -> str:
     """Rank 0 makes the temporary directory; every rank learns its path."""
     staging = ""
-    error: CheckpointError | None = None
+    error: Exception | None = None
     if dist.get_rank() == 0:
         try:
             staging = create_staging(path, overwrite=overwrite)
-        except CheckpointError as raised:
+        except Exception as raised:  # noqa: BLE001 - the other ranks wait to hear of it
             error = raised
     agree(error)
     return str(broadcast_json(staging))
@@ -185,12 +186,15 @@ def _write_files(
 
 
 class _Writers:
-    """This rank's open files. After the first error it takes bytes and drops them, so that no sender is left."""
+    """This rank's open files. After the first error it takes bytes and drops them, so that no sender is left.
+
+    Every exception is kept and handed to `agree`: one that left the gather here would leave the other ranks in it.
+    """
 
     def __init__(
         self, plan: _FilePlan, tensors: Mapping[str, torch.Tensor], staging: str, open_files: ExitStack
     ) -> None:
-        self.error: CheckpointError | None = None
+        self.error: Exception | None = None
         self._files: list[FileWriter] = []
         self._file_of: dict[str, FileWriter] = {}
         for index in plan.of_rank(dist.get_rank()):
@@ -207,16 +211,16 @@ class _Writers:
         """The gather's sink."""
         if self.error is None:
             try:
-                self._file_of[name].write_at(name, first * values.itemsize, values)
-            except CheckpointError as error:
+                self._file_of[name].write_at(name, first * values.itemsize, as_bytes(values))
+            except Exception as error:  # noqa: BLE001 - see the class
                 self.error = error
 
-    def close(self) -> CheckpointError | None:
+    def close(self) -> Exception | None:
         """Put every file on the disk; the first failure is returned."""
         try:
             for writer in self._files:
                 writer.close()
-        except CheckpointError as error:
+        except Exception as error:  # noqa: BLE001 - see the class
             return error
         return None
 
@@ -229,8 +233,8 @@ def _finish(
     path: str,
     overwrite: bool,
     source: Checkpoint | None,
-) -> CheckpointError | None:
-    """Rank 0: index, config and small files, then the commit."""
+) -> Exception | None:
+    """Rank 0: index, config and small files, then the commit. Whatever goes wrong is returned, for all ranks."""
     if dist.get_rank() != 0:
         return None
     try:
@@ -240,7 +244,7 @@ def _finish(
         write_config_files(module, staging)
         _copy_sidecars(staging, source)
         commit_staging(staging, path, overwrite=overwrite)
-    except CheckpointError as error:
+    except Exception as error:  # noqa: BLE001 - the other ranks wait to hear of it
         return error
     return None
 

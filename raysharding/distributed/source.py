@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Mapping
+from math import prod
 from typing import Protocol
 
 import torch
@@ -42,15 +44,24 @@ class CheckpointSource:
     """Reads targets from checkpoint files through their runs, or through transformers' own operations.
 
     A target with runs is read range by range, never whole. A target without (a transpose, a RoPE permutation) is
-    converted whole, on this rank only, and kept until another target is asked for.
+    converted whole, on this rank only, once: it is kept until its bucket is full, and a bucket's worth with it.
+
+    Args:
+        checkpoint: What is in the files.
+        reader: Reads them.
+        targets: FQN → what feeds it.
+        cache_bytes: How much of converted targets to keep: those of one bucket, since its sections ask in turn.
     """
 
-    def __init__(self, checkpoint: Checkpoint, reader: FileReader, targets: dict[str, Target]) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, reader: FileReader, targets: Mapping[str, Target], cache_bytes: int
+    ) -> None:
         self._checkpoint = checkpoint
         self._reader = reader
         self._targets = targets
         self._run_starts: dict[str, list[int]] = {}
-        self._converted: tuple[str, torch.Tensor] | None = None
+        self._cache_bytes = cache_bytes
+        self._converted: dict[str, torch.Tensor] = {}
 
     def read(self, fqn: str, start: int, stop: int, out: torch.Tensor) -> None:
         """See `ElementSource.read`; raises `CheckpointError` when a file cannot be read to the end."""
@@ -58,7 +69,6 @@ class CheckpointSource:
         if target.runs is None:
             out.copy_(self._whole(target)[start:stop])
             return
-        self._converted = None
         starts = self._run_starts.get(fqn)
         if starts is None:
             starts = self._run_starts[fqn] = [run.target_start for run in target.runs]
@@ -88,8 +98,14 @@ class CheckpointSource:
             out[done : done + part.numel()].copy_(part)
 
     def _whole(self, target: Target) -> torch.Tensor:
-        if self._converted is None or self._converted[0] != target.fqn:
-            self._converted = None  # free the last one before the next is made
+        if target.fqn not in self._converted:
+            num_bytes = prod(target.shape) * target.source_dtype.itemsize
+            # Oldest first, and before the next one is made.
+            while self._converted and num_bytes + self._kept_bytes() > self._cache_bytes:
+                del self._converted[next(iter(self._converted))]
             value = target.convert(lambda name: self._reader.read_tensor(self._checkpoint.tensors[name]))
-            self._converted = (target.fqn, value.reshape(-1))
-        return self._converted[1]
+            self._converted[target.fqn] = value.reshape(-1)
+        return self._converted[target.fqn]
+
+    def _kept_bytes(self) -> int:
+        return sum(value.numel() * value.itemsize for value in self._converted.values())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from raysharding.distributed.layout import ShardMap
 from raysharding.distributed.memory import MemoryPeak
 from raysharding.distributed.placing import Placer
-from raysharding.distributed.plan import BucketPlan, Segment
+from raysharding.distributed.plan import BucketPlan, Section, Segment
 from raysharding.distributed.read_ahead import RING_SIZE, FilledBucket, ReadAhead
 from raysharding.distributed.source import ElementSource
 from raysharding.distributed.transport import FAILED, BucketTransport, Received, sections_for, status_of
@@ -53,7 +53,8 @@ class BucketStream:
         """Rank 0: read, send and place every bucket.
 
         Returns:
-            The error that ended the reading, after the others were told; `None` if all went well.
+            The error that ended the reading, after the others were told, or the first one of this rank's placing;
+            `None` if all went well.
         """
         with ReadAhead(self.plan, source, self.transport, self.placer, self.shards, self.device) as ahead:
             try:
@@ -63,6 +64,7 @@ class BucketStream:
 
     def _send_buckets(self, ahead: ReadAhead) -> Exception | None:
         sending: tuple[FilledBucket, list[dist.Work]] | None = None
+        error: Exception | None = None
         for index in range(len(self.plan.buckets)):
             filled = ahead.next(self.timeout_s)
             started = perf_counter()
@@ -74,14 +76,14 @@ class BucketStream:
             if filled.error is not None:
                 self._send_posted(filled, index)
                 break
-            self._place_own(ahead, filled)
+            error = error or self._place_own(ahead, filled)
             self.done(index)
         if sending is None:
             return None
         started = perf_counter()
         self.transport.wait(sending[1])
         self.times.send_s += perf_counter() - started
-        return sending[0].error
+        return error or sending[0].error
 
     def _send_posted(self, failed: FilledBucket, index: int) -> None:
         """After a failed read: serve the receives that the others posted ahead, or a later message would land there."""
@@ -97,13 +99,12 @@ class BucketStream:
             torch.cuda.current_stream().wait_event(filled.slot.copied)
         return self.transport.send(filled.bucket, wire)
 
-    def _place_own(self, ahead: ReadAhead, filled: FilledBucket) -> None:
-        started = perf_counter()
-        for section in sections_for(filled.bucket, self.shards.shard_index):
-            if not ahead.reads_into_shard(section):
-                self.placer.place_section(section, filled.slot.wire)
-        self.times.place_s += perf_counter() - started
+    def _place_own(self, ahead: ReadAhead, filled: FilledBucket) -> Exception | None:
+        own = sections_for(filled.bucket, self.shards.shard_index)
+        buffered = [section for section in own if not ahead.reads_into_shard(section)]
+        error = self._place(buffered, filled.slot.wire)
         self.peak.sample()
+        return error
 
     def receive(self) -> tuple[bool, Exception | None]:
         """Other ranks: receive and place every bucket, the next one's receives posted while this one is placed.
@@ -132,7 +133,7 @@ class BucketStream:
                 for works, _ in posted:  # rank 0 serves these too: see _send_posted
                     self.transport.wait(works)
                 return True, error
-            error = error or self._place(received)
+            error = error or self._place(own, received.buffer, received.landed)
             self.peak.sample()
             self.done(index)
         return False, error
@@ -140,12 +141,15 @@ class BucketStream:
     def _landing(self, segment: Segment) -> torch.Tensor | None:
         return self.placer.memory(segment, self.device.type)
 
-    def _place(self, received: Received) -> Exception | None:
+    def _place(
+        self, sections: Sequence[Section], buffer: torch.Tensor, landed: frozenset[tuple[int, int]] = frozenset()
+    ) -> Exception | None:
+        """Copy sections into the shards; an error is returned, to be told when all ranks agree on the outcome."""
         started = perf_counter()
         try:
-            for section in sections_for(received.bucket, self.shards.shard_index):
-                self.placer.place_section(section, received.buffer, received.landed)
-        except RuntimeError as error:  # out of memory, mostly; reported when all ranks agree on the outcome
+            for section in sections:
+                self.placer.place_section(section, buffer, landed)
+        except RuntimeError as error:  # out of memory, mostly
             return error
         finally:
             self.times.place_s += perf_counter() - started

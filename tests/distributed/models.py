@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+TIED = ("head.weight", "twin")
+"""Second names."""
+
 
 class Odd(nn.Module):
     """Odd row counts, fewer rows than ranks, 0-dim parameters, ties, and buffers of both kinds."""
@@ -22,6 +25,8 @@ class Odd(nn.Module):
         self.head = nn.Linear(64, 37, bias=False)
         self.head.weight = self.embed.weight
         self.register_buffer("table", torch.arange(12, dtype=torch.int32).reshape(3, 4))
+        self.register_buffer("twin", self.table)
+        self.register_buffer("strided", torch.arange(6.0).reshape(2, 3).t())
         self.register_buffer("mask", torch.tensor([True, False, True]))
         self.register_buffer("positions", torch.arange(5).expand(2, 5).clone(), persistent=False)
 
@@ -34,12 +39,17 @@ class Odd(nn.Module):
         return self.head(hidden)
 
 
+def saved_in_place(model: Odd) -> list[torch.Tensor]:
+    """Every parameter and persistent buffer, once."""
+    return [tensor for name, tensor in model.state_dict().items() if name not in TIED]
+
+
 def filled(seed: int = 0) -> Odd:
     """An `Odd` in which no tensor has the value that its constructor gives it."""
     torch.manual_seed(seed)
     model = Odd()
     with torch.no_grad():
-        for tensor in model.state_dict().values():
+        for tensor in saved_in_place(model):
             if tensor.dtype.is_floating_point:
                 tensor.copy_(torch.rand(tensor.shape) + 0.5)
             elif tensor.dtype == torch.bool:
@@ -47,3 +57,8 @@ def filled(seed: int = 0) -> Odd:
             else:
                 tensor.add_(7)
     return model.eval()
+
+
+def saved(model: Odd) -> dict[str, torch.Tensor]:
+    """What a checkpoint of `model` holds: tied tensors once."""
+    return {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name not in TIED}

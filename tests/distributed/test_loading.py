@@ -14,19 +14,27 @@ from safetensors.torch import save_file
 
 from tests.distributed import load_checks
 from tests.distributed.checks import run_checks
-from tests.distributed.models import filled
+from tests.distributed.models import filled, saved
+from tests.models.architectures import ARCHITECTURES
 from tests.spawn import run_ranks
 
 CHECKS = {
     1: ("check_odd_shapes", "check_dtypes", "check_training"),
-    2: ("check_plan_errors", "check_a_model_that_differs", "check_full_disk", "check_training"),
-    3: ("check_broken_stream", "check_saves", "check_training"),
+    2: (
+        "check_plan_errors",
+        "check_a_model_that_differs",
+        "check_options_that_differ",
+        "check_a_save_that_fails_late",
+        "check_full_disk",
+        "check_training",
+    ),
+    3: ("check_broken_stream", "check_saves", "check_training", "check_a_reload"),
     4: ("check_odd_shapes", "check_replicas", "check_dtypes", "check_training"),
 }
 
 
 def write_checkpoints(root: Path) -> None:
-    state = {name: tensor for name, tensor in filled().state_dict().items() if name != "head.weight"}
+    state = saved(filled())
     for name in (load_checks.ODD, "shrinks-scatter.safetensors", "shrinks-broadcast.safetensors"):
         save_file(state, root / name)
     for dtype in load_checks.FILE_DTYPES:
@@ -36,6 +44,7 @@ def write_checkpoints(root: Path) -> None:
     bad = {"narrow": torch.zeros(3, 64), "extra": torch.zeros(1), "table": torch.zeros(3, 4)}
     save_file(state | bad, root / "bad.safetensors")
     (root / "saves").mkdir()
+    ARCHITECTURES["llama"].make().save_pretrained(root / "llama")
 
 
 @pytest.fixture(scope="module")
