@@ -20,6 +20,10 @@ class Split:
     dim: int = 0
     """The dim that holds the rows, in every tensor of `value`; negative counts from the end. Default 0."""
 
+    def __post_init__(self) -> None:
+        """Refuse a dim that is no whole number."""
+        _check_dim("Split", self.dim)
+
     def num_rows(self, path: str = "Split") -> int:
         """Check every tensor and return how many rows each of them has.
 
@@ -73,6 +77,10 @@ class PerRank(Sequence[Any]):
         return f"PerRank({list(self.values)!r})"
 
 
+_KINDS = ("gather", "rank0", "per_rank", "refs", "none")
+_GIVE_OUT = "give Out.gather(), Out.rank0(), Out.per_rank(), Out.refs() or Out.none()"
+
+
 @dataclass(frozen=True)
 class Out:
     """What a call gives back. Made by the class methods, passed as `out=`."""
@@ -80,7 +88,15 @@ class Out:
     kind: Literal["gather", "rank0", "per_rank", "refs", "none"]
     """Which of the five."""
     dim: int | None = None
-    """For `gather`: the dim of the outputs that holds rows. `None`: the dim of the call's Splits."""
+    """For `gather`: the dim of the outputs that holds rows; negative counts from each output's end. `None`: the dim of
+    the call's Splits."""
+
+    def __post_init__(self) -> None:
+        """Refuse a kind that there is not, and a dim that is no whole number."""
+        if self.kind not in _KINDS:
+            raise ValueError(f"Out({self.kind!r}): {_GIVE_OUT}")
+        if self.dim is not None:
+            _check_dim("Out.gather", self.dim)
 
     @classmethod
     def gather(cls, dim: int | None = None) -> Out:
@@ -94,12 +110,15 @@ class Out:
 
     @classmethod
     def per_rank(cls) -> Out:
-        """Every rank's own output, as `PerRank`."""
+        """Every rank's own output, as `PerRank`; `None` for a rank that had no rows."""
         return cls("per_rank")
 
     @classmethod
     def refs(cls) -> Out:
-        """A reference to every rank's output, as `PerRank`; the outputs stay in the object store."""
+        """A reference to every rank's output, as `PerRank`; the outputs stay in the object store.
+
+        `None` for a rank that had no rows.
+        """
         return cls("refs")
 
     @classmethod
@@ -154,6 +173,16 @@ class RankBatch:
             wrapped_args=tuple(change(value) for value in self.wrapped_args),
             wrapped_kwargs={key: change(value) for key, value in self.wrapped_kwargs.items()},
         )
+
+
+def check_out(out: Out | None) -> None:
+    """Refuse what is no `Out`.
+
+    Raises:
+        ValueError: Anything but an `Out` or `None`.
+    """
+    if out is not None and not isinstance(out, Out):
+        raise ValueError(f"out={out!r} is a {type(out).__name__}: {_GIVE_OUT}")
 
 
 def split_rows(num_rows: int, world_size: int) -> tuple[int, ...]:
@@ -237,6 +266,11 @@ def _check_per_rank(found: Mapping[str, PerRank], world_size: int) -> None:
             raise ValueError(f"{path}: PerRank holds {len(leaf)} values, but the group has {world_size} ranks")
 
 
+def _check_dim(what: str, dim: Any) -> None:
+    if not isinstance(dim, int) or isinstance(dim, bool):
+        raise ValueError(f"{what}(..., dim={dim!r}): a {type(dim).__name__}; give the dim as a whole number, such as 0")
+
+
 def _is_array(leaf: Any) -> bool:
     """Whether a leaf is a numpy array, found without importing numpy."""
     return type(leaf).__module__ == "numpy" and hasattr(leaf, "ndim") and hasattr(leaf, "dtype")
@@ -244,8 +278,10 @@ def _is_array(leaf: Any) -> bool:
 
 def _count_rows(path: str, leaf: Any, dim: int) -> int:
     if not (isinstance(leaf, torch.Tensor) or _is_array(leaf)):
-        kind = type(leaf).__name__
-        raise ValueError(f"{path}: only tensors and numpy arrays can be split, not {kind}; pass it outside the Split")
+        raise ValueError(
+            f"{path}: only tensors and numpy arrays can be split, not {type(leaf).__name__}; make lists of numbers a "
+            'tensor (a tokenizer does with return_tensors="pt"), pass anything else outside the Split'
+        )
     if isinstance(leaf, torch.Tensor) and leaf.layout != torch.strided:
         raise ValueError(f"{path}: a {leaf.layout} tensor cannot be split; call .to_dense() first")
     if _is_array(leaf) and leaf.dtype.kind not in "biufc":
@@ -256,5 +292,8 @@ def _count_rows(path: str, leaf: Any, dim: int) -> int:
 
 
 def _take(leaf: Any, dim: int, start: int, num_rows: int) -> torch.Tensor:
-    tensor = leaf.detach() if isinstance(leaf, torch.Tensor) else torch.as_tensor(leaf.copy())
-    return tensor.narrow(dim, start, num_rows).to("cpu", copy=True).contiguous()
+    if isinstance(leaf, torch.Tensor):
+        return leaf.detach().narrow(dim, start, num_rows).to("cpu", copy=True).contiguous()
+    index = (slice(None),) * (dim % leaf.ndim) + (slice(start, start + num_rows),)
+    # A copy first: torch takes no negative strides, and warns of an array that is read-only.
+    return torch.as_tensor(leaf[index].copy())

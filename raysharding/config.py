@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from math import isfinite
+from typing import Any, Literal, TypeGuard
 
 import torch
 from torch import nn
@@ -18,6 +20,26 @@ MIB = 1 << 20
 def _require(condition: bool, name: str, value: object, cure: str) -> None:
     if not condition:
         raise ValueError(f"{name}={value!r}: {cure}")
+
+
+def _is_int(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_finite(value: object) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
+
+
+def _is_floating(value: object) -> bool:
+    return isinstance(value, torch.dtype) and value.is_floating_point
+
+
+def _is_text_map(value: object) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(text, str) for pair in value.items() for text in pair)
+
+
+def _require_bool(name: str, value: object) -> None:
+    _require(isinstance(value, bool), name, value, "give True or False")
 
 
 @dataclass(frozen=True)
@@ -42,13 +64,29 @@ class Sharding:
 
     def __post_init__(self) -> None:
         if isinstance(self.wrap, str):
-            named = self.wrap in ("auto", "size", "none")
-            _require(named, "wrap", self.wrap, "use 'auto', 'size', 'none', a list of class names, or a callable")
-        _require(self.min_num_params > 0, "min_num_params", self.min_num_params, "give a positive number")
-        _require(self.replicate_size >= 1, "replicate_size", self.replicate_size, "give 1 (no replicas) or more")
-        if isinstance(self.mixed_precision, str):
-            known = self.mixed_precision in ("bf16", "fp16")
-            _require(known, "mixed_precision", self.mixed_precision, "use 'bf16', 'fp16', a policy, or None")
+            is_wrap = self.wrap in ("auto", "size", "none")
+        else:
+            is_list = isinstance(self.wrap, Sequence) and all(isinstance(name, str) for name in self.wrap)
+            is_wrap = is_list or callable(self.wrap)
+        _require(is_wrap, "wrap", self.wrap, "use 'auto', 'size', 'none', a list of class names, or a callable")
+        is_number = _is_int(self.min_num_params) and self.min_num_params > 0
+        _require(is_number, "min_num_params", self.min_num_params, "give a positive whole number")
+        resharded = self.reshard_after_forward
+        is_resharded = resharded is None or isinstance(resharded, bool) or (_is_int(resharded) and resharded >= 1)
+        _require(is_resharded, "reshard_after_forward", resharded, "give True, False, None, or a smaller world size")
+        is_size = _is_int(self.replicate_size) and self.replicate_size >= 1
+        _require(is_size, "replicate_size", self.replicate_size, "give 1 (no replicas) or more")
+        cure = "use 'bf16', 'fp16', a torch.distributed.fsdp.MixedPrecisionPolicy, or None"
+        _require(_is_precision(self.mixed_precision), "mixed_precision", self.mixed_precision, cure)
+        _require_bool("cpu_offload", self.cpu_offload)
+
+
+def _is_precision(value: object) -> bool:
+    if value is None or isinstance(value, str):
+        return value in (None, "bf16", "fp16")
+    from torch.distributed.fsdp import MixedPrecisionPolicy  # takes a second, and most need none
+
+    return isinstance(value, MixedPrecisionPolicy)
 
 
 @dataclass(frozen=True)
@@ -76,10 +114,26 @@ class Loading:
     def __post_init__(self) -> None:
         known = self.transport in ("auto", "broadcast", "scatter")
         _require(known, "transport", self.transport, "use 'auto', 'broadcast' or 'scatter'")
-        _require(self.bucket_bytes >= 4096, "bucket_bytes", self.bucket_bytes, "give at least 4096 bytes")
+        is_size = _is_int(self.bucket_bytes) and self.bucket_bytes >= 4096
+        _require(is_size, "bucket_bytes", self.bucket_bytes, "give at least 4096 bytes, as an int such as 32 << 20")
         _require(self.verify == "header", "verify", self.verify, "only 'header' is supported")
         if self.dtype is not None:
-            _require(self.dtype.is_floating_point, "dtype", self.dtype, "give a floating dtype such as torch.bfloat16")
+            _require(_is_floating(self.dtype), "dtype", self.dtype, "give a floating dtype such as torch.bfloat16")
+        _require_bool("strict", self.strict)
+        _require(_is_int(self.seed), "seed", self.seed, "give a whole number")
+        if self.key_mapping is not None:
+            cure = "give a dict of regular expressions on checkpoint keys and their replacements"
+            _require(_is_text_map(self.key_mapping), "key_mapping", self.key_mapping, cure)
+            for pattern in self.key_mapping:
+                _require_pattern(pattern)
+
+
+def _require_pattern(pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        message = f"key_mapping={pattern!r}: not a regular expression ({error}); escape a literal part with re.escape"
+        raise ValueError(message) from error
 
 
 @dataclass(frozen=True)
@@ -89,7 +143,8 @@ class Placement:
     strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
     """Ray's placement-group strategy. Default `"PACK"`: as few nodes as hold the group."""
     cpus_per_rank: float = 1.0
-    """CPUs reserved for each rank. Default 1."""
+    """CPUs reserved for each rank; also torch's threads in a CPU rank, unless the runtime environment's `env_vars` set
+    OMP_NUM_THREADS. Default 1."""
     labels: Mapping[str, str] | None = None
     """Node labels that every rank's node must carry. Default: any node."""
     runtime_env: Mapping[str, Any] | None = None
@@ -101,7 +156,12 @@ class Placement:
     def __post_init__(self) -> None:
         known = self.strategy in ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
         _require(known, "strategy", self.strategy, "use PACK, SPREAD, STRICT_PACK or STRICT_SPREAD")
-        _require(self.cpus_per_rank >= 0, "cpus_per_rank", self.cpus_per_rank, "give 0 or more")
+        is_amount = _is_finite(self.cpus_per_rank) and self.cpus_per_rank >= 0
+        _require(is_amount, "cpus_per_rank", self.cpus_per_rank, "give 0 or more")
+        is_labels = self.labels is None or _is_text_map(self.labels)
+        _require(is_labels, "labels", self.labels, "give a dict of label names and values, both str")
+        is_environment = self.runtime_env is None or isinstance(self.runtime_env, Mapping)
+        _require(is_environment, "runtime_env", self.runtime_env, "give a dict, as Ray's runtime_env")
 
 
 @dataclass(frozen=True)
@@ -120,11 +180,9 @@ class Timeouts:
     """Longest time of one call, from when the ranks begin it. Default 1800."""
     drain_s: float = 5.0
     """How long ranks may take to finish after another rank failed, before they are stopped. Default 5."""
-    lease_s: float | None = None
-    """Longest silence of the driver before the ranks end themselves. Default: no lease."""
 
     def __post_init__(self) -> None:
         for name in ("place_s", "start_s", "rendezvous_s", "load_stall_s", "call_s", "drain_s"):
-            _require(getattr(self, name) > 0, name, getattr(self, name), "give a positive number of seconds")
-        lease_ok = self.lease_s is None or self.lease_s > 0
-        _require(lease_ok, "lease_s", self.lease_s, "give a positive number of seconds, or None")
+            value = getattr(self, name)
+            is_deadline = _is_finite(value) and value > 0
+            _require(is_deadline, name, value, "give a positive number of seconds; a deadline is finite")

@@ -19,7 +19,7 @@ class RankOutput:
     """One rank's output of a forward, on the CPU, with what only the ranks can know about its leaves."""
 
     value: Any
-    """The output, or `None` where the caller did not ask for this rank's."""
+    """The output, or `None` where the caller did not ask for this rank's, or the rank had a dummy row only."""
     reduced: tuple[str, ...] = ()
     """Paths of leaves that already hold the value of the whole batch, equal on every rank: the loss."""
     local: tuple[str, ...] = ()
@@ -39,7 +39,8 @@ def select_output(out: Out | None, outputs: Sequence[RankOutput], rows: Sequence
     if kind == "none":
         return None
     if kind == "per_rank":
-        return PerRank([output.value for output in outputs])
+        # A rank without rows ran a dummy row: what came of that is nobody's result.
+        return PerRank([None if rows and not rows[rank] else output.value for rank, output in enumerate(outputs)])
     if kind == "rank0":
         return outputs[0].value
     assert kind == "gather", kind
@@ -56,7 +57,7 @@ def gather_outputs(outputs: Sequence[RankOutput], rows: Sequence[int], dim: int 
     Args:
         outputs: By rank.
         rows: Each rank's number of rows; empty: rank 0 answers.
-        dim: The dim that holds rows.
+        dim: The dim that holds rows; negative counts from each leaf's end.
 
     Returns:
         The joined output; tensors cost once more their size while they are concatenated.
@@ -80,8 +81,8 @@ def ambiguous_leaves(value: Any, num_rows: int, dim: int) -> list[str]:
     """  # noqa: D205
     found = []
     for path, leaf in leaves(value):
-        if isinstance(leaf, torch.Tensor) and leaf.ndim > dim and leaf.shape[dim] == num_rows:
-            others = [size for axis, size in enumerate(leaf.shape) if axis != dim]
+        if isinstance(leaf, torch.Tensor) and _has_dim(leaf, dim) and leaf.shape[dim] == num_rows:
+            others = [size for axis, size in enumerate(leaf.shape) if axis != dim % leaf.ndim]
             if num_rows in others:
                 found.append(path)
     return found
@@ -94,6 +95,10 @@ def follows_rows(before: torch.Tensor, after: Any, num_rows: int, dim: int) -> b
     expected = list(before.shape)
     expected[dim] = num_rows
     return list(after.shape) == expected
+
+
+def _has_dim(leaf: torch.Tensor, dim: int) -> bool:
+    return -leaf.ndim <= dim < leaf.ndim
 
 
 def without_caches(value: Any) -> Any:
@@ -144,8 +149,12 @@ class _Merge:
         return PerRank([by_rank.get(rank) for rank in range(len(self.rows))])
 
     def _are_rows(self, values: list[Any]) -> bool:
-        if not all(isinstance(value, torch.Tensor) and value.ndim > self.dim for value in values):
+        if not all(isinstance(value, torch.Tensor) and _has_dim(value, self.dim) for value in values):
             return False
-        rest = {(value.dtype, *value.shape[: self.dim], None, *value.shape[self.dim + 1 :]) for value in values}
+        dims = [self.dim % value.ndim for value in values]
+        others = {
+            (value.dtype, *value.shape[:dim], None, *value.shape[dim + 1 :])
+            for value, dim in zip(values, dims, strict=True)
+        }
         counts = [value.shape[self.dim] for value in values]
-        return len(rest) == 1 and counts == [self.rows[rank] for rank in self.live]
+        return len(others) == 1 and counts == [self.rows[rank] for rank in self.live]

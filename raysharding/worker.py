@@ -6,6 +6,7 @@ import os
 import resource
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -21,9 +22,10 @@ from raysharding.distributed.gathering import gather_state_dict
 from raysharding.distributed.loading import load_checkpoint
 from raysharding.distributed.loss_call import LossFunction
 from raysharding.distributed.mesh import init_mesh
+from raysharding.distributed.recovery import recover_after
 from raysharding.distributed.report import LoadReport, SaveReport
 from raysharding.distributed.saving import save_checkpoint
-from raysharding.distributed.training import is_recoverable, train_step
+from raysharding.distributed.training import is_recoverable, mark_recovery, train_step
 from raysharding.models import build_module
 from raysharding.outputs import RankOutput
 from raysharding.tree import map_leaves
@@ -31,6 +33,11 @@ from raysharding.tree import map_leaves
 Phase = Literal["rendezvous", "plan", "stream", "finalize", "ready", "forward", "train_step", "call", "save", "closed"]
 
 _current: list[Worker] = []
+
+_NOT_GATHERED = (
+    "raysharding: a module computed with its shard: its parameters were used outside its own forward, so FSDP never "
+    'gathered them. Pass Sharding(wrap="none"), or wrap=[...] with the names of classes whose forward is called.'
+)
 
 
 def current_worker() -> Worker:
@@ -166,12 +173,18 @@ class Worker:
             out: What the caller wants: the output is only brought to the CPU where that includes this rank's.
 
         Returns:
-            The output on the CPU, caches left out, `loss` reduced over the ranks where the call has a `Split`.
+            The output on the CPU, caches left out, `loss` reduced over the ranks where the call has a `Split`. Its
+            value is `None` on a rank that has no rows, only a dummy.
         """
         with self._running("forward", "forward"):
             assert self._forwarding is not None, "build() comes before forward()"
+            if out is not None and out.kind == "gather" and out.dim is not None:
+                # Which leaves hold rows is found out in the dim that they will be joined in.
+                batch = replace(batch, dim=out.dim)
             return self._forwarding.run(
-                self._on_device(batch), training=_is_training(mode, default="eval"), keep=self._wants(out)
+                self._on_device(batch),
+                training=_is_training(mode, default="eval"),
+                keep=self._wants(out) and not batch.is_dummy,
             )
 
     def train_step(
@@ -205,12 +218,22 @@ class Worker:
             )
 
     def call(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        """Run `fn(*args, **kwargs)` with `current_worker()` set to this worker, and return what it returns."""
+        """Run `fn(*args, **kwargs)` with `current_worker()` set to this worker, and return what it returns.
+
+        Raises:
+            Exception: Whatever `fn` raised. The module was reset, its gradients are gone: if all ranks raise it alike,
+                later calls are right.
+        """
         name = getattr(fn, "__qualname__", type(fn).__name__)
         with self._running("call", f"call({name})"):
             _current.append(self)
             try:
                 return fn(*args, **(kwargs or {}))
+            except (Exception, SystemExit) as error:
+                # A backward that `fn` ran may have been cut short; FSDP2 would leave later gradients unreduced.
+                if self._module is not None:
+                    mark_recovery(error, recover_after(error, self._module, in_backward=True))
+                raise
             finally:
                 _current.pop()
 
@@ -291,6 +314,8 @@ class Worker:
             yield
         except BaseException as error:
             self.usable = self.usable and is_recoverable(error)
+            if "mixed torch.Tensor and DTensor" in str(error):
+                error.add_note(_NOT_GATHERED)
             raise
         self.phase = "ready"
 
@@ -323,9 +348,18 @@ def _moved(batch: RankBatch, device: torch.device) -> RankBatch:
     return batch.replaced(lambda value: map_leaves(move, value))
 
 
-def _is_training(mode: str | None, *, default: str) -> bool:
+def check_mode(mode: str | None, *, default: str) -> None:
+    """Refuse what is no mode.
+
+    Raises:
+        ValueError: Not `"train"`, `"eval"` or `None`.
+    """
     if mode not in (None, "train", "eval"):
         raise ValueError(f"mode={mode!r}: give 'train', 'eval', or None for {default!r}")
+
+
+def _is_training(mode: str | None, *, default: str) -> bool:
+    check_mode(mode, default=default)
     return (mode or default) == "train"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import tracemalloc
 from collections import OrderedDict, UserDict
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysharding.batch import Out, PerRank, RankBatch, Split, deal, split_rows
+from raysharding.batch import Out, PerRank, RankBatch, Split, check_out, deal, split_rows
 from raysharding.outputs import RankOutput, ambiguous_leaves, follows_rows, gather_outputs, select_output
 
 ROWS = torch.arange(14).reshape(7, 2)
@@ -120,6 +121,7 @@ def test_a_batch_is_resized_for_a_probe() -> None:
         ((Split(torch.tensor(1.0)),), {}, r"shape \(\) has no dim 0"),
         ((Split(ROWS, dim=2),), {}, "has no dim 2"),
         ((Split([ROWS, 3]),), {}, r"args\[0\]\[1\]: only tensors and numpy arrays can be split, not int"),
+        ((), {"ids": Split({"input_ids": [[1, 2]]})}, r"ids\['input_ids'\]\[0\]\[0\]: .*return_tensors=\"pt\""),
         ((Split({}),), {}, "holds no tensor"),
         ((Split(np.array(["a", "b"])),), {}, "no tensor dtype"),
         ((Split(ROWS.float().to_sparse()),), {}, "to_dense"),
@@ -129,6 +131,27 @@ def test_a_batch_is_resized_for_a_probe() -> None:
 def test_what_cannot_be_dealt_is_named(args: Any, kwargs: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         deal(args, kwargs, 2)
+
+
+def test_what_is_no_dim_and_no_out_is_refused_where_it_is_written() -> None:
+    for make in (lambda: Split(ROWS, dim="0"), lambda: Split(ROWS, dim=None), lambda: Out.gather(dim=1.0)):  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="give the dim as a whole number"):
+            make()
+    for refuse in (lambda: Out("all"), lambda: check_out("gather")):  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"give Out\.gather\(\), Out\.rank0\(\)"):
+            refuse()
+    check_out(None)
+
+
+def test_a_numpy_part_costs_its_own_rows_only() -> None:
+    array = np.arange(1_000_000.0).reshape(4, 250_000)
+    array.flags.writeable = False
+    tracemalloc.start()
+    part = Split(array[:, ::-1], dim=-1).rows(10, 5).value
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_bytes < 100_000
+    assert part.tolist() == array[:, ::-1][:, 10:15].tolist()
 
 
 def test_split_rows_puts_the_larger_first() -> None:
@@ -217,3 +240,23 @@ def test_out_chooses_the_result() -> None:
     assert list(select_output(Out.per_rank(), outputs, (2, 1), 0)) == [output.value for output in outputs]
     turned = [RankOutput(output.value.T) for output in outputs]
     assert select_output(Out.gather(dim=1), turned, (2, 1), 0).shape == (1, 3)
+    idle = [*outputs, RankOutput(torch.ones(1, 1))]
+    assert select_output(Out.per_rank(), idle, (2, 1, 0), 0)[2] is None, "nothing comes of a dummy row"
+    assert select_output(Out.per_rank(), idle, (), 0)[2] is not None
+
+
+def test_a_negative_dim_counts_from_the_end_of_each_leaf() -> None:
+    values = [
+        {"a": torch.ones(2, 3), "b": torch.ones(3), "scalar": torch.tensor(1.0), "other": torch.ones(4)},
+        {"a": torch.ones(2, 1), "b": torch.ones(1), "scalar": torch.tensor(2.0), "other": torch.ones(4)},
+    ]
+    gathered = select_output(Out.gather(dim=-1), [RankOutput(value) for value in values], (3, 1), 0)
+    assert gathered["a"].shape == (2, 4)
+    assert gathered["b"].shape == (4,)
+    assert isinstance(gathered["scalar"], PerRank)
+    assert isinstance(gathered["other"], PerRank)
+    assert isinstance(select_output(Out.gather(dim=-2), [RankOutput(values[0]["b"])] * 2, (3, 1), 0), PerRank)
+    uneven = [RankOutput(torch.ones(2, 3)), RankOutput(torch.ones(3, 1))]
+    assert isinstance(select_output(Out.gather(dim=-1), uneven, (3, 1), 0), PerRank)
+    value = {"square": torch.zeros(3, 3), "rows": torch.zeros(4, 3), "scalar": torch.tensor(1.0)}
+    assert ambiguous_leaves(value, 3, -1) == ["['square']"]

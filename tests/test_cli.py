@@ -48,8 +48,7 @@ def test_inspect_lists_tensors(checkpoint: Path, capsys: pytest.CaptureFixture[s
 def test_bad_checkpoint_is_one_line_and_status_1(checkpoint: Path) -> None:
     file = checkpoint / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
-    code = "import sys; from raysharding.cli import main; sys.exit(main())"
-    command = [sys.executable, "-c", code, "inspect", str(checkpoint)]
+    command = [sys.executable, "-m", "raysharding", "inspect", str(checkpoint)]
     root = Path(__file__).resolve().parents[1]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (1, "")

@@ -56,7 +56,24 @@ def test_defaults_are_valid_frozen_and_picklable(config_type: type[Any]) -> None
         (Loading, "bucket_bytes", 100, "at least 4096"),
         (Loading, "verify", "everything", "'header'"),
         (Loading, "dtype", torch.int8, "floating dtype such as torch.bfloat16"),
+        (Sharding, "wrap", 3, "a list of class names"),
+        (Sharding, "wrap", [1], "a list of class names"),
+        (Sharding, "mixed_precision", torch.bfloat16, "use 'bf16', 'fp16', a torch.distributed.fsdp.Mixed"),
+        (Sharding, "reshard_after_forward", "yes", "True, False, None"),
+        (Sharding, "replicate_size", 2.0, "1 (no replicas) or more"),
+        (Sharding, "cpu_offload", "no", "True or False"),
+        (Loading, "bucket_bytes", "32MiB", "32 << 20"),
+        (Loading, "dtype", "bfloat16", "floating dtype such as torch.bfloat16"),
+        (Loading, "strict", "yes", "True or False"),
+        (Loading, "seed", None, "whole number"),
+        (Loading, "key_mapping", {"a": 1}, "regular expressions"),
         (Placement, "strategy", "SCATTER", "STRICT_SPREAD"),
+        (Placement, "labels", ["a"], "a dict of label names"),
+        (Placement, "runtime_env", "env.yaml", "a dict"),
+        (Placement, "cpus_per_rank", "1", "0 or more"),
+        (Timeouts, "call_s", None, "positive number of seconds"),
+        (Timeouts, "call_s", "5", "positive number of seconds"),
+        (Timeouts, "call_s", float("inf"), "a deadline is finite"),
         (Placement, "cpus_per_rank", -1.0, "0 or more"),
         *((Timeouts, field.name, 0.0, "positive number of seconds") for field in dataclasses.fields(Timeouts)),
     ],
@@ -68,6 +85,11 @@ def test_bad_value_is_refused_with_the_cure(config_type: type[Any], name: str, v
     assert cure in str(caught.value)
 
 
+def test_a_pattern_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"key_mapping='\('.*re\.escape"):
+        Loading(key_mapping={"(": ""})
+
+
 @pytest.mark.parametrize(
     "value",
     [
@@ -75,7 +97,7 @@ def test_bad_value_is_refused_with_the_cure(config_type: type[Any], name: str, v
         Sharding(wrap=lambda module: isinstance(module, torch.nn.Linear), mixed_precision=MixedPrecisionPolicy()),
         Loading(transport="broadcast", dtype=torch.float16, strict=False, key_mapping={"^bert\\.": ""}),
         Placement(strategy="STRICT_SPREAD", cpus_per_rank=0, labels={"zone": "a"}),
-        Timeouts(lease_s=30.0, call_s=0.5),
+        Timeouts(drain_s=1, call_s=0.5),
     ],
     ids=lambda value: type(value).__name__,
 )

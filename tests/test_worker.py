@@ -20,6 +20,7 @@ from tests.spawn import run_ranks
 
 WORLD_SIZE = 3
 VOCAB = 31
+TURNED_ROWS = torch.arange(36.0).reshape(12, 3) / 36
 MODES: list[Literal["train", "eval"]] = ["train", "eval", "eval"]
 
 
@@ -116,10 +117,9 @@ def run_square(folder: str) -> dict[str, Any]:
     worker = worker_of(f"{folder}/clip")
     for num_rows in (6, 3, 7, 2):
         output = worker.forward(batch_of(input_ids=Split(tokens(num_rows, 5)), pixel_values=Split(pixels(num_rows))))
-        results[f"clip {num_rows}"] = RankOutput(
-            {key: output.value[key] for key in ("logits_per_image", "logits_per_text", "text_embeds", "image_embeds")},
-            local=output.local,
-        )
+        wanted = ("logits_per_image", "logits_per_text", "text_embeds", "image_embeds")
+        value = None if output.value is None else {key: output.value[key] for key in wanted}
+        results[f"clip {num_rows}"] = RankOutput(value, local=output.local)
     return results
 
 
@@ -138,13 +138,69 @@ class Reporter(nn.Module):
 
     def forward(self, x: torch.Tensor) -> dict[str, Any]:
         full = torch.zeros(10, 4)
-        return {"y": self.norm(self.linear(x)), "training": self.training, "view": full[: x.shape[0]]}
+        y = self.norm(self.linear(x))
+        return {"y": y, "turned": y.T, "training": self.training, "view": full[: x.shape[0]]}
+
+
+class Stack(nn.Module):
+    """Two linear layers, each its own FSDP group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(3, 5), nn.Linear(5, 2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+STACK_ROWS = torch.arange(18.0).reshape(6, 3) / 18
+
+
+def square(output: torch.Tensor, *_: Any) -> torch.Tensor:
+    return output.square().mean()
+
+
+def cut_short(x: torch.Tensor) -> None:
+    """A user's own training code that fails in the middle of backward."""
+
+    def refuse(_: torch.Tensor) -> None:
+        raise KeyError("in backward")
+
+    def watch(_: nn.Module, given: Any, output: torch.Tensor) -> None:
+        output.register_hook(refuse)
+
+    module = current_worker().module
+    # When the first layer's output has its gradient, the second layer's are reduced and the first one's are not.
+    handle = module.get_submodule("layers.0").register_forward_hook(watch)
+    try:
+        torch.autograd.backward(square(module(x)))
+    finally:
+        handle.remove()
+
+
+def run_aborted_backward(path: str) -> dict[str, Any]:
+    worker = Worker(dist.get_rank(), dist.get_world_size(), dist.get_rank(), "cpu")
+    worker.build(Stack, open_checkpoint(path))
+    worker.load()
+    worker.set_optimizer(torch.optim.SGD, {"lr": 0.5})
+    batch = batch_of(x=Split(STACK_ROWS))
+    with pytest.raises(KeyError, match="in backward"):
+        worker.call(cut_short, batch.args, batch.kwargs)
+    assert worker.usable
+    assert all(parameter.grad is None for parameter in worker.module.parameters())
+    empty = worker.forward(batch_of(x=Split(STACK_ROWS[:1])))
+    assert (empty.value is None) == (worker.rank > 0), "nothing comes of a dummy row"
+    return {"after abort": [worker.train_step(batch, loss=square) for _ in range(3)]}
 
 
 def run_calls(path: str) -> dict[str, Any]:
     worker = Worker(dist.get_rank(), dist.get_world_size(), dist.get_rank(), "cpu")
     worker.build(Reporter, open_checkpoint(path))
     worker.load()
+    # Four features of four rows: which dim holds rows, only the dim asked for tells.
+    turned = worker.forward(batch_of(x=Split(TURNED_ROWS)), out=Out.gather(dim=-1))
     worker.module.get_submodule("linear").train()
     with pytest.raises(RuntimeError, match="call"):
         current_worker()
@@ -172,11 +228,16 @@ def run_calls(path: str) -> dict[str, Any]:
         current_worker()
     with pytest.raises(ValueError, match="returned a dict"):
         worker.set_optimizer(lambda parameters: {})  # type: ignore[arg-type, return-value]
-    return {"seen": seen, "reporter": trained.value["y"].shape}
+    return {"seen": seen, "turned": turned}
 
 
 def run_worker(folder: str) -> dict[str, Any]:
-    return {**run_llama(folder), **run_square(folder), **run_calls(f"{folder}/reporter.safetensors")}
+    return {
+        **run_llama(folder),
+        **run_square(folder),
+        **run_calls(f"{folder}/reporter.safetensors"),
+        **run_aborted_backward(f"{folder}/stack.safetensors"),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -188,6 +249,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_checkpoints(path)
     torch.manual_seed(0)
     save_file(Reporter().state_dict(), path / "reporter.safetensors")
+    save_file(Stack().state_dict(), path / "stack.safetensors")
     return path
 
 
@@ -286,3 +348,35 @@ def test_rows_by_rows_come_back_per_rank(ranks: list[dict[str, Any]], folder: Pa
 
 def test_call_runs_inside_the_rank(ranks: list[dict[str, Any]]) -> None:
     assert [result["seen"] for result in ranks] == [10, 11, 12]
+
+
+def test_training_is_right_after_a_backward_that_raised_inside_a_call(
+    ranks: list[dict[str, Any]], folder: Path
+) -> None:
+    from safetensors.torch import load_file
+
+    twin = Stack()
+    twin.load_state_dict(load_file(folder / "stack.safetensors"))
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.5)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = square(twin(STACK_ROWS))
+        loss.backward()
+        norm = nn.utils.get_total_norm(
+            [parameter.grad for parameter in twin.parameters() if parameter.grad is not None]
+        )
+        optimizer.step()
+        for result in ranks:
+            found = result["after abort"][step]
+            assert found == pytest.approx({"loss": loss.item(), "grad_norm": norm.item()}, rel=1e-5)
+
+
+def test_outputs_are_gathered_in_the_dim_asked_for(ranks: list[dict[str, Any]], folder: Path) -> None:
+    from safetensors.torch import load_file
+
+    twin = Reporter().eval()
+    twin.load_state_dict(load_file(folder / "reporter.safetensors"))
+    output = select_output(Out.gather(dim=-1), [result["turned"] for result in ranks], (4, 4, 4), 0)
+    with torch.no_grad():
+        assert close(output["turned"], twin(TURNED_ROWS)["turned"])
+    assert isinstance(output["y"], PerRank), "its rows are in another dim"

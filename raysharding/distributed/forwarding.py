@@ -10,10 +10,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from raysharding.batch import RankBatch
+from raysharding.distributed.execution import check_execution_order
 from raysharding.distributed.loss import reduce_loss
 from raysharding.distributed.loss_call import find_loss
 from raysharding.distributed.metadata import metadata_device
-from raysharding.distributed.recovery import module_mode, recover, without_trace
+from raysharding.distributed.recovery import module_mode, recover_after, without_trace
 from raysharding.distributed.training import mark_recovery
 from raysharding.outputs import RankOutput, ambiguous_leaves, follows_rows, without_caches
 from raysharding.tree import children, leaves, map_leaves, rebuild
@@ -51,13 +52,14 @@ class Forwarding:
         try:
             with torch.no_grad(), module_mode(self._module, training=training):
                 value = map_leaves(_whole, without_caches(self._module(*batch.args, **batch.kwargs)))
+            check_execution_order(self._module)
             reduced: tuple[str, ...] = ()
             local: tuple[str, ...] = ()
             if batch.rows:
                 value, reduced = self._reduce(value, batch)
                 local = self._settle(value, batch)
         except Exception as error:
-            mark_recovery(error, recover(self._module, in_backward=False))
+            mark_recovery(error, recover_after(error, self._module, in_backward=False))
             raise
         return RankOutput(map_leaves(_to_cpu, value) if keep else None, reduced, local)
 

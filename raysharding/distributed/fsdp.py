@@ -13,7 +13,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from raysharding.config import Sharding
-from raysharding.models import wrap_groups
+from raysharding.distributed.execution import record_execution_order
+from raysharding.models import is_cut, make_contiguous, wrap_groups
 
 _offloaded: WeakSet[nn.Module] = WeakSet()
 """Root modules whose shards live in host memory."""
@@ -47,20 +48,23 @@ def shard_module(module: nn.Module, mesh: DeviceMesh, sharding: Sharding | None 
         PlanError: On every rank alike, when `wrap` does not fit the module or a group would mix dtypes.
     """
     sharding = sharding or Sharding()
+    make_contiguous(module)  # a shard must be one range of memory
     options: dict[str, Any] = {
         "mesh": mesh,
         "reshard_after_forward": sharding.reshard_after_forward,
         "mp_policy": mixed_precision_policy(sharding),
         # fully_shard refuses 0-dim parameters, and fails in the backward of those without elements.
-        "ignored_params": {item for item in module.parameters() if item.ndim == 0 or item.numel() == 0},
+        "ignored_params": {item for item in module.parameters() if not is_cut(item)},
     }
     if sharding.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
         _offloaded.add(module)
-    for names in wrap_groups(module, sharding):
+    groups = wrap_groups(module, sharding)
+    for names in groups:
         members = [module.get_submodule(name) for name in names]
         fully_shard(members if len(members) > 1 else members[0], **options)
     fully_shard(module, **options)
+    record_execution_order(module, groups)
     return module
 
 
@@ -115,17 +119,12 @@ def _allocate(
     shard_device = torch.device("cpu") if module in _offloaded else device
     for tensors in _registries(module):
         for name, tensor in tensors.items():
-            # A real buffer is replaced where it is not contiguous: a shard must be one range of memory.
-            if tensor is None or not (tensor.is_meta or _is_strided(tensor)):
+            if tensor is None or not tensor.is_meta:
                 continue
             if tensor not in new:
                 new[tensor] = _empty_like(tensor, shard_device if isinstance(tensor, DTensor) else device)
             replaced.append((tensors, name, tensor))
             tensors[name] = new[tensor]
-
-
-def _is_strided(tensor: torch.Tensor) -> bool:
-    return not isinstance(tensor, nn.Parameter) and not tensor.is_contiguous()
 
 
 def _registries(module: nn.Module) -> Iterator[dict[str, Any]]:
@@ -146,8 +145,6 @@ def _empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
             shape=tensor.shape,
             stride=tensor.stride(),
         )
-    elif not tensor.is_meta:
-        return tensor.contiguous()
     else:
         value = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     if not isinstance(tensor, nn.Parameter):

@@ -29,7 +29,7 @@ from raysharding.distributed.source import CheckpointSource, wire_dtype
 from raysharding.distributed.streaming import BucketStream, StreamTimes
 from raysharding.distributed.transport import BucketTransport, make_transport
 from raysharding.errors import CheckpointError, PlanError
-from raysharding.models import KeyMap, Target, initial_value, map_keys
+from raysharding.models import KeyMap, Target, differing_ties, initial_value, map_keys, misfit, missing_rules
 
 Progress = Callable[[str, int, int, str], None]
 """Called as `progress(phase, bytes_done, bytes_total, last FQN)`; phases are `plan`, `stream`, `finalize`."""
@@ -175,13 +175,9 @@ def _plan_together(module: nn.Module, checkpoint: Checkpoint, loading: Loading, 
     problems: list[str] = []
     try:
         plan = _make_plan(module, checkpoint, loading, shards)
+        problems += _problems(module, plan, loading)
     except Exception as raised:  # noqa: BLE001 - the other ranks wait to hear of it
         error = raised
-    else:
-        problems += plan.keys.problems
-        if loading.strict:
-            problems += [f"missing from the checkpoint: {name}" for name in plan.keys.missing]
-            problems += [f"unexpected in the checkpoint: {name}" for name in plan.keys.unexpected]
     _agree_on_plan(checkpoint.path, _digest(plan, loading), problems, error)
     assert plan is not None, "agree raises on a rank that has an error"
     return plan
@@ -194,6 +190,21 @@ def _make_plan(module: nn.Module, checkpoint: Checkpoint, loading: Loading, shar
     targets = sorted(keys.targets.values(), key=lambda target: _file_position(checkpoint, target))
     planned = [_planned(target, tensors[target.fqn]) for target in targets]
     return LoadPlan(checkpoint, keys, plan_buckets(planned, shards.num_shards, loading.bucket_bytes))
+
+
+def _problems(module: nn.Module, plan: LoadPlan, loading: Loading) -> list[str]:
+    """Everything that keeps this plan from being carried out, a line each."""
+    keys = plan.keys
+    problems = keys.mismatches(strict=loading.strict)
+    refused = set(keys.missing) if loading.strict else set()
+    problems += missing_rules(module, [name for name in keys.initialise if name not in refused], loading.seed)
+    if keys.doubled and dist.get_rank() == 0:
+        # Headers cannot show whether two tied names hold one value; only rank 0 need see the files.
+        targets = {**keys.targets, **{target.fqn: target for target in keys.doubled}}
+        with FileReader(plan.checkpoint) as reader:
+            source = CheckpointSource(plan.checkpoint, reader, targets, plan.buckets.max_bucket_bytes)
+            problems += differing_ties(keys, source.read)
+    return problems
 
 
 def _digest(plan: LoadPlan | None, loading: Loading) -> str:
@@ -210,10 +221,7 @@ def _agree_on_plan(path: str, digest: str, problems: Sequence[str], error: Excep
     every = agree(error, {"problems": list(problems), "digest": digest})
     listed = dict.fromkeys(line for outcome in every for line in outcome["problems"])
     if listed:
-        raise PlanError(
-            f"{path} does not fit the model; {len(listed)} problems (strict=False accepts missing or unexpected keys):",
-            problems=list(listed),
-        )
+        raise misfit(path, list(listed))
     differing = [str(rank) for rank, outcome in enumerate(every) if outcome["digest"] != every[0]["digest"]]
     if differing:
         raise PlanError(

@@ -7,8 +7,7 @@ label, and who honours the argument, is found by running the loss (`probe.py`), 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -16,59 +15,46 @@ import torch.distributed as dist
 from torch import nn
 
 from raysharding.batch import RankBatch
-from raysharding.distributed.loss_call import LossFunction, call_loss, call_model, loss_of
+from raysharding.distributed.labels import Counts, LabelKind, Labels, count_items, find_labels, has_own_count
+from raysharding.distributed.loss_call import LossFunction, find_loss, loss_of, run_loss
 from raysharding.distributed.metadata import metadata_device
-from raysharding.distributed.probe import LabelKind, LossTraits, find_traits, label_kind
-
-IGNORED_LABEL = -100
-IGNORED_PIXEL = 255
-"""Label that segmentation models leave out by default."""
+from raysharding.distributed.probe import LossTraits, counted_field, find_traits, forget, recall
+from raysharding.distributed.weighing import Weighing
+from raysharding.tree import leaves
 
 
 @dataclass(frozen=True)
-class Counts:
-    """What could be the denominator, on one rank; `probe.py` finds which of them is."""
+class _Agreed:
+    """What all ranks know of one call."""
 
-    rows: int
-    """Rows of this rank; 0 for a dummy, 1 where the call has no `Split` (all ranks weigh the same)."""
-    labels: int
-    """Labels that are not -100, or elements where labels are floats; 0 for a dummy."""
-    shifted: int
-    """Labels that are not -100, the first position left out: what a causal model counts."""
-    pixels: int
-    """Labels that are neither -100 nor 255."""
+    labels: Labels
+    """This rank's labels; their kind is every rank's."""
+    counts: list[Counts]
+    """By rank."""
+    traits: LossTraits
+    """What the loss does."""
 
-    def counted(self, kind: LabelKind, traits: LossTraits) -> int:
-        """The number of items that this rank's mean is taken over."""
-        if kind is LabelKind.ABSENT:
-            return self.rows
-        if traits.shifts_labels:
-            return self.shifted
-        return self.pixels if traits.ignores_255 else self.labels
+    def items(self) -> list[int]:
+        """What each rank's loss has to be weighed by, by rank."""
+        if self.traits.weighing is Weighing.ITEMS:
+            field = counted_field(self.labels.kind, self.traits)
+            return [getattr(count, field) for count in self.counts]
+        rows = [count.rows for count in self.counts]
+        return rows if self.traits.weighing is Weighing.ROWS else [int(num > 0) for num in rows]
 
-
-def count_items(batch: RankBatch) -> Counts:
-    """Count this rank's rows and labels; no collective."""
-    if batch.is_dummy:
-        return Counts(0, 0, 0, 0)
-    rows = 1 if batch.num_rows is None else batch.num_rows
-    labels = batch.kwargs.get("labels")
-    if not isinstance(labels, torch.Tensor):
-        return Counts(rows, 0, 0, 0)
-    if labels.is_floating_point():
-        return Counts(rows, labels.numel(), labels.numel(), labels.numel())
-    counted = labels != IGNORED_LABEL
-    shifted = counted[..., 1:] if labels.ndim > 1 else counted
-    pixels = counted & (labels != IGNORED_PIXEL)
-    # One transfer from the device rather than three.
-    return Counts(rows, *torch.stack([counted.sum(), shifted.sum(), pixels.sum()]).tolist())
+    @property
+    def total(self) -> int:
+        """What the weighed losses have to be divided by."""
+        return 1 if self.traits.weighing is Weighing.SUM else sum(self.items())
 
 
-def _gather_counts(batch: RankBatch, kind: LabelKind) -> list[Counts]:
-    """Every rank's counts, by rank; collective. Ranks whose labels differ in kind all raise."""
-    own = count_items(batch)
-    device = metadata_device()
-    mine = torch.tensor([kind.value, own.rows, own.labels, own.shifted, own.pixels], dtype=torch.int64, device=device)
+def _agree(module: nn.Module, batch: RankBatch, loss: LossFunction | None) -> _Agreed:
+    """Gather every rank's counts and find the loss's traits, by a probe if any rank lacks them; collective."""
+    labels = find_labels(module, batch, loss)
+    own = count_items(batch, labels)
+    known = recall(module, batch, loss, labels.kind)
+    facts = [labels.kind.value, known is not None, has_own_count(module, batch), *astuple(own)]
+    mine = torch.tensor([int(fact) for fact in facts], dtype=torch.int64, device=metadata_device())
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     # Every rank gathers, dummies too: a rank that skipped it would leave the others waiting here.
     dist.all_gather(gathered, mine)
@@ -76,7 +62,18 @@ def _gather_counts(batch: RankBatch, kind: LabelKind) -> list[Counts]:
     kinds = [LabelKind(row[0]).name.lower() for row in rows]
     if len(set(kinds)) > 1:
         raise ValueError(f"labels differ over the ranks: {kinds}; give every rank labels of one dtype and shape")
-    return [Counts(*row[1:]) for row in rows]
+    if any(row[2] for row in rows):
+        raise ValueError("num_items_in_batch is computed by raysharding over all ranks; leave it out of the call")
+    counts = [Counts(*row[3:]) for row in rows]
+    if any(count.half_masked for count in counts):
+        raise ValueError(
+            "start_positions and end_positions leave out different rows, so the loss has no single denominator; leave "
+            "out both positions of a row, or pass loss= a function that returns (sum, count)"
+        )
+    # The probe is collective: all ranks run it or none does.
+    if known is None or not all(row[1] for row in rows):
+        known = find_traits(module, batch, loss, labels)
+    return _Agreed(labels, counts, known)
 
 
 @dataclass(frozen=True)
@@ -94,8 +91,9 @@ class LossWeight:
 def weigh(module: nn.Module, batch: RankBatch, loss: LossFunction | None = None) -> LossWeight:
     """Find this rank's weight in the batch's loss; collective over the default group.
 
-    The first call for a model (and for each kind of labels and loss function) runs two or three forwards more, without
-    gradients, to see what the loss does with masked labels and with `num_items_in_batch`.
+    The first call for a model (and for each kind of labels and loss function) runs some forwards more, ten at most,
+    without gradients: they show what the loss does with masked labels and with `num_items_in_batch`, and whether the
+    losses of parts of the batch make up that of the whole.
 
     Args:
         module: The sharded root module.
@@ -103,18 +101,19 @@ def weigh(module: nn.Module, batch: RankBatch, loss: LossFunction | None = None)
         loss: The caller's loss function, or `None` for the model's own.
 
     Raises:
-        ValueError: On every rank, when no label of the whole batch counts, or when labels differ in kind.
+        ValueError: On every rank, when no label of the whole batch counts, labels differ in kind, the caller gives
+            `num_items_in_batch`, or the loss is no mean over labels or rows and no sum.
     """
-    kind = label_kind(batch)
-    counts = _gather_counts(batch, kind)
-    traits = find_traits(module, batch, loss, kind)
+    return _weight(_agree(module, batch, loss), is_dummy=batch.is_dummy)
+
+
+def _weight(agreed: _Agreed, *, is_dummy: bool) -> LossWeight:
+    traits = agreed.traits
     if traits.returns_pair:
-        return LossWeight(num_items_in_batch=None, factor=float(not batch.is_dummy), total=0)
-    counted = [count.counted(kind, traits) for count in counts]
-    total = sum(counted)
-    if total == 0:
-        raise ValueError(_nothing_counted(kind, traits))
-    local = counted[dist.get_rank()]
+        return LossWeight(num_items_in_batch=None, factor=float(not is_dummy), total=0)
+    if sum(agreed.items()) == 0:
+        raise ValueError(_nothing_counted(agreed.labels.kind, traits))
+    local, total = agreed.items()[dist.get_rank()], agreed.total
     if traits.honours_count:
         return LossWeight(num_items_in_batch=total, factor=float(local > 0), total=total)
     return LossWeight(num_items_in_batch=None, factor=local / total, total=total)
@@ -123,6 +122,8 @@ def weigh(module: nn.Module, batch: RankBatch, loss: LossFunction | None = None)
 def _nothing_counted(kind: LabelKind, traits: LossTraits) -> str:
     if kind is LabelKind.ABSENT:
         return "the batch has no rows on any rank"
+    if kind is LabelKind.SPANS:
+        return "no row counts: every answer lies behind its text, so the mean loss is undefined; skip this batch"
     where = " after the first position" if traits.shifts_labels else ""
     return f"no label counts: all labels of the batch{where} are masked, so its mean loss is undefined; skip this batch"
 
@@ -136,39 +137,43 @@ def loss_share(module: nn.Module, batch: RankBatch, loss: LossFunction | None = 
         module: The sharded root module.
         batch: This rank's part of the call.
         loss: `None`: the output's `.loss`. Else called as `loss_call.call_loss` says; it returns a scalar, the mean
-            over counted labels (rows, where there are no labels), or a pair (sum, count), taken as it is.
+            over counted labels (rows, where there are no labels) or over rows, a sum, or a pair (sum, count), taken
+            as it is. Labels are what the call or the loss names `labels`, masked by -100.
 
     Returns:
         0-dim fp32 tensor with its graph; exactly 0, with zero gradients, on a rank without counted items.
 
     Raises:
-        ValueError: On every rank, when there is no loss, it is not a scalar, or nothing counts.
+        ValueError: On every rank, when there is no loss, it is not a scalar, nothing counts, or as for `weigh`.
     """
-    weight = weigh(module, batch, loss)
-    kwargs = dict(batch.kwargs)
+    agreed = _agree(module, batch, loss)
+    weight = _weight(agreed, is_dummy=batch.is_dummy)
+    args, kwargs = batch.args, batch.kwargs
     if weight.factor == 0:
-        kwargs = _harmless(kwargs)
-    if loss is None:
-        extra = {} if weight.num_items_in_batch is None else {"num_items_in_batch": weight.num_items_in_batch}
-        output = module(*batch.args, **kwargs, **extra)
-        return loss_of(output).float() * weight.factor
-    output = call_model(module, batch.args, kwargs, loss)
-    result = call_loss(loss, output, batch.args, kwargs)
-    return _share_of(result, weight, is_dummy=batch.is_dummy)
+        args, kwargs = agreed.labels.harmless(args, kwargs)
+    if weight.num_items_in_batch is not None:
+        kwargs["num_items_in_batch"] = weight.num_items_in_batch
+    output, result = run_loss(module, args, kwargs, loss)
+    share = loss_of(output).float() * weight.factor if loss is None else _share_of(module, result, weight)
+    if weight.factor == 0 and not bool(torch.isfinite(share)):
+        return _zero_of(output, share)
+    return share
 
 
-def _harmless(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Labels that all count, in place of labels none of which does: a mean over none is NaN, and NaN * 0 stays NaN."""
-    labels = kwargs.get("labels")
-    if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
-        return dict(kwargs)
-    return {**kwargs, "labels": torch.zeros_like(labels)}
+def _zero_of(output: Any, share: torch.Tensor) -> torch.Tensor:
+    """A zero that hangs on the output rather than on a loss of NaN, whose gradient stays NaN even times 0."""
+    loss = find_loss(output)
+    tensors = [leaf for _, leaf in leaves(output) if isinstance(leaf, torch.Tensor) and leaf is not loss]
+    # Backward has to pass through the same parameters as on the other ranks: FSDP reduces their gradients together.
+    parts = [tensor.float().nan_to_num().sum() * 0.0 for tensor in tensors if tensor.requires_grad]
+    return torch.stack(parts).sum() if parts else share
 
 
-def _share_of(result: torch.Tensor | tuple[torch.Tensor, float], weight: LossWeight, *, is_dummy: bool) -> torch.Tensor:
+def _share_of(module: nn.Module, result: torch.Tensor | tuple[torch.Tensor, float], weight: LossWeight) -> torch.Tensor:
     """Weigh what the caller's loss function returned; collective, and the same on every rank."""
     is_pair = isinstance(result, tuple)
-    count = 0.0 if is_dummy or not isinstance(result, tuple) else float(result[1])
+    # Of a dummy, and where labels were replaced by harmless ones, nothing counts.
+    count = float(result[1]) if isinstance(result, tuple) and weight.factor else 0.0
     mine = torch.tensor([float(is_pair), count], dtype=torch.float64, device=metadata_device())
     # Every rank reduces, whatever its loss returned: the ranks must agree on mean or pair before they scale by it.
     dist.all_reduce(mine)
@@ -177,11 +182,15 @@ def _share_of(result: torch.Tensor | tuple[torch.Tensor, float], weight: LossWei
         raise ValueError(
             "the loss returned (sum, count) on some ranks and a mean on others; return one kind everywhere"
         )
-    if not isinstance(result, tuple):
+    if not isinstance(result, tuple) and weight.total:
         return result.float() * weight.factor
+    if not isinstance(result, tuple):
+        # What was found out about it holds no longer; the next call probes it anew.
+        forget(module)
+        raise ValueError("the loss returned (sum, count) in an earlier call and a mean now; return one kind always")
     if total <= 0:
         raise ValueError(f"the counts that the loss returned add up to {total:g}; skip a batch in which nothing counts")
-    return result[0].float() * (0.0 if is_dummy else 1.0 / total)
+    return result[0].float() * (1.0 / total if weight.factor else 0.0)
 
 
 def reduce_loss(module: nn.Module, batch: RankBatch, loss: torch.Tensor) -> torch.Tensor:
@@ -195,12 +204,9 @@ def reduce_loss(module: nn.Module, batch: RankBatch, loss: torch.Tensor) -> torc
     Returns:
         0-dim tensor of `loss`'s dtype, equal on every rank; NaN if nothing counts on any rank, as in one process.
     """
-    kind = label_kind(batch)
-    counts = _gather_counts(batch, kind)
-    traits = find_traits(module, batch, None, kind)
-    counted = [count.counted(kind, traits) for count in counts]
-    local = counted[dist.get_rank()]
+    agreed = _agree(module, batch, None)
+    local = agreed.items()[dist.get_rank()]
     share = loss.detach().double() * local if local else torch.zeros((), dtype=torch.float64, device=loss.device)
     # Every rank adds its share, empty ranks a zero: a rank that skipped it would leave the others waiting.
     dist.all_reduce(share)
-    return (share / sum(counted)).to(loss.dtype)
+    return (share / agreed.total).to(loss.dtype)

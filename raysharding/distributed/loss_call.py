@@ -27,6 +27,12 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
         return None
 
 
+def position_of(function: Callable[..., Any], name: str) -> int | None:
+    """Return the index of a parameter among those that can be passed by position, or `None`."""
+    names = [parameter.name for parameter in _parameters(function) or () if parameter.kind in _BY_POSITION]
+    return names.index(name) if name in names else None
+
+
 def _taken(parameters: list[inspect.Parameter] | None, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The keywords that a function with these parameters takes."""
     if parameters is None or any(parameter.kind is _ANY_NAME for parameter in parameters):
@@ -73,6 +79,17 @@ def _has_room(parameters: list[inspect.Parameter] | None, args: tuple[Any, ...],
         return True
     places = [parameter for parameter in parameters if parameter.kind in _BY_POSITION][1 : len(args) + 1]
     return len(places) == len(args) and not any(place.name in taken for place in places)
+
+
+def run_loss(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: LossFunction | None
+) -> tuple[Any, Any]:
+    """Run a forward and the loss; return the output and the loss as it came: anything where the model's own is bad."""
+    if loss is None:
+        output = module(*args, **kwargs)
+        return output, find_loss(output)
+    output = call_model(module, args, kwargs, loss)
+    return output, call_loss(loss, output, args, kwargs)
 
 
 def find_loss(output: Any) -> Any:

@@ -5,11 +5,8 @@ A signature does not tell: BERT, T5, BART and ResNet accept `num_items_in_batch`
 
 from __future__ import annotations
 
-import enum
-import functools
 import math
-from dataclasses import dataclass
-from types import CodeType
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,29 +15,15 @@ import torch.distributed as dist
 from torch import nn
 
 from raysharding.batch import RankBatch
-from raysharding.distributed.loss_call import LossFunction, call_loss, call_model, find_loss
+from raysharding.distributed.labels import IGNORED_LABEL, IGNORED_PIXEL, INTEGER_KINDS, LabelKind, Labels
+from raysharding.distributed.loss_call import LossFunction, run_loss
+from raysharding.distributed.loss_identity import identity
 from raysharding.distributed.metadata import metadata_device
 from raysharding.distributed.recovery import recover, without_trace
+from raysharding.distributed.weighing import Weigher, Weighing, agree
 
-_MASKED = -100
-_PIXEL = 255
 _LARGE_COUNT = 1024
 """A power of two: dividing by it is exact, so a loss that honours it is exactly that much smaller."""
-
-
-class LabelKind(enum.Enum):
-    """What a call's `labels` are. The values travel between ranks."""
-
-    ABSENT = 0
-    """No tensor of that name: rows count."""
-    FLOAT = 1
-    """Regression or multi-label targets: every element counts."""
-    CLASSES = 2
-    """Integers, one for each row."""
-    TOKENS = 3
-    """Integers in two dims: positions, which a causal model shifts by one."""
-    PIXELS = 4
-    """Integers in three dims or more: maps, in which 255 may be masked too."""
 
 
 @dataclass(frozen=True)
@@ -55,57 +38,57 @@ class LossTraits:
     """The label 255 never counts."""
     returns_pair: bool = False
     """The caller's loss function returns (sum, count), so it counts for itself."""
+    weighing: Weighing = Weighing.ITEMS
+    """How the losses of the ranks' parts make up the whole batch's."""
 
 
-_found: WeakKeyDictionary[nn.Module, dict[tuple[LabelKind, object], LossTraits]] = WeakKeyDictionary()
+def counted_field(kind: LabelKind, traits: LossTraits) -> str:
+    """Return which field of `Counts` the loss is a mean over."""
+    if kind in INTEGER_KINDS and traits.shifts_labels:
+        return "shifted"
+    return "pixels" if kind in INTEGER_KINDS and traits.ignores_255 else "labels"
 
 
-def label_kind(batch: RankBatch) -> LabelKind:
-    """Return what this rank's `labels` keyword holds; no collective."""
-    labels = batch.kwargs.get("labels")
-    if not isinstance(labels, torch.Tensor):
-        return LabelKind.ABSENT
-    if labels.is_floating_point():
-        return LabelKind.FLOAT
-    return {0: LabelKind.CLASSES, 1: LabelKind.CLASSES, 2: LabelKind.TOKENS}.get(labels.ndim, LabelKind.PIXELS)
+_found: WeakKeyDictionary[nn.Module, dict[object, LossTraits]] = WeakKeyDictionary()
+
+_MAX_REMEMBERED = 64
+"""Of one model; a loss function that differs in each call must not fill the memory."""
 
 
-def find_traits(module: nn.Module, batch: RankBatch, loss: LossFunction | None, kind: LabelKind) -> LossTraits:
-    """Return what the loss does, probing it the first time; collective then, and then only.
+def _key(batch: RankBatch, loss: LossFunction | None, kind: LabelKind) -> object:
+    # Without rows to cut the probe cannot see how the loss adds up, and must not answer for calls where it can.
+    return kind, bool(batch.rows), identity(loss)
 
-    All ranks call it with the same loss and kind, so all of them find the answer remembered or none does.
+
+def recall(module: nn.Module, batch: RankBatch, loss: LossFunction | None, kind: LabelKind) -> LossTraits | None:
+    """Return what `find_traits` found out for such a call, `None` if it has not run; no collective."""
+    return _found.get(module, {}).get(_key(batch, loss, kind))
+
+
+def forget(module: nn.Module) -> None:
+    """Forget what was found out about a model's losses; no collective."""
+    _found.pop(module, None)
+
+
+def find_traits(module: nn.Module, batch: RankBatch, loss: LossFunction | None, labels: Labels) -> LossTraits:
+    """Probe what the loss does and remember it; collective.
 
     Args:
         module: The sharded root module.
         batch: This rank's part of a call.
         loss: The caller's loss function, or `None` for the model's own.
-        kind: `label_kind(batch)`, equal on every rank.
+        labels: The call's labels, of equal kind on every rank.
+
+    Raises:
+        ValueError: On every rank, when the ranks' losses do not make up one process's (see `weighing.Weigher`).
     """
-    if kind is LabelKind.ABSENT:
-        return LossTraits()
+    with without_trace(module):
+        traits = _Probe(module, batch, loss, labels).run()
     known = _found.setdefault(module, {})
-    key = (kind, _identity(loss))
-    if key not in known:
-        with without_trace(module):
-            known[key] = _vote(_Probe(module, batch, loss).run(kind))
-    return known[key]
-
-
-def _identity(loss: Any) -> object:
-    """What stays equal when a function is pickled anew for each call: its code, or its class."""
-    if isinstance(loss, functools.partial):
-        return _identity(loss.func)
-    code = getattr(loss, "__code__", None)
-    return code if isinstance(code, CodeType) else type(loss)
-
-
-def _vote(traits: LossTraits) -> LossTraits:
-    """Take for true what every rank found; collective."""
-    flags = [traits.honours_count, traits.shifts_labels, traits.ignores_255, traits.returns_pair]
-    votes = torch.tensor(flags, dtype=torch.int32, device=metadata_device())
-    # Ranks that went on with different denominators would train on a wrong loss, silently: one answer for all.
-    dist.all_reduce(votes, op=dist.ReduceOp.MIN)
-    return LossTraits(*(bool(vote) for vote in votes.tolist()))
+    while len(known) >= _MAX_REMEMBERED:
+        known.pop(next(iter(known)))
+    known[_key(batch, loss, labels.kind)] = traits
+    return traits
 
 
 @dataclass(frozen=True)
@@ -118,27 +101,42 @@ class _Probe:
     module: nn.Module
     batch: RankBatch
     loss: LossFunction | None
+    labels: Labels
 
-    def run(self, kind: LabelKind) -> LossTraits:
-        labels: torch.Tensor = self.batch.kwargs["labels"]
-        if kind is LabelKind.FLOAT:
-            return LossTraits(honours_count=self._honours_count(labels))
-        masked = labels == _MASKED
+    def run(self) -> LossTraits:
+        valid, traits = self._traits()
+        flags = [traits.honours_count, traits.shifts_labels, traits.ignores_255, traits.returns_pair]
+        # Ranks that went on with different denominators would train on a wrong loss, silently: one answer for all.
+        honours, shifts, pixels, pair = agree(flags)
+        traits = LossTraits(honours, shifts, pixels, pair)
+        if traits.returns_pair or traits.honours_count:
+            return traits
+        weigher = Weigher(self.module, self.loss, counted_field(self.labels.kind, traits))
+        return replace(traits, weighing=weigher.find(self.batch, self.labels, valid))
+
+    def _traits(self) -> tuple[int, LossTraits]:
+        """A label that counts, and what this rank found."""
+        labels, kind = self.labels.tensor, self.labels.kind
+        if labels is None or kind is LabelKind.FLOAT:
+            if self._returns_pair(labels):
+                return 0, LossTraits(returns_pair=True)
+            return 0, LossTraits(honours_count=labels is not None and self._honours_count(labels))
+        masked = labels == IGNORED_LABEL
         # A label that counts is valid wherever it stands; a rank that has none takes class 0.
         valid = int(labels[~masked][0]) if bool((~masked).any()) else 0
         counting = torch.where(masked, valid, labels)
         if self._returns_pair(counting):
-            return LossTraits(returns_pair=True)
+            return valid, LossTraits(returns_pair=True)
         honours = self._honours_count(counting)
         if labels.ndim < 2:
-            return LossTraits(honours_count=honours)
-        first_only = torch.full_like(labels, _MASKED)
-        first_only[..., 0] = valid
+            return valid, LossTraits(honours_count=honours)
+        first_only = torch.full_like(labels, IGNORED_LABEL)
+        first_only.narrow(self.labels.position_dim, 0, 1).fill_(valid)
         shifts = kind is LabelKind.TOKENS and self._is_empty(first_only)
-        pixels = kind is LabelKind.PIXELS and self._anywhere(labels == _PIXEL)
-        return LossTraits(honours, shifts, pixels and self._is_empty(torch.full_like(labels, _PIXEL)))
+        pixels = kind is LabelKind.PIXELS and self._anywhere(labels == IGNORED_PIXEL)
+        return valid, LossTraits(honours, shifts, pixels and self._is_empty(torch.full_like(labels, IGNORED_PIXEL)))
 
-    def _returns_pair(self, labels: torch.Tensor) -> bool:
+    def _returns_pair(self, labels: torch.Tensor | None) -> bool:
         """Whether the caller's loss function returns (sum, count)."""
         return self.loss is not None and isinstance(self._run(labels), tuple)
 
@@ -161,10 +159,10 @@ class _Probe:
             value = self._evaluate(labels)
         except torch.OutOfMemoryError:
             raise
-        except (IndexError, ValueError, RuntimeError):
-            # The loss takes the mask for a class and refuses it, so it does not leave it out.
+        except Exception as error:  # noqa: BLE001 - a rank that raised here alone would leave the others in a forward
+            # The loss takes the mask for a class and refuses it, so it does not leave it out; or divides by a count.
             recover(self.module, in_backward=False)
-            return False
+            return isinstance(error, ZeroDivisionError)
         return math.isnan(value) or value == 0
 
     def _anywhere(self, found: torch.Tensor) -> bool:
@@ -179,9 +177,8 @@ class _Probe:
         usable = isinstance(value, torch.Tensor) and value.numel() == 1
         return float(value.float()) if usable else 1.0
 
-    def _run(self, labels: torch.Tensor, **extra: int) -> Any:
-        kwargs = {**self.batch.kwargs, "labels": labels}
-        if self.loss is None:
-            return find_loss(self.module(*self.batch.args, **kwargs, **extra))
-        output = call_model(self.module, self.batch.args, kwargs, self.loss)
-        return call_loss(self.loss, output, self.batch.args, kwargs)
+    def _run(self, labels: torch.Tensor | None, **extra: int) -> Any:
+        args, kwargs = self.batch.args, self.batch.kwargs
+        if labels is not None:
+            args, kwargs = self.labels.put(args, kwargs, labels)
+        return run_loss(self.module, args, {**kwargs, **extra}, self.loss)[1]

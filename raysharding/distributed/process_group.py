@@ -115,7 +115,7 @@ def join_process_group(
             timeout=timedelta(seconds=timeout_s),
             device_id=device if is_cuda else None,
         )
-    except dist.DistError as error:
+    except RuntimeError as error:  # `DistError`, and what gloo raises on its own
         message = f"rank {rank} met all ranks at {address.host}:{address.port} but cannot connect to them: {error}"
         raise RendezvousError(message) from error
 

@@ -32,10 +32,25 @@ def recover(module: nn.Module, *, in_backward: bool) -> bool:
     roots = _fsdp_roots(module)
     has_reset = all(hasattr(root, "reset_iter_state") for root in roots)
     for root in roots if has_reset else []:
-        root.reset_iter_state()
+        # Before its first forward a root has no iteration state, and resetting that raises.
+        if root._get_fsdp_state()._is_root is not None:
+            root.reset_iter_state()
     reshard(module)
     module.zero_grad(set_to_none=True)
     return has_reset or not in_backward
+
+
+def recover_after(error: BaseException, module: nn.Module, *, in_backward: bool) -> bool:
+    """`recover` for use in an `except` block: a failure of its own is noted on `error`, which stays the cause.
+
+    Returns:
+        Whether later steps are right; false where `recover` failed.
+    """
+    try:
+        return recover(module, in_backward=in_backward)
+    except Exception as failure:  # noqa: BLE001 - the user's error is the one to report
+        error.add_note(f"raysharding: resetting the module failed too: {type(failure).__name__}: {failure}")
+        return False
 
 
 def _fsdp_roots(module: nn.Module) -> list[FSDPModule]:

@@ -7,11 +7,12 @@ import torch.distributed as dist
 from torch import nn
 
 from raysharding.batch import RankBatch
+from raysharding.distributed.execution import check_execution_order
 from raysharding.distributed.fsdp import reshard
 from raysharding.distributed.gradients import clip_grad_norm_, reduce_replicated_gradients
 from raysharding.distributed.loss import loss_share
 from raysharding.distributed.loss_call import LossFunction
-from raysharding.distributed.recovery import module_mode, recover
+from raysharding.distributed.recovery import module_mode, recover_after
 
 
 class _Progress:
@@ -55,7 +56,7 @@ def train_step(
         with module_mode(module, training=training):
             return _step(module, optimizer, batch, loss, max_grad_norm, progress)
     except Exception as error:
-        usable = recover(module, in_backward=progress.in_backward) and not progress.in_optimizer
+        usable = recover_after(error, module, in_backward=progress.in_backward) and not progress.in_optimizer
         mark_recovery(error, usable)
         raise
 
@@ -74,6 +75,7 @@ def _step(
     # Parameters that the optimizer leaves out would add up over the steps and into the norm.
     module.zero_grad(set_to_none=True)
     share = loss_share(module, batch, loss)
+    check_execution_order(module)
     progress.in_backward = True
     # FSDP averages gradients over all ranks; the shares of the loss have to be added up.
     torch.autograd.backward(share * dist.get_world_size())

@@ -123,11 +123,12 @@ class RankActor:
             more, value = self._commands.run(request.method, own, shared)
             stage = "output"
             packed = _pack_output(value, request)
-        except Exception as error:  # noqa: BLE001  the boundary: whatever user code raised goes to the driver as data
+        except (Exception, SystemExit) as error:  # noqa: BLE001
+            # The boundary: whatever user code raised goes to the driver as data. `sys.exit()` would end the actor.
             return Outcome(raised=self._record(error, stage)), None
         return Outcome(more=more), packed
 
-    def _record(self, error: Exception, stage: Stage) -> Raised:
+    def _record(self, error: BaseException, stage: Stage) -> Raised:
         return record_exception(
             error,
             stage=stage,

@@ -7,7 +7,8 @@ import concurrent.futures
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any, Generic, ParamSpec
+from dataclasses import dataclass
+from typing import Any, Generic, NoReturn, ParamSpec, Self
 
 import ray
 
@@ -15,7 +16,20 @@ from raysharding.errors import CallTimeoutError, GroupError
 from raysharding.group.packing import Packed
 
 P = ParamSpec("P")
-Collect = Callable[["Call"], Any]
+
+
+def _as_sent(_: int, value: Any) -> Any:
+    return value
+
+
+@dataclass(frozen=True)
+class Collect:
+    """How what the ranks sent becomes what the caller gets. Runs in the thread that asks."""
+
+    join: Callable[[Call], Any]
+    """Makes the result of the whole call."""
+    own: Callable[[int, Any], Any] = _as_sent
+    """Makes one rank's part, given the rank and what it sent: for `per_rank()` and `stream()`."""
 
 
 class Call:
@@ -31,7 +45,7 @@ class Call:
         Args:
             name: The method, for errors and `repr`.
             world_size: Number of ranks.
-            collect: Turns the ranks' values into the result; runs in the thread that asks for it.
+            collect: Turns the ranks' values into the result.
             fetch_s: Longest wait for one rank's value to cross from the object store.
         """
         self.name = name
@@ -44,6 +58,7 @@ class Call:
         self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._collecting = threading.Lock()
         self._collected: list[Any] = []
+        self._owner: object = None
         self.progress: tuple[int, int] = (0, 0)
 
     @classmethod
@@ -55,12 +70,12 @@ class Call:
             fn: What to run; bounded by its own deadlines. Its value is the result.
         """
         values: list[Any] = []
-        call = cls(name, 0, lambda _: values[0], 0.0)
+        call = cls(name, 0, Collect(lambda _: values[0]), 0.0)
 
         def run() -> None:
             try:
                 values.append(fn())
-            except Exception as error:  # noqa: BLE001 - raised by result()
+            except BaseException as error:  # noqa: BLE001 - raised by result(), which would wait for ever without it
                 call.end(error)
             else:
                 call.end(None)
@@ -82,11 +97,13 @@ class Call:
         self._wait(timeout_s)
         with self._collecting:
             if not self._collected:
-                self._collected.append(self._collect(self))
+                self._collected.append(self._collect.join(self))
         return self._collected[0]
 
     def per_rank(self, timeout_s: float | None = None) -> list[Any]:
-        """Wait for all ranks and return what each of them sent, by rank; `None` from a rank that sent nothing.
+        """Wait for all ranks and return each one's own part of the result, by rank.
+
+        `None` from a rank that sent nothing: one that had no rows, or that `out=` left out.
 
         Args:
             timeout_s: As for `result`.
@@ -96,10 +113,10 @@ class Call:
             GroupError: As for `result`.
         """
         self._wait(timeout_s)
-        return [self.value(rank) for rank in range(self._world_size)]
+        return [self._collect.own(rank, value) for rank, value in enumerate(self.values())]
 
     def stream(self, timeout_s: float | None = None) -> Iterator[tuple[int, Any]]:
-        """Yield `(rank, value)` as the ranks finish.
+        """Yield `(rank, value)` as the ranks finish, the values as `per_rank` gives them.
 
         Args:
             timeout_s: How long to wait in all.
@@ -118,7 +135,7 @@ class Call:
             if rank is None:
                 self._ended.result()
                 return
-            yield rank, self.value(rank)
+            yield rank, self._collect.own(rank, self.value(rank))
         self._wait(None if until is None else max(0.0, until - time.monotonic()))
 
     def done(self) -> bool:
@@ -154,7 +171,7 @@ class Call:
         """Fetch what one rank sent, once that rank has finished.
 
         Raises:
-            GroupError: The value was lost with the node that held it.
+            GroupError: The value was lost with the node that held it, or cannot be unpickled in this process.
             CallTimeoutError: It did not arrive within `Timeouts.call_s`.
         """
         ref = self._refs[rank]
@@ -167,11 +184,29 @@ class Call:
             raise CallTimeoutError(message) from error
         except ray.exceptions.RayError as error:
             raise GroupError(f"the result of {self.name} on rank {rank} is lost: {error}") from error
-        return packed.unpack() if isinstance(packed, Packed) else packed
+        if not isinstance(packed, Packed):
+            return packed
+        try:
+            return packed.unpack()
+        except Exception as error:  # a value's own code may raise anything: this is the boundary
+            what = f"the result of {self.name} on rank {rank} cannot be unpickled on the driver"
+            cure = "return tensors, numbers, strings or containers of them"
+            raise GroupError(f"{what}: {type(error).__name__}: {error}; {cure}") from error
+
+    def values(self) -> list[Any]:
+        """Fetch what every rank sent, by rank, once the call has ended; see `value`."""
+        return [self.value(rank) for rank in range(self._world_size)]
 
     def refs(self) -> Sequence[Any]:
         """ObjectRefs of the ranks' values, by rank, once the call has ended."""
         return [self._refs[rank] for rank in range(self._world_size)]
+
+    def keep_alive(self, owner: object) -> Self:
+        """Hold the group until the call ends: a group that nobody holds is shut down, and its calls with it."""
+        with self._changed:
+            if not self._ended.done():
+                self._owner = owner
+        return self
 
     def rank_finished(self, rank: int, ref: Any) -> None:
         """Supervision: a rank's part has succeeded and left its value at `ref`."""
@@ -187,7 +222,13 @@ class Call:
                 self._ended.set_result(None)
             else:
                 self._ended.set_exception(error)
+            # Let go at the end of this method, not under the lock: it may have been the last to hold the group.
+            owner, self._owner = self._owner, None
             self._changed.notify_all()
+        del owner
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Call cannot leave its driver process; send its result()")
 
     def _wait(self, timeout_s: float | None) -> None:
         concurrent.futures.wait([self._ended], timeout_s)
@@ -202,17 +243,29 @@ class Call:
 class Handle(Generic[P]):
     """A method of the group, run by all ranks: `group.x(...)` blocks, `group.x.remote(...)` returns a `Call`."""
 
-    def __init__(self, submit: Callable[P, Call]) -> None:
+    def __init__(self, submit: Callable[P, Call], run: Callable[P, Any] | None = None) -> None:
+        """Made by the decorators of `handle.py`.
+
+        Args:
+            submit: Begins the call.
+            run: Runs it in the calling thread, in place of waiting for what `submit` began.
+        """
         self._submit = submit
-        self.__doc__ = submit.__doc__
-        self.__name__ = getattr(submit, "__name__", "call")
+        self._run = run
+        self.__doc__ = (run or submit).__doc__
+        self.__name__ = getattr(run or submit, "__name__", "call")
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """Run on all ranks and return the result."""
-        return self._submit(*args, **kwargs).result()
+        return self._submit(*args, **kwargs).result() if self._run is None else self._run(*args, **kwargs)
 
     def remote(self, *args: P.args, **kwargs: P.kwargs) -> Call:
-        """Submit to all ranks and return at once. Arguments are copied now: later changes do not reach the ranks."""
+        """Submit to all ranks and return a `Call` without waiting for them.
+
+        Arguments are copied now: later changes do not reach the ranks. It waits only while the arguments of the calls
+        in the queue weigh more than 256 MiB, until an earlier call has begun. The group lives at least until the call
+        has ended.
+        """
         return self._submit(*args, **kwargs)
 
     def __repr__(self) -> str:

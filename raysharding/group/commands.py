@@ -16,6 +16,9 @@ from raysharding.distributed.process_group import StoreAddress, join_process_gro
 from raysharding.group.packing import Packed
 from raysharding.worker import Worker
 
+NEXT = "_next"
+"""What the commands of a call's later steps end in."""
+
 Mode = Literal["train", "eval"] | None
 """Mode of the modules in a call; `None`: the call's own default."""
 
@@ -84,7 +87,8 @@ class RankCommands:
         Returns:
             Whether the call has more steps, and the value.
         """
-        self._doing = method
+        # The steps of a call bear its name: what the user called is what an error names.
+        self._doing = method.removesuffix(NEXT)
         args, kwargs = own.unpack()
         if shared is not None:
             values = shared.unpack()
@@ -143,8 +147,10 @@ class RankCommands:
         return self._worker.train_step(batch, loss, max_grad_norm, mode)
 
     def call(self, batch: RankBatch, fn: Callable[..., Any], out: Out | None) -> Any:
-        """Run the user's function inside the process group. All ranks."""
+        """Run the user's function inside the process group. All ranks. A rank with a dummy row has no result."""
         value = self._worker.call(fn, batch.args, batch.kwargs)
+        if batch.is_dummy:
+            return None
         kind = "per_rank" if out is None else out.kind
         is_wanted = kind != "none" and (kind != "rank0" or self._worker.rank == 0)
         return value if is_wanted else None

@@ -73,8 +73,13 @@ def all_alike(seen: Sequence[Observed], world_size: int) -> bool:
     """Whether every rank raised the same kind of error on its own account, and its module is right for later calls."""
     raised = [observed.raised for observed in seen]
     types = {one.error_type for one in raised if one is not None}
-    intact = all(one is not None and not one.is_connection and one.recovered for one in raised)
-    return len(seen) == world_size and intact and len(types) == 1
+    return len(seen) == world_size and all_recovered(seen) and len(types) == 1
+
+
+def all_recovered(seen: Sequence[Observed]) -> bool:
+    """Whether every failure is an exception after which its rank's module and process group are right."""
+    raised = [observed.raised for observed in seen]
+    return all(one is not None and not one.lost_peers and one.recovered for one in raised)
 
 
 def output_only(seen: Sequence[Observed]) -> bool:
@@ -97,6 +102,11 @@ def judge(seen: Sequence[Observed], what: str, timed_out: bool) -> GroupError:
     message = f"{what}: rank {first.rank} {first.kind}, {_count(failures.values())}"
     cls = CallTimeoutError if timed_out else GroupError
     return cls(message, primary=first, failures=dict(sorted(failures.items())))
+
+
+def twin(error: GroupError) -> GroupError:
+    """Return an error that says the same and was never raised: without traceback, cause and context."""
+    return type(error)(error.message, primary=error.primary, failures=error.failures)
 
 
 def typed_error(seen: Sequence[Observed], error: GroupError) -> RayshardingError:

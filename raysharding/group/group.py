@@ -7,23 +7,25 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
 import ray
 import torch
 from torch import nn
 
-from raysharding.batch import Out, deal
+from raysharding.batch import Out, check_out, deal
 from raysharding.config import Loading, Placement, Sharding, Timeouts
 from raysharding.group import describe
-from raysharding.group.call import Call
+from raysharding.group.call import Call, Collect
 from raysharding.group.commands import Mode
-from raysharding.group.handle import handle
+from raysharding.group.fit import check_optimizer
+from raysharding.group.handle import driver_handle, handle
 from raysharding.group.launch import Launched, launch
 from raysharding.group.progress import ProgressOption
 from raysharding.group.ranks import RankInfo
-from raysharding.group.results import FullStateDict, collect_outputs, collect_rank0, collect_ranks, collect_refs
+from raysharding.group.results import FullStateDict, collect_outputs, collect_rank0, collect_returns
 from raysharding.group.supervision import GroupState
+from raysharding.worker import check_mode
 
 if TYPE_CHECKING:
     from raysharding.distributed import LoadReport
@@ -54,7 +56,8 @@ class ShardedModelGroup:
         self._channel = launched.channel
         self._supervisor = launched.channel.supervisor
         self._load_report = launched.load_report
-        self._has_optimizer = has_optimizer
+        # A call(fn) may have set one: after it, the ranks decide.
+        self._may_have_optimizer = has_optimizer
         # For a group that is dropped without shutdown(). The collector may run in any thread: this does not wait.
         weakref.finalize(self, self._supervisor.shut_down_soon).atexit = False
 
@@ -108,10 +111,10 @@ class ShardedModelGroup:
             model=model,
             world_size=world_size,
             device=device,
-            sharding=sharding or Sharding(),
-            loading=loading or Loading(),
-            placement=placement or Placement(),
-            timeouts=timeouts or Timeouts(),
+            sharding=Sharding() if sharding is None else sharding,
+            loading=Loading() if loading is None else loading,
+            placement=Placement() if placement is None else placement,
+            timeouts=Timeouts() if timeouts is None else timeouts,
             optimizer=optimizer,
             max_output_bytes=max_output_bytes,
             progress=progress,
@@ -133,13 +136,15 @@ class ShardedModelGroup:
             The model's output on the CPU; its type is kept. Caches are `None`; a loss is the whole batch's.
 
         Raises:
-            ValueError: Splits of different sizes, or no rows.
+            ValueError: Splits of different sizes, no rows, or a bad `mode` or `out`.
             OutputTooLargeError: A rank's output is over `max_output_bytes`.
         """
+        check_mode(mode, default="eval")
+        check_out(out)
         batches = deal(args, kwargs, self.world_size)
-        kind = out.kind if out is not None else None
-        collect = collect_refs if kind == "refs" else collect_outputs(out, batches[0].rows, batches[0].dim)
-        return self._channel.submit_batches("forward", batches, mode, out, collect=collect, as_refs=kind == "refs")
+        collect, as_refs = collect_outputs(out, batches[0].rows, batches[0].dim), out == Out.refs()
+        call = self._channel.submit_batches("forward", batches, mode, out, collect=collect, as_refs=as_refs)
+        return call.keep_alive(self)
 
     @handle
     def train_step(
@@ -165,12 +170,15 @@ class ShardedModelGroup:
             `{"loss": float, "grad_norm": float}`; `grad_norm` is the norm before clipping.
 
         Raises:
-            ValueError: No optimizer is set, or the batch is not valid.
+            ValueError: No optimizer is set, the batch is not valid, or a bad `mode`. After a `call`, whose function may
+                have set the optimizer, only the ranks know whether there is one: then a `GroupError` says so.
         """
-        if not self._has_optimizer:
+        if not self._may_have_optimizer:
             raise ValueError("train_step needs an optimizer: call group.set_optimizer(torch.optim.AdamW, lr=...) first")
+        check_mode(mode, default="train")
         batches = deal(args, kwargs, self.world_size)
-        return self._channel.submit_batches("train_step", batches, loss, max_grad_norm, mode, collect=collect_rank0)
+        extra = (loss, max_grad_norm, mode)
+        return self._channel.submit_batches("train_step", batches, *extra, collect=collect_rank0).keep_alive(self)
 
     @handle
     def call(self, fn: Callable[..., Any], /, *args: Any, out: Out | None = None, **kwargs: Any) -> Call:
@@ -181,19 +189,24 @@ class ShardedModelGroup:
         Args:
             fn: A function that pickles.
             *args: Its arguments; `Split` and `PerRank` are dealt out.
-            out: `Out.rank0()`, `Out.refs()` or `Out.none()`. Default: every rank's value.
+            out: `Out.rank0()`, `Out.per_rank()`, `Out.refs()` or `Out.none()`, as for `forward`.
             **kwargs: As `args`.
 
         Returns:
-            A list of what each rank returned, by rank.
+            A list of what each rank returned, by rank; `None` for a rank that had no rows of a `Split`, only a dummy.
 
         Raises:
-            TypeError: An argument or a result cannot be pickled.
+            TypeError: `fn` or an argument cannot be pickled.
+            ValueError: As for `forward`, or `out=Out.gather()`.
+            GroupError: `fn` raised, or what it returned cannot be pickled. Gradients are dropped where it raised.
+            OutputTooLargeError: A rank's value is over `max_output_bytes`.
         """
-        kind = out.kind if out is not None else "per_rank"
-        collect = {"refs": collect_refs, "rank0": collect_rank0}.get(kind, collect_ranks)
+        check_out(out)
         batches = deal(args, kwargs, self.world_size)
-        return self._channel.submit_batches("call", batches, fn, out, collect=collect, as_refs=kind == "refs")
+        collect, as_refs = collect_returns(out, batches[0].rows), out == Out.refs()
+        call = self._channel.submit_batches("call", batches, fn, out, collect=collect, as_refs=as_refs)
+        self._may_have_optimizer = True
+        return call.keep_alive(self)
 
     @handle
     def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> Call:
@@ -211,21 +224,25 @@ class ShardedModelGroup:
         """
         target = os.path.abspath(os.fspath(path))
         stall_s = self._channel.timeouts.load_stall_s
-        return self._channel.submit_same("save", target, overwrite, deadline_s=stall_s, watch=True)
+        return self._channel.submit_same("save", target, overwrite, deadline_s=stall_s, watch=True).keep_alive(self)
 
     @handle
-    def state_dict(self, keys: Sequence[str] | None = None) -> Call:
+    def state_dict(self, keys: str | Sequence[str] | None = None) -> Call:
         """Gather full tensors to the driver, a bucket at a time.
 
         Args:
-            keys: FQNs to gather. Default: all.
+            keys: FQNs to gather, or one FQN. Default: all.
 
         Returns:
             FQN → full CPU tensor, tied names included. The driver holds all of them; no rank does.
+
+        Raises:
+            GroupError: The model has no tensor of that name; the group stays READY.
         """
         kept = FullStateDict(self._channel.timeouts.call_s)
-        wanted = None if keys is None else list(keys)
-        return self._channel.submit_same("state_dict", wanted, keep_step=kept.keep, collect=kept.collect)
+        wanted = None if keys is None else [keys] if isinstance(keys, str) else list(keys)
+        collect = Collect(kept.collect)
+        return self._channel.submit_same("state_dict", wanted, keep_step=kept.keep, collect=collect).keep_alive(self)
 
     def set_optimizer(self, factory: Callable[..., torch.optim.Optimizer], **kwargs: Any) -> None:
         """Make the optimizer on every rank, in place of an earlier one; blocks.
@@ -233,9 +250,14 @@ class ShardedModelGroup:
         Args:
             factory: An optimizer class, or a callable that takes the parameters and returns an optimizer.
             **kwargs: Given to `factory` after the parameters.
+
+        Raises:
+            ValueError: Not a factory.
+            TypeError: It cannot be pickled.
         """
+        check_optimizer(factory)
         self._channel.submit_same("set_optimizer", factory, kwargs).result()
-        self._has_optimizer = True
+        self._may_have_optimizer = True
 
     @property
     def ranks(self) -> tuple[RankInfo, ...]:
@@ -257,17 +279,14 @@ class ShardedModelGroup:
         """Figures of the load."""
         return self._load_report
 
-    @handle
-    def status(self) -> Call:
+    @driver_handle
+    def status(self) -> dict[str, Any]:
         """Ask every rank what it is doing and what memory it holds; ranks answer while they work.
 
         Returns:
             `state`, `cause` (what broke the group, or `None`), and `ranks`: one dict per rank with where it runs,
             `answers` (`False` where it said nothing within 2 s), and what `Worker.status` says.
         """
-        return Call.in_thread("status", self._status)
-
-    def _status(self) -> dict[str, Any]:
         cause = self._supervisor.cause
         return {
             "name": self._supervisor.name,
@@ -281,10 +300,10 @@ class ShardedModelGroup:
         self._supervisor.refuse_if_unusable()
         return describe.memory_table(self._ask_status())
 
-    @handle
-    def shutdown(self) -> Call:
+    @driver_handle
+    def shutdown(self) -> None:
         """Stop all ranks and give everything back. May be called many times; a running call fails."""
-        return Call.in_thread("shutdown", self._supervisor.shutdown)
+        self._supervisor.shutdown()
 
     def __enter__(self) -> Self:
         return self
@@ -293,6 +312,9 @@ class ShardedModelGroup:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.shutdown()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a group cannot be sent to ranks; use raysharding.current_worker() there")
 
     def __repr__(self) -> str:
         return f"<ShardedModelGroup {self._title()}>\n{describe.ranks_table(self.ranks)}"

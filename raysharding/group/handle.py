@@ -1,8 +1,9 @@
-"""The `handle` decorator: a method that submits a call becomes a `Handle` on the instance."""
+"""Decorators that make a method a `Handle` on the instance: `handle` for calls of the ranks, `driver_handle` else."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import MethodType
 from typing import Any, Concatenate, Generic, ParamSpec, Self, overload
 
@@ -29,3 +30,31 @@ class handle(Generic[P]):
         if instance is None:
             return self
         return Handle(MethodType(self._submit, instance))
+
+
+class driver_handle(Generic[P]):
+    """Descriptor, for what is no part of the ranks' queue: `.remote(...)` runs it on a thread, a plain call does not.
+
+    So the plain call works while the interpreter ends, when Python starts no threads any more.
+    """
+
+    def __init__(self, run: Callable[Concatenate[Any, P], Any]) -> None:
+        self._run = run
+        self.__doc__ = run.__doc__
+        self.__name__ = run.__name__
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> Self: ...
+
+    @overload
+    def __get__(self, instance: object, owner: type) -> Handle[P]: ...
+
+    def __get__(self, instance: object | None, owner: type) -> Self | Handle[P]:
+        if instance is None:
+            return self
+        run = MethodType(self._run, instance)
+
+        def submit(*args: P.args, **kwargs: P.kwargs) -> Call:
+            return Call.in_thread(self.__name__, partial(run, *args, **kwargs))
+
+        return Handle(submit, run)

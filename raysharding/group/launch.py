@@ -12,10 +12,17 @@ import ray
 from raysharding.checkpoint import Checkpoint
 from raysharding.config import Loading, Placement, Sharding, Timeouts
 from raysharding.distributed import LoadReport
+from raysharding.group import fit
 from raysharding.group.channel import Channel
 from raysharding.group.commands import Assignment
-from raysharding.group.locate import local_path, open_anywhere
-from raysharding.group.placement import choose_device_type, choose_world_size, reserve
+from raysharding.group.locate import local_path, open_here, open_on_a_node
+from raysharding.group.placement import (
+    check_world_size,
+    choose_device_type,
+    choose_num_threads,
+    choose_world_size,
+    reserve,
+)
 from raysharding.group.progress import ProgressOption, follow
 from raysharding.group.start import Started, start_actors
 from raysharding.group.supervision import Supervisor
@@ -50,20 +57,23 @@ def launch(
     progress: ProgressOption,
 ) -> Launched:
     """Do what `ShardedModelGroup.from_checkpoint` says."""
-    if max_output_bytes < 1:
-        raise ValueError(f"max_output_bytes={max_output_bytes}: give a positive number of bytes")
+    fit.check_configs(sharding, loading, placement, timeouts, max_output_bytes)
+    check_world_size(world_size)
+    fit.check_factories(model, optimizer)
+    opened = open_here(checkpoint)
+    if opened is not None:
+        fit.check_fit(model, opened, sharding, loading)  # before Ray is started: nothing of it is needed to know
     if not ray.is_initialized():
         ray.init()
     device_type = choose_device_type(device)
     num_ranks = choose_world_size(world_size, device_type, placement)
-    opened = open_anywhere(checkpoint, timeouts.start_s)
+    if opened is None:
+        opened = open_on_a_node(checkpoint, timeouts.start_s)
+        fit.check_fit(model, opened, sharding, loading)
     channel = _place(opened, num_ranks, device_type, placement, timeouts, max_output_bytes)
     try:
-        build_s = timeouts.start_s
-        channel.submit_same("build", model, opened.to_json(), sharding, loading, deadline_s=build_s).result()
-        load = channel.submit_same("load", deadline_s=timeouts.load_stall_s, watch=True)
-        follow(load, f"loading {checkpoint}", opened.num_bytes, progress)
-        report = load.result()
+        channel.submit_same("build", model, opened.to_json(), sharding, loading, deadline_s=timeouts.start_s).result()
+        report = _load(channel, opened, progress)
         if optimizer is not None:
             channel.submit_same("set_optimizer", optimizer, {}).result()
     except BaseException:
@@ -71,6 +81,14 @@ def launch(
         raise
     channel.supervisor.started()
     return Launched(channel, report)
+
+
+def _load(channel: Channel, opened: Checkpoint, progress: ProgressOption) -> LoadReport:
+    """Stream the checkpoint into the ranks, with a progress bar, and return rank 0's report."""
+    load = channel.submit_same("load", deadline_s=channel.timeouts.load_stall_s, watch=True)
+    follow(load, f"loading {opened.path}", opened.num_bytes, progress)
+    report: LoadReport = load.result()
+    return report
 
 
 def _place(
@@ -114,7 +132,7 @@ def _rendezvous(channel: Channel, started: Started, placement: Placement) -> Non
             device=info.device,
             node_ip=info.node_ip,
             visible_gpus=visible,
-            num_threads=max(1, int(placement.cpus_per_rank)),
+            num_threads=choose_num_threads(placement),
             rendezvous_s=timeouts.rendezvous_s,
             collective_s=max(timeouts.call_s, timeouts.load_stall_s) + _COLLECTIVE_GRACE_S,
             stall_s=timeouts.load_stall_s + _GRACE_S,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -41,6 +42,8 @@ class Raised:
     """`run`: while the ranks worked together; `output`: while this rank packed its result, all collectives done."""
     is_connection: bool
     """Whether it says that a peer has gone, so that another rank's failure came first."""
+    lost_peers: bool
+    """Whether torch.distributed said so: the process group is gone. A `ConnectionError` may be from anywhere."""
     recovered: bool
     """Whether the module is right for later calls, provided that every rank raised alike."""
     phase: str
@@ -93,7 +96,7 @@ class Stacks:
     """Whether the work thread waits inside torch.distributed, so for another rank."""
 
 
-def record_exception(error: Exception, *, stage: Stage, phase: str, tensor: str | None, recovered: bool) -> Raised:
+def record_exception(error: BaseException, *, stage: Stage, phase: str, tensor: str | None, recovered: bool) -> Raised:
     """Describe an exception on the rank where it was raised.
 
     Args:
@@ -111,6 +114,7 @@ def record_exception(error: Exception, *, stage: Stage, phase: str, tensor: str 
         traceback="".join(traceback.format_exception(error)),
         stage=stage,
         is_connection=is_connection_error(error),
+        lost_peers=has_lost_peers(error),
         recovered=recovered,
         phase=phase,
         tensor=tensor,
@@ -120,16 +124,26 @@ def record_exception(error: Exception, *, stage: Stage, phase: str, tensor: str 
 
 def is_connection_error(error: BaseException) -> bool:
     """Whether an exception says that a peer or the store has gone, rather than that this rank did something wrong."""
-    if isinstance(error, RayshardingError):
-        return False
-    if isinstance(error, (ConnectionError, dist.DistNetworkError, dist.DistStoreError)):
-        return True
-    if isinstance(error, RuntimeError) and any(mark in str(error) for mark in _CONNECTION_MARKS):
-        return True
-    return error.__cause__ is not None and is_connection_error(error.__cause__)
+    return any(isinstance(one, ConnectionError) for one in _causes(error)) or has_lost_peers(error)
 
 
-def _pickle_exception(error: Exception) -> bytes | None:
+def has_lost_peers(error: BaseException) -> bool:
+    """Whether torch.distributed says that a peer or the store has gone, so that no later collective can work."""
+    return any(
+        isinstance(one, (dist.DistNetworkError, dist.DistStoreError))
+        or (isinstance(one, RuntimeError) and any(mark in str(one) for mark in _CONNECTION_MARKS))
+        for one in _causes(error)
+    )
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error and its causes, up to one of ours, which says itself what happened."""
+    while error is not None and not isinstance(error, RayshardingError):
+        yield error
+        error = error.__cause__
+
+
+def _pickle_exception(error: BaseException) -> bytes | None:
     try:
         data: bytes = cloudpickle.dumps(error)
         rebuilt: Any = pickle.loads(data)

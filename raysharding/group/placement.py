@@ -51,15 +51,23 @@ def choose_device_type(device: str | None) -> str:
     return device
 
 
+def check_world_size(world_size: int | None) -> None:
+    """Check a number of ranks that was given, without asking Ray.
+
+    Raises:
+        ValueError: Not a positive int.
+    """
+    if world_size is not None and (type(world_size) is not int or world_size < 1):
+        raise ValueError(f"world_size={world_size!r}: give 1 or more, as an int")
+
+
 def choose_world_size(world_size: int | None, device_type: str, placement: Placement) -> int:
     """Return the number of ranks: as given, else one per bundle of a given placement group, else one per GPU.
 
     Raises:
-        ValueError: Not positive; or not given, and there is nothing to count.
+        ValueError: Not given, and there is nothing to count.
     """
     if world_size is not None:
-        if world_size < 1:
-            raise ValueError(f"world_size={world_size}: give 1 or more")
         return world_size
     if placement.placement_group is not None:
         return int(placement.placement_group.bundle_count)
@@ -68,6 +76,18 @@ def choose_world_size(world_size: int | None, device_type: str, placement: Place
     if not cluster_gpus():
         raise ValueError("world_size=None means one rank per GPU, but the cluster has no GPU: give world_size")
     return cluster_gpus()
+
+
+def choose_num_threads(placement: Placement) -> int:
+    """Return torch's threads in a CPU rank: as OMP_NUM_THREADS in its runtime environment says, else one per CPU.
+
+    Ray sets that variable in every worker, so a rank cannot tell who chose it.
+    """
+    variables: dict[str, str] = {}
+    for environment in (ray.get_runtime_context().runtime_env, placement.runtime_env or {}):
+        variables.update(environment.get("env_vars") or {})
+    chosen = variables.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    return int(chosen) if chosen.isdecimal() and int(chosen) else max(1, int(placement.cpus_per_rank))
 
 
 def reserve(world_size: int, device_type: str, placement: Placement, place_s: float) -> Reservation:

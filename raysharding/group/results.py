@@ -11,31 +11,50 @@ import torch
 from raysharding.batch import Out, PerRank
 from raysharding.errors import GroupError
 from raysharding.group.call import Call, Collect
-from raysharding.outputs import select_output
+from raysharding.outputs import RankOutput, select_output
 
-
-def collect_rank0(call: Call) -> Any:
-    """Return what rank 0 sent."""
-    return call.value(0)
-
-
-def collect_ranks(call: Call) -> list[Any]:
-    """Return what every rank sent, by rank."""
-    return call.per_rank()
-
-
-def collect_refs(call: Call) -> PerRank:
-    """Return references to what the ranks sent; `ray.get` gives the values."""
-    return PerRank(call.refs())
+collect_rank0 = Collect(lambda call: call.value(0))
+"""What rank 0 sent."""
 
 
 def collect_outputs(out: Out | None, rows: Sequence[int], dim: int) -> Collect:
-    """Join the ranks' outputs of a forward."""
+    """Join the ranks' outputs of a forward; rows and dim as in `RankBatch`."""
+    if out is not None and out.kind == "refs":
+        return _collect_refs(rows)
+    return Collect(lambda call: select_output(out, call.values(), rows, dim), _own_output)
 
-    def collect(call: Call) -> Any:
-        return select_output(out, call.per_rank(), rows, dim)
 
-    return collect
+def collect_returns(out: Out | None, rows: Sequence[int]) -> Collect:
+    """Give back what the user's function returned on the ranks: a list, unless `out` says otherwise.
+
+    Raises:
+        ValueError: `Out.gather()`: nobody knows which of the returned values are rows.
+    """
+    kind = None if out is None else out.kind
+    if kind == "gather":
+        raise ValueError(
+            "out=Out.gather(): what fn returns is not gathered; leave out= out for a list by rank, and torch.cat it"
+        )
+    if kind == "refs":
+        return _collect_refs(rows)
+    if kind == "rank0":
+        return collect_rank0
+    if kind == "none":
+        return Collect(lambda _: None)
+    return Collect(lambda call: call.values() if kind is None else PerRank(call.values()))
+
+
+def _collect_refs(rows: Sequence[int]) -> Collect:
+    """References to what the ranks with rows sent; `ray.get` gives the values."""
+
+    def join(call: Call) -> PerRank:
+        return PerRank([None if rows and not rows[rank] else ref for rank, ref in enumerate(call.refs())])
+
+    return Collect(join)
+
+
+def _own_output(_: int, sent: RankOutput) -> Any:
+    return sent.value
 
 
 class FullStateDict:

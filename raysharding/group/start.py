@@ -12,7 +12,7 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raysharding.config import Placement
-from raysharding.errors import CallTimeoutError, CheckpointError, GroupError, RankFailure
+from raysharding.errors import CallTimeoutError, CheckpointError, FailureKind, GroupError, RankFailure
 from raysharding.group.actor import CONCURRENCY_GROUPS, ActorInfo, RankActor
 from raysharding.group.placement import Reservation
 from raysharding.group.ranks import Member, RankInfo
@@ -53,7 +53,7 @@ def start_actors(
     """
     actors = [_start(reservation, bundle, device_type, placement) for bundle in range(world_size)]
     try:
-        infos = _probe(actors, start_s, checkpoint_path)
+        infos = probe(actors, start_s, checkpoint_path)
         if not any(info.sees_checkpoint for info in infos):
             nodes = ", ".join(sorted({info.node_ip for info in infos}))
             raise CheckpointError(f"not visible on the nodes of the ranks: {nodes}", path=checkpoint_path)
@@ -86,21 +86,36 @@ def _start(reservation: Reservation, bundle: int, device_type: str, placement: P
     return remote.options(**options).remote()
 
 
-def _probe(actors: Sequence[Any], start_s: float, checkpoint_path: str | None) -> list[ActorInfo]:
+def probe(actors: Sequence[Any], start_s: float, checkpoint_path: str | None) -> list[ActorInfo]:
+    """Ask every actor where it runs, once it has started; see `start_actors`.
+
+    Raises:
+        GroupError: An actor died while it started.
+        CallTimeoutError: Actors did not answer in time.
+    """
     until = time.monotonic() + start_s
     refs = [actor.probe.remote(checkpoint_path) for actor in actors]
-    infos = []
-    for index, ref in enumerate(refs):
-        try:
-            infos.append(ray.get(ref, timeout=max(0.0, until - time.monotonic())))
-        except ray.exceptions.GetTimeoutError as error:
+    infos: dict[int, ActorInfo] = {}
+    pending = list(refs)
+    while pending:
+        # As they come: a death must not wait for an actor before it that hangs.
+        ready, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, until - time.monotonic()))
+        if not ready:
             message = f"{len(actors)} actors did not all start within {start_s:g} s; raise Timeouts.start_s"
-            failed = RankFailure(index, "unknown", 0, "hung", "start", message="the actor does not answer yet")
-            raise CallTimeoutError(message, primary=failed, failures={index: failed}) from error
+            late = {refs.index(ref): _failed(refs.index(ref), "hung", "", "does not answer yet") for ref in pending}
+            raise CallTimeoutError(message, primary=next(iter(late.values())), failures=late)
+        index = refs.index(ready[0])
+        try:
+            infos[index] = ray.get(ready[0])
         except ray.exceptions.RayError as error:
-            failed = RankFailure(index, "unknown", 0, "died", "start", type(error).__name__, str(error))
+            failed = _failed(index, "died", type(error).__name__, str(error))
             raise GroupError("an actor could not start", primary=failed, failures={index: failed}) from error
-    return infos
+    return [infos[index] for index in range(len(actors))]
+
+
+def _failed(index: int, kind: FailureKind, error_type: str, message: str) -> RankFailure:
+    """Describe an actor that did not start; ranks are numbered later, so this is its bundle's number."""
+    return RankFailure(index, "unknown", 0, kind, "start", error_type, message)
 
 
 def rank_order(infos: Sequence[ActorInfo], driver_node: str) -> list[int]:

@@ -176,7 +176,7 @@ class Supervisor:
 
     def _advance(self) -> None:
         """Do what is due: end the current step, stop late ranks, begin the next call."""
-        if self._cause is None and not self._is_closing and not ray.is_initialized():
+        if self._is_usable() and not self._teardown.has_ray():
             self._break([], GroupError(f"{self.name}: Ray was shut down under the group"))
         if self._run is not None:
             self._check(self._run)
@@ -302,6 +302,8 @@ class Supervisor:
         run.seen.extend(run.hung(self._members) if late else run.stopped(self._members))
         error = failure.judge(run.seen, f"{run.task.call.name} on {self.name}", late)
         is_intact = failure.output_only(run.seen) or failure.all_alike(run.seen, len(self._members))
+        # A user's function may do different things on different ranks; here no rank waits for another any more.
+        is_intact = is_intact or (run.task.call.name == "call" and failure.all_recovered(run.seen))
         if everyone and is_intact:
             self._run = None
             run.task.call.end(failure.typed_error(run.seen, error))
@@ -311,7 +313,8 @@ class Supervisor:
     def _break(self, seen: Sequence[failure.Observed], error: GroupError) -> None:
         """Stop every rank, give everything back, fail the current call and those behind it."""
         run, self._run = self._run, None
-        self._cause = error
+        # A twin: the traceback of the one that the user is given would keep the user's frames, and so the group, alive.
+        self._cause = failure.twin(error)
         try:
             self._teardown.stop()
         finally:
@@ -331,7 +334,7 @@ class Supervisor:
         """Shut down: stop the ranks, well where they are idle, and wait until Ray says that they are gone."""
         if self._is_closing:
             return
-        was_idle = self._run is None and self._cause is None and ray.is_initialized()
+        was_idle = self._run is None and self._cause is None and self._teardown.has_ray()
         self._is_closing = True
         error = GroupBrokenError(f"{self.name} was shut down before this call ended")
         run, self._run = self._run, None
@@ -343,7 +346,7 @@ class Supervisor:
                 self._teardown.leave()
             self._teardown.stop()
             until = time.monotonic() + _RELEASE_S
-            while len(self._dead) < len(self._members) and ray.is_initialized() and time.monotonic() < until:
+            while len(self._dead) < len(self._members) and self._teardown.has_ray() and time.monotonic() < until:
                 with contextlib.suppress(queue.Empty):
                     self._events.get(timeout=0.1)()
         finally:

@@ -49,7 +49,12 @@ class Teardown:
         """
         self._members = members
         self._release = release
+        self._session = _ray_session()
         self._is_stopped = False
+
+    def has_ray(self) -> bool:
+        """Whether the Ray that runs the ranks is still connected; after a new `ray.init()` it is not."""
+        return _ray_session() == self._session
 
     def leave(self) -> None:
         """Let idle ranks leave the process group; those that do not within 2 s are stopped all the same."""
@@ -62,8 +67,16 @@ class Teardown:
         if self._is_stopped:
             return
         self._is_stopped = True
-        if not ray.is_initialized():
+        if not self.has_ray():
             return  # Ray's own shutdown has ended the job, and the actors with it
         for member in self._members:
             ray.kill(member.actor, no_restart=True)
         self._release()
+
+
+def _ray_session() -> tuple[str, str] | None:
+    """What tells this program's connection to Ray from one before or after it; `None` without one."""
+    if not ray.is_initialized():
+        return None
+    context = ray.get_runtime_context()
+    return context.get_node_id(), context.get_job_id()  # a new cluster counts its jobs from the start

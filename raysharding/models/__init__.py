@@ -4,10 +4,13 @@ transformers is imported only in this package, and only when a model needs it.
 """
 
 from raysharding.models.blocks import Run
-from raysharding.models.build import ModelSource, build_module, parameters_on_meta
+from raysharding.models.build import ModelSource, build_module, make_contiguous, parameters_on_meta
 from raysharding.models.config_files import write_config_files
+from raysharding.models.group_dtypes import is_cut
 from raysharding.models.initial import initial_value
-from raysharding.models.key_mapping import KeyMap, Target, map_keys
+from raysharding.models.key_mapping import KeyMap, Target, map_keys, misfit
+from raysharding.models.rules import missing_rules
+from raysharding.models.ties import differing_ties
 from raysharding.models.wrap import wrap_groups
 
 __all__ = [
@@ -16,8 +19,13 @@ __all__ = [
     "Run",
     "Target",
     "build_module",
+    "differing_ties",
     "initial_value",
+    "is_cut",
+    "make_contiguous",
     "map_keys",
+    "misfit",
+    "missing_rules",
     "parameters_on_meta",
     "wrap_groups",
     "write_config_files",

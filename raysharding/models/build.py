@@ -41,20 +41,40 @@ def build_module(model: ModelSource, checkpoint: Checkpoint, dtype: torch.dtype 
 
     Returns:
         The module, parameters on meta in their final dtypes, tied parameters tied. Buffers of a transformers model
-        are on meta too; those of a callable's model are real. A transformers model is in eval mode, as
-        `from_pretrained` leaves it.
+        are on meta too; those of a callable's model are real. All are contiguous. A transformers model is in eval
+        mode, as `from_pretrained` leaves it.
 
     Raises:
         PlanError: No such class, no config.json, a quantized checkpoint, or the callable failed.
     """
     if model is None or isinstance(model, str):
-        return _build_from_config(model, checkpoint, dtype)
+        return make_contiguous(_build_from_config(model, checkpoint, dtype))
     if not callable(model):
         raise PlanError(
             f"model={model!r} is a {type(model).__name__}: give None, an auto class name, or a callable without "
             "arguments that returns an nn.Module"
         )
-    return _build_from_callable(model, dtype)
+    return make_contiguous(_build_from_callable(model, dtype))
+
+
+def make_contiguous(module: nn.Module) -> nn.Module:
+    """Lay out every parameter and buffer row-major, in place; values, names and ties stay.
+
+    FSDP2 refuses parameters that are not, and shards are addressed as ranges of a row-major tensor. A model makes them
+    by `.t()`, `expand` or `torch.channels_last`. Each rank alone, no collective.
+
+    Args:
+        module: On meta or real, before `fully_shard`.
+
+    Returns:
+        The same module.
+    """
+    for owner in module.modules():
+        for tensor in (*owner._parameters.values(), *owner._buffers.values()):
+            if tensor is not None and tensor.layout == torch.strided and not tensor.is_contiguous():
+                # The tensor object stays, so whatever else refers to it sees the new layout, too.
+                tensor.data = tensor.data.contiguous()
+    return module
 
 
 def _transformers() -> Any:

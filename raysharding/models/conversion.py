@@ -24,7 +24,7 @@ CONVERSION_ERRORS = (
     TypeError,
     ValueError,
 )
-"""What a conversion operation raises on tensors that it was not made for."""
+"""What a conversion operation or an initialisation rule raises on tensors that it was not made for."""
 
 
 @dataclass

@@ -11,6 +11,11 @@ from torch import nn
 from raysharding.errors import PlanError
 
 
+def is_cut(parameter: nn.Parameter) -> bool:
+    """Whether FSDP2 cuts this parameter. Those of 0 dims or without elements stay whole on every rank."""
+    return parameter.ndim > 0 and parameter.numel() > 0
+
+
 def split_by_dtype(root: nn.Module, groups: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """Give modules whose parameters are kept in another dtype than their group's a group of their own.
 
@@ -71,7 +76,7 @@ def _own_parameters(root: nn.Module, name: str, members: set[str]) -> Iterator[t
     parameters = {
         dot + key: parameter
         for key, parameter in module._parameters.items()
-        if parameter is not None and parameter.ndim > 0 and parameter.requires_grad
+        if parameter is not None and is_cut(parameter) and parameter.requires_grad
     }
     if parameters:
         yield name, parameters

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from raysharding.errors import PlanError
-from raysharding.models.conversion import class_name, is_transformers_model
+from raysharding.models.conversion import CONVERSION_ERRORS, class_name, is_transformers_model
 from raysharding.models.stand_in import stand_in
+from raysharding.models.writes import Writes
 
-_INITIALISED = "_is_hf_initialized"
+INITIALISED = "_is_hf_initialized"
 """transformers' initialisers leave a tensor alone that carries this attribute."""
 
 
@@ -35,17 +36,17 @@ def initial_value(module: nn.Module, fqn: str, seed: int) -> torch.Tensor:
         The full tensor on CPU, in its dtype.
 
     Raises:
-        PlanError: No rule, or one that leaves part of the tensor unset.
+        PlanError: No rule, or one that raises or leaves part of the tensor unset.
     """
-    if is_transformers_model(module) or _inside_transformers(module, fqn):
-        value = _settled(module, fqn, seed, _apply_init_weights)
+    if is_transformers_model(module) or inside_transformers(module, fqn):
+        value = _settled(module, fqn, seed, apply_init_weights)
         if value is not None:
             return value
-    value = _settled(module, fqn, seed, _apply_reset)
+    value = _settled(module, fqn, seed, apply_reset)
     if value is not None:
         return value
     raise PlanError(
-        f"{fqn}: the checkpoint has no value for it, and {class_name(_owner(module, fqn))} has no rule that sets it: "
+        f"{fqn}: the checkpoint has no value for it, and {class_name(owner_of(module, fqn))} has no rule that sets it: "
         "put it into the checkpoint, or give the class a reset_parameters() that sets it"
     )
 
@@ -54,7 +55,8 @@ Rule = Callable[[nn.Module, str], None]
 """Initialise what is real in a stand-in tree, given the FQN."""
 
 
-def _owner(module: nn.Module, fqn: str) -> nn.Module:
+def owner_of(module: nn.Module, fqn: str) -> nn.Module:
+    """Module that holds `fqn` directly."""
     return module.get_submodule(fqn.rpartition(".")[0])
 
 
@@ -64,13 +66,14 @@ def _path(module: nn.Module, fqn: str) -> list[nn.Module]:
     return [module.get_submodule(".".join(names[:depth])) for depth in range(len(names) + 1)]
 
 
-def _inside_transformers(module: nn.Module, fqn: str) -> bool:
+def inside_transformers(module: nn.Module, fqn: str) -> bool:
+    """Whether a transformers model contains the owner of `fqn`, or is it."""
     return any(is_transformers_model(part) for part in _path(module, fqn))
 
 
 def _settled(module: nn.Module, fqn: str, seed: int, rule: Rule) -> torch.Tensor | None:
     """The value that `rule` gives, or `None` if an element is left as it was before."""
-    target = _lookup(_owner(module, fqn), fqn)
+    target = lookup(owner_of(module, fqn), fqn)
     if target.is_floating_point() or target.is_complex():
         value = _run(module, fqn, seed, rule, fill=float("nan"))
         return None if value is None or bool(value.isnan().any()) else value
@@ -79,7 +82,8 @@ def _settled(module: nn.Module, fqn: str, seed: int, rule: Rule) -> torch.Tensor
     return first if first is not None and second is not None and torch.equal(first, second) else None
 
 
-def _lookup(owner: nn.Module, fqn: str) -> torch.Tensor:
+def lookup(owner: nn.Module, fqn: str) -> torch.Tensor:
+    """Parameter or buffer of `owner` by the last part of its FQN."""
     name = fqn.rpartition(".")[2]
     parameter = owner._parameters.get(name)
     tensor = owner._buffers.get(name) if parameter is None else parameter
@@ -88,7 +92,7 @@ def _lookup(owner: nn.Module, fqn: str) -> torch.Tensor:
 
 
 def _run(module: nn.Module, fqn: str, seed: int, rule: Rule, fill: float) -> torch.Tensor | None:
-    target = _lookup(_owner(module, fqn), fqn)
+    target = lookup(owner_of(module, fqn), fqn)
     real = torch.full(tuple(target.shape), fill, dtype=target.dtype)
 
     def placeholder(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -96,17 +100,29 @@ def _run(module: nn.Module, fqn: str, seed: int, rule: Rule, fill: float) -> tor
         if isinstance(tensor, nn.Parameter):
             empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
         if tensor is not target:
-            setattr(empty, _INITIALISED, True)
+            setattr(empty, INITIALISED, True)
         return empty
 
     copy = stand_in(module, placeholder)
-    with _seeded(seed, fqn), torch.no_grad():
-        rule(copy, fqn)
-    result = _lookup(_owner(copy, fqn), fqn).detach()
+    try:
+        with _seeded(seed, fqn), torch.no_grad(), Writes() as writes:
+            rule(copy, fqn)
+    except CONVERSION_ERRORS as exc:
+        raise _unusable_rule(module, fqn, f"raised {type(exc).__name__}: {exc}") from exc
+    if writes.spoiled(real):
+        raise _unusable_rule(module, fqn, "computes it from another tensor's values")
+    result = lookup(owner_of(copy, fqn), fqn).detach()
     # A rule may put a new tensor in the place of the old one.
     if result.device.type == "meta" or result.shape != real.shape:
         return None
     return result.to(device="cpu", dtype=target.dtype)
+
+
+def _unusable_rule(module: nn.Module, fqn: str, what: str) -> PlanError:
+    return PlanError(
+        f"{fqn}: the checkpoint has no value for it, and the rule of {class_name(owner_of(module, fqn))} {what}: put "
+        "it into the checkpoint, or give the class a reset_parameters() that sets it and reads no other tensor's values"
+    )
 
 
 @contextlib.contextmanager
@@ -118,7 +134,7 @@ def _seeded(seed: int, fqn: str) -> Iterator[None]:
         yield
 
 
-def _apply_init_weights(root: nn.Module, fqn: str) -> None:
+def apply_init_weights(root: nn.Module, fqn: str) -> None:
     """As `PreTrainedModel.initialize_weights`: children before parents, each by the closest model's `_init_weights`.
 
     Only the modules on the way to the tensor are visited: the others hold nothing that is not marked as initialised.
@@ -133,9 +149,9 @@ def _apply_init_weights(root: nn.Module, fqn: str) -> None:
                 model._init_weights(path[depth])
 
 
-def _apply_reset(root: nn.Module, fqn: str) -> None:
+def apply_reset(root: nn.Module, fqn: str) -> None:
     """`reset_parameters`, by which torch's modules initialise themselves; MultiheadAttention's has an underscore."""
-    owner: Any = _owner(root, fqn)
+    owner: Any = owner_of(root, fqn)
     for name in ("reset_parameters", "_reset_parameters", "reset_running_stats"):
         if callable(getattr(owner, name, None)):
             getattr(owner, name)()

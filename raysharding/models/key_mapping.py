@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import TYPE_CHECKING, Literal
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import nn
 
+from raysharding.errors import PlanError
 from raysharding.models.blocks import BlockTensor, Run
 from raysharding.models.conversion import CONVERSION_ERRORS, Conversion, Routing, declared_ties, route
 
@@ -82,9 +83,27 @@ class KeyMap:
     non-persistent buffers, second names of tied tensors."""
     initialise: tuple[str, ...]
     """Canonical FQNs on meta that nothing feeds, and that need `initial_value`: missing ones, ignored missing ones,
-    non-persistent buffers."""
+    non-persistent buffers. What is real already is not among them: it keeps its value."""
     problems: tuple[str, ...]
     """One line for each mismatch that no strictness setting excuses."""
+    doubled: tuple[Target, ...] = ()
+    """What second names of tied tensors would be fed, where the checkpoint holds both names. Whoever can read the files
+    must see that the values are equal: `differing_ties`."""
+
+    def mismatches(self, *, strict: bool) -> list[str]:
+        """What headers show to be wrong, a line each: `problems`, and under `strict` missing and unexpected keys."""
+        if not strict:
+            return list(self.problems)
+        missing = [f"missing from the checkpoint: {name}" for name in self.missing]
+        return [*self.problems, *missing, *(f"unexpected in the checkpoint: {name}" for name in self.unexpected)]
+
+
+def misfit(path: str, problems: Sequence[str]) -> PlanError:
+    """The error for a checkpoint at `path` that does not fit its model."""
+    return PlanError(
+        f"{path} does not fit the model; {len(problems)} problems (strict=False accepts missing or unexpected keys):",
+        problems=problems,
+    )
 
 
 @dataclass(frozen=True)
@@ -108,6 +127,9 @@ class _Feed:
 
 def map_keys(module: nn.Module, tensors: Mapping[str, TensorInfo], key_mapping: Mapping[str, str] | None) -> KeyMap:
     """Match a checkpoint's headers to a module; no tensor is read.
+
+    A tensor that nothing feeds is initialised only if it is on meta. In a module that is real already (a second load
+    into the same module) it keeps the value it has: it is in `missing`, not in `initialise`.
 
     Args:
         module: Plain or transformers, on meta or real, before or after `fully_shard`.
@@ -139,6 +161,7 @@ class _Mapper:
         self._problems: list[str] = []
         self._ignored: list[str] = []
         self._unexpected: list[str] = []
+        self._doubled: list[Target] = []
 
     def map(self) -> KeyMap:
         for fqn, keys in self._routing.renamed.items():
@@ -160,6 +183,7 @@ class _Mapper:
             ignored=tuple(dict.fromkeys(self._ignored)),
             initialise=tuple(initialise),
             problems=tuple(self._problems),
+            doubled=tuple(alias for alias in self._doubled if self._aliases[alias.fqn] in targets),
         )
 
     def _feed(self, fqn: str, feed: _Feed) -> None:
@@ -203,13 +227,18 @@ class _Mapper:
             (self._ignored if non_persistent or allowed else self._unexpected).append(key)
 
     def _resolve_aliases(self) -> None:
-        """Feed each tied tensor once: by its canonical name, else by the first other name in the checkpoint."""
+        """Feed each tied tensor once: by its canonical name, else by the first other name in the checkpoint.
+
+        The other names that the checkpoint holds must fit, too, and are kept to be compared.
+        """
         for alias, canonical in self._aliases.items():
             feed = self._feeds.pop(alias, None)
             if feed is None:
                 continue
             if canonical in self._feeds:
                 self._ignored.extend(feed.sources)
+                second = self._target(alias, self._entries[alias], feed)
+                self._doubled += [second] if second is not None else []
             else:
                 self._feeds[canonical] = feed
 

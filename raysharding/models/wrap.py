@@ -18,7 +18,7 @@ from torch import nn
 from raysharding.config import Sharding
 from raysharding.errors import PlanError
 from raysharding.models.conversion import class_name, is_transformers_model
-from raysharding.models.group_dtypes import split_by_dtype
+from raysharding.models.group_dtypes import is_cut, split_by_dtype
 
 Groups = tuple[tuple[str, ...], ...]
 
@@ -32,7 +32,7 @@ def wrap_groups(module: nn.Module, sharding: Sharding) -> Groups:
 
     Returns:
         FQNs of the modules to pass to one `fully_shard` call each, inner ones first. The root is not among them: it
-        takes what no group takes. 0-dim parameters, which `fully_shard` refuses, count for nothing.
+        takes what no group takes. Parameters of 0 dims or without elements, which are not cut, count for nothing.
 
     Raises:
         PlanError: A class name that no module has, or a group that would mix trainable dtypes.
@@ -71,7 +71,7 @@ class _Tree:
         if name == "" or name in self._unreached or type(module).forward is nn.Module.forward:
             return False
         containers = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-        return not isinstance(module, containers) and any(param.ndim > 0 for param in module.parameters())
+        return not isinstance(module, containers) and any(is_cut(parameter) for parameter in module.parameters())
 
     def inside(self, name: str, other: str) -> bool:
         """Whether module `name` lies inside module `other`."""
@@ -233,7 +233,7 @@ def _owners(tree: _Tree, groups: Sequence[tuple[str, ...]]) -> dict[int, set[int
         parent = owner_of.get(name.rpartition(".")[0]) if name else None
         owner_of[name] = index_of.get(tree.name_of[id(module)], parent)
         for parameter in module._parameters.values():
-            if parameter is not None and parameter.ndim > 0:
+            if parameter is not None and is_cut(parameter):
                 owners.setdefault(id(parameter), set()).add(owner_of[name])
     return owners
 

@@ -13,6 +13,7 @@ class Odd(nn.Module):
     """Odd row counts, fewer rows than ranks, 0-dim parameters, ties, and buffers of both kinds."""
 
     positions: torch.Tensor
+    table: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()

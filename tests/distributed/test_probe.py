@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from raysharding.batch import RankBatch, Split, deal
+from raysharding.distributed.labels import find_labels
 from raysharding.distributed.loss import weigh
-from raysharding.distributed.probe import LossTraits, find_traits, label_kind
+from raysharding.distributed.probe import LossTraits, find_traits
 from tests.distributed.training_cases import (
     CASES,
     Counting,
@@ -94,7 +95,7 @@ def run_known_losses() -> list[tuple[str, LossTraits, LossTraits]]:
         module = build().train()
         state = torch.get_rng_state()
         batch = batch_of(CASES[name].rows())
-        traits = find_traits(module, batch, loss, label_kind(batch))
+        traits = find_traits(module, batch, loss, find_labels(module, batch, loss))
         assert all(submodule.training for submodule in module.modules()), "the probe must leave the modes alone"
         assert torch.equal(torch.get_rng_state(), state), "the probe must not consume random numbers"
         if traits != expected:
@@ -105,7 +106,8 @@ def run_known_losses() -> list[tuple[str, LossTraits, LossTraits]]:
 def run_other_masks() -> None:
     rows = CASES["counting"].rows()
     batch = batch_of({**rows, "labels": rows["labels"].clamp(min=1)})
-    assert find_traits(OtherMask(), batch, None, label_kind(batch)) == LossTraits()
+    module = OtherMask()
+    assert find_traits(module, batch, None, find_labels(module, batch, None)) == LossTraits()
     labels = torch.randint(0, 4, (7, 3, 3), generator=torch.Generator().manual_seed(0))
     labels[0, 1] = 255
     for masked in (labels, labels.clamp(max=3)):

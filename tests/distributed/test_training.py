@@ -6,6 +6,7 @@ import copy
 import math
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from raysharding.batch import RankBatch, Split, deal
 from raysharding.config import Sharding
 from raysharding.distributed.fsdp import reshard, shard_module
 from raysharding.distributed.mesh import init_mesh
+from raysharding.distributed.recovery import recover_after
 from raysharding.distributed.training import is_recoverable, train_step
 from tests.distributed.training_cases import CASES, Case, Scaled, bert_classifier, llama, t5, token_mean
 from tests.spawn import run_ranks
@@ -197,6 +199,25 @@ def fail_then_go_on(kind: str) -> None:
     pair.compare()
 
 
+def fail_at_once() -> None:
+    """The first step of all fails, before FSDP has set itself up: the error names its cause, later steps are right."""
+    case = CASES["token_mean"]
+    pair = Pair(case.build, "sgd")
+    rows = case.rows()
+    batch = batch_of(rows)
+    labels = Split(torch.ones(batch.num_rows or 0, 6)) if dist.get_rank() else batch.wrapped_kwargs["labels"]
+    bad = replace(batch, wrapped_kwargs={**batch.wrapped_kwargs, "labels": labels})
+    with pytest.raises(ValueError, match="labels differ over the ranks") as caught:
+        train_step(pair.module, pair.optimizer, bad, loss=token_mean)
+    assert is_recoverable(caught.value)
+    pair.step(case, rows, None)
+    pair.compare()
+    error = ValueError("the caller's")
+    # torch refuses to reset a group that is not the root.
+    assert not recover_after(error, pair.module.get_submodule("blocks.0"), in_backward=False)
+    assert "resetting the module failed too: RuntimeError" in error.__notes__[0]
+
+
 def nothing_counts() -> None:
     """A batch in which no label counts is refused on every rank alike, and leaves the module right."""
     for build in (llama, t5, bert_classifier):
@@ -243,6 +264,7 @@ def refuses_bad_losses() -> None:
 def run_failures() -> None:
     for kind in ("forward", "loss", "backward"):
         fail_then_go_on(kind)
+    fail_at_once()
     nothing_counts()
     replicated_rows()
     refuses_bad_losses()

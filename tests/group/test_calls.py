@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
+import pickle
 import threading
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from raysharding import GroupError, PerRank, ShardedModelGroup, Split
+from raysharding import GroupError, Out, PerRank, ShardedModelGroup, Split
 from raysharding.group import GroupState, supervision
+from raysharding.group.call import Call
+from raysharding.group.handle import driver_handle
+from tests.group.conftest import make_group
 
 
 def test_calls_run_in_order_and_results_wait(group: ShardedModelGroup) -> None:
@@ -117,6 +125,83 @@ def test_a_batch_that_cannot_be_dealt_is_refused_by_the_driver(group: ShardedMod
         group.forward(Split(torch.zeros(0, 8)))
     with pytest.raises(ValueError, match="PerRank holds 3 values"):
         group.call(print, PerRank([1, 2, 3]))
+    with pytest.raises(ValueError, match="mode='evaluate'"):
+        group.forward(Split(torch.zeros(2, 8)), mode="evaluate")  # type: ignore[arg-type]
+    for out in ("gather", Out.gather):
+        with pytest.raises(ValueError, match=r"give Out\.gather\(\)"):
+            group.forward(Split(torch.zeros(2, 8)), out=out)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"Out\.gather\(\): what fn returns is not gathered"):
+        group.call(len, Split(torch.zeros(2, 8)), out=Out.gather())
+    with pytest.raises(TypeError, match=r"group cannot be sent to ranks; use raysharding\.current_worker"):
+        group.call(lambda: group.world_size)
+    with pytest.raises(TypeError, match="a Call cannot leave its driver"):
+        pickle.dumps(group.call.remote(len, "ab"))
+
+
+def test_a_call_gives_each_ranks_own_output(group: ShardedModelGroup) -> None:
+    rows = torch.randn(3, 8)
+    whole = group.forward(Split(rows))
+    call = group.forward.remote(Split(rows))
+    assert torch.equal(torch.cat(call.per_rank()), whole)
+    assert torch.equal(torch.cat([part for _, part in sorted(call.stream())]), whole)
+    assert torch.equal(call.result(), whole)
+
+
+def test_nothing_comes_of_a_dummy_row(group: ShardedModelGroup) -> None:
+    one = Split(torch.ones(1, 8))
+    assert group.call(lambda x: float(x.sum()), one) == [8.0, None]
+    parts = group.forward(one, out=Out.per_rank())
+    assert parts[0].shape == (1, 4)
+    assert parts[1] is None
+    assert group.forward.remote(one).per_rank()[1] is None
+    for refs in (group.forward(one, out=Out.refs()), group.call(len, one, out=Out.refs())):
+        assert isinstance(refs, PerRank)
+        assert refs[0] is not None
+        assert refs[1] is None
+
+
+def test_a_result_that_unpickles_badly_names_call_and_rank(group: ShardedModelGroup) -> None:
+    here = os.getpid()
+
+    def only_there() -> int:
+        if os.getpid() == here:
+            raise OSError("not on the driver")
+        return 1
+
+    class Odd:
+        def __reduce__(self) -> Any:
+            return only_there, ()
+
+    with pytest.raises(GroupError, match=r"result of call on rank 0 cannot be unpickled .*OSError: not on the driver"):
+        group.call(Odd)
+    assert group.call(lambda: 1) == [1, 1]
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_call_keeps_its_group_until_it_ends(checkpoint: Path) -> None:
+    call = make_group(checkpoint, world_size=1).call.remote(time.sleep, 0.5)
+    gc.collect()
+    assert call.result() == [None]
+
+
+def test_what_is_the_drivers_own_needs_no_thread_but_may_have_one() -> None:
+    class Owner:
+        @driver_handle
+        def where(self, fail: bool = False) -> int:
+            """Say where."""
+            if fail:
+                raise SystemExit(3)
+            return threading.get_ident()
+
+    owner = Owner()
+    assert owner.where() == threading.get_ident()
+    assert owner.where.remote().result(timeout_s=5) != threading.get_ident()
+    assert (owner.where.__name__, owner.where.__doc__) == ("where", "Say where.")
+    with pytest.raises(SystemExit):
+        owner.where.remote(fail=True).result(timeout_s=5)
+    assert isinstance(owner.where.remote(), Call)
+    for name in ("shutdown", "status"):
+        assert isinstance(getattr(ShardedModelGroup, name), driver_handle)
 
 
 def test_queued_arguments_are_bounded(group: ShardedModelGroup, monkeypatch: pytest.MonkeyPatch) -> None:

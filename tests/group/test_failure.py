@@ -12,12 +12,14 @@ from raysharding.group import RankInfo
 from raysharding.group.failure import (
     Observed,
     all_alike,
+    all_recovered,
     judge,
     output_only,
     saw_death,
     saw_hang,
     saw_raise,
     saw_stop,
+    twin,
     typed_error,
 )
 from raysharding.group.outcome import Raised, Stacks, is_connection_error, record_exception
@@ -79,6 +81,23 @@ def test_alike_means_every_rank_the_same_type_on_its_own_account_and_repaired() 
     packing = replace(alike[0], raised=replace(raised(ValueError("x")), stage="output"))
     assert output_only([packing])
     assert not output_only(alike)
+
+
+def test_a_function_that_raised_on_some_ranks_only_has_harmed_nothing() -> None:
+    some = [saw_raise(info(1), raised(ValueError("row"))), saw_raise(info(2), raised(KeyError("row")))]
+    assert all_recovered(some)
+    assert not all_recovered([*some, saw_death(info(0), "call", RuntimeError("gone"))])
+    assert not all_recovered([*some, saw_raise(info(0), raised(GLOO))])
+    assert all_alike([saw_raise(info(rank), raised(ConnectionResetError("a service"))) for rank in range(2)], 2)
+
+
+def test_a_twin_holds_no_frames() -> None:
+    error = judge([saw_raise(info(0), raised(ValueError("x")))], "call", timed_out=True)
+    with pytest.raises(CallTimeoutError):
+        raise error from ValueError("x")
+    kept = twin(error)
+    assert (type(kept), str(kept), kept.failures) == (CallTimeoutError, str(error), error.failures)
+    assert (kept.__traceback__, kept.__cause__, kept.__context__) == (None, None, None)
 
 
 def test_our_own_errors_reach_the_caller_as_they_are() -> None:

@@ -16,6 +16,7 @@ from torch import nn
 from raysharding import (
     CheckpointError,
     GroupBrokenError,
+    GroupError,
     Out,
     OutputTooLargeError,
     PerRank,
@@ -60,7 +61,10 @@ def test_outputs_come_as_asked(group: ShardedModelGroup, reference: nn.Module, r
     refs = group.forward(Split(rows), out=Out.refs())
     assert all(isinstance(ref, ray.ObjectRef) for ref in refs)
     torch.testing.assert_close(torch.cat(ray.get(list(refs))), reference(rows), rtol=0, atol=1e-6)
-    assert group.call(lambda: 3, out=Out.none()) == [None, None]
+    assert group.call(lambda: 3, out=Out.none()) is None
+    everyone = group.call(lambda: 3, out=Out.per_rank())
+    assert isinstance(everyone, PerRank)
+    assert list(everyone) == [3, 3]
     assert group.call(lambda: 3, out=Out.rank0()) == 3
     assert ray.get(list(group.call(lambda: 3, out=Out.refs()))) == [3, 3]
 
@@ -69,7 +73,12 @@ def test_state_dict_is_bit_exact(group: ShardedModelGroup, reference: nn.Module)
     found = group.state_dict()
     assert found.keys() == reference.state_dict().keys()
     assert all(torch.equal(found[name], value) for name, value in reference.state_dict().items())
-    assert list(group.state_dict(keys=["2.bias"])) == ["2.bias"]
+    assert list(group.state_dict(keys=["2.bias"])) == list(group.state_dict("2.bias")) == ["2.bias"]
+    with pytest.raises(GroupError, match=r"'nope'.*not in the module") as caught:
+        group.state_dict(["nope"])
+    assert caught.value.primary is not None
+    assert caught.value.primary.phase == "state_dict"
+    assert group.state is GroupState.READY
 
 
 def test_call_runs_on_every_rank_inside_the_process_group(group: ShardedModelGroup) -> None:
@@ -99,6 +108,12 @@ def test_training_saving_and_reopening(
 ) -> None:
     expected = copy.deepcopy(reference).requires_grad_(True)
     optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+
+    def own_optimizer() -> None:
+        from raysharding import current_worker
+
+        current_worker().set_optimizer(torch.optim.SGD, {"lr": 0.0})
+
     told: list[tuple[int, int]] = []
     with make_group(checkpoint, progress=lambda done, total: told.append((done, total))) as group:
         assert told[-1] == (848, 848)
@@ -119,6 +134,11 @@ def test_training_saving_and_reopening(
         assert group.state is GroupState.READY
     with make_group(tmp_path / "saved", world_size=1) as reopened:
         found = reopened.state_dict()
+        reopened.call(lambda: None)
+        with pytest.raises(GroupError, match="no optimizer: call set_optimizer"):
+            reopened.train_step(Split(rows), loss=mean_square())
+        reopened.call(own_optimizer)
+        assert reopened.train_step(Split(rows), loss=mean_square())["loss"] > 0
         for name, value in expected.state_dict().items():
             torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)
 

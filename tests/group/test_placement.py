@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import ray
+import torch
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from safetensors.torch import save_file
 
-from raysharding import CheckpointError, Placement, PlacementError, Timeouts
+from raysharding import CheckpointError, GroupError, Placement, PlacementError, Timeouts
 from raysharding.group.actor import ActorInfo
-from raysharding.group.locate import open_anywhere
-from raysharding.group.start import rank_order
+from raysharding.group.locate import first_answer, open_here, open_on_a_node
+from raysharding.group.placement import choose_num_threads
+from raysharding.group.start import probe, rank_order
 from tests.group.conftest import NUM_CPUS, make_group
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -79,9 +85,99 @@ def test_a_path_that_no_node_sees_fails_before_anything_is_placed(checkpoint: Pa
 
 
 def test_a_path_that_only_a_node_sees_is_opened_there(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = open_anywhere(checkpoint, start_s=30)
+    here = open_here(str(checkpoint))
     monkeypatch.setattr(os.path, "exists", lambda path: False)  # in the driver; the nodes' processes see it
-    assert open_anywhere(checkpoint, start_s=30) == here
+    assert open_here(str(checkpoint)) is None
+    assert open_on_a_node(str(checkpoint), start_s=30) == here
+
+
+def test_a_node_that_crashes_does_not_hide_another_that_answers() -> None:
+    @ray.remote(max_retries=0, num_cpus=1)
+    def answer(after_s: float) -> int:
+        import os
+        import time
+
+        time.sleep(after_s)
+        return 7 if after_s else os._exit(1)
+
+    refs = {answer.remote(0.0): "10.0.0.1", answer.remote(1.0): "10.0.0.2"}
+    found, silent = first_answer(refs, 30)
+    assert (found, list(silent)) == (7, ["10.0.0.1"])
+    assert "died" in silent["10.0.0.1"]
+
+
+def test_an_actor_that_died_is_reported_while_another_still_starts() -> None:
+    class Starts:
+        def __init__(self, dies: bool) -> None:
+            import os
+            import time
+
+            if dies:
+                os._exit(1)
+            time.sleep(100)
+
+        def probe(self, path: None) -> None:
+            """Never answers."""
+
+    start = ray.remote(num_cpus=1)(Starts).remote
+    actors = [start(False), start(True)]
+    begun = time.monotonic()
+    try:
+        with pytest.raises(GroupError, match="could not start") as caught:
+            probe(actors, 60, None)
+        assert list(caught.value.failures) == [1]
+        assert time.monotonic() - begun < 30
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_threads_are_as_the_runtime_environment_says() -> None:
+    assert choose_num_threads(Placement(cpus_per_rank=2.5)) == 2
+    assert choose_num_threads(Placement(cpus_per_rank=0.5)) == 1
+    assert choose_num_threads(Placement(runtime_env={"env_vars": {"OMP_NUM_THREADS": "3"}})) == 3
+
+
+BEFORE_RAY = """
+import json, sys, ray, torch
+from raysharding import PlanError, ShardedModelGroup, Timeouts
+from torch import nn
+
+model, layer, SGD = sys.argv[1], nn.Linear(2, 2), torch.optim.SGD
+cases = [
+    (dict(), PlanError, "missing from the checkpoint"),
+    (dict(model="AutoModelForCausalLMs"), PlanError, "not a transformers auto class"),
+    (dict(model=3), ValueError, "model=3"),
+    (dict(model=layer), ValueError, "model=Linear"),
+    (dict(optimizer="adamw"), ValueError, "optimizer='adamw'"),
+    (dict(optimizer=SGD(layer.parameters(), lr=1)), ValueError, "functools.partial(torch.optim.SGD"),
+    (dict(optimizer=lambda parameters, lock=__import__("threading").Lock(): None), TypeError, "optimizer cannot be"),
+    (dict(timeouts=30), ValueError, "give Timeouts(...)"),
+    (dict(world_size="2"), ValueError, "world_size='2'"),
+    (dict(world_size=0), ValueError, "world_size=0"),
+    (dict(max_output_bytes="2GiB"), ValueError, "max_output_bytes='2GiB'"),
+]
+for options, error_type, words in cases:
+    try:
+        ShardedModelGroup.from_checkpoint(model, **{"world_size": 2, "device": "cpu", **options})
+    except error_type as error:
+        assert words in str(error), (options, str(error))
+    else:
+        raise AssertionError(options)
+assert not ray.is_initialized()
+"""
+
+
+def test_what_the_driver_can_see_is_refused_before_ray_is_started(tmp_path: Path) -> None:
+    save_file({"classifier.weight": torch.zeros(2, 8)}, tmp_path / "model.safetensors")
+    fields = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    config = {"architectures": ["BertForSequenceClassification"], "model_type": "bert", "vocab_size": 8, **fields}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, "-c", BEFORE_RAY, str(tmp_path)]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
 
 
 def test_ranks_go_by_node_then_gpu_and_rank_0_sees_the_checkpoint() -> None:

@@ -99,6 +99,14 @@ def test_a_store_that_is_not_there_is_rank_0_missing() -> None:
     assert caught.value.missing_ranks == (0,)
 
 
+def test_a_gloo_that_cannot_connect_is_a_rendezvous_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none0")
+    server, address = serve_store(HOST, timeout_s=5.0)
+    with pytest.raises(RendezvousError, match=r"met all ranks at .* but cannot connect") as caught:
+        join(address, server, world_size=1, rendezvous_s=5.0)
+    assert not isinstance(caught.value.__cause__, dist.DistError), "gloo's own errors are plain"
+
+
 def test_an_address_of_another_machine_is_refused() -> None:
     with pytest.raises(RendezvousError, match=r"cannot listen on 203\.0\.113\.7"):
         serve_store("203.0.113.7", timeout_s=1.0)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import signal
+import subprocess
+import sys
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -71,6 +75,12 @@ def assert_broken(group: ShardedModelGroup, error: GroupError) -> None:
 
 
 def test_a_rank_killed_in_a_call(checkpoint: Path) -> None:
+    dropped = weakref.ref(killed_in_a_call(checkpoint))
+    gc.collect()
+    assert dropped() is None, "a broken group that is dropped without shutdown() must go"
+
+
+def killed_in_a_call(checkpoint: Path) -> ShardedModelGroup:
     group = make_group(checkpoint, timeouts=QUICK)
     call = wait_in_collective(group, "sleep")
     queued = group.call.remote(lambda: 1)
@@ -84,6 +94,7 @@ def test_a_rank_killed_in_a_call(checkpoint: Path) -> None:
     with pytest.raises(GroupBrokenError):
         queued.result()
     assert_broken(group, error)
+    return group
 
 
 def test_a_rank_killed_while_idle(checkpoint: Path) -> None:
@@ -107,6 +118,52 @@ def test_a_rank_that_raises_while_the_others_wait_for_it(checkpoint: Path) -> No
     assert "rank 1 alone" in error.primary.traceback
     assert error.failures[0].kind == "collateral"
     assert_broken(group, error)
+
+
+def test_a_function_that_fails_on_one_rank_alone_leaves_the_group_ready(group: ShardedModelGroup) -> None:
+    def work(what: str) -> None:
+        import sys
+
+        if what == "raise":
+            raise ConnectionRefusedError("a service of the user's")
+        if what == "exit":
+            sys.exit(3)
+
+    for what, error_type in (("raise", "ConnectionRefusedError"), ("exit", "SystemExit")):
+        with pytest.raises(GroupError) as caught:
+            group.call(work, PerRank(["nothing", what]))
+        assert caught.value.primary is not None
+        assert (caught.value.primary.rank, caught.value.primary.kind) == (1, "raised")
+        assert caught.value.primary.error_type == error_type
+        assert sorted(caught.value.failures) == [1]
+        assert group.state is GroupState.READY
+    with pytest.raises(GroupError, match="ConnectionRefusedError"):
+        group.call(work, "raise")
+    assert group.call(lambda: 5) == [5, 5]
+
+
+NEW_RAY = """
+import sys, time, ray
+from raysharding import ShardedModelGroup
+from tests.group.conftest import make_mlp
+
+ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+group = ShardedModelGroup.from_checkpoint(sys.argv[1], model=make_mlp(), world_size=1, device="cpu")
+ray.shutdown()
+ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+begun = time.monotonic()
+group.shutdown()
+assert time.monotonic() - begun < 3, "nothing is left to wait for"
+assert group.state.value == "closed"
+ray.shutdown()
+"""
+
+
+def test_a_group_whose_ray_is_gone_is_shut_down_at_once(checkpoint: Path) -> None:
+    command = [sys.executable, "-c", NEW_RAY, str(checkpoint)]
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_rank_that_sleeps_past_the_deadline(checkpoint: Path) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 
 from raysharding.checkpoint import Checkpoint, open_checkpoint
 from raysharding.errors import PlanError
-from raysharding.models import build_module, parameters_on_meta
+from raysharding.models import build_module, make_contiguous, parameters_on_meta
 from tests.models.architectures import ARCHITECTURES
 
 
@@ -178,6 +178,46 @@ def test_a_callable_that_returns_an_existing_module(bert: Checkpoint) -> None:
     module: Any = build_module(lambda: existing, bert, None)
     assert all(parameter.device.type == "meta" for parameter in module.parameters())
     assert module.first.weight is module.second.weight
+
+
+class Strided(nn.Module):
+    """Tensors that are not laid out row-major, made before and after they were registered."""
+
+    columns: torch.Tensor
+    repeated: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turned = nn.Parameter(torch.randn(4, 6).t())
+        self.again = self.turned
+        self.conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.register_buffer("columns", torch.arange(12.0).view(3, 4).t())
+        self.register_buffer("repeated", torch.arange(3.0).expand(2, 3), persistent=False)
+        self.rows = self.columns
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_every_tensor_is_contiguous(device: str, bert: Checkpoint) -> None:
+    def make() -> nn.Module:
+        with torch.device(device):
+            return Strided()
+
+    module: Any = build_module(make, bert, None)
+    assert all(tensor.is_contiguous() for tensor in (*module.parameters(), *module.buffers()))
+    assert (module.turned.shape, module.turned.is_meta) == ((6, 4), True)
+    assert module.turned is module.again
+    assert module.rows is module.columns
+    if device == "cpu":
+        assert torch.equal(module.columns, Strided().columns)
+        assert module.repeated.tolist() == [[0, 1, 2], [0, 1, 2]]
+
+
+def test_a_real_module_can_be_made_contiguous() -> None:
+    module = Strided()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    assert make_contiguous(module) is module
+    assert all(value.is_contiguous() for value in module.state_dict().values())
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
 
 
 def _fails() -> nn.Module:

@@ -188,6 +188,19 @@ def test_an_unknown_class_name_lists_the_classes() -> None:
         wrap_groups(Stack(), Sharding(wrap=["Block", "Layer"]))
 
 
+def test_parameters_that_are_not_cut_count_for_nothing() -> None:
+    stack = Stack()
+    groups = wrap_groups(stack, Sharding())
+    for owner in (stack, stack.blocks[0]):
+        owner.register_parameter("empty", nn.Parameter(torch.empty(0, 4, dtype=torch.float16)))
+    stack.blocks[1].register_parameter("shared", stack.blocks[0].empty)
+    stack.pairs[0].right.register_parameter("tiny", nn.Parameter(torch.empty((), dtype=torch.float16)))
+    assert wrap_groups(stack, Sharding()) == groups
+    hollow = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4))
+    hollow[0].weight = nn.Parameter(torch.empty(0, 4))
+    assert wrap_groups(hollow, Sharding(wrap=["Linear"])) == (("1",),)
+
+
 def test_another_dtype_is_split_off_or_named() -> None:
     stack = Stack()
     stack.blocks[1].one.double()

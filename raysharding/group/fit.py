@@ -1,0 +1,104 @@
+"""What the driver can find wrong before anything is placed: arguments, the optimizer, the model and its checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from raysharding.checkpoint import Checkpoint
+from raysharding.config import Loading, Placement, Sharding, Timeouts
+from raysharding.errors import PlanError
+from raysharding.group.packing import pack
+from raysharding.models import build_module, map_keys, misfit, wrap_groups
+
+
+def check_configs(
+    sharding: Sharding, loading: Loading, placement: Placement, timeouts: Timeouts, max_output_bytes: int
+) -> None:
+    """Check the types of the configuration, and the cap on a rank's output.
+
+    Raises:
+        ValueError: One is something else; names what to give.
+    """
+    given: list[tuple[str, object, type]] = [
+        ("sharding", sharding, Sharding),
+        ("loading", loading, Loading),
+        ("placement", placement, Placement),
+        ("timeouts", timeouts, Timeouts),
+    ]
+    for name, value, wanted in given:
+        if not isinstance(value, wanted):
+            kind = type(value).__name__
+            raise ValueError(f"{name}={value!r}: give {wanted.__name__}(...) from raysharding, not a {kind}")
+
+    if type(max_output_bytes) is not int or max_output_bytes < 1:
+        raise ValueError(f"max_output_bytes={max_output_bytes!r}: give a positive number of bytes, as 2 << 30")
+
+
+def check_factories(model: Any, optimizer: Any) -> None:
+    """Check what makes the module and, where one is given, the optimizer; see `check_model`, `check_optimizer`."""
+    check_model(model)
+    if optimizer is not None:
+        check_optimizer(optimizer)
+
+
+def check_model(model: Any) -> None:
+    """Check what `from_checkpoint(model=...)` was given; a callable is not called.
+
+    Raises:
+        ValueError: Not `None`, a name or a callable.
+        TypeError: It cannot be pickled, so cannot reach the ranks.
+    """
+    if isinstance(model, nn.Module):
+        name = type(model).__name__
+        raise ValueError(
+            f"model is a {name} that exists already: pass the class, model={name}, or a function that makes one; every "
+            "rank makes its own, without memory for the parameters"
+        )
+    if model is not None and not isinstance(model, str) and not callable(model):
+        raise ValueError(f"model={model!r}: give None, the name of a transformers auto class, or a callable")
+    pack(model, "model")
+
+
+def check_optimizer(factory: Any) -> None:
+    """Check an optimizer factory; it is not called.
+
+    Raises:
+        ValueError: Not a callable, or an optimizer that exists already.
+        TypeError: It cannot be pickled, so cannot reach the ranks.
+    """
+    if isinstance(factory, torch.optim.Optimizer):
+        name = type(factory).__name__
+        raise ValueError(
+            f"optimizer is a {name} that exists already: give its class, or a function that takes the parameters, "
+            f"such as functools.partial(torch.optim.{name}, lr=...); every rank makes its own over its shards"
+        )
+    if not callable(factory):
+        raise ValueError(f"optimizer={factory!r}: give a class such as torch.optim.AdamW, or a function of parameters")
+    pack(factory, "optimizer")
+
+
+def check_fit(model: Any, checkpoint: Checkpoint, sharding: Sharding, loading: Loading) -> None:
+    """Build a transformers model on meta, and compare it with the checkpoint's headers.
+
+    A callable's model is left to the ranks, which compare it before data moves: it may need what only they have. So
+    is everything where this process lacks a package that the model needs.
+
+    Raises:
+        PlanError: There is no such model, or it does not fit the checkpoint; lists every mismatch.
+    """
+    if model is not None and not isinstance(model, str):
+        return
+    try:
+        module = build_module(model, checkpoint, loading.dtype)
+    except PlanError as error:
+        if isinstance(error.__cause__, ImportError):
+            return
+        raise
+    keys = map_keys(module, checkpoint.tensors, loading.key_mapping)
+    if problems := keys.mismatches(strict=loading.strict):
+        raise misfit(checkpoint.path, problems)
+    if not callable(sharding.wrap):
+        wrap_groups(module, sharding)
