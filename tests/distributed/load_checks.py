@@ -208,7 +208,8 @@ def check_a_save_that_fails_late(root: Path) -> None:
     except (ValueError, RayshardingError) as error:
         outcome = str(error)
     assert all("eneration parameters" in said for said in all_gather_json(outcome)), outcome
-    assert not any("late" in name for name in os.listdir(root / "saves"))
+    # Rank 0 removes what was written; the others learn of the error before it is done.
+    assert dist.get_rank() != 0 or not any("late" in name for name in os.listdir(root / "saves"))
     del module.config.max_length
     save_checkpoint(module, root / "saves" / "late")
     if dist.get_rank() == 0:
