@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -11,45 +10,26 @@ from time import perf_counter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from raysharding.checkpoint import Checkpoint, FileReader, open_checkpoint
+from raysharding.checkpoint import Checkpoint, FileReader
 from raysharding.config import Loading
 from raysharding.distributed.agreement import agree
 from raysharding.distributed.fsdp import materialize, reshard
 from raysharding.distributed.layout import ShardMap, local_tensor, message_device, module_tensors, tensor_layout
 from raysharding.distributed.memory import MemoryPeak
-from raysharding.distributed.metadata import broadcast_json
 from raysharding.distributed.placing import Placer
-from raysharding.distributed.plan import BucketPlan, PlannedTensor, plan_buckets
+from raysharding.distributed.planning import LoadPlan, plan_load
 from raysharding.distributed.read_ahead import RING_SIZE
 from raysharding.distributed.report import LoadReport
-from raysharding.distributed.source import CheckpointSource, wire_dtype
+from raysharding.distributed.source import CheckpointSource
 from raysharding.distributed.streaming import BucketStream, StreamTimes
 from raysharding.distributed.transport import BucketTransport, make_transport
-from raysharding.errors import CheckpointError, PlanError
-from raysharding.models import KeyMap, Target, differing_ties, initial_value, map_keys, misfit, missing_rules
+from raysharding.errors import CheckpointError
+from raysharding.models import initial_value
 
 Progress = Callable[[str, int, int, str], None]
 """Called as `progress(phase, bytes_done, bytes_total, last FQN)`; phases are `plan`, `stream`, `finalize`."""
-
-
-@dataclass(frozen=True)
-class LoadPlan:
-    """All that is known before the first byte moves."""
-
-    checkpoint: Checkpoint
-    """What is in the files."""
-    keys: KeyMap
-    """Which checkpoint tensors feed which FQN."""
-    buckets: BucketPlan
-    """How they travel."""
-
-    @property
-    def stream_bytes(self) -> int:
-        """Bytes that reach shards: each tensor once, in its wire dtype."""
-        return sum(item.layout.num_elements * item.wire_dtype.itemsize for item in self.buckets.tensors)
 
 
 def load_checkpoint(
@@ -87,9 +67,8 @@ def load_checkpoint(
     report_progress = progress or silent
     report_progress("plan", 0, 0, "")
     reshard(module)
-    opened = _open_everywhere(checkpoint)
     shards = ShardMap.of(module_tensors(module))
-    plan = _plan_together(module, opened, loading, shards)
+    plan = plan_load(module, checkpoint, loading, shards)
     device = message_device(module)
     transport, reason = make_transport(loading.transport, shards, stall_s)
     peak = MemoryPeak(device)
@@ -120,9 +99,10 @@ def _fill(module: nn.Module, plan: LoadPlan, stream: BucketStream, seed: int, pr
     started = perf_counter()
     read_bytes = _run_stream(stream, plan)
     stream_s = perf_counter() - started
-    progress("finalize", plan.stream_bytes, plan.stream_bytes, "")
+    stream_bytes = plan.buckets.payload_bytes
+    progress("finalize", stream_bytes, stream_bytes, "")
     started = perf_counter()
-    agree(_initialise(module, plan.keys.initialise, seed, stream.shards))
+    agree(_initialise(module, plan.outline.initialise, seed, stream.shards))
     stream.peak.sample()
     return _Figures(
         stream_s=stream_s,
@@ -154,92 +134,6 @@ class _Figures(StreamTimes):
     device_bytes: int = 0
 
 
-def _open_everywhere(checkpoint: Checkpoint | str | os.PathLike[str]) -> Checkpoint:
-    """Open on rank 0 and hand the result to every rank; a failure is raised on all of them."""
-    if isinstance(checkpoint, Checkpoint):
-        return checkpoint
-    error: Exception | None = None
-    opened = ""
-    if dist.get_rank() == 0:
-        try:
-            opened = open_checkpoint(checkpoint).to_json().decode()
-        except Exception as raised:  # noqa: BLE001 - the other ranks wait to hear of it
-            error = raised
-    agree(error)
-    return Checkpoint.from_json(broadcast_json(opened).encode())
-
-
-def _plan_together(module: nn.Module, checkpoint: Checkpoint, loading: Loading, shards: ShardMap) -> LoadPlan:
-    """Map keys and cut buckets on every rank, and make sure that all ranks came to the same plan."""
-    plan, error = None, None
-    problems: list[str] = []
-    try:
-        plan = _make_plan(module, checkpoint, loading, shards)
-        problems += _problems(module, plan, loading)
-    except Exception as raised:  # noqa: BLE001 - the other ranks wait to hear of it
-        error = raised
-    _agree_on_plan(checkpoint.path, _digest(plan, loading), problems, error)
-    assert plan is not None, "agree raises on a rank that has an error"
-    return plan
-
-
-def _make_plan(module: nn.Module, checkpoint: Checkpoint, loading: Loading, shards: ShardMap) -> LoadPlan:
-    keys = map_keys(module, checkpoint.tensors, loading.key_mapping)
-    tensors = module_tensors(module)
-    # File order, so that the stream reads the disk forward.
-    targets = sorted(keys.targets.values(), key=lambda target: _file_position(checkpoint, target))
-    planned = [_planned(target, tensors[target.fqn]) for target in targets]
-    return LoadPlan(checkpoint, keys, plan_buckets(planned, shards.num_shards, loading.bucket_bytes))
-
-
-def _problems(module: nn.Module, plan: LoadPlan, loading: Loading) -> list[str]:
-    """Everything that keeps this plan from being carried out, a line each."""
-    keys = plan.keys
-    problems = keys.mismatches(strict=loading.strict)
-    refused = set(keys.missing) if loading.strict else set()
-    problems += missing_rules(module, [name for name in keys.initialise if name not in refused], loading.seed)
-    if keys.doubled and dist.get_rank() == 0:
-        # Headers cannot show whether two tied names hold one value; only rank 0 need see the files.
-        targets = {**keys.targets, **{target.fqn: target for target in keys.doubled}}
-        with FileReader(plan.checkpoint) as reader:
-            source = CheckpointSource(plan.checkpoint, reader, targets, plan.buckets.max_bucket_bytes)
-            problems += differing_ties(keys, source.read)
-    return problems
-
-
-def _digest(plan: LoadPlan | None, loading: Loading) -> str:
-    """What must be the same on all ranks: the buckets, what feeds them, what is initialised, the options."""
-    if plan is None:
-        return ""
-    sources = [(target.fqn, target.sources) for target in plan.keys.targets.values()]
-    described = repr((plan.buckets.tensors, sources, plan.keys.initialise, loading))
-    return hashlib.sha256(described.encode()).hexdigest()
-
-
-def _agree_on_plan(path: str, digest: str, problems: Sequence[str], error: Exception | None) -> None:
-    # Before any data collective: ranks with different plans would send and receive different sizes, and hang.
-    every = agree(error, {"problems": list(problems), "digest": digest})
-    listed = dict.fromkeys(line for outcome in every for line in outcome["problems"])
-    if listed:
-        raise misfit(path, list(listed))
-    differing = [str(rank) for rank, outcome in enumerate(every) if outcome["digest"] != every[0]["digest"]]
-    if differing:
-        raise PlanError(
-            f"{path}: ranks {', '.join(differing)} built another model or were given other options than rank 0: make "
-            "the model and `Loading` the same on every rank"
-        )
-
-
-def _planned(target: Target, tensor: torch.Tensor) -> PlannedTensor:
-    return PlannedTensor(tensor_layout(target.fqn, tensor), wire_dtype(target.source_dtype, tensor.dtype))
-
-
-def _file_position(checkpoint: Checkpoint, target: Target) -> tuple[int, int]:
-    """File and offset of a target's first source."""
-    info = checkpoint.tensors[target.sources[0]]
-    return info.file, info.offset
-
-
 def _make_stream(
     module: nn.Module,
     plan: LoadPlan,
@@ -251,11 +145,12 @@ def _make_stream(
     progress: Progress,
 ) -> BucketStream:
     cumulative = list(accumulate(bucket.payload_bytes for bucket in plan.buckets.buckets))
+    total = plan.buckets.payload_bytes
 
     def done(index: int) -> None:
         last = plan.buckets.buckets[index].sections[0].segments[-1:]
         name = plan.buckets.tensors[last[0].tensor].layout.fqn if last else ""
-        progress("stream", cumulative[index], plan.stream_bytes, name)
+        progress("stream", cumulative[index], total, name)
 
     placer = Placer(plan.buckets, module_tensors(module), shards)
     return BucketStream(plan.buckets, transport, placer, shards, device, stall_s, peak, done)
@@ -263,14 +158,16 @@ def _make_stream(
 
 def _run_stream(stream: BucketStream, plan: LoadPlan) -> int:
     """Move every bucket; returns the bytes that this rank read from files."""
-    if dist.get_rank() != 0:
+    if plan.fit is None:
         failed, error = stream.receive()
         # If rank 0 failed, it says why here, and `agree` raises that.
         agree(error)
         assert not failed, "rank 0 announced a failed read and then reported none"
         return 0
-    with FileReader(plan.checkpoint) as reader:
-        error = stream.send(_source(plan, reader))
+    with FileReader(plan.fit.checkpoint) as reader:
+        targets = plan.fit.keys.targets
+        source = CheckpointSource(plan.fit.checkpoint, reader, targets, plan.buckets.max_bucket_bytes)
+        error = stream.send(source)
         if error is None:
             try:
                 reader.verify_unchanged()
@@ -278,10 +175,6 @@ def _run_stream(stream: BucketStream, plan: LoadPlan) -> int:
                 error = raised
         agree(error)
         return reader.num_bytes_read
-
-
-def _source(plan: LoadPlan, reader: FileReader) -> CheckpointSource:
-    return CheckpointSource(plan.checkpoint, reader, plan.keys.targets, plan.buckets.max_bucket_bytes)
 
 
 def _initialise(module: nn.Module, names: Sequence[str], seed: int, shards: ShardMap) -> Exception | None:
@@ -307,11 +200,11 @@ def _make_report(plan: LoadPlan, transport: str, reason: str, every: Sequence[_F
         return max(getattr(figures, name) for figures in every)
 
     host_shards = [0 if figures.device_bytes else figures.shard_bytes for figures in every]
-    keys = plan.keys
+    outline = plan.outline
     return LoadReport(
-        checkpoint=plan.checkpoint.path,
-        num_tensors=len(keys.targets),
-        checkpoint_bytes=plan.checkpoint.num_bytes,
+        checkpoint=outline.checkpoint,
+        num_tensors=len(outline.tensors),
+        checkpoint_bytes=outline.checkpoint_bytes,
         read_bytes=sum(figures.read_bytes for figures in every),
         wire_bytes=sum(figures.wire_bytes for figures in every),
         seconds=seconds,
@@ -326,10 +219,10 @@ def _make_report(plan: LoadPlan, transport: str, reason: str, every: Sequence[_F
         shard_bytes=tuple(figures.shard_bytes for figures in every),
         peak_extra_bytes=tuple(max(0, f.host_bytes - own) for f, own in zip(every, host_shards, strict=True)),
         peak_device_bytes=tuple(figures.device_bytes for figures in every),
-        missing=keys.missing,
-        unexpected=keys.unexpected,
-        ignored=keys.ignored,
-        initialised=keys.initialise,
-        tied=tuple(keys.aliases),
-        converted=tuple(f"{fqn}: {target.operations}" for fqn, target in keys.targets.items() if target.runs is None),
+        missing=outline.missing,
+        unexpected=outline.unexpected,
+        ignored=outline.ignored,
+        initialised=outline.initialise,
+        tied=outline.tied,
+        converted=outline.converted,
     )

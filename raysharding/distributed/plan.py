@@ -110,6 +110,11 @@ class BucketPlan:
     """Number of shard indices."""
 
     @property
+    def payload_bytes(self) -> int:
+        """Bytes that travel into shards: each tensor once, in its wire dtype."""
+        return sum(item.layout.num_elements * item.wire_dtype.itemsize for item in self.tensors)
+
+    @property
     def max_bucket_bytes(self) -> int:
         """Size of the largest bucket: what a buffer of the ring must hold."""
         return max((bucket.num_bytes for bucket in self.buckets), default=0)

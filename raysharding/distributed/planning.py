@@ -1,0 +1,180 @@
+"""`plan_load`: rank 0 fits the checkpoint to the module from headers, and every rank lays out the same buckets.
+
+Note: who plans what.
+    Rank 0 alone reads headers and matches keys: transformers' tables and operations cost a tenth of a second in every
+    process that touches them, and nobody else needs to know which bytes of which file feed a tensor. What the others
+    need is an `Outline`: the tensors in the order in which they travel, in which dtype, and what is left to initialise.
+    Before it is sent, the ranks compare what it stands on: the tensors of their modules, and the options.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from raysharding.checkpoint import Checkpoint, FileReader, open_checkpoint
+from raysharding.config import Loading
+from raysharding.distributed.agreement import agree
+from raysharding.distributed.layout import ShardMap, TensorLayout, module_tensors, persistent_names, tensor_layout
+from raysharding.distributed.metadata import broadcast_json
+from raysharding.distributed.plan import BucketPlan, PlannedTensor, plan_buckets
+from raysharding.distributed.source import CheckpointSource, wire_dtype
+from raysharding.errors import PlanError
+from raysharding.models import KeyMap, Target, differing_ties, map_keys, misfit, missing_rules
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What every rank knows of the fit of checkpoint and module; travels as JSON."""
+
+    checkpoint: str
+    """The checkpoint, as it was named."""
+    checkpoint_bytes: int
+    """Bytes of the files' tensors."""
+    tensors: tuple[tuple[str, str], ...]
+    """(canonical FQN, wire dtype such as `bfloat16`) of what travels, in file order."""
+    initialise: tuple[str, ...]
+    """Canonical FQNs that nothing feeds and that need a value."""
+    missing: tuple[str, ...]
+    """See `KeyMap.missing`."""
+    unexpected: tuple[str, ...]
+    """See `KeyMap.unexpected`."""
+    ignored: tuple[str, ...]
+    """See `KeyMap.ignored`."""
+    tied: tuple[str, ...]
+    """Second names of tied tensors."""
+    converted: tuple[str, ...]
+    """`FQN: operations` of what transformers' operations compute."""
+    problems: tuple[str, ...]
+    """Why the load cannot be done, a line each."""
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Outline:
+        """Undo what JSON does to tuples."""
+        plain = {field.name: value[field.name] for field in fields(cls)}
+        lists = {name: tuple(item) for name, item in plain.items() if isinstance(item, list)}
+        return cls(**{**plain, **lists, "tensors": tuple((fqn, dtype) for fqn, dtype in plain["tensors"])})
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How the checkpoint feeds the module; rank 0 alone has it."""
+
+    checkpoint: Checkpoint
+    """What is in the files."""
+    keys: KeyMap
+    """Which checkpoint tensors feed which FQN."""
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """All that is known before the first byte moves."""
+
+    outline: Outline
+    """The same on every rank."""
+    buckets: BucketPlan
+    """How the tensors travel; the same on every rank."""
+    fit: Fit | None
+    """Where they come from; `None` but on rank 0."""
+
+
+def plan_load(
+    module: nn.Module, checkpoint: Checkpoint | str | os.PathLike[str], loading: Loading, shards: ShardMap
+) -> LoadPlan:
+    """Fit a checkpoint to a module and cut the buckets; collective.
+
+    Args:
+        module: Sharded; the same on every rank.
+        checkpoint: Path or URI, opened by rank 0 alone, or an opened checkpoint.
+        loading: The same on every rank.
+        shards: Who holds what.
+
+    Raises:
+        CheckpointError: On every rank, when the headers cannot be read or trusted.
+        PlanError: On every rank, when the checkpoint does not fit, or the ranks differ in module or options.
+    """
+    fit: Fit | None = None
+    outline: dict[str, Any] | None = None
+    layouts: dict[str, TensorLayout] = {}
+    error: Exception | None = None
+    try:
+        layouts = {fqn: tensor_layout(fqn, tensor) for fqn, tensor in module_tensors(module).items()}
+        if dist.get_rank() == 0:
+            opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
+            fit = Fit(opened, map_keys(module, opened.tensors, loading.key_mapping))
+            outline = asdict(_outline(module, fit, loading))
+    except Exception as raised:  # noqa: BLE001 - the other ranks wait to hear of it
+        error = raised
+    _compare_ranks(agree(error, _digest(module, layouts, loading)))
+    agreed = Outline.from_json(broadcast_json(outline))
+    if agreed.problems:
+        raise misfit(agreed.checkpoint, agreed.problems)
+    planned = [PlannedTensor(layouts[fqn], getattr(torch, dtype)) for fqn, dtype in agreed.tensors]
+    return LoadPlan(agreed, plan_buckets(planned, shards.num_shards, loading.bucket_bytes), fit)
+
+
+def _outline(module: nn.Module, fit: Fit, loading: Loading) -> Outline:
+    keys = fit.keys
+    # File order, so that the stream reads the disk forward.
+    targets = sorted(keys.targets.values(), key=lambda target: _file_position(fit.checkpoint, target))
+    return Outline(
+        checkpoint=fit.checkpoint.path,
+        checkpoint_bytes=fit.checkpoint.num_bytes,
+        tensors=tuple((target.fqn, _wire_name(target)) for target in targets),
+        initialise=keys.initialise,
+        missing=keys.missing,
+        unexpected=keys.unexpected,
+        ignored=keys.ignored,
+        tied=tuple(keys.aliases),
+        converted=tuple(f"{fqn}: {target.operations}" for fqn, target in keys.targets.items() if target.runs is None),
+        problems=tuple(_problems(module, fit, loading)),
+    )
+
+
+def _wire_name(target: Target) -> str:
+    return str(wire_dtype(target.source_dtype, target.dtype)).removeprefix("torch.")
+
+
+def _file_position(checkpoint: Checkpoint, target: Target) -> tuple[int, int]:
+    """File and offset of a target's first source."""
+    info = checkpoint.tensors[target.sources[0]]
+    return info.file, info.offset
+
+
+def _problems(module: nn.Module, fit: Fit, loading: Loading) -> list[str]:
+    """Everything that keeps the load from being carried out, a line each."""
+    keys = fit.keys
+    problems = keys.mismatches(strict=loading.strict)
+    refused = set(keys.missing) if loading.strict else set()
+    problems += missing_rules(module, [name for name in keys.initialise if name not in refused], loading.seed)
+    if keys.doubled:
+        # Headers cannot show whether two tied names hold one value.
+        targets = {**keys.targets, **{target.fqn: target for target in keys.doubled}}
+        with FileReader(fit.checkpoint) as reader:
+            source = CheckpointSource(fit.checkpoint, reader, targets, loading.bucket_bytes)
+            problems += differing_ties(keys, source.read)
+    return problems
+
+
+def _digest(module: nn.Module, layouts: Mapping[str, TensorLayout], loading: Loading) -> list[str]:
+    """What must be the same on all ranks, since rank 0's outline stands on it: module and options."""
+    on_meta = [fqn for fqn, tensor in module_tensors(module).items() if tensor.device == torch.device("meta")]
+    described = repr((list(layouts.values()), on_meta, sorted(persistent_names(module))))
+    return [hashlib.sha256(text.encode()).hexdigest() for text in (described, repr(loading))]
+
+
+def _compare_ranks(every: list[list[str]]) -> None:
+    # Before any data collective: ranks with different plans would send and receive different sizes, and hang.
+    for index, what in enumerate(("built another model", "were given other options")):
+        differing = [str(rank) for rank, digests in enumerate(every) if digests[index] != every[0][index]]
+        if differing:
+            raise PlanError(
+                f"ranks {', '.join(differing)} {what} than rank 0: make the model and `Loading` the same on every rank"
+            )
