@@ -135,10 +135,13 @@ class ShardMap:
         Raises:
             ValueError: When the tensors lie on different meshes, or on one that leaves ranks out.
         """
-        found: dict[tuple[tuple[int, ...], ...], str] = {}
+        axes: dict[tuple[DeviceMesh, int], str] = {}
         for name, tensor in tensors.items():
             if isinstance(tensor, DTensor):
-                found.setdefault(_holders(tensor.device_mesh, tensor.placements.index(Shard(0))), name)
+                axes.setdefault((tensor.device_mesh, tensor.placements.index(Shard(0))), name)
+        found: dict[tuple[tuple[int, ...], ...], str] = {}
+        for (mesh, axis), name in axes.items():
+            found.setdefault(_holders(mesh, axis), name)
         if len(found) > 1:
             raise ValueError(
                 f"parameters {sorted(found.values())} lie on different meshes: shard a module over one mesh"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from time import perf_counter
@@ -19,14 +19,14 @@ from raysharding.distributed.fsdp import materialize, reshard
 from raysharding.distributed.layout import ShardMap, local_tensor, message_device, module_tensors, tensor_layout
 from raysharding.distributed.memory import MemoryPeak
 from raysharding.distributed.placing import Placer
-from raysharding.distributed.planning import LoadPlan, plan_load
+from raysharding.distributed.planning import LoadPlan, agree_on_plan, propose_load
 from raysharding.distributed.read_ahead import RING_SIZE
 from raysharding.distributed.report import LoadReport
 from raysharding.distributed.source import CheckpointSource
 from raysharding.distributed.streaming import BucketStream, StreamTimes
 from raysharding.distributed.transport import BucketTransport, make_transport
 from raysharding.errors import CheckpointError
-from raysharding.models import initial_value
+from raysharding.models import Initialiser
 
 Progress = Callable[[str, int, int, str], None]
 """Called as `progress(phase, bytes_done, bytes_total, last FQN)`; phases are `plan`, `stream`, `finalize`."""
@@ -67,22 +67,24 @@ def load_checkpoint(
     report_progress = progress or silent
     report_progress("plan", 0, 0, "")
     reshard(module)
-    shards = ShardMap.of(module_tensors(module))
-    plan = plan_load(module, checkpoint, loading, shards)
+    tensors = module_tensors(module)
+    shards = ShardMap.of(tensors)
     device = message_device(module)
     transport, reason = make_transport(loading.transport, shards, stall_s)
     peak = MemoryPeak(device)
-    plan_s = perf_counter() - started
-
+    # The others allocate while rank 0 reads headers; nobody touches what may have to be given back.
+    proposal = propose_load(module, tensors, checkpoint, loading)
     undo, error = _materialize(module, device)
     try:
-        agree(error)
+        plan = agree_on_plan(proposal, error, loading, shards)
+        plan_s = perf_counter() - started
         stream = _make_stream(module, plan, transport, shards, device, stall_s, peak, report_progress)
-        figures = _fill(module, plan, stream, loading.seed, report_progress)
+        figures, error = _fill(module, plan, stream, loading.seed, report_progress)
+        # The last word on every rank: one whose stream failed must not leave the others with a module that looks well.
+        every = [_Figures(**value) for value in agree(error, asdict(replace(figures, plan_s=plan_s)))]
     except BaseException:
         undo()  # garbage must not be left to run on
         raise
-    every = [_Figures(**value) for value in agree(None, asdict(replace(figures, plan_s=plan_s)))]
     return _make_report(plan, transport.name, reason, every, perf_counter() - started)
 
 
@@ -94,26 +96,30 @@ def _materialize(module: nn.Module, device: torch.device) -> tuple[Callable[[], 
         return lambda: None, error
 
 
-def _fill(module: nn.Module, plan: LoadPlan, stream: BucketStream, seed: int, progress: Progress) -> _Figures:
-    """Stream the buckets and initialise the rest; an error of any rank is raised on all."""
+def _fill(
+    module: nn.Module, plan: LoadPlan, stream: BucketStream, seed: int, progress: Progress
+) -> tuple[_Figures, Exception | None]:
+    """Stream the buckets and initialise the rest."""
+    tensors = module_tensors(module)
     started = perf_counter()
-    read_bytes = _run_stream(stream, plan)
-    stream_s = perf_counter() - started
+    read_bytes, error = _run_stream(stream, plan)
+    streamed = perf_counter()
     stream_bytes = plan.buckets.payload_bytes
     progress("finalize", stream_bytes, stream_bytes, "")
-    started = perf_counter()
-    agree(_initialise(module, plan.outline.initialise, seed, stream.shards))
+    if error is None:
+        error = _initialise(module, tensors, plan.outline.initialise, seed, stream.shards)
     stream.peak.sample()
-    return _Figures(
-        stream_s=stream_s,
-        initialise_s=perf_counter() - started,
+    figures = _Figures(
+        stream_s=streamed - started,
+        initialise_s=perf_counter() - streamed,
         wire_bytes=stream.transport.wire_bytes,
         read_bytes=read_bytes,
-        shard_bytes=sum(_num_bytes(tensor) for tensor in module_tensors(module).values()),
+        shard_bytes=sum(_num_bytes(tensor) for tensor in tensors.values()),
         host_bytes=stream.peak.host_bytes,
         device_bytes=stream.peak.device_bytes,
         **asdict(stream.times),
     )
+    return figures, error
 
 
 def silent(phase: str, done: int, total: int, tensor: str) -> None:
@@ -156,14 +162,11 @@ def _make_stream(
     return BucketStream(plan.buckets, transport, placer, shards, device, stall_s, peak, done)
 
 
-def _run_stream(stream: BucketStream, plan: LoadPlan) -> int:
-    """Move every bucket; returns the bytes that this rank read from files."""
+def _run_stream(stream: BucketStream, plan: LoadPlan) -> tuple[int, Exception | None]:
+    """Move every bucket; returns the bytes that this rank read from files, and what went wrong."""
     if plan.fit is None:
-        failed, error = stream.receive()
-        # If rank 0 failed, it says why here, and `agree` raises that.
-        agree(error)
-        assert not failed, "rank 0 announced a failed read and then reported none"
-        return 0
+        # If rank 0 failed, it says why when all agree on the outcome.
+        return 0, stream.receive()
     with FileReader(plan.fit.checkpoint) as reader:
         targets = plan.fit.keys.targets
         source = CheckpointSource(plan.fit.checkpoint, reader, targets, plan.buckets.max_bucket_bytes)
@@ -173,20 +176,23 @@ def _run_stream(stream: BucketStream, plan: LoadPlan) -> int:
                 reader.verify_unchanged()
             except CheckpointError as raised:
                 error = raised
-        agree(error)
-        return reader.num_bytes_read
+        return reader.num_bytes_read, error
 
 
-def _initialise(module: nn.Module, names: Sequence[str], seed: int, shards: ShardMap) -> Exception | None:
+def _initialise(
+    module: nn.Module, tensors: Mapping[str, torch.Tensor], names: Sequence[str], seed: int, shards: ShardMap
+) -> Exception | None:
     """Give what the checkpoint lacks its values: the full tensor by the module's own rule, then this rank's part."""
-    tensors = module_tensors(module)
-    for name in names:
-        try:
-            full = initial_value(module, name, seed)
-        except Exception as error:  # noqa: BLE001 - the other ranks wait to hear of it
-            return error
-        start, stop = tensor_layout(name, tensors[name]).local_range(shards.shard_index)
-        local_tensor(tensors[name]).view(-1).copy_(full.reshape(-1)[start:stop])
+    if not names:
+        return None
+    try:
+        initialiser = Initialiser(module, seed)
+        for name in names:
+            full = initialiser.value(name)
+            start, stop = tensor_layout(name, tensors[name]).local_range(shards.shard_index)
+            local_tensor(tensors[name]).view(-1).copy_(full.reshape(-1)[start:stop])
+    except Exception as error:  # noqa: BLE001 - the other ranks wait to hear of it
+        return error
     return None
 
 

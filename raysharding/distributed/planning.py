@@ -1,4 +1,4 @@
-"""`plan_load`: rank 0 fits the checkpoint to the module from headers, and every rank lays out the same buckets.
+"""The plan of a load: rank 0 fits the checkpoint to the module from headers, and every rank lays out the same buckets.
 
 Note: who plans what.
     Rank 0 alone reads headers and matches keys: transformers' tables and operations cost a tenth of a second in every
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import nn
 from raysharding.checkpoint import Checkpoint, FileReader, open_checkpoint
 from raysharding.config import Loading
 from raysharding.distributed.agreement import agree
-from raysharding.distributed.layout import ShardMap, TensorLayout, module_tensors, persistent_names, tensor_layout
+from raysharding.distributed.layout import ShardMap, TensorLayout, persistent_names, tensor_layout
 from raysharding.distributed.metadata import broadcast_json
 from raysharding.distributed.plan import BucketPlan, PlannedTensor, plan_buckets
 from raysharding.distributed.source import CheckpointSource, wire_dtype
@@ -52,8 +52,6 @@ class Outline:
     """Second names of tied tensors."""
     converted: tuple[str, ...]
     """`FQN: operations` of what transformers' operations compute."""
-    problems: tuple[str, ...]
-    """Why the load cannot be done, a line each."""
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Outline:
@@ -74,6 +72,20 @@ class Fit:
 
 
 @dataclass(frozen=True)
+class Proposal:
+    """What a rank knows before it has heard from the others."""
+
+    layouts: Mapping[str, TensorLayout]
+    """FQN → layout of every tensor of this rank's module."""
+    digests: tuple[str, ...]
+    """Of the module and of the options: what must be the same on all ranks."""
+    fit: Fit | None
+    """Rank 0's; `None` elsewhere."""
+    error: Exception | None
+    """Why this rank cannot load."""
+
+
+@dataclass(frozen=True)
 class LoadPlan:
     """All that is known before the first byte moves."""
 
@@ -85,42 +97,69 @@ class LoadPlan:
     """Where they come from; `None` but on rank 0."""
 
 
-def plan_load(
-    module: nn.Module, checkpoint: Checkpoint | str | os.PathLike[str], loading: Loading, shards: ShardMap
-) -> LoadPlan:
-    """Fit a checkpoint to a module and cut the buckets; collective.
+def propose_load(
+    module: nn.Module,
+    tensors: Mapping[str, torch.Tensor],
+    checkpoint: Checkpoint | str | os.PathLike[str],
+    loading: Loading,
+) -> Proposal:
+    """Look at this rank's module, and on rank 0 at the checkpoint; each rank alone, no collective.
 
     Args:
-        module: Sharded; the same on every rank.
+        module: Sharded; on meta, where the load is to allocate it.
+        tensors: Its `module_tensors`.
         checkpoint: Path or URI, opened by rank 0 alone, or an opened checkpoint.
         loading: The same on every rank.
+
+    Returns:
+        The proposal; errors are in it, to be told by `agree_on_plan`.
+    """
+    layouts: dict[str, TensorLayout] = {}
+    digests: tuple[str, ...] = ()
+    fit: Fit | None = None
+    error: Exception | None = None
+    try:
+        layouts = {fqn: tensor_layout(fqn, tensor) for fqn, tensor in tensors.items()}
+        on_meta = [fqn for fqn, tensor in tensors.items() if tensor.is_meta]
+        persistent = sorted(persistent_names(module))
+        digests = tuple(_digest(repr(item)) for item in ((list(layouts.values()), on_meta, persistent), loading))
+        if dist.get_rank() == 0:
+            fit = _fit(module, checkpoint, loading)
+    except Exception as raised:  # noqa: BLE001 - the other ranks wait to hear of it
+        error = raised
+    return Proposal(layouts, digests, fit, error)
+
+
+def agree_on_plan(proposal: Proposal, error: Exception | None, loading: Loading, shards: ShardMap) -> LoadPlan:
+    """Exchange proposals and cut the buckets; collective.
+
+    Args:
+        proposal: This rank's.
+        error: What else keeps this rank from loading.
+        loading: See `propose_load`.
         shards: Who holds what.
 
     Raises:
         CheckpointError: On every rank, when the headers cannot be read or trusted.
         PlanError: On every rank, when the checkpoint does not fit, or the ranks differ in module or options.
     """
-    fit: Fit | None = None
-    outline: dict[str, Any] | None = None
-    layouts: dict[str, TensorLayout] = {}
-    error: Exception | None = None
-    try:
-        layouts = {fqn: tensor_layout(fqn, tensor) for fqn, tensor in module_tensors(module).items()}
-        if dist.get_rank() == 0:
-            opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
-            fit = Fit(opened, map_keys(module, opened.tensors, loading.key_mapping))
-            outline = asdict(_outline(module, fit, loading))
-    except Exception as raised:  # noqa: BLE001 - the other ranks wait to hear of it
-        error = raised
-    _compare_ranks(agree(error, _digest(module, layouts, loading)))
-    agreed = Outline.from_json(broadcast_json(outline))
-    if agreed.problems:
-        raise misfit(agreed.checkpoint, agreed.problems)
-    planned = [PlannedTensor(layouts[fqn], getattr(torch, dtype)) for fqn, dtype in agreed.tensors]
-    return LoadPlan(agreed, plan_buckets(planned, shards.num_shards, loading.bucket_bytes), fit)
+    # Before any data collective: ranks with different plans would send and receive different sizes, and hang.
+    _compare_ranks(agree(proposal.error or error, proposal.digests))
+    fit = proposal.fit
+    outline = Outline.from_json(broadcast_json(None if fit is None else asdict(_outline(fit))))
+    planned = [PlannedTensor(proposal.layouts[fqn], getattr(torch, dtype)) for fqn, dtype in outline.tensors]
+    return LoadPlan(outline, plan_buckets(planned, shards.num_shards, loading.bucket_bytes), fit)
 
 
-def _outline(module: nn.Module, fit: Fit, loading: Loading) -> Outline:
+def _fit(module: nn.Module, checkpoint: Checkpoint | str | os.PathLike[str], loading: Loading) -> Fit:
+    opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
+    fit = Fit(opened, map_keys(module, opened.tensors, loading.key_mapping))
+    if problems := _problems(module, fit, loading):
+        raise misfit(opened.path, problems)
+    return fit
+
+
+def _outline(fit: Fit) -> Outline:
     keys = fit.keys
     # File order, so that the stream reads the disk forward.
     targets = sorted(keys.targets.values(), key=lambda target: _file_position(fit.checkpoint, target))
@@ -134,7 +173,6 @@ def _outline(module: nn.Module, fit: Fit, loading: Loading) -> Outline:
         ignored=keys.ignored,
         tied=tuple(keys.aliases),
         converted=tuple(f"{fqn}: {target.operations}" for fqn, target in keys.targets.items() if target.runs is None),
-        problems=tuple(_problems(module, fit, loading)),
     )
 
 
@@ -163,15 +201,11 @@ def _problems(module: nn.Module, fit: Fit, loading: Loading) -> list[str]:
     return problems
 
 
-def _digest(module: nn.Module, layouts: Mapping[str, TensorLayout], loading: Loading) -> list[str]:
-    """What must be the same on all ranks, since rank 0's outline stands on it: module and options."""
-    on_meta = [fqn for fqn, tensor in module_tensors(module).items() if tensor.device == torch.device("meta")]
-    described = repr((list(layouts.values()), on_meta, sorted(persistent_names(module))))
-    return [hashlib.sha256(text.encode()).hexdigest() for text in (described, repr(loading))]
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _compare_ranks(every: list[list[str]]) -> None:
-    # Before any data collective: ranks with different plans would send and receive different sizes, and hang.
+def _compare_ranks(every: Sequence[Sequence[str]]) -> None:
     for index, what in enumerate(("built another model", "were given other options")):
         differing = [str(rank) for rank, digests in enumerate(every) if digests[index] != every[0][index]]
         if differing:

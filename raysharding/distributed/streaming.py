@@ -106,12 +106,12 @@ class BucketStream:
         self.peak.sample()
         return error
 
-    def receive(self) -> tuple[bool, Exception | None]:
+    def receive(self) -> Exception | None:
         """Other ranks: receive and place every bucket, the next one's receives posted while this one is placed.
 
         Returns:
-            Whether rank 0 reported a failed read, and this rank's own first error. After an error of its own the
-            rank keeps receiving, so that rank 0 is not left sending to it.
+            This rank's own first error, after which it kept receiving, so that rank 0 was not left sending to it. Where
+            rank 0 reported a failed read, the stream ends early; rank 0 tells why when all agree on the outcome.
         """
         buckets = self.plan.buckets
         ring = [
@@ -132,11 +132,11 @@ class BucketStream:
             if any(status_of(section, received.buffer) == FAILED for section in own):
                 for works, _ in posted:  # rank 0 serves these too: see _send_posted
                     self.transport.wait(works)
-                return True, error
+                return error
             error = error or self._place(own, received.buffer, received.landed)
             self.peak.sample()
             self.done(index)
-        return False, error
+        return error
 
     def _landing(self, segment: Segment) -> torch.Tensor | None:
         return self.placer.memory(segment, self.device.type)

@@ -7,20 +7,20 @@ from raysharding.models.blocks import Run
 from raysharding.models.build import ModelSource, build_module, make_contiguous, parameters_on_meta
 from raysharding.models.config_files import write_config_files
 from raysharding.models.group_dtypes import is_cut
-from raysharding.models.initial import initial_value
+from raysharding.models.initial import Initialiser
 from raysharding.models.key_mapping import KeyMap, Target, map_keys, misfit
 from raysharding.models.rules import missing_rules
 from raysharding.models.ties import differing_ties
 from raysharding.models.wrap import wrap_groups
 
 __all__ = [
+    "Initialiser",
     "KeyMap",
     "ModelSource",
     "Run",
     "Target",
     "build_module",
     "differing_ties",
-    "initial_value",
     "is_cut",
     "make_contiguous",
     "map_keys",

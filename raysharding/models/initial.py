@@ -1,9 +1,10 @@
-"""`initial_value`: what a parameter or buffer holds when the checkpoint does not say."""
+"""`Initialiser`: what a parameter or buffer holds when the checkpoint does not say."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,40 +20,111 @@ INITIALISED = "_is_hf_initialized"
 """transformers' initialisers leave a tensor alone that carries this attribute."""
 
 
-def initial_value(module: nn.Module, fqn: str, seed: int) -> torch.Tensor:
-    """Compute one initial value by the rule of the module that owns it.
+Rule = Callable[[nn.Module, str], None]
+"""Initialise what is real in a stand-in tree, given the FQN."""
+
+
+class Initialiser:
+    """Computes initial values by the rules of the modules that own them.
 
     transformers models: `_init_weights` of the owning module and of those around it, as `from_pretrained` calls it.
     Others: the owner's `reset_parameters`. The rule runs on a stand-in of the module whose only real tensor is the
-    one asked for, so that the memory is that tensor's, once (twice for a transformers bool or integer tensor).
+    one asked for, so that the memory is that tensor's, once (twice for a transformers bool or integer tensor). The
+    stand-in is made once; for each tensor the modules from the root to its owner are copied again.
 
     Args:
         module: The root, on meta or real, before or after `fully_shard`; not changed.
-        fqn: Parameter or buffer, by any of its names.
         seed: With the FQN it seeds torch's CPU generator, whose state is restored afterwards: the same value on every
             rank and at any world size.
-
-    Returns:
-        The full tensor on CPU, in its dtype.
-
-    Raises:
-        PlanError: No rule, or one that raises or leaves part of the tensor unset.
     """
-    if is_transformers_model(module) or inside_transformers(module, fqn):
-        value = _settled(module, fqn, seed, apply_init_weights)
+
+    def __init__(self, module: nn.Module, seed: int) -> None:
+        self._seed = seed
+        self._tree = stand_in(module, _settled_placeholder)
+        modules = list(self._tree.modules())
+        uses = [id(child) for part in modules for child in part._modules.values() if child is not None]
+        tensors = [item for part in modules for item in (*part._parameters.values(), *part._buffers.values())]
+        self._uses = Counter(uses + [id(tensor) for tensor in tensors if tensor is not None])
+
+    def value(self, fqn: str) -> torch.Tensor:
+        """Compute one value.
+
+        Args:
+            fqn: Parameter or buffer, by any of its names.
+
+        Returns:
+            The full tensor on CPU, in its dtype.
+
+        Raises:
+            PlanError: No rule, or one that raises or leaves part of the tensor unset.
+        """
+        if is_transformers_model(self._tree) or inside_transformers(self._tree, fqn):
+            value = self._settled(fqn, apply_init_weights)
+            if value is not None:
+                return value
+        value = self._settled(fqn, apply_reset)
         if value is not None:
             return value
-    value = _settled(module, fqn, seed, apply_reset)
-    if value is not None:
-        return value
-    raise PlanError(
-        f"{fqn}: the checkpoint has no value for it, and {class_name(owner_of(module, fqn))} has no rule that sets it: "
-        "put it into the checkpoint, or give the class a reset_parameters() that sets it"
-    )
+        raise PlanError(
+            f"{fqn}: the checkpoint has no value for it, and {class_name(owner_of(self._tree, fqn))} has no rule that "
+            "sets it: put it into the checkpoint, or give the class a reset_parameters() that sets it"
+        )
+
+    def _settled(self, fqn: str, rule: Rule) -> torch.Tensor | None:
+        """The value that `rule` gives, or `None` if an element is left as it was before."""
+        target = lookup(owner_of(self._tree, fqn), fqn)
+        if target.is_floating_point() or target.is_complex():
+            value = self._run(fqn, rule, fill=float("nan"))
+            return None if value is None or bool(value.isnan().any()) else value
+        # No value is free to mean "not set": what differs between two fills was not set.
+        first, second = (self._run(fqn, rule, fill=fill) for fill in (0, 1))
+        return first if first is not None and second is not None and torch.equal(first, second) else None
+
+    def _run(self, fqn: str, rule: Rule, fill: float) -> torch.Tensor | None:
+        target = lookup(owner_of(self._tree, fqn), fqn)
+        real = torch.full(tuple(target.shape), fill, dtype=target.dtype)
+        copy = self._copy_around(fqn, target, real)
+        try:
+            with _seeded(self._seed, fqn), torch.no_grad(), Writes() as writes:
+                rule(copy, fqn)
+        except CONVERSION_ERRORS as exc:
+            raise self._unusable_rule(fqn, f"raised {type(exc).__name__}: {exc}") from exc
+        if writes.spoiled(real):
+            raise self._unusable_rule(fqn, "computes it from another tensor's values")
+        result = lookup(owner_of(copy, fqn), fqn).detach()
+        # A rule may put a new tensor in the place of the old one.
+        if result.device.type == "meta" or result.shape != real.shape:
+            return None
+        return result.to(device="cpu", dtype=target.dtype)
+
+    def _copy_around(self, fqn: str, target: torch.Tensor, real: torch.Tensor) -> nn.Module:
+        """The stand-in with `real` in the place of `target`."""
+
+        def placeholder(_: str, tensor: torch.Tensor) -> torch.Tensor:
+            if tensor is not target:
+                return tensor
+            return nn.Parameter(real, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else real
+
+        path = _path(self._tree, fqn)
+        shared = any(self._uses[id(item)] > 1 for item in (target, *path))
+        # What is found in several places must be replaced in all of them.
+        return stand_in(self._tree, placeholder, None if shared else path)
+
+    def _unusable_rule(self, fqn: str, what: str) -> PlanError:
+        return PlanError(
+            f"{fqn}: the checkpoint has no value for it, and the rule of {class_name(owner_of(self._tree, fqn))} "
+            f"{what}: put it into the checkpoint, or give the class a reset_parameters() that sets it and reads no "
+            "other tensor's values"
+        )
 
 
-Rule = Callable[[nn.Module, str], None]
-"""Initialise what is real in a stand-in tree, given the FQN."""
+def _settled_placeholder(_: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same shape on meta, marked so that transformers' initialisers leave it alone."""
+    empty = torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="meta")
+    if isinstance(tensor, nn.Parameter):
+        empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    setattr(empty, INITIALISED, True)
+    return empty
 
 
 def owner_of(module: nn.Module, fqn: str) -> nn.Module:
@@ -71,17 +143,6 @@ def inside_transformers(module: nn.Module, fqn: str) -> bool:
     return any(is_transformers_model(part) for part in _path(module, fqn))
 
 
-def _settled(module: nn.Module, fqn: str, seed: int, rule: Rule) -> torch.Tensor | None:
-    """The value that `rule` gives, or `None` if an element is left as it was before."""
-    target = lookup(owner_of(module, fqn), fqn)
-    if target.is_floating_point() or target.is_complex():
-        value = _run(module, fqn, seed, rule, fill=float("nan"))
-        return None if value is None or bool(value.isnan().any()) else value
-    # No value is free to mean "not set": what differs between two fills was not set.
-    first, second = (_run(module, fqn, seed, rule, fill=fill) for fill in (0, 1))
-    return first if first is not None and second is not None and torch.equal(first, second) else None
-
-
 def lookup(owner: nn.Module, fqn: str) -> torch.Tensor:
     """Parameter or buffer of `owner` by the last part of its FQN."""
     name = fqn.rpartition(".")[2]
@@ -89,40 +150,6 @@ def lookup(owner: nn.Module, fqn: str) -> torch.Tensor:
     tensor = owner._buffers.get(name) if parameter is None else parameter
     assert tensor is not None, f"{fqn} is neither parameter nor buffer"
     return tensor
-
-
-def _run(module: nn.Module, fqn: str, seed: int, rule: Rule, fill: float) -> torch.Tensor | None:
-    target = lookup(owner_of(module, fqn), fqn)
-    real = torch.full(tuple(target.shape), fill, dtype=target.dtype)
-
-    def placeholder(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        empty = real if tensor is target else torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="meta")
-        if isinstance(tensor, nn.Parameter):
-            empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
-        if tensor is not target:
-            setattr(empty, INITIALISED, True)
-        return empty
-
-    copy = stand_in(module, placeholder)
-    try:
-        with _seeded(seed, fqn), torch.no_grad(), Writes() as writes:
-            rule(copy, fqn)
-    except CONVERSION_ERRORS as exc:
-        raise _unusable_rule(module, fqn, f"raised {type(exc).__name__}: {exc}") from exc
-    if writes.spoiled(real):
-        raise _unusable_rule(module, fqn, "computes it from another tensor's values")
-    result = lookup(owner_of(copy, fqn), fqn).detach()
-    # A rule may put a new tensor in the place of the old one.
-    if result.device.type == "meta" or result.shape != real.shape:
-        return None
-    return result.to(device="cpu", dtype=target.dtype)
-
-
-def _unusable_rule(module: nn.Module, fqn: str, what: str) -> PlanError:
-    return PlanError(
-        f"{fqn}: the checkpoint has no value for it, and the rule of {class_name(owner_of(module, fqn))} {what}: put "
-        "it into the checkpoint, or give the class a reset_parameters() that sets it and reads no other tensor's values"
-    )
 
 
 @contextlib.contextmanager

@@ -82,7 +82,7 @@ class KeyMap:
     """FQNs and checkpoint keys that are missing or unexpected with the model's consent: what its class names, keys of
     non-persistent buffers, second names of tied tensors."""
     initialise: tuple[str, ...]
-    """Canonical FQNs on meta that nothing feeds, and that need `initial_value`: missing ones, ignored missing ones,
+    """Canonical FQNs on meta that nothing feeds, and that need an initial value: missing ones, ignored missing ones,
     non-persistent buffers. What is real already is not among them: it keeps its value."""
     problems: tuple[str, ...]
     """One line for each mismatch that no strictness setting excuses."""

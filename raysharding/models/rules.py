@@ -11,9 +11,9 @@ from raysharding.errors import PlanError
 from raysharding.models.conversion import CONVERSION_ERRORS, is_transformers_model
 from raysharding.models.initial import (
     INITIALISED,
+    Initialiser,
     apply_init_weights,
     apply_reset,
-    initial_value,
     inside_transformers,
     lookup,
     owner_of,
@@ -23,27 +23,29 @@ from raysharding.models.writes import Writes
 
 
 def missing_rules(module: nn.Module, names: Sequence[str], seed: int) -> tuple[str, ...]:
-    """Find the tensors for which `initial_value` would raise; each rank alone, no collective.
+    """Find the tensors for which `Initialiser.value` would raise; each rank alone, no collective.
 
     The rules run on a stand-in that is on meta as a whole, and what they write is watched: a tensor that one operation
     sets from end to end needs no values to be proven. Only the others are computed, and dropped again.
 
     Args:
-        module: As for `initial_value`; not changed.
+        module: As for `Initialiser`; not changed.
         names: Canonical FQNs, such as `KeyMap.initialise`.
-        seed: As for `initial_value`.
+        seed: As for `Initialiser`.
 
     Returns:
         One line for each tensor that cannot be initialised, in the order of `names`. Cost: a walk over the modules that
         own `names`, and the memory of the largest tensor that a dry run does not prove.
     """
     proven = _proven(module, names)
+    unproven = [name for name in names if name not in proven]
+    if not unproven:
+        return ()
+    initialiser = Initialiser(module, seed)
     problems = []
-    for name in names:
-        if name in proven:
-            continue
+    for name in unproven:
         try:
-            initial_value(module, name, seed)
+            initialiser.value(name)
         except PlanError as error:
             problems.append(str(error))
     return tuple(problems)

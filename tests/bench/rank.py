@@ -22,7 +22,7 @@ MIB = 1 << 20
 
 
 class MemorySampler:
-    """Highest RssAnon + RssShmem of this process while the context is open, looked at every 5 ms."""
+    """Highest RssAnon + RssShmem of this process while the context is open, looked at every 20 ms."""
 
     def __init__(self) -> None:
         self.start_bytes = self.peak_bytes = _status_bytes("RssAnon", "RssShmem")
@@ -43,7 +43,7 @@ class MemorySampler:
         self.high_water_bytes = _status_bytes("VmHWM") - self.start_rss_bytes
 
     def _run(self) -> None:
-        while not self._stop.wait(0.005):
+        while not self._stop.wait(0.02):
             self.peak_bytes = max(self.peak_bytes, _status_bytes("RssAnon", "RssShmem"))
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from raysharding.checkpoint import Checkpoint, FileReader
-from raysharding.models import KeyMap, Target, initial_value, map_keys
+from raysharding.models import Initialiser, KeyMap, Target, map_keys
 
 
 def target_value(target: Target, checkpoint: Checkpoint, reader: FileReader) -> torch.Tensor:
@@ -36,7 +36,8 @@ def load_values(
     keys = map_keys(module, checkpoint.tensors, key_mapping)
     with FileReader(checkpoint) as reader:
         values = {fqn: target_value(target, checkpoint, reader) for fqn, target in keys.targets.items()}
-    values |= {fqn: initial_value(module, fqn, 0) for fqn in keys.initialise}
+    initialiser = Initialiser(module, 0)
+    values |= {fqn: initialiser.value(fqn) for fqn in keys.initialise}
     return keys, values | {alias: values[fqn] for alias, fqn in keys.aliases.items() if fqn in values}
 
 

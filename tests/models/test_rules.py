@@ -1,4 +1,4 @@
-"""`missing_rules` says of every tensor what `initial_value` would, without computing what a dry run proves."""
+"""`missing_rules` says of every tensor what `Initialiser` would, without computing what a dry run proves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 from raysharding.checkpoint import open_checkpoint
 from raysharding.errors import PlanError
-from raysharding.models import build_module, initial_value, missing_rules, rules
+from raysharding.models import Initialiser, build_module, missing_rules
 from tests.models.architectures import ARCHITECTURES
 from tests.models.filling import everything
 
@@ -59,11 +59,12 @@ class FromAnother(nn.Module):
 
 
 def refused(module: nn.Module, names: list[str]) -> tuple[str, ...]:
-    """What `initial_value` itself refuses."""
+    """What `Initialiser` itself refuses."""
     problems = []
+    initialiser = Initialiser(module, 0)
     for name in names:
         try:
-            initial_value(module, name, 0)
+            initialiser.value(name)
         except PlanError as error:
             problems.append(str(error))
     return tuple(problems)
@@ -98,11 +99,13 @@ def test_what_a_dry_run_proves_is_not_computed(
         fully_shard(child, mesh=mesh)
     computed: list[str] = []
 
-    def initial(module: nn.Module, fqn: str, seed: int) -> torch.Tensor:
-        computed.append(fqn)
-        return initial_value(module, fqn, seed)
+    value = Initialiser.value
 
-    monkeypatch.setattr(rules, "initial_value", initial)
+    def noted(initialiser: Initialiser, fqn: str) -> torch.Tensor:
+        computed.append(fqn)
+        return value(initialiser, fqn)
+
+    monkeypatch.setattr(Initialiser, "value", noted)
     before = torch.random.get_rng_state()
     assert missing_rules(module, list(everything(module)), 0) == ()
     assert not [fqn for fqn in computed if fqn.endswith("weight")], computed
