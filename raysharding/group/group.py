@@ -79,7 +79,7 @@ class ShardedModelGroup:
     ) -> Self:
         """Place a group on the cluster, load a checkpoint into it, and return it READY.
 
-        Starts Ray (`ray.init()`) where the program has not. Headers and index of the checkpoint are validated before
+        Calls `ray.init()` where the program has not. Headers and index of the checkpoint are validated before
         anything is placed. Whatever fails, nothing stays behind on the cluster.
 
         Args:
@@ -101,7 +101,7 @@ class ShardedModelGroup:
         Raises:
             ValueError: A bad argument.
             CheckpointError: The checkpoint cannot be found or trusted.
-            PlacementError: The cluster has no room; says need against have.
+            PlacementError: The cluster has no room (says need against have), or the one that Ray would join is gone.
             RendezvousError: Ranks did not meet.
             PlanError: Model and checkpoint do not fit together; lists every mismatch.
             GroupError: A rank died, hung or raised.

@@ -7,14 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import ray
-
 from raysharding.checkpoint import Checkpoint
 from raysharding.config import Loading, Placement, Sharding, Timeouts
 from raysharding.distributed import LoadReport
 from raysharding.group import fit
 from raysharding.group.channel import Channel
 from raysharding.group.commands import Assignment
+from raysharding.group.connect import connect
 from raysharding.group.locate import local_path, open_here, open_on_a_node
 from raysharding.group.placement import (
     check_world_size,
@@ -63,8 +62,7 @@ def launch(
     opened = open_here(checkpoint)
     if opened is not None:
         fit.check_fit(model, opened, sharding, loading)  # before Ray is started: nothing of it is needed to know
-    if not ray.is_initialized():
-        ray.init()
+    connect()
     device_type = choose_device_type(device)
     num_ranks = choose_world_size(world_size, device_type, placement)
     if opened is None:

@@ -1,0 +1,56 @@
+"""`connect`: starts or joins Ray as `ray.init()` does, but does not wait for a cluster that is gone."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import ray
+
+from raysharding.errors import PlacementError
+
+ANSWER_S = 5.0
+"""Longest wait for the cluster's port. Ray itself tries for minutes, in silence."""
+
+
+def connect() -> None:
+    """Call `ray.init()` where the program has not.
+
+    Raises:
+        PlacementError: Nothing listens at the address that `ray.init()` would join.
+    """
+    if ray.is_initialized():
+        return
+    announced = _announced()
+    if announced is not None:
+        _check_that_it_answers(*announced)
+    ray.init()
+
+
+def _announced() -> tuple[str, str] | None:
+    """(address, what names it) of the cluster that `ray.init()` would join; `None` if it starts one or looks itself."""
+    address = os.environ.get("RAY_ADDRESS", "")
+    if address not in ("", "auto"):
+        # `local` starts one; a URI such as ray://host:port has a client of its own.
+        return None if address == "local" or "://" in address else (address, "RAY_ADDRESS")
+    left = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")
+    try:
+        written = left.read_text().strip()
+    except OSError:
+        return None
+    return (written, str(left)) if written else None
+
+
+def _check_that_it_answers(address: str, source: str) -> None:
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal():
+        return  # Ray says what is wrong with it
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S).close()
+    except OSError as error:
+        cure = "unset it" if source == "RAY_ADDRESS" else "remove that file (`ray stop` does)"
+        raise PlacementError(
+            f"no Ray cluster answers at {address}, which {source} names ({error}): start the cluster, or {cure} to use "
+            "one of this machine alone"
+        ) from error
