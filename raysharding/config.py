@@ -99,6 +99,9 @@ class Loading:
     bucket_bytes: int = 32 * MIB
     """Bytes of one bucket, all ranks' parts together. Two are in flight: one is sent while the next is read.
     Default 32 MiB: see the measurement in `distributed/plan.py`."""
+    shared_memory: bool = True
+    """`scatter` on CPUs: ranks of rank 0's host read their parts out of its buckets, instead of being sent them through
+    a socket. Ranks that cannot map them are sent them all the same. Default yes."""
     dtype: torch.dtype | None = None
     """Floating dtype of the loaded parameters. Default: config.json's, else the one floating dtype of the files;
     for a callable's model, its parameters' own."""
@@ -120,6 +123,7 @@ class Loading:
         if self.dtype is not None:
             _require(_is_floating(self.dtype), "dtype", self.dtype, "give a floating dtype such as torch.bfloat16")
         _require_bool("strict", self.strict)
+        _require_bool("shared_memory", self.shared_memory)
         _require(_is_int(self.seed), "seed", self.seed, "give a whole number")
         if self.key_mapping is not None:
             cure = "give a dict of regular expressions on checkpoint keys and their replacements"

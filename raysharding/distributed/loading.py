@@ -20,11 +20,10 @@ from raysharding.distributed.layout import ShardMap, local_tensor, message_devic
 from raysharding.distributed.memory import MemoryPeak
 from raysharding.distributed.placing import Placer
 from raysharding.distributed.planning import LoadPlan, agree_on_plan, propose_load
-from raysharding.distributed.read_ahead import RING_SIZE
 from raysharding.distributed.report import LoadReport
 from raysharding.distributed.source import CheckpointSource
 from raysharding.distributed.streaming import BucketStream, StreamTimes
-from raysharding.distributed.transport import BucketTransport, make_transport
+from raysharding.distributed.transport import RING_SIZE, BucketTransport, make_transport
 from raysharding.errors import CheckpointError
 from raysharding.models import Initialiser
 
@@ -54,8 +53,9 @@ def load_checkpoint(
         stall_s: Longest wait for one bucket, in seconds.
 
     Returns:
-        The same report on every rank. Wire: each shard leaves rank 0 once under `scatter`, W − 1 times the checkpoint
-        under `broadcast`. Memory above the shards: two buckets, on any rank.
+        The same report on every rank. Wire: each shard leaves rank 0 once under `scatter` (on CPUs by shared memory to
+        the ranks of its host), W − 1 times the checkpoint under `broadcast`. Memory above the shards: two buckets,
+        on any rank.
 
     Raises:
         CheckpointError: On every rank, when the files cannot be read or trusted.
@@ -70,13 +70,13 @@ def load_checkpoint(
     tensors = module_tensors(module)
     shards = ShardMap.of(tensors)
     device = message_device(module)
-    transport, reason = make_transport(loading.transport, shards, stall_s)
     peak = MemoryPeak(device)
     # The others allocate while rank 0 reads headers; nobody touches what may have to be given back.
     proposal = propose_load(module, tensors, checkpoint, loading)
     undo, error = _materialize(module, device)
     try:
         plan = agree_on_plan(proposal, error, loading, shards)
+        transport, reason = make_transport(loading, shards, stall_s, plan.buckets, device)
         plan_s = perf_counter() - started
         stream = _make_stream(module, plan, transport, shards, device, stall_s, peak, report_progress)
         figures, error = _fill(module, plan, stream, loading.seed, report_progress)
@@ -113,6 +113,7 @@ def _fill(
         stream_s=streamed - started,
         initialise_s=perf_counter() - streamed,
         wire_bytes=stream.transport.wire_bytes,
+        shared_bytes=stream.transport.shared_bytes,
         read_bytes=read_bytes,
         shard_bytes=sum(_num_bytes(tensor) for tensor in tensors.values()),
         host_bytes=stream.peak.host_bytes,
@@ -134,6 +135,7 @@ class _Figures(StreamTimes):
     stream_s: float = 0.0
     initialise_s: float = 0.0
     wire_bytes: int = 0
+    shared_bytes: int = 0
     read_bytes: int = 0
     shard_bytes: int = 0
     host_bytes: int = 0
@@ -213,6 +215,7 @@ def _make_report(plan: LoadPlan, transport: str, reason: str, every: Sequence[_F
         checkpoint_bytes=outline.checkpoint_bytes,
         read_bytes=sum(figures.read_bytes for figures in every),
         wire_bytes=sum(figures.wire_bytes for figures in every),
+        shared_bytes=sum(figures.shared_bytes for figures in every),
         seconds=seconds,
         read_s=every[0].read_s,
         **{name: slowest(name) for name in ("plan_s", "stream_s", "send_s", "place_s", "initialise_s")},

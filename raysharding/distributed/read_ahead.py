@@ -14,10 +14,7 @@ from raysharding.distributed.layout import ShardMap
 from raysharding.distributed.placing import Placer
 from raysharding.distributed.plan import REPLICATED, Bucket, BucketPlan, Section
 from raysharding.distributed.source import ElementSource
-from raysharding.distributed.transport import OK, BucketTransport
-
-RING_SIZE = 2
-"""Buffers of a ring: one is filled while the other is sent or placed."""
+from raysharding.distributed.transport import OK, BucketTransport, make_ring
 
 
 @dataclass
@@ -62,15 +59,12 @@ class ReadAhead:
         self._free: queue.Queue[Slot | None] = queue.Queue()
         self._filled: queue.Queue[FilledBucket] = queue.Queue()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        for _ in range(RING_SIZE):
-            self._free.put(self._new_slot())
+        on_gpu = device.type == "cuda"
+        for host in make_ring(transport, plan, torch.device("cpu"), pinned=on_gpu):
+            wire = torch.empty_like(host, device=device) if on_gpu else host
+            self._free.put(Slot(host, wire))
         self._thread = threading.Thread(target=self._run, name="raysharding-read-ahead", daemon=True)
         self.read_s = 0.0
-
-    def _new_slot(self) -> Slot:
-        on_gpu = self._device.type == "cuda"
-        host = torch.empty(self._plan.max_bucket_bytes, dtype=torch.uint8, pin_memory=on_gpu)
-        return Slot(host, torch.empty_like(host, device=self._device) if on_gpu else host)
 
     def __enter__(self) -> ReadAhead:
         self._thread.start()

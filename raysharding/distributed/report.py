@@ -34,7 +34,9 @@ class LoadReport:
     read_bytes: int
     """Bytes read from files, all ranks together, headers not counted."""
     wire_bytes: int
-    """Bytes that left rank 0, padding and status words included."""
+    """Bytes that left rank 0 in messages, padding and status words included."""
+    shared_bytes: int
+    """Bytes that ranks of rank 0's host took out of its buffers instead."""
     seconds: float
     """From the call to the last rank's end."""
     plan_s: float
@@ -98,7 +100,8 @@ class LoadReport:
             f"  overlap    read {self.read_s:.2f} s, send {self.send_s:.2f} s, place {self.place_s:.2f} s of stream",
             f"  transport  {self.transport} ({self.transport_reason}) to {self.world_size} ranks, {self.num_buckets} "
             f"buckets of at most {format_bytes(self.bucket_bytes)}",
-            f"  bytes      read {format_bytes(self.read_bytes)}, sent {format_bytes(self.wire_bytes)}",
+            f"  bytes      read {format_bytes(self.read_bytes)}, sent {format_bytes(self.wire_bytes)}"
+            + (f", {format_bytes(self.shared_bytes)} through shared memory" if self.shared_bytes else ""),
             f"  memory     shards {self._per_rank(self.shard_bytes)}; peak above them "
             f"{self._per_rank(self.peak_extra_bytes)}",
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -13,9 +14,17 @@ from raysharding.distributed.layout import ShardMap
 from raysharding.distributed.memory import MemoryPeak
 from raysharding.distributed.placing import Placer
 from raysharding.distributed.plan import BucketPlan, Section, Segment
-from raysharding.distributed.read_ahead import RING_SIZE, FilledBucket, ReadAhead
+from raysharding.distributed.read_ahead import FilledBucket, ReadAhead
 from raysharding.distributed.source import ElementSource
-from raysharding.distributed.transport import FAILED, BucketTransport, Received, sections_for, status_of
+from raysharding.distributed.transport import (
+    FAILED,
+    RING_SIZE,
+    BucketTransport,
+    Received,
+    make_ring,
+    sections_for,
+    status_of,
+)
 
 BucketDone = Callable[[int], None]
 """Called with a bucket's index when it was sent or placed."""
@@ -63,27 +72,30 @@ class BucketStream:
                 self.times.read_s = ahead.read_s
 
     def _send_buckets(self, ahead: ReadAhead) -> Exception | None:
-        sending: tuple[FilledBucket, list[dist.Work]] | None = None
+        in_flight: deque[tuple[FilledBucket, list[dist.Work]]] = deque()
         error: Exception | None = None
         for index in range(len(self.plan.buckets)):
             filled = ahead.next(self.timeout_s)
-            started = perf_counter()
-            if sending is not None:
-                self.transport.wait(sending[1])
-                ahead.release(sending[0])
-            sending = (filled, self._send_bucket(filled))
-            self.times.send_s += perf_counter() - started
+            # Sent before the last one is waited for: the others have receives for both.
+            in_flight.append((filled, self._send_bucket(filled)))
             if filled.error is not None:
+                error = filled.error
                 self._send_posted(filled, index)
                 break
             error = error or self._place_own(ahead, filled)
+            if len(in_flight) == RING_SIZE:
+                self._finish_oldest(ahead, in_flight)
             self.done(index)
-        if sending is None:
-            return None
+        while in_flight:
+            self._finish_oldest(ahead, in_flight)
+        return error
+
+    def _finish_oldest(self, ahead: ReadAhead, in_flight: deque[tuple[FilledBucket, list[dist.Work]]]) -> None:
         started = perf_counter()
-        self.transport.wait(sending[1])
+        filled, works = in_flight.popleft()
+        self.transport.wait(works)
+        ahead.release(filled)
         self.times.send_s += perf_counter() - started
-        return error or sending[0].error
 
     def _send_posted(self, failed: FilledBucket, index: int) -> None:
         """After a failed read: serve the receives that the others posted ahead, or a later message would land there."""
@@ -114,9 +126,7 @@ class BucketStream:
             rank 0 reported a failed read, the stream ends early; rank 0 tells why when all agree on the outcome.
         """
         buckets = self.plan.buckets
-        ring = [
-            torch.empty(self.plan.max_bucket_bytes, dtype=torch.uint8, device=self.device) for _ in range(RING_SIZE)
-        ]
+        ring = make_ring(self.transport, self.plan, self.device, pinned=False)
         posted: list[tuple[list[dist.Work], Received]] = []
         error: Exception | None = None
         for index, bucket in enumerate(buckets):
@@ -130,10 +140,13 @@ class BucketStream:
             self.times.send_s += perf_counter() - started
             own = sections_for(bucket, self.shards.shard_index)
             if any(status_of(section, received.buffer) == FAILED for section in own):
-                for works, _ in posted:  # rank 0 serves these too: see _send_posted
+                self.transport.release(received)
+                for works, ahead in posted:  # rank 0 serves these too: see _send_posted
                     self.transport.wait(works)
+                    self.transport.release(ahead)
                 return error
             error = error or self._place(own, received.buffer, received.landed)
+            self.transport.release(received)
             self.peak.sample()
             self.done(index)
         return error

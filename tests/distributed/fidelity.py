@@ -53,7 +53,7 @@ class Case:
 CASES = {
     "llama": Case("llama"),
     "llama-tied-broadcast": Case("llama-tied", loading={"transport": "broadcast", "bucket_bytes": 4096}),
-    "llama-single-file": Case("llama", max_shard_size="1GB", loading={"transport": "scatter", "bucket_bytes": 5000}),
+    "llama-single-file": Case("llama", max_shard_size="1GB", loading={"shared_memory": False, "bucket_bytes": 5000}),
     "gpt2": Case("gpt2"),
     "bert-new-head": Case("bert", "AutoModelForSequenceClassification", 2, loading={"strict": False}),
     "mixtral": Case("mixtral"),

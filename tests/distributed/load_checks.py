@@ -22,6 +22,7 @@ from raysharding.distributed import (
     load_checkpoint,
     save_checkpoint,
     shard_module,
+    shared_ring,
     train_step,
 )
 from raysharding.distributed.layout import local_tensor, module_tensors
@@ -31,6 +32,7 @@ from raysharding.models import build_module
 from tests.distributed.models import Odd, filled
 
 ODD = "odd.safetensors"
+SOCKETS = Loading("scatter", 64 << 10, shared_memory=False)
 """A checkpoint of `Odd`."""
 SMALL_DISK = "small"
 """A file system of 3 MiB."""
@@ -63,7 +65,7 @@ def check_odd_shapes(root: Path) -> None:
     path = root / ODD
     expected = filled().state_dict()
     reports = []
-    for loading in (Loading("scatter", 64 << 10), Loading("broadcast", 64 << 10), Loading()):
+    for loading in (SOCKETS, Loading("broadcast", 64 << 10), Loading("scatter", 64 << 10), Loading()):
         module = sharded(path)
         reports.append(load_checkpoint(module, path, loading=loading))
         assert module.head.weight is module.embed.weight
@@ -77,9 +79,11 @@ def check_odd_shapes(root: Path) -> None:
         ids = torch.arange(8).view(2, 4)
         with torch.no_grad():
             torch.testing.assert_close(module.eval()(ids), filled()(ids), rtol=0, atol=1e-6)
-    assert [report.transport for report in reports] == ["scatter", "broadcast", "scatter"]
+    assert [report.transport for report in reports] == ["scatter", "broadcast", "scatter", "scatter"]
+    several = dist.get_world_size() > 1
+    assert [report.shared_bytes > 0 for report in reports] == [False, False, several, several]
     assert reports[0].num_buckets > 1
-    assert reports[2].num_buckets == 1
+    assert reports[3].num_buckets == 1
 
 
 def token_loss(logits: torch.Tensor, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -138,7 +142,7 @@ def check_dtypes(root: Path) -> None:
             if dist.get_rank() == 0:
                 # All but rank 0's own part of the sharded tensors leaves rank 0, in the narrower dtype.
                 share = (dist.get_world_size() - 1) / dist.get_world_size()
-                assert report.wire_bytes <= share * floats * narrower + 10_000
+                assert report.wire_bytes + report.shared_bytes <= share * floats * narrower + 10_000
             saved = root / "saves" / f"{dist.get_world_size()}-{file_dtype}-{target}"
             save_checkpoint(module, saved)
             state = full_state(module)
@@ -217,10 +221,39 @@ def check_a_save_that_fails_late(root: Path) -> None:
         assert reopened.dtype == torch.bfloat16
 
 
+def check_a_rank_that_cannot_map(root: Path) -> None:
+    """A rank on another host, by its host name, is sent its part; the others read theirs in shared memory."""
+    told = shared_ring._host
+    if dist.get_rank() == 1:
+        shared_ring._host = lambda: ["elsewhere", *told()[1:]]
+    try:
+        module = sharded(root / ODD)
+        report = load_checkpoint(module, root / ODD, loading=Loading(bucket_bytes=64 << 10))
+        absent = load_checkpoint(sharded(root / ODD), root / ODD, loading=SOCKETS)
+    finally:
+        shared_ring._host = told
+    state = full_state(module)
+    if dist.get_rank() == 0:
+        for name, tensor in filled().state_dict().items():
+            assert torch.equal(state[name], tensor), name
+    size = dist.get_world_size()
+    if size > 1:
+        assert 0 < report.wire_bytes < absent.wire_bytes or size == 2
+        assert (report.shared_bytes > 0) == (size > 2)
+
+
+def shrinking(loading: Loading) -> str:
+    """Name of the file that shrinks under `loading`."""
+    return f"shrinks-{loading.transport}-{loading.shared_memory}.safetensors"
+
+
+SHRINKING = (SOCKETS, Loading("scatter", 64 << 10), Loading("broadcast", 64 << 10))
+
+
 def check_broken_stream(root: Path) -> None:
     """A file that shrinks during the load is everybody's error, and the group goes on."""
-    for loading in (Loading("scatter", 64 << 10), Loading("broadcast", 64 << 10)):
-        path = root / f"shrinks-{loading.transport}.safetensors"
+    for loading in SHRINKING:
+        path = root / shrinking(loading)
         checkpoint = open_checkpoint(path)
         module = sharded(path)
         dist.barrier()

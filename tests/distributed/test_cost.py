@@ -54,19 +54,31 @@ def measure(path: Path, loading: Loading) -> list[dict[str, Any]]:
         report = load_checkpoint(module, opened, loading=loading)
     shard = report.shard_bytes[dist.get_rank()]
     extra = memory.peak_bytes - memory.start_bytes - shard
-    figures = {"extra": extra, "wire": report.wire_bytes, "read": report.read_bytes, "ring": report.ring_bytes}
+    figures = {
+        "extra": extra,
+        "wire": report.wire_bytes,
+        "shared": report.shared_bytes,
+        "read": report.read_bytes,
+        "ring": report.ring_bytes,
+    }
     return all_gather_json(figures | {"reported": report.peak_extra_bytes[dist.get_rank()]})
 
 
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize(
-    ("transport", "copies"), [("scatter", (WORLD_SIZE - 1) / WORLD_SIZE), ("broadcast", WORLD_SIZE - 1)]
+    ("loading", "wire", "shared"),
+    [
+        (Loading("scatter", BUCKET_BYTES), 0, (WORLD_SIZE - 1) / WORLD_SIZE),
+        (Loading("scatter", BUCKET_BYTES, shared_memory=False), (WORLD_SIZE - 1) / WORLD_SIZE, 0),
+        (Loading("broadcast", BUCKET_BYTES), WORLD_SIZE - 1, 0),
+    ],
+    ids=["shared memory", "scatter", "broadcast"],
 )
-def test_bytes_and_memory(transport: Any, copies: float, checkpoint: Path) -> None:
-    loading = Loading(transport=transport, bucket_bytes=BUCKET_BYTES)
+def test_bytes_and_memory(loading: Loading, wire: float, shared: float, checkpoint: Path) -> None:
     for figures in run_ranks(WORLD_SIZE, measure, checkpoint, loading, timeout_s=80)[0]:
         assert figures["read"] <= 1.02 * NUM_BYTES
-        assert copies * NUM_BYTES * 0.99 <= figures["wire"] <= 1.02 * copies * NUM_BYTES
+        assert wire * NUM_BYTES * 0.99 <= figures["wire"] <= 1.02 * wire * NUM_BYTES + 4096
+        assert shared * NUM_BYTES * 0.99 <= figures["shared"] <= 1.02 * shared * NUM_BYTES
         assert figures["ring"] <= 2 * BUCKET_BYTES
         assert figures["extra"] <= 2 * BUCKET_BYTES + 32 * MIB
         assert figures["reported"] <= figures["extra"] + 8 * MIB

@@ -28,14 +28,14 @@ CHECKS = {
         "check_full_disk",
         "check_training",
     ),
-    3: ("check_broken_stream", "check_saves", "check_training", "check_a_reload"),
+    3: ("check_broken_stream", "check_a_rank_that_cannot_map", "check_saves", "check_training", "check_a_reload"),
     4: ("check_odd_shapes", "check_replicas", "check_dtypes", "check_training"),
 }
 
 
 def write_checkpoints(root: Path) -> None:
     state = saved(filled())
-    for name in (load_checks.ODD, "shrinks-scatter.safetensors", "shrinks-broadcast.safetensors"):
+    for name in (load_checks.ODD, *map(load_checks.shrinking, load_checks.SHRINKING)):
         save_file(state, root / name)
     for dtype in load_checks.FILE_DTYPES:
         cast = {name: value.to(dtype) if value.is_floating_point() else value for name, value in state.items()}
