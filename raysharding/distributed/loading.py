@@ -20,6 +20,7 @@ from raysharding.distributed.layout import ShardMap, local_tensor, message_devic
 from raysharding.distributed.memory import MemoryPeak
 from raysharding.distributed.placing import Placer
 from raysharding.distributed.planning import LoadPlan, agree_on_plan, propose_load
+from raysharding.distributed.prefault import Prefault
 from raysharding.distributed.report import LoadReport
 from raysharding.distributed.source import CheckpointSource
 from raysharding.distributed.streaming import BucketStream, StreamTimes
@@ -71,15 +72,16 @@ def load_checkpoint(
     shards = ShardMap.of(tensors)
     device = message_device(module)
     peak = MemoryPeak(device)
-    # The others allocate while rank 0 reads headers; nobody touches what may have to be given back.
+    # The others allocate while rank 0 reads headers.
     proposal = propose_load(module, tensors, checkpoint, loading)
     undo, error = _materialize(module, device)
     try:
-        plan = agree_on_plan(proposal, error, loading, shards)
-        transport, reason = make_transport(loading, shards, stall_s, plan.buckets, device)
-        plan_s = perf_counter() - started
-        stream = _make_stream(module, plan, transport, shards, device, stall_s, peak, report_progress)
-        figures, error = _fill(module, plan, stream, loading.seed, report_progress)
+        with Prefault(local_tensor(tensor) for tensor in module_tensors(module).values() if not tensor.is_meta):
+            plan = agree_on_plan(proposal, error, loading, shards)
+            transport, reason = make_transport(loading, shards, stall_s, plan.buckets, device)
+            plan_s = perf_counter() - started
+            stream = _make_stream(module, plan, transport, shards, device, stall_s, peak, report_progress)
+            figures, error = _fill(module, plan, stream, loading.seed, report_progress)
         # The last word on every rank: one whose stream failed must not leave the others with a module that looks well.
         every = [_Figures(**value) for value in agree(error, asdict(replace(figures, plan_s=plan_s)))]
     except BaseException:

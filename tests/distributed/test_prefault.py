@@ -1,0 +1,36 @@
+"""Memory is backed ahead of its first touch, and what it holds stays."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import pytest
+import torch
+
+from raysharding.distributed.memory import host_memory_bytes
+from raysharding.distributed.prefault import Prefault
+
+MIB = 1 << 20
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="madvise(MADV_POPULATE_WRITE) is Linux's")
+def test_untouched_memory_is_backed_and_values_stay() -> None:
+    held = torch.arange(2 * MIB)
+    before = host_memory_bytes()
+    fresh = torch.empty(64 * MIB, dtype=torch.uint8)
+    assert host_memory_bytes() - before < 8 * MIB
+    with Prefault([held, torch.empty(0), torch.ones(()), fresh]):
+        deadline = time.monotonic() + 30
+        while host_memory_bytes() - before < 63 * MIB and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert host_memory_bytes() - before >= 63 * MIB
+    assert torch.equal(held, torch.arange(2 * MIB))
+
+
+def test_it_stops_when_the_load_does() -> None:
+    fresh = torch.empty(2048 * MIB, dtype=torch.uint8)
+    before = host_memory_bytes()
+    with Prefault([fresh]):
+        pass
+    assert host_memory_bytes() - before < 1024 * MIB
