@@ -1,4 +1,4 @@
-"""A cluster that is gone is an error that names it, not a wait. In a process of its own: this one may have joined Ray."""
+"""A cluster that is gone is an error, not a wait. In a process of its own: this one may have joined Ray."""
 
 from __future__ import annotations
 
