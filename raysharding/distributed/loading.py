@@ -61,6 +61,7 @@ def load_checkpoint(
     Raises:
         CheckpointError: On every rank, when the files cannot be read or trusted.
         PlanError: On every rank, before any data moves, with every mismatch of every rank.
+        TimeoutError: On rank 0, when no bucket could be read for `stall_s`; the others time out in turn.
         RuntimeError: From the process group, when a rank is gone or silent for `stall_s`.
     """
     started = perf_counter()
@@ -83,11 +84,12 @@ def load_checkpoint(
             stream = _make_stream(module, plan, transport, shards, device, stall_s, peak, report_progress)
             figures, error = _fill(module, plan, stream, loading.seed, report_progress)
         # The last word on every rank: one whose stream failed must not leave the others with a module that looks well.
-        every = [_Figures(**value) for value in agree(error, asdict(replace(figures, plan_s=plan_s)))]
+        mine = asdict(replace(figures, plan_s=plan_s, seconds=perf_counter() - started))
+        every = [_Figures(**value) for value in agree(error, mine)]
     except BaseException:
         undo()  # garbage must not be left to run on
         raise
-    return _make_report(plan, transport.name, reason, every, perf_counter() - started)
+    return _make_report(plan, transport.name, reason, every)
 
 
 def _materialize(module: nn.Module, device: torch.device) -> tuple[Callable[[], None], Exception | None]:
@@ -133,6 +135,7 @@ def silent(phase: str, done: int, total: int, tensor: str) -> None:
 class _Figures(StreamTimes):
     """One rank's figures, exchanged as JSON."""
 
+    seconds: float = 0.0
     plan_s: float = 0.0
     stream_s: float = 0.0
     initialise_s: float = 0.0
@@ -205,7 +208,7 @@ def _num_bytes(tensor: torch.Tensor) -> int:
     return local.numel() * local.itemsize
 
 
-def _make_report(plan: LoadPlan, transport: str, reason: str, every: Sequence[_Figures], seconds: float) -> LoadReport:
+def _make_report(plan: LoadPlan, transport: str, reason: str, every: Sequence[_Figures]) -> LoadReport:
     def slowest(name: str) -> Any:
         return max(getattr(figures, name) for figures in every)
 
@@ -218,9 +221,8 @@ def _make_report(plan: LoadPlan, transport: str, reason: str, every: Sequence[_F
         read_bytes=sum(figures.read_bytes for figures in every),
         wire_bytes=sum(figures.wire_bytes for figures in every),
         shared_bytes=sum(figures.shared_bytes for figures in every),
-        seconds=seconds,
         read_s=every[0].read_s,
-        **{name: slowest(name) for name in ("plan_s", "stream_s", "send_s", "place_s", "initialise_s")},
+        **{name: slowest(name) for name in ("seconds", "plan_s", "stream_s", "send_s", "place_s", "initialise_s")},
         num_buckets=len(plan.buckets.buckets),
         bucket_bytes=plan.buckets.max_bucket_bytes,
         ring_bytes=RING_SIZE * plan.buckets.max_bucket_bytes,

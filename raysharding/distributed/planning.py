@@ -81,6 +81,8 @@ class Proposal:
     """Of the module and of the options: what must be the same on all ranks."""
     fit: Fit | None
     """Rank 0's; `None` elsewhere."""
+    outline: Outline | None
+    """Rank 0's; `None` elsewhere."""
     error: Exception | None
     """Why this rank cannot load."""
 
@@ -117,6 +119,7 @@ def propose_load(
     layouts: dict[str, TensorLayout] = {}
     digests: tuple[str, ...] = ()
     fit: Fit | None = None
+    outline: Outline | None = None
     error: Exception | None = None
     try:
         layouts = {fqn: tensor_layout(fqn, tensor) for fqn, tensor in tensors.items()}
@@ -125,9 +128,10 @@ def propose_load(
         digests = tuple(_digest(repr(item)) for item in ((list(layouts.values()), on_meta, persistent), loading))
         if dist.get_rank() == 0:
             fit = _fit(module, checkpoint, loading)
+            outline = _outline(fit)
     except Exception as raised:  # noqa: BLE001 - the other ranks wait to hear of it
         error = raised
-    return Proposal(layouts, digests, fit, error)
+    return Proposal(layouts, digests, fit, outline, error)
 
 
 def agree_on_plan(proposal: Proposal, error: Exception | None, loading: Loading, shards: ShardMap) -> LoadPlan:
@@ -145,10 +149,9 @@ def agree_on_plan(proposal: Proposal, error: Exception | None, loading: Loading,
     """
     # Before any data collective: ranks with different plans would send and receive different sizes, and hang.
     _compare_ranks(agree(proposal.error or error, proposal.digests))
-    fit = proposal.fit
-    outline = Outline.from_json(broadcast_json(None if fit is None else asdict(_outline(fit))))
+    outline = Outline.from_json(broadcast_json(None if proposal.outline is None else asdict(proposal.outline)))
     planned = [PlannedTensor(proposal.layouts[fqn], getattr(torch, dtype)) for fqn, dtype in outline.tensors]
-    return LoadPlan(outline, plan_buckets(planned, shards.num_shards, loading.bucket_bytes), fit)
+    return LoadPlan(outline, plan_buckets(planned, shards.num_shards, loading.bucket_bytes), proposal.fit)
 
 
 def _fit(module: nn.Module, checkpoint: Checkpoint | str | os.PathLike[str], loading: Loading) -> Fit:

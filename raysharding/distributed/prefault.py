@@ -6,6 +6,7 @@ went there. It needs nothing that a load waits for, so it runs while rank 0 stil
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -17,8 +18,8 @@ from types import TracebackType
 import torch
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; `mmap` has no name for it
-_NICE = 19
-"""Lowest priority of the thread; Linux keeps one for each."""
+_NICE = 5
+"""Priority of the thread, a little below normal; Linux keeps one for each thread."""
 _STEP_BYTES = 1 << 20
 """So much between two looks at whether to stop: little, since the thread holds the process's memory map as long."""
 
@@ -27,18 +28,20 @@ class Prefault:
     """Backs host tensors in turn, in a thread, while the context is open. What they hold does not change.
 
     Args:
-        tensors: Contiguous; those on devices are left out. Memory is what they would take anyway, earlier.
+        tensors: Those on devices, small ones, and any that is not contiguous are left out. They take the memory that
+            they would take anyway, earlier.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         # The tensors are kept: their memory must not be given back under the thread.
-        self._tensors = [item for item in tensors if item.device.type == "cpu" and item.nbytes >= _STEP_BYTES]
+        self._tensors = [item for item in tensors if _is_large_host_memory(item)]
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="raysharding-prefault", daemon=True)
 
     def __enter__(self) -> Prefault:
         if sys.platform == "linux" and self._tensors:
-            self._thread.start()
+            with contextlib.suppress(RuntimeError):  # no thread to be had: pages come at the first touch
+                self._thread.start()
         return self
 
     def __exit__(
@@ -46,10 +49,11 @@ class Prefault:
     ) -> None:
         self._stop.set()
         if self._thread.ident is not None:
-            self._thread.join()  # ends after a step, which takes milliseconds
+            self._thread.join()  # ends after a step
 
     def _run(self) -> None:
-        # Idle time only: the cores are rank 0's first, which plans.
+        # The cores are first of all rank 0's, which plans. Not lower still: while it is kept from running the thread
+        # holds the memory map, for which every allocation of this process waits.
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         madvise = ctypes.CDLL(None).madvise
         for tensor in self._tensors:
@@ -62,3 +66,8 @@ class Prefault:
                     ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_POPULATE_WRITE
                 ):
                     return
+
+
+def _is_large_host_memory(tensor: torch.Tensor) -> bool:
+    # Elsewhere `nbytes` does not say where the memory ends.
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.nbytes >= _STEP_BYTES

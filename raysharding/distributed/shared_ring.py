@@ -51,21 +51,16 @@ def share_ring(num_slots: int, slot_bytes: int, group: dist.ProcessGroup | None 
     """
     rank = dist.get_rank(group)
     size = -(-(num_slots * slot_bytes + _TOKEN_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
-    descriptor = _reserve(size) if rank == 0 and slot_bytes > 0 else None
-    token = secrets.token_bytes(_TOKEN_BYTES)
-    memory: mmap.mmap | None = None
-    offered: dict[str, Any] | None = None
-    if descriptor is not None:
-        memory = mmap.mmap(descriptor, size)
-        memory[-_TOKEN_BYTES:] = token
-        offered = {"host": _host(), "pid": os.getpid(), "descriptor": descriptor, "token": token.hex()}
-    offer = broadcast_json(offered, group)
-    if rank != 0 and offer is not None:
-        memory = _map(offer, size)
-    # Rank 0 must know who reads the ring before it sends, and must keep the descriptor until they have opened it.
-    mapped = agree(None, memory is not None, group)
-    if descriptor is not None:
-        os.close(descriptor)
+    descriptor, memory = _reserve(size) if rank == 0 and slot_bytes > 0 else (None, None)
+    try:
+        offer = broadcast_json(None if memory is None else _offer(descriptor, memory), group)
+        if rank != 0 and offer is not None:
+            memory = _map(offer, size)
+        # Rank 0 must know who reads the ring before it sends, and must keep the descriptor until they have opened it.
+        mapped = agree(None, memory is not None, group)
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
     peers = frozenset(peer for peer, has in enumerate(mapped) if has and peer != 0)
     if memory is None or not peers:
         return None
@@ -73,17 +68,28 @@ def share_ring(num_slots: int, slot_bytes: int, group: dist.ProcessGroup | None 
     return SharedRing(tuple(whole.view(num_slots, slot_bytes).unbind()), peers)
 
 
-def _reserve(size: int) -> int | None:
-    """A memfd whose pages are there: running out of them later would be a SIGBUS, not an error."""
+def _reserve(size: int) -> tuple[int | None, mmap.mmap | None]:
+    """A memfd whose pages are there (running out of them later would be a SIGBUS), mapped; nothing where it cannot be.
+
+    The ring is a convenience, and the other ranks wait to hear of it: no error may leave here.
+    """
     if sys.platform != "linux":
-        return None
-    descriptor = os.memfd_create("raysharding-ring", os.MFD_CLOEXEC)
+        return None, None
+    descriptor: int | None = None
     try:
+        descriptor = os.memfd_create("raysharding-ring", os.MFD_CLOEXEC)
         os.posix_fallocate(descriptor, 0, size)
-    except OSError:
-        os.close(descriptor)
-        return None
-    return descriptor
+        memory = mmap.mmap(descriptor, size)
+    except (OSError, ValueError):
+        if descriptor is not None:
+            os.close(descriptor)
+        return None, None
+    return descriptor, memory
+
+
+def _offer(descriptor: int | None, memory: mmap.mmap) -> dict[str, Any]:
+    memory[-_TOKEN_BYTES:] = token = secrets.token_bytes(_TOKEN_BYTES)
+    return {"host": _host(), "pid": os.getpid(), "descriptor": descriptor, "token": token.hex()}
 
 
 def _map(offer: dict[str, Any], size: int) -> mmap.mmap | None:
@@ -106,7 +112,7 @@ def _map(offer: dict[str, Any], size: int) -> mmap.mmap | None:
 
 
 def _host() -> list[str]:
-    """What two ranks must have in common to be on one host; `[]`-like unequal values where /proc does not tell."""
+    """What two ranks must have in common to be on one host; a value of its own where /proc does not tell."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         network = os.readlink("/proc/self/ns/net")

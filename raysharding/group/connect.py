@@ -31,10 +31,13 @@ def connect() -> None:
 def _announced() -> tuple[str, str] | None:
     """(address, what names it) of the cluster that `ray.init()` would join; `None` if it starts one or looks itself."""
     address = os.environ.get("RAY_ADDRESS", "")
-    if address not in ("", "auto"):
-        # `local` starts one; a URI such as ray://host:port has a client of its own.
-        return None if address == "local" or "://" in address else (address, "RAY_ADDRESS")
-    left = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")
+    if address:
+        # `local` starts one, `auto` looks for processes first; a URI such as ray://host:port has a client of its own.
+        other = address in ("auto", "local") or "://" in address
+        return None if other else (address, "RAY_ADDRESS")
+    # Where Ray itself looks for it.
+    scratch = os.environ.get("RAY_TMPDIR", os.environ.get("TMPDIR", "/tmp"))
+    left = Path(scratch, "ray", "ray_current_cluster")
     try:
         written = left.read_text().strip()
     except OSError:

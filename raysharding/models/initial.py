@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,8 +28,8 @@ class Initialiser:
 
     transformers models: `_init_weights` of the owning module and of those around it, as `from_pretrained` calls it.
     Others: the owner's `reset_parameters`. The rule runs on a stand-in of the module whose only real tensor is the
-    one asked for, so that the memory is that tensor's, once (twice for a transformers bool or integer tensor). The
-    stand-in is made once; for each tensor the modules from the root to its owner are copied again.
+    one asked for, so that the memory is that tensor's, once (twice for a transformers bool or integer tensor). Every
+    value has a stand-in of its own: a rule may change modules, and no value may depend on what was asked before.
 
     Args:
         module: The root, on meta or real, before or after `fully_shard`; not changed.
@@ -41,10 +40,6 @@ class Initialiser:
     def __init__(self, module: nn.Module, seed: int) -> None:
         self._seed = seed
         self._tree = stand_in(module, _settled_placeholder)
-        modules = list(self._tree.modules())
-        uses = [id(child) for part in modules for child in part._modules.values() if child is not None]
-        tensors = [item for part in modules for item in (*part._parameters.values(), *part._buffers.values())]
-        self._uses = Counter(uses + [id(tensor) for tensor in tensors if tensor is not None])
 
     def value(self, fqn: str) -> torch.Tensor:
         """Compute one value.
@@ -83,7 +78,7 @@ class Initialiser:
     def _run(self, fqn: str, rule: Rule, fill: float) -> torch.Tensor | None:
         target = lookup(owner_of(self._tree, fqn), fqn)
         real = torch.full(tuple(target.shape), fill, dtype=target.dtype)
-        copy = self._copy_around(fqn, target, real)
+        copy = self._copy_around(target, real)
         try:
             with _seeded(self._seed, fqn), torch.no_grad(), Writes() as writes:
                 rule(copy, fqn)
@@ -97,7 +92,7 @@ class Initialiser:
             return None
         return result.to(device="cpu", dtype=target.dtype)
 
-    def _copy_around(self, fqn: str, target: torch.Tensor, real: torch.Tensor) -> nn.Module:
+    def _copy_around(self, target: torch.Tensor, real: torch.Tensor) -> nn.Module:
         """The stand-in with `real` in the place of `target`."""
 
         def placeholder(_: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -105,10 +100,7 @@ class Initialiser:
                 return tensor
             return nn.Parameter(real, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else real
 
-        path = _path(self._tree, fqn)
-        shared = any(self._uses[id(item)] > 1 for item in (target, *path))
-        # What is found in several places must be replaced in all of them.
-        return stand_in(self._tree, placeholder, None if shared else path)
+        return stand_in(self._tree, placeholder)
 
     def _unusable_rule(self, fqn: str, what: str) -> PlanError:
         return PlanError(

@@ -6,7 +6,7 @@ initialisers write to whatever tensors they find. A stand-in answers both withou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,18 +30,17 @@ def _keep(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def stand_in(module: nn.Module, tensors: TensorMap = _keep, only: Collection[nn.Module] | None = None) -> nn.Module:
+def stand_in(module: nn.Module, tensors: TensorMap = _keep) -> nn.Module:
     """Copy a module tree without copying what it holds.
 
     Args:
         module: Root of the tree; not changed.
         tensors: Gives the stand-in's tensor for every parameter and buffer, by the first FQN it is found under.
-        only: Modules to copy, the root among them; other modules are part of the copy as they are. Default: copy all.
 
     Returns:
         Modules of the original classes, without hooks. Modules and tensors that were shared are shared again.
     """
-    return _Copier(tensors, None if only is None else {id(part) for part in only}).copy(module, "")
+    return _Copier(tensors).copy(module, "")
 
 
 @dataclass
@@ -49,13 +48,10 @@ class _Copier:
     """State of one `stand_in` call."""
 
     tensors: TensorMap
-    only: set[int] | None
     copies: dict[int, nn.Module] = field(default_factory=dict)
     seen: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def copy(self, module: nn.Module, prefix: str) -> nn.Module:
-        if self.only is not None and id(module) not in self.only:
-            return module
         if id(module) in self.copies:
             return self.copies[id(module)]
         cls = original_class(module)

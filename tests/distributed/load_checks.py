@@ -221,6 +221,11 @@ def check_a_save_that_fails_late(root: Path) -> None:
         assert reopened.dtype == torch.bfloat16
 
 
+def refuse(name: str, flags: int = 0) -> int:
+    """A system call that a sandbox forbids."""
+    raise PermissionError(1, "Operation not permitted")
+
+
 def check_a_rank_that_cannot_map(root: Path) -> None:
     """A rank on another host, by its host name, is sent its part; the others read theirs in shared memory."""
     told = shared_ring._host
@@ -232,6 +237,14 @@ def check_a_rank_that_cannot_map(root: Path) -> None:
         absent = load_checkpoint(sharded(root / ODD), root / ODD, loading=SOCKETS)
     finally:
         shared_ring._host = told
+    create = os.memfd_create
+    if dist.get_rank() == 0:
+        os.memfd_create = refuse
+    try:
+        refused = load_checkpoint(sharded(root / ODD), root / ODD)
+    finally:
+        os.memfd_create = create
+    assert refused.shared_bytes == 0
     state = full_state(module)
     if dist.get_rank() == 0:
         for name, tensor in filled().state_dict().items():

@@ -143,3 +143,37 @@ def test_a_rule_of_the_users_own() -> None:
 def test_without_a_whole_rule_the_tensor_is_named(module: nn.Module) -> None:
     with pytest.raises(PlanError, match=r"1\.scale: .*reset_parameters"):
         Initialiser(nn.Sequential(nn.Identity(), module), 0).value("1.scale")
+
+
+class Once(nn.Module):
+    """Initialises itself the first time only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.empty(2))
+        self.ready = False
+
+    def reset_parameters(self) -> None:
+        if not self.ready:
+            nn.init.ones_(self.w)
+        self.ready = True
+
+
+class Around(nn.Module):
+    """Whose rule runs that of the module inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.empty(2))
+        self.inner = Once()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.w)
+        self.inner.reset_parameters()
+
+
+def test_a_value_does_not_depend_on_what_was_asked_before() -> None:
+    initialiser = Initialiser(Around(), 0)
+    assert initialiser.value("w").tolist() == [0, 0]
+    assert initialiser.value("inner.w").tolist() == [1, 1]
+    assert initialiser.value("w").tolist() == [0, 0]
