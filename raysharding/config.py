@@ -99,9 +99,6 @@ class Loading:
     bucket_bytes: int = 32 * MIB
     """Bytes of one bucket, all ranks' parts together. Two are in flight: one is sent while the next is read.
     Default 32 MiB: see the measurement in `distributed/plan.py`."""
-    shared_memory: bool = True
-    """`scatter` on CPUs: ranks of rank 0's host read their parts out of its buckets, instead of being sent them through
-    a socket. Ranks that cannot map them are sent them all the same. Default yes."""
     dtype: torch.dtype | None = None
     """Floating dtype of the loaded parameters. Default: config.json's, else the one floating dtype of the files;
     for a callable's model, its parameters' own."""
@@ -113,6 +110,9 @@ class Loading:
     """Regular expression on checkpoint keys → replacement, applied before the model's own mapping."""
     seed: int = 0
     """Seed, together with the FQN, of what the checkpoint lacks under `strict=False`. Default 0."""
+    shared_memory: bool = True
+    """`scatter` on CPUs: ranks of rank 0's host read their parts out of its buckets, instead of being sent them through
+    a socket. Ranks that cannot map them are sent them all the same. Default yes."""
 
     def __post_init__(self) -> None:
         known = self.transport in ("auto", "broadcast", "scatter")

@@ -60,7 +60,7 @@ def load_checkpoint(
 
     Raises:
         CheckpointError: On every rank, when the files cannot be read or trusted.
-        PlanError: On every rank, before any data moves, with every mismatch of every rank.
+        PlanError: On every rank, before any data moves: every mismatch, or which ranks differ in module or options.
         TimeoutError: On rank 0, when no bucket could be read for `stall_s`; the others time out in turn.
         RuntimeError: From the process group, when a rank is gone or silent for `stall_s`.
     """
@@ -77,12 +77,13 @@ def load_checkpoint(
     proposal = propose_load(module, tensors, checkpoint, loading)
     undo, error = _materialize(module, device)
     try:
-        with Prefault(local_tensor(tensor) for tensor in module_tensors(module).values() if not tensor.is_meta):
+        tensors = module_tensors(module)
+        with Prefault(local_tensor(tensor) for tensor in tensors.values()):
             plan = agree_on_plan(proposal, error, loading, shards)
             transport, reason = make_transport(loading, shards, stall_s, plan.buckets, device)
             plan_s = perf_counter() - started
-            stream = _make_stream(module, plan, transport, shards, device, stall_s, peak, report_progress)
-            figures, error = _fill(module, plan, stream, loading.seed, report_progress)
+            stream = _make_stream(tensors, plan, transport, shards, device, stall_s, peak, report_progress)
+            figures, error = _fill(module, tensors, plan, stream, loading.seed, report_progress)
         # The last word on every rank: one whose stream failed must not leave the others with a module that looks well.
         mine = asdict(replace(figures, plan_s=plan_s, seconds=perf_counter() - started))
         every = [_Figures(**value) for value in agree(error, mine)]
@@ -101,10 +102,14 @@ def _materialize(module: nn.Module, device: torch.device) -> tuple[Callable[[], 
 
 
 def _fill(
-    module: nn.Module, plan: LoadPlan, stream: BucketStream, seed: int, progress: Progress
+    module: nn.Module,
+    tensors: Mapping[str, torch.Tensor],
+    plan: LoadPlan,
+    stream: BucketStream,
+    seed: int,
+    progress: Progress,
 ) -> tuple[_Figures, Exception | None]:
     """Stream the buckets and initialise the rest."""
-    tensors = module_tensors(module)
     started = perf_counter()
     read_bytes, error = _run_stream(stream, plan)
     streamed = perf_counter()
@@ -148,7 +153,7 @@ class _Figures(StreamTimes):
 
 
 def _make_stream(
-    module: nn.Module,
+    tensors: Mapping[str, torch.Tensor],
     plan: LoadPlan,
     transport: BucketTransport,
     shards: ShardMap,
@@ -165,7 +170,7 @@ def _make_stream(
         name = plan.buckets.tensors[last[0].tensor].layout.fqn if last else ""
         progress("stream", cumulative[index], total, name)
 
-    placer = Placer(plan.buckets, module_tensors(module), shards)
+    placer = Placer(plan.buckets, tensors, shards)
     return BucketStream(plan.buckets, transport, placer, shards, device, stall_s, peak, done)
 
 

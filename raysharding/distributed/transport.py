@@ -114,11 +114,11 @@ class Scatter:
 
     def receive(self, bucket: Bucket, buffer: torch.Tensor, direct: DirectTarget) -> tuple[list[dist.Work], Received]:
         """Other ranks: post the receives of a bucket; its data is there once `wait` returned."""
-        ops = []
-        landed = set()
         if self.ring is not None:
             status = torch.empty(STATUS_BYTES, dtype=torch.uint8)
             return _start([dist.P2POp(dist.irecv, status, 0, self._group)]), Received(bucket, buffer, shared=True)
+        ops = []
+        landed = set()
         for section in sections_for(bucket, self._shards.shard_index):
             for offset, length, segment in _messages(section):
                 piece = buffer[offset : offset + length]

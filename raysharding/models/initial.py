@@ -18,7 +18,6 @@ from raysharding.models.writes import Writes
 INITIALISED = "_is_hf_initialized"
 """transformers' initialisers leave a tensor alone that carries this attribute."""
 
-
 Rule = Callable[[nn.Module, str], None]
 """Initialise what is real in a stand-in tree, given the FQN."""
 
@@ -39,7 +38,7 @@ class Initialiser:
 
     def __init__(self, module: nn.Module, seed: int) -> None:
         self._seed = seed
-        self._tree = stand_in(module, _settled_placeholder)
+        self._tree = stand_in(module, lambda _, tensor: placeholder_of(tensor, is_settled=True))
 
     def value(self, fqn: str) -> torch.Tensor:
         """Compute one value.
@@ -78,7 +77,7 @@ class Initialiser:
     def _run(self, fqn: str, rule: Rule, fill: float) -> torch.Tensor | None:
         target = lookup(owner_of(self._tree, fqn), fqn)
         real = torch.full(tuple(target.shape), fill, dtype=target.dtype)
-        copy = self._copy_around(target, real)
+        copy = self._copy_with(target, real)
         try:
             with _seeded(self._seed, fqn), torch.no_grad(), Writes() as writes:
                 rule(copy, fqn)
@@ -92,7 +91,7 @@ class Initialiser:
             return None
         return result.to(device="cpu", dtype=target.dtype)
 
-    def _copy_around(self, target: torch.Tensor, real: torch.Tensor) -> nn.Module:
+    def _copy_with(self, target: torch.Tensor, real: torch.Tensor) -> nn.Module:
         """The stand-in with `real` in the place of `target`."""
 
         def placeholder(_: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -110,12 +109,13 @@ class Initialiser:
         )
 
 
-def _settled_placeholder(_: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same shape on meta, marked so that transformers' initialisers leave it alone."""
+def placeholder_of(tensor: torch.Tensor, *, is_settled: bool) -> torch.Tensor:
+    """A tensor of the same shape on meta; transformers' initialisers leave it alone if it `is_settled`."""
     empty = torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="meta")
     if isinstance(tensor, nn.Parameter):
         empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
-    setattr(empty, INITIALISED, True)
+    if is_settled:
+        setattr(empty, INITIALISED, True)
     return empty
 
 

@@ -10,13 +10,13 @@ from torch import nn
 from raysharding.errors import PlanError
 from raysharding.models.conversion import CONVERSION_ERRORS, is_transformers_model
 from raysharding.models.initial import (
-    INITIALISED,
     Initialiser,
     apply_init_weights,
     apply_reset,
     inside_transformers,
     lookup,
     owner_of,
+    placeholder_of,
 )
 from raysharding.models.stand_in import stand_in
 from raysharding.models.writes import Writes
@@ -60,15 +60,7 @@ def _proven(module: nn.Module, names: Iterable[str]) -> set[str]:
         return set()
     wanted = {id(lookup(owner_of(module, name), name)) for held in owners.values() for name in held}
 
-    def on_meta(_: str, tensor: torch.Tensor) -> torch.Tensor:
-        empty = torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="meta")
-        if isinstance(tensor, nn.Parameter):
-            empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
-        if id(tensor) not in wanted:
-            setattr(empty, INITIALISED, True)
-        return empty
-
-    copy = stand_in(module, on_meta)
+    copy = stand_in(module, lambda _, tensor: placeholder_of(tensor, is_settled=id(tensor) not in wanted))
     return {name for held in owners.values() for name in _proven_of_owner(copy, held)}
 
 

@@ -85,16 +85,6 @@ def run_load(round_index: int, arm: str, checkpoint: Path, args: argparse.Namesp
     )
 
 
-def warm_page_cache(checkpoint: Path) -> int:
-    """Read every file once, so that no arm pays for the disk; returns the files' bytes."""
-    num_bytes = 0
-    for file in sorted(checkpoint.glob("*.safetensors")):
-        with file.open("rb", buffering=0) as stream:
-            while chunk := stream.read(16 * MIB):
-                num_bytes += len(chunk)
-    return num_bytes
-
-
 def run_rounds(args: argparse.Namespace, arms: Sequence[str], checkpoint: Path) -> list[Load]:
     """All rounds; the order of the arms rotates so that none always follows the same one."""
     loads: list[Load] = []
@@ -157,7 +147,7 @@ def main() -> None:
             made = python("tests.bench.checkpoints", str(checkpoint), "--size-gib", str(args.size_gib))
             subprocess.run(made, cwd=ROOT, env=environment(), check=True)
         checkpoint = checkpoint.resolve()
-        size_gib = warm_page_cache(checkpoint) / GIB
+        size_gib = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors")) / GIB
         loads = run_rounds(args, arms, checkpoint)
         print(
             f"{size_gib:.2f} GiB, world size {args.world_size}, gloo, {args.rounds} rounds of fresh processes, ", end=""
