@@ -46,7 +46,7 @@ class LoadReport:
     read_s: float
     """Rank 0's thread, reading; overlaps with sending."""
     send_s: float
-    """Waiting for messages; slowest rank."""
+    """Starting and waiting for messages; slowest rank."""
     place_s: float
     """Copying out of buffers into shards; slowest rank."""
     initialise_s: float

@@ -37,7 +37,7 @@ class StreamTimes:
     read_s: float = 0.0
     """Reading files (rank 0's thread)."""
     send_s: float = 0.0
-    """Waiting for messages: sends on rank 0, receives elsewhere."""
+    """Starting and waiting for messages: sends on rank 0, receives elsewhere."""
     place_s: float = 0.0
     """Copying out of buffers into shards."""
 
@@ -76,8 +76,10 @@ class BucketStream:
         error: Exception | None = None
         for index in range(len(self.plan.buckets)):
             filled = ahead.next(self.timeout_s)
+            started = perf_counter()
             # Sent before the last one is waited for: the others have receives for both.
             in_flight.append((filled, self._send_bucket(filled)))
+            self.times.send_s += perf_counter() - started  # gloo writes what the socket takes at once
             if filled.error is not None:
                 error = filled.error
                 self._send_posted(filled, index)

@@ -7,7 +7,6 @@ initialisers write to whatever tensors they find. A stand-in answers both withou
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,38 +39,35 @@ def stand_in(module: nn.Module, tensors: TensorMap = _keep) -> nn.Module:
     Returns:
         Modules of the original classes, without hooks. Modules and tensors that were shared are shared again.
     """
-    return _Copier(tensors).copy(module, "")
+    return _copy(module, "", tensors, {}, {})
 
 
-@dataclass
-class _Copier:
-    """State of one `stand_in` call."""
+def _copy(
+    module: nn.Module, prefix: str, tensors: TensorMap, modules: dict[int, nn.Module], seen: dict[int, torch.Tensor]
+) -> nn.Module:
+    if id(module) in modules:
+        return modules[id(module)]
+    cls = original_class(module)
+    copy = cls.__new__(cls)
+    modules[id(module)] = copy
+    # Hooks are left behind: FSDP's would gather, and PreTrainedModel's could touch the live module.
+    attributes: dict[str, Any] = {name: value for name, value in vars(module).items() if not name.endswith("_hooks")}
+    blank = vars(nn.Module())
+    attributes = blank | attributes
 
-    tensors: TensorMap
-    copies: dict[int, nn.Module] = field(default_factory=dict)
-    seen: dict[int, torch.Tensor] = field(default_factory=dict)
-
-    def copy(self, module: nn.Module, prefix: str) -> nn.Module:
-        if id(module) in self.copies:
-            return self.copies[id(module)]
-        cls = original_class(module)
-        copy = cls.__new__(cls)
-        self.copies[id(module)] = copy
-        # Hooks are left behind: FSDP's would gather, and PreTrainedModel's could touch the live module.
-        attributes: dict[str, Any] = {name: item for name, item in vars(module).items() if not name.endswith("_hooks")}
-        vars(copy).update(vars(nn.Module()) | attributes)
-        vars(copy)["_parameters"] = self._replaced(module._parameters, prefix)
-        vars(copy)["_buffers"] = self._replaced(module._buffers, prefix)
-        vars(copy)["_modules"] = {
-            name: None if child is None else self.copy(child, f"{prefix}{name}.")
-            for name, child in module._modules.items()
-        }
-        return copy
-
-    def _replaced(self, held: Mapping[str, torch.Tensor | None], prefix: str) -> dict[str, torch.Tensor | None]:
+    def replaced(held: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
         result: dict[str, torch.Tensor | None] = {}
         for name, tensor in held.items():
-            if tensor is not None and id(tensor) not in self.seen:
-                self.seen[id(tensor)] = self.tensors(prefix + name, tensor)
-            result[name] = None if tensor is None else self.seen[id(tensor)]
+            if tensor is not None and id(tensor) not in seen:
+                seen[id(tensor)] = tensors(prefix + name, tensor)
+            result[name] = None if tensor is None else seen[id(tensor)]
         return result
+
+    attributes["_parameters"] = replaced(module._parameters)
+    attributes["_buffers"] = replaced(module._buffers)
+    attributes["_modules"] = {
+        name: None if child is None else _copy(child, f"{prefix}{name}.", tensors, modules, seen)
+        for name, child in module._modules.items()
+    }
+    vars(copy).update(attributes)
+    return copy
