@@ -1,6 +1,6 @@
 """What is in the files: headers and index to validated `TensorInfo`s, byte reads, and standard files written back."""
 
-from raysharding.checkpoint.checkpoint import Checkpoint, CheckpointFile, open_checkpoint
+from raysharding.checkpoint.checkpoint import Checkpoint, CheckpointFile, identify, open_checkpoint
 from raysharding.checkpoint.commit import (
     StagedDirectory,
     check_destination,
@@ -11,6 +11,7 @@ from raysharding.checkpoint.commit import (
     staging_path,
 )
 from raysharding.checkpoint.file_plan import file_names, plan_files, write_file, write_index
+from raysharding.checkpoint.mounts import file_system_type
 from raysharding.checkpoint.reader import FileReader
 from raysharding.checkpoint.tensor_info import TensorInfo
 from raysharding.checkpoint.writer import FileWriter
@@ -26,6 +27,8 @@ __all__ = [
     "commit_staging",
     "create_staging",
     "file_names",
+    "file_system_type",
+    "identify",
     "new_token",
     "open_checkpoint",
     "plan_files",

@@ -8,8 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
-from raysharding.checkpoint.header import Header, read_header
-from raysharding.checkpoint.index import FileSet, list_sidecar_files, local_path, read_config, resolve_files
+from raysharding.checkpoint.header import Header, header_sha256, read_header, read_header_bytes
+from raysharding.checkpoint.index import (
+    FileSet,
+    list_sidecar_files,
+    local_path,
+    read_config,
+    require_regular,
+    resolve_files,
+)
 from raysharding.checkpoint.tensor_info import DTYPE_OF_NAME, NAME_OF_DTYPE, TensorInfo
 from raysharding.errors import CheckpointError
 
@@ -27,6 +34,8 @@ class CheckpointFile:
     """Size of the file, header included."""
     mtime_ns: int | None
     """Time of the last change in nanoseconds since the epoch; `None` where the file system has none."""
+    header_sha256: str
+    """SHA-256, in hex, of the header's length (8 bytes) and the header: tells files of one path on two nodes apart."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +68,7 @@ class Checkpoint:
         tensors = [[t.name, NAME_OF_DTYPE[t.dtype], t.shape, t.file, t.offset] for t in self.tensors.values()]
         fields = {
             "path": self.path,
-            "files": [[file.path, file.num_bytes, file.mtime_ns] for file in self.files],
+            "files": [[file.path, file.num_bytes, file.mtime_ns, file.header_sha256] for file in self.files],
             "tensors": tensors,
             "config": self.config,
             "metadata": self.metadata,
@@ -127,6 +136,31 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     raise CheckpointError(what, path=given)
 
 
+def identify(path: str) -> CheckpointFile:
+    """Look at one safetensors file as this process sees it: size, mtime and header hash. The header is not parsed.
+
+    Equal to the entry in `Checkpoint.files` of a rank that sees the same file under this path.
+
+    Args:
+        path: A `CheckpointFile.path`.
+
+    Raises:
+        CheckpointError: there is none, or no header can be read from it.
+    """
+    require_regular(path)
+    try:
+        with open(path, "rb", buffering=0) as raw:
+            status = os.fstat(raw.fileno())
+
+            def read(offset: int, length: int) -> bytes:
+                return os.pread(raw.fileno(), length, offset)
+
+            data = read_header_bytes(path, status.st_size, read)
+    except OSError as error:
+        raise CheckpointError(f"cannot be read: {error.strerror}", path=path) from error
+    return CheckpointFile(path, status.st_size, status.st_mtime_ns, header_sha256(data))
+
+
 def _identity(local: str) -> tuple[int, int, int] | None:
     """What tells a directory or file from one that a save renamed into its place meanwhile.
 
@@ -167,7 +201,7 @@ def _read_file(path: str, file: int) -> tuple[CheckpointFile, Header]:
             header = read_header(path, file, status.st_size, read)
     except OSError as error:
         raise CheckpointError(f"cannot be read: {error.strerror}", path=path) from error
-    return CheckpointFile(path, status.st_size, status.st_mtime_ns), header
+    return CheckpointFile(path, status.st_size, status.st_mtime_ns, header.sha256), header
 
 
 def _merge(files: list[CheckpointFile], headers: list[Header]) -> dict[str, TensorInfo]:

@@ -6,6 +6,7 @@ is `name: {"dtype", "shape", "data_offsets": [begin, end]}`, offsets counted fro
 
 from __future__ import annotations
 
+import hashlib
 import math
 import reprlib
 from collections.abc import Callable
@@ -38,6 +39,8 @@ class Header:
     """In file order."""
     metadata: dict[str, str]
     """`__metadata__`; empty where there is none."""
+    sha256: str
+    """SHA-256, in hex, of the length's 8 bytes and the header as they are in the file."""
 
 
 def read_header(path: str, file: int, num_bytes: int, read: Callable[[int, int], bytes]) -> Header:
@@ -52,6 +55,11 @@ def read_header(path: str, file: int, num_bytes: int, read: Callable[[int, int],
     Raises:
         CheckpointError: anything wrong with the file's length, its header, or one of its tensors.
     """
+    return parse_header(path, file, num_bytes, read_header_bytes(path, num_bytes, read))
+
+
+def read_header_bytes(path: str, num_bytes: int, read: Callable[[int, int], bytes]) -> bytes:
+    """Read the header, without the length before it, as `read_header` does; only its length is checked."""
     if num_bytes < _LENGTH_BYTES:
         raise CheckpointError(f"has {num_bytes} bytes, too few for a safetensors file: it is truncated", path=path)
     length = int.from_bytes(_read_exactly(path, read, 0, _LENGTH_BYTES), "little")
@@ -61,7 +69,14 @@ def read_header(path: str, file: int, num_bytes: int, read: Callable[[int, int],
     if length > num_bytes - _LENGTH_BYTES:
         what = f"header length {length} does not fit into the file's {num_bytes} bytes: it is truncated"
         raise CheckpointError(what, path=path)
-    return parse_header(path, file, num_bytes, _read_exactly(path, read, _LENGTH_BYTES, length))
+    return _read_exactly(path, read, _LENGTH_BYTES, length)
+
+
+def header_sha256(data: bytes) -> str:
+    """SHA-256, in hex, of a file's first bytes: the header's length, and the header `data`."""
+    digest = hashlib.sha256(len(data).to_bytes(_LENGTH_BYTES, "little"))
+    digest.update(data)
+    return digest.hexdigest()
 
 
 def parse_header(path: str, file: int, num_bytes: int, data: bytes) -> Header:
@@ -80,7 +95,7 @@ def parse_header(path: str, file: int, num_bytes: int, data: bytes) -> Header:
         key=lambda info: (info.offset, info.num_bytes),
     )
     _check_tiling(path, tensors, start, num_bytes)
-    return Header(tuple(tensors), metadata)
+    return Header(tuple(tensors), metadata, header_sha256(data))
 
 
 def _read_exactly(path: str, read: Callable[[int, int], bytes], offset: int, length: int) -> bytes:

@@ -82,7 +82,7 @@ def resolve_files(path: str) -> FileSet:
         return _read_index(local)
     if name.endswith(_SUFFIX):
         # The user named this very file, so a symlink that leads elsewhere is the user's choice.
-        _require_regular(local)
+        require_regular(local)
         return FileSet(os.path.dirname(local), (name,), None, None)
     what = f"is neither a directory, nor a {_SUFFIX} file, nor a {_INDEX_SUFFIX}"
     if name.endswith((".bin", ".pt", ".pth", ".ckpt")):
@@ -151,7 +151,7 @@ def _resolve_directory(directory: str) -> FileSet:
     if len(found) != 1:
         raise _no_checkpoint(directory, names, found)
     _require_inside(directory, found[0])
-    _require_regular(os.path.join(directory, found[0]))
+    require_regular(os.path.join(directory, found[0]))
     return FileSet(directory, (found[0],), None, None)
 
 
@@ -202,7 +202,7 @@ def _read_index(path: str) -> FileSet:
         _require_inside(directory, name)
         if not os.path.lexists(os.path.join(directory, name)):
             raise CheckpointError(f"index names the file {name!r}, which is missing", path=path, tensor=tensor)
-        _require_regular(os.path.join(directory, name))
+        require_regular(os.path.join(directory, name))
     return FileSet(directory, tuple(sorted(names)), weight_map, path)
 
 
@@ -239,7 +239,7 @@ def _require_inside(directory: str, name: str) -> None:
         raise CheckpointError(what, path=os.path.join(directory, name))
 
 
-def _require_regular(path: str) -> None:
+def require_regular(path: str) -> None:
     """Refuse what is not a regular file. Opening a named pipe, for one, would wait for ever."""
     try:
         mode = os.stat(path).st_mode
@@ -258,7 +258,7 @@ def _list(directory: str) -> list[str]:
 
 def _read_small(path: str) -> bytes:
     """Read a whole JSON file, after a look at what and how big it is."""
-    _require_regular(path)
+    require_regular(path)
     try:
         with open(path, "rb") as file:
             num_bytes = os.fstat(file.fileno()).st_size

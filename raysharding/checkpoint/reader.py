@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 import torch
 
 from raysharding.checkpoint.checkpoint import Checkpoint, CheckpointFile
 from raysharding.checkpoint.tensor_info import TensorInfo
 from raysharding.errors import CheckpointError
+
+_MAX_VIEWS: Final = os.sysconf("SC_IOV_MAX")
+"""Most buffers that one `preadv` takes; 1,024 on Linux."""
+_num_bytes = attrgetter("nbytes")
 
 
 class FileReader:
@@ -52,11 +57,23 @@ class FileReader:
             CheckpointError: the file is gone, ends early, cannot be read, or is not the one whose header was read.
         """
         view = buffer.numpy().data if isinstance(buffer, torch.Tensor) else buffer
-        view = view.cast("B") if view.nbytes else memoryview(bytearray())
+        self.read_views(file, offset, (view,))
+
+    def read_views(self, file: int, offset: int, views: Sequence[memoryview]) -> None:
+        """Fill `views` in turn with the bytes that begin at `offset`: one range of the file, scattered over memory.
+
+        Args:
+            file: Index into `Checkpoint.files`.
+            offset: Byte offset from the start of the file.
+            views: Writable and contiguous. Their lengths together say how many bytes to read.
+
+        Raises:
+            CheckpointError: as `read_into`.
+        """
         with self._open_descriptor(file) as descriptor:
-            self._fill(descriptor, self._checkpoint.files[file], offset, view)
+            num_bytes = _fill(descriptor, self._checkpoint.files[file], offset, views)
         with self._lock:
-            self._num_bytes_read += view.nbytes
+            self._num_bytes_read += num_bytes
 
     def read_tensor(self, info: TensorInfo) -> torch.Tensor:
         """Read one whole tensor into new CPU memory of `info.num_bytes`.
@@ -130,22 +147,37 @@ class FileReader:
             while self._descriptors:
                 os.close(self._descriptors.popitem()[1])
 
-    def _fill(self, descriptor: int, file: CheckpointFile, offset: int, view: memoryview) -> None:
-        done = 0
-        while done < view.nbytes:
+
+def _fill(descriptor: int, file: CheckpointFile, offset: int, views: Sequence[memoryview]) -> int:
+    """Fill `views` and return how many bytes they hold."""
+    position = offset
+    for first in range(0, len(views), _MAX_VIEWS):
+        batch = views[first : first + _MAX_VIEWS]
+        missing = sum(map(_num_bytes, batch))
+        while missing:
             try:
                 # One call reads at most 2 GiB, and may stop early; Python itself retries on EINTR.
-                count = os.preadv(descriptor, [view[done:]], offset + done)
+                count = os.preadv(descriptor, batch, position)
             except OSError as error:
-                what = f"cannot read {view.nbytes} bytes at {offset}: {error.strerror}"
-                raise CheckpointError(what, path=file.path) from error
+                raise CheckpointError(f"cannot read at byte {position}: {error.strerror}", path=file.path) from error
             if count == 0:
-                what = (
-                    f"ends at byte {offset + done}, but {view.nbytes} bytes were asked for at {offset}: "
-                    "the file was cut short after its header was read; restore it and load again"
-                )
-                raise CheckpointError(what, path=file.path)
-            done += count
+                what = f"ends at byte {position}, but {sum(map(_num_bytes, views))} bytes were asked for at {offset}"
+                cure = "the file was cut short after its header was read; restore it and load again"
+                raise CheckpointError(f"{what}: {cure}", path=file.path)
+            position += count
+            missing -= count
+            if missing:
+                batch = _after(batch, count)
+    return position - offset
+
+
+def _after(views: Sequence[memoryview], num_bytes: int) -> Sequence[memoryview]:
+    """What of `views` is left when the first `num_bytes` are filled."""
+    for index, view in enumerate(views):
+        if num_bytes < view.nbytes:
+            return [view.cast("B")[num_bytes:], *views[index + 1 :]]
+        num_bytes -= view.nbytes
+    return []
 
 
 def _open(file: CheckpointFile) -> int:

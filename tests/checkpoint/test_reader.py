@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -53,6 +54,51 @@ def test_ranges_land_in_tensors_and_memoryviews_and_nowhere_else(path: Path) -> 
         reader.read_into(info.file, info.offset, memoryview(bytearray()))
         reader.read_into(info.file, info.offset, torch.empty(0, dtype=torch.uint8))
         assert reader.num_bytes_read == 24
+
+
+def test_one_range_is_scattered_over_thousands_of_views(path: Path) -> None:
+    checkpoint = open_checkpoint(path)
+    info = checkpoint.tensors["b"]
+    sizes = [0, 1, 3, *[2] * 2000, 0, 500, 0]
+    buffer = bytearray(sum(sizes) + 2)
+    memory, views, position = memoryview(buffer), [], 1
+    for size in sizes:
+        views.append(memory[position : position + size])
+        position += size
+    with FileReader(checkpoint) as reader:
+        reader.read_views(info.file, info.offset + 7, views)
+        reader.read_views(info.file, info.offset, [])
+        assert reader.num_bytes_read == sum(sizes)
+    start = info.offset + 7
+    assert buffer == b"\0" + path.read_bytes()[start : start + sum(sizes)] + b"\0"
+
+
+@pytest.mark.parametrize("most", [1, 5, 8, 100])
+def test_a_read_that_stops_early_goes_on_where_it_stopped(
+    path: Path, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the kernel does after 2 GiB: `preadv` itself, given less to fill than was asked for."""
+    preadv = os.preadv
+
+    def stops_early(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
+        shorter, room = [], most
+        for view in views:
+            shorter.append(view.cast("B")[:room])
+            room -= shorter[-1].nbytes
+        return preadv(descriptor, shorter, offset)
+
+    monkeypatch.setattr(os, "preadv", stops_early)
+    checkpoint = open_checkpoint(path)
+    buffers = [bytearray(4), bytearray(0), bytearray(8), bytearray(1), bytearray(12)]
+    views = [memoryview(buffer) for buffer in buffers]
+    views[2] = views[2].cast("i")
+    with FileReader(checkpoint) as reader:
+        reader.read_views(0, 64, views)
+        assert reader.num_bytes_read == 25
+        with pytest.raises(CheckpointError, match=r"ends at byte \d+, but 25 bytes were asked for"):
+            reader.read_views(0, path.stat().st_size - 20, views)
+        reader.read_views(0, 64, views)
+    assert b"".join(buffers) == path.read_bytes()[64:89]
 
 
 def test_threads_share_one_reader(path: Path) -> None:
