@@ -19,6 +19,8 @@ from raysharding.errors import CheckpointError
 
 INDEX_NAME: Final = "model.safetensors.index.json"
 SINGLE_NAME: Final = "model.safetensors"
+MANIFEST_NAME: Final = "raysharding.manifest.json"
+"""Checksums of one save (`manifest.py`). Here, so that it is never copied beside the weights of another."""
 _SUFFIX: Final = ".safetensors"
 _INDEX_SUFFIX: Final = ".safetensors.index.json"
 _MAX_INDEX_BYTES: Final = 256 << 20
@@ -121,6 +123,8 @@ def list_sidecar_files(directory: str) -> tuple[str, ...]:
     names = []
     for name in _list(directory):
         if not name.endswith(_SIDECAR_SUFFIXES) or name.endswith(".index.json") or name.startswith("."):
+            continue
+        if name == MANIFEST_NAME:
             continue
         try:
             status = os.stat(os.path.join(directory, name))

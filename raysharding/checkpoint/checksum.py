@@ -1,0 +1,175 @@
+"""CRC-32 of tensors whose bytes are read in pieces: by several ranks, in any order, put together afterwards."""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import Final
+
+import torch
+
+ALGORITHM: Final = "crc32"
+"""Name of the checksum in a manifest: the CRC-32 of zlib, gzip and PNG. It finds accidents, not forgery."""
+
+_POLYNOMIAL: Final = 0xEDB88320
+"""CRC-32's, bits reversed: bit 31 stands for x**0, bit 0 for x**31."""
+
+Data = memoryview | torch.Tensor
+"""Contiguous bytes: a memoryview, or a contiguous uint8 tensor on the CPU."""
+Pieces = Mapping[str, Sequence[Sequence[int]]]
+"""Tensor → [first byte, end byte, CRC-32] of each piece: a JSON value."""
+
+
+def crc32_combine(crc1: int, crc2: int, length2: int) -> int:
+    """CRC-32 of two byte strings in a row, from the CRC-32 of each. What zlib's function of that name returns.
+
+    Costs about 2 µs for a `length2` seen before, up to 0.2 ms for a new one.
+
+    Args:
+        crc1: CRC-32 of the first.
+        crc2: CRC-32 of the second.
+        length2: Bytes in the second.
+    """
+    for column in _operator(length2):
+        if crc1 & 1:
+            crc2 ^= column
+        crc1 >>= 1
+    return crc2
+
+
+class Checksums:
+    """CRC-32 of tensors that arrive in pieces. Thread-safe.
+
+    `add` takes the pieces that this rank reads. Pieces of a tensor that come one after the other become one, so what
+    `pieces` gives to the other ranks is small: one piece for each run of bytes. Ranks may read the same bytes
+    (replicas do); then all must have read the same.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._own: dict[str, dict[int, tuple[int, int]]] = {}  # tensor → end → (start, CRC-32)
+        self._further: dict[str, set[tuple[int, int, int]]] = {}  # tensor → (start, end, CRC-32), not to be joined
+
+    def add(self, tensor: str, start_byte: int, data: Data | Sequence[Data]) -> None:
+        """Take a part of a tensor, as it is in the file. Costs one pass over the bytes, best while they are in cache.
+
+        Args:
+            tensor: Key in the checkpoint file.
+            start_byte: Where in the tensor the part begins, counted from its first byte.
+            data: The bytes, or several runs of bytes that follow each other in the tensor.
+        """
+        crc = 0
+        end = start_byte
+        for part in (data,) if isinstance(data, Data) else data:
+            view = part.numpy().data if isinstance(part, torch.Tensor) else part
+            crc = zlib.crc32(view, crc)  # without the GIL, unless it is a few KiB
+            end += view.nbytes
+        if end > start_byte:
+            with self._lock:
+                self._add(tensor, start_byte, end, crc)
+
+    def merge(self, pieces: Pieces) -> None:
+        """Take what `pieces` gave on another rank. Taking this rank's own once more does no harm."""
+        with self._lock:
+            for tensor, further in pieces.items():
+                self._further.setdefault(tensor, set()).update((start, end, crc) for start, end, crc in further)
+
+    def pieces(self) -> dict[str, list[list[int]]]:
+        """Tensor → [first byte, end byte, CRC-32] of each piece, for `merge` on another rank: a JSON value."""
+        with self._lock:
+            names = dict.fromkeys((*self._own, *self._further))
+            return {tensor: [list(piece) for piece in self._sorted(tensor)] for tensor in names}
+
+    def value(self, tensor: str, num_bytes: int) -> int | None:
+        """CRC-32 of a whole tensor of `num_bytes`; `None` where the pieces do not give it, and `problem` says why."""
+        return self._combine(tensor, num_bytes)[0]
+
+    def problem(self, tensor: str, num_bytes: int) -> str:
+        """Why `value` is `None`: which bytes were not read, or not read alike; empty where it is not `None`."""
+        return self._combine(tensor, num_bytes)[1]
+
+    def _add(self, tensor: str, start: int, end: int, crc: int) -> None:
+        own = self._own.setdefault(tensor, {})
+        # Only to the left: the piece at hand is of a length that repeats, so its operator is in the cache.
+        if start in own:
+            first, before = own.pop(start)
+            start, crc = first, crc32_combine(before, crc, end - start)
+        if end in own:
+            self._further.setdefault(tensor, set()).add((start, end, crc))
+        else:
+            own[end] = start, crc
+
+    def _sorted(self, tensor: str) -> list[tuple[int, int, int]]:
+        """All pieces of a tensor by start. This rank's own are joined where they touch."""
+        joined: list[tuple[int, int, int]] = []
+        for start, end, crc in sorted((start, end, crc) for end, (start, crc) in self._own.get(tensor, {}).items()):
+            if joined and joined[-1][1] == start:
+                first, _, before = joined.pop()
+                start, crc = first, crc32_combine(before, crc, end - start)
+            joined.append((start, end, crc))
+        return sorted({*joined, *self._further.get(tensor, ())})
+
+    def _combine(self, tensor: str, num_bytes: int) -> tuple[int | None, str]:
+        """Go through the pieces from the first byte to the last; where two ways lead to a byte, they must agree."""
+        with self._lock:
+            pieces = self._sorted(tensor)
+        prefix = {0: 0}  # end of a piece → CRC-32 of all bytes before it
+        reached = 0
+        for start, end, crc in pieces:
+            if start > reached:
+                return None, f"bytes [{reached}, {start}) were not read"
+            if start not in prefix:
+                return None, f"bytes [{start}, {reached}) were read twice, in pieces that overlap"
+            combined = crc32_combine(prefix[start], crc, end - start)
+            if prefix.setdefault(end, combined) != combined:
+                return None, f"bytes [0, {end}) were read twice and differ"
+            reached = max(reached, end)
+        if reached != num_bytes:
+            lacks = f"bytes [{reached}, {num_bytes}) were not read"
+            return None, lacks if reached < num_bytes else f"{reached} bytes were read, but it has {num_bytes}"
+        loose = prefix.keys() - {start for start, _, _ in pieces} - {num_bytes}
+        if loose:
+            return None, f"bytes [0, {min(loose)}) were read twice, in pieces that overlap"
+        return prefix[num_bytes], ""
+
+
+def _times_x(value: int) -> int:
+    """A polynomial times x, modulo CRC-32's."""
+    return value >> 1 ^ (_POLYNOMIAL if value & 1 else 0)
+
+
+def _multiply(left: int, right: int) -> int:
+    """Product of two polynomials over GF(2), modulo CRC-32's."""
+    product = 0
+    for bit in range(31, -1, -1):
+        if left >> bit & 1:
+            product ^= right
+        right = _times_x(right)
+    return product
+
+
+def _squares(first: int, count: int) -> Iterable[int]:
+    for _ in range(count):
+        yield first
+        first = _multiply(first, first)
+
+
+_BYTES: Final = tuple(_squares(1 << 23, 64))
+"""x**(8 * 2**k): what 2**k more bytes multiply a CRC-32 by."""
+
+
+@lru_cache(maxsize=1024)
+def _operator(num_bytes: int) -> tuple[int, ...]:
+    """What each bit of a CRC-32, lowest first, becomes when `num_bytes` further bytes follow."""
+    assert 0 <= num_bytes < 1 << 64, f"num_bytes={num_bytes}"
+    factor = 1 << 31
+    for power, square in enumerate(_BYTES):
+        if num_bytes >> power & 1:
+            factor = _multiply(factor, square)
+    columns = []
+    for _ in range(32):
+        columns.append(factor)
+        factor = _times_x(factor)
+    return tuple(reversed(columns))
