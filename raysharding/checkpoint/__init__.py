@@ -1,6 +1,7 @@
 """What is in the files: headers and index to validated `TensorInfo`s, byte reads, and standard files written back."""
 
 from raysharding.checkpoint.checkpoint import Checkpoint, CheckpointFile, identify, open_checkpoint
+from raysharding.checkpoint.checksum import Checksums
 from raysharding.checkpoint.commit import (
     StagedDirectory,
     check_destination,
@@ -11,6 +12,7 @@ from raysharding.checkpoint.commit import (
     staging_path,
 )
 from raysharding.checkpoint.file_plan import file_names, plan_files, write_file, write_index
+from raysharding.checkpoint.manifest import Manifest, check_manifest, mismatches, read_manifest, write_manifest
 from raysharding.checkpoint.mounts import file_system_type
 from raysharding.checkpoint.reader import FileReader
 from raysharding.checkpoint.tensor_info import TensorInfo
@@ -19,21 +21,27 @@ from raysharding.checkpoint.writer import FileWriter
 __all__ = [
     "Checkpoint",
     "CheckpointFile",
+    "Checksums",
     "FileReader",
     "FileWriter",
+    "Manifest",
     "StagedDirectory",
     "TensorInfo",
     "check_destination",
+    "check_manifest",
     "commit_staging",
     "create_staging",
     "file_names",
     "file_system_type",
     "identify",
+    "mismatches",
     "new_token",
     "open_checkpoint",
     "plan_files",
+    "read_manifest",
     "remove_staging",
     "staging_path",
     "write_file",
     "write_index",
+    "write_manifest",
 ]

@@ -11,12 +11,15 @@ from typing import Final, Self
 
 import torch
 
-from raysharding.checkpoint.header import MAX_HEADER_BYTES
+from raysharding.checkpoint.checksum import Checksums
+from raysharding.checkpoint.header import MAX_HEADER_BYTES, header_sha256
 from raysharding.checkpoint.strict_json import is_text
 from raysharding.checkpoint.tensor_info import NAME_OF_DTYPE, TensorInfo
 from raysharding.errors import CheckpointError
 
 _ALIGNMENT: Final = 8
+_PART_BYTES: Final = 256 << 10
+"""Checksummed, then written, a part at a time: the write finds it in the cache."""
 _PYTORCH_METADATA: Final[dict[str, str]] = {"format": "pt"}
 """transformers opens a file only if it says which framework's tensors it holds."""
 
@@ -51,6 +54,10 @@ class FileWriter:
         """Name → place in this file, in file order; `TensorInfo.file` is 0."""
         self.num_bytes = len(header) + sum(info.num_bytes for info in infos.values())
         """Size of the finished file, header included."""
+        self.header_sha256 = header_sha256(header[8:])
+        """SHA-256, in hex, of the 8 length bytes and the header, as `CheckpointFile` has it."""
+        self.checksums = Checksums()
+        """Of the tensors' bytes, as they were given to `write_at`; whole after `close`."""
         self._lock = threading.Lock()
         self._written = _Intervals()
         self._descriptor: int | None = None
@@ -79,8 +86,11 @@ class FileWriter:
         info = self.tensors[name]
         end = byte_offset + view.nbytes
         assert 0 <= byte_offset <= end <= info.num_bytes, f"{name}: [{byte_offset}, {end}) of {info.num_bytes}"
-        if view.nbytes:
-            self._write(view.cast("B"), info.offset + byte_offset, name)
+        data = view.cast("B") if view.nbytes else memoryview(b"")
+        for start in range(0, data.nbytes, _PART_BYTES):
+            part = data[start : start + _PART_BYTES]
+            self.checksums.add(name, byte_offset + start, part)
+            self._write(part, info.offset + byte_offset + start, name)
 
     def close(self) -> None:
         """Check that every byte was written once, put the file on the disk, and close it. Idempotent.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,12 +17,14 @@ from torch import nn
 from raysharding.checkpoint import (
     Checkpoint,
     FileWriter,
+    Manifest,
     commit_staging,
     create_staging,
     file_names,
     plan_files,
     remove_staging,
     write_index,
+    write_manifest,
 )
 from raysharding.config import MIB
 from raysharding.distributed.agreement import agree
@@ -78,7 +81,8 @@ def save_checkpoint(
 
     Each rank that sees the destination writes its own balanced part of the shard set; tensors reach it a bucket at a
     time, and nobody holds the model. Up to 256 MiB it is one `model.safetensors`. A reader sees the old checkpoint or
-    the new one: all is written to a temporary sibling, synced, and renamed last.
+    the new one: all is written to a temporary sibling, synced, and renamed last. Beside the weights lies a manifest of
+    checksums, taken while the bytes were written, for `Loading(verify="full")`.
 
     Args:
         module: A sharded module. Its parameters and persistent buffers are saved under the module's own FQNs, tied
@@ -105,8 +109,8 @@ def save_checkpoint(
     staging = _create_staging(path, overwrite)
     try:
         plan = _plan_files(tensors, staging)
-        wire_bytes = _write_files(tensors, plan, staging, device, stall_s, progress or silent, peak)
-        agree(_finish(module, tensors, plan, staging, os.fspath(path), overwrite, source))
+        wire_bytes, parts = _write_files(tensors, plan, staging, device, stall_s, progress or silent, peak)
+        agree(_finish(module, plan, parts, staging, os.fspath(path), overwrite, source))
     except BaseException as error:
         _discard(staging, error)
         raise
@@ -167,8 +171,12 @@ def _write_files(
     stall_s: float,
     progress: Progress,
     peak: MemoryPeak,
-) -> int:
-    """Gather every file's tensors on its writer and write them; returns the bytes that this rank sent."""
+) -> tuple[int, list[Any]]:
+    """Gather every file's tensors on its writer and write them.
+
+    Returns:
+        The bytes that this rank sent, and what each rank wrote: its part of the manifest.
+    """
     total = _total_bytes(tensors)
     with ExitStack() as open_files:
         writers = _Writers(plan, tensors, staging, open_files)
@@ -181,8 +189,7 @@ def _write_files(
 
         gather.run(on_round)
         # A full disk on one rank is everybody's failure; before this the others would go on to the commit.
-        agree(writers.error or writers.close())
-        return gather.wire_bytes
+        return gather.wire_bytes, agree(writers.error or writers.close(), writers.written)
 
 
 class _Writers:
@@ -195,6 +202,8 @@ class _Writers:
         self, plan: _FilePlan, tensors: Mapping[str, torch.Tensor], staging: str, open_files: ExitStack
     ) -> None:
         self.error: Exception | None = None
+        self.written: dict[str, Any] = {}
+        """Manifest of this rank's files, after `close`."""
         self._files: list[FileWriter] = []
         self._file_of: dict[str, FileWriter] = {}
         for index in plan.of_rank(dist.get_rank()):
@@ -216,10 +225,11 @@ class _Writers:
                 self.error = error
 
     def close(self) -> Exception | None:
-        """Put every file on the disk; the first failure is returned."""
+        """Put every file on the disk and fill `written`; the first failure is returned."""
         try:
             for writer in self._files:
                 writer.close()
+            self.written = Manifest.of_files(self._files).as_dict()
         except Exception as error:  # noqa: BLE001 - see the class
             return error
         return None
@@ -227,22 +237,24 @@ class _Writers:
 
 def _finish(
     module: nn.Module,
-    tensors: Mapping[str, torch.Tensor],
     plan: _FilePlan,
+    parts: Sequence[Mapping[str, Any]],
     staging: str,
     path: str,
     overwrite: bool,
     source: Checkpoint | None,
 ) -> Exception | None:
-    """Rank 0: index, config and small files, then the commit. Whatever goes wrong is returned, for all ranks."""
+    """Rank 0: index, config, small files and manifest, then the commit. Whatever goes wrong is returned, for all."""
     if dist.get_rank() != 0:
         return None
     try:
+        manifest = Manifest.of_parts(Manifest.from_dict(part, staging) for part in parts)
         if len(plan.files) > 1:
             weight_map = {name: file for names, file in zip(plan.names, plan.files, strict=True) for name in names}
-            write_index(staging, weight_map, _total_bytes(tensors))
+            write_index(staging, weight_map, manifest.num_bytes)
         write_config_files(module, staging)
         _copy_sidecars(staging, source)
+        write_manifest(staging, manifest)
         commit_staging(staging, path, overwrite=overwrite)
     except Exception as error:  # noqa: BLE001 - the other ranks wait to hear of it
         return error
