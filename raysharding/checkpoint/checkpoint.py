@@ -5,19 +5,25 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Self
 
 from raysharding.checkpoint.header import Header, header_sha256, read_header, read_header_bytes
 from raysharding.checkpoint.index import (
     FileSet,
     list_sidecar_files,
-    local_path,
+    read_beside,
     read_config,
-    require_regular,
+    read_sidecar,
     resolve_files,
 )
+from raysharding.checkpoint.location import storage_of
+from raysharding.checkpoint.remote_options import DEFAULT_REMOTE, RemoteOptions
+from raysharding.checkpoint.storage import Storage, read_bytes, require_file
 from raysharding.checkpoint.tensor_info import DTYPE_OF_NAME, NAME_OF_DTYPE, TensorInfo
+from raysharding.checkpoint.uri import join_path, normal_path, split_path
 from raysharding.errors import CheckpointError
 
 _MAX_TRIES: Final = 10
@@ -29,13 +35,20 @@ class CheckpointFile:
     """One safetensors file, and what shows whether it changed since its header was read."""
 
     path: str
-    """Absolute local path."""
+    """Absolute local path, or a URI."""
     num_bytes: int
     """Size of the file, header included."""
     mtime_ns: int | None
     """Time of the last change in nanoseconds since the epoch; `None` where the file system has none."""
     header_sha256: str
     """SHA-256, in hex, of the header's length (8 bytes) and the header: tells files of one path on two nodes apart."""
+    etag: str | None = None
+    """The object store's name of this version of the content; `None` for local files, and where the store has none."""
+
+    @property
+    def name(self) -> str:
+        """The file's name in its directory."""
+        return split_path(self.path)[1]
 
 
 @dataclass(frozen=True)
@@ -60,15 +73,15 @@ class Checkpoint:
 
     @property
     def directory(self) -> str:
-        """Absolute path of the directory that holds the files."""
-        return os.path.dirname(self.files[0].path)
+        """Absolute path or URI of the directory that holds the files."""
+        return split_path(self.files[0].path)[0]
 
     def to_json(self) -> bytes:
         """Encode as JSON (ASCII), for the ranks that cannot see the files. `from_json` gives an equal `Checkpoint`."""
         tensors = [[t.name, NAME_OF_DTYPE[t.dtype], t.shape, t.file, t.offset] for t in self.tensors.values()]
         fields = {
             "path": self.path,
-            "files": [[file.path, file.num_bytes, file.mtime_ns, file.header_sha256] for file in self.files],
+            "files": [[file.path, file.num_bytes, file.mtime_ns, file.header_sha256, file.etag] for file in self.files],
             "tensors": tensors,
             "config": self.config,
             "metadata": self.metadata,
@@ -104,104 +117,98 @@ class Checkpoint:
         Raises:
             CheckpointError: the directory cannot be listed.
         """
-        return list_sidecar_files(self.directory)
+        return list_sidecar_files(storage_of(self.directory), self.directory)
+
+    def read_sidecar(self, name: str) -> bytes:
+        """Read one of `sidecar_files`, on a rank that can read the checkpoint.
+
+        Raises:
+            CheckpointError: it is none of them, is gone, or cannot be read.
+        """
+        return read_sidecar(storage_of(self.directory), self.directory, name)
+
+    def read_beside(self, name: str, max_bytes: int) -> bytes | None:
+        """Read a whole file beside the weights, at most `max_bytes`; `None` where there is none.
+
+        Raises:
+            CheckpointError: it is larger, a symlink that leaves the checkpoint, no regular file, or cannot be read.
+        """
+        return read_beside(storage_of(self.directory), self.directory, name, max_bytes)
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+def open_checkpoint(path: str | os.PathLike[str], *, remote: RemoteOptions = DEFAULT_REMOTE) -> Checkpoint:
     """Read and validate the index, every header and config.json. No payload byte is read.
 
     Args:
-        path: A Hugging Face directory, one `.safetensors` file, an index JSON, or any of these as a `file://` URI.
+        path: A Hugging Face directory, one `.safetensors` file, or an index JSON: a local path, a `file://` URI, or
+            one that `pyarrow.fs.FileSystem.from_uri` takes (`s3://`, `gs://`, `hdfs://`, `abfs://`), with its query.
+        remote: How to read from a remote URI.
 
     Returns:
         The checkpoint: all tensors of all files, each key once, each within its file. Where a save replaces it
-        meanwhile, the old one or the new one, never a mixture.
+        meanwhile, the old one or the new one, never a mixture. (In an object store, where files are replaced one by
+        one, `FileReader.verify_unchanged` finds a mixture.)
 
     Raises:
         CheckpointError: nothing there, or anything in it that cannot be trusted; names the file and the tensor.
     """
     given = os.fspath(path)
-    local = local_path(given)
+    normal = normal_path(given)
+    storage = storage_of(normal, remote)
     for _ in range(_MAX_TRIES):
-        before = _identity(local)
+        before = storage.identity(normal)
         try:
-            checkpoint = _read_checkpoint(given)
+            checkpoint = _read_checkpoint(storage, given)
         except CheckpointError:
-            if _identity(local) == before:
+            if storage.identity(normal) == before:
                 raise
             continue
-        if _identity(local) == before:
+        if storage.identity(normal) == before:
             return checkpoint
     what = f"was replaced {_MAX_TRIES} times while it was opened: open it when its writer is done"
     raise CheckpointError(what, path=given)
 
 
-def identify(path: str) -> CheckpointFile:
+def identify(path: str, *, remote: RemoteOptions = DEFAULT_REMOTE) -> CheckpointFile:
     """Look at one safetensors file as this process sees it: size, mtime and header hash. The header is not parsed.
 
     Equal to the entry in `Checkpoint.files` of a rank that sees the same file under this path.
 
     Args:
         path: A `CheckpointFile.path`.
+        remote: How to read from a remote URI.
 
     Raises:
         CheckpointError: there is none, or no header can be read from it.
     """
-    require_regular(path)
-    try:
-        with open(path, "rb", buffering=0) as raw:
-            status = os.fstat(raw.fileno())
-
-            def read(offset: int, length: int) -> bytes:
-                return os.pread(raw.fileno(), length, offset)
-
-            data = read_header_bytes(path, status.st_size, read)
-    except OSError as error:
-        raise CheckpointError(f"cannot be read: {error.strerror}", path=path) from error
-    return CheckpointFile(path, status.st_size, status.st_mtime_ns, header_sha256(data))
+    storage = storage_of(path, remote)
+    require_file(storage, path)
+    with closing(storage.open(path)) as file:
+        found = file.found
+        data = read_header_bytes(path, found.num_bytes, partial(read_bytes, file))
+    return CheckpointFile(path, found.num_bytes, found.mtime_ns, header_sha256(data), found.etag)
 
 
-def _identity(local: str) -> tuple[int, int, int] | None:
-    """What tells a directory or file from one that a save renamed into its place meanwhile.
-
-    The inode alone does not: of three quick saves, the last may get the number that the first one's removal freed.
-    """
-    try:
-        status = os.stat(local)
-    except OSError:
-        return None  # nothing there: reading it says so, and names what is wrong
-    return status.st_dev, status.st_ino, status.st_mtime_ns
-
-
-def _read_checkpoint(given: str) -> Checkpoint:
-    file_set = resolve_files(given)
-    files, headers = [], []
-    for index, name in enumerate(file_set.names):
-        file, header = _read_file(os.path.join(file_set.directory, name), index)
-        files.append(file)
-        headers.append(header)
+def _read_checkpoint(storage: Storage, given: str) -> Checkpoint:
+    file_set = resolve_files(storage, given)
+    paths = [join_path(file_set.directory, name) for name in file_set.names]
+    read = storage.each(lambda numbered: _read_file(storage, numbered[1], numbered[0]), enumerate(paths))
+    files, headers = [file for file, _ in read], [header for _, header in read]
     tensors = _merge(files, headers)
     if file_set.weight_map is not None:
         _check_index(file_set, tensors)
     metadata: dict[str, str] = {}
     for header in headers:
         metadata = header.metadata | metadata
-    return Checkpoint(given, tuple(files), tensors, read_config(file_set.directory), metadata)
+    return Checkpoint(given, tuple(files), tensors, read_config(storage, file_set.directory), metadata)
 
 
-def _read_file(path: str, file: int) -> tuple[CheckpointFile, Header]:
-    """Read one file's header; its size and mtime come from the same open descriptor as the header."""
-    try:
-        with open(path, "rb", buffering=0) as raw:
-            status = os.fstat(raw.fileno())
-
-            def read(offset: int, length: int) -> bytes:
-                return os.pread(raw.fileno(), length, offset)
-
-            header = read_header(path, file, status.st_size, read)
-    except OSError as error:
-        raise CheckpointError(f"cannot be read: {error.strerror}", path=path) from error
-    return CheckpointFile(path, status.st_size, status.st_mtime_ns, header.sha256), header
+def _read_file(storage: Storage, path: str, number: int) -> tuple[CheckpointFile, Header]:
+    """Read one file's header; its size and mtime come from the same open file as the header."""
+    with closing(storage.open(path)) as file:
+        found = file.found
+        header = read_header(path, number, found.num_bytes, partial(read_bytes, file))
+    return CheckpointFile(path, found.num_bytes, found.mtime_ns, header.sha256, found.etag), header
 
 
 def _merge(files: list[CheckpointFile], headers: list[Header]) -> dict[str, TensorInfo]:
@@ -210,7 +217,7 @@ def _merge(files: list[CheckpointFile], headers: list[Header]) -> dict[str, Tens
         for info in header.tensors:
             first = tensors.setdefault(info.name, info)
             if first is not info:
-                what = f"is in this file and in {os.path.basename(files[first.file].path)} too: remove one"
+                what = f"is in this file and in {files[first.file].name} too: remove one"
                 raise CheckpointError(what, path=files[info.file].path, tensor=info.name)
     return tensors
 

@@ -17,8 +17,9 @@ from typing import Any, Final, Self
 from raysharding.checkpoint.checkpoint import Checkpoint
 from raysharding.checkpoint.checksum import ALGORITHM, Checksums
 from raysharding.checkpoint.file_plan import write_file
-from raysharding.checkpoint.index import MANIFEST_NAME, require_regular
+from raysharding.checkpoint.index import MANIFEST_NAME
 from raysharding.checkpoint.strict_json import parse_object
+from raysharding.checkpoint.uri import join_path
 from raysharding.checkpoint.writer import FileWriter
 from raysharding.errors import CheckpointError
 
@@ -143,8 +144,8 @@ def read_manifest(checkpoint: Checkpoint) -> Manifest | None:
     Raises:
         CheckpointError: it cannot be read, or is not what `write_manifest` writes.
     """
-    path = os.path.join(checkpoint.directory, MANIFEST_NAME)
-    data = _read(path)
+    path = join_path(checkpoint.directory, MANIFEST_NAME)
+    data = checkpoint.read_beside(MANIFEST_NAME, MAX_MANIFEST_BYTES)
     if data is None:
         return None
     try:
@@ -173,7 +174,7 @@ def check_manifest(manifest: Manifest, checkpoint: Checkpoint) -> None:
         CheckpointError: a file or a tensor that is not in the manifest or differs from it: names it.
     """
     for file in checkpoint.files:
-        expected = manifest.files.get(os.path.basename(file.path))
+        expected = manifest.files.get(file.name)
         if expected is None:
             what = f"is not in {MANIFEST_NAME}, so the save that made that did not write this file"
         elif file.num_bytes != expected.num_bytes:
@@ -215,21 +216,6 @@ def mismatches(manifest: Manifest, checksums: Checksums, tensors: Iterable[str] 
                 f"tensor {name!r}: {ALGORITHM} of {expected.num_bytes} bytes: expected {expected.crc32:08x}, {what}"
             )
     return lines
-
-
-def _read(path: str) -> bytes | None:
-    """The whole file, after a look at what and how big it is; `None` where there is none."""
-    if not os.path.lexists(path):
-        return None
-    require_regular(path)
-    try:
-        with open(path, "rb") as file:
-            data = file.read(MAX_MANIFEST_BYTES + 1)
-    except OSError as error:
-        raise CheckpointError(f"cannot be read: {error.strerror}", path=path) from error
-    if len(data) > MAX_MANIFEST_BYTES:
-        raise CheckpointError(f"is over the cap of {MAX_MANIFEST_BYTES} bytes for a manifest", path=path)
-    return data
 
 
 def _object(fields: Mapping[str, Any], key: str, path: str) -> dict[str, Any]:

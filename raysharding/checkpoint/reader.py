@@ -2,38 +2,38 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from operator import attrgetter
+from contextlib import closing, contextmanager
 from types import TracebackType
-from typing import Final, Self
+from typing import Self
 
 import torch
 
 from raysharding.checkpoint.checkpoint import Checkpoint, CheckpointFile
+from raysharding.checkpoint.location import storage_of
+from raysharding.checkpoint.remote_options import DEFAULT_REMOTE, RemoteOptions
+from raysharding.checkpoint.storage import Found, StoredFile
 from raysharding.checkpoint.tensor_info import TensorInfo
 from raysharding.errors import CheckpointError
-
-_MAX_VIEWS: Final = os.sysconf("SC_IOV_MAX")
-"""Most buffers that one `preadv` takes; 1,024 on Linux."""
-_num_bytes = attrgetter("nbytes")
 
 
 class FileReader:
     """Reads byte ranges of a checkpoint's files. A context manager; every method is thread-safe.
 
-    Files are opened at their first read and stay open until `close`. Positional reads share no file offset, so
-    threads read the same file at once. Holds no buffer: bytes land in the caller's memory.
+    Files are opened at their first read and stay open until `close`. Reads share no file offset, so threads read the
+    same file at once. Local bytes land in the caller's memory, without a buffer between; remote ones pass through the
+    memory of the requests in flight, see `RemoteOptions`.
 
     Args:
-        checkpoint: What `open_checkpoint` returned, on a machine that sees the same files.
+        checkpoint: What `open_checkpoint` returned, on a machine that sees the same files. Only `files` is used.
+        remote: How to read from remote URIs.
     """
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, remote: RemoteOptions = DEFAULT_REMOTE) -> None:
         self._checkpoint = checkpoint
-        self._descriptors: dict[int, int] = {}
+        self._remote = remote
+        self._opened: dict[int, StoredFile] = {}
         self._lock = threading.Lock()
         self._num_active = 0
         self._closed = False
@@ -70,8 +70,8 @@ class FileReader:
         Raises:
             CheckpointError: as `read_into`.
         """
-        with self._open_descriptor(file) as descriptor:
-            num_bytes = _fill(descriptor, self._checkpoint.files[file], offset, views)
+        with self._open_file(file) as opened:
+            num_bytes = opened.fill(offset, views)
         with self._lock:
             self._num_bytes_read += num_bytes
 
@@ -91,21 +91,27 @@ class FileReader:
     def verify_unchanged(self) -> None:
         """Check that every file still has the size and the mtime that it had when its header was read.
 
-        Call it after the last read: a file that was rewritten while it was streamed is found here.
+        Call it after the last read: a file that was rewritten while it was streamed is found here. Of a remote file
+        the etag is compared too, in one request for each file.
 
         Raises:
             CheckpointError: a file changed, was replaced, or is gone.
         """
-        for file in self._checkpoint.files:
-            try:
-                status = os.stat(file.path)
-            except OSError as error:
-                what = f"is gone since its header was read ({error.strerror})"
-                raise CheckpointError(what, path=file.path) from error
-            _require_same(status, file)
+        if self._checkpoint.files:
+            storage_of(self._checkpoint.directory, self._remote).each(self._verify, self._checkpoint.files)
         with self._lock:
-            for index, descriptor in self._descriptors.items():
-                _require_same(os.fstat(descriptor), self._checkpoint.files[index])
+            for index, opened in self._opened.items():
+                _require_same(opened.found, self._checkpoint.files[index])
+
+    def _verify(self, file: CheckpointFile) -> None:
+        storage = storage_of(file.path, self._remote)
+        found = storage.find(file.path)
+        if found.kind != "file":
+            raise CheckpointError("is gone since its header was read", path=file.path)
+        _require_same(found, file)
+        if file.etag is not None:
+            with closing(storage.open(file.path)) as opened:
+                _require_same(opened.found, file)
 
     def close(self) -> None:
         """Close the files. Reads under way end normally, later ones raise `ValueError`. Idempotent."""
@@ -122,86 +128,49 @@ class FileReader:
         self.close()
 
     @contextmanager
-    def _open_descriptor(self, file: int) -> Iterator[int]:
-        """Give the descriptor of `file`, kept open until the block ends even if `close` is called meanwhile.
+    def _open_file(self, file: int) -> Iterator[StoredFile]:
+        """Give the open file, kept open until the block ends even if `close` is called meanwhile.
 
-        Closing under a running read would let the kernel hand the number to another file, and the read would
+        Closing under a running read would let the kernel hand the descriptor to another file, and the read would
         return that file's bytes.
         """
         with self._lock:
             if self._closed:
                 raise ValueError("FileReader is closed: read inside its `with` block, or make a new one")
-            descriptor = self._descriptors.get(file)
-            if descriptor is None:
-                descriptor = self._descriptors[file] = _open(self._checkpoint.files[file])
+            opened = self._opened.get(file)
+            if opened is None:
+                opened = self._opened[file] = self._open(self._checkpoint.files[file])
             self._num_active += 1
         try:
-            yield descriptor
+            yield opened
         finally:
             with self._lock:
                 self._num_active -= 1
                 self._close_if_idle()
 
+    def _open(self, file: CheckpointFile) -> StoredFile:
+        """Open the file that was validated, and no other that has since taken its path."""
+        opened = storage_of(file.path, self._remote).open(file.path)
+        try:
+            _require_same(opened.found, file)
+        except CheckpointError:
+            opened.close()
+            raise
+        return opened
+
     def _close_if_idle(self) -> None:
         if self._closed and self._num_active == 0:
-            while self._descriptors:
-                os.close(self._descriptors.popitem()[1])
+            while self._opened:
+                self._opened.popitem()[1].close()
 
 
-def _fill(descriptor: int, file: CheckpointFile, offset: int, views: Sequence[memoryview]) -> int:
-    """Fill `views` and return how many bytes they hold."""
-    position = offset
-    for first in range(0, len(views), _MAX_VIEWS):
-        batch = views[first : first + _MAX_VIEWS]
-        missing = sum(map(_num_bytes, batch))
-        while missing:
-            try:
-                # One call reads at most 2 GiB, and may stop early; Python itself retries on EINTR.
-                count = os.preadv(descriptor, batch, position)
-            except OSError as error:
-                raise CheckpointError(f"cannot read at byte {position}: {error.strerror}", path=file.path) from error
-            if count == 0:
-                what = f"ends at byte {position}, but {sum(map(_num_bytes, views))} bytes were asked for at {offset}"
-                cure = "the file was cut short after its header was read; restore it and load again"
-                raise CheckpointError(f"{what}: {cure}", path=file.path)
-            position += count
-            missing -= count
-            if missing:
-                batch = _after(batch, count)
-    return position - offset
-
-
-def _after(views: Sequence[memoryview], num_bytes: int) -> Sequence[memoryview]:
-    """What of `views` is left when the first `num_bytes` are filled."""
-    for index, view in enumerate(views):
-        if num_bytes < view.nbytes:
-            return [view.cast("B")[num_bytes:], *views[index + 1 :]]
-        num_bytes -= view.nbytes
-    return []
-
-
-def _open(file: CheckpointFile) -> int:
-    """Open the file that was validated, and no other that has since taken its path."""
-    try:
-        descriptor = os.open(file.path, os.O_RDONLY)
-    except OSError as error:
-        raise CheckpointError(f"cannot open: {error.strerror}", path=file.path) from error
-    try:
-        _require_same(os.fstat(descriptor), file)
-        if hasattr(os, "posix_fadvise"):
-            # Doubles the kernel's read-ahead window: the plan reads each file forward.
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-def _require_same(status: os.stat_result, file: CheckpointFile) -> None:
-    if status.st_size != file.num_bytes:
-        what = f"has {status.st_size} bytes, but had {file.num_bytes} when its header was read"
-    elif file.mtime_ns is not None and status.st_mtime_ns != file.mtime_ns:
-        what = f"was changed (mtime {status.st_mtime_ns} ns, was {file.mtime_ns} ns) since its header was read"
+def _require_same(found: Found, file: CheckpointFile) -> None:
+    if found.num_bytes != file.num_bytes:
+        what = f"has {found.num_bytes} bytes, but had {file.num_bytes} when its header was read"
+    elif None not in (found.mtime_ns, file.mtime_ns) and found.mtime_ns != file.mtime_ns:
+        what = f"was changed (mtime {found.mtime_ns} ns, was {file.mtime_ns} ns) since its header was read"
+    elif None not in (found.etag, file.etag) and found.etag != file.etag:
+        what = f"was changed (etag {found.etag}, was {file.etag}) since its header was read"
     else:
         return
     raise CheckpointError(f"{what}: load again when nothing writes to the checkpoint", path=file.path)

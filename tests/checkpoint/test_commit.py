@@ -26,6 +26,7 @@ from raysharding.checkpoint import (
     write_file,
 )
 from raysharding.checkpoint.index import FileSet, resolve_files
+from raysharding.checkpoint.storage import Storage
 from raysharding.errors import CheckpointError
 from tests.checkpoint.build import save
 
@@ -224,8 +225,8 @@ def test_a_checkpoint_replaced_while_it_is_opened_is_opened_anew(
     save_value(final, 1)
     saves = iter(range(num_saves))
 
-    def resolve_then_replace(path: str) -> FileSet:
-        files = resolve_files(path)
+    def resolve_then_replace(storage: Storage, path: str) -> FileSet:
+        files = resolve_files(storage, path)
         if next(saves, None) is not None:
             with StagedDirectory(final, overwrite=True) as staged:  # under another file name
                 save(Path(staged.path) / f"{len(names(final))}{files.names[0]}", {"c": torch.zeros(1)})

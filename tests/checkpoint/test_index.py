@@ -94,7 +94,7 @@ def test_a_directory_without_a_checkpoint_is_described(tmp_path: Path, files: li
         ("", "path '' is none"),
         ("meta-llama/Llama-3.2-1B", r"huggingface_hub.snapshot_download\('meta-llama/Llama-3.2-1B'\)"),
         ("nowhere/at/all", "no such file or directory$"),
-        ("s3://bucket/ckpt", "s3:// is not supported yet"),
+        ("s4://bucket/ckpt", "Unrecognized filesystem type in URI"),
         ("file://otherhost/ckpt", "is not a local file URI"),
         ("weights.bin", "pickled weights are never read"),
         ("readme.md", "is neither a directory"),

@@ -6,12 +6,14 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from raysharding.checkpoint import FileReader, open_checkpoint
+from raysharding.checkpoint.local_storage import LocalFile
 from raysharding.errors import CheckpointError
 from tests.checkpoint.build import bits, random_tensors
 
@@ -133,7 +135,8 @@ def test_after_close_reads_raise_and_descriptors_are_free(path: Path) -> None:
 def test_close_leaves_a_descriptor_open_for_as_long_as_a_read_uses_it(path: Path) -> None:
     checkpoint = open_checkpoint(path)
     reader = FileReader(checkpoint)
-    with reader._open_descriptor(0) as descriptor:
+    with reader._open_file(0) as opened:
+        descriptor = cast(LocalFile, opened)._descriptor
         reader.close()
         # A long read makes several calls; between two of them the number must not become another file's.
         assert os.pread(descriptor, 8, 0) == path.read_bytes()[:8]
@@ -149,7 +152,7 @@ def test_a_file_cut_short_while_it_is_read(path: Path) -> None:
         first, last = checkpoint.tensors.values()
         reader.read_tensor(first)
         os.truncate(path, path.stat().st_size - 100)
-        with pytest.raises(CheckpointError, match="cut short after its header was read") as caught:
+        with pytest.raises(CheckpointError, match="cut short after it was opened") as caught:
             reader.read_tensor(last)
         assert caught.value.path == str(path)
         assert caught.value.tensor == last.name

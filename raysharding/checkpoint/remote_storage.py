@@ -1,0 +1,170 @@
+"""Files behind a URI that pyarrow.fs takes: S3, Google Cloud Storage, Azure, HDFS."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from typing import Any, Final
+
+from raysharding.checkpoint.arrow_systems import connect, found_in, version_in
+from raysharding.checkpoint.remote_options import RemoteOptions
+from raysharding.checkpoint.remote_requests import Job, Requests, requests_of
+from raysharding.checkpoint.storage import Found, Item, Result
+from raysharding.checkpoint.uri import join_path, split_path
+from raysharding.errors import CheckpointError
+
+_MIN_PART_BYTES: Final = 1 << 20
+"""Least bytes of a part, where a range has more: below this a request's latency outweighs its bytes."""
+
+
+class RemoteFile:
+    """An object. Bytes pass through the memory of the requests in flight, see `RemoteOptions`.
+
+    Args:
+        path: URI, for errors.
+        handle: A pyarrow `NativeFile`; its `read_at` may be called by several threads.
+        found: What the store said when it was opened.
+        requests: Sends the requests.
+    """
+
+    def __init__(self, path: str, handle: Any, found: Found, requests: Requests) -> None:
+        self._path = path
+        self._handle = handle
+        self._found = found
+        self._requests = requests
+
+    @property
+    def found(self) -> Found:
+        """See `StoredFile`."""
+        return self._found
+
+    def fill(self, offset: int, views: Sequence[memoryview]) -> int:
+        """See `StoredFile`. A long range is cut into parts that are fetched at once."""
+        num_bytes = sum(view.nbytes for view in views)
+        end = offset + num_bytes
+        if end > self._found.num_bytes:
+            what = f"ends at byte {self._found.num_bytes}, but {num_bytes} bytes were asked for at {offset}"
+            raise CheckpointError(f"{what}: it is another file than the one whose header was read", path=self._path)
+        options = self._requests.options
+        part_bytes = min(options.part_bytes, max(_MIN_PART_BYTES, -(-num_bytes // options.max_in_flight)))
+        jobs, position = [], offset
+        for part in cut_views(views, part_bytes):
+            length = sum(view.nbytes for view in part)
+            jobs.append(self._job(position, length, part))
+            position += length
+        self._requests.run(self._path, jobs)
+        return num_bytes
+
+    def close(self) -> None:
+        """See `StoredFile`. The handle is only dropped: an abandoned request may still read from it."""
+        self._handle = None
+
+    def _job(self, offset: int, length: int, views: Sequence[memoryview]) -> Job:
+        handle = self._handle
+
+        def send() -> bytes:
+            data: bytes = handle.read_at(length, offset)
+            return data
+
+        def take(data: bytes) -> None:
+            if len(data) != length:
+                raise OSError(f"the answer has {len(data)} bytes instead of {length}")
+            memory, start = memoryview(data), 0
+            for view in views:
+                view.cast("B")[:] = memory[start : start + view.nbytes]
+                start += view.nbytes
+
+        return Job(f"reading {length} bytes at {offset}", send, take)
+
+
+class RemoteStorage:
+    """See `Storage`. Made by `remote_storage`, once for each process and options."""
+
+    def __init__(self, options: RemoteOptions) -> None:
+        self._requests = requests_of(options)
+        self._directories: dict[str, tuple[Any, str]] = {}
+
+    def find(self, path: str) -> Found:
+        """See `Storage`. Of a file without its etag: that takes an open one."""
+        system, inside = self._locate(path)
+        info = self._requests.call(path, "looking it up", lambda: system.get_file_info(inside))
+        return found_in(info)
+
+    def list_names(self, directory: str) -> list[str]:
+        """See `Storage`."""
+        import pyarrow.fs as arrow_fs
+
+        system, inside = self._enter(directory)
+        selector = arrow_fs.FileSelector(inside)
+        infos = self._requests.call(directory, "listing it", lambda: system.get_file_info(selector))
+        return sorted(info.base_name for info in infos)
+
+    def open(self, path: str) -> RemoteFile:
+        """See `Storage`."""
+        system, inside = self._locate(path)
+
+        def send() -> tuple[Any, Found]:
+            handle = system.open_input_file(inside)
+            etag, mtime_ns = version_in(handle.metadata() or {})
+            if mtime_ns is None:
+                mtime_ns = found_in(system.get_file_info(inside)).mtime_ns
+            return handle, Found("file", handle.size(), mtime_ns, etag)
+
+        handle, found = self._requests.call(path, "opening it", send)
+        return RemoteFile(path, handle, found, self._requests)
+
+    def identity(self, path: str) -> Hashable:
+        """See `Storage`. Object stores have no directories that could be renamed into place."""
+        return None
+
+    def check_inside(self, directory: str, name: str) -> None:
+        """See `Storage`. Object stores have no symlinks; HDFS has none that pyarrow shows."""
+        assert "/" not in name, f"{join_path(directory, name)} is no plain name in its directory"
+
+    def each(self, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+        """See `Storage`. As many at once as requests may be in flight; the first error stops the rest."""
+        pool = ThreadPoolExecutor(self._requests.options.max_in_flight, thread_name_prefix="raysharding-remote")
+        try:
+            return list(pool.map(function, items))
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _locate(self, path: str) -> tuple[Any, str]:
+        """File system of a path, and the path inside it."""
+        directory, name = split_path(path)
+        if not name:
+            return self._enter(directory)
+        system, inside = self._enter(directory)
+        return system, f"{inside.rstrip('/')}/{name}"
+
+    def _enter(self, directory: str) -> tuple[Any, str]:
+        """The same of a directory; its files share the connections."""
+        entered = self._directories.get(directory)
+        if entered is None:
+            options = self._requests.options
+            # A request: where the URI names no region, S3 is asked for the bucket's.
+            entered = self._requests.call(directory, "connecting", lambda: connect(directory, options))
+            self._directories[directory] = entered
+        return entered
+
+
+@lru_cache(maxsize=8)
+def remote_storage(options: RemoteOptions) -> RemoteStorage:
+    """Return the storage behind URIs, with these options."""
+    return RemoteStorage(options)
+
+
+def cut_views(views: Sequence[memoryview], part_bytes: int) -> list[list[memoryview]]:
+    """Deal views out into parts of `part_bytes`, the last one shorter; a view that spans parts is cut."""
+    parts: list[list[memoryview]] = []
+    room = 0
+    for view in views:
+        rest = view.cast("B") if view.nbytes else view
+        while rest.nbytes:
+            if room == 0:
+                parts.append([])
+                room = part_bytes
+            parts[-1].append(rest[:room])
+            rest, room = rest[room:], room - min(room, rest.nbytes)
+    return parts
