@@ -166,8 +166,9 @@ def check_training(module: nn.Module, reference: nn.Module, batch: dict[str, tor
 
 
 def check_save(module: nn.Module, path: Path, auto: Any, checkpoint: Any) -> None:
-    """Plain transformers opens what we save, and finds what the shards hold."""
+    """Plain transformers opens what we save, manifest and all, and finds what the shards hold."""
     save_checkpoint(module, path, overwrite=True, source=checkpoint)
+    assert (path / "raysharding.manifest.json").exists()
     full = {name: tensor for part in gather_state_dict(module) for name, tensor in part.items()}
     if dist.get_rank() == 0:
         reopened, info = auto.from_pretrained(path, output_loading_info=True)
