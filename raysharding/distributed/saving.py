@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -23,9 +22,11 @@ from raysharding.checkpoint import (
     file_names,
     plan_files,
     remove_staging,
+    write_file,
     write_index,
     write_manifest,
 )
+from raysharding.checkpoint.uri import is_remote
 from raysharding.config import MIB
 from raysharding.distributed.agreement import agree
 from raysharding.distributed.fsdp import reshard
@@ -267,12 +268,9 @@ stays: the ranks that cannot see it built the model without."""
 
 
 def _copy_sidecars(staging: str, source: Checkpoint | None) -> None:
-    if source is None or not os.path.isdir(source.directory):
+    """Copy the source's small files, wherever it is; a local one may be out of rank 0's sight, and is left then."""
+    if source is None or not (is_remote(source.directory) or os.path.isdir(source.directory)):
         return
     for name in source.sidecar_files():
-        if name == _NOT_COPIED:
-            continue
-        try:
-            shutil.copyfile(os.path.join(source.directory, name), os.path.join(staging, name))
-        except OSError as error:
-            raise CheckpointError(f"cannot copy {name}: {error.strerror}", path=source.directory) from error
+        if name != _NOT_COPIED:
+            write_file(staging, name, source.read_sidecar(name))
