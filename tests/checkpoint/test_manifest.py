@@ -112,6 +112,14 @@ def test_every_dtype_and_shape(tmp_path: Path) -> None:
     assert mismatches(manifest_of(directory), checksums_of(checkpoint)) == []
 
 
+def test_a_tensor_written_at_once(tmp_path: Path) -> None:
+    data = bytes(torch.randint(0, 256, (1_000_001,), dtype=torch.uint8))
+    with FileWriter(str(tmp_path / "model.safetensors"), [("a", torch.uint8, (len(data),))]) as writer:
+        writer.write_at("a", 0, memoryview(data))
+    assert Manifest.of_files([writer]).tensors["a"].crc32 == zlib.crc32(data)
+    assert (tmp_path / "model.safetensors").read_bytes().endswith(data)
+
+
 def test_a_flipped_bit_is_found_and_named(saved: Path) -> None:
     path = saved / "y.safetensors"
     data = bytearray(path.read_bytes())
