@@ -94,11 +94,12 @@ class Loading:
     """How checkpoint bytes reach the shards."""
 
     transport: Transport = "auto"
-    """`"scatter"`: each rank is sent only its own part; `"broadcast"`: every rank is sent everything and keeps its
-    part; `"auto"` (default): `scatter`. `"local"` is reserved for ranks that read the files themselves."""
-    bucket_bytes: int = 32 * MIB
-    """Bytes of one bucket, all ranks' parts together. Two are in flight: one is sent while the next is read.
-    Default 32 MiB: see the measurement in `distributed/plan.py`."""
+    """`"local"`: each rank reads its own part of the files; `"scatter"`: readers send each other rank its own part;
+    `"broadcast"`: every rank is sent everything and keeps its part; `"auto"` (default): `local` where every rank sees
+    the same files, else `scatter` from those that do."""
+    bucket_bytes: int = 16 * MIB
+    """Bytes of one bucket, all ranks' parts together; under `local`, of each rank's part. Three make the ring: one is
+    read while two are on their way. Default 16 MiB: see the note in `distributed/plan.py`."""
     dtype: torch.dtype | None = None
     """Floating dtype of the loaded parameters. Default: config.json's, else the one floating dtype of the files;
     for a callable's model, its parameters' own."""
@@ -111,12 +112,19 @@ class Loading:
     seed: int = 0
     """Seed, together with the FQN, of what the checkpoint lacks under `strict=False`. Default 0."""
     shared_memory: bool = True
-    """`scatter` on CPUs: ranks of rank 0's host read their parts out of its buckets, instead of being sent them through
-    a socket. Ranks that cannot map them are sent them all the same. Default yes."""
+    """`scatter` on CPUs: ranks of a reader's host read their parts out of its buckets, instead of being sent them
+    through a socket. Ranks that cannot map them are sent them all the same. Default yes."""
+    num_readers: int | None = None
+    """How many ranks read the files and send to the others, spread over the nodes that see them. Default: rank 0 alone
+    under `scatter` and `broadcast`, all that see the files under `auto`."""
 
     def __post_init__(self) -> None:
-        known = self.transport in ("auto", "broadcast", "scatter")
-        _require(known, "transport", self.transport, "use 'auto', 'broadcast' or 'scatter'")
+        known = self.transport in ("auto", "broadcast", "scatter", "local")
+        _require(known, "transport", self.transport, "use 'auto', 'broadcast', 'scatter' or 'local'")
+        is_number = self.num_readers is None or (_is_int(self.num_readers) and self.num_readers >= 1)
+        _require(is_number, "num_readers", self.num_readers, "give None or 1 and more")
+        unmixed = self.num_readers is None or self.transport != "local"
+        _require(unmixed, "num_readers", self.num_readers, "leave it out under transport='local': every rank reads")
         is_size = _is_int(self.bucket_bytes) and self.bucket_bytes >= 4096
         _require(is_size, "bucket_bytes", self.bucket_bytes, "give at least 4096 bytes, as an int such as 32 << 20")
         _require(self.verify == "header", "verify", self.verify, "only 'header' is supported")

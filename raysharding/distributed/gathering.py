@@ -124,26 +124,32 @@ class Gather:
             if rank == sender:
                 pieces = self._pieces(destination, section)
                 if rank == destination:
-                    for (start, length), piece in zip(_bounds(section), pieces, strict=True):
-                        buffer[start : start + length].copy_(piece)
+                    for (offset, length, _), piece in zip(section.messages, pieces, strict=True):
+                        buffer[section.offset + offset :][:length].copy_(piece)
                     continue
                 staged += pieces  # must live until the round's wait
                 ops += [dist.P2POp(dist.isend, piece, destination) for piece in pieces]
                 self.wire_bytes += section.num_bytes
             elif rank == destination:
+                memory = buffer[section.offset :]
                 ops += [
-                    dist.P2POp(dist.irecv, buffer[start : start + length], sender) for start, length in _bounds(section)
+                    dist.P2POp(dist.irecv, memory[offset:][:length], sender) for offset, length, _ in section.messages
                 ]
         return ops
 
     def _pieces(self, destination: int, section: Section) -> list[torch.Tensor]:
         """A section's messages as uint8 on the message device: the packed part, then each large segment."""
         placer = self._placers[destination]
-        packed = torch.empty(section.packed_bytes, dtype=torch.uint8, device=self.device)
-        for segment in section.packed:
-            values = as_bytes(placer.values(segment))
-            packed[segment.offset : segment.offset + segment.num_bytes].copy_(values)
-        return [packed, *(as_bytes(placer.values(segment)).to(self.device) for segment in section.direct)]
+        pieces = []
+        for _, length, segment in section.messages:
+            if segment is not None:
+                pieces.append(as_bytes(placer.values(segment)).to(self.device))
+                continue
+            packed = torch.empty(length, dtype=torch.uint8, device=self.device)
+            for small in section.packed:
+                packed[small.offset : small.offset + small.num_bytes].copy_(as_bytes(placer.values(small)))
+            pieces.append(packed)
+        return pieces
 
     def _deliver(self, bucket: Bucket, buffer: torch.Tensor) -> None:
         host = buffer[: bucket.num_bytes].cpu()
@@ -154,12 +160,6 @@ class Gather:
                 planned = plan.tensors[segment.tensor]
                 values = host[start : start + segment.num_bytes].view(planned.wire_dtype)
                 self.sink(planned.layout.fqn, segment.start, values)
-
-
-def _bounds(section: Section) -> list[tuple[int, int]]:
-    """(first byte in the bucket, length) of each message of a section."""
-    direct = [(section.offset + segment.offset, segment.num_bytes) for segment in section.direct]
-    return [(section.offset, section.packed_bytes), *direct]
 
 
 def gather_state_dict(

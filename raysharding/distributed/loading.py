@@ -22,9 +22,10 @@ from raysharding.distributed.placing import Placer
 from raysharding.distributed.planning import LoadPlan, agree_on_plan, propose_load
 from raysharding.distributed.prefault import Prefault
 from raysharding.distributed.report import LoadReport
+from raysharding.distributed.routes import Routes
 from raysharding.distributed.source import CheckpointSource
+from raysharding.distributed.stream_setup import make_transport
 from raysharding.distributed.streaming import BucketStream, StreamTimes
-from raysharding.distributed.transport import RING_SIZE, BucketTransport, make_transport
 from raysharding.errors import CheckpointError
 from raysharding.models import Initialiser
 
@@ -42,8 +43,9 @@ def load_checkpoint(
 ) -> LoadReport:
     """Stream a checkpoint into a sharded module, in place; collective: every rank of the module's mesh calls it.
 
-    Rank 0 reads; the others need not see the files. Everything is checked from the headers first. A module still on
-    meta gets its memory here, on the mesh's device.
+    Rank 0 plans from the headers, where everything is checked first; every rank that sees the files may read (see
+    `Loading.transport`), and the others need not see them. A module still on meta gets its memory here, on the mesh's
+    device.
 
     Args:
         module: From `shard_module`; on meta, or real: then it is overwritten, and under `strict=False` keeps what the
@@ -54,14 +56,14 @@ def load_checkpoint(
         stall_s: Longest wait for one bucket, in seconds.
 
     Returns:
-        The same report on every rank. Wire: each shard leaves rank 0 once under `scatter` (on CPUs by shared memory to
-        the ranks of its host), W − 1 times the checkpoint under `broadcast`. Memory above the shards: two buckets,
-        on any rank.
+        The same report on every rank. Wire: nothing under `local`; under `scatter` each shard once to each rank that
+        holds it and does not read (on CPUs by shared memory inside a reader's host); W − 1 times the checkpoint under
+        `broadcast`. Memory above the shards: three buckets on a rank that reads for others or receives.
 
     Raises:
         CheckpointError: On every rank, when the files cannot be read or trusted.
         PlanError: On every rank, before any data moves: every mismatch, or which ranks differ in module or options.
-        TimeoutError: On rank 0, when no bucket could be read for `stall_s`; the others time out in turn.
+        TimeoutError: On a reader, when no bucket could be read for `stall_s`; the others time out in turn.
         RuntimeError: From the process group, when a rank is gone or silent for `stall_s`.
     """
     started = perf_counter()
@@ -80,9 +82,8 @@ def load_checkpoint(
         tensors = module_tensors(module)
         with Prefault(local_tensor(tensor) for tensor in tensors.values()):
             plan = agree_on_plan(proposal, error, loading, shards)
-            transport, reason = make_transport(loading, shards, stall_s, plan.buckets, device)
+            stream = _make_stream(tensors, plan, loading, shards, device, stall_s, peak, report_progress)
             plan_s = perf_counter() - started
-            stream = _make_stream(tensors, plan, transport, shards, device, stall_s, peak, report_progress)
             figures, error = _fill(module, tensors, plan, stream, loading.seed, report_progress)
         # The last word on every rank: one whose stream failed must not leave the others with a module that looks well.
         mine = asdict(replace(figures, plan_s=plan_s, seconds=perf_counter() - started))
@@ -90,7 +91,7 @@ def load_checkpoint(
     except BaseException:
         undo()  # garbage must not be left to run on
         raise
-    return _make_report(plan, transport.name, reason, every)
+    return _make_report(plan, every)
 
 
 def _materialize(module: nn.Module, device: torch.device) -> tuple[Callable[[], None], Exception | None]:
@@ -116,7 +117,7 @@ def _fill(
     stream_bytes = plan.buckets.payload_bytes
     progress("finalize", stream_bytes, stream_bytes, "")
     if error is None:
-        error = _initialise(module, tensors, plan.outline.initialise, seed, stream.shards)
+        error = _initialise(module, tensors, plan.outline.initialise, seed)
     stream.peak.sample()
     figures = _Figures(
         stream_s=streamed - started,
@@ -124,12 +125,16 @@ def _fill(
         wire_bytes=stream.transport.wire_bytes,
         shared_bytes=stream.transport.shared_bytes,
         read_bytes=read_bytes,
+        ring_bytes=sum(slot.wire.numel() for slot in stream.slots),
         shard_bytes=sum(_num_bytes(tensor) for tensor in tensors.values()),
         host_bytes=stream.peak.host_bytes,
         device_bytes=stream.peak.device_bytes,
         **asdict(stream.times),
     )
     return figures, error
+
+
+_TIMES = ("seconds", "plan_s", "stream_s", "read_s", "send_s", "place_s", "initialise_s")
 
 
 def silent(phase: str, done: int, total: int, tensor: str) -> None:
@@ -147,6 +152,7 @@ class _Figures(StreamTimes):
     wire_bytes: int = 0
     shared_bytes: int = 0
     read_bytes: int = 0
+    ring_bytes: int = 0
     shard_bytes: int = 0
     host_bytes: int = 0
     device_bytes: int = 0
@@ -155,13 +161,14 @@ class _Figures(StreamTimes):
 def _make_stream(
     tensors: Mapping[str, torch.Tensor],
     plan: LoadPlan,
-    transport: BucketTransport,
+    loading: Loading,
     shards: ShardMap,
     device: torch.device,
     stall_s: float,
     peak: MemoryPeak,
     progress: Progress,
 ) -> BucketStream:
+    """Set up this rank's transport and ring; collective where readers share memory."""
     cumulative = list(accumulate(bucket.payload_bytes for bucket in plan.buckets.buckets))
     total = plan.buckets.payload_bytes
 
@@ -171,18 +178,20 @@ def _make_stream(
         progress("stream", cumulative[index], total, name)
 
     placer = Placer(plan.buckets, tensors, shards)
-    return BucketStream(plan.buckets, transport, placer, shards, device, stall_s, peak, done)
+    routes = Routes(shards, plan.choice.readers, plan.buckets.num_first_buckets)
+    transport, slots = make_transport(plan, loading, routes, placer, device, stall_s)
+    return BucketStream(plan.buckets, transport, placer, slots, device, stall_s, peak, done)
 
 
 def _run_stream(stream: BucketStream, plan: LoadPlan) -> tuple[int, Exception | None]:
     """Move every bucket; returns the bytes that this rank read from files, and what went wrong."""
-    if plan.fit is None:
-        # If rank 0 failed, it says why when all agree on the outcome.
-        return 0, stream.receive()
-    with FileReader(plan.fit.checkpoint) as reader:
-        targets = plan.fit.keys.targets
-        source = CheckpointSource(plan.fit.checkpoint, reader, targets, plan.buckets.max_bucket_bytes)
-        error = stream.send(source)
+    if plan.checkpoint is None:
+        return 0, stream.run(None)
+    with FileReader(plan.checkpoint) as reader:
+        targets = plan.fit.keys.targets if plan.fit is not None else {}
+        cache_bytes = plan.buckets.max_bucket_bytes
+        source = CheckpointSource(plan.checkpoint, reader, plan.extents, targets, cache_bytes)
+        error = stream.run(source)
         if error is None:
             try:
                 reader.verify_unchanged()
@@ -192,13 +201,14 @@ def _run_stream(stream: BucketStream, plan: LoadPlan) -> tuple[int, Exception | 
 
 
 def _initialise(
-    module: nn.Module, tensors: Mapping[str, torch.Tensor], names: Sequence[str], seed: int, shards: ShardMap
+    module: nn.Module, tensors: Mapping[str, torch.Tensor], names: Sequence[str], seed: int
 ) -> Exception | None:
     """Give what the checkpoint lacks its values: the full tensor by the module's own rule, then this rank's part."""
     if not names:
         return None
     try:
         initialiser = Initialiser(module, seed)
+        shards = ShardMap.of(tensors)
         for name in names:
             full = initialiser.value(name)
             start, stop = tensor_layout(name, tensors[name]).local_range(shards.shard_index)
@@ -213,8 +223,8 @@ def _num_bytes(tensor: torch.Tensor) -> int:
     return local.numel() * local.itemsize
 
 
-def _make_report(plan: LoadPlan, transport: str, reason: str, every: Sequence[_Figures]) -> LoadReport:
-    def slowest(name: str) -> Any:
+def _make_report(plan: LoadPlan, every: Sequence[_Figures]) -> LoadReport:
+    def largest(name: str) -> Any:
         return max(getattr(figures, name) for figures in every)
 
     host_shards = [0 if figures.device_bytes else figures.shard_bytes for figures in every]
@@ -226,13 +236,13 @@ def _make_report(plan: LoadPlan, transport: str, reason: str, every: Sequence[_F
         read_bytes=sum(figures.read_bytes for figures in every),
         wire_bytes=sum(figures.wire_bytes for figures in every),
         shared_bytes=sum(figures.shared_bytes for figures in every),
-        read_s=every[0].read_s,
-        **{name: slowest(name) for name in ("seconds", "plan_s", "stream_s", "send_s", "place_s", "initialise_s")},
+        **{name: largest(name) for name in _TIMES},
         num_buckets=len(plan.buckets.buckets),
         bucket_bytes=plan.buckets.max_bucket_bytes,
-        ring_bytes=RING_SIZE * plan.buckets.max_bucket_bytes,
-        transport=transport,
-        transport_reason=reason,
+        ring_bytes=largest("ring_bytes"),
+        transport=plan.choice.transport,
+        transport_reason=plan.choice.reason,
+        readers=plan.choice.readers,
         world_size=len(every),
         shard_bytes=tuple(figures.shard_bytes for figures in every),
         peak_extra_bytes=tuple(max(0, f.host_bytes - own) for f, own in zip(every, host_shards, strict=True)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 import torch
 
@@ -26,30 +26,26 @@ class Placer:
         assert local.is_contiguous(), f"{planned.layout.fqn}: the shard is not contiguous"
         return local.view(-1)
 
-    def memory(self, segment: Segment, device_type: str) -> torch.Tensor | None:
-        """uint8 memory of a segment if its wire bytes can land there unchanged on `device_type`, else `None`."""
+    def lands(self, segment: Segment, device_type: str) -> bool:
+        """Whether a segment's wire bytes can be written into the shard unchanged by `device_type`."""
         flat = self._flat[segment.tensor]
-        if flat.dtype != self._planned[segment.tensor].wire_dtype or flat.device.type != device_type:
-            return None
-        return as_bytes(self._slice(segment))
+        return flat.dtype == self._planned[segment.tensor].wire_dtype and flat.device.type == device_type
 
-    def _slice(self, segment: Segment) -> torch.Tensor:
-        first = self._first[segment.tensor]
-        return self._flat[segment.tensor][segment.start - first : segment.stop - first]
+    def memory(self, segment: Segment) -> torch.Tensor:
+        """uint8 memory of a segment in this process."""
+        return as_bytes(self.values(segment))
 
     def values(self, segment: Segment) -> torch.Tensor:
         """The elements of a segment in this process, 1-D, in the module's dtype."""
-        return self._slice(segment)
+        first = self._first[segment.tensor]
+        return self._flat[segment.tensor][segment.start - first : segment.stop - first]
 
     def place(self, segment: Segment, data: torch.Tensor) -> None:
         """Copy uint8 wire bytes into the shard, converting to the module's dtype."""
-        self._slice(segment).copy_(data.view(self._planned[segment.tensor].wire_dtype))
+        self.values(segment).copy_(data.view(self._planned[segment.tensor].wire_dtype), non_blocking=True)
 
-    def place_section(
-        self, section: Section, buffer: torch.Tensor, landed: frozenset[tuple[int, int]] = frozenset()
-    ) -> None:
-        """Copy all segments of a section out of a bucket's buffer, but for those that `landed` already."""
+    def place_section(self, section: Section, memory: torch.Tensor, landed: Set[tuple[int, int]]) -> None:
+        """Copy all segments of a section out of its uint8 memory, but for those that `landed` already."""
         for segment in section.segments:
             if (segment.tensor, segment.start) not in landed:
-                start = section.offset + segment.offset
-                self.place(segment, buffer[start : start + segment.num_bytes])
+                self.place(segment, memory[segment.offset : segment.offset + segment.num_bytes])

@@ -1,10 +1,10 @@
 """The bucket plan: which ranges of which tensors travel together. Pure arithmetic on layouts, the same on every rank.
 
 Note: buckets, sections, messages.
-    A *bucket* is what one buffer of the ring holds. It has one *section* for each shard index, so that a bucket keeps
-    every rank busy, and one for what all ranks need (buffers, 0-dim parameters). A section opens with a status word
-    (see `transport.py`), goes on with its small segments, packed, and ends with its large segments. The packed part is
-    one message; each large segment is a message of its own, because it can be received straight into the shard.
+    A *bucket* is what moves together. It has a *section* for each shard index, so that a bucket keeps every rank busy,
+    and one for what all ranks need (buffers, 0-dim parameters). A section begins with its small segments, packed, and
+    ends with its large ones. The packed part is one message; each large segment is a message of its own, because it can
+    be received straight into the shard.
 
     Tensors are taken in the order given (for a load: file order, so that the disk reads forward). A tensor that does
     not fit what is left of a bucket goes on in the next: bucket k then holds the k-th column of every shard of it.
@@ -26,8 +26,6 @@ from raysharding.distributed.layout import TensorLayout
 
 ALIGNMENT_BYTES = 16
 """Segments start at multiples of this, so that a slice of the buffer can be viewed as any dtype."""
-STATUS_BYTES = 16
-"""Length of the status word at the start of every section."""
 DIRECT_BYTES = 256 << 10
 """Segments from this size on are messages of their own."""
 REPLICATED = -1
@@ -69,7 +67,7 @@ class Section:
     offset: int
     """First byte in the bucket; a multiple of `ALIGNMENT_BYTES`."""
     packed_bytes: int
-    """Length of the first message: status word and small segments."""
+    """Length of the first message, the small segments; 0 if there are none."""
     num_bytes: int
     """Length of the whole section."""
     packed: tuple[Segment, ...]
@@ -82,13 +80,19 @@ class Section:
         """All segments, in order of their offset."""
         return self.packed + self.direct
 
+    @property
+    def messages(self) -> list[tuple[int, int, Segment | None]]:
+        """(first byte in the section, length, large segment or `None` for the packed part) of each message."""
+        packed: list[tuple[int, int, Segment | None]] = [(0, self.packed_bytes, None)] if self.packed_bytes else []
+        return packed + [(item.offset, item.num_bytes, item) for item in self.direct]
+
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
     """What one buffer holds."""
 
     sections: tuple[Section, ...]
-    """One for each shard index in order, then the replicated one if there is anything for it."""
+    """Those that hold something: by shard index, then the replicated one."""
     num_bytes: int
     """Bytes of all sections together, padding included."""
 
@@ -108,6 +112,8 @@ class BucketPlan:
     """The buckets, in order."""
     num_shards: int
     """Number of shard indices."""
+    num_first_buckets: int
+    """How many of the buckets hold the tensors that were to come first."""
 
     @property
     def payload_bytes(self) -> int:
@@ -130,7 +136,7 @@ class _OpenSection:
 
     packed: list[Segment] = field(default_factory=list)
     direct: list[Segment] = field(default_factory=list)
-    packed_bytes: int = STATUS_BYTES
+    packed_bytes: int = 0
     direct_bytes: int = 0
 
     def add(self, tensor: int, start: int, stop: int, itemsize: int) -> None:
@@ -160,8 +166,8 @@ class _Cutter:
     def __init__(self, num_shards: int, bucket_bytes: int) -> None:
         self.buckets: list[Bucket] = []
         self._num_shards = num_shards
-        # Room for the status words, and for a row of each dtype even in a bucket smaller than its own overhead.
-        self._bucket_bytes = max(bucket_bytes, (num_shards + 1) * (STATUS_BYTES + 4 * ALIGNMENT_BYTES))
+        # Room for an element of any dtype in every section.
+        self._bucket_bytes = max(bucket_bytes, (num_shards + 1) * 4 * ALIGNMENT_BYTES)
         self._open()
 
     def _open(self) -> None:
@@ -180,19 +186,15 @@ class _Cutter:
 
     def close(self) -> None:
         """End the bucket that is being filled, if anything is in it."""
-        used = any(section.packed or section.direct for section in (*self._shards, self._replicated))
-        if not used:
-            return
         sections: list[Section] = []
         offset = 0
-        parts = list(enumerate(self._shards))
-        if self._replicated.packed or self._replicated.direct:
-            parts.append((REPLICATED, self._replicated))
-        for shard_index, part in parts:
-            sections.append(part.close(shard_index, offset))
-            offset += part.num_bytes
-        self.buckets.append(Bucket(tuple(sections), offset))
-        self._open()
+        for shard_index, part in [*enumerate(self._shards), (REPLICATED, self._replicated)]:
+            if part.num_bytes:
+                sections.append(part.close(shard_index, offset))
+                offset += part.num_bytes
+        if sections:
+            self.buckets.append(Bucket(tuple(sections), offset))
+            self._open()
 
     def add(self, index: int, layout: TensorLayout, itemsize: int) -> None:
         if layout.num_elements == 0:
@@ -219,20 +221,29 @@ class _Cutter:
             done += take
 
 
-def plan_buckets(tensors: Sequence[PlannedTensor], num_shards: int, bucket_bytes: int) -> BucketPlan:
+def plan_buckets(
+    tensors: Sequence[PlannedTensor], num_shards: int, bucket_bytes: int, num_first: int | None = None
+) -> BucketPlan:
     """Cut tensors into buckets of at most `bucket_bytes`.
 
     Args:
         tensors: What travels, in the order in which it should.
         num_shards: Number of shard indices; every sharded layout must have this `num_shards`.
         bucket_bytes: Upper bound of a bucket, all sections and padding included.
+        num_first: No bucket holds both some of so many first tensors and some of the rest. Default: all.
 
     Returns:
         The plan: equal on every rank that passes equal arguments.
     """
     cutter = _Cutter(num_shards, bucket_bytes)
+    num_first_buckets = 0
     for index, planned in enumerate(tensors):
         assert planned.layout.num_shards in (0, num_shards), f"{planned.layout.fqn}: cut over another number of ranks"
+        if index == num_first:
+            cutter.close()
+            num_first_buckets = len(cutter.buckets)
         cutter.add(index, planned.layout, planned.wire_dtype.itemsize)
     cutter.close()
-    return BucketPlan(tuple(tensors), tuple(cutter.buckets), num_shards)
+    if num_first is None or num_first >= len(tensors):
+        num_first_buckets = len(cutter.buckets)
+    return BucketPlan(tuple(tensors), tuple(cutter.buckets), num_shards, num_first_buckets)

@@ -25,7 +25,15 @@ from raysharding.distributed.agreement import agree
 from raysharding.distributed.layout import ShardMap, TensorLayout, persistent_names, tensor_layout
 from raysharding.distributed.metadata import broadcast_json
 from raysharding.distributed.plan import BucketPlan, PlannedTensor, plan_buckets
-from raysharding.distributed.source import CheckpointSource, wire_dtype
+from raysharding.distributed.readers import Choice, choose, files_from_json, files_to_json
+from raysharding.distributed.source import (
+    CheckpointSource,
+    Extents,
+    extents_from_json,
+    extents_of,
+    extents_to_json,
+    wire_dtype,
+)
 from raysharding.errors import PlanError
 from raysharding.models import KeyMap, Target, differing_ties, map_keys, misfit, missing_rules
 
@@ -38,8 +46,13 @@ class Outline:
     """The checkpoint, as it was named."""
     checkpoint_bytes: int
     """Bytes of the files' tensors."""
+    files: tuple[Mapping[str, Any], ...]
+    """The checkpoint's files as rank 0 sees them, fields of `CheckpointFile`."""
     tensors: tuple[tuple[str, str], ...]
-    """(canonical FQN, wire dtype such as `bfloat16`) of what travels, in file order."""
+    """(canonical FQN, wire dtype such as `bfloat16`) of what is loaded: first what lies in ranges of files, in file
+    order, then what rank 0 computes."""
+    num_ranged: int
+    """How many of them lie in ranges of files."""
     initialise: tuple[str, ...]
     """Canonical FQNs that nothing feeds and that need a value."""
     missing: tuple[str, ...]
@@ -93,10 +106,16 @@ class LoadPlan:
 
     outline: Outline
     """The same on every rank."""
+    choice: Choice
+    """Who reads, and how it travels; the same on every rank."""
     buckets: BucketPlan
-    """How the tensors travel; the same on every rank."""
+    """How the tensors are cut, those that lie in ranges of files first; the same on every rank."""
+    checkpoint: Checkpoint | None
+    """The files as this rank sees them; `None` on ranks that do not read."""
+    extents: Mapping[str, Extents]
+    """FQN → where it lies in them; empty on ranks that do not read."""
     fit: Fit | None
-    """Where they come from; `None` but on rank 0."""
+    """What feeds the tensors; `None` but on rank 0."""
 
 
 def propose_load(
@@ -144,14 +163,36 @@ def agree_on_plan(proposal: Proposal, error: Exception | None, loading: Loading,
         shards: Who holds what.
 
     Raises:
-        CheckpointError: On every rank, when the headers cannot be read or trusted.
+        CheckpointError: On every rank, when the headers cannot be read or trusted, or readers see different files.
         PlanError: On every rank, when the checkpoint does not fit, or the ranks differ in module or options.
     """
     # Before any data collective: ranks with different plans would send and receive different sizes, and hang.
     _compare_ranks(agree(proposal.error or error, proposal.digests))
     outline = Outline.from_json(broadcast_json(None if proposal.outline is None else asdict(proposal.outline)))
+    choice, checkpoint = choose(loading, files_from_json(outline.files), shards.world_size)
+    extents = _share_extents(proposal.fit, outline, choice)
+    if proposal.fit is not None:
+        checkpoint = proposal.fit.checkpoint
+    reads = shards.rank in choice.readers
     planned = [PlannedTensor(proposal.layouts[fqn], getattr(torch, dtype)) for fqn, dtype in outline.tensors]
-    return LoadPlan(outline, plan_buckets(planned, shards.num_shards, loading.bucket_bytes), proposal.fit)
+    # Where all read their own parts, the parts of a bucket have nothing in common but its number.
+    bucket_bytes = loading.bucket_bytes * (shards.num_shards if choice.transport == "local" else 1)
+    buckets = plan_buckets(planned, shards.num_shards, bucket_bytes, outline.num_ranged)
+    return LoadPlan(outline, choice, buckets, checkpoint if reads else None, extents, proposal.fit)
+
+
+def _share_extents(fit: Fit | None, outline: Outline, choice: Choice) -> Mapping[str, Extents]:
+    """Tell every reader where the tensors lie; collective where there are others than rank 0."""
+    extents: dict[str, Extents] = {}
+    if fit is not None:
+        extents = {fqn: extents_of(fit.checkpoint, fit.keys.targets[fqn]) for fqn, _ in outline.tensors}
+    if choice.readers == (0,):
+        return extents
+    # All ranks alike, readers or not: a broadcast that some leave out hangs the others.
+    encoded = broadcast_json([extents_to_json(extents[fqn]) for fqn, _ in outline.tensors] if fit is not None else None)
+    if fit is not None:
+        return extents
+    return {fqn: extents_from_json(item) for (fqn, _), item in zip(outline.tensors, encoded, strict=True)}
 
 
 def _fit(module: nn.Module, checkpoint: Checkpoint | str | os.PathLike[str], loading: Loading) -> Fit:
@@ -166,10 +207,14 @@ def _outline(fit: Fit) -> Outline:
     keys = fit.keys
     # File order, so that the stream reads the disk forward.
     targets = sorted(keys.targets.values(), key=lambda target: _file_position(fit.checkpoint, target))
+    ranged = [target for target in targets if target.runs is not None]
+    computed = [target for target in targets if target.runs is None]
     return Outline(
         checkpoint=fit.checkpoint.path,
         checkpoint_bytes=fit.checkpoint.num_bytes,
-        tensors=tuple((target.fqn, _wire_name(target)) for target in targets),
+        files=tuple(files_to_json(fit.checkpoint.files)),
+        tensors=tuple((target.fqn, _wire_name(target)) for target in (*ranged, *computed)),
+        num_ranged=len(ranged),
         initialise=keys.initialise,
         missing=keys.missing,
         unexpected=keys.unexpected,
@@ -199,8 +244,8 @@ def _problems(module: nn.Module, fit: Fit, loading: Loading) -> list[str]:
         # Headers cannot show whether two tied names hold one value.
         targets = {**keys.targets, **{target.fqn: target for target in keys.doubled}}
         with FileReader(fit.checkpoint) as reader:
-            source = CheckpointSource(fit.checkpoint, reader, targets, loading.bucket_bytes)
-            problems += differing_ties(keys, source.read)
+            source = CheckpointSource.of(fit.checkpoint, reader, targets, loading.bucket_bytes)
+            problems += differing_ties(keys, source.read_elements)
     return problems
 
 

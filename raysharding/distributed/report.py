@@ -34,9 +34,9 @@ class LoadReport:
     read_bytes: int
     """Bytes read from files, all ranks together, headers not counted."""
     wire_bytes: int
-    """Bytes that left rank 0 in messages, padding and status words included."""
+    """Bytes that ranks sent each other in messages, padding included."""
     shared_bytes: int
-    """Bytes that ranks of rank 0's host took out of its buffers instead."""
+    """Bytes that ranks took out of the buffers of a reader of their host instead."""
     seconds: float
     """From the call to the last rank's end."""
     plan_s: float
@@ -44,7 +44,7 @@ class LoadReport:
     stream_s: float
     """From the first bucket to the last; slowest rank."""
     read_s: float
-    """Rank 0's thread, reading; overlaps with sending."""
+    """Reading files, in a thread that overlaps with sending; slowest rank."""
     send_s: float
     """Starting and waiting for messages; slowest rank."""
     place_s: float
@@ -56,11 +56,13 @@ class LoadReport:
     bucket_bytes: int
     """Size of the largest bucket."""
     ring_bytes: int
-    """Buffers of a rank: buckets in flight × bucket size."""
+    """Buffers of the rank that needs most: three times the largest bucket's part that passes through it."""
     transport: str
-    """`scatter` or `broadcast`."""
+    """`local`, `scatter` or `broadcast`; see `Loading`."""
     transport_reason: str
     """Why that transport."""
+    readers: tuple[int, ...]
+    """Ranks that read the files."""
     world_size: int
     """Ranks."""
     shard_bytes: tuple[int, ...]

@@ -1,7 +1,7 @@
-"""Rank 0's ring of buffers in memory that the ranks of its host map: their bytes are not copied through a socket.
+"""Readers' rings of buffers in memory that the ranks of their host map: bytes are not copied through a socket.
 
 Note: who shares.
-    The ring is a memfd: it has no name, so nothing is left behind whatever dies. Rank 0 tells its pid and descriptor;
+    A ring is a memfd: it has no name, so nothing is left behind whatever dies. A reader tells its pid and descriptor;
     a rank of the same boot, host name and network namespace opens it through /proc and checks a random token. A rank
     that may not (another container, another user) says so and is sent its bytes instead. Hosts that are simulated by
     network namespaces stay hosts.
@@ -14,6 +14,7 @@ import os
 import secrets
 import socket
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,50 +23,65 @@ import torch
 import torch.distributed as dist
 
 from raysharding.distributed.agreement import agree
-from raysharding.distributed.metadata import broadcast_json
+from raysharding.distributed.metadata import all_gather_json
 
 _TOKEN_BYTES = 16
 
 
 @dataclass(frozen=True)
-class SharedRing:
-    """The ring in this process; only on rank 0 and on ranks that could map it."""
+class SharedRings:
+    """The readers' rings, as this process sees them."""
 
-    slots: tuple[torch.Tensor, ...]
-    """uint8 [slot bytes] each: rank 0 writes them, the others read."""
-    peers: frozenset[int]
-    """The ranks, but rank 0, that map it."""
+    slots: Mapping[int, tuple[torch.Tensor, ...]]
+    """Reader → uint8 [slot bytes] each, its own included: the reader writes them, the others read."""
+    peers: Mapping[int, frozenset[int]]
+    """Reader → the other ranks that map its ring; the same on every rank."""
 
 
-def share_ring(num_slots: int, slot_bytes: int, group: dist.ProcessGroup | None = None) -> SharedRing | None:
-    """Make a ring on rank 0 and map it wherever that works; collective over `group`.
+def share_rings(num_slots: int, slot_bytes: int, group: dist.ProcessGroup | None = None) -> SharedRings:
+    """Make a ring on every reader and map it wherever that works; collective over `group`.
 
     Args:
         num_slots: Number of buffers.
-        slot_bytes: Size of each.
+        slot_bytes: Size of each of this rank's; 0 on a rank that reads nothing for others.
         group: Process group, the default group if `None`.
 
     Returns:
-        The ring; `None` on a rank that cannot map it, and everywhere if no other rank can. Memory: the ring once, in
-        shared memory; each rank counts the pages of it that it touches.
+        The rings. A rank that cannot map one is not among its peers; a reader without peers has none. Memory: each ring
+        once, in shared memory; each rank counts the pages of it that it touches.
     """
     rank = dist.get_rank(group)
     size = -(-(num_slots * slot_bytes + _TOKEN_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
-    descriptor, memory = _reserve(size) if rank == 0 and slot_bytes > 0 else (None, None)
+    descriptor, memory = _reserve(size) if slot_bytes > 0 else (None, None)
     try:
-        offer = broadcast_json(None if memory is None else _offer(descriptor, memory), group)
-        if rank != 0 and offer is not None:
-            memory = _map(offer, size)
-        # Rank 0 must know who reads the ring before it sends, and must keep the descriptor until they have opened it.
-        mapped = agree(None, memory is not None, group)
+        # Every rank must know which rings there are, or it would wait for messages that nobody sends.
+        mine = None if memory is None else _offer(descriptor, memory, slot_bytes)
+        offers = dict(enumerate(all_gather_json(mine, group)))
+        found = {reader: _map(offer) for reader, offer in offers.items() if offer is not None and reader != rank}
+        mapped = {reader: ring for reader, ring in found.items() if ring is not None}
+        # A reader must know who reads its ring before it sends, and keep the descriptor until they have opened it.
+        every = agree(None, sorted(mapped), group)
     finally:
         if descriptor is not None:
             os.close(descriptor)
-    peers = frozenset(peer for peer, has in enumerate(mapped) if has and peer != 0)
-    if memory is None or not peers:
-        return None
+    peers = {
+        reader: readable
+        for reader in offers
+        if (readable := frozenset(peer for peer, readers in enumerate(every) if reader in readers))
+    }
+    if memory is not None:
+        mapped[rank] = memory
+    slots = {
+        reader: _slots(ring, num_slots, offers[reader]["slot_bytes"])
+        for reader, ring in mapped.items()
+        if reader in peers
+    }
+    return SharedRings(slots, peers)
+
+
+def _slots(memory: mmap.mmap, num_slots: int, slot_bytes: int) -> tuple[torch.Tensor, ...]:
     whole = torch.frombuffer(memory, dtype=torch.uint8, count=num_slots * slot_bytes)
-    return SharedRing(tuple(whole.view(num_slots, slot_bytes).unbind()), peers)
+    return tuple(whole.view(num_slots, slot_bytes).unbind())
 
 
 def _reserve(size: int) -> tuple[int | None, mmap.mmap | None]:
@@ -87,13 +103,21 @@ def _reserve(size: int) -> tuple[int | None, mmap.mmap | None]:
     return descriptor, memory
 
 
-def _offer(descriptor: int | None, memory: mmap.mmap) -> dict[str, Any]:
+def _offer(descriptor: int | None, memory: mmap.mmap, slot_bytes: int) -> dict[str, Any]:
     memory[-_TOKEN_BYTES:] = token = secrets.token_bytes(_TOKEN_BYTES)
-    return {"host": _host(), "pid": os.getpid(), "descriptor": descriptor, "token": token.hex()}
+    return {
+        "host": host_identity(),
+        "pid": os.getpid(),
+        "descriptor": descriptor,
+        "token": token.hex(),
+        "size": len(memory),
+        "slot_bytes": slot_bytes,
+    }
 
 
-def _map(offer: dict[str, Any], size: int) -> mmap.mmap | None:
-    if offer["host"] != _host():
+def _map(offer: dict[str, Any]) -> mmap.mmap | None:
+    size = offer["size"]
+    if offer["host"] != host_identity():
         return None
     try:
         descriptor = os.open(f"/proc/{offer['pid']}/fd/{offer['descriptor']}", os.O_RDWR | os.O_CLOEXEC)
@@ -111,8 +135,8 @@ def _map(offer: dict[str, Any], size: int) -> mmap.mmap | None:
     return memory if memory[-_TOKEN_BYTES:].hex() == offer["token"] else None
 
 
-def _host() -> list[str]:
-    """What two ranks must have in common to be on one host; a value of its own where /proc does not tell."""
+def host_identity() -> list[str]:
+    """[host name, boot, network namespace], which ranks of one host share; unlike any where /proc is silent."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         network = os.readlink("/proc/self/ns/net")

@@ -1,11 +1,12 @@
-"""Where rank 0's bytes come from: ranges of checkpoint files, read straight into the buffer that is sent."""
+"""Where a reader's bytes come from: ranges of checkpoint files, read straight into buffers and shards."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -16,23 +17,15 @@ SCRATCH_BYTES = 4 << 20
 """Size of the scratch through which values pass whose dtype in the file is wider than on the wire."""
 
 
-class ElementSource(Protocol):
-    """Anything that can produce ranges of full tensors."""
-
-    def read(self, fqn: str, start: int, stop: int, out: torch.Tensor) -> None:
-        """Fill `out` with elements `start` to `stop` of the flattened tensor `fqn`.
-
-        Args:
-            fqn: Canonical FQN of the target.
-            start: First element.
-            stop: One past the last element.
-            out: 1-D CPU tensor of `stop - start` elements in the wire's dtype.
-        """
-
-
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A 1-D contiguous tensor's memory as uint8."""
     return tensor.view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
+
+
+def as_memory(tensor: torch.Tensor) -> memoryview:
+    """A 1-D contiguous CPU tensor's memory."""
+    memory: memoryview = as_bytes(tensor).numpy().data
+    return memory
 
 
 def wire_dtype(source: torch.dtype, target: torch.dtype) -> torch.dtype:
@@ -40,61 +33,167 @@ def wire_dtype(source: torch.dtype, target: torch.dtype) -> torch.dtype:
     return target if target.itemsize < source.itemsize else source
 
 
-class CheckpointSource:
-    """Reads targets from checkpoint files through their runs, or through transformers' own operations.
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A range of a tensor that lies in one piece in one file."""
 
-    A target with runs is read range by range, never whole. A target without (a transpose, a RoPE permutation) is
-    converted whole, on this rank only, once: it is kept until its bucket is full, and a bucket's worth with it.
+    start: int
+    """First element, in the flattened tensor."""
+    num_elements: int
+    """Length."""
+    file: int
+    """Index into the checkpoint's files."""
+    offset: int
+    """First byte, from the start of the file."""
+    dtype: torch.dtype
+    """dtype in the file."""
+    key: str
+    """Checkpoint key whose bytes these are."""
+    key_offset: int
+    """First byte of the key's tensor in the file."""
+
+
+Extents = tuple[Extent, ...] | None
+"""What fills a tensor, ascending; `None` where transformers' operations compute it, on rank 0."""
+
+
+def extents_of(checkpoint: Checkpoint, target: Target) -> Extents:
+    """Where a target's elements lie in the files."""
+    if target.runs is None:
+        return None
+    extents = []
+    for run in target.runs:
+        info = checkpoint.tensors[run.source]
+        offset = info.offset + run.source_start * info.dtype.itemsize
+        extents.append(
+            Extent(run.target_start, run.num_elements, info.file, offset, info.dtype, run.source, info.offset)
+        )
+    return tuple(extents)
+
+
+def extents_to_json(extents: Extents) -> Any:
+    """Encode for the other readers."""
+    if extents is None:
+        return None
+    return [[e.start, e.num_elements, e.file, e.offset, str(e.dtype)[6:], e.key, e.key_offset] for e in extents]
+
+
+def extents_from_json(value: Any) -> Extents:
+    """Decode what `extents_to_json` gave."""
+    if value is None:
+        return None
+    return tuple(
+        Extent(start, length, file, offset, getattr(torch, dtype), key, key_offset)
+        for start, length, file, offset, dtype, key, key_offset in value
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A range of a tensor, and where its bytes should go."""
+
+    fqn: str
+    """The tensor."""
+    start: int
+    """First element, in the flattened tensor."""
+    stop: int
+    """One past the last element."""
+    dtype: torch.dtype
+    """dtype in which the bytes are wanted."""
+    memory: memoryview
+    """Writable bytes, as many as the elements take in `dtype`."""
+
+
+class ElementSource(Protocol):
+    """Anything that can produce ranges of full tensors."""
+
+    def read(self, requests: Iterable[Request]) -> None:
+        """Fill the memory of every request."""
+
+
+class CheckpointSource:
+    """Reads tensors from checkpoint files through their extents, or through transformers' own operations.
+
+    A tensor with extents is read range by range, never whole; ranges that touch in a file are read by one call,
+    whatever memory they go to. A tensor without (a transpose, a RoPE permutation) is converted whole, on rank 0 only,
+    once: it is kept until its bucket is full, and a bucket's worth with it.
 
     Args:
-        checkpoint: What is in the files.
+        checkpoint: What is in the files; its `tensors` are needed for conversions only.
         reader: Reads them.
-        targets: FQN → what feeds it.
+        extents: FQN → where it lies.
+        targets: FQN → what feeds it; needed for conversions only.
         cache_bytes: How much of converted targets to keep: those of one bucket, since its sections ask in turn.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, reader: FileReader, targets: Mapping[str, Target], cache_bytes: int
+        self,
+        checkpoint: Checkpoint,
+        reader: FileReader,
+        extents: Mapping[str, Extents],
+        targets: Mapping[str, Target],
+        cache_bytes: int,
     ) -> None:
         self._checkpoint = checkpoint
         self._reader = reader
+        self._extents = extents
         self._targets = targets
-        self._run_starts: dict[str, list[int]] = {}
         self._cache_bytes = cache_bytes
         self._converted: dict[str, torch.Tensor] = {}
 
-    def read(self, fqn: str, start: int, stop: int, out: torch.Tensor) -> None:
-        """See `ElementSource.read`; raises `CheckpointError` when a file cannot be read to the end."""
-        target = self._targets[fqn]
-        if target.runs is None:
-            out.copy_(self._whole(target)[start:stop])
-            return
-        starts = self._run_starts.get(fqn)
-        if starts is None:
-            starts = self._run_starts[fqn] = [run.target_start for run in target.runs]
-        position = start
-        index = bisect_right(starts, start) - 1
-        while position < stop:
-            run = target.runs[index]
-            within = position - run.target_start
-            length = min(stop - position, run.num_elements - within)
-            piece = out[position - start : position - start + length]
-            self._read_source(run.source, run.source_start + within, piece)
-            position += length
-            index += 1
+    @classmethod
+    def of(
+        cls, checkpoint: Checkpoint, reader: FileReader, targets: Mapping[str, Target], cache_bytes: int
+    ) -> CheckpointSource:
+        """The source of targets that were matched in this process."""
+        extents = {fqn: extents_of(checkpoint, target) for fqn, target in targets.items()}
+        return cls(checkpoint, reader, extents, targets, cache_bytes)
 
-    def _read_source(self, name: str, first: int, out: torch.Tensor) -> None:
-        """Read `out.numel()` elements of checkpoint tensor `name`, from element `first` on."""
-        info = self._checkpoint.tensors[name]
-        offset = info.offset + first * info.dtype.itemsize
-        if info.dtype == out.dtype:
-            self._reader.read_into(info.file, offset, as_bytes(out))
-            return
-        step = SCRATCH_BYTES // info.dtype.itemsize
-        scratch = torch.empty(min(step, out.numel()), dtype=info.dtype)
+    def read(self, requests: Iterable[Request]) -> None:
+        """See `ElementSource.read`; raises `CheckpointError` when a file cannot be read to the end."""
+        pieces: list[tuple[int, int, memoryview]] = []
+        for request in requests:
+            extents = self._extents[request.fqn]
+            if extents is None:
+                values = torch.frombuffer(request.memory, dtype=request.dtype)
+                values.copy_(self._whole(self._targets[request.fqn])[request.start : request.stop])
+                continue
+            for extent, start, stop in _overlaps(extents, request.start, request.stop):
+                size = request.dtype.itemsize
+                memory = request.memory[(start - request.start) * size : (stop - request.start) * size]
+                offset = extent.offset + (start - extent.start) * extent.dtype.itemsize
+                if extent.dtype == request.dtype:
+                    pieces.append((extent.file, offset, memory))
+                else:
+                    self._read_narrowing(extent, offset, torch.frombuffer(memory, dtype=request.dtype))
+        pieces.sort(key=lambda piece: piece[:2])
+        self._read_pieces(pieces)
+
+    def read_elements(self, fqn: str, start: int, stop: int, out: torch.Tensor) -> None:
+        """Fill 1-D `out` with elements `start` to `stop` of `fqn`."""
+        self.read([Request(fqn, start, stop, out.dtype, as_memory(out))])
+
+    def _read_pieces(self, pieces: Sequence[tuple[int, int, memoryview]]) -> None:
+        """Read sorted pieces, those that touch in one call."""
+        first = 0
+        while first < len(pieces):
+            file, offset, memory = pieces[first]
+            views = [memory]
+            end = offset + memory.nbytes
+            first += 1
+            while first < len(pieces) and pieces[first][0] == file and pieces[first][1] == end:
+                views.append(pieces[first][2])
+                end += views[-1].nbytes
+                first += 1
+            self._reader.read_views(file, offset, views)
+
+    def _read_narrowing(self, extent: Extent, offset: int, out: torch.Tensor) -> None:
+        """Read elements that are wider in the file than on the wire."""
+        step = SCRATCH_BYTES // extent.dtype.itemsize
+        scratch = torch.empty(min(step, out.numel()), dtype=extent.dtype)
         for done in range(0, out.numel(), step):
             part = scratch[: min(step, out.numel() - done)]
-            self._reader.read_into(info.file, offset + done * info.dtype.itemsize, as_bytes(part))
+            self._reader.read_into(extent.file, offset + done * extent.dtype.itemsize, as_bytes(part))
             out[done : done + part.numel()].copy_(part)
 
     def _whole(self, target: Target) -> torch.Tensor:
@@ -109,3 +208,14 @@ class CheckpointSource:
 
     def _kept_bytes(self) -> int:
         return sum(value.numel() * value.itemsize for value in self._converted.values())
+
+
+def _overlaps(extents: Sequence[Extent], start: int, stop: int) -> Iterable[tuple[Extent, int, int]]:
+    """The extents that elements `start` to `stop` lie in, and which elements lie in each."""
+    index = bisect_right(extents, start, key=lambda extent: extent.start) - 1
+    while start < stop:
+        extent = extents[index]
+        last = min(stop, extent.start + extent.num_elements)
+        yield extent, start, last
+        start = last
+        index += 1

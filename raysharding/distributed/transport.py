@@ -1,220 +1,256 @@
-"""How buckets get from rank 0 to the shards: `scatter` (each rank its own sections) and `broadcast` (all to all ranks).
+"""How a bucket's sections get from their readers to the shards: messages along the routes, or one broadcast.
 
-Note: errors on the way.
-    Every section opens with a status word, written by rank 0. When a read fails, rank 0 still sends the bucket, so that
-    nobody is left waiting, with the status `FAILED`; every rank then stops after that bucket and the caller exchanges
-    the reason. A rank that fails to place keeps receiving, so that rank 0 is not left sending.
+Note: every rank does the same, bucket by bucket.
+    `start` starts a bucket's first messages, `arrive` waits for what comes in and passes it on, `release` waits until
+    nobody needs the buffer. All ranks call them for the same buckets in the same order, so that every message finds
+    its counterpart. A reader that fails sends what its buffer holds, and the ranks agree to stop (`Pulse`): a rank that
+    left early would hold the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from raysharding.config import Loading
-from raysharding.distributed.layout import ShardMap
-from raysharding.distributed.plan import REPLICATED, STATUS_BYTES, Bucket, BucketPlan, Section, Segment
-from raysharding.distributed.shared_ring import SharedRing, share_ring
+from raysharding.distributed.plan import REPLICATED, Bucket, Section, Segment
+from raysharding.distributed.ring import RING_SIZE
+from raysharding.distributed.routes import Routes
+from raysharding.distributed.shared_ring import SharedRings
 
-OK = 0
-FAILED = 1
+_READY = 1
+"""Tag of a reader's word that a bucket is in its ring."""
+_DONE = 2
+"""Tag of the answer that it may be filled again."""
 
-RING_SIZE = 2
-"""Buffers of a ring: one is filled while the other is sent or placed. Bucket k is in buffer k modulo this."""
-
-DirectTarget = Callable[[Segment], torch.Tensor | None]
+Landing = Callable[[Segment], torch.Tensor | None]
 """Gives the uint8 memory into which a large segment may be received, or `None` if it must be staged."""
 
 
 @dataclass
-class Received:
-    """A bucket's sections in this process after they arrived."""
+class Passage:
+    """One bucket on its way through this rank."""
 
+    index: int
+    """The bucket's index in the plan."""
     bucket: Bucket
-    """The bucket."""
+    """What moves."""
     buffer: torch.Tensor
-    """uint8 [bucket bytes]: holds this rank's sections at their offsets, but for `landed` segments."""
-    landed: frozenset[tuple[int, int]] = frozenset()
-    """(tensor, start) of the segments that went straight into the shard."""
-    shared: bool = False
-    """Whether `buffer` is rank 0's, who waits for `Scatter.release` before it fills it again."""
+    """uint8: this rank's, for the sections that it reads for others or receives."""
+    incoming: list[dist.Work] = field(default_factory=list)
+    """Messages to this rank."""
+    outgoing: list[dist.Work] = field(default_factory=list)
+    """Messages out of `buffer` and out of shards, and the answers of those who read there."""
+    landed: set[tuple[int, int]] = field(default_factory=set)
+    """(tensor, start) of the segments that were received straight into the shard."""
 
 
-def sections_for(bucket: Bucket, shard_index: int) -> list[Section]:
-    """The sections of a bucket that a rank with this shard needs."""
-    return [section for section in bucket.sections if section.shard_index in (shard_index, REPLICATED)]
+@dataclass(frozen=True)
+class Found:
+    """A section that has arrived."""
 
-
-def status_of(section: Section, buffer: torch.Tensor) -> int:
-    """Read the status word of a section."""
-    return int(buffer[section.offset].item())
-
-
-def _messages(section: Section) -> list[tuple[int, int, Segment | None]]:
-    """(offset in the bucket, length, segment or `None` for the packed part) of each message of a section."""
-    packed = [(section.offset, section.packed_bytes, None)]
-    return packed + [(section.offset + item.offset, item.num_bytes, item) for item in section.direct]
+    section: Section
+    """The section."""
+    memory: torch.Tensor
+    """uint8 [section bytes]."""
 
 
 class Scatter:
-    """Point-to-point: rank 0 sends each rank only the sections that it needs.
+    """Point-to-point messages along the routes: each rank gets only the sections that it needs.
 
-    Wire: each shard leaves rank 0 once for each rank that holds it. Ranks that map rank 0's ring are sent the status of
-    a bucket only, read their sections there, and answer when they have. Every rank calls `send` or `receive` for the
-    same buckets in the same order.
+    Wire: each section once to each holder but its reader. Ranks that map the reader's ring are told when a bucket is
+    there, read their sections, and answer when they have.
     """
 
-    name = "scatter"
-
-    def __init__(
-        self,
-        shards: ShardMap,
-        timeout_s: float,
-        group: dist.ProcessGroup | None = None,
-        ring: SharedRing | None = None,
-    ) -> None:
-        self._shards = shards
+    def __init__(self, routes: Routes, rings: SharedRings | None, timeout_s: float) -> None:
+        self.routes = routes
+        self._rank = routes.shards.rank
+        self._rings = rings
         self._timeout = timedelta(seconds=timeout_s)
-        self._group = group
-        self.ring = ring
         self.wire_bytes = 0
         self.shared_bytes = 0
 
-    def needs_buffer(self, section: Section) -> bool:
-        """Whether any rank but rank 0 needs this section."""
-        if section.shard_index == REPLICATED:
-            return self._shards.world_size > 1
-        return self._shards.holders[section.shard_index] != (self._shards.rank,)
+    def offsets(self, index: int, bucket: Bucket) -> dict[int, int]:
+        """Shard index → first byte of the section in this rank's buffer."""
+        return self.routes.offsets(index, bucket, self._rank)
 
-    def send(self, bucket: Bucket, buffer: torch.Tensor) -> list[dist.Work]:
-        """Rank 0: start sending a bucket; the buffer must not change until `wait` returned."""
+    def reads(self, index: int, bucket: Bucket) -> list[Section]:
+        """The sections that this rank reads."""
+        return [item for item in bucket.sections if self.routes.path(index, item.shard_index)[0] == self._rank]
+
+    def is_alone(self, index: int, section: Section) -> bool:
+        """Whether nobody but its reader needs a section."""
+        return len(self.routes.path(index, section.shard_index)) == 1
+
+    def start(self, passage: Passage, landing: Landing) -> None:
+        """Start the messages between a bucket's readers and those who are next to them."""
+        self._start_hop(passage, 0, landing)
         ops = []
-        for peer in range(self._shards.world_size):
-            if peer == self._shards.rank:
+        for peer in self._served_by_me(passage):
+            # The answer is one of the bucket's messages: the buffer is not filled again before it came.
+            ops.append(_signal(dist.isend, peer, _READY))
+            ops.append(_signal(dist.irecv, peer, _DONE))
+            self.wire_bytes += 1
+        passage.outgoing += _start(ops)
+        passage.incoming += _start([_signal(dist.irecv, reader, _READY) for reader in self._serve_me(passage)])
+
+    def arrive(self, passage: Passage, landing: Landing) -> None:
+        """Wait for this rank's sections and pass on those that go further."""
+        self._wait(passage.incoming)
+        longest = max(len(self._chain(passage, section)) for section in passage.bucket.sections)
+        for hop in range(1, longest - 1):
+            passage.incoming = []
+            self._start_hop(passage, hop, landing)
+            self._wait(passage.incoming)
+
+    def found(self, passage: Passage) -> Iterator[Found]:
+        """What this rank holds of the sections that travelled, once `arrive` returned."""
+        bucket, index = passage.bucket, passage.index
+        held = (self.routes.shards.shard_index, REPLICATED)
+        own = self.routes.offsets(index, bucket, self._rank)
+        theirs: dict[int, dict[int, int]] = {}
+        for section in self.routes.travelling(index, bucket, self._rank):
+            if section.shard_index not in held:
+                continue  # read for others
+            memory, offset = passage.buffer, own[section.shard_index]
+            if self._rank in self.routes.served(index, section.shard_index):
+                assert self._rings is not None, "only ranks that map a ring are served"
+                reader = self.routes.path(index, section.shard_index)[0]
+                if reader not in theirs:
+                    theirs[reader] = self.routes.offsets(index, bucket, reader)
+                memory = self._rings.slots[reader][index % RING_SIZE]
+                offset = theirs[reader][section.shard_index]
+                self.shared_bytes += section.num_bytes
+            yield Found(section, memory[offset : offset + section.num_bytes])
+
+    def release(self, passage: Passage) -> None:
+        """The bucket was placed: tell the readers whose rings this rank read; wait until nobody needs the buffer."""
+        passage.outgoing += _start([_signal(dist.isend, reader, _DONE) for reader in self._serve_me(passage)])
+        self._wait(passage.outgoing)
+
+    def _chain(self, passage: Passage, section: Section) -> tuple[int, ...]:
+        return self.routes.chain(passage.index, section.shard_index)
+
+    def _served_by_me(self, passage: Passage) -> list[int]:
+        """Ranks that take a section of this bucket out of this rank's ring."""
+        reads = self.reads(passage.index, passage.bucket)
+        return sorted({peer for item in reads for peer in self.routes.served(passage.index, item.shard_index)})
+
+    def _serve_me(self, passage: Passage) -> list[int]:
+        """Ranks out of whose rings this rank takes a section of this bucket."""
+        index = passage.index
+        mine = [item.shard_index for item in self.routes.travelling(index, passage.bucket, self._rank)]
+        return sorted({self.routes.path(index, i)[0] for i in mine if self._rank in self.routes.served(index, i)})
+
+    def _start_hop(self, passage: Passage, hop: int, landing: Landing) -> None:
+        """Start the messages from each chain's rank number `hop` to the next one."""
+        sends, receives = [], []
+        offsets = self.offsets(passage.index, passage.bucket)
+        for section in self.routes.travelling(passage.index, passage.bucket, self._rank):
+            chain = self._chain(passage, section)
+            if len(chain) <= hop + 1 or self._rank not in chain[hop : hop + 2]:
                 continue
-            sections = sections_for(bucket, self._shards.index_of(peer))
-            if self.ring is not None and peer in self.ring.peers:
-                # The answer is part of the bucket's messages: the buffer is not filled again before it came.
-                ops.append(dist.P2POp(dist.isend, buffer[sections[0].offset :][:STATUS_BYTES], peer, self._group))
-                ops.append(dist.P2POp(dist.irecv, torch.empty(1, dtype=torch.uint8), peer, self._group))
-                self.wire_bytes += STATUS_BYTES
-                self.shared_bytes += sum(section.num_bytes for section in sections)
-                continue
-            for section in sections:
-                for offset, length, _ in _messages(section):
-                    piece = buffer[offset : offset + length]
-                    ops.append(dist.P2POp(dist.isend, piece, peer, self._group))
+            sends_it = chain[hop] == self._rank
+            peer = chain[hop + 1] if sends_it else chain[hop]
+            memory = passage.buffer[offsets[section.shard_index] :]
+            for offset, length, segment in section.messages:
+                piece = memory[offset : offset + length]
+                if segment is not None and (not sends_it or (segment.tensor, segment.start) in passage.landed):
+                    piece = self._land(passage, segment, landing, piece)
+                if sends_it:
+                    sends.append(dist.P2POp(dist.isend, piece, peer))
                     self.wire_bytes += length
-        return _start(ops)
+                else:
+                    receives.append(dist.P2POp(dist.irecv, piece, peer))
+        # One batch a hop: on NCCL, messages with several peers outside of a batch would wait for each other.
+        works = _start(receives + sends)
+        if len(works) == len(receives) + len(sends):
+            passage.incoming += works[: len(receives)]
+            passage.outgoing += works[len(receives) :]
+        else:  # NCCL gives one handle for all
+            passage.incoming += works
 
-    def receive(self, bucket: Bucket, buffer: torch.Tensor, direct: DirectTarget) -> tuple[list[dist.Work], Received]:
-        """Other ranks: post the receives of a bucket; its data is there once `wait` returned."""
-        if self.ring is not None:
-            status = torch.empty(STATUS_BYTES, dtype=torch.uint8)
-            return _start([dist.P2POp(dist.irecv, status, 0, self._group)]), Received(bucket, buffer, shared=True)
-        ops = []
-        landed = set()
-        for section in sections_for(bucket, self._shards.shard_index):
-            for offset, length, segment in _messages(section):
-                piece = buffer[offset : offset + length]
-                if segment is not None and (memory := direct(segment)) is not None:
-                    piece = memory
-                    landed.add((segment.tensor, segment.start))
-                ops.append(dist.P2POp(dist.irecv, piece, 0, self._group))
-        return _start(ops), Received(bucket, buffer, frozenset(landed))
+    @staticmethod
+    def _land(passage: Passage, segment: Segment, landing: Landing, staged: torch.Tensor) -> torch.Tensor:
+        """The shard's own memory for a segment that comes in, or that did and goes further; else the buffer's."""
+        memory = landing(segment)
+        if memory is None:
+            return staged
+        passage.landed.add((segment.tensor, segment.start))
+        return memory
 
-    def release(self, received: Received) -> None:
-        """Other ranks: a received bucket was placed, or is not wanted: rank 0 may fill a shared buffer again."""
-        if received.shared:
-            # Rank 0 receives one answer for each bucket that it sent: left out, it would wait for it.
-            self.wait(_start([dist.P2POp(dist.isend, torch.ones(1, dtype=torch.uint8), 0, self._group)]))
-
-    def wait(self, works: Sequence[dist.Work]) -> None:
-        """Wait for the messages of a bucket, at most the time-out: a peer that stops cannot hold this rank for ever."""
-        _wait(works, self._timeout)
+    def _wait(self, works: Sequence[dist.Work]) -> None:
+        """Wait for messages, at most the time-out: a peer that stops cannot hold this rank for ever."""
+        for work in works:
+            work.wait(self._timeout)
 
 
 class Broadcast:
     """One broadcast a bucket: every rank is sent everything and keeps its part.
 
-    Wire: W − 1 times the checkpoint on gloo (its broadcast sends to each rank). Same protocol as `Scatter`.
+    Wire: W − 1 times the checkpoint on gloo (its broadcast sends to each rank). Same calls as `Scatter`.
     """
 
-    name = "broadcast"
-
-    def __init__(self, shards: ShardMap, timeout_s: float, group: dist.ProcessGroup | None = None) -> None:
-        self._shards = shards
+    def __init__(self, routes: Routes, timeout_s: float) -> None:
+        self.routes = routes
         self._timeout = timedelta(seconds=timeout_s)
-        self._group = group
-        self.ring: SharedRing | None = None
         self.wire_bytes = 0
         self.shared_bytes = 0
 
-    def needs_buffer(self, section: Section) -> bool:
-        """Whether rank 0 must fill this section: always, since the bucket travels whole."""
-        return self._shards.world_size > 1
+    def offsets(self, index: int, bucket: Bucket) -> dict[int, int]:
+        """As `Scatter.offsets`: the bucket's own, since it travels whole."""
+        return {section.shard_index: section.offset for section in bucket.sections}
 
-    def send(self, bucket: Bucket, buffer: torch.Tensor) -> list[dist.Work]:
-        """Rank 0: start sending a bucket; the buffer must not change until `wait` returned."""
-        self.wire_bytes += bucket.num_bytes * (self._shards.world_size - 1)
-        return self._broadcast(bucket, buffer)
+    def reads(self, index: int, bucket: Bucket) -> list[Section]:
+        """As `Scatter.reads`: all sections on the bucket's reader."""
+        return list(bucket.sections) if self._reader(index) == self.routes.shards.rank else []
 
-    def receive(self, bucket: Bucket, buffer: torch.Tensor, direct: DirectTarget) -> tuple[list[dist.Work], Received]:
-        """Other ranks: post the receive of a bucket; its data is there once `wait` returned."""
-        return self._broadcast(bucket, buffer), Received(bucket, buffer)
+    def is_alone(self, index: int, section: Section) -> bool:
+        """As `Scatter.is_alone`: never, every section passes through the buffer."""
+        return False
 
-    def release(self, received: Received) -> None:
-        """Nothing: every rank has a buffer of its own."""
-
-    def _broadcast(self, bucket: Bucket, buffer: torch.Tensor) -> list[dist.Work]:
+    def start(self, passage: Passage, landing: Landing) -> None:
+        """Start a bucket's broadcast."""
+        whole = passage.buffer[: passage.bucket.num_bytes]
+        reader = self._reader(passage.index)
+        if reader == self.routes.shards.rank:
+            self.wire_bytes += whole.numel() * (self.routes.shards.world_size - 1)
         # Every rank enters for every bucket, also after a failed read: a rank that left early would hold the others.
-        work = dist.broadcast(buffer[: bucket.num_bytes], src=0, group=self._group, async_op=True)
-        return [work] if work is not None else []
+        work = dist.broadcast(whole, src=reader, async_op=True)
+        passage.incoming += [work] if work is not None else []
 
-    def wait(self, works: Sequence[dist.Work]) -> None:
-        """Wait for the broadcast of a bucket, at most the time-out, so that a stopped peer cannot hold this rank."""
-        _wait(works, self._timeout)
+    def arrive(self, passage: Passage, landing: Landing) -> None:
+        """Wait for the broadcast, at most the time-out, so that a stopped peer cannot hold this rank."""
+        for work in passage.incoming:
+            work.wait(self._timeout)
+
+    def found(self, passage: Passage) -> Iterator[Found]:
+        """As `Scatter.found`."""
+        held = (self.routes.shards.shard_index, REPLICATED)
+        for section in passage.bucket.sections:
+            if section.shard_index in held:
+                yield Found(section, passage.buffer[section.offset :][: section.num_bytes])
+
+    def release(self, passage: Passage) -> None:
+        """Nothing: `arrive` has waited."""
+
+    def _reader(self, index: int) -> int:
+        readers = self.routes.readers if index < self.routes.num_ranged else (0,)
+        return readers[index % len(readers)]
 
 
 BucketTransport = Scatter | Broadcast
 
 
-def make_transport(
-    loading: Loading, shards: ShardMap, timeout_s: float, plan: BucketPlan, device: torch.device
-) -> tuple[BucketTransport, str]:
-    """Pick the transport and say why; collective, every rank passes the same arguments.
-
-    Returns:
-        The transport and the reason for it, in words for the load report.
-    """
-    if loading.transport == "broadcast":
-        return Broadcast(shards, timeout_s), "asked for"
-    reason = "asked for" if loading.transport == "scatter" else "auto: each rank is sent only its own part"
-    # Device memory is not shared this way, and NCCL needs no help inside a host.
-    shares = loading.shared_memory and device.type == "cpu" and shards.world_size > 1
-    ring = share_ring(RING_SIZE, plan.max_bucket_bytes) if shares else None
-    return Scatter(shards, timeout_s, ring=ring), reason
-
-
-def make_ring(transport: BucketTransport, plan: BucketPlan, device: torch.device, pinned: bool) -> list[torch.Tensor]:
-    """The buffers of this rank, uint8 [max_bucket_bytes] each: rank 0's where they are shared, else its own."""
-    if transport.ring is not None:
-        return list(transport.ring.slots)
-    size = plan.max_bucket_bytes
-    return [torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pinned) for _ in range(RING_SIZE)]
+def _signal(operation: Callable[..., Any], peer: int, tag: int) -> dist.P2POp:
+    """One byte to or from a peer that shares memory. Tags keep apart what the two ranks say in different orders."""
+    return dist.P2POp(operation, torch.ones(1, dtype=torch.uint8), peer, tag=tag)
 
 
 def _start(ops: list[Any]) -> list[dist.Work]:
-    # One batch a bucket: on NCCL, sends to several peers outside of a batch would wait for each other.
     works: list[dist.Work] = dist.batch_isend_irecv(ops) if ops else []
     return works
-
-
-def _wait(works: Sequence[dist.Work], timeout: timedelta) -> None:
-    for work in works:
-        work.wait(timeout)

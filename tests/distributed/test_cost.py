@@ -14,6 +14,7 @@ from torch import nn
 from raysharding.config import MIB, Loading
 from raysharding.distributed import init_mesh, load_checkpoint, shard_module
 from raysharding.distributed.metadata import all_gather_json
+from raysharding.distributed.ring import RING_SIZE
 from raysharding.models import build_module
 from tests.bench.rank import MemorySampler
 from tests.spawn import run_ranks
@@ -71,14 +72,16 @@ def measure(path: Path, loading: Loading) -> list[dict[str, Any]]:
         (Loading("scatter", BUCKET_BYTES), 0, (WORLD_SIZE - 1) / WORLD_SIZE),
         (Loading("scatter", BUCKET_BYTES, shared_memory=False), (WORLD_SIZE - 1) / WORLD_SIZE, 0),
         (Loading("broadcast", BUCKET_BYTES), WORLD_SIZE - 1, 0),
+        (Loading("local", BUCKET_BYTES), 0, 0),
+        (Loading("scatter", BUCKET_BYTES, shared_memory=False, num_readers=2), 0.5, 0),
     ],
-    ids=["shared memory", "scatter", "broadcast"],
+    ids=["shared memory", "scatter", "broadcast", "local", "two readers"],
 )
 def test_bytes_and_memory(loading: Loading, wire: float, shared: float, checkpoint: Path) -> None:
     for figures in run_ranks(WORLD_SIZE, measure, checkpoint, loading, timeout_s=80)[0]:
         assert figures["read"] <= 1.02 * NUM_BYTES
         assert wire * NUM_BYTES * 0.99 <= figures["wire"] <= 1.02 * wire * NUM_BYTES + 4096
         assert shared * NUM_BYTES * 0.99 <= figures["shared"] <= 1.02 * shared * NUM_BYTES
-        assert figures["ring"] <= 2 * BUCKET_BYTES
-        assert figures["extra"] <= 2 * BUCKET_BYTES + 32 * MIB
+        assert figures["ring"] <= RING_SIZE * BUCKET_BYTES
+        assert figures["extra"] <= figures["ring"] + 16 * MIB
         assert figures["reported"] <= figures["extra"] + 8 * MIB

@@ -28,7 +28,14 @@ CHECKS = {
         "check_full_disk",
         "check_training",
     ),
-    3: ("check_broken_stream", "check_a_rank_that_cannot_map", "check_saves", "check_training", "check_a_reload"),
+    3: (
+        "check_broken_stream",
+        "check_a_rank_that_cannot_map",
+        "check_readers",
+        "check_saves",
+        "check_training",
+        "check_a_reload",
+    ),
     4: ("check_odd_shapes", "check_replicas", "check_dtypes", "check_training"),
 }
 
@@ -44,6 +51,8 @@ def write_checkpoints(root: Path) -> None:
     bad = {"narrow": torch.zeros(3, 64), "extra": torch.zeros(1), "table": torch.zeros(3, 4)}
     save_file(state | bad, root / "bad.safetensors")
     (root / "saves").mkdir()
+    (root / load_checks.APART).mkdir()
+    save_file(saved(filled()), root / load_checks.APART / load_checks.ODD)
     ARCHITECTURES["llama"].make().save_pretrained(root / "llama")
 
 
@@ -71,5 +80,7 @@ def outcomes(world_size: int, root: Path) -> list[dict[str, str]]:
 def test_on_ranks(world_size: int, name: str, root: Path) -> None:
     if name == "check_full_disk" and not os.path.ismount(root / load_checks.SMALL_DISK):
         pytest.skip("this machine does not let us mount a small file system")
+    if name == "check_readers" and os.geteuid() != 0:
+        pytest.skip("hiding a directory from some ranks takes root")
     for rank, outcome in enumerate(outcomes(world_size, root)):
         assert not outcome[name], f"rank {rank} of {world_size}:\n{outcome[name]}"

@@ -1,0 +1,57 @@
+"""What a stream runs on: this rank's transport and its ring of buffers, shared with its host where that works."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from raysharding.config import Loading
+from raysharding.distributed.placing import Placer
+from raysharding.distributed.planning import LoadPlan
+from raysharding.distributed.ring import RING_SIZE, Slot, make_ring, shared_ring
+from raysharding.distributed.routes import Routes
+from raysharding.distributed.shared_ring import SharedRings, share_rings
+from raysharding.distributed.transport import Broadcast, BucketTransport, Scatter
+
+
+def make_transport(
+    plan: LoadPlan, loading: Loading, routes: Routes, placer: Placer, device: torch.device, timeout_s: float
+) -> tuple[BucketTransport, list[Slot]]:
+    """Make what the plan chose; collective where readers share memory with their hosts."""
+    rank = routes.shards.rank
+    reads = plan.checkpoint is not None
+    if plan.choice.transport == "broadcast":
+        return Broadcast(routes, timeout_s), make_ring(plan.buckets.max_bucket_bytes, device, reads)
+    # Device memory is not shared this way, and NCCL needs no help inside a host.
+    shares = loading.shared_memory and device.type == "cpu" and routes.any_travels(plan.buckets.buckets)
+    rings = share_rings(RING_SIZE, _slot_bytes(plan, routes, placer, sent_only=True)) if shares else SharedRings({}, {})
+    transport = Scatter(replace(routes, shared=rings.peers), rings, timeout_s)
+    if rank in rings.slots:
+        return transport, shared_ring(rings.slots[rank])
+    return transport, make_ring(_slot_bytes(plan, routes, placer), device, reads)
+
+
+def _slot_bytes(plan: LoadPlan, routes: Routes, placer: Placer, sent_only: bool = False) -> int:
+    """Bytes of the largest bucket's sections that pass through this rank's buffer.
+
+    Args:
+        plan: The plan.
+        routes: Who reads what.
+        placer: Knows which segments go straight into the shard.
+        sent_only: 0 if this rank reads nothing for others.
+    """
+    largest, sends = 0, False
+    rank = routes.shards.rank
+    for index, bucket in enumerate(plan.buckets.buckets):
+        travelling = routes.travelling(index, bucket, rank)
+        sends = sends or any(routes.path(index, section.shard_index)[0] == rank for section in travelling)
+        staged = [
+            section
+            for section in routes.alone(index, bucket, rank)
+            if not all(placer.lands(segment, "cpu") for segment in section.segments)
+        ]
+        offsets = routes.offsets(index, bucket, rank)
+        ends = [offsets[section.shard_index] + section.num_bytes for section in (*travelling, *staged)]
+        largest = max([largest, *ends])
+    return 0 if sent_only and not sends else largest
