@@ -6,7 +6,6 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
 from raysharding.checkpoint import Checkpoint, TensorInfo, open_checkpoint
 from raysharding.errors import CheckpointError
@@ -37,7 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="raysharding", description="Hugging Face checkpoints on a Ray cluster.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     inspect = commands.add_parser("inspect", help="validate headers and index, and show what a checkpoint holds")
-    inspect.add_argument("path", help="Hugging Face directory, .safetensors file, index JSON, or file:// URI")
+    inspect.add_argument("path", help="Hugging Face directory, .safetensors file, index JSON, or URI (s3://, gs://)")
     inspect.add_argument("--tensors", action="store_true", help="list every tensor")
     return parser
 
@@ -63,7 +62,7 @@ def describe(checkpoint: Checkpoint, *, all_tensors: bool = False) -> list[str]:
         elements[_dtype(info)] += info.num_elements
     lines += [f"  {dtype:<14} {number:,} elements" for dtype, number in elements.most_common()]
     for index, file in enumerate(checkpoint.files):
-        lines.append(f"  {Path(file.path).name}: {held[index]} tensors, {_size(file.num_bytes)}")
+        lines.append(f"  {file.name}: {held[index]} tensors, {_size(file.num_bytes)}")
     if all_tensors:
         width = max((len(name) for name in checkpoint.tensors), default=0)
         lines += [f"    {name:<{width}}  {_row(info)}" for name, info in checkpoint.tensors.items()]

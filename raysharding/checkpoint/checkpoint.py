@@ -21,7 +21,7 @@ from raysharding.checkpoint.index import (
 )
 from raysharding.checkpoint.location import storage_of
 from raysharding.checkpoint.remote_options import DEFAULT_REMOTE, RemoteOptions
-from raysharding.checkpoint.storage import Storage, read_bytes, require_file
+from raysharding.checkpoint.storage import Storage, read_bytes
 from raysharding.checkpoint.tensor_info import DTYPE_OF_NAME, NAME_OF_DTYPE, TensorInfo
 from raysharding.checkpoint.uri import join_path, normal_path, split_path
 from raysharding.errors import CheckpointError
@@ -182,7 +182,6 @@ def identify(path: str, *, remote: RemoteOptions = DEFAULT_REMOTE) -> Checkpoint
         CheckpointError: there is none, or no header can be read from it.
     """
     storage = storage_of(path, remote)
-    require_file(storage, path)
     with closing(storage.open(path)) as file:
         found = file.found
         data = read_header_bytes(path, found.num_bytes, partial(read_bytes, file))

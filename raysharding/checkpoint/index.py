@@ -56,17 +56,17 @@ def resolve_files(storage: Storage, path: str) -> FileSet:
         CheckpointError: nothing usable there, an ambiguous directory, or an index that is malformed or unsafe.
     """
     normal = normal_path(path)
-    kind = storage.find(normal).kind
-    if kind == "directory":
+    found = storage.find(normal)
+    if found.kind == "directory":
         return _resolve_directory(storage, normal)
-    if kind == "missing":
+    if found.kind == "missing":
         raise _nothing_there(path, normal)
     directory, name = split_path(normal)
     if name.endswith(_INDEX_SUFFIX):
         return _read_index(storage, normal)
     if name.endswith(_SUFFIX):
         # The user named this very file, so a symlink that leads elsewhere is the user's choice.
-        require_file(storage, normal)
+        require_file(found, normal)
         return FileSet(directory, (name,), None, None)
     what = f"is neither a directory, nor a {_SUFFIX} file, nor a {_INDEX_SUFFIX}"
     if name.endswith((".bin", ".pt", ".pth", ".ckpt")):
@@ -125,9 +125,10 @@ def read_beside(storage: Storage, directory: str, name: str, max_bytes: int) -> 
     """Read a whole small file in `directory`, after a look at what and how big it is; `None` where there is none."""
     storage.check_inside(directory, name)
     path = join_path(directory, name)
-    if storage.find(path).kind == "missing":
+    found = storage.find(path)
+    if found.kind == "missing":
         return None
-    require_file(storage, path)
+    require_file(found, path)
     file = storage.open(path)
     try:
         num_bytes = file.found.num_bytes
@@ -172,7 +173,8 @@ def _resolve_directory(storage: Storage, directory: str) -> FileSet:
     if len(found) != 1:
         raise _no_checkpoint(directory, names, found)
     storage.check_inside(directory, found[0])
-    require_file(storage, join_path(directory, found[0]))
+    path = join_path(directory, found[0])
+    require_file(storage.find(path), path)
     return FileSet(directory, (found[0],), None, None)
 
 
@@ -227,10 +229,11 @@ def _read_index(storage: Storage, path: str) -> FileSet:
 
     def check_file(name: str) -> None:
         storage.check_inside(directory, name)
-        if storage.find(join_path(directory, name)).kind == "missing":
+        found = storage.find(join_path(directory, name))
+        if found.kind == "missing":
             what = f"index names the file {name!r}, which is missing"
             raise CheckpointError(what, path=path, tensor=names[name])
-        require_file(storage, join_path(directory, name))
+        require_file(found, join_path(directory, name))
 
     storage.each(check_file, names)
     return FileSet(directory, tuple(sorted(names)), weight_map, path)

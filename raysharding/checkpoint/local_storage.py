@@ -22,9 +22,13 @@ class LocalFile:
     def __init__(self, path: str) -> None:
         self._path = path
         try:
-            self._descriptor = os.open(path, os.O_RDONLY)
+            # O_NONBLOCK changes nothing for a file, but opening a named pipe would wait for its writer.
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         except OSError as error:
             raise CheckpointError(f"cannot open: {error.strerror}", path=path) from error
+        if self.found.kind != "file":
+            os.close(self._descriptor)
+            raise CheckpointError("is not a regular file", path=path)
         if hasattr(os, "posix_fadvise"):
             # Doubles the kernel's read-ahead window: the plan reads each file forward.
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)

@@ -105,13 +105,14 @@ class FileReader:
 
     def _verify(self, file: CheckpointFile) -> None:
         storage = storage_of(file.path, self._remote)
+        if file.etag is not None:
+            with closing(storage.open(file.path)) as opened:  # only an open file tells its etag
+                _require_same(opened.found, file)
+            return
         found = storage.find(file.path)
         if found.kind != "file":
             raise CheckpointError("is gone since its header was read", path=file.path)
         _require_same(found, file)
-        if file.etag is not None:
-            with closing(storage.open(file.path)) as opened:
-                _require_same(opened.found, file)
 
     def close(self) -> None:
         """Close the files. Reads under way end normally, later ones raise `ValueError`. Idempotent."""

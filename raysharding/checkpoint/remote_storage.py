@@ -95,7 +95,7 @@ class RemoteStorage:
         """See `Storage`."""
         import pyarrow.fs as arrow_fs
 
-        system, inside = self._enter(directory)
+        system, inside = self._enter(directory, directory)
         selector = arrow_fs.FileSelector(inside)
         infos = self._requests.call(directory, "listing it", lambda: system.get_file_info(selector))
         return sorted(info.base_name for info in infos)
@@ -133,18 +133,16 @@ class RemoteStorage:
     def _locate(self, path: str) -> tuple[Any, str]:
         """File system of a path, and the path inside it."""
         directory, name = split_path(path)
-        if not name:
-            return self._enter(directory)
-        system, inside = self._enter(directory)
-        return system, f"{inside.rstrip('/')}/{name}"
+        system, inside = self._enter(directory, path)
+        return system, f"{inside.rstrip('/')}/{name}" if name else inside
 
-    def _enter(self, directory: str) -> tuple[Any, str]:
-        """The same of a directory; its files share the connections."""
+    def _enter(self, directory: str, path: str) -> tuple[Any, str]:
+        """The same of a directory, whose files share the connections; errors name `path`."""
         entered = self._directories.get(directory)
         if entered is None:
             options = self._requests.options
             # A request: where the URI names no region, S3 is asked for the bucket's.
-            entered = self._requests.call(directory, "connecting", lambda: connect(directory, options))
+            entered = self._requests.call(path, "connecting", lambda: connect(directory, options))
             self._directories[directory] = entered
         return entered
 

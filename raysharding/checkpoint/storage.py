@@ -57,7 +57,7 @@ class Storage(Protocol):
         """Names of everything in `directory`, sorted."""
 
     def open(self, path: str) -> StoredFile:
-        """Open a file for reading. A pipe there would be waited for: `require_file` first."""
+        """Open a regular file for reading."""
 
     def identity(self, path: str) -> Hashable:
         """What tells a directory or file from one that took its path since; `None` where nothing does."""
@@ -69,14 +69,12 @@ class Storage(Protocol):
         """Call `function` with each item, several at once where most of the time goes into waiting."""
 
 
-def require_file(storage: Storage, path: str) -> Found:
-    """Refuse what is not a regular file. Opening a named pipe, for one, would wait for ever."""
-    found = storage.find(path)
+def require_file(found: Found, path: str) -> None:
+    """Refuse what is not a regular file."""
     if found.kind in ("missing", "dangling"):
         raise CheckpointError("cannot be read: No such file or directory", path=path)
     if found.kind != "file":
         raise CheckpointError("is not a regular file", path=path)
-    return found
 
 
 def read_bytes(file: StoredFile, offset: int, num_bytes: int) -> bytes:
