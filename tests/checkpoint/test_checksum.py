@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 import threading
 import zlib
+from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
@@ -133,18 +135,30 @@ def test_what_several_ranks_read_must_be_the_same() -> None:
     assert other.problem("t", 100) == "bytes [0, 100) were read twice and differ"
 
 
+@pytest.fixture
+def restless() -> Iterator[None]:
+    """Let threads take turns after every few bytecodes."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.mark.usefixtures("restless")
 def test_threads_that_add_at_once() -> None:
     checksums = Checksums()
-    names = [f"tensor.{index}" for index in range(20)]
+    names = [f"tensor.{index}" for index in range(3)]
 
     def work(first: int) -> None:
-        for start in range(first * 1000, len(DATA), 4000):
+        for start in range(first * 50, len(DATA), 200):
             for name in names:
-                checksums.add(name, start, VIEW[start : start + 1000])
+                checksums.add(name, start, VIEW[start : start + 50])
 
     threads = [threading.Thread(target=work, args=(first,)) for first in range(4)]
     for thread in threads:
         thread.start()
+    while any(thread.is_alive() for thread in threads):
+        checksums.pieces()  # sees whole pieces, whatever is being added
     for thread in threads:
         thread.join()
     assert {checksums.value(name, len(DATA)) for name in names} == {zlib.crc32(DATA)}
