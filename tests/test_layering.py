@@ -44,6 +44,7 @@ FLOORS = {
     "distributed": _floor(3, "torch", "the SPMD layer: mesh, FSDP2, load plan, transports, loading, saving, training"),
     "worker": _floor(4, "torch", "everything that one rank does"),
     "group": _floor(5, "torch ray numpy tqdm", "placement, supervision, calls; the only user of ray"),
+    "bench": _floor(5, "torch matplotlib", "times loads beside floors, in processes of its own, without Ray"),
     "__main__": _floor(7, "", "`python -m raysharding`"),
     "cli": _floor(6, "torch ray tqdm", "the command line"),
     "__init__": _floor(6, "", "the public names, imported when first used"),

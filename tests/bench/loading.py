@@ -1,10 +1,11 @@
-"""Times loads of one checkpoint by raysharding's transports and by its peers, in fresh processes, on this machine.
+"""Times loads of one checkpoint by raysharding's transports, by its peers and by two floors, on this machine.
 
-    python tests/bench/loading.py --world-size 4 --rounds 5 --arms accelerate,torch,scatter,broadcast
+    python tests/bench/loading.py --mode warm,fresh --arms accelerate,torch,scatter,scatter_floor --plot out.png
 
-Every round starts new processes for each arm, so that the first touch of memory counts for all alike; the order of the
-arms rotates. A load's time runs from the barrier after sharding on meta to the last rank's barrier after the load.
-Ratios are taken round by round against the base arm. Every arm must give the same bytes on every rank.
+`warm`: all arms in one set of processes, whose memory was touched before; the first round does not count. `fresh`: new
+processes for each load, so that the first touch of memory counts, and memory is sampled. The order of the arms rotates.
+A load's time runs from the barrier after sharding on meta to the last rank's barrier after the load. Ratios are taken
+round by round. Every arm must give the same bytes on every rank. `raysharding bench` is the same without the peers.
 """
 
 from __future__ import annotations
@@ -12,148 +13,117 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
-import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-ARMS = ("accelerate", "torch", "scatter", "broadcast")
-GIB, MIB = 1 << 30, 1 << 20
+sys.path.insert(0, str(ROOT))  # this file is run by its path, too
 
+from raysharding.bench.load import Load, load_line  # noqa: E402
+from raysharding.bench.network import private_network  # noqa: E402
+from raysharding.bench.plot import save_plot  # noqa: E402
+from raysharding.bench.rank_set import BenchError, Setup, ended_by_sigterm  # noqa: E402
+from raysharding.bench.ratios import json_lines  # noqa: E402
+from raysharding.bench.rounds import Results, Rounds  # noqa: E402
+from raysharding.bench.table import progress_line, table  # noqa: E402
+from raysharding.checkpoint import open_checkpoint  # noqa: E402
 
-@dataclass(frozen=True)
-class Load:
-    """One measured load."""
-
-    round: int
-    arm: str
-    seconds: float
-    """From the first rank's start to the last rank's end."""
-    shard_bytes: int
-    """Largest shard of a rank."""
-    extra_bytes: int
-    """Largest over the ranks: peak RssAnon + RssShmem above the start, less the shard."""
-    high_water_bytes: int
-    """Largest over the ranks: VmHWM above the start; counts mapped file pages too."""
-    digests: tuple[int, ...]
-    """One for each rank."""
-
-
-def python(*arguments: str) -> list[str]:
-    """Command line of a module of this repository under this interpreter, without the peers' deprecation warnings."""
-    return [sys.executable, "-W", "ignore", "-m", *arguments]
-
-
-def environment() -> dict[str, str]:
-    """One thread for each rank; no hub; this checkout importable."""
-    path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH", "")) if part)
-    return os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
-
-
-def run_load(round_index: int, arm: str, checkpoint: Path, args: argparse.Namespace) -> Load:
-    """Start a process for each rank, wait for their records, and leave none behind."""
-    ranks: list[subprocess.Popen[str]] = []
-    with tempfile.TemporaryDirectory() as scratch:
-        shared = ["--arm", arm, "--world-size", str(args.world_size), "--store", f"{scratch}/store"]
-        shared += ["--checkpoint", str(checkpoint), "--bucket-mib", str(args.bucket_mib)]
-        try:
-            for rank in range(args.world_size):
-                command = python("tests.bench.rank", "--rank", str(rank), *shared)
-                ranks.append(subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True))
-            outputs = [process.communicate(timeout=args.timeout_s)[0] for process in ranks]
-        finally:
-            for process in ranks:
-                process.kill()
-                process.wait()
-    if any(process.returncode for process in ranks):
-        codes = [process.returncode for process in ranks]
-        raise SystemExit(f"arm {arm}, round {round_index}: ranks ended with {codes}; their errors are above")
-    records = [json.loads(output.splitlines()[-1]) for output in outputs]
-    return Load(
-        round=round_index,
-        arm=arm,
-        seconds=max(record["end_s"] for record in records) - min(record["start_s"] for record in records),
-        shard_bytes=max(record["shard_bytes"] for record in records),
-        extra_bytes=max(record["extra_bytes"] for record in records),
-        high_water_bytes=max(record["high_water_bytes"] for record in records),
-        digests=tuple(record["digest"] for record in records),
-    )
-
-
-def run_rounds(args: argparse.Namespace, arms: Sequence[str], checkpoint: Path) -> list[Load]:
-    """All rounds; the order of the arms rotates so that none always follows the same one."""
-    loads: list[Load] = []
-    for round_index in range(args.rounds):
-        turn = round_index % len(arms)
-        for arm in (*arms[turn:], *arms[:turn]):
-            loads.append(run_load(round_index, arm, checkpoint, args))
-            if args.json:
-                print(json.dumps(asdict(loads[-1])), flush=True)
-    if len({load.digests for load in loads}) != 1:
-        raise SystemExit(f"the arms loaded different bytes: {sorted({(load.arm, load.digests) for load in loads})}")
-    return loads
-
-
-def table(loads: Sequence[Load], arms: Sequence[str], base: str) -> str:
-    """arm, median seconds, range, ratio to the base arm (median of the rounds' ratios, range), extra memory."""
-    seconds = {(load.round, load.arm): load.seconds for load in loads}
-    rounds = sorted({load.round for load in loads})
-    lines = [f"{'arm':<12}{'median s':>9}  {'min – max':>13}  {'times ' + base:>14}  {'range':>13}  {'extra MiB':>9}"]
-    for arm in arms:
-        own = [seconds[index, arm] for index in rounds]
-        ratios = [seconds[index, arm] / seconds[index, base] for index in rounds]
-        extra = max(load.extra_bytes for load in loads if load.arm == arm) / MIB
-        lines.append(
-            f"{arm:<12}{statistics.median(own):>9.2f}  {min(own):>5.2f} – {max(own):<5.2f}  "
-            f"{statistics.median(ratios):>14.2f}  {min(ratios):>5.2f} – {max(ratios):<5.2f}  {extra:>9.0f}"
-        )
-    return "\n".join(lines)
+KINDS = ("dense", "fp32", "small", "huge", "odd", "fp8")
+"""What `tests.bench.checkpoints` makes."""
+ARMS = "accelerate,torch,fastsafetensors,dcp,scatter,broadcast,local,scatter_floor,preadv_floor"
 
 
 def parse_arguments() -> argparse.Namespace:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--world-size", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--arms", default=",".join(ARMS), help="comma-separated, of " + ", ".join(ARMS))
-    parser.add_argument("--base", default="scatter", help="arm that the ratios divide by; default scatter")
-    parser.add_argument("--checkpoint", type=Path, help="Hugging Face directory; default: one is made, and removed")
-    parser.add_argument("--size-gib", type=float, default=1.78, help="size of the checkpoint that is made")
-    parser.add_argument("--bucket-mib", type=int, default=32, help="bucket size of our transports; default 32")
-    parser.add_argument("--timeout-s", type=float, default=300.0, help="longest time of one load's processes")
-    parser.add_argument("--json", action="store_true", help="also print one line of JSON for each load")
+    parser.add_argument("--mode", default="warm", help="warm, fresh, or warm,fresh; default warm")
+    parser.add_argument("--world-size", default="4", help="ranks; several, as in 2,8, give the growth between them")
+    parser.add_argument("--rounds", type=int, help="rounds that count; default 9 warm, 5 fresh")
+    parser.add_argument("--arms", default=ARMS, help=f"default {ARMS}; others: a wrong name lists them")
+    parser.add_argument("--base", default="scatter", help="arm that a column of ratios divides by; default scatter")
+    parser.add_argument("--kind", default="dense", choices=KINDS, help="kind of the checkpoint; default dense")
+    parser.add_argument("--checkpoint", type=Path, help="directory of that kind; default: one is made, and removed")
+    parser.add_argument("--size-gib", type=float, help="size of the checkpoint that is made; default: the kind's own")
+    parser.add_argument("--loading", type=json.loads, default={}, help="fields of Loading for all our arms, as JSON")
+    parser.add_argument("--replicate-size", type=int, default=1, help="HSDP replicas")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--timeout-s", type=float, default=300.0, help="longest time of one load")
+    parser.add_argument("--shared-network", action="store_true", help="do not make a network namespace for the ranks")
+    parser.add_argument("--json", action="store_true", help="lines of JSON on stdout; the table goes to stderr then")
+    parser.add_argument("--plot", type=Path, help="PNG to write")
     args = parser.parse_args()
-    unknown = set(args.arms.split(",")) - set(ARMS)
-    if unknown:
-        parser.error(f"unknown arms {sorted(unknown)}: choose from {', '.join(ARMS)}")
+    if not set(args.mode.split(",")) <= {"warm", "fresh"}:
+        parser.error(f"--mode {args.mode}: give warm, fresh, or warm,fresh")
     return args
+
+
+@contextmanager
+def checkpoint_directory(args: argparse.Namespace) -> Iterator[Path]:
+    """The checkpoint that was named, or a new one."""
+    if args.checkpoint is not None:
+        yield args.checkpoint.resolve()
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = Path(scratch, args.kind)
+        command = [sys.executable, "-m", "tests.bench.checkpoints", str(directory), "--kind", args.kind]
+        command += [] if args.size_gib is None else ["--size-gib", str(args.size_gib)]
+        subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": python_path()}, check=True)
+        yield directory
+
+
+def python_path() -> str:
+    """This checkout first, so that processes find `tests`."""
+    return os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH", "")) if part)
+
+
+def print_load(num_rounds: int, as_json: bool, load: Load) -> None:
+    """One load is done: a line to stderr, or JSON to stdout."""
+    print(progress_line(load, num_rounds), file=sys.stderr, flush=True)
+    if as_json:
+        print(load_line(load), flush=True)
+
+
+def measure(args: argparse.Namespace, directory: Path) -> Results:
+    """Run all rounds of all modes."""
+    options = {"checkpoint": str(directory), "kind": args.kind, "loading": args.loading}
+    options |= {"replicate_size": args.replicate_size, "device_type": args.device}
+    results = Results()
+    with private_network() as network:
+        setup = Setup(
+            "tests.bench.arms:make_case",
+            options,
+            timeout_s=args.timeout_s,
+            network_descriptor=None if args.shared_network else network,
+            environment={"PYTHONPATH": python_path()},
+        )
+        sizes = [int(size) for size in args.world_size.split(",")]
+        for mode in args.mode.split(","):
+            num_rounds = args.rounds or (9 if mode == "warm" else 5)
+            progress = partial(print_load, num_rounds, args.json)
+            Rounds(setup, args.arms.split(","), sizes, num_rounds, progress).measure(mode, results)
+    return results
 
 
 def main() -> None:
     """Make or take a checkpoint, run the rounds, print the table."""
     args = parse_arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `finally` ends the ranks
-    arms = args.arms.split(",")
-    base = args.base if args.base in arms else arms[-1]
-    with tempfile.TemporaryDirectory() as scratch:
-        checkpoint = args.checkpoint
-        if checkpoint is None:
-            checkpoint = Path(scratch, "llama")
-            made = python("tests.bench.checkpoints", str(checkpoint), "--size-gib", str(args.size_gib))
-            subprocess.run(made, cwd=ROOT, env=environment(), check=True)
-        checkpoint = checkpoint.resolve()
-        size_gib = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors")) / GIB
-        loads = run_rounds(args, arms, checkpoint)
-        print(
-            f"{size_gib:.2f} GiB, world size {args.world_size}, gloo, {args.rounds} rounds of fresh processes, ", end=""
-        )
-        print(f"{os.cpu_count()} cores; shard {max(load.shard_bytes for load in loads) / MIB:.0f} MiB")
-        print(table(loads, arms, base))
+    with ended_by_sigterm(), checkpoint_directory(args) as directory:
+        try:
+            results = measure(args, directory)
+        except BenchError as error:
+            raise SystemExit(f"bench: {error}") from error
+        num_bytes = open_checkpoint(directory).num_bytes
+        if args.json:
+            print("\n".join(json_lines(results)))
+        report = f"{args.kind}, {os.cpu_count()} cores, {args.device}\n{table(results, num_bytes, args.base)}"
+        print(report, file=sys.stderr if args.json else sys.stdout)
+        if args.plot is not None:
+            save_plot(args.plot, results, f"{args.kind}, {num_bytes / (1 << 30):.2f} GiB")
 
 
 if __name__ == "__main__":

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 
+from raysharding.bench.counters import MemorySampler
 from raysharding.config import MIB, Loading
 from raysharding.distributed import init_mesh, load_checkpoint, shard_module
 from raysharding.distributed.metadata import all_gather_json
 from raysharding.distributed.ring import RING_SIZE
 from raysharding.models import build_module
-from tests.bench.rank import MemorySampler
 from tests.spawn import run_ranks
 
 WORLD_SIZE = 4
@@ -54,7 +54,7 @@ def measure(path: Path, loading: Loading) -> list[dict[str, Any]]:
     with MemorySampler() as memory:
         report = load_checkpoint(module, opened, loading=loading)
     shard = report.shard_bytes[dist.get_rank()]
-    extra = memory.peak_bytes - memory.start_bytes - shard
+    extra = memory.extra_bytes - shard
     figures = {
         "extra": extra,
         "wire": report.wire_bytes,

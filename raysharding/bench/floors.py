@@ -1,0 +1,204 @@
+"""Floors: the least that a load must do, and nothing else. They tell how far a transport is from the machine.
+
+`preadv`: a rank's own byte ranges, read into its shards: what `local` cannot do without. `scatter`: gloo moves as many
+bytes as the shards hold out of rank 0's memory: what `scatter` through sockets cannot do without. `pinned`: page-locked
+host memory to the GPU. Plans are made in `prepare_*`, outside of the clock.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from raysharding.bench.case import Case, Run, host_tensor_bytes
+from raysharding.checkpoint import Checkpoint, open_checkpoint
+from raysharding.distributed import materialize
+from raysharding.distributed.layout import ShardMap, local_tensor, module_tensors, tensor_layout
+from raysharding.models import Target, map_keys
+
+SCATTER_BYTES = 64 << 20
+"""Bytes of one scatter, all ranks together."""
+PINNED_BYTES = 64 << 20
+"""Bytes of the page-locked buffer."""
+MAX_VIEWS = 1024
+"""Views that one `preadv` takes (IOV_MAX)."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileRange:
+    """Bytes of a file, and the memory that they go to."""
+
+    file: int
+    """Index into `Checkpoint.files`."""
+    offset: int
+    """First byte in the file."""
+    view: memoryview
+    """Writable bytes, as many as are read."""
+
+
+def own_ranges(module: nn.Module, checkpoint: Checkpoint) -> list[FileRange]:
+    """Ranges of the files that make up this rank's part of a module, in file order.
+
+    Args:
+        module: Sharded and materialised on the CPU. Where the files hold its own dtype, the ranges end in it; others
+            (a change of dtype, a conversion) end in scratch of the same length.
+        checkpoint: What is in the files.
+
+    Returns:
+        The ranges. Of a tensor that only transformers' own operations can convert: the rank's share of its sources.
+    """
+    tensors = module_tensors(module)
+    shard_index = ShardMap.of(tensors).shard_index
+    ranges: list[FileRange] = []
+    for fqn, target in map_keys(module, checkpoint.tensors, None).targets.items():
+        layout = tensor_layout(fqn, tensors[fqn])
+        start, stop = layout.local_range(shard_index)
+        if target.runs is None:
+            ranges += _shares(target, checkpoint, shard_index, max(layout.num_shards, 1))
+        else:
+            memory = host_tensor_bytes(local_tensor(tensors[fqn]))
+            ranges += _runs(target, checkpoint, start, stop, memory)
+    return sorted(ranges, key=lambda item: (item.file, item.offset))
+
+
+def _runs(target: Target, checkpoint: Checkpoint, start: int, stop: int, memory: memoryview) -> Iterator[FileRange]:
+    """The parts of a target's runs that lie in elements `start` to `stop`, whose memory is given."""
+    for run in target.runs or ():
+        first = max(run.target_start, start)
+        last = min(run.target_start + run.num_elements, stop)
+        if first >= last:
+            continue
+        info = checkpoint.tensors[run.source]
+        size = info.dtype.itemsize
+        if info.dtype == target.dtype:
+            view = memory[(first - start) * size : (last - start) * size]
+        else:
+            view = memoryview(bytearray((last - first) * size))
+        yield FileRange(info.file, info.offset + (run.source_start + first - run.target_start) * size, view)
+
+
+def _shares(target: Target, checkpoint: Checkpoint, index: int, num_shards: int) -> Iterator[FileRange]:
+    for name in target.sources:
+        info = checkpoint.tensors[name]
+        first, last = info.num_bytes * index // num_shards, info.num_bytes * (index + 1) // num_shards
+        if first < last:
+            yield FileRange(info.file, info.offset + first, memoryview(bytearray(last - first)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """One `preadv`."""
+
+    descriptor: int
+    offset: int
+    views: list[memoryview]
+    num_bytes: int
+
+
+def _merge(ranges: list[FileRange], descriptors: list[int]) -> list[_Read]:
+    """Reads of neighbouring ranges put together, as far as one call takes them."""
+    reads: list[_Read] = []
+    for item in ranges:
+        last = reads[-1] if reads else None
+        descriptor = descriptors[item.file]
+        follows = last is not None and (last.descriptor, last.offset + last.num_bytes) == (descriptor, item.offset)
+        if last is not None and follows and len(last.views) < MAX_VIEWS:
+            views, num_bytes = [*last.views, item.view], last.num_bytes + item.view.nbytes
+            reads[-1] = _Read(descriptor, last.offset, views, num_bytes)
+        else:
+            reads.append(_Read(descriptor, item.offset, [item.view], item.view.nbytes))
+    return reads
+
+
+def prepare_preadv_floor(case: Case, module: nn.Module) -> Run:
+    """Every rank reads its own ranges into its shards; in the clock are `preadv` calls and nothing else."""
+    checkpoint = open_checkpoint(case.checkpoint)
+    materialize(module, torch.device("cpu"))
+    stack = ExitStack()
+    descriptors = [os.open(file.path, os.O_RDONLY | os.O_CLOEXEC) for file in checkpoint.files]
+    for descriptor in descriptors:
+        stack.callback(os.close, descriptor)
+    reads = _merge(own_ranges(module, checkpoint), descriptors)
+
+    def run() -> None:
+        with stack:
+            for read in reads:
+                done = os.preadv(read.descriptor, read.views, read.offset)
+                if done < read.num_bytes:
+                    _finish(read, done)
+
+    return run
+
+
+def _finish(read: _Read, done: int) -> None:
+    """Read what one call left: it stops at 2 GiB."""
+    joined = read.views
+    while done < read.num_bytes:
+        skipped, rest = done, []
+        for view in joined:
+            rest.append(view[min(skipped, view.nbytes) :])
+            skipped -= min(skipped, view.nbytes)
+        count = os.preadv(read.descriptor, [view for view in rest if view.nbytes], read.offset + done)
+        if count == 0:
+            raise ValueError(f"the file ends {read.num_bytes - done} bytes early: was it changed?")
+        done += count
+
+
+def wire_bytes(module: nn.Module, checkpoint: Checkpoint, shard_index: int) -> int:
+    """Bytes that one shard takes on the wire: its elements in the narrower of the files' and the module's dtype."""
+    tensors = module_tensors(module)
+    total = 0
+    for fqn, target in map_keys(module, checkpoint.tensors, None).targets.items():
+        start, stop = tensor_layout(fqn, tensors[fqn]).local_range(shard_index)
+        total += (stop - start) * min(target.source_dtype.itemsize, target.dtype.itemsize)
+    return total
+
+
+def prepare_scatter_floor(case: Case, module: nn.Module) -> Run:
+    """gloo scatters as many bytes as the shards hold, `SCATTER_BYTES` a message, out of one buffer on rank 0.
+
+    Every rank receives into memory of a shard's size, which is as fresh or as warm as a shard's would be.
+    """
+    if case.sharding.replicate_size > 1:
+        raise ValueError("scatter_floor: replicas are filled by each other: measure it with replicate_size=1")
+    world_size = dist.get_world_size()
+    # Shard 0 is never shorter than another; a scatter's messages are of one length.
+    num_bytes = wire_bytes(module, open_checkpoint(case.checkpoint), 0)
+    message_bytes = max(1, SCATTER_BYTES // world_size)
+    memory = torch.empty(num_bytes, dtype=torch.uint8)
+    parts = list(memory.split(message_bytes))
+    source: list[torch.Tensor] | None = None
+    if dist.get_rank() == 0:
+        source = list(torch.ones(message_bytes * world_size, dtype=torch.uint8).split(message_bytes))
+    lists = [None if source is None else [item[: part.numel()] for item in source] for part in parts]
+
+    def run() -> None:
+        for part, messages in zip(parts, lists, strict=True):
+            # Every rank has the same number of parts: one that left early would hold the others.
+            dist.scatter(part, messages, src=0)
+
+    return run
+
+
+def prepare_pinned_floor(case: Case, module: nn.Module) -> Run:
+    """As many bytes as this rank's shards hold, from one page-locked buffer to memory on its GPU."""
+    if not torch.cuda.is_available():
+        raise ValueError("pinned_floor: torch sees no GPU here: leave it out")
+    device = torch.device("cuda", torch.cuda.current_device())
+    materialize(module, device)
+    targets = [local_tensor(tensor) for tensor in module_tensors(module).values()]
+    parts = [part for item in targets for part in item.reshape(-1).view(torch.uint8).split(PINNED_BYTES)]
+    source = torch.ones(PINNED_BYTES, dtype=torch.uint8, pin_memory=True)
+
+    def run() -> None:
+        for part in parts:
+            part.copy_(source[: part.numel()], non_blocking=True)
+        torch.cuda.synchronize(device)
+
+    return run

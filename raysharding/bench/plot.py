@@ -1,0 +1,117 @@
+"""The results of a benchmark as a PNG: seconds of each arm, floors as dashed lines, and memory above the shard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from os import PathLike
+from typing import TYPE_CHECKING
+
+from raysharding.bench.ratios import Group, groups
+from raysharding.bench.rounds import Results
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MIB = 1 << 20
+OURS, PEER = "#2a6f97", "#a7b4bd"
+FLOOR_COLOURS = ("#c1440e", "#6a4c93", "#2d6a4f")
+OWN = ("auto", "scatter", "scatter_wire", "broadcast", "local", "mmap", "mmap_forward")
+
+
+def require_matplotlib() -> None:
+    """Say what to install before anything is measured.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ImportError("a plot needs matplotlib: pip install 'raysharding[bench]'") from error
+
+
+def save_plot(path: str | PathLike[str], results: Results, title: str) -> None:
+    """Draw one row for each mode and world size: seconds on the left, memory (fresh only) on the right.
+
+    Args:
+        path: PNG to write; an existing one is replaced.
+        results: What was measured.
+        title: Heading.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    rows = groups(results.loads)
+    heights = [1.2 + 0.42 * len(_arms(group)) for group in rows]
+    has_memory = any(_extra_bytes(group, arm) for group in rows for arm in _arms(group))
+    figure = Figure(figsize=(12 if has_memory else 9, sum(heights) + 0.6), layout="constrained")
+    figure.suptitle(title, fontsize=13)
+    widths = (2, 1) if has_memory else (1,)
+    axes = figure.subplots(len(rows), len(widths), squeeze=False, height_ratios=heights, width_ratios=widths)
+    for group, row in zip(rows, axes, strict=True):
+        _draw_seconds(row[0], group)
+        if has_memory:
+            _draw_memory(row[1], group)
+    figure.savefig(path, dpi=130, format="png")
+
+
+def _arms(group: Group) -> list[str]:
+    """Arms that load, slowest first, so that the fastest bar is on top."""
+    arms = [arm for arm in group.loads if not arm.endswith("_floor")]
+    return sorted(arms, key=lambda arm: -group.seconds(arm).median)
+
+
+def _extra_bytes(group: Group, arm: str) -> int:
+    """Largest of the rounds; 0 where it was not measured."""
+    return max((load.extra_bytes or 0 for load in group.loads[arm]), default=0)
+
+
+def _colours(arms: Sequence[str]) -> list[str]:
+    return [OURS if arm in OWN else PEER for arm in arms]
+
+
+def _draw_seconds(axes: Axes, group: Group) -> None:
+    arms = _arms(group)
+    figures = [group.seconds(arm) for arm in arms]
+    medians = [figure.median for figure in figures]
+    whiskers = [[f.median - f.low for f in figures], [f.high - f.median for f in figures]]
+    axes.barh(arms, medians, xerr=whiskers, color=_colours(arms), error_kw={"elinewidth": 1, "capsize": 3}, height=0.65)
+    for index, figure in enumerate(figures):
+        axes.annotate(
+            f"{figure.median:.2f} s", (figure.high, index), xytext=(5, 0), textcoords="offset points", va="center"
+        )
+    floors = [arm for arm in group.loads if arm.endswith("_floor")]
+    for floor, colour in zip(floors, FLOOR_COLOURS, strict=False):
+        seconds = group.seconds(floor).median
+        label = f"{floor.replace('_', ' ')} {seconds:.2f} s"
+        axes.axvline(seconds, color=colour, linestyle="--", linewidth=1.5, label=label)
+    if floors:
+        # The bars at the top are the short ones.
+        axes.legend(loc="upper right", fontsize=9, framealpha=0.9)
+    num_rounds = max(len(loads) for loads in group.loads.values())
+    axes.set_title(f"{group.mode}, {group.world_size} ranks: median of {num_rounds} rounds, min – max", fontsize=10)
+    axes.set_xlabel("seconds to the last rank's shard")
+    axes.set_xlim(0, max((figure.high for figure in figures), default=1.0) * 1.15)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_memory(axes: Axes, group: Group) -> None:
+    arms = _arms(group)
+    extra = [_extra_bytes(group, arm) for arm in arms]
+    if not any(extra):
+        axes.set_axis_off()
+        axes.text(0.5, 0.5, "memory is measured in fresh processes only", ha="center", va="center", fontsize=9)
+        return
+    axes.barh(arms, [value / MIB for value in extra], color=_colours(arms), height=0.65)
+    for index, value in enumerate(extra):
+        axes.annotate(
+            f"{value / MIB:,.0f}", (value / MIB, index), xytext=(5, 0), textcoords="offset points", va="center"
+        )
+    axes.set_title("peak memory above the shard", fontsize=10)
+    axes.set_xlabel("MiB, largest rank")
+    axes.set_xlim(0, max(extra) / MIB * 1.2)
+    axes.set_yticks(range(len(arms)), labels=[""] * len(arms))
+    axes.spines[["top", "right"]].set_visible(False)

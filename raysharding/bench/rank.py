@@ -1,0 +1,213 @@
+"""One rank of a benchmark, in a process of its own: loads what its driver asks for, and answers with the figures.
+
+Started by `rank_set.py` as `python -m raysharding.bench.rank SPEC`. Commands come as lines of JSON on stdin, answers go
+as lines of JSON to a pipe; anything printed is the log. At the end of stdin the process ends, even in a load.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import importlib
+import json
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TextIO
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from raysharding.bench.case import Arm, Case, Run, host_tensor_bytes, shard_bytes
+from raysharding.bench.counters import Counters, MemorySampler, count_operations
+from raysharding.bench.network import join_network
+from raysharding.bench.settle import back_free_pages, fill_page_cache
+from raysharding.distributed import LoadReport, init_mesh, reshard, shard_module
+from raysharding.distributed.layout import local_tensor
+from raysharding.errors import RayshardingError
+
+EXIT_GRACE_S = 15.0
+"""How long a rank whose driver is gone may go on in a load."""
+
+_CANNOT = (RayshardingError, ValueError, ImportError, NotImplementedError)
+"""What an arm raises on every rank where it cannot do the case; anything else ends the process."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a rank is told when it starts, as JSON."""
+
+    setup: str
+    """`module:function` that makes the case and the arms."""
+    options: dict[str, Any]
+    """Its argument."""
+    rank: int
+    world_size: int
+    store: str
+    """Path of the `FileStore`."""
+    reply_descriptor: int
+    """Where answers go."""
+    network_descriptor: int | None
+    """Network namespace to join."""
+    timeout_s: float
+    """Longest wait of a collective."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """One load, as JSON."""
+
+    arm: str
+    fresh: bool = False
+    """Sample memory, and have free pages backed before."""
+    digest: bool = False
+    """Answer with a digest of the shards."""
+    count: bool = False
+    """Count the operations instead of taking the time."""
+
+
+class Session:
+    """The rank's process group, mesh, case and arms, for one load after the other.
+
+    Args:
+        case: What is loaded.
+        arms: Name → arm.
+    """
+
+    def __init__(self, case: Case, arms: dict[str, Arm]) -> None:
+        self.case = case
+        self.arms = {name: arm for name, arm in arms.items() if arm.device_type in (None, case.device_type)}
+        self._mesh: DeviceMesh = init_mesh(case.device_type, case.sharding)
+
+    def load(self, command: Command) -> dict[str, Any]:
+        """Load once into a new module; collective. The answer's figures, or why the arm cannot do it."""
+        arm = self.arms[command.arm]
+        gc.collect()  # FSDP modules lie in cycles: the last one's memory must be free
+        module = shard_module(self.case.build(), self._mesh, self.case.sharding)
+        try:
+            run = arm.prepare(self.case, module)
+            if command.count:
+                return {"operations": count_operations(run)}
+            return self._timed(arm, module, run, command)
+        except _CANNOT as error:
+            return {"cannot": f"{type(error).__name__}: {error}"}
+
+    def _timed(self, arm: Arm, module: nn.Module, run: Run, command: Command) -> dict[str, Any]:
+        if command.fresh:
+            back_free_pages(sum(file.stat().st_size for file in self.case.files))
+        fill_page_cache(self.case.files)
+        # The first collective connects the pairs.
+        dist.all_reduce(torch.ones(1))
+        memory = MemorySampler() if command.fresh else None
+        if memory is not None:
+            with memory:
+                result, figures = self._clocked(run)
+        else:
+            result, figures = self._clocked(run)
+        loaded = result if isinstance(result, nn.Module) else module
+        figures["shard_bytes"] = 0 if arm.is_floor else shard_bytes(loaded)
+        if memory is not None:
+            figures["extra_bytes"] = memory.extra_bytes
+            figures["high_water_bytes"] = memory.high_water_bytes
+        if isinstance(result, LoadReport):
+            figures["report"] = result.as_dict()
+        if command.digest and not arm.is_floor:
+            figures["digest"] = digest(loaded)
+        return figures
+
+    def _clocked(self, run: Run) -> tuple[LoadReport | nn.Module | None, dict[str, Any]]:
+        before = Counters.now()
+        # Nobody's clock starts before every rank is ready, and the load is over when the last rank has its shards.
+        dist.barrier()
+        start_s = time.monotonic()
+        result = run()
+        if self.case.device_type == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier()
+        end_s = time.monotonic()
+        counted = Counters.now().since(before)
+        return result, {"start_s": start_s, "end_s": end_s, **vars(counted)}
+
+
+def digest(module: nn.Module) -> str:
+    """A hash of the parameters' local parts, in order; equal where every byte is."""
+    reshard(module)  # after a forward the root's full parameters are registered
+    total = hashlib.sha256()
+    for parameter in module.parameters():
+        local = local_tensor(parameter).contiguous().cpu()
+        total.update(host_tensor_bytes(local))
+    return total.hexdigest()[:16]
+
+
+def _read_commands(finished: threading.Event) -> queue.SimpleQueue[Command | None]:
+    """A queue that a thread fills from stdin; `None` at its end, soon after which the process is ended."""
+    commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+
+    def read() -> None:
+        for line in sys.stdin:
+            commands.put(Command(**json.loads(line)))
+        commands.put(None)
+        # A driver that was killed cannot end its ranks; one that waits for the others would not end by itself.
+        if not finished.wait(EXIT_GRACE_S):
+            os._exit(1)
+
+    threading.Thread(target=read, name="commands", daemon=True).start()
+    return commands
+
+
+def _start_process_group(spec: Spec, device_type: str) -> None:
+    torch.set_num_threads(1)
+    is_cuda = device_type == "cuda"
+    if is_cuda:
+        torch.cuda.set_device(spec.rank % torch.cuda.device_count())
+    store = dist.FileStore(spec.store, spec.world_size)  # type: ignore[attr-defined]
+    backend = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
+    timeout = timedelta(seconds=spec.timeout_s)
+    dist.init_process_group(backend, store=store, rank=spec.rank, world_size=spec.world_size, timeout=timeout)
+
+
+def _setup(spec: Spec) -> tuple[Case, dict[str, Arm]]:
+    module, _, name = spec.setup.partition(":")
+    make: Callable[[dict[str, Any]], tuple[Case, dict[str, Arm]]] = getattr(importlib.import_module(module), name)
+    return make(spec.options)
+
+
+def _answer(replies: TextIO, value: dict[str, Any]) -> None:
+    replies.write(json.dumps(value) + "\n")
+    replies.flush()
+
+
+def main() -> None:
+    """Serve one driver."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the driver, which ends its ranks
+    spec = Spec(**json.loads(sys.argv[1]))
+    if spec.network_descriptor is not None:
+        join_network(spec.network_descriptor)
+    os.set_inheritable(spec.reply_descriptor, False)
+    replies = os.fdopen(spec.reply_descriptor, "w")
+    finished = threading.Event()
+    commands = _read_commands(finished)
+    try:
+        case, arms = _setup(spec)
+    except _CANNOT as error:
+        _answer(replies, {"cannot": f"{type(error).__name__}: {error}"})
+        return
+    _start_process_group(spec, case.device_type)
+    session = Session(case, arms)
+    _answer(replies, {"arms": list(session.arms)})
+    while (command := commands.get()) is not None:
+        _answer(replies, session.load(command))
+    dist.destroy_process_group()
+    finished.set()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,240 @@
+"""`RankSet`: the rank processes of one benchmark, started, told what to load, waited for with a deadline, and ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, Self
+
+from raysharding.errors import RayshardingError
+
+START_S = 180.0
+"""Until every rank has imported torch and joined the process group."""
+DRAIN_S = 10.0
+"""How long the other ranks may take to answer once one of them has failed."""
+CLOSE_S = 10.0
+"""How long ranks may take to end by themselves."""
+LOG_LINES = 25
+"""Lines of a failed rank's log that an error shows."""
+_KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 40), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+
+
+class BenchError(RayshardingError):
+    """A benchmark that cannot be run, or whose ranks failed."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How ranks are started."""
+
+    function: str
+    """`module:function` that makes case and arms on each rank: see `arms.make_case`."""
+    options: Mapping[str, Any]
+    """Its argument; JSON."""
+    timeout_s: float = 300.0
+    """Longest time of one load."""
+    network_descriptor: int | None = None
+    """From `private_network`."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """More environment variables."""
+
+
+class RankSet:
+    """`world_size` processes in one gloo or NCCL group. A context manager; no process outlives it.
+
+    Args:
+        setup: What they load.
+        world_size: Number of ranks.
+        keep_memory: Have malloc keep freed memory, so that later loads find it touched.
+    """
+
+    def __init__(self, setup: Setup, world_size: int, *, keep_memory: bool) -> None:
+        self.setup = setup
+        self.world_size = world_size
+        self.arms: tuple[str, ...] = ()
+        """Names of the arms that the ranks know."""
+        self._keep_memory = keep_memory
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._pipes: list[int] = []
+        self._stack = ExitStack()
+        self._failed = False
+
+    def __enter__(self) -> Self:
+        self._scratch = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="raysharding-bench-")))
+        try:
+            for rank in range(self.world_size):
+                self._start(rank)
+            answers = self._answers(START_S)
+        except BaseException:
+            self._failed = True
+            self.close()
+            raise
+        self.arms = tuple(answers[0]["arms"])
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._failed = self._failed or kind is not None
+        self.close()
+
+    def load(self, arm: str, **options: bool) -> list[dict[str, Any]]:
+        """Have every rank load once; the answers by rank. `options` are the fields of `rank.Command`.
+
+        Raises:
+            ArmError: When the arm cannot load this, on every rank alike; the ranks go on.
+            BenchError: When a rank died, failed alone, or did not answer in time.
+        """
+        if arm not in self.arms:
+            raise BenchError(f"there is no arm {arm!r} here: choose from {', '.join(self.arms)}")
+        line = json.dumps({"arm": arm, **options}).encode() + b"\n"
+        try:
+            for process in self._processes:
+                assert process.stdin is not None
+                process.stdin.write(line)
+                process.stdin.flush()
+            return self._answers(self.setup.timeout_s, arm)
+        except BrokenPipeError as error:
+            self._failed = True
+            raise BenchError(self._describe("ended between two loads", range(self.world_size))) from error
+        except BaseException as error:
+            self._failed = self._failed or not isinstance(error, ArmError)
+            raise
+
+    def close(self) -> None:
+        """End the processes: by the end of their stdin if all went well, else at once. Idempotent."""
+        for process in self._processes:
+            if self._failed:
+                process.kill()
+            if process.stdin is not None and not process.stdin.closed:
+                process.stdin.close()
+        deadline = time.monotonic() + CLOSE_S
+        for process in self._processes:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        while self._pipes:
+            os.close(self._pipes.pop())
+        self._processes.clear()
+        self._stack.close()
+
+    def _start(self, rank: int) -> None:
+        reading, writing = os.pipe()
+        self._pipes.append(reading)
+        network = self.setup.network_descriptor
+        spec = {
+            "setup": self.setup.function,
+            "options": dict(self.setup.options),
+            "rank": rank,
+            "world_size": self.world_size,
+            "store": str(self._scratch / "store"),
+            "reply_descriptor": writing,
+            "network_descriptor": network,
+            "timeout_s": self.setup.timeout_s,
+        }
+        log = self._stack.enter_context(self._log(rank).open("wb"))
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-W", "ignore", "-m", "raysharding.bench.rank", json.dumps(spec)],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._environment(),
+                pass_fds=(writing,) if network is None else (writing, network),
+            )
+        finally:
+            os.close(writing)  # so that the pipe ends with the process
+        self._processes.append(process)
+
+    def _environment(self) -> dict[str, str]:
+        """One thread for each rank, no hub, gloo on the loopback, and this package importable."""
+        home = str(Path(__file__).resolve().parents[2])
+        path = os.pathsep.join(part for part in (home, os.environ.get("PYTHONPATH", "")) if part)
+        fixed = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path}
+        return {**os.environ, **fixed, **(_KEEP_MEMORY if self._keep_memory else {}), **self.setup.environment}
+
+    def _log(self, rank: int) -> Path:
+        return self._scratch / f"rank-{rank}.log"
+
+    def _answers(self, timeout_s: float, arm: str = "start") -> list[dict[str, Any]]:
+        """One line of JSON from each rank, in order of rank."""
+        lines = self._lines(timeout_s)
+        silent = [rank for rank, line in enumerate(lines) if not line.endswith(b"\n")]
+        answers = [json.loads(line) if line.endswith(b"\n") else {} for line in lines]
+        failures = {rank: answer["cannot"] for rank, answer in enumerate(answers) if "cannot" in answer}
+        if silent:
+            said = "".join(f"; rank {rank}: {text}" for rank, text in failures.items())
+            raise BenchError(self._describe(f"{arm}: did not answer in {timeout_s:g} s or died{said}", silent))
+        if len(failures) == self.world_size:
+            raise ArmError(failures[0], arm=arm)
+        if failures:
+            said = "; ".join(f"rank {rank}: {text}" for rank, text in failures.items())
+            raise BenchError(f"{arm}: failed on some ranks only: {said}")
+        return answers
+
+    def _lines(self, timeout_s: float) -> list[bytes]:
+        """What each rank answers until all lines are complete or the time is over; less after one failed."""
+        lines = [b""] * self.world_size
+        deadline = time.monotonic() + timeout_s
+        with selectors.DefaultSelector() as selector:
+            for rank, pipe in enumerate(self._pipes):
+                selector.register(pipe, selectors.EVENT_READ, rank)
+            while selector.get_map() and (left := deadline - time.monotonic()) > 0:
+                for key, _ in selector.select(left):
+                    data = os.read(key.fd, 1 << 16)
+                    lines[key.data] += data
+                    if not data or data.endswith(b"\n"):
+                        selector.unregister(key.fd)
+                    if not data or b'"cannot"' in data:
+                        deadline = min(deadline, time.monotonic() + DRAIN_S)
+        return lines
+
+    def _describe(self, what: str, ranks: Sequence[int]) -> str:
+        """An error's text: the ranks, how they ended, and the end of the first one's log that says anything."""
+        ended = []
+        for rank in ranks:
+            code = self._processes[rank].poll()
+            ended.append(f"rank {rank} " + ("is still running" if code is None else f"ended with status {code}"))
+        logs = (self._log(rank).read_text(errors="replace").strip() for rank in ranks)
+        log = next((text for text in logs if text), "")
+        return "\n  ".join((f"{what}: {', '.join(ended)}", *log.splitlines()[-LOG_LINES:]))
+
+
+class ArmError(BenchError):
+    """An arm that cannot load this checkpoint on this machine.
+
+    Args:
+        message: Why, in the words of the arm.
+        arm: Its name.
+    """
+
+    _fields = ("message", "arm")
+
+    def __init__(self, message: str, *, arm: str) -> None:
+        super().__init__(message)
+        self.arm = arm
+
+
+@contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """Make SIGTERM an exception in the main thread while the context is open, so that `with` blocks end the ranks."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    previous = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
