@@ -32,6 +32,9 @@ from raysharding.checkpoint import (
 from raysharding.checkpoint import manifest as manifest_module
 from raysharding.errors import CheckpointError
 from tests.checkpoint.build import bits, random_tensors
+from tests.s3 import S3Server, s3, s3_server
+
+__all__ = ["s3", "s3_server"]
 
 NAME = "raysharding.manifest.json"
 
@@ -199,6 +202,21 @@ def test_a_tensor_that_the_manifest_lacks_or_sizes_otherwise(saved: Path) -> Non
 def test_no_manifest_is_none(saved: Path) -> None:
     (saved / NAME).unlink()
     assert read_manifest(open_checkpoint(saved)) is None
+
+
+def test_one_in_an_object_store(saved: Path, s3: S3Server) -> None:
+    checkpoint = open_checkpoint(s3.upload(saved, "runs/step 1"))
+    manifest = read_manifest(checkpoint)
+    assert manifest == manifest_of(saved)
+    check_manifest(manifest, checkpoint)
+    assert mismatches(manifest, checksums_of(checkpoint)) == []
+    s3.put(f"runs/step 1/{NAME}", b"{}")
+    with pytest.raises(CheckpointError, match="is of format_version None") as caught:
+        read_manifest(checkpoint)
+    assert caught.value.path is not None
+    assert NAME in caught.value.path
+    s3.delete(f"runs/step 1/{NAME}")
+    assert read_manifest(checkpoint) is None
 
 
 def test_it_is_no_sidecar(saved: Path) -> None:
