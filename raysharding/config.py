@@ -106,7 +106,9 @@ class Loading:
     strict: bool = True
     """Missing or unexpected keys are a `PlanError`; if not, they are reported, and missing ones initialised."""
     verify: Verify = "header"
-    """`"header"`: everything that headers and index can show. Default."""
+    """`"header"` (default): everything that headers and index can show; `"finite"`: and that every floating value that
+    was loaded is finite; `"full"`: and that every byte is what was saved, by the checksums of the manifest that
+    raysharding's saves hold."""
     key_mapping: Mapping[str, str] | None = None
     """Regular expression on checkpoint keys → replacement, applied before the model's own mapping."""
     seed: int = 0
@@ -117,6 +119,13 @@ class Loading:
     num_readers: int | None = None
     """How many ranks read the files and send to the others, spread over the nodes that see them. Default: rank 0 alone
     under `scatter` and `broadcast`, all that see the files under `auto`."""
+    mmap: bool = False
+    """On CPUs where every rank sees the files: shards are pages of the files, read at their first use, copied when they
+    are written. Tensors of another dtype, in several pieces, or with rows that the ranks do not divide are read as
+    always. A file that is changed later changes the weights, one that is cut short ends the process: never the
+    default, and never chosen by `auto`."""
+    digest: bool = False
+    """After the load, compare what the ranks hold, and put a digest of all values into the report. Default no."""
 
     def __post_init__(self) -> None:
         known = self.transport in ("auto", "broadcast", "scatter", "local")
@@ -127,7 +136,12 @@ class Loading:
         _require(unmixed, "num_readers", self.num_readers, "leave it out under transport='local': every rank reads")
         is_size = _is_int(self.bucket_bytes) and self.bucket_bytes >= 4096
         _require(is_size, "bucket_bytes", self.bucket_bytes, "give at least 4096 bytes, as an int such as 32 << 20")
-        _require(self.verify == "header", "verify", self.verify, "only 'header' is supported")
+        known = self.verify in ("header", "finite", "full")
+        _require(known, "verify", self.verify, "use 'header', 'finite' or 'full'")
+        _require_bool("mmap", self.mmap)
+        mapped = not self.mmap or self.transport in ("auto", "local")
+        _require(mapped, "transport", self.transport, "mmap=True takes 'auto' or 'local': every rank maps its own part")
+        _require_bool("digest", self.digest)
         if self.dtype is not None:
             _require(_is_floating(self.dtype), "dtype", self.dtype, "give a floating dtype such as torch.bfloat16")
         _require_bool("strict", self.strict)

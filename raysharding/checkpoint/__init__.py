@@ -12,6 +12,7 @@ from raysharding.checkpoint.commit import (
     staging_path,
 )
 from raysharding.checkpoint.file_plan import file_names, plan_files, write_file, write_index
+from raysharding.checkpoint.index import MANIFEST_NAME
 from raysharding.checkpoint.manifest import Manifest, check_manifest, mismatches, read_manifest, write_manifest
 from raysharding.checkpoint.mounts import file_system_type
 from raysharding.checkpoint.reader import FileReader
@@ -19,6 +20,7 @@ from raysharding.checkpoint.tensor_info import TensorInfo
 from raysharding.checkpoint.writer import FileWriter
 
 __all__ = [
+    "MANIFEST_NAME",
     "Checkpoint",
     "CheckpointFile",
     "Checksums",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from weakref import WeakSet
 
@@ -79,7 +79,9 @@ def reshard(module: nn.Module) -> None:
             submodule.reshard()
 
 
-def materialize(module: nn.Module, device: torch.device) -> Callable[[], None]:
+def materialize(
+    module: nn.Module, device: torch.device, memory: Mapping[torch.Tensor, torch.Tensor] | None = None
+) -> Callable[[], None]:
     """Give every parameter and buffer on meta uninitialised memory on `device`; each rank alone, no collective.
 
     Unlike `Module.to_empty` this keeps ties (a parameter that two modules share stays one), leaves tensors alone that
@@ -89,6 +91,7 @@ def materialize(module: nn.Module, device: torch.device) -> Callable[[], None]:
     Args:
         module: A module, sharded or not.
         device: Where the memory comes from.
+        memory: Tensor on meta → this rank's part of it, where there is one already.
 
     Returns:
         A function that puts the tensors back on meta, for a load that fails: garbage must not be left to run on.
@@ -101,7 +104,7 @@ def materialize(module: nn.Module, device: torch.device) -> Callable[[], None]:
         module.load_state_dict({}, strict=False)
 
     try:
-        _allocate(module, device, replaced)
+        _allocate(module, device, memory or {}, replaced)
     except (RuntimeError, MemoryError):
         undo()
         raise
@@ -112,7 +115,10 @@ def materialize(module: nn.Module, device: torch.device) -> Callable[[], None]:
 
 
 def _allocate(
-    module: nn.Module, device: torch.device, replaced: list[tuple[dict[str, Any], str, torch.Tensor]]
+    module: nn.Module,
+    device: torch.device,
+    memory: Mapping[torch.Tensor, torch.Tensor],
+    replaced: list[tuple[dict[str, Any], str, torch.Tensor]],
 ) -> None:
     """Put new tensors into the module's tables; what they replace is appended to `replaced`."""
     new: dict[torch.Tensor, torch.Tensor] = {}
@@ -122,7 +128,7 @@ def _allocate(
             if tensor is None or not tensor.is_meta:
                 continue
             if tensor not in new:
-                new[tensor] = _empty_like(tensor, shard_device if isinstance(tensor, DTensor) else device)
+                new[tensor] = _filled_like(tensor, shard_device if isinstance(tensor, DTensor) else device, memory)
             replaced.append((tensors, name, tensor))
             tensors[name] = new[tensor]
 
@@ -134,9 +140,12 @@ def _registries(module: nn.Module) -> Iterator[dict[str, Any]]:
         yield submodule._buffers
 
 
-def _empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _filled_like(
+    tensor: torch.Tensor, device: torch.device, memory: Mapping[torch.Tensor, torch.Tensor]
+) -> torch.Tensor:
+    """A tensor as `tensor`, of the memory that there is for it, or of new memory on `device`."""
     if isinstance(tensor, DTensor):
-        local = torch.empty_like(tensor._local_tensor, device=device)
+        local = memory[tensor] if tensor in memory else torch.empty_like(tensor._local_tensor, device=device)
         value: torch.Tensor = DTensor.from_local(
             local,
             tensor.device_mesh,
@@ -146,7 +155,7 @@ def _empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
             stride=tensor.stride(),
         )
     else:
-        value = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        value = memory[tensor] if tensor in memory else torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     if not isinstance(tensor, nn.Parameter):
         return value
     parameter = nn.Parameter(value, requires_grad=tensor.requires_grad)

@@ -2,35 +2,39 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from itertools import accumulate
 from time import perf_counter
-from typing import Any
 
-import torch
 from torch import nn
 
-from raysharding.checkpoint import Checkpoint, FileReader
+from raysharding.checkpoint import Checkpoint, Checksums, FileReader
 from raysharding.config import Loading
 from raysharding.distributed.agreement import agree
+from raysharding.distributed.figures import Figures, make_report
 from raysharding.distributed.fsdp import materialize, reshard
 from raysharding.distributed.layout import ShardMap, local_tensor, message_device, module_tensors, tensor_layout
+from raysharding.distributed.mapping import map_tensors
 from raysharding.distributed.memory import MemoryPeak
 from raysharding.distributed.placing import Placer
 from raysharding.distributed.planning import LoadPlan, agree_on_plan, propose_load
 from raysharding.distributed.prefault import Prefault
 from raysharding.distributed.report import LoadReport
 from raysharding.distributed.routes import Routes
-from raysharding.distributed.source import CheckpointSource
+from raysharding.distributed.source import CheckpointSource, as_memory
 from raysharding.distributed.stream_setup import make_transport
-from raysharding.distributed.streaming import BucketStream, StreamTimes
+from raysharding.distributed.streaming import BucketStream
+from raysharding.distributed.verifying import check_checksums, check_finite, digest_module
 from raysharding.errors import CheckpointError
 from raysharding.models import Initialiser
 
 Progress = Callable[[str, int, int, str], None]
 """Called as `progress(phase, bytes_done, bytes_total, last FQN)`; phases are `plan`, `stream`, `finalize`."""
+
+_log = logging.getLogger("raysharding")
 
 
 def load_checkpoint(
@@ -50,7 +54,7 @@ def load_checkpoint(
     Args:
         module: From `shard_module`; on meta, or real: then it is overwritten, and under `strict=False` keeps what the
             checkpoint lacks. After a failed load a module that was on meta is there again.
-        checkpoint: Path or URI, opened by rank 0 alone; or an opened checkpoint, the same on every rank.
+        checkpoint: Path or URI, opened by rank 0 first; or an opened checkpoint, the same on every rank.
         loading: See `Loading`.
         progress: Called on every rank after each bucket.
         stall_s: Longest wait for one bucket, in seconds.
@@ -61,196 +65,169 @@ def load_checkpoint(
         `broadcast`. Memory above the shards: three buckets on a rank that reads for others or receives.
 
     Raises:
+        ValueError: On every rank, when `Loading(mmap=True)` meets a mesh that is not on CPUs.
         CheckpointError: On every rank, when the files cannot be read or trusted.
         PlanError: On every rank, before any data moves: every mismatch, or which ranks differ in module or options.
         TimeoutError: On a reader, when no bucket could be read for `stall_s`; the others time out in turn.
         RuntimeError: From the process group, when a rank is gone or silent for `stall_s`.
     """
-    started = perf_counter()
-    loading = loading or Loading()
-    report_progress = progress or silent
-    report_progress("plan", 0, 0, "")
-    reshard(module)
-    tensors = module_tensors(module)
-    shards = ShardMap.of(tensors)
-    device = message_device(module)
-    peak = MemoryPeak(device)
-    # The others allocate while rank 0 reads headers.
-    proposal = propose_load(module, tensors, checkpoint, loading)
-    undo, error = _materialize(module, device)
-    try:
-        tensors = module_tensors(module)
-        with Prefault(local_tensor(tensor) for tensor in tensors.values()):
-            plan = agree_on_plan(proposal, error, loading, shards)
-            stream = _make_stream(tensors, plan, loading, shards, device, stall_s, peak, report_progress)
-            plan_s = perf_counter() - started
-            figures, error = _fill(module, tensors, plan, stream, loading.seed, report_progress)
-        # The last word on every rank: one whose stream failed must not leave the others with a module that looks well.
-        mine = asdict(replace(figures, plan_s=plan_s, seconds=perf_counter() - started))
-        every = [_Figures(**value) for value in agree(error, mine)]
-    except BaseException:
-        undo()  # garbage must not be left to run on
-        raise
-    return _make_report(plan, every)
-
-
-def _materialize(module: nn.Module, device: torch.device) -> tuple[Callable[[], None], Exception | None]:
-    """Allocate the shards; a rank without the memory must say so before the others wait for its messages."""
-    try:
-        return materialize(module, device), None
-    except (RuntimeError, MemoryError) as error:
-        return lambda: None, error
-
-
-def _fill(
-    module: nn.Module,
-    tensors: Mapping[str, torch.Tensor],
-    plan: LoadPlan,
-    stream: BucketStream,
-    seed: int,
-    progress: Progress,
-) -> tuple[_Figures, Exception | None]:
-    """Stream the buckets and initialise the rest."""
-    started = perf_counter()
-    read_bytes, error = _run_stream(stream, plan)
-    streamed = perf_counter()
-    stream_bytes = plan.buckets.payload_bytes
-    progress("finalize", stream_bytes, stream_bytes, "")
-    if error is None:
-        error = _initialise(module, tensors, plan.outline.initialise, seed)
-    stream.peak.sample()
-    figures = _Figures(
-        stream_s=streamed - started,
-        initialise_s=perf_counter() - streamed,
-        wire_bytes=stream.transport.wire_bytes,
-        shared_bytes=stream.transport.shared_bytes,
-        read_bytes=read_bytes,
-        ring_bytes=sum(slot.wire.numel() for slot in stream.slots),
-        shard_bytes=sum(_num_bytes(tensor) for tensor in tensors.values()),
-        host_bytes=stream.peak.host_bytes,
-        device_bytes=stream.peak.device_bytes,
-        **asdict(stream.times),
-    )
-    return figures, error
-
-
-_TIMES = ("seconds", "plan_s", "stream_s", "read_s", "send_s", "place_s", "initialise_s")
+    return _Load(module, loading or Loading(), progress or silent, stall_s).run(checkpoint)
 
 
 def silent(phase: str, done: int, total: int, tensor: str) -> None:
     """The progress callback of those who want none."""
 
 
-@dataclass
-class _Figures(StreamTimes):
-    """One rank's figures, exchanged as JSON."""
+class _Load:
+    """One load on one rank."""
 
-    seconds: float = 0.0
-    plan_s: float = 0.0
-    stream_s: float = 0.0
-    initialise_s: float = 0.0
-    wire_bytes: int = 0
-    shared_bytes: int = 0
-    read_bytes: int = 0
-    ring_bytes: int = 0
-    shard_bytes: int = 0
-    host_bytes: int = 0
-    device_bytes: int = 0
+    def __init__(self, module: nn.Module, loading: Loading, progress: Progress, stall_s: float) -> None:
+        self.started = perf_counter()
+        self.module = module
+        self.loading = loading
+        self.progress = progress
+        self.stall_s = stall_s
+        reshard(module)
+        self.tensors = module_tensors(module)
+        self.shards = ShardMap.of(self.tensors)
+        self.device = message_device(module)
+        if loading.mmap and self.device.type != "cpu":
+            raise ValueError(f"mmap=True: files are mapped into host memory, but the mesh is on {self.device.type}")
+        self.peak = MemoryPeak(self.device)
+        self.checksums = Checksums() if loading.verify == "full" else None
+        self.figures = Figures()
+        self.undo: Callable[[], None] = lambda: None
 
+    def run(self, checkpoint: Checkpoint | str | os.PathLike[str]) -> LoadReport:
+        self.progress("plan", 0, 0, "")
+        proposal = propose_load(self.module, self.tensors, checkpoint, self.loading)
+        # The others allocate while rank 0 reads headers. What is mapped must be known first.
+        error = None if self.loading.mmap else self._allocate(None)
+        try:
+            memory = [] if self.loading.mmap else [local_tensor(tensor) for tensor in self.tensors.values()]
+            with Prefault(memory):
+                plan = agree_on_plan(proposal, error, self.loading, self.shards)
+                if self.shards.rank == 0:
+                    choice = plan.choice
+                    _log.info("loading %s by %s (%s)", plan.outline.checkpoint, choice.transport, choice.reason)
+                if self.loading.mmap:
+                    # A rank that could not map must not leave the others in the stream.
+                    agree(self._allocate(plan))
+                stream = self._make_stream(plan)
+                self.figures.plan_s = perf_counter() - self.started
+                error = self._stream(stream, plan)
+            error = error or self._finish(plan)
+            return make_report(plan, self._agree_on_end(error, plan))
+        except BaseException:
+            self.undo()  # garbage must not be left to run on
+            raise
 
-def _make_stream(
-    tensors: Mapping[str, torch.Tensor],
-    plan: LoadPlan,
-    loading: Loading,
-    shards: ShardMap,
-    device: torch.device,
-    stall_s: float,
-    peak: MemoryPeak,
-    progress: Progress,
-) -> BucketStream:
-    """Set up this rank's transport and ring; collective where readers share memory."""
-    cumulative = list(accumulate(bucket.payload_bytes for bucket in plan.buckets.buckets))
-    total = plan.buckets.payload_bytes
+    def _allocate(self, plan: LoadPlan | None) -> Exception | None:
+        """Give the module its memory, mapped files where the plan says so.
 
-    def done(index: int) -> None:
-        last = plan.buckets.buckets[index].sections[0].segments[-1:]
-        name = plan.buckets.tensors[last[0].tensor].layout.fqn if last else ""
-        progress("stream", cumulative[index], total, name)
-
-    placer = Placer(plan.buckets, tensors, shards)
-    routes = Routes(shards, plan.choice.readers, plan.buckets.num_first_buckets)
-    transport, slots = make_transport(plan, loading, routes, placer, device, stall_s)
-    return BucketStream(plan.buckets, transport, placer, slots, device, stall_s, peak, done)
-
-
-def _run_stream(stream: BucketStream, plan: LoadPlan) -> tuple[int, Exception | None]:
-    """Move every bucket; returns the bytes that this rank read from files, and what went wrong."""
-    if plan.checkpoint is None:
-        return 0, stream.run(None)
-    with FileReader(plan.checkpoint) as reader:
-        targets = plan.fit.keys.targets if plan.fit is not None else {}
-        cache_bytes = plan.buckets.max_bucket_bytes
-        source = CheckpointSource(plan.checkpoint, reader, plan.extents, targets, cache_bytes)
-        error = stream.run(source)
-        if error is None:
-            try:
-                reader.verify_unchanged()
-            except CheckpointError as raised:
-                error = raised
-        return reader.num_bytes_read, error
-
-
-def _initialise(
-    module: nn.Module, tensors: Mapping[str, torch.Tensor], names: Sequence[str], seed: int
-) -> Exception | None:
-    """Give what the checkpoint lacks its values: the full tensor by the module's own rule, then this rank's part."""
-    if not names:
+        A rank without the memory must say so before the others wait for its messages: the error is returned.
+        """
+        try:
+            mapped = {}
+            if plan is not None and plan.mapped:
+                assert plan.checkpoint is not None, "every rank reads"
+                found = map_tensors(plan.checkpoint.files, plan.mapped, plan.extents, self.shards.shard_index)
+                mapped = {self.tensors[fqn]: memory for fqn, memory in found.items()}
+            self.undo = materialize(self.module, self.device, mapped)
+        except (RuntimeError, MemoryError, CheckpointError) as error:
+            return error
+        self.tensors = module_tensors(self.module)
         return None
-    try:
-        initialiser = Initialiser(module, seed)
-        shards = ShardMap.of(tensors)
+
+    def _make_stream(self, plan: LoadPlan) -> BucketStream:
+        """Set up this rank's transport and ring; collective where readers share memory."""
+        cumulative = list(accumulate(bucket.payload_bytes for bucket in plan.buckets.buckets))
+
+        def done(index: int) -> None:
+            last = plan.buckets.buckets[index].sections[0].segments[-1]
+            self.progress("stream", cumulative[index], cumulative[-1], plan.buckets.tensors[last.tensor].layout.fqn)
+
+        placer = Placer(plan.buckets, self.tensors, self.shards)
+        routes = Routes(self.shards, plan.choice.readers, plan.buckets.num_first_buckets)
+        transport, slots = make_transport(plan, self.loading, routes, placer, self.device, self.stall_s)
+        return BucketStream(plan.buckets, transport, placer, slots, self.device, self.stall_s, self.peak, done)
+
+    def _stream(self, stream: BucketStream, plan: LoadPlan) -> Exception | None:
+        """Move every bucket."""
+        started = perf_counter()
+        error = self._read_and_stream(stream, plan) if plan.checkpoint is not None else stream.run(None)
+        figures = self.figures
+        figures.stream_s = perf_counter() - started
+        figures.read_s, figures.send_s, figures.place_s = stream.times.read_s, stream.times.send_s, stream.times.place_s
+        figures.wire_bytes, figures.shared_bytes = stream.transport.wire_bytes, stream.transport.shared_bytes
+        figures.ring_bytes = sum(slot.wire.numel() for slot in stream.slots)
+        return error
+
+    def _read_and_stream(self, stream: BucketStream, plan: LoadPlan) -> Exception | None:
+        assert plan.checkpoint is not None, "only readers come here"
+        with FileReader(plan.checkpoint) as reader:
+            targets = plan.fit.keys.targets if plan.fit is not None else {}
+            source = CheckpointSource(
+                plan.checkpoint, reader, plan.extents, targets, plan.buckets.max_bucket_bytes, self.checksums
+            )
+            error = stream.run(source)
+            if error is None:
+                try:
+                    reader.verify_unchanged()
+                except CheckpointError as raised:
+                    error = raised
+            self.figures.read_bytes = reader.num_bytes_read
+        return error
+
+    def _finish(self, plan: LoadPlan) -> Exception | None:
+        """Initialise what the checkpoint lacks, and check values; this rank alone."""
+        total = plan.buckets.payload_bytes
+        self.progress("finalize", total, total, "")
+        started = perf_counter()
+        try:
+            self._initialise(plan.outline.initialise)
+            if self.loading.verify == "finite":
+                loaded = [fqn for fqn, _ in plan.outline.tensors]
+                check_finite(self.tensors, loaded, plan.outline.checkpoint)
+        except Exception as error:  # noqa: BLE001 - the other ranks wait to hear of it
+            return error
+        self.figures.initialise_s = perf_counter() - started
+        return None
+
+    def _initialise(self, names: Sequence[str]) -> None:
+        """Give what the checkpoint lacks its values: full tensors by the module's own rule, then this rank's part."""
+        if not names:
+            return
+        initialiser = Initialiser(self.module, self.loading.seed)
         for name in names:
             full = initialiser.value(name)
-            start, stop = tensor_layout(name, tensors[name]).local_range(shards.shard_index)
-            local_tensor(tensors[name]).view(-1).copy_(full.reshape(-1)[start:stop])
-    except Exception as error:  # noqa: BLE001 - the other ranks wait to hear of it
-        return error
-    return None
+            start, stop = tensor_layout(name, self.tensors[name]).local_range(self.shards.shard_index)
+            local_tensor(self.tensors[name]).view(-1).copy_(full.reshape(-1)[start:stop])
 
+    def _agree_on_end(self, error: Exception | None, plan: LoadPlan) -> list[Figures]:
+        """Exchange outcomes and figures: a rank that failed must not leave the others with a module that looks well."""
+        if self.checksums is not None:
+            error = self._check_checksums(self.checksums, plan) or error
+        if self.loading.digest:
+            agree(error)
+            self.figures.digest = digest_module(self.tensors, plan.outline.checkpoint)
+        self.peak.sample()
+        figures = self.figures
+        figures.shard_bytes = sum(local_tensor(tensor).nbytes for tensor in self.tensors.values())
+        figures.host_bytes, figures.device_bytes = self.peak.host_bytes, self.peak.device_bytes
+        figures.seconds = perf_counter() - self.started
+        return [Figures(**value) for value in agree(error, asdict(figures))]
 
-def _num_bytes(tensor: torch.Tensor) -> int:
-    local = local_tensor(tensor)
-    return local.numel() * local.itemsize
-
-
-def _make_report(plan: LoadPlan, every: Sequence[_Figures]) -> LoadReport:
-    def largest(name: str) -> Any:
-        return max(getattr(figures, name) for figures in every)
-
-    host_shards = [0 if figures.device_bytes else figures.shard_bytes for figures in every]
-    outline = plan.outline
-    return LoadReport(
-        checkpoint=outline.checkpoint,
-        num_tensors=len(outline.tensors),
-        checkpoint_bytes=outline.checkpoint_bytes,
-        read_bytes=sum(figures.read_bytes for figures in every),
-        wire_bytes=sum(figures.wire_bytes for figures in every),
-        shared_bytes=sum(figures.shared_bytes for figures in every),
-        **{name: largest(name) for name in _TIMES},
-        num_buckets=len(plan.buckets.buckets),
-        bucket_bytes=plan.buckets.max_bucket_bytes,
-        ring_bytes=largest("ring_bytes"),
-        transport=plan.choice.transport,
-        transport_reason=plan.choice.reason,
-        readers=plan.choice.readers,
-        world_size=len(every),
-        shard_bytes=tuple(figures.shard_bytes for figures in every),
-        peak_extra_bytes=tuple(max(0, f.host_bytes - own) for f, own in zip(every, host_shards, strict=True)),
-        peak_device_bytes=tuple(figures.device_bytes for figures in every),
-        missing=outline.missing,
-        unexpected=outline.unexpected,
-        ignored=outline.ignored,
-        initialised=outline.initialise,
-        tied=outline.tied,
-        converted=outline.converted,
-    )
+    def _check_checksums(self, checksums: Checksums, plan: LoadPlan) -> Exception | None:
+        """Compare with the manifest what was read, and what is mapped; collective."""
+        for layout in plan.mapped:
+            extents = plan.extents[layout.fqn]
+            assert extents is not None, f"{layout.fqn}: mapped from ranges"
+            first = layout.local_range(self.shards.shard_index)[0] * layout.dtype.itemsize
+            offset = extents[0].offset - extents[0].key_offset + first
+            checksums.add(extents[0].key, offset, as_memory(local_tensor(self.tensors[layout.fqn]).view(-1)))
+        try:
+            check_checksums(checksums, plan)
+        except CheckpointError as error:
+            return error
+        return None

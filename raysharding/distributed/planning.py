@@ -19,10 +19,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from raysharding.checkpoint import Checkpoint, FileReader, open_checkpoint
+from raysharding.checkpoint import (
+    MANIFEST_NAME,
+    Checkpoint,
+    FileReader,
+    Manifest,
+    check_manifest,
+    open_checkpoint,
+    read_manifest,
+)
 from raysharding.config import Loading
 from raysharding.distributed.agreement import agree
 from raysharding.distributed.layout import ShardMap, TensorLayout, persistent_names, tensor_layout
+from raysharding.distributed.mapping import mappable
 from raysharding.distributed.metadata import broadcast_json
 from raysharding.distributed.plan import BucketPlan, PlannedTensor, plan_buckets
 from raysharding.distributed.readers import Choice, choose, files_from_json, files_to_json
@@ -34,7 +43,7 @@ from raysharding.distributed.source import (
     extents_to_json,
     wire_dtype,
 )
-from raysharding.errors import PlanError
+from raysharding.errors import CheckpointError, PlanError
 from raysharding.models import KeyMap, Target, differing_ties, map_keys, misfit, missing_rules
 
 
@@ -82,6 +91,8 @@ class Fit:
     """What is in the files."""
     keys: KeyMap
     """Which checkpoint tensors feed which FQN."""
+    manifest: Manifest | None
+    """What the files held when they were saved; only under `verify="full"`."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +103,8 @@ class Proposal:
     """FQN → layout of every tensor of this rank's module."""
     digests: tuple[str, ...]
     """Of the module and of the options: what must be the same on all ranks."""
+    on_meta: frozenset[str]
+    """FQNs of tensors without memory."""
     fit: Fit | None
     """Rank 0's; `None` elsewhere."""
     outline: Outline | None
@@ -114,6 +127,8 @@ class LoadPlan:
     """The files as this rank sees them; `None` on ranks that do not read."""
     extents: Mapping[str, Extents]
     """FQN → where it lies in them; empty on ranks that do not read."""
+    mapped: tuple[TensorLayout, ...]
+    """What is not streamed, since each rank maps its part of the files; the same on every rank."""
     fit: Fit | None
     """What feeds the tensors; `None` but on rank 0."""
 
@@ -137,6 +152,7 @@ def propose_load(
     """
     layouts: dict[str, TensorLayout] = {}
     digests: tuple[str, ...] = ()
+    on_meta: list[str] = []
     fit: Fit | None = None
     outline: Outline | None = None
     error: Exception | None = None
@@ -150,7 +166,7 @@ def propose_load(
             outline = _outline(fit)
     except Exception as raised:  # noqa: BLE001 - the other ranks wait to hear of it
         error = raised
-    return Proposal(layouts, digests, fit, outline, error)
+    return Proposal(layouts, digests, frozenset(on_meta), fit, outline, error)
 
 
 def agree_on_plan(proposal: Proposal, error: Exception | None, loading: Loading, shards: ShardMap) -> LoadPlan:
@@ -175,10 +191,23 @@ def agree_on_plan(proposal: Proposal, error: Exception | None, loading: Loading,
         checkpoint = proposal.fit.checkpoint
     reads = shards.rank in choice.readers
     planned = [PlannedTensor(proposal.layouts[fqn], getattr(torch, dtype)) for fqn, dtype in outline.tensors]
+    num_ranged = outline.num_ranged
+    mapped: list[TensorLayout] = []
+    if loading.mmap:
+        ranged, computed = planned[:num_ranged], planned[num_ranged:]
+        mapped = [item.layout for item in ranged if _is_mapped(item, proposal, extents)]
+        names = {layout.fqn for layout in mapped}
+        ranged = [item for item in ranged if item.layout.fqn not in names]
+        planned, num_ranged = ranged + computed, len(ranged)
     # Where all read their own parts, the parts of a bucket have nothing in common but its number.
     bucket_bytes = loading.bucket_bytes * (shards.num_shards if choice.transport == "local" else 1)
-    buckets = plan_buckets(planned, shards.num_shards, bucket_bytes, outline.num_ranged)
-    return LoadPlan(outline, choice, buckets, checkpoint if reads else None, extents, proposal.fit)
+    buckets = plan_buckets(planned, shards.num_shards, bucket_bytes, num_ranged)
+    return LoadPlan(outline, choice, buckets, checkpoint if reads else None, extents, tuple(mapped), proposal.fit)
+
+
+def _is_mapped(planned: PlannedTensor, proposal: Proposal, extents: Mapping[str, Extents]) -> bool:
+    fqn = planned.layout.fqn
+    return fqn in proposal.on_meta and mappable(planned.layout, planned.wire_dtype, extents[fqn])
 
 
 def _share_extents(fit: Fit | None, outline: Outline, choice: Choice) -> Mapping[str, Extents]:
@@ -197,10 +226,21 @@ def _share_extents(fit: Fit | None, outline: Outline, choice: Choice) -> Mapping
 
 def _fit(module: nn.Module, checkpoint: Checkpoint | str | os.PathLike[str], loading: Loading) -> Fit:
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
-    fit = Fit(opened, map_keys(module, opened.tensors, loading.key_mapping))
+    manifest = _manifest(opened) if loading.verify == "full" else None
+    fit = Fit(opened, map_keys(module, opened.tensors, loading.key_mapping), manifest)
     if problems := _problems(module, fit, loading):
         raise misfit(opened.path, problems)
     return fit
+
+
+def _manifest(checkpoint: Checkpoint) -> Manifest:
+    """The manifest beside the files, once it fits their headers."""
+    manifest = read_manifest(checkpoint)
+    if manifest is None:
+        what = f"verify='full' needs the {MANIFEST_NAME} that raysharding's saves hold, and there is none: load with "
+        raise CheckpointError(what + "verify='finite', or save it once with raysharding", path=checkpoint.path)
+    check_manifest(manifest, checkpoint)
+    return manifest
 
 
 def _outline(fit: Fit) -> Outline:

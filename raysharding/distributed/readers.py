@@ -90,7 +90,7 @@ def choose(loading: Loading, files: Sequence[CheckpointFile], world_size: int) -
     Raises:
         CheckpointError: On every rank, when ranks see different content under one path, or too few see the files.
     """
-    transport = loading.transport
+    transport = "local" if loading.mmap else loading.transport
     if transport in ("scatter", "broadcast") and loading.num_readers in (None, 1):
         return Choice(transport, (0,), "asked for"), None
     sight, found = look(files)
@@ -102,9 +102,10 @@ def choose(loading: Loading, files: Sequence[CheckpointFile], world_size: int) -
     seeing = tuple(rank for rank, item in enumerate(sights) if item.digest)
     blind = [rank for rank in range(world_size) if rank not in seeing]
     if transport == "local" and blind:
+        asked = "mmap=True" if loading.mmap else "transport='local'"
         raise CheckpointError(
-            f"transport='local', but {_named(blind, sights)} cannot read it ({sights[blind[0]].why_not}): make it "
-            "readable on every node, or use transport='auto'",
+            f"{asked}, but {_named(blind, sights)} cannot read it ({sights[blind[0]].why_not}): make it readable on "
+            "every node, or use transport='auto' without mmap",
             path=files[0].path,
         )
     wanted = loading.num_readers or len(seeing)

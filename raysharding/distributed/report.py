@@ -33,6 +33,8 @@ class LoadReport:
     """Bytes of the files' tensors."""
     read_bytes: int
     """Bytes read from files, all ranks together, headers not counted."""
+    mapped_bytes: int
+    """Bytes of tensors whose shards are pages of the files (`Loading.mmap`)."""
     wire_bytes: int
     """Bytes that ranks sent each other in messages, padding included."""
     shared_bytes: int
@@ -72,6 +74,8 @@ class LoadReport:
     bucket."""
     peak_device_bytes: tuple[int, ...]
     """Highest device memory above the start, shards included, on each rank; 0 on the CPU."""
+    digest: str = ""
+    """Of all values, 16 hex digits, the same at every world size; empty unless `Loading.digest`."""
     missing: tuple[str, ...] = ()
     """FQNs without a tensor in the checkpoint."""
     unexpected: tuple[str, ...] = ()
@@ -103,12 +107,15 @@ class LoadReport:
             f"  transport  {self.transport} ({self.transport_reason}) to {self.world_size} ranks, {self.num_buckets} "
             f"buckets of at most {format_bytes(self.bucket_bytes)}",
             f"  bytes      read {format_bytes(self.read_bytes)}, sent {format_bytes(self.wire_bytes)}"
-            + (f", {format_bytes(self.shared_bytes)} through shared memory" if self.shared_bytes else ""),
+            + (f", {format_bytes(self.shared_bytes)} through shared memory" if self.shared_bytes else "")
+            + (f", {format_bytes(self.mapped_bytes)} mapped" if self.mapped_bytes else ""),
             f"  memory     shards {self._per_rank(self.shard_bytes)}; peak above them "
             f"{self._per_rank(self.peak_extra_bytes)}",
         ]
         if any(self.peak_device_bytes):
             lines.append(f"  device     peak {self._per_rank(self.peak_device_bytes)}")
+        if self.digest:
+            lines.append(f"  digest     {self.digest}")
         for title in ("missing", "unexpected", "ignored", "initialised", "tied", "converted"):
             names = getattr(self, title)
             if names:

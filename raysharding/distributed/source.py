@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from raysharding.checkpoint import Checkpoint, FileReader
+from raysharding.checkpoint import Checkpoint, Checksums, FileReader
 from raysharding.models import Target
 
 SCRATCH_BYTES = 4 << 20
@@ -53,6 +53,8 @@ class Extent:
     """First byte of the key's tensor in the file."""
 
 
+_Piece = tuple[int, int, memoryview, Extent]
+"""(file, first byte in it, where it goes, what it is part of)."""
 Extents = tuple[Extent, ...] | None
 """What fills a tensor, ascending; `None` where transformers' operations compute it, on rank 0."""
 
@@ -124,6 +126,7 @@ class CheckpointSource:
         extents: FQN → where it lies.
         targets: FQN → what feeds it; needed for conversions only.
         cache_bytes: How much of converted targets to keep: those of one bucket, since its sections ask in turn.
+        checksums: Gets all bytes that are read.
     """
 
     def __init__(
@@ -133,12 +136,14 @@ class CheckpointSource:
         extents: Mapping[str, Extents],
         targets: Mapping[str, Target],
         cache_bytes: int,
+        checksums: Checksums | None = None,
     ) -> None:
         self._checkpoint = checkpoint
         self._reader = reader
         self._extents = extents
         self._targets = targets
         self._cache_bytes = cache_bytes
+        self._checksums = checksums
         self._converted: dict[str, torch.Tensor] = {}
 
     @classmethod
@@ -151,7 +156,7 @@ class CheckpointSource:
 
     def read(self, requests: Iterable[Request]) -> None:
         """See `ElementSource.read`; raises `CheckpointError` when a file cannot be read to the end."""
-        pieces: list[tuple[int, int, memoryview]] = []
+        pieces: list[_Piece] = []
         for request in requests:
             extents = self._extents[request.fqn]
             if extents is None:
@@ -163,7 +168,7 @@ class CheckpointSource:
                 memory = request.memory[(start - request.start) * size : (stop - request.start) * size]
                 offset = extent.offset + (start - extent.start) * extent.dtype.itemsize
                 if extent.dtype == request.dtype:
-                    pieces.append((extent.file, offset, memory))
+                    pieces.append((extent.file, offset, memory, extent))
                 else:
                     self._read_narrowing(extent, offset, torch.frombuffer(memory, dtype=request.dtype))
         pieces.sort(key=lambda piece: piece[:2])
@@ -173,11 +178,11 @@ class CheckpointSource:
         """Fill 1-D `out` with elements `start` to `stop` of `fqn`."""
         self.read([Request(fqn, start, stop, out.dtype, as_memory(out))])
 
-    def _read_pieces(self, pieces: Sequence[tuple[int, int, memoryview]]) -> None:
+    def _read_pieces(self, pieces: Sequence[_Piece]) -> None:
         """Read sorted pieces, those that touch in one call."""
         first = 0
         while first < len(pieces):
-            file, offset, memory = pieces[first]
+            file, offset, memory, _ = pieces[first]
             views = [memory]
             end = offset + memory.nbytes
             first += 1
@@ -186,6 +191,9 @@ class CheckpointSource:
                 end += views[-1].nbytes
                 first += 1
             self._reader.read_views(file, offset, views)
+        if self._checksums is not None:
+            for _, offset, memory, extent in pieces:
+                self._checksums.add(extent.key, offset - extent.key_offset, memory)
 
     def _read_narrowing(self, extent: Extent, offset: int, out: torch.Tensor) -> None:
         """Read elements that are wider in the file than on the wire."""
@@ -193,7 +201,10 @@ class CheckpointSource:
         scratch = torch.empty(min(step, out.numel()), dtype=extent.dtype)
         for done in range(0, out.numel(), step):
             part = scratch[: min(step, out.numel() - done)]
-            self._reader.read_into(extent.file, offset + done * extent.dtype.itemsize, as_bytes(part))
+            first = offset + done * extent.dtype.itemsize
+            self._reader.read_into(extent.file, first, as_bytes(part))
+            if self._checksums is not None:
+                self._checksums.add(extent.key, first - extent.key_offset, as_memory(part))
             out[done : done + part.numel()].copy_(part)
 
     def _whole(self, target: Target) -> torch.Tensor:
@@ -202,9 +213,15 @@ class CheckpointSource:
             # Oldest first, and before the next one is made.
             while self._converted and num_bytes + self._kept_bytes() > self._cache_bytes:
                 del self._converted[next(iter(self._converted))]
-            value = target.convert(lambda name: self._reader.read_tensor(self._checkpoint.tensors[name]))
+            value = target.convert(self._read_whole)
             self._converted[target.fqn] = value.reshape(-1)
         return self._converted[target.fqn]
+
+    def _read_whole(self, key: str) -> torch.Tensor:
+        value = self._reader.read_tensor(self._checkpoint.tensors[key])
+        if self._checksums is not None:
+            self._checksums.add(key, 0, as_memory(value.reshape(-1)))
+        return value
 
     def _kept_bytes(self) -> int:
         return sum(value.numel() * value.itemsize for value in self._converted.values())

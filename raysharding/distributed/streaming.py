@@ -48,6 +48,7 @@ class BucketStream:
     timeout_s: float
     """Longest wait for one bucket."""
     peak: MemoryPeak
+    """Looks at this process's memory after each bucket."""
     done: BucketDone
     times: StreamTimes = field(default_factory=StreamTimes)
 

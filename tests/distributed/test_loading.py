@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from functools import cache
@@ -12,6 +13,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from raysharding.checkpoint import open_checkpoint
+from raysharding.distributed import load_checkpoint, save_checkpoint
 from tests.distributed import load_checks
 from tests.distributed.checks import run_checks
 from tests.distributed.models import filled, saved
@@ -19,9 +22,13 @@ from tests.models.architectures import ARCHITECTURES
 from tests.spawn import run_ranks
 
 CHECKS = {
-    1: ("check_odd_shapes", "check_dtypes", "check_training"),
+    1: ("check_odd_shapes", "check_mapping", "check_digests", "check_dtypes", "check_training"),
     2: (
         "check_plan_errors",
+        "check_mapping",
+        "check_checksums",
+        "check_finite_values",
+        "check_digests",
         "check_a_model_that_differs",
         "check_options_that_differ",
         "check_a_save_that_fails_late",
@@ -36,7 +43,7 @@ CHECKS = {
         "check_training",
         "check_a_reload",
     ),
-    4: ("check_odd_shapes", "check_replicas", "check_dtypes", "check_training"),
+    4: ("check_odd_shapes", "check_replicas", "check_mapping", "check_digests", "check_dtypes", "check_training"),
 }
 
 
@@ -47,6 +54,10 @@ def write_checkpoints(root: Path) -> None:
     for dtype in load_checks.FILE_DTYPES:
         cast = {name: value.to(dtype) if value.is_floating_point() else value for name, value in state.items()}
         save_file(cast, root / f"{dtype}.safetensors")
+    infinite = {name: value.clone() for name, value in state.items()}
+    infinite["blocks.0.weight"][-1, -1] = torch.inf
+    save_file(infinite, root / load_checks.INFINITE)
+    run_ranks(1, save_with_manifest, root, timeout_s=60)
     del state["blocks.0.weight"]
     bad = {"narrow": torch.zeros(3, 64), "extra": torch.zeros(1), "table": torch.zeros(3, 4)}
     save_file(state | bad, root / "bad.safetensors")
@@ -54,6 +65,21 @@ def write_checkpoints(root: Path) -> None:
     (root / load_checks.APART).mkdir()
     save_file(saved(filled()), root / load_checks.APART / load_checks.ODD)
     ARCHITECTURES["llama"].make().save_pretrained(root / "llama")
+
+
+def save_with_manifest(root: Path) -> None:
+    """On one rank: a save of our own, and a copy of it with one byte changed."""
+    module = load_checks.sharded(root / load_checks.ODD)
+    load_checkpoint(module, root / load_checks.ODD)
+    save_checkpoint(module, root / load_checks.SAVED)
+    shutil.copytree(root / load_checks.SAVED, root / load_checks.FLIPPED)
+    path = root / load_checks.FLIPPED / "model.safetensors"
+    info = open_checkpoint(path).tensors["blocks.1.weight"]
+    with path.open("r+b") as file:
+        file.seek(info.offset + info.num_bytes // 2)
+        byte = file.read(1)[0]
+        file.seek(info.offset + info.num_bytes // 2)
+        file.write(bytes([byte ^ 1]))
 
 
 @pytest.fixture(scope="module")
