@@ -18,7 +18,11 @@ def outcome_of(check: Callable[[], object]) -> str:
     return ""
 
 
-def run_checks(module: str, names: Sequence[str], root: Path) -> dict[str, str]:
-    """On every rank: call the named functions of `module` with `root`; check → traceback, empty where all is well."""
-    functions = import_module(module)
-    return {name: outcome_of(partial(getattr(functions, name), root)) for name in names}
+def run_checks(names: Sequence[str], root: Path) -> dict[str, str]:
+    """On every rank: call functions named `module.check`; check → traceback, empty where all is well."""
+    outcomes = {}
+    for name in names:
+        module, function = name.split(".")
+        check = getattr(import_module(f"{__package__}.{module}"), function)
+        outcomes[name] = outcome_of(partial(check, root))
+    return outcomes
