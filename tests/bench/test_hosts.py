@@ -1,0 +1,180 @@
+"""Hosts of network namespaces: honest rates, names of their own, and nothing left behind. Need root, else skipped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.bench.hosts import Host, Hosts, HostsError, why_unavailable
+from tests.bench.wire import ROOT, Transfer, table
+
+REASON = why_unavailable()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no network namespaces here: {REASON}")
+
+RECEIVE = """
+import socket, time
+server = socket.create_server(("0.0.0.0", 5000))
+print("listening", flush=True)
+connection, _ = server.accept()
+buffer = bytearray(1 << 20)
+times = [(0.0, 0)]
+start = time.perf_counter()
+while count := connection.recv_into(buffer):
+    times.append((time.perf_counter() - start, times[-1][1] + count))
+print(times)
+"""
+
+SEND = """
+import socket, sys
+with socket.create_connection((sys.argv[1], 5000)) as connection:
+    for _ in range(int(sys.argv[2])):
+        connection.sendall(bytes(1 << 20))
+"""
+
+
+def transfer(source: Host, target: Host, num_mib: int) -> list[tuple[float, int]]:
+    """Send over TCP; returns seconds since the start and bytes until then, as the receiver saw them."""
+    receiver = target.popen([sys.executable, "-c", RECEIVE], stdout=subprocess.PIPE, text=True)
+    assert receiver.stdout is not None
+    assert receiver.stdout.readline() == "listening\n"
+    sender = source.popen([sys.executable, "-c", SEND, target.name, str(num_mib)])
+    output = receiver.communicate(timeout=30)[0]
+    assert sender.wait(timeout=30) == 0
+    times: list[tuple[float, int]] = eval(output, {"__builtins__": {}})
+    return times
+
+
+def output(host: Host, *command: str) -> str:
+    """What a command prints on a host."""
+    process = host.popen(command, stdout=subprocess.PIPE, text=True)
+    return process.communicate(timeout=30)[0]
+
+
+def leftovers(pid: int) -> list[str]:
+    """Namespaces and files of the hosts that a process made."""
+    return [str(path) for root in ("/run/netns", "/etc/netns") for path in Path(root).glob(f"rs{pid}-*")]
+
+
+def test_no_window_of_a_fifth_of_a_second_is_faster_than_the_rate() -> None:
+    with Hosts(2, rate_mbit=200) as hosts:
+        for source, target in ((0, 1), (1, 0)):
+            before = hosts[source].link_bytes()
+            times = transfer(hosts[source], hosts[target], 16)
+            sent = (hosts[source].link_bytes() - before).sent
+            assert 1.04 < sent / (16 << 20) < 1.06, "headers of packets of 1,500 bytes are 4.6 %"
+            first = 0
+            for seconds, num_bytes in times:
+                while seconds - times[first][0] > 0.2:
+                    first += 1
+                # What the queues held comes in at memory's speed after a pause of the receiver: up to one buffer.
+                window_mbit = (num_bytes - times[first][1]) * 8e-6 / 0.2
+                assert window_mbit < 1.02 * 200 + 8e-6 * (1 << 20) / 0.2
+            seconds, num_bytes = times[-1]
+            assert num_bytes == 16 << 20
+            assert 0.7 * 200 < num_bytes * 8e-6 / seconds < 1.01 * 200 / 1.046
+
+
+def test_a_link_without_a_rate_is_fast_and_counted() -> None:
+    with Hosts(2) as hosts:
+        before = hosts[1].link_bytes()
+        seconds, num_bytes = transfer(hosts[0], hosts[1], 64)[-1]
+        assert num_bytes * 8e-6 / seconds > 1_000
+        assert 64 << 20 < (hosts[1].link_bytes() - before).received < 1.1 * (64 << 20)
+
+
+def test_hosts_have_names_and_loopbacks_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with Hosts(3) as hosts:
+        assert [host.name for host in hosts] == [output(host, "uname", "-n").strip() for host in hosts]
+        assert output(hosts[2], "getent", "hosts", "host0").split() == [hosts[0].address, "host0"]
+        assert "inet6" not in output(hosts[0], "ip", "address")
+        code = "import socket; print(socket.socket().connect_ex(('127.0.0.1', 5001)) != 0)"
+        listen = (
+            "import socket, time; s = socket.create_server(('127.0.0.1', 5001)); print(1, flush=True); time.sleep(60)"
+        )
+        server = hosts[0].popen([sys.executable, "-c", listen], stdout=subprocess.PIPE, text=True)
+        assert server.stdout is not None
+        server.stdout.readline()
+        assert output(hosts[1], sys.executable, "-c", code) == "True\n"
+        assert output(hosts[0], sys.executable, "-c", code) == "False\n"
+        output(hosts[0], "mount", "-t", "tmpfs", "none", str(tmp_path))
+        assert (tmp_path / "file").exists()
+    assert server.returncode == -signal.SIGKILL
+
+
+def test_nothing_is_left_after_an_error() -> None:
+    pids = []
+
+    def fail_on_hosts() -> None:
+        with Hosts(2, rate_mbit=100) as hosts:
+            # A child that outlives the process that was started, in a session of its own.
+            pids.append(int(output(hosts[1], "setsid", "sh", "-c", "sleep 61 > /dev/null 2>&1 & echo $!")))
+            assert is_sleeping(pids[0])
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_on_hosts()
+    assert leftovers(os.getpid()) == []
+    assert not is_sleeping(pids[0])
+
+
+def is_sleeping(pid: int) -> bool:
+    """Whether a process is the `sleep 61` of the test, and not dead."""
+    try:
+        return "sleep" in Path(f"/proc/{pid}/cmdline").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def test_nothing_is_left_after_sigterm() -> None:
+    code = "from tests.bench.hosts import Hosts\nimport time\nwith Hosts(2) as hosts:\n"
+    code += " hosts[0].popen(['sleep', '60'])\n print('up', flush=True)\n time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    assert leftovers(process.pid)
+    process.terminate()
+    assert process.wait(timeout=20) == 128 + signal.SIGTERM
+    assert leftovers(process.pid) == []
+
+
+def test_a_failing_command_is_named_and_leaves_nothing() -> None:
+    with pytest.raises(HostsError, match=r"`tc .* failed with \d+: .+"), Hosts(2, rate_mbit=1e-9):
+        pass
+    assert leftovers(os.getpid()) == []
+    with pytest.raises(ValueError, match="num_hosts=0"):
+        Hosts(0)
+    with pytest.raises(ValueError, match="rate_mbit=-1"):
+        Hosts(2, rate_mbit=-1)
+
+
+def test_table_relates_seconds_to_what_the_link_needs() -> None:
+    rounds = [Transfer(index, "scatter", 2.0 + index, 1.5, 95_000_000, 100_000_000, 800.0) for index in range(3)]
+    row = table(rounds).splitlines()[1].split()
+    assert row[:2] == ["scatter", "3.000"]
+    assert row[5:8] == ["95.4", "1.000", "3.000"]
+    assert row[-2:] == ["1.500", "3.158"]
+
+
+@pytest.mark.timeout(100)
+def test_a_load_over_slow_links(tmp_path: Path) -> None:
+    arguments = ["--hosts", "2", "--rate-mbit", "400", "--kind", "odd", "--size-gib", "0.025", "--rounds", "1"]
+    started = time.monotonic()
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.bench.hosts", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=95
+    )
+    assert result.returncode == 0, result.stderr
+    rows = [line.split() for line in result.stdout.splitlines() if line.startswith(("scatter", "gloo-send"))]
+    assert [row[0] for row in rows] == ["scatter", "gloo-send"]
+    for row in rows:
+        sent_mib, need_s, ratio = (float(field) for field in row[5:8])
+        assert 13 < sent_mib < 14, "half of the checkpoint leaves rank 0's host"
+        assert need_s == pytest.approx(sent_mib * (1 << 20) * 8e-6 / 400, rel=0.01)
+        assert ratio > 0.95, f"faster than the link: {result.stdout}"
+    assert time.monotonic() - started > float(rows[0][1])
