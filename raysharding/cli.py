@@ -1,14 +1,20 @@
-"""The command line: `raysharding inspect PATH` shows what a checkpoint holds, from its headers alone."""
+"""The command line: `raysharding inspect PATH` shows what a checkpoint holds, `raysharding bench PATH` times loads."""
 
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from raysharding.bench.command import DEFAULT_TRANSPORTS, TRANSPORTS, bench, verdict
+from raysharding.bench.load import Load, load_line
+from raysharding.bench.plot import require_matplotlib, save_plot
+from raysharding.bench.ratios import json_lines
+from raysharding.bench.table import progress_line, table
 from raysharding.checkpoint import Checkpoint, TensorInfo, open_checkpoint
-from raysharding.errors import CheckpointError
+from raysharding.errors import RayshardingError
 
 __all__ = ["main"]
 
@@ -20,16 +26,49 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Words after the program's name. Default: this process's own.
 
     Returns:
-        Exit status: 0, or 1 for a checkpoint that cannot be trusted, with the reason on stderr.
+        Exit status: 0, or 1 for what cannot be done, with the reason on stderr.
     """
     options = _parser().parse_args(arguments)
     try:
-        checkpoint = open_checkpoint(options.path)
-    except CheckpointError as error:
+        run: Callable[[argparse.Namespace], None] = options.run
+        run(options)
+    except (RayshardingError, ImportError) as error:
         print(f"raysharding: {error}", file=sys.stderr)
         return 1
-    print("\n".join(describe(checkpoint, all_tensors=options.tensors)))
+    except KeyboardInterrupt:
+        print("raysharding: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
     return 0
+
+
+def _inspect(options: argparse.Namespace) -> None:
+    print("\n".join(describe(open_checkpoint(options.path), all_tensors=options.tensors)))
+
+
+def _bench(options: argparse.Namespace) -> None:
+    if options.plot is not None:
+        require_matplotlib()
+
+    def progress(load: Load) -> None:
+        print(progress_line(load, options.rounds), file=sys.stderr, flush=True)
+        if options.json:
+            print(load_line(load), flush=True)
+
+    print(f"starting {' and '.join(map(str, options.world_size))} rank processes", file=sys.stderr, flush=True)
+    checkpoint, results = bench(
+        options.path,
+        world_sizes=options.world_size,
+        num_rounds=options.rounds,
+        transports=options.transports,
+        timeout_s=options.timeout_s,
+        progress=progress,
+    )
+    if options.json:
+        print("\n".join(json_lines(results)))
+    lines = (table(results, checkpoint.num_bytes, options.transports[0]), "", *verdict(results))
+    print("\n".join(lines), file=sys.stderr if options.json else sys.stdout)
+    if options.plot is not None:
+        save_plot(options.plot, results, f"{options.path}, {_size(checkpoint.num_bytes)}")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -38,7 +77,48 @@ def _parser() -> argparse.ArgumentParser:
     inspect = commands.add_parser("inspect", help="validate headers and index, and show what a checkpoint holds")
     inspect.add_argument("path", help="Hugging Face directory, .safetensors file, index JSON, or URI (s3://, gs://)")
     inspect.add_argument("--tensors", action="store_true", help="list every tensor")
+    inspect.set_defaults(run=_inspect)
+    _add_bench(commands.add_parser("bench", help="time loads of a checkpoint on this machine, beside their floors"))
     return parser
+
+
+def _add_bench(bench: argparse.ArgumentParser) -> None:
+    bench.description = (
+        "Loads a checkpoint by each transport in processes of its own, without Ray: all transports and two floors "
+        "(each rank reads its own bytes; gloo scatters as many bytes out of memory) in turn, warm. Needs no GPU, and "
+        "the memory of the checkpoint."
+    )
+    bench.add_argument("path", help="Hugging Face directory, .safetensors file or index JSON, config.json beside it")
+    bench.add_argument("--world-size", type=_counts, default=[4], help="ranks, or several: 2,8; default 4")
+    bench.add_argument("--rounds", type=_count, default=5, help="rounds, after one that does not count; default 5")
+    bench.add_argument(
+        "--transports",
+        type=_transports,
+        default=list(DEFAULT_TRANSPORTS),
+        help=f"of {', '.join(TRANSPORTS)}; default {','.join(DEFAULT_TRANSPORTS)}. scatter_wire: no shared memory",
+    )
+    bench.add_argument("--timeout-s", type=float, default=300.0, help="longest time of one load; default 300")
+    bench.add_argument("--json", action="store_true", help="lines of JSON on stdout; the table goes to stderr then")
+    bench.add_argument("--plot", metavar="PNG", help="draw the table; needs matplotlib")
+    bench.set_defaults(run=_bench)
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number from 1 on")
+    return int(text)
+
+
+def _counts(text: str) -> list[int]:
+    return sorted({_count(part) for part in text.split(",")})
+
+
+def _transports(text: str) -> list[str]:
+    names = list(dict.fromkeys(text.split(",")))
+    for name in names:
+        if name not in TRANSPORTS:
+            raise argparse.ArgumentTypeError(f"{name!r}: choose from {', '.join(TRANSPORTS)}")
+    return names
 
 
 def describe(checkpoint: Checkpoint, *, all_tensors: bool = False) -> list[str]:

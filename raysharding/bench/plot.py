@@ -88,7 +88,10 @@ def _draw_seconds(axes: Axes, group: Group) -> None:
         seconds = group.seconds(floor).median
         label = f"{floor.replace('_', ' ')} {seconds:.2f} s"
         axes.axvline(seconds, color=colour, linestyle="--", linewidth=1.5, label=label)
-    if floors:
+    for colour, label in ((OURS, "raysharding"), (PEER, "others")):
+        if len(set(_colours(arms))) > 1:
+            axes.barh([], [], color=colour, label=label)
+    if axes.get_legend_handles_labels()[0]:
         # The bars at the top are the short ones.
         axes.legend(loc="upper right", fontsize=9, framealpha=0.9)
     num_rounds = max(len(loads) for loads in group.loads.values())

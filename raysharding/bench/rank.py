@@ -16,9 +16,11 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from types import TracebackType
 from typing import Any, TextIO
 
 import torch
@@ -91,8 +93,8 @@ class Session:
         """Load once into a new module; collective. The answer's figures, or why the arm cannot do it."""
         arm = self.arms[command.arm]
         gc.collect()  # FSDP modules lie in cycles: the last one's memory must be free
-        module = shard_module(self.case.build(), self._mesh, self.case.sharding)
         try:
+            module = shard_module(self.case.build(), self._mesh, self.case.sharding)
             run = arm.prepare(self.case, module)
             if command.count:
                 return {"operations": count_operations(run)}
@@ -185,6 +187,18 @@ def _answer(replies: TextIO, value: dict[str, Any]) -> None:
     replies.flush()
 
 
+def _tell_failures(replies: TextIO) -> None:
+    """Have what ends this process told first: once it is gone, its peers fail too, and all look alike."""
+
+    def tell(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
+        # `sys.stderr` is a buffer here: torch's own hook calls this one, to put the rank before each line.
+        traceback.print_exception(kind, error, frames, file=sys.__stderr__)
+        _answer(replies, {"failed": f"{kind.__name__}: {error}", "failed_s": time.monotonic()})
+        os._exit(1)
+
+    sys.excepthook = tell
+
+
 def main() -> None:
     """Serve one driver."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the driver, which ends its ranks
@@ -193,6 +207,7 @@ def main() -> None:
         join_network(spec.network_descriptor)
     os.set_inheritable(spec.reply_descriptor, False)
     replies = os.fdopen(spec.reply_descriptor, "w")
+    _tell_failures(replies)
     finished = threading.Event()
     commands = _read_commands(finished)
     try:

@@ -105,7 +105,7 @@ class RankSet:
             return self._answers(self.setup.timeout_s, arm)
         except BrokenPipeError as error:
             self._failed = True
-            raise BenchError(self._describe("ended between two loads", range(self.world_size))) from error
+            raise BenchError(f"{arm}: {self._state(range(self.world_size), 0.0)}, before this load") from error
         except BaseException as error:
             self._failed = self._failed or not isinstance(error, ArmError)
             raise
@@ -170,17 +170,19 @@ class RankSet:
     def _answers(self, timeout_s: float, arm: str = "start") -> list[dict[str, Any]]:
         """One line of JSON from each rank, in order of rank."""
         lines = self._lines(timeout_s)
-        silent = [rank for rank, line in enumerate(lines) if not line.endswith(b"\n")]
         answers = [json.loads(line) if line.endswith(b"\n") else {} for line in lines]
-        failures = {rank: answer["cannot"] for rank, answer in enumerate(answers) if "cannot" in answer}
-        if silent:
-            said = "".join(f"; rank {rank}: {text}" for rank, text in failures.items())
-            raise BenchError(self._describe(f"{arm}: did not answer in {timeout_s:g} s or died{said}", silent))
-        if len(failures) == self.world_size:
-            raise ArmError(failures[0], arm=arm)
-        if failures:
-            said = "; ".join(f"rank {rank}: {text}" for rank, text in failures.items())
+        failed = [rank for rank, answer in enumerate(answers) if "failed" in answer]
+        if failed:
+            first = min(failed, key=lambda rank: answers[rank]["failed_s"])
+            raise BenchError(f"{arm}: rank {first} failed: {answers[first]['failed']}{self._log_end(first)}")
+        refused = {rank: answer["cannot"] for rank, answer in enumerate(answers) if "cannot" in answer}
+        if len(refused) == self.world_size:
+            raise ArmError(refused[0], arm=arm)
+        if refused:
+            said = "; ".join(f"rank {rank}: {text}" for rank, text in refused.items())
             raise BenchError(f"{arm}: failed on some ranks only: {said}")
+        if silent := [rank for rank, answer in enumerate(answers) if not answer]:
+            raise BenchError(f"{arm}: {self._state(silent, timeout_s)}{self._log_end(silent[0])}")
         return answers
 
     def _lines(self, timeout_s: float) -> list[bytes]:
@@ -196,19 +198,23 @@ class RankSet:
                     lines[key.data] += data
                     if not data or data.endswith(b"\n"):
                         selector.unregister(key.fd)
-                    if not data or b'"cannot"' in data:
+                    if not data or data.startswith((b'{"cannot"', b'{"failed"')):
                         deadline = min(deadline, time.monotonic() + DRAIN_S)
         return lines
 
-    def _describe(self, what: str, ranks: Sequence[int]) -> str:
-        """An error's text: the ranks, how they ended, and the end of the first one's log that says anything."""
-        ended = []
+    def _state(self, ranks: Sequence[int], timeout_s: float) -> str:
+        """How ranks that gave no answer are."""
+        states = []
         for rank in ranks:
             code = self._processes[rank].poll()
-            ended.append(f"rank {rank} " + ("is still running" if code is None else f"ended with status {code}"))
-        logs = (self._log(rank).read_text(errors="replace").strip() for rank in ranks)
-        log = next((text for text in logs if text), "")
-        return "\n  ".join((f"{what}: {', '.join(ended)}", *log.splitlines()[-LOG_LINES:]))
+            late = f"did not answer in {timeout_s:g} s" if code is None else f"ended with status {code}"
+            states.append(f"rank {rank} {late}")
+        return ", ".join(states)
+
+    def _log_end(self, rank: int) -> str:
+        """The last lines of a rank's log, to follow an error."""
+        lines = self._log(rank).read_text(errors="replace").strip().splitlines()
+        return "".join(f"\n  {line}" for line in lines[-LOG_LINES:])
 
 
 class ArmError(BenchError):

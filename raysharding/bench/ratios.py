@@ -84,9 +84,12 @@ def groups(loads: Sequence[Load]) -> list[Group]:
     """Loads by mode and world size, those that do not count left out."""
     found: dict[tuple[Mode, int], dict[str, list[Load]]] = {}
     for load in loads:
+        # In the order of the first round, whether it counts or not.
+        own = found.setdefault((load.mode, load.world_size), {}).setdefault(load.arm, [])
         if load.counted:
-            found.setdefault((load.mode, load.world_size), {}).setdefault(load.arm, []).append(load)
-    return [Group(mode, size, arms) for (mode, size), arms in found.items()]
+            own.append(load)
+    counted = {key: {arm: own for arm, own in arms.items() if own} for key, arms in found.items()}
+    return [Group(mode, size, arms) for (mode, size), arms in counted.items() if arms]
 
 
 def named_ratios(loads: Sequence[Load]) -> list[NamedFigure]:

@@ -49,6 +49,8 @@ class Rounds:
     """Rounds that count."""
     progress: Callable[[Load], None]
     """Called after each load."""
+    once: Sequence[str] = ()
+    """Arms that are loaded in the first warm round only."""
 
     def measure(self, mode: Mode, results: Results) -> None:
         """Run all rounds into `results`. Arms that cannot do the case are skipped; what went wrong is in `results`.
@@ -62,6 +64,8 @@ class Rounds:
         if mode == "warm":
             with ExitStack() as stack:
                 sets = {size: stack.enter_context(self._ranks(size, mode)) for size in self.world_sizes}
+                for size, arm in product(self.world_sizes, self.once):
+                    self._load(sets[size], mode, 0, arm, results)
                 for index, size, arm in self._turns(self.num_rounds + 1):
                     self._load(sets[size], mode, index, arm, results)
         else:

@@ -1,0 +1,106 @@
+"""`raysharding bench`: our transports and the floors on a user's own checkpoint, and what to make of the figures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from raysharding.bench.load import Load
+from raysharding.bench.network import private_network
+from raysharding.bench.rank_set import BenchError, Setup, ended_by_sigterm
+from raysharding.bench.ratios import groups
+from raysharding.bench.rounds import Results, Rounds
+from raysharding.bench.settle import available_bytes
+from raysharding.checkpoint import Checkpoint, open_checkpoint
+
+GIB = 1 << 30
+TRANSPORTS = ("local", "scatter", "scatter_wire", "broadcast", "mmap")
+"""What can be measured; as on the command line."""
+DEFAULT_TRANSPORTS = ("local", "scatter", "broadcast")
+FLOORS = ("preadv_floor", "scatter_floor")
+FLOOR_OF = {"local": "preadv_floor", "scatter": "scatter_floor", "broadcast": "scatter_floor"}
+"""Transport → what bounds it."""
+RANK_BYTES = 350 << 20
+"""Memory of a rank before it loads: Python, torch and transformers."""
+
+
+def bench(
+    path: str,
+    *,
+    world_sizes: Sequence[int],
+    num_rounds: int,
+    transports: Sequence[str],
+    timeout_s: float,
+    progress: Callable[[Load], None],
+) -> tuple[Checkpoint, Results]:
+    """Load a checkpoint by each transport, in rank processes of its own on this machine, and end them.
+
+    Args:
+        path: Hugging Face directory, `.safetensors` file or index JSON on this machine, with config.json beside it.
+        world_sizes: Numbers of ranks; all of them take part in each round.
+        num_rounds: Rounds that count; one more comes before them.
+        transports: Of `TRANSPORTS`.
+        timeout_s: Longest time of one load.
+        progress: Called after each load.
+
+    Returns:
+        What is in the files, and what was measured; `auto` was loaded once, for its choice.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be read or trusted.
+        BenchError: There is too little memory, no transport can load it, or ranks failed.
+    """
+    checkpoint = open_checkpoint(path)
+    _check_memory(checkpoint, max(world_sizes))
+    results = Results()
+    with ended_by_sigterm(), private_network() as network:
+        setup = Setup(
+            "raysharding.bench.arms:make_case",
+            {"checkpoint": path},
+            timeout_s=timeout_s,
+            network_descriptor=network,
+        )
+        arms = (*transports, *FLOORS)
+        Rounds(setup, arms, world_sizes, num_rounds, progress, once=("auto",)).measure("warm", results)
+    if not groups(results.loads):
+        reasons = dict.fromkeys(results.skipped.values())
+        raise BenchError("\n  ".join((f"{path}: no transport could load it:", *reasons)))
+    return checkpoint, results
+
+
+def _check_memory(checkpoint: Checkpoint, world_size: int) -> None:
+    """Refuse what would drive the machine out of memory; the ranks of all world sizes load in turn."""
+    need, have = checkpoint.num_bytes * 5 // 4 + world_size * RANK_BYTES, available_bytes()
+    if need > have:
+        raise BenchError(
+            f"{checkpoint.path}: {world_size} ranks here need about {need / GIB:.1f} GiB of memory (the shards of "
+            f"{checkpoint.num_bytes / GIB:.1f} GiB, and their processes), {have / GIB:.1f} GiB are available: use a "
+            "machine with more, or a smaller checkpoint of the same kind"
+        )
+
+
+def verdict(results: Results) -> list[str]:
+    """One line for each world size: what `auto` takes, its speed, and how far from its floor; and what was faster."""
+    lines: list[str] = []
+    for group in groups(results.loads):
+        report = next((dict(load.report) for load in _autos(results, group.world_size) if load.report), None)
+        if report is None:
+            continue
+        name, size = str(report["transport"]), group.world_size
+        line = f"auto takes {name} at W={size} ({report['transport_reason']})"
+        if name in group.loads:
+            figure = group.seconds(name)
+            speed = report["checkpoint_bytes"] / figure.median / GIB
+            line += f": {figure.median:.2f} s, {speed:.2f} GiB/s"
+            floor = FLOOR_OF.get(name, "")
+            if (ratio := group.ratio(name, floor)) is not None:
+                line += f", {ratio.median:.2f} × the {floor.replace('_', ' ')} ({ratio.low:.2f} – {ratio.high:.2f})"
+            own = [arm for arm in group.loads if arm in TRANSPORTS and arm != "mmap"]
+            fastest = min(own, key=lambda arm: group.seconds(arm).median)
+            if fastest != name:
+                line += f"; here {fastest} was faster, {group.seconds(fastest).median:.2f} s"
+        lines.append(line)
+    return lines
+
+
+def _autos(results: Results, world_size: int) -> Iterator[Load]:
+    return (load for load in results.loads if load.arm == "auto" and load.world_size == world_size)
