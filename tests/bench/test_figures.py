@@ -34,7 +34,7 @@ MIB = 1 << 20
 
 
 def load(arm: str, round_index: int, seconds: float, world_size: int = 2, **changes: Any) -> Load:
-    fields = {"mode": "warm", "counted": round_index > 0, "shard_bytes": 4 * MIB, "read_bytes": 8 * MIB}
+    fields: dict[str, Any] = {"mode": "warm", "counted": round_index > 0, "shard_bytes": 4 * MIB, "read_bytes": 8 * MIB}
     fields |= {"fault_bytes": 0, "wire_bytes": 4 * MIB, "extra_bytes": None, "high_water_bytes": None, "digests": ()}
     return Load(arm=arm, round=round_index, seconds=seconds, world_size=world_size, **(fields | changes))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -117,6 +118,7 @@ def test_arms_that_differ_are_found() -> None:
 
 def made(arm: str, *digests: str) -> Load:
     """A load of which only the digests matter."""
-    figures = {"start_s": 0.0, "end_s": 1.0, "shard_bytes": 1, "read_bytes": 1, "fault_bytes": 1, "loopback_bytes": 1}
+    names = ("start_s", "end_s", "shard_bytes", "read_bytes", "fault_bytes", "loopback_bytes")
+    figures: dict[str, Any] = dict.fromkeys(names, 1)
     answers = [{**figures, "digest": digest} for digest in digests] or [figures, figures]
     return Load.of("warm", 1, arm, answers, wired=False)
