@@ -19,6 +19,7 @@ from torch import nn
 
 from raysharding.checkpoint import open_checkpoint
 from raysharding.models import build_module
+from raysharding.models.build import parameters_on_meta
 from tests.bench.models import ManySmall, OddRows, OneHuge, Quantized
 
 GIB = 1 << 30
@@ -132,8 +133,6 @@ def build(kind: str, directory: Path) -> nn.Module:
 
 def build_plain(module: Callable[..., nn.Module], arguments: Mapping[str, int]) -> nn.Module:
     """A plain module with parameters on meta and real buffers."""
-    from raysharding.models.build import parameters_on_meta
-
     with parameters_on_meta():
         return module(**arguments)
 

@@ -55,25 +55,23 @@ class Transfer:
         return self.payload_bytes * 8e-6 / self.rate_mbit
 
 
-def run_transfers(hosts: Hosts, checkpoint: Path, args: argparse.Namespace) -> list[Transfer]:
-    """Start a rank on each host; rank 0 stops before and after each transfer, so that the link can be read."""
-    assert hosts.rate_mbit is not None
-    ranks: list[subprocess.Popen[str]] = []
+def start_ranks(hosts: Hosts, checkpoint: Path, args: argparse.Namespace) -> list[subprocess.Popen[str]]:
+    """A rank on each host; rank 0's standard input and output are pipes."""
+    ranks = []
     for host in hosts:
         command = [sys.executable, "-W", "ignore", "-m", "tests.bench.wire_rank", "--rank", str(host.index)]
         command += ["--world-size", str(len(hosts)), "--address", hosts[0].address, "--transport", args.transport]
-        command += [
-            "--checkpoint",
-            str(checkpoint),
-            "--kind",
-            args.kind,
-            "--rounds",
-            str(args.rounds),
-            "--floor",
-            FLOOR,
-        ]
+        command += ["--checkpoint", str(checkpoint), "--kind", args.kind]
+        command += ["--rounds", str(args.rounds), "--floor", FLOOR]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE} if host.index == 0 else {}
         ranks.append(host.popen(command, cwd=ROOT, env=environment(), text=True, **pipes))
+    return ranks
+
+
+def run_transfers(hosts: Hosts, checkpoint: Path, args: argparse.Namespace) -> list[Transfer]:
+    """Run all rounds; rank 0 stops before and after each transfer, so that its link's counters can be read."""
+    assert hosts.rate_mbit is not None
+    ranks = start_ranks(hosts, checkpoint, args)
     reading, writing = ranks[0].stdout, ranks[0].stdin
     assert reading is not None
     assert writing is not None
