@@ -144,18 +144,13 @@ def _filled_like(
     tensor: torch.Tensor, device: torch.device, memory: Mapping[torch.Tensor, torch.Tensor]
 ) -> torch.Tensor:
     """A tensor as `tensor`, of the memory that there is for it, or of new memory on `device`."""
+    shape = tensor._local_tensor.shape if isinstance(tensor, DTensor) else tensor.shape
+    value = memory.get(tensor)
+    if value is None:
+        value = torch.empty(shape, dtype=tensor.dtype, device=device)  # empty_like of meta takes 50 times as long
     if isinstance(tensor, DTensor):
-        local = memory[tensor] if tensor in memory else torch.empty_like(tensor._local_tensor, device=device)
-        value: torch.Tensor = DTensor.from_local(
-            local,
-            tensor.device_mesh,
-            tensor.placements,
-            run_check=False,
-            shape=tensor.shape,
-            stride=tensor.stride(),
-        )
-    else:
-        value = memory[tensor] if tensor in memory else torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        mesh, placements = tensor.device_mesh, tensor.placements
+        value = DTensor.from_local(value, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
     if not isinstance(tensor, nn.Parameter):
         return value
     parameter = nn.Parameter(value, requires_grad=tensor.requires_grad)

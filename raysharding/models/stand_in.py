@@ -6,6 +6,7 @@ initialisers write to whatever tensors they find. A stand-in answers both withou
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -37,37 +38,82 @@ def stand_in(module: nn.Module, tensors: TensorMap = _keep) -> nn.Module:
         tensors: Gives the stand-in's tensor for every parameter and buffer, by the first FQN it is found under.
 
     Returns:
-        Modules of the original classes, without hooks. Modules and tensors that were shared are shared again.
+        Modules of the original classes, without hooks. Modules and tensors that were shared are shared again. A module
+        is copied when somebody looks at it first: what an initialiser does to one of thousands costs one copy.
     """
-    return _copy(module, "", tensors, {}, {})
+    return _Copier(tensors).copy(module, "")
 
 
-def _copy(
-    module: nn.Module, prefix: str, tensors: TensorMap, modules: dict[int, nn.Module], seen: dict[int, torch.Tensor]
-) -> nn.Module:
-    if id(module) in modules:
-        return modules[id(module)]
-    cls = original_class(module)
-    copy = cls.__new__(cls)
-    modules[id(module)] = copy
-    # Hooks are left behind: FSDP's would gather, and PreTrainedModel's could touch the live module.
-    attributes: dict[str, Any] = {name: value for name, value in vars(module).items() if not name.endswith("_hooks")}
-    blank = vars(nn.Module())
-    attributes = blank | attributes
+_NO_HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))
+"""Attributes of every module that are tables of hooks."""
 
-    def replaced(held: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
+
+class _Copier:
+    """State of one `stand_in` call."""
+
+    def __init__(self, tensors: TensorMap) -> None:
+        self._tensors = tensors
+        self._modules: dict[int, nn.Module] = {}
+        self._seen: dict[int, torch.Tensor] = {}
+
+    def copy(self, module: nn.Module, prefix: str) -> nn.Module:
+        if id(module) in self._modules:
+            return self._modules[id(module)]
+        cls = original_class(module)
+        copy = cls.__new__(cls)
+        self._modules[id(module)] = copy
+        # Hooks are left behind: FSDP's would gather, and PreTrainedModel's could touch the live module.
+        attributes = {name: value for name, value in vars(module).items() if not name.endswith("_hooks")}
+        attributes.update((name, OrderedDict()) for name in _NO_HOOKS)
+        attributes["_parameters"] = self._replaced(module._parameters, prefix)
+        attributes["_buffers"] = self._replaced(module._buffers, prefix)
+        attributes["_modules"] = _Children(module._modules, lambda name, child: self.copy(child, f"{prefix}{name}."))
+        vars(copy).update(attributes)
+        return copy
+
+    def _replaced(self, held: Mapping[str, torch.Tensor | None], prefix: str) -> dict[str, torch.Tensor | None]:
         result: dict[str, torch.Tensor | None] = {}
         for name, tensor in held.items():
-            if tensor is not None and id(tensor) not in seen:
-                seen[id(tensor)] = tensors(prefix + name, tensor)
-            result[name] = None if tensor is None else seen[id(tensor)]
+            if tensor is not None and id(tensor) not in self._seen:
+                self._seen[id(tensor)] = self._tensors(prefix + name, tensor)
+            result[name] = None if tensor is None else self._seen[id(tensor)]
         return result
 
-    attributes["_parameters"] = replaced(module._parameters)
-    attributes["_buffers"] = replaced(module._buffers)
-    attributes["_modules"] = {
-        name: None if child is None else _copy(child, f"{prefix}{name}.", tensors, modules, seen)
-        for name, child in module._modules.items()
-    }
-    vars(copy).update(attributes)
-    return copy
+
+class _Children(dict[str, nn.Module | None]):
+    """A stand-in's table of children, each copied when it is looked at first."""
+
+    def __init__(self, children: Mapping[str, nn.Module | None], copy: Callable[[str, nn.Module], nn.Module]) -> None:
+        # By its items: of a stand-in's own table, `dict` would take the entries that are not copied yet.
+        self._pending = dict(children.items())
+        super().__init__(self._pending)
+        self._copy = copy
+
+    def __getitem__(self, name: str) -> nn.Module | None:
+        child = self._pending.pop(name, None)
+        if child is not None:
+            super().__setitem__(name, self._copy(name, child))
+        return super().__getitem__(name)
+
+    def __setitem__(self, name: str, child: nn.Module | None) -> None:
+        self._pending.pop(name, None)
+        super().__setitem__(name, child)
+
+    def _complete(self) -> None:
+        for name in list(self._pending):
+            self[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else default  # noqa: SIM401 - `get` is what this is
+
+    def pop(self, name: str, *default: Any) -> Any:
+        self._complete()
+        return super().pop(name, *default)
+
+    def items(self) -> Any:
+        self._complete()
+        return super().items()
+
+    def values(self) -> Any:
+        self._complete()
+        return super().values()

@@ -31,7 +31,7 @@ def compared(folder: Path, dtype: torch.dtype | None = None) -> tuple[KeyMap, tu
     keys = map_keys(build_module(None, checkpoint, dtype), checkpoint.tensors, None)
     with FileReader(checkpoint) as reader:
         targets = dict(keys.targets) | {second.fqn: second for second in keys.doubled}
-        return keys, differing_ties(keys, CheckpointSource(checkpoint, reader, targets, 1 << 20).read)
+        return keys, differing_ties(keys, CheckpointSource.of(checkpoint, reader, targets, 1 << 20).read_elements)
 
 
 def test_equal_values_are_a_tie_whatever_their_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
