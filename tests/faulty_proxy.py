@@ -58,6 +58,9 @@ class FaultyProxy:
         self.faults: list[Fault] = []
         self.requests: list[Request] = []
         self.most_in_flight = 0
+        """Most requests at once, each counted from its arrival until its answer begins."""
+        self.delay_s = 0.0
+        """Wait before each answer."""
         self._in_flight = 0
         self._upstream = (host, port)
         self._lock = threading.Lock()
@@ -84,6 +87,7 @@ class FaultyProxy:
             self.faults.clear()
             self.requests.clear()
             self.most_in_flight = 0
+            self.delay_s = 0.0
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -118,20 +122,17 @@ class FaultyProxy:
         with self._lock:
             self._in_flight += 1
             self.most_in_flight = max(self.most_in_flight, self._in_flight)
-        status, sent = 0, 0
         try:
+            self._let_go.wait(self.delay_s)
             if fault is not None and fault.kind == "status":
                 status, head, data = fault.status, {"Content-Type": "application/xml"}, _error_body(fault)
             else:
                 status, head, data = self._forward(handler, body)
-            sent = self._send(handler, status, head, data, fault)
-        except OSError:
-            handler.close_connection = True  # the client has given up on this connection
         finally:
+            # Before the answer: with its last byte the client may send the next request.
             with self._lock:
                 self._in_flight -= 1
-                seen = handler.headers.get("Range")
-                self.requests.append(Request(handler.command, handler.path, seen, status, sent))
+        self._send(handler, status, head, data, fault)
 
     def _forward(self, handler: BaseHTTPRequestHandler, body: bytes) -> tuple[int, dict[str, str], bytes]:
         connection = HTTPConnection(*self._upstream, timeout=30)
@@ -145,28 +146,37 @@ class FaultyProxy:
 
     def _send(
         self, handler: BaseHTTPRequestHandler, status: int, head: dict[str, str], data: bytes, fault: Fault | None
-    ) -> int:
+    ) -> None:
         breaks = fault if fault is not None and fault.kind != "status" else None
-        if breaks is None or breaks.after_bytes >= 0:
-            handler.send_response_only(status)
-            for name, value in head.items():
-                if name.lower() not in _HOP_BY_HOP | {"content-length"}:
-                    handler.send_header(name, value)
-            length = head.get("Content-Length", "0") if handler.command == "HEAD" else str(len(data))
-            handler.send_header("Content-Length", length)
-            handler.end_headers()
         sent = data if handler.command != "HEAD" else b""
         if breaks is not None:
             sent = sent[: max(0, breaks.after_bytes)]
-        handler.wfile.write(sent)
-        handler.wfile.flush()
+        # Before it is sent: with the last byte the client may look at what was counted.
+        with self._lock:
+            seen = Request(handler.command, handler.path, handler.headers.get("Range"), status, len(sent))
+            self.requests.append(seen)
+        try:
+            if breaks is None or breaks.after_bytes >= 0:
+                _send_head(handler, status, head, len(data))
+            handler.wfile.write(sent)
+        except OSError:
+            handler.close_connection = True  # the client has given up on this connection
         if breaks is not None:
             handler.close_connection = True
             if breaks.kind == "stall":
                 self._let_go.wait()
             else:
                 handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        return len(sent)
+
+
+def _send_head(handler: BaseHTTPRequestHandler, status: int, head: dict[str, str], num_bytes: int) -> None:
+    handler.send_response_only(status)
+    for name, value in head.items():
+        if name.lower() not in _HOP_BY_HOP | {"content-length"}:
+            handler.send_header(name, value)
+    length = head.get("Content-Length", "0") if handler.command == "HEAD" else str(num_bytes)
+    handler.send_header("Content-Length", length)
+    handler.end_headers()
 
 
 def _error_body(fault: Fault) -> bytes:

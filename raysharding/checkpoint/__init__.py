@@ -1,6 +1,6 @@
 """What is in the files: headers and index to validated `TensorInfo`s, byte reads, and standard files written back."""
 
-from raysharding.checkpoint.checkpoint import Checkpoint, CheckpointFile, identify, open_checkpoint
+from raysharding.checkpoint.checkpoint import Checkpoint, CheckpointFile, identify, identify_files, open_checkpoint
 from raysharding.checkpoint.checksum import Checksums
 from raysharding.checkpoint.commit import (
     StagedDirectory,
@@ -36,6 +36,7 @@ __all__ = [
     "file_names",
     "file_system_type",
     "identify",
+    "identify_files",
     "mismatches",
     "new_token",
     "open_checkpoint",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -186,6 +186,17 @@ def identify(path: str, *, remote: RemoteOptions = DEFAULT_REMOTE) -> Checkpoint
         found = file.found
         data = read_header_bytes(path, found.num_bytes, partial(read_bytes, file))
     return CheckpointFile(path, found.num_bytes, found.mtime_ns, header_sha256(data), found.etag)
+
+
+def identify_files(paths: Sequence[str], *, remote: RemoteOptions = DEFAULT_REMOTE) -> tuple[CheckpointFile, ...]:
+    """`identify` of files of one directory, remote ones several at once.
+
+    Raises:
+        CheckpointError: as `identify`, of the first that cannot be read.
+    """
+    if not paths:
+        return ()
+    return tuple(storage_of(paths[0], remote).each(partial(identify, remote=remote), paths))
 
 
 def _read_checkpoint(storage: Storage, given: str) -> Checkpoint:

@@ -91,8 +91,9 @@ class FileReader:
     def verify_unchanged(self) -> None:
         """Check that every file still has the size and the mtime that it had when its header was read.
 
-        Call it after the last read: a file that was rewritten while it was streamed is found here. Of a remote file
-        the etag is compared too, in one request for each file.
+        Call it after the last read: a file that was rewritten while it was streamed is found here, and only here.
+        (pyarrow itself takes no notice when an object's answer is shorter than asked.) Of a remote file the etag is
+        compared too, in one request for each file.
 
         Raises:
             CheckpointError: a file changed, was replaced, or is gone.

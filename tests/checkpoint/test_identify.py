@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from raysharding.checkpoint import file_system_type, identify, open_checkpoint
+from raysharding.checkpoint import file_system_type, identify, identify_files, open_checkpoint
 from raysharding.checkpoint.mounts import _type_in
 from raysharding.errors import CheckpointError
 from tests.checkpoint.build import GOOD, GOOD_PAYLOAD, save, save_sharded, write_raw
@@ -22,6 +22,8 @@ def test_identify_equals_what_opening_found(tmp_path: Path) -> None:
     )
     checkpoint = open_checkpoint(directory)
     assert tuple(identify(file.path) for file in checkpoint.files) == checkpoint.files
+    assert identify_files([file.path for file in checkpoint.files]) == checkpoint.files
+    assert identify_files([]) == ()
     data = (directory / "x.safetensors").read_bytes()
     header = data[: 8 + int.from_bytes(data[:8], "little")]
     assert checkpoint.files[0].header_sha256 == hashlib.sha256(header).hexdigest()

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
 import torch
 
-from raysharding.checkpoint import Checkpoint, FileReader, file_system_type, identify, open_checkpoint
+from raysharding.checkpoint import Checkpoint, FileReader, file_system_type, identify, identify_files, open_checkpoint
 from raysharding.checkpoint.arrow_systems import connect
 from raysharding.checkpoint.remote_options import RemoteOptions
-from raysharding.checkpoint.remote_storage import cut_views
+from raysharding.checkpoint.remote_requests import requests_of
+from raysharding.checkpoint.remote_storage import RemoteFile, cut_views
+from raysharding.checkpoint.storage import Found
 from raysharding.checkpoint.uri import join_path, normal_path, split_path
 from raysharding.cli import main
 from raysharding.errors import CheckpointError
@@ -52,7 +56,8 @@ def test_a_directory_an_index_and_a_file_are_what_they_are_locally(local: Path, 
         assert there.read_sidecar("tokenizer.json") == '{"é": 1}'.encode()
         assert there.read_beside("gone.json", 100) is None
         assert Checkpoint.from_json(there.to_json()) == there
-        assert tuple(identify(file.path) for file in there.files) == there.files
+        assert identify_files([file.path for file in there.files]) == there.files
+        assert identify(there.files[0].path) == there.files[0]
     for name in ("modeling.py", "../ckpt/config.json", "sub/config.json", INDEX):
         with pytest.raises(CheckpointError, match="none of sidecar_files"):
             there.read_sidecar(name)
@@ -91,6 +96,7 @@ def test_a_range_is_cut_into_parts_and_scattered_over_views(local: Path, s3: S3S
     views[3] = views[3].cast("f")
     options = RemoteOptions(max_in_flight=3, part_bytes=300_000)
     s3.proxy.reset()
+    s3.proxy.delay_s = 0.02
     with FileReader(checkpoint, options) as reader:
         reader.read_views(info.file, info.offset + 11, views)
     start = info.offset + 11
@@ -154,10 +160,13 @@ def test_a_file_replaced_after_its_header_was_read(tmp_path: Path, s3: S3Server)
     with FileReader(checkpoint) as reader:
         reader.read_tensor(checkpoint.tensors["a"])
         reader.verify_unchanged()
-        # The same size and header, and most likely the same second: the etag tells.
+        # The same size and header, and perhaps the same second: the etag tells, also where there is no mtime.
         s3.put("replaced.safetensors", save(tmp_path / "y", {"a": torch.ones(1000)}).read_bytes())
         with pytest.raises(CheckpointError, match="was changed"):
             reader.verify_unchanged()
+        timeless = replace(checkpoint, files=(replace(checkpoint.files[0], mtime_ns=None),))
+        with FileReader(timeless) as reads_timeless, pytest.raises(CheckpointError, match=r"was changed \(etag"):
+            reads_timeless.verify_unchanged()
         s3.put("replaced.safetensors", b"short")
         with pytest.raises(CheckpointError, match="has 5 bytes, but had"):
             reader.verify_unchanged()
@@ -169,6 +178,19 @@ def test_a_file_replaced_after_its_header_was_read(tmp_path: Path, s3: S3Server)
         assert caught.value.path == checkpoint.files[0].path
     with FileReader(checkpoint) as reader, pytest.raises(CheckpointError, match="no such bucket or object"):
         reader.read_tensor(checkpoint.tensors["a"])
+
+
+def test_a_short_answer_is_no_answer() -> None:
+    handle = pyarrow.BufferReader(bytes(range(100)))
+    buffer = bytearray(80)
+    options = RemoteOptions(num_tries=2, backoff_s=0.01)
+    file = RemoteFile("x://y", handle, Found("file", 150), requests_of(options))
+    assert file.fill(20, [memoryview(buffer)]) == 80
+    assert buffer == bytes(range(20, 100))
+    with pytest.raises(CheckpointError, match="tried 2 times: the answer has 50 bytes instead of 80"):
+        file.fill(50, [memoryview(buffer)])
+    with pytest.raises(CheckpointError, match="ends at byte 150, but 80 bytes were asked for at 71"):
+        file.fill(71, [memoryview(buffer)])
 
 
 def test_paths_with_nothing_usable_there(s3: S3Server) -> None:

@@ -93,7 +93,7 @@ def test_what_stays_ends_in_an_error_before_the_deadline(
     assert caught.value.tensor == "a"
     assert "check the network and the store" in caught.value.message
     s3.proxy.reset()
-    assert torch.equal(read(checkpoint), VALUES)  # leaves to send were all given back
+    assert torch.equal(read(checkpoint), VALUES)
 
 
 def test_refusals_are_not_tried_again_and_name_the_variables(checkpoint: Checkpoint, s3: S3Server) -> None:
@@ -105,11 +105,17 @@ def test_refusals_are_not_tried_again_and_name_the_variables(checkpoint: Checkpo
 
 
 def test_a_part_that_fails_for_good_stops_the_others(checkpoint: Checkpoint, s3: S3Server) -> None:
-    s3.proxy.faults.append(Fault("status", status=403, code="AccessDenied", skip=1))
-    options = RemoteOptions(part_bytes=100_000, max_in_flight=2, num_tries=3)
-    with pytest.raises(CheckpointError, match="ACCESS_DENIED"):
-        read(checkpoint, options)
-    assert len(s3.proxy.requests) < 8  # of 40 parts
+    options = RemoteOptions(part_bytes=100_000, max_in_flight=3, num_tries=3, request_s=5.0)
+    for _ in range(3):
+        s3.proxy.reset()
+        s3.proxy.faults.append(Fault("status", status=403, code="AccessDenied", skip=1))
+        with pytest.raises(CheckpointError, match="ACCESS_DENIED"):
+            read(checkpoint, options)
+        assert len(s3.proxy.requests) < 9  # of 40 parts
+    s3.proxy.reset()
+    s3.proxy.delay_s = 0.05
+    assert torch.equal(read(checkpoint, options), VALUES)
+    assert s3.proxy.most_in_flight == 3, "leave to send was not given back"
 
 
 def test_a_read_that_failed_writes_nothing_later(checkpoint: Checkpoint, s3: S3Server) -> None:
