@@ -25,7 +25,7 @@ class Load:
     seconds: float
     """From the first rank's start to the last rank's end."""
     shard_bytes: int
-    """Largest shard of a rank; 0 for a floor."""
+    """Largest shard of a rank."""
     read_bytes: int
     """Returned by read calls, all ranks; bytes that come through a memory map are not among them."""
     fault_bytes: int

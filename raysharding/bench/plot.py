@@ -10,6 +10,7 @@ from raysharding.bench.ratios import Group, groups
 from raysharding.bench.rounds import Results
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
 
 MIB = 1 << 20
@@ -74,6 +75,8 @@ def _colours(arms: Sequence[str]) -> list[str]:
 
 
 def _draw_seconds(axes: Axes, group: Group) -> None:
+    from matplotlib.patches import Patch
+
     arms = _arms(group)
     figures = [group.seconds(arm) for arm in arms]
     medians = [figure.median for figure in figures]
@@ -83,17 +86,17 @@ def _draw_seconds(axes: Axes, group: Group) -> None:
         axes.annotate(
             f"{figure.median:.2f} s", (figure.high, index), xytext=(5, 0), textcoords="offset points", va="center"
         )
+    handles: list[Artist] = []
+    if len(set(_colours(arms))) > 1:
+        handles += [Patch(color=colour, label=label) for colour, label in ((OURS, "raysharding"), (PEER, "others"))]
     floors = [arm for arm in group.loads if arm.endswith("_floor")]
     for floor, colour in zip(floors, FLOOR_COLOURS, strict=False):
         seconds = group.seconds(floor).median
         label = f"{floor.replace('_', ' ')} {seconds:.2f} s"
-        axes.axvline(seconds, color=colour, linestyle="--", linewidth=1.5, label=label)
-    for colour, label in ((OURS, "raysharding"), (PEER, "others")):
-        if len(set(_colours(arms))) > 1:
-            axes.barh([], [], color=colour, label=label)
-    if axes.get_legend_handles_labels()[0]:
+        handles.append(axes.axvline(seconds, color=colour, linestyle="--", linewidth=1.5, label=label))
+    if handles:
         # The bars at the top are the short ones.
-        axes.legend(loc="upper right", fontsize=9, framealpha=0.9)
+        axes.legend(handles=handles, loc="upper right", fontsize=9, framealpha=0.9)
     num_rounds = max(len(loads) for loads in group.loads.values())
     axes.set_title(f"{group.mode}, {group.world_size} ranks: median of {num_rounds} rounds, min – max", fontsize=10)
     axes.set_xlabel("seconds to the last rank's shard")

@@ -115,7 +115,7 @@ class Session:
         else:
             result, figures = self._clocked(run)
         loaded = result if isinstance(result, nn.Module) else module
-        figures["shard_bytes"] = 0 if arm.is_floor else shard_bytes(loaded)
+        figures["shard_bytes"] = shard_bytes(loaded)
         if memory is not None:
             figures["extra_bytes"] = memory.extra_bytes
             figures["high_water_bytes"] = memory.high_water_bytes

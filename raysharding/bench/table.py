@@ -74,5 +74,6 @@ def _ranged(figure: Figure) -> str:
 
 def progress_line(load: Load, num_rounds: int) -> str:
     """One load, while it goes on."""
-    where = f"round {load.round}/{num_rounds}" if load.counted else "warm-up"
+    number = load.round + (load.mode == "fresh")  # the first warm round does not count
+    where = f"round {number}/{num_rounds}" if load.counted else "warm-up"
     return f"{load.mode} W={load.world_size} {where}: {load.arm} {load.seconds:.3f} s"
