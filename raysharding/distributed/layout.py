@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def tensor_layout(fqn: str, tensor: torch.Tensor) -> TensorLayout:
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return TensorLayout(fqn, shape, tensor.dtype, 0)
-    cut = [axis for axis, placement in enumerate(tensor.placements) if placement != Replicate()]
+    cut = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     if not cut:
         return TensorLayout(fqn, shape, tensor.dtype, 0)
     if len(cut) > 1 or tensor.placements[cut[0]] != Shard(0):

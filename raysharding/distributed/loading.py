@@ -19,6 +19,7 @@ from raysharding.distributed.fsdp import materialize, reshard
 from raysharding.distributed.layout import ShardMap, local_tensor, message_device, module_tensors, tensor_layout
 from raysharding.distributed.mapping import map_tensors
 from raysharding.distributed.memory import MemoryPeak
+from raysharding.distributed.paused_gc import paused_gc
 from raysharding.distributed.placing import Placer
 from raysharding.distributed.planning import LoadPlan, agree_on_plan, propose_load
 from raysharding.distributed.prefault import Prefault
@@ -71,7 +72,8 @@ def load_checkpoint(
         TimeoutError: On a reader, when no bucket could be read for `stall_s`; the others time out in turn.
         RuntimeError: From the process group, when a rank is gone or silent for `stall_s`.
     """
-    return _Load(module, loading or Loading(), progress or silent, stall_s).run(checkpoint)
+    with paused_gc():
+        return _Load(module, loading or Loading(), progress or silent, stall_s).run(checkpoint)
 
 
 def silent(phase: str, done: int, total: int, tensor: str) -> None:
@@ -144,8 +146,10 @@ class _Load:
         cumulative = list(accumulate(bucket.payload_bytes for bucket in plan.buckets.buckets))
 
         def done(index: int) -> None:
-            last = plan.buckets.buckets[index].sections[0].segments[-1]
-            self.progress("stream", cumulative[index], cumulative[-1], plan.buckets.tensors[last.tensor].layout.fqn)
+            sections = reversed(plan.buckets.buckets[index].sections)
+            last = next((part[-1] for item in sections for part in (item.direct, item.packed) if part), None)
+            name = "" if last is None else plan.buckets.tensors[last.tensor].layout.fqn
+            self.progress("stream", cumulative[index], cumulative[-1], name)
 
         placer = Placer(plan.buckets, self.tensors, self.shards)
         routes = Routes(self.shards, plan.choice.readers, plan.buckets.num_first_buckets)

@@ -17,7 +17,7 @@ Note: the default of 32 MiB.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -71,9 +71,9 @@ class Section:
     num_bytes: int
     """Length of the whole section."""
     packed: tuple[Segment, ...]
-    """Small segments."""
+    """Small segments; none are listed for an unwanted shard."""
     direct: tuple[Segment, ...]
-    """Large segments, each its own message."""
+    """Large segments, each its own message; none are listed for an unwanted shard."""
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -95,11 +95,8 @@ class Bucket:
     """Those that hold something: by shard index, then the replicated one."""
     num_bytes: int
     """Bytes of all sections together, padding included."""
-
-    @property
-    def payload_bytes(self) -> int:
-        """Bytes of all segments."""
-        return sum(segment.num_bytes for section in self.sections for segment in section.segments)
+    payload_bytes: int
+    """Bytes of all segments, those of unwanted shards included."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +131,7 @@ def _aligned(num_bytes: int) -> int:
 class _OpenSection:
     """A section that is being filled: small and large segments apart, offsets still relative to each part."""
 
+    is_wanted: bool
     packed: list[Segment] = field(default_factory=list)
     direct: list[Segment] = field(default_factory=list)
     packed_bytes: int = 0
@@ -142,10 +140,12 @@ class _OpenSection:
     def add(self, tensor: int, start: int, stop: int, itemsize: int) -> None:
         num_bytes = (stop - start) * itemsize
         if num_bytes >= DIRECT_BYTES:
-            self.direct.append(Segment(tensor, start, stop, self.direct_bytes, num_bytes))
+            if self.is_wanted:
+                self.direct.append(Segment(tensor, start, stop, self.direct_bytes, num_bytes))
             self.direct_bytes += _aligned(num_bytes)
         else:
-            self.packed.append(Segment(tensor, start, stop, self.packed_bytes, num_bytes))
+            if self.is_wanted:
+                self.packed.append(Segment(tensor, start, stop, self.packed_bytes, num_bytes))
             self.packed_bytes += _aligned(num_bytes)
 
     @property
@@ -163,16 +163,18 @@ class _OpenSection:
 class _Cutter:
     """Fills one bucket after the other."""
 
-    def __init__(self, num_shards: int, bucket_bytes: int) -> None:
+    def __init__(self, num_shards: int, bucket_bytes: int, wanted: Container[int]) -> None:
         self.buckets: list[Bucket] = []
+        self._wanted = wanted
         self._num_shards = num_shards
         # Room for an element of any dtype in every section.
         self._bucket_bytes = max(bucket_bytes, (num_shards + 1) * 4 * ALIGNMENT_BYTES)
         self._open()
 
     def _open(self) -> None:
-        self._shards = [_OpenSection() for _ in range(self._num_shards)]
-        self._replicated = _OpenSection()
+        self._shards = [_OpenSection(shard in self._wanted) for shard in range(self._num_shards)]
+        self._replicated = _OpenSection(is_wanted=True)
+        self._payload_bytes = 0
 
     @property
     def _used_bytes(self) -> int:
@@ -193,7 +195,7 @@ class _Cutter:
                 sections.append(part.close(shard_index, offset))
                 offset += part.num_bytes
         if sections:
-            self.buckets.append(Bucket(tuple(sections), offset))
+            self.buckets.append(Bucket(tuple(sections), offset, self._payload_bytes))
             self._open()
 
     def add(self, index: int, layout: TensorLayout, itemsize: int) -> None:
@@ -218,11 +220,16 @@ class _Cutter:
                 start, stop = first + done, min(first + done + take, last)
                 if start < stop:
                     section.add(index, start, stop, itemsize)
+                    self._payload_bytes += (stop - start) * itemsize
             done += take
 
 
 def plan_buckets(
-    tensors: Sequence[PlannedTensor], num_shards: int, bucket_bytes: int, num_first: int | None = None
+    tensors: Sequence[PlannedTensor],
+    num_shards: int,
+    bucket_bytes: int,
+    num_first: int | None = None,
+    wanted: Container[int] | None = None,
 ) -> BucketPlan:
     """Cut tensors into buckets of at most `bucket_bytes`.
 
@@ -231,11 +238,13 @@ def plan_buckets(
         num_shards: Number of shard indices; every sharded layout must have this `num_shards`.
         bucket_bytes: Upper bound of a bucket, all sections and padding included.
         num_first: No bucket holds both some of so many first tensors and some of the rest. Default: all.
+        wanted: Shard indices whose segments are listed; of the others only lengths are, which saves most of the time
+            and memory of a plan for many ranks. Default: all.
 
     Returns:
-        The plan: equal on every rank that passes equal arguments.
+        The plan: equal on every rank that passes equal arguments, but for what is not wanted.
     """
-    cutter = _Cutter(num_shards, bucket_bytes)
+    cutter = _Cutter(num_shards, bucket_bytes, range(num_shards) if wanted is None else wanted)
     num_first_buckets = 0
     for index, planned in enumerate(tensors):
         assert planned.layout.num_shards in (0, num_shards), f"{planned.layout.fqn}: cut over another number of ranks"

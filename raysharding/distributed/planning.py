@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -160,7 +160,8 @@ def propose_load(
         layouts = {fqn: tensor_layout(fqn, tensor) for fqn, tensor in tensors.items()}
         on_meta = [fqn for fqn, tensor in tensors.items() if tensor.is_meta]
         persistent = sorted(persistent_names(module))
-        digests = tuple(_digest(repr(item)) for item in ((list(layouts.values()), on_meta, persistent), loading))
+        held = [(item.fqn, item.shape, item.dtype, item.num_shards) for item in layouts.values()]
+        digests = tuple(_digest(repr(item)) for item in ((held, on_meta, persistent), loading))
         if dist.get_rank() == 0:
             fit = _fit(module, checkpoint, loading)
             outline = _outline(fit)
@@ -184,7 +185,7 @@ def agree_on_plan(proposal: Proposal, error: Exception | None, loading: Loading,
     """
     # Before any data collective: ranks with different plans would send and receive different sizes, and hang.
     _compare_ranks(agree(proposal.error or error, proposal.digests))
-    outline = Outline.from_json(broadcast_json(None if proposal.outline is None else asdict(proposal.outline)))
+    outline = Outline.from_json(broadcast_json(None if proposal.outline is None else vars(proposal.outline)))
     choice, checkpoint = choose(loading, files_from_json(outline.files), shards.world_size)
     extents = _share_extents(proposal.fit, outline, choice)
     if proposal.fit is not None:
@@ -201,7 +202,9 @@ def agree_on_plan(proposal: Proposal, error: Exception | None, loading: Loading,
         planned, num_ranged = ranged + computed, len(ranged)
     # Where all read their own parts, the parts of a bucket have nothing in common but its number.
     bucket_bytes = loading.bucket_bytes * (shards.num_shards if choice.transport == "local" else 1)
-    buckets = plan_buckets(planned, shards.num_shards, bucket_bytes, num_ranged)
+    reads_for_others = reads and (choice.transport != "local" or (shards.rank == 0 and num_ranged < len(planned)))
+    wanted = None if reads_for_others else (shards.shard_index,)
+    buckets = plan_buckets(planned, shards.num_shards, bucket_bytes, num_ranged, wanted)
     return LoadPlan(outline, choice, buckets, checkpoint if reads else None, extents, tuple(mapped), proposal.fit)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from raysharding.checkpoint import Checkpoint, CheckpointFile, FileReader, file_system_type, identify
+from raysharding.checkpoint import Checkpoint, CheckpointFile, FileReader, file_system_type, identify_files
 from raysharding.config import Loading
 from raysharding.distributed.agreement import agree
 from raysharding.distributed.shared_ring import host_identity
@@ -59,7 +59,7 @@ def look(files: Sequence[CheckpointFile]) -> tuple[Sight, tuple[CheckpointFile, 
     """
     kind = file_system_type(files[0].path)
     try:
-        found = tuple(identify(file.path) for file in files)
+        found = tuple(identify_files([file.path for file in files]))
         return Sight(host_identity(), _digest(found), kind, ""), found
     except (CheckpointError, OSError) as error:
         return Sight(host_identity(), "", kind, str(error)), ()

@@ -263,22 +263,15 @@ class _Mapper:
     def _target(self, fqn: str, entry: _Entry, feed: _Feed) -> Target | None:
         infos = [self._tensors[key] for key in feed.sources]
         wanted, wide = tuple(entry.tensor.shape), _widest([info.dtype for info in infos])
-        found = feed.shape if feed.conversion is not None else tuple(infos[0].shape)
-        source = repr(feed.sources[0]) if len(infos) == 1 else f"{len(infos)} tensors, the first {feed.sources[0]!r}"
+        found = feed.shape if feed.conversion is not None else infos[0].shape
         operations = feed.conversion.operations if feed.conversion is not None else ""
-        made = f" after {operations}" if operations else ""
-        if found != wanted:
-            self._problems.append(
-                f"{fqn}: the checkpoint's {source} has shape {found}{made}, the model's {entry.kind} {wanted}"
-            )
-            return None
-        if _category(wide) != _category(entry.tensor.dtype):
-            self._problems.append(
-                f"{fqn}: the checkpoint's {source} is {wide}, the model's {entry.kind} is {entry.tensor.dtype}"
-            )
+        if found != wanted or _category(wide) != _category(entry.tensor.dtype):
+            self._problems.append(_misfit_of(fqn, entry, feed, found, wide))
             return None
         runs = _runs(feed, wanted, wide)
-        sources = feed.sources if runs is None else tuple(dict.fromkeys(run.source for run in runs)) or feed.sources
+        sources = feed.sources
+        if runs is not None and feed.conversion is not None:
+            sources = tuple(dict.fromkeys(run.source for run in runs)) or feed.sources
         return Target(
             fqn, wanted, entry.tensor.dtype, entry.kind, wide, sources, runs, operations, _conversion=feed.conversion
         )
@@ -297,6 +290,17 @@ class _Mapper:
             if entry.tensor.device.type == "meta":
                 initialise.append(fqn)
         return missing, initialise
+
+
+def _misfit_of(fqn: str, entry: _Entry, feed: _Feed, found: tuple[int, ...], dtype: torch.dtype) -> str:
+    """The line for a target of another shape or kind of dtype than what feeds it."""
+    count = len(feed.sources)
+    source = repr(feed.sources[0]) if count == 1 else f"{count} tensors, the first {feed.sources[0]!r}"
+    wanted = tuple(entry.tensor.shape)
+    if found == wanted:
+        return f"{fqn}: the checkpoint's {source} is {dtype}, the model's {entry.kind} is {entry.tensor.dtype}"
+    made = f" after {feed.conversion.operations}" if feed.conversion is not None else ""
+    return f"{fqn}: the checkpoint's {source} has shape {found}{made}, the model's {entry.kind} {wanted}"
 
 
 def _entries(module: nn.Module) -> dict[str, _Entry]:

@@ -13,6 +13,7 @@ from raysharding.distributed.plan import (
     REPLICATED,
     BucketPlan,
     PlannedTensor,
+    Section,
     plan_buckets,
 )
 
@@ -75,6 +76,24 @@ def test_buckets_stay_inside_their_bounds(case: tuple[int, list[PlannedTensor]],
                 used = segment.offset + segment.num_bytes
             assert used <= section.num_bytes
         assert position == bucket.num_bytes
+
+
+@settings(max_examples=100, deadline=None)
+@given(tensors(), st.sampled_from([4096, 1 << 20]), st.integers(0, 4))
+def test_unwanted_shards_only_lack_their_segments(case: tuple[int, list[PlannedTensor]], size: int, shard: int) -> None:
+    num_shards, planned = case
+    whole = plan_buckets(planned, num_shards, size)
+    part = plan_buckets(planned, num_shards, size, wanted=(shard,))
+    for bucket, same in zip(whole.buckets, part.buckets, strict=True):
+        assert (bucket.num_bytes, bucket.payload_bytes) == (same.num_bytes, same.payload_bytes)
+        assert bucket.payload_bytes == sum(item.num_bytes for section in bucket.sections for item in section.segments)
+        for section, other in zip(bucket.sections, same.sections, strict=True):
+            if section.shard_index in (shard, REPLICATED):
+                assert section == other
+            else:
+                assert other == Section(
+                    section.shard_index, section.offset, section.packed_bytes, section.num_bytes, (), ()
+                )
 
 
 def test_a_large_tensor_spans_buckets_and_its_segments_are_messages_of_their_own() -> None:

@@ -50,7 +50,7 @@ def test_sections_of_a_buffer_do_not_overlap(given_routes: Routes, index: int, n
     shards = given_routes.shards
     indices = (*range(shards.num_shards), REPLICATED)
     sections = tuple(Section(item, 0, num_bytes + item, num_bytes + item, (), ()) for item in indices)
-    bucket = Bucket(sections, 0)
+    bucket = Bucket(sections, 0, 0)
     for rank in range(shards.world_size):
         offsets = given_routes.offsets(index, bucket, rank)
         position = 0
