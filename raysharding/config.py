@@ -97,9 +97,10 @@ class Loading:
     """`"local"`: each rank reads its own part of the files; `"scatter"`: readers send each other rank its own part;
     `"broadcast"`: every rank is sent everything and keeps its part; `"auto"` (default): `local` where every rank sees
     the same files, else `scatter` from those that do."""
-    bucket_bytes: int = 16 * MIB
+    bucket_bytes: int | None = None
     """Bytes of one bucket, all ranks' parts together; under `local`, of each rank's part. Three make the ring: one is
-    read while two are on their way. Default 16 MiB: see the note in `distributed/plan.py`."""
+    read while two are on their way. Default: 16 MiB, and 64 MiB where each rank reads straight into its shard and there
+    is no ring; see the note in `distributed/plan.py`."""
     dtype: torch.dtype | None = None
     """Floating dtype of the loaded parameters. Default: config.json's, else the one floating dtype of the files;
     for a callable's model, its parameters' own."""
@@ -134,8 +135,8 @@ class Loading:
         _require(is_number, "num_readers", self.num_readers, "give None or 1 and more")
         unmixed = self.num_readers is None or self.transport != "local"
         _require(unmixed, "num_readers", self.num_readers, "leave it out under transport='local': every rank reads")
-        is_size = _is_int(self.bucket_bytes) and self.bucket_bytes >= 4096
-        _require(is_size, "bucket_bytes", self.bucket_bytes, "give at least 4096 bytes, as an int such as 32 << 20")
+        is_size = self.bucket_bytes is None or (_is_int(self.bucket_bytes) and self.bucket_bytes >= 4096)
+        _require(is_size, "bucket_bytes", self.bucket_bytes, "give None, or at least 4096 bytes, such as 32 << 20")
         known = self.verify in ("header", "finite", "full")
         _require(known, "verify", self.verify, "use 'header', 'finite' or 'full'")
         _require_bool("mmap", self.mmap)

@@ -17,12 +17,34 @@ def metadata_device(group: dist.ProcessGroup | None = None) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _encode(value: Any, device: torch.device) -> torch.Tensor:
-    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+_LENGTH_BYTES = 8
+_GATHER_BYTES = 4 << 10
+_BROADCAST_BYTES = 64 << 10
+"""Length of the first message. What fits needs no second one."""
 
 
-def _decode(data: torch.Tensor) -> Any:
-    return json.loads(data.cpu().numpy().tobytes())
+def _encode(value: Any) -> bytes:
+    text = json.dumps(value, separators=(",", ":")).encode()
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+
+
+def _tensor(data: bytes, num_bytes: int, device: torch.device) -> torch.Tensor:
+    """`num_bytes` of `data`, which is cut off or padded: of the same size on every rank."""
+    return torch.frombuffer(bytearray(data[:num_bytes].ljust(num_bytes, b"\0")), dtype=torch.uint8).to(device)
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    data: bytes = tensor.cpu().numpy().tobytes()
+    return data
+
+
+def _length(first: bytes) -> int:
+    """Length of a whole message, from how it begins."""
+    return _LENGTH_BYTES + int.from_bytes(first[:_LENGTH_BYTES], "little")
+
+
+def _decode(data: bytes) -> Any:
+    return json.loads(data[_LENGTH_BYTES : _length(data)])
 
 
 def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -33,20 +55,22 @@ def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[
         group: Process group, the default group if `None`.
 
     Returns:
-        The values in rank order, on every rank. Wire: the longest value × world size to each rank.
+        The values in rank order, on every rank. Wire: 4 KiB or twice the longest value from each rank to each.
     """
     device = metadata_device(group)
-    data = _encode(value, device)
-    world_size = dist.get_world_size(group)
-    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world_size)]
-    # Lengths first: all_gather hangs or fails on tensors whose sizes differ between ranks.
-    dist.all_gather(lengths, torch.tensor([data.numel()], device=device), group=group)
-    sizes = [int(length.item()) for length in lengths]
-    padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
-    padded[: data.numel()] = data
-    gathered = [torch.empty_like(padded) for _ in range(world_size)]
-    dist.all_gather(gathered, padded, group=group)
-    return [_decode(item[:size]) for item, size in zip(gathered, sizes, strict=True)]
+    data = _encode(value)
+    # Of one size first, with the lengths: all_gather hangs or fails on tensors whose sizes differ between ranks.
+    found = _all_gather(_tensor(data, _GATHER_BYTES, device), group)
+    longest = max(map(_length, found))
+    if longest > _GATHER_BYTES:
+        found = _all_gather(_tensor(data, longest, device), group)
+    return list(map(_decode, found))
+
+
+def _all_gather(mine: torch.Tensor, group: dist.ProcessGroup | None) -> list[bytes]:
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, mine, group=group)
+    return list(map(_bytes, gathered))
 
 
 def broadcast_json(value: Any, group: dist.ProcessGroup | None = None) -> Any:
@@ -60,12 +84,14 @@ def broadcast_json(value: Any, group: dist.ProcessGroup | None = None) -> Any:
         Rank 0's value, on every rank.
     """
     device = metadata_device(group)
-    is_source = dist.get_rank(group) == 0
-    data = _encode(value, device) if is_source else torch.empty(0, dtype=torch.uint8, device=device)
-    length = torch.tensor([data.numel()], device=device)
-    # The others must post a buffer of exactly rank 0's length, or the second broadcast never completes.
-    dist.broadcast(length, group_src=0, group=group)
-    if not is_source:
-        data = torch.empty(int(length.item()), dtype=torch.uint8, device=device)
-    dist.broadcast(data, group_src=0, group=group)
-    return _decode(data)
+    data = _encode(value if dist.get_rank(group) == 0 else None)
+    found = _broadcast(_tensor(data, _BROADCAST_BYTES, device), group)
+    if (length := _length(found)) > _BROADCAST_BYTES:
+        # The others must post a buffer of exactly rank 0's length, or the second broadcast never completes.
+        found = _broadcast(_tensor(data, length, device), group)
+    return _decode(found)
+
+
+def _broadcast(mine: torch.Tensor, group: dist.ProcessGroup | None) -> bytes:
+    dist.broadcast(mine, group_src=0, group=group)
+    return _bytes(mine)

@@ -22,8 +22,13 @@ from dataclasses import dataclass, field
 
 import torch
 
+from raysharding.config import MIB
 from raysharding.distributed.layout import TensorLayout
 
+BUCKET_BYTES = 16 * MIB
+"""Default size of a bucket; see the note above."""
+STRAIGHT_BYTES = 64 * MIB
+"""Default size of a rank's part of a bucket that is read straight into its shard, which takes no buffer."""
 ALIGNMENT_BYTES = 16
 """Segments start at multiples of this, so that a slice of the buffer can be viewed as any dtype."""
 DIRECT_BYTES = 256 << 10

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -33,8 +33,8 @@ from raysharding.distributed.agreement import agree
 from raysharding.distributed.layout import ShardMap, TensorLayout, persistent_names, tensor_layout
 from raysharding.distributed.mapping import mappable
 from raysharding.distributed.metadata import broadcast_json
-from raysharding.distributed.plan import BucketPlan, PlannedTensor, plan_buckets
-from raysharding.distributed.readers import Choice, choose, files_from_json, files_to_json
+from raysharding.distributed.plan import BUCKET_BYTES, STRAIGHT_BYTES, BucketPlan, PlannedTensor, plan_buckets
+from raysharding.distributed.readers import Choice, Whereabouts, choose, is_settled
 from raysharding.distributed.source import (
     CheckpointSource,
     Extents,
@@ -55,8 +55,10 @@ class Outline:
     """The checkpoint, as it was named."""
     checkpoint_bytes: int
     """Bytes of the files' tensors."""
-    files: tuple[Mapping[str, Any], ...]
-    """The checkpoint's files as rank 0 sees them, fields of `CheckpointFile`."""
+    whereabouts: Mapping[str, Any]
+    """Where rank 0 sees the files: `Whereabouts` as JSON."""
+    extents: tuple[Any, ...] | None
+    """Where the tensors lie in the files, as `extents_to_json`; `None` where only rank 0 reads."""
     tensors: tuple[tuple[str, str], ...]
     """(canonical FQN, wire dtype such as `bfloat16`) of what is loaded: first what lies in ranges of files, in file
     order, then what rank 0 computes."""
@@ -164,7 +166,7 @@ def propose_load(
         digests = tuple(_digest(repr(item)) for item in ((held, on_meta, persistent), loading))
         if dist.get_rank() == 0:
             fit = _fit(module, checkpoint, loading)
-            outline = _outline(fit)
+            outline = _outline(fit, loading)
     except Exception as raised:  # noqa: BLE001 - the other ranks wait to hear of it
         error = raised
     return Proposal(layouts, digests, frozenset(on_meta), fit, outline, error)
@@ -186,26 +188,41 @@ def agree_on_plan(proposal: Proposal, error: Exception | None, loading: Loading,
     # Before any data collective: ranks with different plans would send and receive different sizes, and hang.
     _compare_ranks(agree(proposal.error or error, proposal.digests))
     outline = Outline.from_json(broadcast_json(None if proposal.outline is None else vars(proposal.outline)))
-    choice, checkpoint = choose(loading, files_from_json(outline.files), shards.world_size)
-    extents = _share_extents(proposal.fit, outline, choice)
+    choice, checkpoint = choose(loading, Whereabouts.from_json(outline.whereabouts), shards.world_size)
+    extents = _all_extents(proposal.fit, outline)
     if proposal.fit is not None:
         checkpoint = proposal.fit.checkpoint
     reads = shards.rank in choice.readers
     planned = [PlannedTensor(proposal.layouts[fqn], getattr(torch, dtype)) for fqn, dtype in outline.tensors]
-    num_ranged = outline.num_ranged
-    mapped: list[TensorLayout] = []
+    streamed, mapped = planned, []
     if loading.mmap:
-        ranged, computed = planned[:num_ranged], planned[num_ranged:]
-        mapped = [item.layout for item in ranged if _is_mapped(item, proposal, extents)]
+        mapped = [item.layout for item in planned if _is_mapped(item, proposal, extents)]
         names = {layout.fqn for layout in mapped}
-        ranged = [item for item in ranged if item.layout.fqn not in names]
-        planned, num_ranged = ranged + computed, len(ranged)
-    # Where all read their own parts, the parts of a bucket have nothing in common but its number.
-    bucket_bytes = loading.bucket_bytes * (shards.num_shards if choice.transport == "local" else 1)
-    reads_for_others = reads and (choice.transport != "local" or (shards.rank == 0 and num_ranged < len(planned)))
+        streamed = [item for item in planned if item.layout.fqn not in names]
+    num_ranged = outline.num_ranged - len(mapped)
+    # A rank that reads for others must know what they hold; for the rest, lengths are enough.
+    reads_for_others = reads and (choice.transport != "local" or (shards.rank == 0 and num_ranged < len(streamed)))
     wanted = None if reads_for_others else (shards.shard_index,)
-    buckets = plan_buckets(planned, shards.num_shards, bucket_bytes, num_ranged, wanted)
+    bucket_bytes = _bucket_bytes(loading, choice, streamed, shards)
+    buckets = plan_buckets(streamed, shards.num_shards, bucket_bytes, num_ranged, wanted)
     return LoadPlan(outline, choice, buckets, checkpoint if reads else None, extents, tuple(mapped), proposal.fit)
+
+
+def _all_extents(fit: Fit | None, outline: Outline) -> Mapping[str, Extents]:
+    """Where the tensors lie; empty on ranks that need not know."""
+    if fit is not None:
+        return {fqn: extents_of(fit.checkpoint, fit.keys.targets[fqn]) for fqn, _ in outline.tensors}
+    if outline.extents is None:
+        return {}
+    return {fqn: extents_from_json(item) for (fqn, _), item in zip(outline.tensors, outline.extents, strict=True)}
+
+
+def _bucket_bytes(loading: Loading, choice: Choice, planned: Sequence[PlannedTensor], shards: ShardMap) -> int:
+    """Size of a bucket. Where all read their own parts, these have nothing in common but the bucket's number."""
+    if choice.transport != "local":
+        return loading.bucket_bytes or BUCKET_BYTES
+    straight = shards.num_shards == shards.world_size and all(p.wire_dtype == p.layout.dtype for p in planned)
+    return shards.num_shards * (loading.bucket_bytes or (STRAIGHT_BYTES if straight else BUCKET_BYTES))
 
 
 def _is_mapped(planned: PlannedTensor, proposal: Proposal, extents: Mapping[str, Extents]) -> bool:
@@ -246,16 +263,20 @@ def _manifest(checkpoint: Checkpoint) -> Manifest:
     return manifest
 
 
-def _outline(fit: Fit) -> Outline:
+def _outline(fit: Fit, loading: Loading) -> Outline:
     keys = fit.keys
     # File order, so that the stream reads the disk forward.
     targets = sorted(keys.targets.values(), key=lambda target: _file_position(fit.checkpoint, target))
     ranged = [target for target in targets if target.runs is not None]
     computed = [target for target in targets if target.runs is None]
+    extents = None
+    if dist.get_world_size() > 1 and not is_settled(loading):
+        extents = tuple(extents_to_json(extents_of(fit.checkpoint, target)) for target in (*ranged, *computed))
     return Outline(
         checkpoint=fit.checkpoint.path,
         checkpoint_bytes=fit.checkpoint.num_bytes,
-        files=tuple(files_to_json(fit.checkpoint.files)),
+        whereabouts=asdict(Whereabouts.of(fit.checkpoint.files)),
+        extents=extents,
         tensors=tuple((target.fqn, _wire_name(target)) for target in (*ranged, *computed)),
         num_ranged=len(ranged),
         initialise=keys.initialise,
@@ -287,7 +308,7 @@ def _problems(module: nn.Module, fit: Fit, loading: Loading) -> list[str]:
         # Headers cannot show whether two tied names hold one value.
         targets = {**keys.targets, **{target.fqn: target for target in keys.doubled}}
         with FileReader(fit.checkpoint) as reader:
-            source = CheckpointSource.of(fit.checkpoint, reader, targets, loading.bucket_bytes)
+            source = CheckpointSource.of(fit.checkpoint, reader, targets, loading.bucket_bytes or BUCKET_BYTES)
             problems += differing_ties(keys, source.read_elements)
     return problems
 

@@ -55,16 +55,21 @@ class Prefault:
         # The cores are first of all rank 0's, which plans. Not lower still: while it is kept from running the thread
         # holds the memory map, for which every allocation of this process waits.
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-        madvise = ctypes.CDLL(None).madvise
+        libc = ctypes.CDLL(None)
+        present = ctypes.create_string_buffer(_STEP_BYTES // mmap.PAGESIZE)
         for tensor in self._tensors:
             first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
             last = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-            for start in range(first, last, _STEP_BYTES):
-                length = min(_STEP_BYTES, last - start)
+            for begin in range(first, last, _STEP_BYTES):
+                if self._stop.is_set():
+                    return
+                num_bytes = min(_STEP_BYTES, last - begin)
+                start, length = ctypes.c_void_p(begin), ctypes.c_size_t(num_bytes)
+                # Memory that was used before has its pages; to populate it again would cost a tenth of the first time.
+                if libc.mincore(start, length, present) == 0 and 0 not in present.raw[: num_bytes // mmap.PAGESIZE]:
+                    continue
                 # An older kernel refuses: then pages come one by one, at the first touch.
-                if self._stop.is_set() or madvise(
-                    ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_POPULATE_WRITE
-                ):
+                if libc.madvise(start, length, _MADV_POPULATE_WRITE):
                     return
 
 

@@ -1,13 +1,15 @@
 """Which ranks read the files: each says what it sees of them, and all decide alike.
 
-Header hashes alone would take two training steps of one model for the same files, so a few samples of the payload are
-compared as well.
+Note: the same files?
+    On rank 0's host it is enough that a path leads to the same inode. On other hosts sizes and headers are compared,
+    and a few samples of the payload: two training steps of one model have the same headers.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,13 +24,49 @@ _SAMPLE_BYTES = 4096
 
 
 @dataclass(frozen=True)
+class Whereabouts:
+    """Where rank 0 sees the files; travels as JSON."""
+
+    files: tuple[CheckpointFile, ...]
+    """The checkpoint's files."""
+    host: tuple[str, ...]
+    """See `host_identity`."""
+    inodes: tuple[tuple[int, int], ...]
+    """(device, inode) of each local file; none for remote ones."""
+
+    @classmethod
+    def of(cls, files: Sequence[CheckpointFile]) -> Whereabouts:
+        """As this process sees them."""
+        return cls(tuple(files), tuple(host_identity()), _inodes(files))
+
+    @classmethod
+    def from_json(cls, value: Any) -> Whereabouts:
+        """Undo what JSON does to dataclasses and tuples."""
+        files = tuple(CheckpointFile(**file) for file in value["files"])
+        return cls(files, tuple(value["host"]), tuple((device, inode) for device, inode in value["inodes"]))
+
+
+def _inodes(files: Sequence[CheckpointFile]) -> tuple[tuple[int, int], ...]:
+    """Empty where one is remote, or cannot be read."""
+    if not all("://" not in file.path and os.access(file.path, os.R_OK) for file in files):
+        return ()
+    try:
+        found = [os.stat(file.path) for file in files]
+    except OSError:
+        return ()
+    return tuple((status.st_dev, status.st_ino) for status in found)
+
+
+@dataclass(frozen=True)
 class Sight:
     """What one rank sees under the checkpoint's paths; travels as JSON."""
 
     host: Sequence[str]
     """See `host_identity`."""
-    digest: str
-    """Of sizes, headers and samples of all files; empty where a file is not seen."""
+    sees: bool
+    """Whether it can open all files."""
+    is_same: bool
+    """Whether they are rank 0's own inodes."""
     file_system: str
     """Type of the first file's file system."""
     why_not: str
@@ -47,41 +85,29 @@ class Choice:
     """Why, in words."""
 
 
-def look(files: Sequence[CheckpointFile]) -> tuple[Sight, tuple[CheckpointFile, ...]]:
+def is_settled(loading: Loading) -> bool:
+    """Whether rank 0 alone reads, whatever the others see."""
+    return not loading.mmap and loading.transport in ("scatter", "broadcast") and loading.num_readers in (None, 1)
+
+
+def look(there: Whereabouts) -> tuple[Sight, tuple[CheckpointFile, ...]]:
     """Open the files as this rank sees them.
 
-    Args:
-        files: As rank 0 sees them.
-
     Returns:
-        What there is, and the files with this rank's own modification times; none if one is not seen. Cost: the headers
-        and 32 KiB of each local file.
+        What there is, and the files with this rank's own modification times; none if one is not seen. Cost: a `stat` of
+        each file on rank 0's host, the headers elsewhere.
     """
-    kind = file_system_type(files[0].path)
+    host, kind = tuple(host_identity()), file_system_type(there.files[0].path)
+    if host == there.host and there.inodes and _inodes(there.files) == there.inodes:
+        return Sight(host, sees=True, is_same=True, file_system=kind, why_not=""), there.files
     try:
-        found = tuple(identify_files([file.path for file in files]))
-        return Sight(host_identity(), _digest(found), kind, ""), found
+        found = tuple(identify_files([file.path for file in there.files]))
+        return Sight(host, sees=True, is_same=False, file_system=kind, why_not=""), found
     except (CheckpointError, OSError) as error:
-        return Sight(host_identity(), "", kind, str(error)), ()
+        return Sight(host, sees=False, is_same=False, file_system=kind, why_not=str(error)), ()
 
 
-def _digest(files: Sequence[CheckpointFile]) -> str:
-    text = hashlib.sha256()
-    with FileReader(Checkpoint("", tuple(files), {}, None, {})) as reader:
-        for index, file in enumerate(files):
-            text.update(f"{file.num_bytes} {file.header_sha256}\n".encode())
-            # An object has one content, wherever it is read; a path has one on each node.
-            for sample in range(0 if "://" in file.path else _NUM_SAMPLES):
-                length = min(_SAMPLE_BYTES, file.num_bytes)
-                data = bytearray(length)
-                reader.read_into(
-                    index, (file.num_bytes - length) * sample // max(_NUM_SAMPLES - 1, 1), memoryview(data)
-                )
-                text.update(data)
-    return text.hexdigest()
-
-
-def choose(loading: Loading, files: Sequence[CheckpointFile], world_size: int) -> tuple[Choice, Checkpoint | None]:
+def choose(loading: Loading, there: Whereabouts, world_size: int) -> tuple[Choice, Checkpoint | None]:
     """Decide how the bytes move; collective, every rank passes the same arguments.
 
     Returns:
@@ -91,33 +117,69 @@ def choose(loading: Loading, files: Sequence[CheckpointFile], world_size: int) -
         CheckpointError: On every rank, when ranks see different content under one path, or too few see the files.
     """
     transport = "local" if loading.mmap else loading.transport
-    if transport in ("scatter", "broadcast") and loading.num_readers in (None, 1):
+    if is_settled(loading):
         return Choice(transport, (0,), "asked for"), None
-    sight, found = look(files)
+    sight, found = look(there)
     # A rank that decided from its own sight alone would wait for messages that nobody sends.
     sights = [Sight(**value) for value in agree(None, asdict(sight))]
-    _require_same_content(files, sights)
-    if not sights[0].digest:
-        raise CheckpointError(f"rank 0 lost sight of it: {sights[0].why_not}", path=files[0].path)
-    seeing = tuple(rank for rank, item in enumerate(sights) if item.digest)
-    blind = [rank for rank in range(world_size) if rank not in seeing]
-    if transport == "local" and blind:
+    if any(item.sees and not item.is_same for item in sights):
+        _require_same_content(found, sights, there)
+    seeing = tuple(rank for rank, item in enumerate(sights) if item.sees)
+    _require_enough(loading, seeing, sights, there.files[0].path)
+    wanted = loading.num_readers or len(seeing)
+    readers = _spread(seeing, sights)[:wanted] if transport != "local" else seeing
+    checkpoint = Checkpoint("", found, {}, None, {}) if found else None
+    return _choice(transport, tuple(sorted(readers)), seeing, sights), checkpoint
+
+
+def _require_same_content(found: Sequence[CheckpointFile], sights: Sequence[Sight], there: Whereabouts) -> None:
+    """Compare what ranks see that do not see rank 0's own inodes; collective."""
+    # All ranks come here, those that see nothing too: the others wait for them.
+    digests = agree(None, _digest(found) if found else "")
+    differing = [rank for rank, item in enumerate(sights) if item.sees and digests[rank] != digests[0]]
+    if differing:
+        raise CheckpointError(
+            f"{_named(differing, sights)} see other content under this path than {_named([0], sights)}: copy the same "
+            "checkpoint to every node, or use transport='scatter', which takes rank 0's",
+            path=there.files[0].path,
+        )
+
+
+def _digest(files: Sequence[CheckpointFile]) -> str:
+    """Of sizes, headers and samples; what went wrong, where they cannot be read any more."""
+    text = hashlib.sha256()
+    try:
+        with FileReader(Checkpoint("", tuple(files), {}, None, {})) as reader:
+            for index, file in enumerate(files):
+                text.update(f"{file.num_bytes} {file.header_sha256}\n".encode())
+                # An object has one content, wherever it is read; a path has one on each node.
+                for sample in range(0 if "://" in file.path else _NUM_SAMPLES):
+                    data = bytearray(min(_SAMPLE_BYTES, file.num_bytes))
+                    first = (file.num_bytes - len(data)) * sample // (_NUM_SAMPLES - 1)
+                    reader.read_into(index, first, memoryview(data))
+                    text.update(data)
+    except CheckpointError as error:
+        return str(error)
+    return text.hexdigest()
+
+
+def _require_enough(loading: Loading, seeing: Sequence[int], sights: Sequence[Sight], path: str) -> None:
+    blind = [rank for rank in range(len(sights)) if rank not in seeing]
+    if (loading.mmap or loading.transport == "local") and blind:
         asked = "mmap=True" if loading.mmap else "transport='local'"
         raise CheckpointError(
             f"{asked}, but {_named(blind, sights)} cannot read it ({sights[blind[0]].why_not}): make it readable on "
             "every node, or use transport='auto' without mmap",
-            path=files[0].path,
+            path=path,
         )
-    wanted = loading.num_readers or len(seeing)
-    if loading.num_readers is not None and wanted > len(seeing):
+    if 0 in blind:
+        raise CheckpointError(f"rank 0 lost sight of it: {sights[0].why_not}", path=path)
+    if loading.num_readers is not None and loading.num_readers > len(seeing):
         raise CheckpointError(
-            f"num_readers={wanted}, but only {_named(seeing, sights)} can read it: leave num_readers out to have all "
-            "that can",
-            path=files[0].path,
+            f"num_readers={loading.num_readers}, but only {_named(seeing, sights)} can read it: leave num_readers out "
+            "to have all that can",
+            path=path,
         )
-    readers = _spread(seeing, sights)[:wanted] if transport != "local" else seeing
-    checkpoint = Checkpoint("", found, {}, None, {}) if found else None
-    return _choice(transport, tuple(sorted(readers)), seeing, sights), checkpoint
 
 
 def _choice(transport: str, readers: tuple[int, ...], seeing: Sequence[int], sights: Sequence[Sight]) -> Choice:
@@ -141,27 +203,7 @@ def _spread(ranks: Sequence[int], sights: Sequence[Sight]) -> list[int]:
     return sorted(ranks, key=lambda rank: (position[rank], rank))
 
 
-def _require_same_content(files: Sequence[CheckpointFile], sights: Sequence[Sight]) -> None:
-    differing = [rank for rank, item in enumerate(sights) if item.digest and item.digest != sights[0].digest]
-    if differing:
-        raise CheckpointError(
-            f"{_named(differing, sights)} see other content under this path than {_named([0], sights)}: copy the same "
-            "checkpoint to every node, or use transport='scatter', which takes rank 0's",
-            path=files[0].path,
-        )
-
-
 def _named(ranks: Sequence[int], sights: Sequence[Sight]) -> str:
     """`ranks 2, 3 (node-b)`."""
     hosts = ", ".join(dict.fromkeys(str(sights[rank].host[0]) for rank in ranks))
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} ({hosts})"
-
-
-def files_to_json(files: Sequence[CheckpointFile]) -> list[Mapping[str, Any]]:
-    """Encode for the outline."""
-    return [asdict(file) for file in files]
-
-
-def files_from_json(value: Sequence[Mapping[str, Any]]) -> tuple[CheckpointFile, ...]:
-    """Decode what `files_to_json` gave."""
-    return tuple(CheckpointFile(**file) for file in value)
