@@ -98,9 +98,9 @@ class Loading:
     `"broadcast"`: every rank is sent everything and keeps its part; `"auto"` (default): `local` where every rank sees
     the same files, else `scatter` from those that do."""
     bucket_bytes: int | None = None
-    """Bytes of one bucket, all ranks' parts together; under `local`, of each rank's part. Three make the ring: one is
-    read while two are on their way. Default: 16 MiB, and 64 MiB where each rank reads straight into its shard and there
-    is no ring; see the note in `distributed/plan.py`."""
+    """Bytes of one bucket, all ranks' parts together; under `local`, of each rank's part. Two make the ring: one is
+    read while the other is on its way. Default: 32 MiB, and 64 MiB where each rank reads straight into its shard and
+    there is no ring; see the note in `distributed/plan.py`."""
     dtype: torch.dtype | None = None
     """Floating dtype of the loaded parameters. Default: config.json's, else the one floating dtype of the files;
     for a callable's model, its parameters' own."""

@@ -63,7 +63,7 @@ def load_checkpoint(
     Returns:
         The same report on every rank. Wire: nothing under `local`; under `scatter` each shard once to each rank that
         holds it and does not read (on CPUs by shared memory inside a reader's host); W − 1 times the checkpoint under
-        `broadcast`. Memory above the shards: three buckets on a rank that reads for others or receives.
+        `broadcast`. Memory above the shards: two buckets on a rank that reads for others or receives.
 
     Raises:
         ValueError: On every rank, when `Loading(mmap=True)` meets a mesh that is not on CPUs.

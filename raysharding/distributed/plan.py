@@ -10,9 +10,12 @@ Note: buckets, sections, messages.
     not fit what is left of a bucket goes on in the next: bucket k then holds the k-th column of every shard of it.
 
 Note: the default of 32 MiB.
-    A bucket is read while the one before is sent, so the memory is two buckets. At W = 4 a section is 8 MiB: long
-    enough that the cost of a message (some 50 µs on gloo) stays under 1 % at 1 GB/s, short enough that two buckets
-    fit in 64 MiB. `tests/bench/loading.py --bucket-mib` shows what another size does.
+    A bucket is read while the one before is on its way, so the memory is two buckets, 64 MiB. Each bucket costs every
+    rank a few messages and wake-ups, some 0.5 ms together: 5 % of the 10 ms that 32 MiB take from page cache, 2 % of
+    those from a disk of 1 GB/s; half the size doubled the loss (warm, 4 ranks, 2 cores: 0.6 s at 32 MiB, 0.8 s at 16).
+    A fabric of 50 GB/s needs 0.6 ms for a bucket: there the file, not the bucket, is the limit, and a larger
+    `bucket_bytes` is for those who feed it from memory. At W = 64 a section is 0.5 MiB, still ten times what a message
+    costs. `raysharding bench` and `tests/bench/loading.py --loading '{"bucket_bytes": ...}'` show other sizes.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ import torch
 from raysharding.config import MIB
 from raysharding.distributed.layout import TensorLayout
 
-BUCKET_BYTES = 16 * MIB
+BUCKET_BYTES = 32 * MIB
 """Default size of a bucket; see the note above."""
 STRAIGHT_BYTES = 64 * MIB
 """Default size of a rank's part of a bucket that is read straight into its shard, which takes no buffer."""

@@ -56,21 +56,27 @@ class Prefault:
         # holds the memory map, for which every allocation of this process waits.
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         libc = ctypes.CDLL(None)
-        present = ctypes.create_string_buffer(_STEP_BYTES // mmap.PAGESIZE)
         for tensor in self._tensors:
             first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
             last = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-            for begin in range(first, last, _STEP_BYTES):
-                if self._stop.is_set():
-                    return
-                num_bytes = min(_STEP_BYTES, last - begin)
-                start, length = ctypes.c_void_p(begin), ctypes.c_size_t(num_bytes)
-                # Memory that was used before has its pages; to populate it again would cost a tenth of the first time.
-                if libc.mincore(start, length, present) == 0 and 0 not in present.raw[: num_bytes // mmap.PAGESIZE]:
-                    continue
+            # Memory that was used before has its pages; to populate it again would cost a tenth of the first time.
+            if _is_backed(libc, first, last - first):
+                continue
+            for start in range(first, last, _STEP_BYTES):
+                length = min(_STEP_BYTES, last - start)
                 # An older kernel refuses: then pages come one by one, at the first touch.
-                if libc.madvise(start, length, _MADV_POPULATE_WRITE):
+                if self._stop.is_set() or libc.madvise(
+                    ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_POPULATE_WRITE
+                ):
                     return
+
+
+def _is_backed(libc: ctypes.CDLL, start: int, num_bytes: int) -> bool:
+    """Whether every page of a range is in memory."""
+    present = ctypes.create_string_buffer(num_bytes // mmap.PAGESIZE)
+    if libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(num_bytes), present):
+        return False
+    return 0 not in present.raw
 
 
 def _is_large_host_memory(tensor: torch.Tensor) -> bool:

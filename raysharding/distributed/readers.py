@@ -33,17 +33,20 @@ class Whereabouts:
     """See `host_identity`."""
     inodes: tuple[tuple[int, int], ...]
     """(device, inode) of each local file; none for remote ones."""
+    file_system: str
+    """Type of the first file's file system."""
 
     @classmethod
     def of(cls, files: Sequence[CheckpointFile]) -> Whereabouts:
         """As this process sees them."""
-        return cls(tuple(files), tuple(host_identity()), _inodes(files))
+        return cls(tuple(files), tuple(host_identity()), _inodes(files), file_system_type(files[0].path))
 
     @classmethod
     def from_json(cls, value: Any) -> Whereabouts:
         """Undo what JSON does to dataclasses and tuples."""
         files = tuple(CheckpointFile(**file) for file in value["files"])
-        return cls(files, tuple(value["host"]), tuple((device, inode) for device, inode in value["inodes"]))
+        inodes = tuple((device, inode) for device, inode in value["inodes"])
+        return cls(files, tuple(value["host"]), inodes, value["file_system"])
 
 
 def _inodes(files: Sequence[CheckpointFile]) -> tuple[tuple[int, int], ...]:
@@ -67,8 +70,6 @@ class Sight:
     """Whether it can open all files."""
     is_same: bool
     """Whether they are rank 0's own inodes."""
-    file_system: str
-    """Type of the first file's file system."""
     why_not: str
     """Why a file is not seen."""
 
@@ -97,14 +98,14 @@ def look(there: Whereabouts) -> tuple[Sight, tuple[CheckpointFile, ...]]:
         What there is, and the files with this rank's own modification times; none if one is not seen. Cost: a `stat` of
         each file on rank 0's host, the headers elsewhere.
     """
-    host, kind = tuple(host_identity()), file_system_type(there.files[0].path)
+    host = tuple(host_identity())
     if host == there.host and there.inodes and _inodes(there.files) == there.inodes:
-        return Sight(host, sees=True, is_same=True, file_system=kind, why_not=""), there.files
+        return Sight(host, sees=True, is_same=True, why_not=""), there.files
     try:
         found = tuple(identify_files([file.path for file in there.files]))
-        return Sight(host, sees=True, is_same=False, file_system=kind, why_not=""), found
+        return Sight(host, sees=True, is_same=False, why_not=""), found
     except (CheckpointError, OSError) as error:
-        return Sight(host, sees=False, is_same=False, file_system=kind, why_not=str(error)), ()
+        return Sight(host, sees=False, is_same=False, why_not=str(error)), ()
 
 
 def choose(loading: Loading, there: Whereabouts, world_size: int) -> tuple[Choice, Checkpoint | None]:
@@ -129,7 +130,7 @@ def choose(loading: Loading, there: Whereabouts, world_size: int) -> tuple[Choic
     wanted = loading.num_readers or len(seeing)
     readers = _spread(seeing, sights)[:wanted] if transport != "local" else seeing
     checkpoint = Checkpoint("", found, {}, None, {}) if found else None
-    return _choice(transport, tuple(sorted(readers)), seeing, sights), checkpoint
+    return _choice(transport, tuple(sorted(readers)), seeing, sights, there), checkpoint
 
 
 def _require_same_content(found: Sequence[CheckpointFile], sights: Sequence[Sight], there: Whereabouts) -> None:
@@ -182,15 +183,16 @@ def _require_enough(loading: Loading, seeing: Sequence[int], sights: Sequence[Si
         )
 
 
-def _choice(transport: str, readers: tuple[int, ...], seeing: Sequence[int], sights: Sequence[Sight]) -> Choice:
+def _choice(
+    transport: str, readers: tuple[int, ...], seeing: Sequence[int], sights: Sequence[Sight], there: Whereabouts
+) -> Choice:
     name = transport
     if transport == "auto":
         name = "local" if len(readers) == len(sights) else "scatter"
-    kind = sights[readers[0]].file_system
     who = "every rank sees" if len(seeing) == len(sights) else f"{_named(seeing, sights)} alone see"
     shared = "" if len(readers) in (1, len(sights)) else f", {len(readers)} ranks share the reading"
     asked = "auto" if transport == "auto" else "asked for"
-    return Choice(name, readers, f"{asked}: {who} the files ({kind}){shared}")
+    return Choice(name, readers, f"{asked}: {who} the files ({there.file_system}){shared}")
 
 
 def _spread(ranks: Sequence[int], sights: Sequence[Sight]) -> list[int]:

@@ -58,7 +58,7 @@ class LoadReport:
     bucket_bytes: int
     """Size of the largest bucket."""
     ring_bytes: int
-    """Buffers of the rank that needs most: three times the largest bucket's part that passes through it."""
+    """Buffers of the rank that needs most: twice the largest bucket's part that passes through it."""
     transport: str
     """`local`, `scatter` or `broadcast`; see `Loading`."""
     transport_reason: str

@@ -1,4 +1,4 @@
-"""The ring of buffers of one rank: while some buckets are on their way, the next is read."""
+"""The ring of buffers of one rank: while a bucket is on its way, the next one is read."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ import torch
 
 from raysharding.distributed.source import as_memory
 
-RING_SIZE = 3
-"""Buffers of a ring: one is read into while `LOOKAHEAD` are on their way. Bucket k is in buffer k modulo this."""
-LOOKAHEAD = 2
-"""Buckets whose first messages are started before the first of them is waited for."""
+RING_SIZE = 2
+"""Buffers of a ring: one is read into while the other is on its way. Bucket k is in buffer k modulo this."""
 
 
 @dataclass

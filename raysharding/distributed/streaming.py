@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from raysharding.distributed.memory import MemoryPeak
 from raysharding.distributed.placing import Placer
 from raysharding.distributed.plan import BucketPlan, Segment
 from raysharding.distributed.read_ahead import ReadAhead
-from raysharding.distributed.ring import LOOKAHEAD, Slot
+from raysharding.distributed.ring import Slot
 from raysharding.distributed.source import ElementSource
 from raysharding.distributed.transport import BucketTransport, Passage
 
@@ -74,19 +73,13 @@ class BucketStream:
 
     def _run(self, ahead: ReadAhead | None) -> Exception | None:
         pulse = Pulse(self.timeout_s)
-        started: deque[Passage] = deque()
         error: Exception | None = None
-        upcoming, end = 0, len(self.plan.buckets)
-        while upcoming < end or started:
-            while upcoming < end and len(started) < LOOKAHEAD:
-                started.append(self._start(upcoming, ahead))
-                upcoming += 1
-            passage = started.popleft()
-            error = self._finish(passage, ahead, error)
+        for index in range(len(self.plan.buckets)):
+            error = self._finish(self._start(index, ahead), ahead, error)
             self.peak.sample()
-            self.done(passage.index)
-            if pulse.beat(passage.index, failed=error is not None):
-                end = upcoming  # what was started is finished, by all ranks alike
+            self.done(index)
+            if pulse.beat(index, failed=error is not None):
+                break
         pulse.close()
         return error
 
