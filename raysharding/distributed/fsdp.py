@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 from weakref import WeakSet
 
@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from raysharding.config import Sharding
 from raysharding.distributed.execution import record_execution_order
+from raysharding.distributed.layout import tensor_layout
 from raysharding.models import is_cut, make_contiguous, wrap_groups
 
 _offloaded: WeakSet[nn.Module] = WeakSet()
@@ -109,9 +110,33 @@ def materialize(
         undo()
         raise
     # FSDP2 keeps references to its parameters and takes the new ones in its load_state_dict hooks; an empty state
-    # dict runs those and nothing else. They also pad uneven shards, which is why it comes before any byte is written.
+    # dict runs those and nothing else.
     module.load_state_dict({}, strict=False)
+    _cut_padding(replaced)
     return undo
+
+
+def _cut_padding(replaced: Iterable[tuple[dict[str, Any], str, torch.Tensor]]) -> None:
+    """Let shards that are shorter than other ranks' end where they end, now that FSDP2 knows the memory behind them.
+
+    FSDP2 wants all shards of one length. Shown a short one it makes a longer copy, and the load would wait for the
+    first touch of all memory twice; shown one that is long already it keeps it.
+    """
+    for tensors, name, before in replaced:
+        if isinstance(before, DTensor):
+            length = len(before._local_tensor)
+            local = tensors[name]._local_tensor
+            if len(local) > length:
+                with torch.no_grad():
+                    local[length:].zero_()  # travels in all-gathers: it need not be a NaN
+                tensors[name]._local_tensor = local.narrow(0, 0, length)
+
+
+def _longest_shard(tensor: DTensor) -> tuple[int, ...]:
+    """Shape of the longest shard on any rank."""
+    num_shards = tensor_layout("", tensor).num_shards
+    shape = tuple(tensor._local_tensor.shape)
+    return (-(-tensor.shape[0] // num_shards), *shape[1:]) if num_shards else shape
 
 
 def _allocate(
@@ -144,7 +169,7 @@ def _filled_like(
     tensor: torch.Tensor, device: torch.device, memory: Mapping[torch.Tensor, torch.Tensor]
 ) -> torch.Tensor:
     """A tensor as `tensor`, of the memory that there is for it, or of new memory on `device`."""
-    shape = tensor._local_tensor.shape if isinstance(tensor, DTensor) else tensor.shape
+    shape = _longest_shard(tensor) if isinstance(tensor, DTensor) else tuple(tensor.shape)
     value = memory.get(tensor)
     if value is None:
         value = torch.empty(shape, dtype=tensor.dtype, device=device)  # empty_like of meta takes 50 times as long

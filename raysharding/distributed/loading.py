@@ -23,6 +23,7 @@ from raysharding.distributed.paused_gc import paused_gc
 from raysharding.distributed.placing import Placer
 from raysharding.distributed.planning import LoadPlan, agree_on_plan, propose_load
 from raysharding.distributed.prefault import Prefault
+from raysharding.distributed.read_threads import ReadThreads
 from raysharding.distributed.report import LoadReport
 from raysharding.distributed.routes import Routes
 from raysharding.distributed.source import CheckpointSource, as_memory
@@ -34,6 +35,9 @@ from raysharding.models import Initialiser
 
 Progress = Callable[[str, int, int, str], None]
 """Called as `progress(phase, bytes_done, bytes_total, last FQN)`; phases are `plan`, `stream`, `finalize`."""
+
+READ_THREADS = 4
+"""Reads at once, all readers together: a disk of several GB/s wants more than one, and so does the page cache."""
 
 _log = logging.getLogger("raysharding")
 
@@ -169,10 +173,13 @@ class _Load:
 
     def _read_and_stream(self, stream: BucketStream, plan: LoadPlan) -> Exception | None:
         assert plan.checkpoint is not None, "only readers come here"
-        with FileReader(plan.checkpoint) as reader:
+        # Many readers keep a machine busy as it is.
+        num_threads = max(1, READ_THREADS // len(plan.choice.readers))
+        with FileReader(plan.checkpoint) as reader, ReadThreads(num_threads) as threads:
             targets = plan.fit.keys.targets if plan.fit is not None else {}
+            cache_bytes = plan.buckets.max_bucket_bytes
             source = CheckpointSource(
-                plan.checkpoint, reader, plan.extents, targets, plan.buckets.max_bucket_bytes, self.checksums
+                plan.checkpoint, reader, plan.extents, targets, cache_bytes, self.checksums, threads
             )
             error = stream.run(source)
             if error is None:

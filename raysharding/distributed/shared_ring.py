@@ -4,7 +4,7 @@ Note: who shares.
     A ring is a memfd: it has no name, so nothing is left behind whatever dies. A reader tells its pid and descriptor;
     a rank of the same boot, host name and network namespace opens it through /proc and checks a random token. A rank
     that may not (another container, another user) says so and is sent its bytes instead. Hosts that are simulated by
-    network namespaces stay hosts.
+    network namespaces stay hosts. Behind the buffers are counters by which the ranks tell each other how far they are.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import mmap
 import os
 import secrets
 import socket
-import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,18 +23,33 @@ import torch.distributed as dist
 
 from raysharding.distributed.agreement import agree
 from raysharding.distributed.metadata import all_gather_json
+from raysharding.distributed.signals import Signals, has_futex, signal_bytes
 
 _TOKEN_BYTES = 16
+
+
+@dataclass(frozen=True)
+class MappedRing:
+    """One reader's ring in this process."""
+
+    slots: tuple[torch.Tensor, ...]
+    """uint8 [slot bytes] each: the reader writes them, the others read."""
+    signals: Signals
+    """Counter 0: buckets that the reader has filled; 1 + rank: buckets that this rank has placed."""
+    reader_pid: int
+    """The process that fills it."""
 
 
 @dataclass(frozen=True)
 class SharedRings:
     """The readers' rings, as this process sees them."""
 
-    slots: Mapping[int, tuple[torch.Tensor, ...]]
-    """Reader → uint8 [slot bytes] each, its own included: the reader writes them, the others read."""
+    rings: Mapping[int, MappedRing]
+    """Reader → its ring, this rank's own included."""
     peers: Mapping[int, frozenset[int]]
     """Reader → the other ranks that map its ring; the same on every rank."""
+    pids: Sequence[int]
+    """Rank → its process, as ranks of one host know it."""
 
 
 def share_rings(num_slots: int, slot_bytes: int, group: dist.ProcessGroup | None = None) -> SharedRings:
@@ -50,8 +64,9 @@ def share_rings(num_slots: int, slot_bytes: int, group: dist.ProcessGroup | None
         The rings. A rank that cannot map one is not among its peers; a reader without peers has none. Memory: each ring
         once, in shared memory; each rank counts the pages of it that it touches.
     """
-    rank = dist.get_rank(group)
-    size = -(-(num_slots * slot_bytes + _TOKEN_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    control_bytes = signal_bytes(1 + world_size) + _TOKEN_BYTES
+    size = _pages(num_slots * slot_bytes) + _pages(control_bytes)
     descriptor, memory = _reserve(size) if slot_bytes > 0 else (None, None)
     try:
         # Every rank must know which rings there are, or it would wait for messages that nobody sends.
@@ -60,28 +75,32 @@ def share_rings(num_slots: int, slot_bytes: int, group: dist.ProcessGroup | None
         found = {reader: _map(offer) for reader, offer in offers.items() if offer is not None and reader != rank}
         mapped = {reader: ring for reader, ring in found.items() if ring is not None}
         # A reader must know who reads its ring before it sends, and keep the descriptor until they have opened it.
-        every = agree(None, sorted(mapped), group)
+        every = agree(None, {"pid": os.getpid(), "mapped": sorted(mapped)}, group)
     finally:
         if descriptor is not None:
             os.close(descriptor)
     peers = {
         reader: readable
         for reader in offers
-        if (readable := frozenset(peer for peer, readers in enumerate(every) if reader in readers))
+        if (readable := frozenset(peer for peer, value in enumerate(every) if reader in value["mapped"]))
     }
     if memory is not None:
         mapped[rank] = memory
-    slots = {
-        reader: _slots(ring, num_slots, offers[reader]["slot_bytes"])
-        for reader, ring in mapped.items()
-        if reader in peers
+    rings = {
+        reader: _ring(ring, num_slots, offers[reader], world_size) for reader, ring in mapped.items() if reader in peers
     }
-    return SharedRings(slots, peers)
+    return SharedRings(rings, peers, [value["pid"] for value in every])
 
 
-def _slots(memory: mmap.mmap, num_slots: int, slot_bytes: int) -> tuple[torch.Tensor, ...]:
+def _pages(num_bytes: int) -> int:
+    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _ring(memory: mmap.mmap, num_slots: int, offer: Mapping[str, Any], world_size: int) -> MappedRing:
+    slot_bytes = offer["slot_bytes"]
     whole = torch.frombuffer(memory, dtype=torch.uint8, count=num_slots * slot_bytes)
-    return tuple(whole.view(num_slots, slot_bytes).unbind())
+    signals = Signals(memory, _pages(num_slots * slot_bytes), 1 + world_size)
+    return MappedRing(tuple(whole.view(num_slots, slot_bytes).unbind()), signals, offer["pid"])
 
 
 def _reserve(size: int) -> tuple[int | None, mmap.mmap | None]:
@@ -89,7 +108,7 @@ def _reserve(size: int) -> tuple[int | None, mmap.mmap | None]:
 
     The ring is a convenience, and the other ranks wait to hear of it: no error may leave here.
     """
-    if sys.platform != "linux":
+    if not has_futex():
         return None, None
     descriptor: int | None = None
     try:

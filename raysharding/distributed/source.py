@@ -5,14 +5,18 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any, Protocol
 
 import torch
 
 from raysharding.checkpoint import Checkpoint, Checksums, FileReader
+from raysharding.distributed.read_threads import Job, ReadThreads
 from raysharding.models import Target
 
+JOB_BYTES = 4 << 20
+"""A read call ends with the piece that reaches this length, so that there are some for each thread."""
 SCRATCH_BYTES = 4 << 20
 """Size of the scratch through which values pass whose dtype in the file is wider than on the wire."""
 
@@ -127,6 +131,7 @@ class CheckpointSource:
         targets: FQN → what feeds it; needed for conversions only.
         cache_bytes: How much of converted targets to keep: those of one bucket, since its sections ask in turn.
         checksums: Gets all bytes that are read.
+        threads: Run the reads. Default: one at a time.
     """
 
     def __init__(
@@ -137,6 +142,7 @@ class CheckpointSource:
         targets: Mapping[str, Target],
         cache_bytes: int,
         checksums: Checksums | None = None,
+        threads: ReadThreads | None = None,
     ) -> None:
         self._checkpoint = checkpoint
         self._reader = reader
@@ -144,6 +150,7 @@ class CheckpointSource:
         self._targets = targets
         self._cache_bytes = cache_bytes
         self._checksums = checksums
+        self._threads = threads or ReadThreads(1)
         self._converted: dict[str, torch.Tensor] = {}
 
     @classmethod
@@ -179,18 +186,22 @@ class CheckpointSource:
         self.read([Request(fqn, start, stop, out.dtype, as_memory(out))])
 
     def _read_pieces(self, pieces: Sequence[_Piece]) -> None:
-        """Read sorted pieces, those that touch in one call."""
+        """Read sorted pieces: those that touch in one call, up to `JOB_BYTES`, and several calls at once."""
+        jobs: list[Job] = []
         first = 0
         while first < len(pieces):
-            file, offset, memory, _ = pieces[first]
-            views = [memory]
-            end = offset + memory.nbytes
-            first += 1
-            while first < len(pieces) and pieces[first][0] == file and pieces[first][1] == end:
-                views.append(pieces[first][2])
-                end += views[-1].nbytes
-                first += 1
-            self._reader.read_views(file, offset, views)
+            file, end = pieces[first][:2]
+            last = first
+            while last < len(pieces) and pieces[last][:2] == (file, end) and end - pieces[first][1] < JOB_BYTES:
+                end += pieces[last][2].nbytes
+                last += 1
+            jobs.append(partial(self._read_range, pieces[first:last]))
+            first = last
+        self._threads.run(jobs)
+
+    def _read_range(self, pieces: Sequence[_Piece]) -> None:
+        """Read pieces that follow each other in a file."""
+        self._reader.read_views(pieces[0][0], pieces[0][1], [memory for _, _, memory, _ in pieces])
         if self._checksums is not None:
             for _, offset, memory, extent in pieces:
                 self._checksums.add(extent.key, offset - extent.key_offset, memory)

@@ -25,10 +25,12 @@ def make_transport(
         return Broadcast(routes, timeout_s), make_ring(plan.buckets.max_bucket_bytes, device, reads)
     # Device memory is not shared this way, and NCCL needs no help inside a host.
     shares = loading.shared_memory and device.type == "cpu" and routes.any_travels(plan.buckets.buckets)
-    rings = share_rings(RING_SIZE, _slot_bytes(plan, routes, placer, sent_only=True)) if shares else SharedRings({}, {})
+    rings = (
+        share_rings(RING_SIZE, _slot_bytes(plan, routes, placer, sent_only=True)) if shares else SharedRings({}, {}, ())
+    )
     transport = Scatter(replace(routes, shared=rings.peers), rings, timeout_s)
-    if rank in rings.slots:
-        return transport, shared_ring(rings.slots[rank])
+    if rank in rings.rings:
+        return transport, shared_ring(rings.rings[rank].slots)
     return transport, make_ring(_slot_bytes(plan, routes, placer), device, reads)
 
 

@@ -22,11 +22,6 @@ from raysharding.distributed.ring import RING_SIZE
 from raysharding.distributed.routes import Routes
 from raysharding.distributed.shared_ring import SharedRings
 
-_READY = 1
-"""Tag of a reader's word that a bucket is in its ring."""
-_DONE = 2
-"""Tag of the answer that it may be filled again."""
-
 Landing = Callable[[Segment], torch.Tensor | None]
 """Gives the uint8 memory into which a large segment may be received, or `None` if it must be staged."""
 
@@ -44,7 +39,7 @@ class Passage:
     incoming: list[dist.Work] = field(default_factory=list)
     """Messages to this rank."""
     outgoing: list[dist.Work] = field(default_factory=list)
-    """Messages out of `buffer` and out of shards, and the answers of those who read there."""
+    """Messages out of `buffer` and out of shards."""
     landed: set[tuple[int, int]] = field(default_factory=set)
     """(tensor, start) of the segments that were received straight into the shard."""
 
@@ -63,14 +58,14 @@ class Scatter:
     """Point-to-point messages along the routes: each rank gets only the sections that it needs.
 
     Wire: each section once to each holder but its reader. Ranks that map the reader's ring are told when a bucket is
-    there, read their sections, and answer when they have.
+    there, read their sections, and answer when they have, all in shared memory.
     """
 
-    def __init__(self, routes: Routes, rings: SharedRings | None, timeout_s: float) -> None:
+    def __init__(self, routes: Routes, rings: SharedRings, timeout_s: float) -> None:
         self.routes = routes
         self._rank = routes.shards.rank
         self._rings = rings
-        self._timeout = timedelta(seconds=timeout_s)
+        self._timeout_s = timeout_s
         self.wire_bytes = 0
         self.shared_bytes = 0
 
@@ -89,18 +84,15 @@ class Scatter:
     def start(self, passage: Passage, landing: Landing) -> None:
         """Start the messages between a bucket's readers and those who are next to them."""
         self._start_hop(passage, 0, landing)
-        ops = []
-        for peer in self._served_by_me(passage):
-            # The answer is one of the bucket's messages: the buffer is not filled again before it came.
-            ops.append(_signal(dist.isend, peer, _READY))
-            ops.append(_signal(dist.irecv, peer, _DONE))
-            self.wire_bytes += 1
-        passage.outgoing += _start(ops)
-        passage.incoming += _start([_signal(dist.irecv, reader, _READY) for reader in self._serve_me(passage)])
+        if self._served_by_me(passage):
+            self._rings.rings[self._rank].signals.post(0, passage.index + 1)
 
     def arrive(self, passage: Passage, landing: Landing) -> None:
         """Wait for this rank's sections and pass on those that go further."""
         self._wait(passage.incoming)
+        for reader in self._serve_me(passage):
+            ring = self._rings.rings[reader]
+            ring.signals.wait(0, passage.index + 1, self._timeout_s, ring.reader_pid)
         longest = max(len(self._chain(passage, section)) for section in passage.bucket.sections)
         for hop in range(1, longest - 1):
             passage.incoming = []
@@ -118,19 +110,22 @@ class Scatter:
                 continue  # read for others
             memory, offset = passage.buffer, own[section.shard_index]
             if self._rank in self.routes.served(index, section.shard_index):
-                assert self._rings is not None, "only ranks that map a ring are served"
                 reader = self.routes.path(index, section.shard_index)[0]
                 if reader not in theirs:
                     theirs[reader] = self.routes.offsets(index, bucket, reader)
-                memory = self._rings.slots[reader][index % RING_SIZE]
+                memory = self._rings.rings[reader].slots[index % RING_SIZE]
                 offset = theirs[reader][section.shard_index]
                 self.shared_bytes += section.num_bytes
             yield Found(section, memory[offset : offset + section.num_bytes])
 
     def release(self, passage: Passage) -> None:
         """The bucket was placed: tell the readers whose rings this rank read; wait until nobody needs the buffer."""
-        passage.outgoing += _start([_signal(dist.isend, reader, _DONE) for reader in self._serve_me(passage)])
+        for reader in self._serve_me(passage):
+            self._rings.rings[reader].signals.post(1 + self._rank, passage.index + 1)
         self._wait(passage.outgoing)
+        for peer in self._served_by_me(passage):
+            signals = self._rings.rings[self._rank].signals
+            signals.wait(1 + peer, passage.index + 1, self._timeout_s, self._rings.pids[peer])
 
     def _chain(self, passage: Passage, section: Section) -> tuple[int, ...]:
         return self.routes.chain(passage.index, section.shard_index)
@@ -186,7 +181,7 @@ class Scatter:
     def _wait(self, works: Sequence[dist.Work]) -> None:
         """Wait for messages, at most the time-out: a peer that stops cannot hold this rank for ever."""
         for work in works:
-            work.wait(self._timeout)
+            work.wait(timedelta(seconds=self._timeout_s))
 
 
 class Broadcast:
@@ -244,11 +239,6 @@ class Broadcast:
 
 
 BucketTransport = Scatter | Broadcast
-
-
-def _signal(operation: Callable[..., Any], peer: int, tag: int) -> dist.P2POp:
-    """One byte to or from a peer that shares memory. Tags keep apart what the two ranks say in different orders."""
-    return dist.P2POp(operation, torch.ones(1, dtype=torch.uint8), peer, tag=tag)
 
 
 def _start(ops: list[Any]) -> list[dist.Work]:
