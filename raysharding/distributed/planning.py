@@ -34,7 +34,7 @@ from raysharding.distributed.layout import ShardMap, TensorLayout, persistent_na
 from raysharding.distributed.mapping import mappable
 from raysharding.distributed.metadata import broadcast_json
 from raysharding.distributed.plan import BUCKET_BYTES, STRAIGHT_BYTES, BucketPlan, PlannedTensor, plan_buckets
-from raysharding.distributed.readers import Choice, Whereabouts, choose, is_settled
+from raysharding.distributed.readers import Choice, Whereabouts, choose, is_settled, seen_here
 from raysharding.distributed.source import (
     CheckpointSource,
     Extents,
@@ -245,7 +245,7 @@ def _share_extents(fit: Fit | None, outline: Outline, choice: Choice) -> Mapping
 
 
 def _fit(module: nn.Module, checkpoint: Checkpoint | str | os.PathLike[str], loading: Loading) -> Fit:
-    opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
+    opened = seen_here(checkpoint) if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
     manifest = _manifest(opened) if loading.verify == "full" else None
     fit = Fit(opened, map_keys(module, opened.tensors, loading.key_mapping), manifest)
     if problems := _problems(module, fit, loading):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from raysharding.checkpoint import Checkpoint, CheckpointFile, FileReader, file_system_type, identify_files
@@ -84,6 +84,20 @@ class Choice:
     """Ranks that read files."""
     reason: str
     """Why, in words."""
+
+
+def seen_here(checkpoint: Checkpoint) -> Checkpoint:
+    """A checkpoint that was opened elsewhere, with its files as this process sees them: a copy has another mtime.
+
+    Raises:
+        CheckpointError: A file is not there, or another one.
+    """
+    found = identify_files([file.path for file in checkpoint.files])
+    for there, here in zip(checkpoint.files, found, strict=True):
+        if (there.num_bytes, there.header_sha256) != (here.num_bytes, here.header_sha256):
+            what = f"is another file on {host_identity()[0]} than where the checkpoint was opened: copy the same one"
+            raise CheckpointError(f"{what} to every node, or open it anew", path=here.path)
+    return replace(checkpoint, files=tuple(found))
 
 
 def is_settled(loading: Loading) -> bool:

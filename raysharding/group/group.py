@@ -83,8 +83,10 @@ class ShardedModelGroup:
         anything is placed. Whatever fails, nothing stays behind on the cluster.
 
         Args:
-            checkpoint: A Hugging Face directory, a `.safetensors` file, an index json, or a `file://` URI of one. It
-                must be visible on at least one node that holds ranks; rank 0 runs there.
+            checkpoint: A Hugging Face directory, a `.safetensors` file, an index json, or a URI of one that
+                `pyarrow.fs` takes (`file://`, `s3://`, `gs://`, ...). A path must be visible on at least one node that
+                holds ranks; rank 0 runs there. A URI is opened by the driver and by the ranks, with the credentials of
+                their environments.
             model: `None`: the class that config.json names; the name of a transformers auto class; or a callable that
                 returns a module, called on every rank with parameters on meta and buffers real.
             world_size: Number of ranks. Default: one per GPU of the cluster.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -100,6 +102,18 @@ def check_readers(root: Path) -> None:
         )
     errors = raised_everywhere(load_checkpoint, sharded(root / ODD), apart / ODD)
     assert all("rank 2 (" in error and "other content" in error for error in errors), errors
+    if rank == 2:
+        shutil.copy(root / ODD, apart / ODD)
+    module = sharded(root / ODD)
+    report = load_checkpoint(module, apart / ODD)  # a copy is as good as the file
+    assert (report.transport, report.readers) == ("local", (0, 1, 2))
+    require_filled(module)
+    opened = open_checkpoint(root / ODD)
+    elsewhere = replace(opened, files=tuple(replace(file, mtime_ns=1) for file in opened.files))
+    load_checkpoint(sharded(root / ODD), elsewhere)
+    other = replace(opened, files=tuple(replace(file, header_sha256="0" * 64) for file in opened.files))
+    errors = raised_everywhere(load_checkpoint, sharded(root / ODD), other)
+    assert all("is another file" in error for error in errors), errors
     module = sharded(root / ODD)
     load_checkpoint(module, apart / ODD, loading=Loading("scatter"))
     require_filled(module)
@@ -153,7 +167,12 @@ def shrinking(loading: Loading) -> str:
     return f"shrinks-{loading.transport}-{loading.shared_memory}.safetensors"
 
 
-SHRINKING = (SOCKETS, Loading("scatter", 64 << 10), Loading("broadcast", 64 << 10), Loading("local", 64 << 10))
+SHRINKING = (
+    Loading("scatter", 8 << 10, shared_memory=False),
+    Loading("scatter", 8 << 10),
+    Loading("broadcast", 8 << 10),
+    Loading("local", 8 << 10),
+)
 
 
 def check_broken_stream(root: Path) -> None:
@@ -162,11 +181,16 @@ def check_broken_stream(root: Path) -> None:
         path = root / shrinking(loading)
         checkpoint = open_checkpoint(path)
         module = sharded(path)
-        dist.barrier()
-        if dist.get_rank() == 0:
-            os.truncate(path, path.stat().st_size // 2)
-        errors = raised_everywhere(load_checkpoint, module, checkpoint, loading=loading, stall_s=20)
+        seen: list[str] = []
+
+        def shrink(phase: str, *_: object, path: Path = path, seen: list[str] = seen) -> None:
+            if phase == "stream" and phase not in seen and dist.get_rank() == 0:
+                os.truncate(path, path.stat().st_size // 2)
+            seen.append(phase)
+
+        errors = raised_everywhere(load_checkpoint, module, checkpoint, loading=loading, stall_s=20, progress=shrink)
         assert all(error.startswith("CheckpointError") for error in errors), errors
+        assert "stream" in seen
         assert all(parameter.is_meta for parameter in module.parameters())
         # The group is as good as before: nothing of the broken load is left in flight.
         load_checkpoint(module, root / ODD, loading=loading)
