@@ -115,7 +115,7 @@ class Loading:
     seed: int = 0
     """Seed, together with the FQN, of what the checkpoint lacks under `strict=False`. Default 0."""
     shared_memory: bool = True
-    """`scatter` on CPUs: ranks of a reader's host read their parts out of its buckets, instead of being sent them
+    """On CPUs: ranks of a reader's host read their parts out of its buckets, instead of being sent them
     through a socket. Ranks that cannot map them are sent them all the same. Default yes."""
     num_readers: int | None = None
     """How many ranks read the files and send to the others, spread over the nodes that see them. Default: rank 0 alone

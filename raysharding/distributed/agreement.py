@@ -70,12 +70,12 @@ class Pulse:
     many buckets ahead. A failure stops all ranks within twice as many.
 
     Args:
-        timeout_s: Longest wait for the other ranks.
+        timeout_s: Longest time of one bucket on any rank. Ranks that send each other nothing may be many apart.
         group: Process group, the default group if `None`.
     """
 
     def __init__(self, timeout_s: float, group: dist.ProcessGroup | None = None) -> None:
-        self._timeout = timedelta(seconds=timeout_s)
+        self._timeout = timedelta(seconds=timeout_s * 2 * PULSE_BUCKETS)
         self._group = group
         self._work: dist.Work | None = None
         self._flag = torch.zeros(1, dtype=torch.uint8, device=metadata_device(group))

@@ -106,13 +106,13 @@ def materialize(
 
     try:
         _allocate(module, device, memory or {}, replaced)
+        # FSDP2 keeps references to its parameters and takes the new ones in its load_state_dict hooks; an empty state
+        # dict runs those and nothing else.
+        module.load_state_dict({}, strict=False)
+        _cut_padding(replaced)
     except (RuntimeError, MemoryError):
         undo()
         raise
-    # FSDP2 keeps references to its parameters and takes the new ones in its load_state_dict hooks; an empty state
-    # dict runs those and nothing else.
-    module.load_state_dict({}, strict=False)
-    _cut_padding(replaced)
     return undo
 
 

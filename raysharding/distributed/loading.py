@@ -21,6 +21,7 @@ from raysharding.distributed.mapping import map_tensors
 from raysharding.distributed.memory import MemoryPeak
 from raysharding.distributed.paused_gc import paused_gc
 from raysharding.distributed.placing import Placer
+from raysharding.distributed.plan import BUCKET_BYTES
 from raysharding.distributed.planning import LoadPlan, agree_on_plan, propose_load
 from raysharding.distributed.prefault import Prefault
 from raysharding.distributed.read_threads import ReadThreads
@@ -65,7 +66,8 @@ def load_checkpoint(
         stall_s: Longest wait for one bucket, in seconds.
 
     Returns:
-        The same report on every rank. Wire: nothing under `local`; under `scatter` each shard once to each rank that
+        The same report on every rank. Wire: under `local` only what ranks hold
+        alike (replicas, buffers) and what rank 0 computes; under `scatter` each shard once to each rank that
         holds it and does not read (on CPUs by shared memory inside a reader's host); W − 1 times the checkpoint under
         `broadcast`. Memory above the shards: two buckets on a rank that reads for others or receives.
 
@@ -112,7 +114,7 @@ class _Load:
         try:
             memory = [] if self.loading.mmap else [local_tensor(tensor) for tensor in self.tensors.values()]
             with Prefault(memory):
-                plan = agree_on_plan(proposal, error, self.loading, self.shards)
+                plan = agree_on_plan(proposal, error, self.loading, self.shards, self.device)
                 if self.shards.rank == 0:
                     choice = plan.choice
                     _log.info("loading %s by %s (%s)", plan.outline.checkpoint, choice.transport, choice.reason)
@@ -175,9 +177,11 @@ class _Load:
         assert plan.checkpoint is not None, "only readers come here"
         # Many readers keep a machine busy as it is.
         num_threads = max(1, READ_THREADS // len(plan.choice.readers))
+        if "://" in plan.checkpoint.files[0].path:
+            num_threads = READ_THREADS  # of a store each rank wants several requests in flight
         with FileReader(plan.checkpoint) as reader, ReadThreads(num_threads) as threads:
             targets = plan.fit.keys.targets if plan.fit is not None else {}
-            cache_bytes = plan.buckets.max_bucket_bytes
+            cache_bytes = self.loading.bucket_bytes or BUCKET_BYTES
             source = CheckpointSource(
                 plan.checkpoint, reader, plan.extents, targets, cache_bytes, self.checksums, threads
             )
@@ -185,7 +189,7 @@ class _Load:
             if error is None:
                 try:
                     reader.verify_unchanged()
-                except CheckpointError as raised:
+                except (CheckpointError, OSError) as raised:
                     error = raised
             self.figures.read_bytes = reader.num_bytes_read
         return error
@@ -199,11 +203,15 @@ class _Load:
             self._initialise(plan.outline.initialise)
             if self.loading.verify == "finite":
                 loaded = [fqn for fqn, _ in plan.outline.tensors]
-                check_finite(self.tensors, loaded, plan.outline.checkpoint)
+                check_finite(self.tensors, loaded, plan.outline.checkpoint, self._checked)
         except Exception as error:  # noqa: BLE001 - the other ranks wait to hear of it
             return error
         self.figures.initialise_s = perf_counter() - started
         return None
+
+    def _checked(self, index: int, fqn: str) -> None:
+        """Progress of what is looked at once more: it takes as long as reading where files are mapped."""
+        self.progress("finalize", index, len(self.tensors), fqn)
 
     def _initialise(self, names: Sequence[str]) -> None:
         """Give what the checkpoint lacks its values: full tensors by the module's own rule, then this rank's part."""
@@ -218,7 +226,8 @@ class _Load:
     def _agree_on_end(self, error: Exception | None, plan: LoadPlan) -> list[Figures]:
         """Exchange outcomes and figures: a rank that failed must not leave the others with a module that looks well."""
         if self.checksums is not None:
-            error = self._check_checksums(self.checksums, plan) or error
+            agree(error)  # what was not read cannot be compared
+            error = self._check_checksums(self.checksums, plan)
         if self.loading.digest:
             agree(error)
             self.figures.digest = digest_module(self.tensors, plan.outline.checkpoint)
@@ -231,7 +240,8 @@ class _Load:
 
     def _check_checksums(self, checksums: Checksums, plan: LoadPlan) -> Exception | None:
         """Compare with the manifest what was read, and what is mapped; collective."""
-        for layout in plan.mapped:
+        for index, layout in enumerate(plan.mapped):
+            self._checked(index, layout.fqn)
             extents = plan.extents[layout.fqn]
             assert extents is not None, f"{layout.fqn}: mapped from ranges"
             first = layout.local_range(self.shards.shard_index)[0] * layout.dtype.itemsize

@@ -1,4 +1,4 @@
-"""No garbage collection while a plan is made: it makes many objects that stay, and none in cycles."""
+"""No garbage collection during a load: its plan makes many objects that stay, and none in cycles."""
 
 from __future__ import annotations
 

@@ -175,9 +175,12 @@ class _Cutter:
         self.buckets: list[Bucket] = []
         self._wanted = wanted
         self._num_shards = num_shards
-        # Room for an element of any dtype in every section.
-        self._bucket_bytes = max(bucket_bytes, (num_shards + 1) * 4 * ALIGNMENT_BYTES)
+        self._limit(bucket_bytes)
         self._open()
+
+    def _limit(self, bucket_bytes: int) -> None:
+        # Room for an element of any dtype in every section.
+        self._bucket_bytes = max(bucket_bytes, (self._num_shards + 1) * 4 * ALIGNMENT_BYTES)
 
     def _open(self) -> None:
         self._shards = [_OpenSection(shard in self._wanted) for shard in range(self._num_shards)]
@@ -194,8 +197,8 @@ class _Cutter:
         free = (self._bucket_bytes - self._used_bytes) // parts // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         return max(free, 0) // itemsize
 
-    def close(self) -> None:
-        """End the bucket that is being filled, if anything is in it."""
+    def close(self, bucket_bytes: int | None = None) -> None:
+        """End the bucket that is being filled, if anything is in it; those to come may have another size."""
         sections: list[Section] = []
         offset = 0
         for shard_index, part in [*enumerate(self._shards), (REPLICATED, self._replicated)]:
@@ -205,6 +208,8 @@ class _Cutter:
         if sections:
             self.buckets.append(Bucket(tuple(sections), offset, self._payload_bytes))
             self._open()
+        if bucket_bytes is not None:
+            self._limit(bucket_bytes)
 
     def add(self, index: int, layout: TensorLayout, itemsize: int) -> None:
         if layout.num_elements == 0:
@@ -238,6 +243,7 @@ def plan_buckets(
     bucket_bytes: int,
     num_first: int | None = None,
     wanted: Container[int] | None = None,
+    rest_bytes: int | None = None,
 ) -> BucketPlan:
     """Cut tensors into buckets of at most `bucket_bytes`.
 
@@ -249,6 +255,8 @@ def plan_buckets(
         wanted: Shard indices whose segments are listed; of the others only lengths are, which saves most of the time
             and memory of a plan for many ranks. Default: all.
 
+        rest_bytes: Upper bound of a bucket after the first `num_first` tensors. Default: `bucket_bytes`.
+
     Returns:
         The plan: equal on every rank that passes equal arguments, but for what is not wanted.
     """
@@ -257,7 +265,7 @@ def plan_buckets(
     for index, planned in enumerate(tensors):
         assert planned.layout.num_shards in (0, num_shards), f"{planned.layout.fqn}: cut over another number of ranks"
         if index == num_first:
-            cutter.close()
+            cutter.close(rest_bytes)
             num_first_buckets = len(cutter.buckets)
         cutter.add(index, planned.layout, planned.wire_dtype.itemsize)
     cutter.close()

@@ -60,10 +60,10 @@ class Outline:
     extents: tuple[Any, ...] | None
     """Where the tensors lie in the files, as `extents_to_json`; `None` where only rank 0 reads."""
     tensors: tuple[tuple[str, str], ...]
-    """(canonical FQN, wire dtype such as `bfloat16`) of what is loaded: first what lies in ranges of files, in file
-    order, then what rank 0 computes."""
+    """(canonical FQN, wire dtype such as `bfloat16`) of what is loaded: first what lies in ranges of files and
+    is cut over the ranks, in file order, then what every rank holds whole and what rank 0 computes."""
     num_ranged: int
-    """How many of them lie in ranges of files."""
+    """How many come first: any reader can read them. Rank 0 reads the rest."""
     initialise: tuple[str, ...]
     """Canonical FQNs that nothing feeds and that need a value."""
     missing: tuple[str, ...]
@@ -128,7 +128,7 @@ class LoadPlan:
     checkpoint: Checkpoint | None
     """The files as this rank sees them; `None` on ranks that do not read."""
     extents: Mapping[str, Extents]
-    """FQN → where it lies in them; empty on ranks that do not read."""
+    """FQN → where it lies in them; empty on ranks that need not know."""
     mapped: tuple[TensorLayout, ...]
     """What is not streamed, since each rank maps its part of the files; the same on every rank."""
     fit: Fit | None
@@ -166,13 +166,15 @@ def propose_load(
         digests = tuple(_digest(repr(item)) for item in ((held, on_meta, persistent), loading))
         if dist.get_rank() == 0:
             fit = _fit(module, checkpoint, loading)
-            outline = _outline(fit, loading)
+            outline = _outline(fit, loading, layouts)
     except Exception as raised:  # noqa: BLE001 - the other ranks wait to hear of it
         error = raised
     return Proposal(layouts, digests, frozenset(on_meta), fit, outline, error)
 
 
-def agree_on_plan(proposal: Proposal, error: Exception | None, loading: Loading, shards: ShardMap) -> LoadPlan:
+def agree_on_plan(
+    proposal: Proposal, error: Exception | None, loading: Loading, shards: ShardMap, device: torch.device
+) -> LoadPlan:
     """Exchange proposals and cut the buckets; collective.
 
     Args:
@@ -180,6 +182,7 @@ def agree_on_plan(proposal: Proposal, error: Exception | None, loading: Loading,
         error: What else keeps this rank from loading.
         loading: See `propose_load`.
         shards: Who holds what.
+        device: Of the messages.
 
     Raises:
         CheckpointError: On every rank, when the headers cannot be read or trusted, or readers see different files.
@@ -196,15 +199,16 @@ def agree_on_plan(proposal: Proposal, error: Exception | None, loading: Loading,
     planned = [PlannedTensor(proposal.layouts[fqn], getattr(torch, dtype)) for fqn, dtype in outline.tensors]
     streamed, mapped = planned, []
     if loading.mmap:
-        mapped = [item.layout for item in planned if _is_mapped(item, proposal, extents)]
+        mapped = _mapped(planned, proposal, extents)
         names = {layout.fqn for layout in mapped}
         streamed = [item for item in planned if item.layout.fqn not in names]
-    num_ranged = outline.num_ranged - len(mapped)
+    num_ranged = sum(item.layout.fqn not in {m.fqn for m in mapped} for item in planned[: outline.num_ranged])
     # A rank that reads for others must know what they hold; for the rest, lengths are enough.
     reads_for_others = reads and (choice.transport != "local" or (shards.rank == 0 and num_ranged < len(streamed)))
     wanted = None if reads_for_others else (shards.shard_index,)
-    bucket_bytes = _bucket_bytes(loading, choice, streamed, shards)
-    buckets = plan_buckets(streamed, shards.num_shards, bucket_bytes, num_ranged, wanted)
+    first_bytes = _bucket_bytes(loading, choice, streamed[:num_ranged], shards, device)
+    rest_bytes = loading.bucket_bytes or BUCKET_BYTES
+    buckets = plan_buckets(streamed, shards.num_shards, first_bytes, num_ranged, wanted, rest_bytes)
     return LoadPlan(outline, choice, buckets, checkpoint if reads else None, extents, tuple(mapped), proposal.fit)
 
 
@@ -217,31 +221,30 @@ def _all_extents(fit: Fit | None, outline: Outline) -> Mapping[str, Extents]:
     return {fqn: extents_from_json(item) for (fqn, _), item in zip(outline.tensors, outline.extents, strict=True)}
 
 
-def _bucket_bytes(loading: Loading, choice: Choice, planned: Sequence[PlannedTensor], shards: ShardMap) -> int:
+def _bucket_bytes(
+    loading: Loading, choice: Choice, planned: Sequence[PlannedTensor], shards: ShardMap, device: torch.device
+) -> int:
     """Size of a bucket. Where all read their own parts, these have nothing in common but the bucket's number."""
     if choice.transport != "local":
         return loading.bucket_bytes or BUCKET_BYTES
-    straight = shards.num_shards == shards.world_size and all(p.wire_dtype == p.layout.dtype for p in planned)
+    alone = shards.num_shards == shards.world_size and device.type == "cpu"
+    straight = alone and all(item.wire_dtype == item.layout.dtype for item in planned)
     return shards.num_shards * (loading.bucket_bytes or (STRAIGHT_BYTES if straight else BUCKET_BYTES))
 
 
-def _is_mapped(planned: PlannedTensor, proposal: Proposal, extents: Mapping[str, Extents]) -> bool:
-    fqn = planned.layout.fqn
-    return fqn in proposal.on_meta and mappable(planned.layout, planned.wire_dtype, extents[fqn])
-
-
-def _share_extents(fit: Fit | None, outline: Outline, choice: Choice) -> Mapping[str, Extents]:
-    """Tell every reader where the tensors lie; collective where there are others than rank 0."""
-    extents: dict[str, Extents] = {}
-    if fit is not None:
-        extents = {fqn: extents_of(fit.checkpoint, fit.keys.targets[fqn]) for fqn, _ in outline.tensors}
-    if choice.readers == (0,):
-        return extents
-    # All ranks alike, readers or not: a broadcast that some leave out hangs the others.
-    encoded = broadcast_json([extents_to_json(extents[fqn]) for fqn, _ in outline.tensors] if fit is not None else None)
-    if fit is not None:
-        return extents
-    return {fqn: extents_from_json(item) for (fqn, _), item in zip(outline.tensors, encoded, strict=True)}
+def _mapped(planned: Sequence[PlannedTensor], proposal: Proposal, extents: Mapping[str, Extents]) -> list[TensorLayout]:
+    """What can be mapped. A range that feeds two tensors is one's only: what is written to one must not be in both."""
+    taken: set[tuple[int, int]] = set()
+    mapped = []
+    for item in planned:
+        found = extents[item.layout.fqn]
+        if item.layout.fqn not in proposal.on_meta or not mappable(item.layout, item.wire_dtype, found):
+            continue
+        assert found is not None, "mappable"
+        if (found[0].file, found[0].offset) not in taken:
+            taken.add((found[0].file, found[0].offset))
+            mapped.append(item.layout)
+    return mapped
 
 
 def _fit(module: nn.Module, checkpoint: Checkpoint | str | os.PathLike[str], loading: Loading) -> Fit:
@@ -263,12 +266,13 @@ def _manifest(checkpoint: Checkpoint) -> Manifest:
     return manifest
 
 
-def _outline(fit: Fit, loading: Loading) -> Outline:
+def _outline(fit: Fit, loading: Loading, layouts: Mapping[str, TensorLayout]) -> Outline:
     keys = fit.keys
     # File order, so that the stream reads the disk forward.
     targets = sorted(keys.targets.values(), key=lambda target: _file_position(fit.checkpoint, target))
-    ranged = [target for target in targets if target.runs is not None]
-    computed = [target for target in targets if target.runs is None]
+    cut = {target.fqn for target in targets if target.runs is not None and layouts[target.fqn].num_shards}
+    ranged = [target for target in targets if target.fqn in cut]
+    computed = [target for target in targets if target.fqn not in cut]
     extents = None
     if dist.get_world_size() > 1 and not is_settled(loading):
         extents = tuple(extents_to_json(extents_of(fit.checkpoint, target)) for target in (*ranged, *computed))

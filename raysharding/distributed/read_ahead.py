@@ -46,6 +46,9 @@ class ReadAhead:
         self.read_s = 0.0
 
     def __enter__(self) -> ReadAhead:
+        if self._stream is not None:
+            # Kernels that still write to the shards' memory come first.
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         self._thread.start()
         return self
 

@@ -19,8 +19,9 @@ from raysharding.distributed.agreement import agree
 from raysharding.distributed.shared_ring import host_identity
 from raysharding.errors import CheckpointError
 
-_NUM_SAMPLES = 8
+_NUM_SAMPLES = 64
 _SAMPLE_BYTES = 4096
+"""Of each file. They find another training step, which changes all of it; not a change of a few bytes."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ def look(there: Whereabouts) -> tuple[Sight, tuple[CheckpointFile, ...]]:
     try:
         found = tuple(identify_files([file.path for file in there.files]))
         return Sight(host, sees=True, is_same=False, why_not=""), found
-    except (CheckpointError, OSError) as error:
+    except Exception as error:  # noqa: BLE001 - the other ranks wait to hear what this one sees
         return Sight(host, sees=False, is_same=False, why_not=str(error)), ()
 
 
@@ -150,7 +151,12 @@ def choose(loading: Loading, there: Whereabouts, world_size: int) -> tuple[Choic
 def _require_same_content(found: Sequence[CheckpointFile], sights: Sequence[Sight], there: Whereabouts) -> None:
     """Compare what ranks see that do not see rank 0's own inodes; collective."""
     # All ranks come here, those that see nothing too: the others wait for them.
-    digests = agree(None, _digest(found) if found else "")
+    digest, error = "", None
+    try:
+        digest = _digest(found) if found else ""
+    except Exception as raised:  # noqa: BLE001 - the other ranks wait
+        error = raised
+    digests = agree(error, digest)
     differing = [rank for rank, item in enumerate(sights) if item.sees and digests[rank] != digests[0]]
     if differing:
         raise CheckpointError(
@@ -161,20 +167,17 @@ def _require_same_content(found: Sequence[CheckpointFile], sights: Sequence[Sigh
 
 
 def _digest(files: Sequence[CheckpointFile]) -> str:
-    """Of sizes, headers and samples; what went wrong, where they cannot be read any more."""
+    """Of sizes, headers and samples."""
     text = hashlib.sha256()
-    try:
-        with FileReader(Checkpoint("", tuple(files), {}, None, {})) as reader:
-            for index, file in enumerate(files):
-                text.update(f"{file.num_bytes} {file.header_sha256}\n".encode())
-                # An object has one content, wherever it is read; a path has one on each node.
-                for sample in range(0 if "://" in file.path else _NUM_SAMPLES):
-                    data = bytearray(min(_SAMPLE_BYTES, file.num_bytes))
-                    first = (file.num_bytes - len(data)) * sample // (_NUM_SAMPLES - 1)
-                    reader.read_into(index, first, memoryview(data))
-                    text.update(data)
-    except CheckpointError as error:
-        return str(error)
+    with FileReader(Checkpoint("", tuple(files), {}, None, {})) as reader:
+        for index, file in enumerate(files):
+            text.update(f"{file.num_bytes} {file.header_sha256}\n".encode())
+            # An object has one content, wherever it is read; a path has one on each node.
+            for sample in range(0 if "://" in file.path else _NUM_SAMPLES):
+                data = bytearray(min(_SAMPLE_BYTES, file.num_bytes))
+                first = (file.num_bytes - len(data)) * sample // (_NUM_SAMPLES - 1)
+                reader.read_into(index, first, memoryview(data))
+                text.update(data)
     return text.hexdigest()
 
 

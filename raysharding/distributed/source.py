@@ -17,6 +17,9 @@ from raysharding.models import Target
 
 JOB_BYTES = 4 << 20
 """A read call ends with the piece that reaches this length, so that there are some for each thread."""
+LOCAL_GAP_BYTES = 256
+REMOTE_GAP_BYTES = 256 << 10
+"""Ranges of a file that are no further apart are read as one."""
 SCRATCH_BYTES = 4 << 20
 """Size of the scratch through which values pass whose dtype in the file is wider than on the wire."""
 
@@ -120,7 +123,7 @@ class ElementSource(Protocol):
 class CheckpointSource:
     """Reads tensors from checkpoint files through their extents, or through transformers' own operations.
 
-    A tensor with extents is read range by range, never whole; ranges that touch in a file are read by one call,
+    A tensor with extents is read range by range, never whole; ranges that are close in a file are read by one call,
     whatever memory they go to. A tensor without (a transpose, a RoPE permutation) is converted whole, on rank 0 only,
     once: it is kept until its bucket is full, and a bucket's worth with it.
 
@@ -164,11 +167,11 @@ class CheckpointSource:
     def read(self, requests: Iterable[Request]) -> None:
         """See `ElementSource.read`; raises `CheckpointError` when a file cannot be read to the end."""
         pieces: list[_Piece] = []
+        computed: dict[str, list[Request]] = {}
         for request in requests:
             extents = self._extents[request.fqn]
             if extents is None:
-                values = torch.frombuffer(request.memory, dtype=request.dtype)
-                values.copy_(self._whole(self._targets[request.fqn])[request.start : request.stop])
+                computed.setdefault(request.fqn, []).append(request)
                 continue
             for extent, start, stop in _overlaps(extents, request.start, request.stop):
                 size = request.dtype.itemsize
@@ -180,6 +183,10 @@ class CheckpointSource:
                     self._read_narrowing(extent, offset, torch.frombuffer(memory, dtype=request.dtype))
         pieces.sort(key=lambda piece: piece[:2])
         self._read_pieces(pieces)
+        for fqn, wanted in computed.items():  # one after the other: each is made once, however large
+            whole = self._whole(self._targets[fqn])
+            for request in wanted:
+                torch.frombuffer(request.memory, dtype=request.dtype).copy_(whole[request.start : request.stop])
 
     def read_elements(self, fqn: str, start: int, stop: int, out: torch.Tensor) -> None:
         """Fill 1-D `out` with elements `start` to `stop` of `fqn`."""
@@ -190,18 +197,33 @@ class CheckpointSource:
         jobs: list[Job] = []
         first = 0
         while first < len(pieces):
-            file, end = pieces[first][:2]
-            last = first
-            while last < len(pieces) and pieces[last][:2] == (file, end) and end - pieces[first][1] < JOB_BYTES:
-                end += pieces[last][2].nbytes
+            file, start = pieces[first][:2]
+            end, last = start, first
+            gap = self._gap_bytes(file)
+            while last < len(pieces) and pieces[last][0] == file and 0 <= pieces[last][1] - end <= gap:
+                if end - start >= JOB_BYTES:
+                    break
+                end = pieces[last][1] + pieces[last][2].nbytes
                 last += 1
             jobs.append(partial(self._read_range, pieces[first:last]))
             first = last
         self._threads.run(jobs)
 
+    def _gap_bytes(self, file: int) -> int:
+        """How much is read in vain rather than asked for apart: what a request costs, in bytes."""
+        return REMOTE_GAP_BYTES if "://" in self._checkpoint.files[file].path else LOCAL_GAP_BYTES
+
     def _read_range(self, pieces: Sequence[_Piece]) -> None:
-        """Read pieces that follow each other in a file."""
-        self._reader.read_views(pieces[0][0], pieces[0][1], [memory for _, _, memory, _ in pieces])
+        """Read pieces that lie close together in a file."""
+        file, start = pieces[0][:2]
+        views: list[memoryview] = []
+        end = start
+        for _, offset, memory, _ in pieces:
+            if offset > end:
+                views.append(memoryview(bytearray(offset - end)))
+            views.append(memory)
+            end = offset + memory.nbytes
+        self._reader.read_views(file, start, views)
         if self._checksums is not None:
             for _, offset, memory, extent in pieces:
                 self._checksums.add(extent.key, offset - extent.key_offset, memory)

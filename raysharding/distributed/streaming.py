@@ -81,6 +81,8 @@ class BucketStream:
             if pulse.beat(index, failed=error is not None):
                 break
         pulse.close()
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()  # offloaded shards are read by the host next
         return error
 
     def _start(self, index: int, ahead: ReadAhead | None) -> Passage:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 
@@ -19,22 +19,27 @@ CHUNK_BYTES = 4 << 20
 _MAX_LINES = 20
 
 
-def check_finite(tensors: Mapping[str, torch.Tensor], names: Iterable[str], path: str) -> None:
+def check_finite(
+    tensors: Mapping[str, torch.Tensor], names: Iterable[str], path: str, on_tensor: Callable[[int, str], None]
+) -> None:
     """Look for NaN and infinity in this rank's part of floating tensors; no collective, no memory.
 
     Args:
         tensors: FQN → tensor of the module.
         names: FQNs to look at.
         path: Names the checkpoint in the error.
+        on_tensor: Called with number and FQN before each tensor.
 
     Raises:
         CheckpointError: One holds a value that is not finite; names the tensor and the element.
     """
-    for name in names:
+    for index, name in enumerate(names):
+        on_tensor(index, name)
         tensor = tensors[name]
-        if not tensor.is_floating_point():
+        if not (tensor.is_floating_point() or tensor.is_complex()):
             continue
-        for start, chunk in _chunks(local_tensor(tensor)):
+        local = local_tensor(tensor)
+        for start, chunk in _chunks(torch.view_as_real(local) if local.is_complex() else local):
             values = chunk.float() if chunk.itemsize == 1 else chunk
             # One pass without temporaries; NaN is the minimum and the maximum of whatever holds one.
             if bool(torch.isfinite(torch.stack(torch.aminmax(values))).all()):

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from raysharding.bench.counters import MemorySampler
+from raysharding.checkpoint import open_checkpoint
 from raysharding.config import MIB, Loading
 from raysharding.distributed import init_mesh, load_checkpoint, shard_module
 from raysharding.distributed.metadata import all_gather_json
@@ -22,6 +23,15 @@ from tests.spawn import run_ranks
 WORLD_SIZE = 4
 NUM_BYTES = 192 * MIB
 BUCKET_BYTES = 16 * MIB
+
+
+class Whole(nn.Module):
+    """A buffer of 150 MiB that every rank holds whole, beside a small matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(256, 256)
+        self.register_buffer("table", torch.zeros(150, 1 << 18))
 
 
 class Wide(nn.Module):
@@ -45,8 +55,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def measure(path: Path, loading: Loading) -> list[dict[str, Any]]:
     """On every rank: one load, and what it cost each rank."""
-    from raysharding.checkpoint import open_checkpoint
-
     opened = open_checkpoint(path)
     module = shard_module(build_module(Wide, opened, None), init_mesh("cpu"))
     # The first messages connect the pairs, which is not the load's memory.
@@ -85,3 +93,17 @@ def test_bytes_and_memory(loading: Loading, wire: float, shared: float, checkpoi
         assert figures["ring"] <= RING_SIZE * BUCKET_BYTES
         assert figures["extra"] <= figures["ring"] + 16 * MIB
         assert figures["reported"] <= figures["extra"] + 8 * MIB
+
+
+def ring_of(path: Path, loading: Loading) -> int:
+    """On every rank: bytes of the ring of a load of `Whole`."""
+    module = shard_module(build_module(Whole, open_checkpoint(path), None), init_mesh("cpu"))
+    return load_checkpoint(module, path, loading=loading).ring_bytes
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("loading", [Loading(), Loading("scatter")], ids=["auto", "scatter"])
+def test_what_every_rank_holds_whole_passes_through_a_small_ring(loading: Loading, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file(Whole().state_dict(), path)
+    assert max(run_ranks(WORLD_SIZE, ring_of, path, loading, timeout_s=80)) <= 64 * MIB

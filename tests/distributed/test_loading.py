@@ -34,6 +34,7 @@ CHECKS = {
         "verify_checks.check_mapping",
         "verify_checks.check_checksums",
         "verify_checks.check_finite_values",
+        "verify_checks.check_a_failed_read_is_told_as_such",
         "verify_checks.check_digests",
         "load_checks.check_a_model_that_differs",
         "load_checks.check_options_that_differ",

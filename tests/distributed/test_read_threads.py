@@ -26,8 +26,12 @@ def test_all_jobs_run_once(num_threads: int) -> None:
 
 def test_jobs_run_at_once() -> None:
     together = threading.Barrier(3)
+
+    def meet() -> None:
+        together.wait(20)
+
     with ReadThreads(3) as threads:
-        threads.run([partial(together.wait, 20)] * 3)
+        threads.run([meet] * 3)
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])

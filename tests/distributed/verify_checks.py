@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from raysharding.checkpoint import FileReader
 from raysharding.config import Loading
 from raysharding.distributed import (
     load_checkpoint,
@@ -78,6 +80,24 @@ def check_checksums(root: Path) -> None:
     load_checkpoint(sharded(root / ODD), root / FLIPPED)
     errors = raised_everywhere(load_checkpoint, sharded(root / ODD), root / ODD, loading=VERIFIED[0])
     assert all("manifest" in error and "verify='finite'" in error for error in errors), errors
+
+
+def check_a_failed_read_is_told_as_such(root: Path) -> None:
+    """Under `verify="full"` too, and whichever rank it was: checksums of what was not read say nothing."""
+    read = FileReader.read_views
+
+    def fail(self: FileReader, file: int, offset: int, views: Any) -> None:
+        if dist.get_rank() == 1:
+            raise CheckpointError("cannot be read: Input/output error", path="here")
+        read(self, file, offset, views)
+
+    FileReader.read_views = fail  # type: ignore[method-assign]
+    try:
+        loading = Loading("local", verify="full")
+        errors = raised_everywhere(load_checkpoint, sharded(root / ODD), root / SAVED, loading=loading)
+    finally:
+        FileReader.read_views = read  # type: ignore[method-assign]
+    assert all("Input/output error" in error and "restore" not in error for error in errors), errors
 
 
 def check_finite_values(root: Path) -> None:
