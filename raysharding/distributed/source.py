@@ -17,9 +17,10 @@ from raysharding.models import Target
 
 JOB_BYTES = 4 << 20
 """A read call ends with the piece that reaches this length, so that there are some for each thread."""
-LOCAL_GAP_BYTES = 256
+LOCAL_GAP_BYTES = 0
 REMOTE_GAP_BYTES = 256 << 10
-"""Ranges of a file that are no further apart are read as one."""
+"""Ranges of a file that are no further apart are read as one: a request to a store costs as much as so many bytes, a
+local read less than what lies between."""
 SCRATCH_BYTES = 4 << 20
 """Size of the scratch through which values pass whose dtype in the file is wider than on the wire."""
 
