@@ -220,13 +220,13 @@ def slow_disk(seconds_per_read: float) -> Callable[[], nn.Module]:
 
         from raysharding.checkpoint import FileReader
 
-        read_into = FileReader.read_into
+        read_views = FileReader.read_views
 
         def slow(*args: Any) -> None:
             time.sleep(seconds_per_read)
-            read_into(*args)
+            read_views(*args)
 
-        FileReader.read_into = slow  # type: ignore[method-assign,assignment]
+        FileReader.read_views = slow  # type: ignore[method-assign,assignment]
         return nn.Sequential(*(nn.Linear(32, 32) for _ in range(8)))
 
     return build
@@ -239,12 +239,12 @@ def many_buckets(tmp_path: Path) -> Path:
     return tmp_path / "model.safetensors"
 
 
-SMALL_BUCKETS = Loading(bucket_bytes=4096)
+SMALL_BUCKETS = Loading("scatter", bucket_bytes=4096)
 
 
 def test_a_slow_disk_that_gives_bytes_is_no_hang(many_buckets: Path) -> None:
     timeouts = Timeouts(load_stall_s=1.5)
-    with make_group(many_buckets, model=slow_disk(0.1), loading=SMALL_BUCKETS, timeouts=timeouts) as group:
+    with make_group(many_buckets, model=slow_disk(0.25), loading=SMALL_BUCKETS, timeouts=timeouts) as group:
         assert group.load_report.seconds > timeouts.load_stall_s, "the control must outlast the deadline"
 
 
