@@ -80,7 +80,7 @@ def check_odd_shapes(root: Path) -> None:
     several = dist.get_world_size() > 1
     assert [report.shared_bytes > 0 for report in reports] == [False, False, several, several]
     assert reports[0].num_buckets > 1
-    assert reports[3].num_buckets == 1
+    assert reports[3].num_buckets == 2  # what is cut over the ranks, and what every rank holds whole
 
 
 def token_loss(logits: torch.Tensor, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
