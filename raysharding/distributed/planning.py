@@ -197,12 +197,10 @@ def agree_on_plan(
         checkpoint = proposal.fit.checkpoint
     reads = shards.rank in choice.readers
     planned = [PlannedTensor(proposal.layouts[fqn], getattr(torch, dtype)) for fqn, dtype in outline.tensors]
-    streamed, mapped = planned, []
-    if loading.mmap:
-        mapped = _mapped(planned, proposal, extents)
-        names = {layout.fqn for layout in mapped}
-        streamed = [item for item in planned if item.layout.fqn not in names]
-    num_ranged = sum(item.layout.fqn not in {m.fqn for m in mapped} for item in planned[: outline.num_ranged])
+    mapped = _mapped(planned, proposal, extents) if loading.mmap else []
+    names = {layout.fqn for layout in mapped}
+    streamed = [item for item in planned if item.layout.fqn not in names]
+    num_ranged = sum(item.layout.fqn not in names for item in planned[: outline.num_ranged])
     # A rank that reads for others must know what they hold; for the rest, lengths are enough.
     reads_for_others = reads and (choice.transport != "local" or (shards.rank == 0 and num_ranged < len(streamed)))
     wanted = None if reads_for_others else (shards.shard_index,)
