@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import closing
 from types import TracebackType
 from typing import Self
 
@@ -57,23 +57,27 @@ class FileReader:
             CheckpointError: the file is gone, ends early, cannot be read, or is not the one whose header was read.
         """
         view = buffer.numpy().data if isinstance(buffer, torch.Tensor) else buffer
-        self.read_views(file, offset, (view,))
+        self.read_ranges(file, [(offset, (view,))])
 
-    def read_views(self, file: int, offset: int, views: Sequence[memoryview]) -> None:
-        """Fill `views` in turn with the bytes that begin at `offset`: one range of the file, scattered over memory.
+    def read_ranges(self, file: int, ranges: Iterable[tuple[int, Sequence[memoryview]]]) -> None:
+        """Read ranges of a file, one after the other, each scattered over memory.
 
         Args:
             file: Index into `Checkpoint.files`.
-            offset: Byte offset from the start of the file.
-            views: Writable and contiguous. Their lengths together say how many bytes to read.
+            ranges: (byte offset from the start of the file, what is filled in turn with the bytes that begin there).
+                The views are writable and contiguous; their lengths together say how many bytes to read.
 
         Raises:
             CheckpointError: as `read_into`.
         """
-        with self._open_file(file) as opened:
-            num_bytes = opened.fill(offset, views)
-        with self._lock:
-            self._num_bytes_read += num_bytes
+        # One call for many: between two reads Python's own state has left the caches, and each line of it costs.
+        opened = self._acquire(file)
+        num_bytes = 0
+        try:
+            for offset, views in ranges:
+                num_bytes += opened.fill(offset, views)
+        finally:
+            self._release(num_bytes)
 
     def read_tensor(self, info: TensorInfo) -> torch.Tensor:
         """Read one whole tensor into new CPU memory of `info.num_bytes`.
@@ -129,9 +133,8 @@ class FileReader:
     ) -> None:
         self.close()
 
-    @contextmanager
-    def _open_file(self, file: int) -> Iterator[StoredFile]:
-        """Give the open file, kept open until the block ends even if `close` is called meanwhile.
+    def _acquire(self, file: int) -> StoredFile:
+        """Give the open file, kept open until `_release` even if `close` is called meanwhile.
 
         Closing under a running read would let the kernel hand the descriptor to another file, and the read would
         return that file's bytes.
@@ -143,12 +146,14 @@ class FileReader:
             if opened is None:
                 opened = self._opened[file] = self._open(self._checkpoint.files[file])
             self._num_active += 1
-        try:
-            yield opened
-        finally:
-            with self._lock:
-                self._num_active -= 1
-                self._close_if_idle()
+        return opened
+
+    def _release(self, num_bytes: int) -> None:
+        """What `_acquire` began is over, and has given `num_bytes`."""
+        with self._lock:
+            self._num_bytes_read += num_bytes
+            self._num_active -= 1
+            self._close_if_idle()
 
     def _open(self, file: CheckpointFile) -> StoredFile:
         """Open the file that was validated, and no other that has since taken its path."""

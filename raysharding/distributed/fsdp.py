@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from raysharding.config import Sharding
 from raysharding.distributed.execution import record_execution_order
-from raysharding.distributed.layout import tensor_layout
+from raysharding.distributed.layout import named_submodules, tensor_layout
 from raysharding.models import is_cut, make_contiguous, wrap_groups
 
 _offloaded: WeakSet[nn.Module] = WeakSet()
@@ -75,7 +75,7 @@ def reshard(module: nn.Module) -> None:
     After a forward without a backward the root's group keeps its full parameters registered. Whoever reads
     `module.parameters()` (an optimizer, a gather) must see DTensors, and the memory is wanted back.
     """
-    for submodule in module.modules():
+    for _, submodule in named_submodules(module):
         if isinstance(submodule, FSDPModule):
             submodule.reshard()
 
@@ -160,7 +160,7 @@ def _allocate(
 
 def _registries(module: nn.Module) -> Iterator[dict[str, Any]]:
     """The parameter and buffer tables of every submodule."""
-    for submodule in module.modules():
+    for _, submodule in named_submodules(module):
         yield submodule._parameters
         yield submodule._buffers
 
@@ -175,10 +175,10 @@ def _filled_like(
         value = torch.empty(shape, dtype=tensor.dtype, device=device)  # empty_like of meta takes 50 times as long
     if isinstance(tensor, DTensor):
         # As FSDP2 makes its own; `DTensor.from_local` takes ten times as long, which thousands of parameters feel.
-        value = DTensor(value, tensor._spec, requires_grad=False)
-    if not isinstance(tensor, nn.Parameter):
-        return value
-    parameter = nn.Parameter(value, requires_grad=tensor.requires_grad)
-    # Attributes that models hang on parameters (transformers' `_is_hf_initialized`, weight-decay marks) stay.
-    parameter.__dict__.update(tensor.__dict__)
-    return parameter
+        value = DTensor(value, tensor._spec, requires_grad=tensor.requires_grad)
+    elif isinstance(tensor, nn.Parameter):
+        value = nn.Parameter(value, requires_grad=tensor.requires_grad)
+    # Attributes that models hang on parameters (transformers' `_is_hf_initialized`, weight-decay marks) stay, and the
+    # one by which torch knows a parameter of another class than `nn.Parameter`.
+    value.__dict__.update(tensor.__dict__)
+    return value

@@ -16,6 +16,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+_ROWS = Shard(0)
+
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
@@ -36,35 +38,71 @@ class TensorLayout:
         return prod(self.shape)
 
     def local_range(self, shard_index: int) -> tuple[int, int]:
-        """Half-open range of the flattened global tensor that shard `shard_index` holds.
+        """Half-open range of the flattened global tensor that shard `shard_index` holds."""
+        return self._range(shard_index, *self._size())
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """`local_range` of every shard; of the whole, once, where every rank holds it."""
+        size = self._size()
+        return [self._range(index, *size) for index in range(max(self.num_shards, 1))]
+
+    def _size(self) -> tuple[int, int]:
+        """Elements of the longest shard, and of the tensor.
 
         FSDP2 and DTensor cut dim 0 as `torch.chunk` does: `ceil(rows / num_shards)` rows each, the last ones shorter
         or empty.
         """
+        total = prod(self.shape)
         if self.num_shards == 0:
-            return 0, self.num_elements
+            return total, total
         rows = self.shape[0]
-        row_elements = prod(self.shape[1:])
-        rows_per_shard = -(-rows // self.num_shards)
-        first = min(shard_index * rows_per_shard, rows)
-        last = min(first + rows_per_shard, rows)
-        return first * row_elements, last * row_elements
+        return (-(-rows // self.num_shards) * (total // rows), total) if total else (0, 0)
+
+    def _range(self, shard_index: int, longest: int, total: int) -> tuple[int, int]:
+        if self.num_shards == 0:
+            return 0, total
+        return min(shard_index * longest, total), min((shard_index + 1) * longest, total)
+
+
+def named_submodules(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Every submodule under each of its names, a dot behind it but for the root's, parents first.
+
+    In the order of `named_modules(remove_duplicate=False)`, whose nested generators take many times as long in a deep
+    tree.
+    """
+    found: list[tuple[str, nn.Module]] = []
+
+    def collect(prefix: str, submodule: nn.Module) -> None:
+        found.append((prefix, submodule))
+        for name, child in submodule._modules.items():
+            if child is not None:
+                collect(f"{prefix}{name}.", child)
+
+    collect("", module)
+    return found
 
 
 def module_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     """FQN → parameter or buffer, each tensor once, in module order, non-persistent buffers included."""
-    tensors: dict[str, torch.Tensor] = dict(module.named_parameters())
-    tensors.update(module.named_buffers())
+    submodules = named_submodules(module)
+    tensors: dict[str, torch.Tensor] = {}
+    for table in ("_parameters", "_buffers"):
+        seen: set[int] = set()
+        for prefix, submodule in submodules:
+            for name, tensor in getattr(submodule, table).items():
+                if tensor is not None and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    tensors[prefix + name] = tensor
     return tensors
 
 
 def persistent_names(module: nn.Module) -> set[str]:
     """FQNs of all parameters and persistent buffers, tied aliases included."""
-    names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    for prefix, submodule in module.named_modules(remove_duplicate=False):
-        dot = f"{prefix}." if prefix else ""
+    names: set[str] = set()
+    for prefix, submodule in named_submodules(module):
+        names.update(prefix + name for name, tensor in submodule._parameters.items() if tensor is not None)
         skipped = submodule._non_persistent_buffers_set
-        names.update(f"{dot}{name}" for name in submodule._buffers if name not in skipped)
+        names.update(prefix + name for name in submodule._buffers if name not in skipped)
     return names
 
 
@@ -74,21 +112,20 @@ def tensor_layout(fqn: str, tensor: torch.Tensor) -> TensorLayout:
     Raises:
         ValueError: When a DTensor is neither replicated nor cut along dim 0 on one mesh axis.
     """
-    shape = tuple(tensor.shape)
-    if not isinstance(tensor, DTensor):
-        return TensorLayout(fqn, shape, tensor.dtype, 0)
-    cut = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
-    if not cut:
-        return TensorLayout(fqn, shape, tensor.dtype, 0)
-    if len(cut) > 1 or tensor.placements[cut[0]] != Shard(0):
-        raise ValueError(f"{fqn}: placements {tensor.placements} are not supported: shard along dim 0 on one mesh axis")
-    return TensorLayout(fqn, shape, tensor.dtype, tensor.device_mesh.size(cut[0]))
+    num_shards = 0
+    if isinstance(tensor, DTensor):
+        placements = tensor.placements
+        cut = [axis for axis, placement in enumerate(placements) if not placement.is_replicate()]
+        if len(cut) > 1 or (cut and placements[cut[0]] != _ROWS):
+            raise ValueError(f"{fqn}: placements {placements} are not supported: shard along dim 0 on one mesh axis")
+        num_shards = tensor.device_mesh.size(cut[0]) if cut else 0
+    return TensorLayout(fqn, tuple(tensor.shape), tensor.dtype, num_shards)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The part of `tensor` in this process: a DTensor's shard, any other tensor itself; detached."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return local.detach()
+    return local.detach() if local.requires_grad else local
 
 
 def message_device(module: nn.Module) -> torch.device:
@@ -138,7 +175,7 @@ class ShardMap:
         axes: dict[tuple[DeviceMesh, int], str] = {}
         for name, tensor in tensors.items():
             if isinstance(tensor, DTensor):
-                axes.setdefault((tensor.device_mesh, tensor.placements.index(Shard(0))), name)
+                axes.setdefault((tensor.device_mesh, tensor.placements.index(_ROWS)), name)
         found: dict[tuple[tuple[int, ...], ...], str] = {}
         for (mesh, axis), name in axes.items():
             found.setdefault(_holders(mesh, axis), name)

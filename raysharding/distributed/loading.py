@@ -23,7 +23,7 @@ from raysharding.distributed.paused_gc import paused_gc
 from raysharding.distributed.placing import Placer
 from raysharding.distributed.plan import BUCKET_BYTES
 from raysharding.distributed.planning import LoadPlan, agree_on_plan, propose_load
-from raysharding.distributed.prefault import Prefault
+from raysharding.distributed.prefault import Prefault, is_fresh
 from raysharding.distributed.read_threads import ReadThreads
 from raysharding.distributed.report import LoadReport
 from raysharding.distributed.routes import Routes
@@ -104,6 +104,7 @@ class _Load:
         self.peak = MemoryPeak(self.device)
         self.checksums = Checksums() if loading.verify == "full" else None
         self.figures = Figures()
+        self.fresh = False
         self.undo: Callable[[], None] = lambda: None
 
     def run(self, checkpoint: Checkpoint | str | os.PathLike[str]) -> LoadReport:
@@ -113,7 +114,8 @@ class _Load:
         error = None if self.loading.mmap else self._allocate(None)
         try:
             memory = [] if self.loading.mmap else [local_tensor(tensor) for tensor in self.tensors.values()]
-            with Prefault(memory):
+            self.fresh = is_fresh(memory)
+            with Prefault(memory if self.fresh else []):
                 plan = agree_on_plan(proposal, error, self.loading, self.shards, self.device)
                 if self.shards.rank == 0:
                     choice = plan.choice
@@ -157,7 +159,7 @@ class _Load:
             name = "" if last is None else plan.buckets.tensors[last.tensor].layout.fqn
             self.progress("stream", cumulative[index], cumulative[-1], name)
 
-        placer = Placer(plan.buckets, self.tensors, self.shards)
+        placer = Placer(plan.buckets, self.tensors, self.shards, self.fresh)
         routes = Routes(self.shards, plan.choice.readers, plan.buckets.num_first_buckets)
         transport, slots = make_transport(plan, self.loading, routes, placer, self.device, self.stall_s)
         return BucketStream(plan.buckets, transport, placer, slots, self.device, self.stall_s, self.peak, done)

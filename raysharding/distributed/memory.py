@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
+import re
 
 import torch
 
-_STATUS = Path("/proc/self/status")
+_RSS = re.compile(rb"^(?:RssAnon|RssShmem):\s*(\d+) kB", re.MULTILINE)
 
 
 def host_memory_bytes() -> int:
     """Anonymous plus shared resident memory of this process in bytes; 0 where /proc does not tell."""
     try:
-        text = _STATUS.read_text()
+        # A load asks after each bucket: no buffered file and no decoding, which would take three times as long.
+        descriptor = os.open("/proc/self/status", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return 0
-    wanted = ("RssAnon:", "RssShmem:")
-    return sum(int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith(wanted))
+    try:
+        return sum(int(number) << 10 for number in _RSS.findall(os.read(descriptor, 8192)))
+    finally:
+        os.close(descriptor)
 
 
 class MemoryPeak:

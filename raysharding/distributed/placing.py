@@ -8,14 +8,25 @@ import torch
 
 from raysharding.distributed.layout import ShardMap, local_tensor
 from raysharding.distributed.plan import BucketPlan, PlannedTensor, Section, Segment
+from raysharding.distributed.prefault import back
 from raysharding.distributed.source import as_bytes
 
 
 class Placer:
-    """The local memory of a plan's tensors, addressed by segments."""
+    """The local memory of a plan's tensors, addressed by segments.
 
-    def __init__(self, plan: BucketPlan, tensors: Mapping[str, torch.Tensor], shards: ShardMap) -> None:
+    Args:
+        plan: What is placed.
+        tensors: FQN → tensor of this process's module.
+        shards: Who holds what.
+        fresh: Whether the memory was never touched; it is backed just before it is written to.
+    """
+
+    def __init__(
+        self, plan: BucketPlan, tensors: Mapping[str, torch.Tensor], shards: ShardMap, fresh: bool = False
+    ) -> None:
         self._planned = plan.tensors
+        self._fresh = fresh
         self._flat = [self._flatten(planned, tensors[planned.layout.fqn]) for planned in plan.tensors]
         index = shards.shard_index
         self._first = [planned.layout.local_range(index)[0] for planned in plan.tensors]
@@ -32,13 +43,16 @@ class Placer:
         return flat.dtype == self._planned[segment.tensor].wire_dtype and flat.device.type == device_type
 
     def memory(self, segment: Segment) -> torch.Tensor:
-        """uint8 memory of a segment in this process."""
+        """uint8 memory of a segment in this process, about to be written."""
         return as_bytes(self.values(segment))
 
     def values(self, segment: Segment) -> torch.Tensor:
-        """The elements of a segment in this process, 1-D, in the module's dtype."""
+        """The elements of a segment in this process, 1-D, in the module's dtype, about to be written."""
         first = self._first[segment.tensor]
-        return self._flat[segment.tensor][segment.start - first : segment.stop - first]
+        values = self._flat[segment.tensor][segment.start - first : segment.stop - first]
+        if self._fresh:
+            back(values)
+        return values
 
     def place(self, segment: Segment, data: torch.Tensor) -> None:
         """Copy uint8 wire bytes into the shard, converting to the module's dtype."""

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -50,8 +51,7 @@ class PlannedTensor:
     """dtype in which its elements travel."""
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(NamedTuple):
     """A contiguous range of one tensor inside a section."""
 
     tensor: int
@@ -161,10 +161,9 @@ class _OpenSection:
         return self.packed_bytes + self.direct_bytes
 
     def close(self, shard_index: int, offset: int) -> Section:
-        moved = tuple(
-            Segment(item.tensor, item.start, item.stop, item.offset + self.packed_bytes, item.num_bytes)
-            for item in self.direct
-        )
+        moved = tuple(self.direct)
+        if self.packed_bytes:
+            moved = tuple(item._replace(offset=item.offset + self.packed_bytes) for item in self.direct)
         return Section(shard_index, offset, self.packed_bytes, self.num_bytes, tuple(self.packed), moved)
 
 
@@ -215,7 +214,7 @@ class _Cutter:
         if layout.num_elements == 0:
             return
         replicated = layout.num_shards == 0
-        ranges = [layout.local_range(shard) for shard in range(layout.num_shards)] or [(0, layout.num_elements)]
+        ranges = layout.ranges()
         sections = [self._replicated] if replicated else self._shards
         longest = ranges[0][1] - ranges[0][0]
         done = 0

@@ -1,13 +1,16 @@
-"""A thread that has the kernel back fresh host memory with pages before the bytes arrive.
+"""Has the kernel back fresh host memory with pages before the bytes arrive, many in one call.
 
 The first touch of a page costs more than the copy into it: on two cores, half of the time of a load into fresh memory
-went there. It needs nothing that a load waits for, so it runs while rank 0 still plans and while messages travel.
+went there, a quarter of it into the faults themselves. So whoever is about to write to memory that has no pages asks
+for them first (`back`). They need nothing that a load waits for: while rank 0 still plans and while messages travel, a
+thread is ahead (`Prefault`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import mmap
 import os
 import sys
@@ -21,11 +24,29 @@ _MADV_POPULATE_WRITE = 23  # Linux 5.14; `mmap` has no name for it
 _NICE = 5
 """Priority of the thread, a little below normal; Linux keeps one for each thread."""
 _STEP_BYTES = 1 << 20
-"""So much between two looks at whether to stop: little, since the thread holds the process's memory map as long."""
+"""So much between two looks at whether to stop: little, since the thread holds the process's memory map as long. Of
+less than this the faults are left to come."""
+_NUM_LOOKS = 8
+"""Tensors of which `is_fresh` looks at the first page."""
+
+
+def is_fresh(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether host memory was never touched: looked at in a few places, since most loads know one of two states."""
+    ranges = [_page_range(item) for item in tensors if _is_large_host_memory(item)]
+    step = max(1, len(ranges) // _NUM_LOOKS)
+    return any(not _is_backed(first) for first, _ in ranges[::step])
+
+
+def back(tensor: torch.Tensor) -> None:
+    """Have the kernel back a tensor's memory, unless it has; what it holds does not change."""
+    if _is_large_host_memory(tensor):
+        first, last = _page_range(tensor)
+        if not _is_backed(first):
+            _populate(first, last - first)
 
 
 class Prefault:
-    """Backs host tensors in turn, in a thread, while the context is open. What they hold does not change.
+    """Backs fresh host tensors in turn, in a thread, while the context is open. What they hold does not change.
 
     Args:
         tensors: Those on devices, small ones, and any that is not contiguous are left out. They take the memory that
@@ -39,8 +60,8 @@ class Prefault:
         self._thread = threading.Thread(target=self._run, name="raysharding-prefault", daemon=True)
 
     def __enter__(self) -> Prefault:
-        if sys.platform == "linux" and self._tensors:
-            with contextlib.suppress(RuntimeError):  # no thread to be had: pages come at the first touch
+        if self._tensors:
+            with contextlib.suppress(RuntimeError):  # no thread to be had: pages come when they are written to
                 self._thread.start()
         return self
 
@@ -55,30 +76,40 @@ class Prefault:
         # The cores are first of all rank 0's, which plans. Not lower still: while it is kept from running the thread
         # holds the memory map, for which every allocation of this process waits.
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-        libc = ctypes.CDLL(None)
         for tensor in self._tensors:
-            first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-            last = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-            # Memory that was used before has its pages; to populate it again would cost a tenth of the first time.
-            if _is_backed(libc, first, last - first):
-                continue
+            first, last = _page_range(tensor)
             for start in range(first, last, _STEP_BYTES):
-                length = min(_STEP_BYTES, last - start)
-                # An older kernel refuses: then pages come one by one, at the first touch.
-                if self._stop.is_set() or libc.madvise(
-                    ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_POPULATE_WRITE
-                ):
+                if self._stop.is_set():
+                    return
+                # Others write to this memory too. To populate what has its pages costs a tenth of the first time.
+                if not _is_backed(start) and not _populate(start, min(_STEP_BYTES, last - start)):
                     return
 
 
-def _is_backed(libc: ctypes.CDLL, start: int, num_bytes: int) -> bool:
-    """Whether every page of a range is in memory."""
-    present = ctypes.create_string_buffer(num_bytes // mmap.PAGESIZE)
-    if libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(num_bytes), present):
-        return False
-    return 0 not in present.raw
+def _populate(start: int, num_bytes: int) -> bool:
+    """Whether the kernel could: an older one refuses, and then pages come one by one, at the first touch."""
+    return not _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(num_bytes), _MADV_POPULATE_WRITE)
+
+
+def _is_backed(start: int) -> bool:
+    """Whether the page at `start` is in memory."""
+    present = ctypes.c_ubyte()
+    _libc().mincore(ctypes.c_void_p(start), ctypes.c_size_t(mmap.PAGESIZE), ctypes.byref(present))
+    return bool(present.value & 1)
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
+
+
+def _page_range(tensor: torch.Tensor) -> tuple[int, int]:
+    """First and last address of the pages that lie in a tensor's memory."""
+    start = tensor.data_ptr()
+    return -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, (start + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
 
 
 def _is_large_host_memory(tensor: torch.Tensor) -> bool:
     # Elsewhere `nbytes` does not say where the memory ends.
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.nbytes >= _STEP_BYTES
+    is_host = sys.platform == "linux" and tensor.device.type == "cpu"
+    return is_host and tensor.nbytes >= _STEP_BYTES and tensor.is_contiguous()

@@ -48,6 +48,10 @@ class ReadThreads:
 
     def run(self, jobs: Sequence[Job]) -> None:
         """Run all jobs and wait for them; raises the first error that one of them raised."""
+        if not self._num_others:
+            for job in jobs:
+                job()
+            return
         batch = _Batch(len(jobs))
         for job in jobs[1:]:
             self._jobs.put((batch, job))

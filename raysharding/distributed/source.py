@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from math import prod
-from typing import Any, Protocol
+from operator import attrgetter
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -16,11 +18,11 @@ from raysharding.distributed.read_threads import Job, ReadThreads
 from raysharding.models import Target
 
 JOB_BYTES = 4 << 20
-"""A read call ends with the piece that reaches this length, so that there are some for each thread."""
+"""What one thread reads before another may take over; a call, and a job of several, ends when it reaches this."""
 LOCAL_GAP_BYTES = 0
 REMOTE_GAP_BYTES = 256 << 10
-"""Ranges of a file that are no further apart are read as one: a request to a store costs as much as so many bytes, a
-local read less than what lies between."""
+"""Ranges of a file that are no further apart are read as one, what lies between in vain: a request to a store costs as
+much as so many bytes, a local read less than any."""
 SCRATCH_BYTES = 4 << 20
 """Size of the scratch through which values pass whose dtype in the file is wider than on the wire."""
 
@@ -98,8 +100,7 @@ def extents_from_json(value: Any) -> Extents:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(NamedTuple):
     """A range of a tensor, and where its bytes should go."""
 
     fqn: str
@@ -155,6 +156,7 @@ class CheckpointSource:
         self._cache_bytes = cache_bytes
         self._checksums = checksums
         self._threads = threads or ReadThreads(1)
+        self._remote = ["://" in file.path for file in checkpoint.files]
         self._converted: dict[str, torch.Tensor] = {}
 
     @classmethod
@@ -176,7 +178,9 @@ class CheckpointSource:
                 continue
             for extent, start, stop in _overlaps(extents, request.start, request.stop):
                 size = request.dtype.itemsize
-                memory = request.memory[(start - request.start) * size : (stop - request.start) * size]
+                memory = request.memory
+                if stop - start < request.stop - request.start:
+                    memory = memory[(start - request.start) * size : (stop - request.start) * size]
                 offset = extent.offset + (start - extent.start) * extent.dtype.itemsize
                 if extent.dtype == request.dtype:
                     pieces.append((extent.file, offset, memory, extent))
@@ -194,39 +198,41 @@ class CheckpointSource:
         self.read([Request(fqn, start, stop, out.dtype, as_memory(out))])
 
     def _read_pieces(self, pieces: Sequence[_Piece]) -> None:
-        """Read sorted pieces: those that touch in one call, up to `JOB_BYTES`, and several calls at once."""
+        """Read sorted pieces: those that touch in one call, and several calls at once."""
         jobs: list[Job] = []
-        first = 0
-        while first < len(pieces):
-            file, start = pieces[first][:2]
-            end, last = start, first
-            gap = self._gap_bytes(file)
-            while last < len(pieces) and pieces[last][0] == file and 0 <= pieces[last][1] - end <= gap:
-                if end - start >= JOB_BYTES:
-                    break
-                end = pieces[last][1] + pieces[last][2].nbytes
-                last += 1
-            jobs.append(partial(self._read_range, pieces[first:last]))
-            first = last
+        ranges: list[Sequence[_Piece]] = []
+        num_bytes = 0
+        for file, found in self._ranges(pieces):
+            if ranges and (num_bytes >= JOB_BYTES or self._remote[file] or file != ranges[0][0][0]):
+                jobs.append(partial(self._read_ranges, ranges))
+                ranges, num_bytes = [], 0
+            ranges.append(found)
+            num_bytes += sum(piece[2].nbytes for piece in found)
+        if ranges:
+            jobs.append(partial(self._read_ranges, ranges))
         self._threads.run(jobs)
 
-    def _gap_bytes(self, file: int) -> int:
-        """How much is read in vain rather than asked for apart: what a request costs, in bytes."""
-        return REMOTE_GAP_BYTES if "://" in self._checkpoint.files[file].path else LOCAL_GAP_BYTES
+    def _ranges(self, pieces: Sequence[_Piece]) -> Iterator[tuple[int, Sequence[_Piece]]]:
+        """(file, pieces that lie close together in it), each up to `JOB_BYTES`."""
+        first = 0
+        while first < len(pieces):
+            file, start, memory, _ = pieces[first]
+            end, last = start + memory.nbytes, first + 1
+            gap = REMOTE_GAP_BYTES if self._remote[file] else LOCAL_GAP_BYTES
+            while last < len(pieces) and end - start < JOB_BYTES:
+                next_file, offset, memory, _ = pieces[last]
+                if next_file != file or not 0 <= offset - end <= gap:
+                    break
+                end = offset + memory.nbytes
+                last += 1
+            yield file, pieces[first:last]
+            first = last
 
-    def _read_range(self, pieces: Sequence[_Piece]) -> None:
-        """Read pieces that lie close together in a file."""
-        file, start = pieces[0][:2]
-        views: list[memoryview] = []
-        end = start
-        for _, offset, memory, _ in pieces:
-            if offset > end:
-                views.append(memoryview(bytearray(offset - end)))
-            views.append(memory)
-            end = offset + memory.nbytes
-        self._reader.read_views(file, start, views)
+    def _read_ranges(self, ranges: Sequence[Sequence[_Piece]]) -> None:
+        """Read some ranges of one file."""
+        self._reader.read_ranges(ranges[0][0][0], [(pieces[0][1], _views(pieces)) for pieces in ranges])
         if self._checksums is not None:
-            for _, offset, memory, extent in pieces:
+            for _, offset, memory, extent in chain.from_iterable(ranges):
                 self._checksums.add(extent.key, offset - extent.key_offset, memory)
 
     def _read_narrowing(self, extent: Extent, offset: int, out: torch.Tensor) -> None:
@@ -261,9 +267,24 @@ class CheckpointSource:
         return sum(value.numel() * value.itemsize for value in self._converted.values())
 
 
+def _views(pieces: Sequence[_Piece]) -> list[memoryview]:
+    """The memory of pieces that lie close together in a file, and scratch for what lies between."""
+    views: list[memoryview] = []
+    end = pieces[0][1]
+    for _, offset, memory, _ in pieces:
+        if offset > end:
+            views.append(memoryview(bytearray(offset - end)))
+        views.append(memory)
+        end = offset + memory.nbytes
+    return views
+
+
+_start = attrgetter("start")
+
+
 def _overlaps(extents: Sequence[Extent], start: int, stop: int) -> Iterable[tuple[Extent, int, int]]:
     """The extents that elements `start` to `stop` lie in, and which elements lie in each."""
-    index = bisect_right(extents, start, key=lambda extent: extent.start) - 1
+    index = bisect_right(extents, start, key=_start) - 1
     while start < stop:
         extent = extents[index]
         last = min(stop, extent.start + extent.num_elements)

@@ -68,8 +68,8 @@ def test_one_range_is_scattered_over_thousands_of_views(path: Path) -> None:
         views.append(memory[position : position + size])
         position += size
     with FileReader(checkpoint) as reader:
-        reader.read_views(info.file, info.offset + 7, views)
-        reader.read_views(info.file, info.offset, [])
+        reader.read_ranges(info.file, [(info.offset + 7, views)])
+        reader.read_ranges(info.file, [(info.offset, [])])
         assert reader.num_bytes_read == sum(sizes)
     start = info.offset + 7
     assert buffer == b"\0" + path.read_bytes()[start : start + sum(sizes)] + b"\0"
@@ -95,11 +95,11 @@ def test_a_read_that_stops_early_goes_on_where_it_stopped(
     views = [memoryview(buffer) for buffer in buffers]
     views[2] = views[2].cast("i")
     with FileReader(checkpoint) as reader:
-        reader.read_views(0, 64, views)
+        reader.read_ranges(0, [(64, views)])
         assert reader.num_bytes_read == 25
         with pytest.raises(CheckpointError, match=r"ends at byte \d+, but 25 bytes were asked for"):
-            reader.read_views(0, path.stat().st_size - 20, views)
-        reader.read_views(0, 64, views)
+            reader.read_ranges(0, [(path.stat().st_size - 20, views)])
+        reader.read_ranges(0, [(64, views)])
     assert b"".join(buffers) == path.read_bytes()[64:89]
 
 
@@ -135,13 +135,13 @@ def test_after_close_reads_raise_and_descriptors_are_free(path: Path) -> None:
 def test_close_leaves_a_descriptor_open_for_as_long_as_a_read_uses_it(path: Path) -> None:
     checkpoint = open_checkpoint(path)
     reader = FileReader(checkpoint)
-    with reader._open_file(0) as opened:
-        descriptor = cast(LocalFile, opened)._descriptor
-        reader.close()
-        # A long read makes several calls; between two of them the number must not become another file's.
-        assert os.pread(descriptor, 8, 0) == path.read_bytes()[:8]
-        with pytest.raises(ValueError, match="FileReader is closed"):
-            reader.read_tensor(checkpoint.tensors["a"])
+    descriptor = cast(LocalFile, reader._acquire(0))._descriptor
+    reader.close()
+    # A long read makes several calls; between two of them the number must not become another file's.
+    assert os.pread(descriptor, 8, 0) == path.read_bytes()[:8]
+    with pytest.raises(ValueError, match="FileReader is closed"):
+        reader.read_tensor(checkpoint.tensors["a"])
+    reader._release(0)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
 

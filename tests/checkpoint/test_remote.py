@@ -98,7 +98,7 @@ def test_a_range_is_cut_into_parts_and_scattered_over_views(local: Path, s3: S3S
     s3.proxy.reset()
     s3.proxy.delay_s = 0.02
     with FileReader(checkpoint, options) as reader:
-        reader.read_views(info.file, info.offset + 11, views)
+        reader.read_ranges(info.file, [(info.offset + 11, views)])
     start = info.offset + 11
     expected = (local / "y.safetensors").read_bytes()[start : start + sum(sizes)]
     assert buffer == b"\0" + expected + b"\0"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from raysharding.distributed.memory import host_memory_bytes
-from raysharding.distributed.prefault import Prefault
+from raysharding.distributed.prefault import Prefault, back, is_fresh
 
 MIB = 1 << 20
 
@@ -21,7 +21,10 @@ def untouched(num_bytes: int) -> torch.Tensor:
     return torch.frombuffer(mmap.mmap(-1, num_bytes, flags=private), dtype=torch.uint8)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="madvise(MADV_POPULATE_WRITE) is Linux's")
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="madvise(MADV_POPULATE_WRITE) is Linux's")
+
+
+@linux_only
 def test_untouched_memory_is_backed_and_values_stay() -> None:
     held = torch.arange(2 * MIB)
     before = host_memory_bytes()
@@ -41,3 +44,25 @@ def test_it_stops_when_the_load_does() -> None:
     with Prefault([fresh]):
         pass
     assert host_memory_bytes() - before < 1024 * MIB
+
+
+@linux_only
+def test_memory_that_is_about_to_be_written_is_backed_whole() -> None:
+    fresh = untouched(16 * MIB)
+    before = host_memory_bytes()
+    part = fresh[3 * MIB + 5 : 12 * MIB]
+    back(part)
+    assert 8 * MIB <= host_memory_bytes() - before <= 10 * MIB
+    part.fill_(7)
+    back(part)
+    assert int(part.min()) == 7
+
+
+@linux_only
+def test_memory_is_fresh_until_it_was_touched() -> None:
+    first, second = untouched(4 * MIB), untouched(4 * MIB)
+    assert is_fresh([first, second])
+    first.fill_(1)
+    assert is_fresh([first, second])
+    second.fill_(1)
+    assert not is_fresh([first, second, torch.ones(3), torch.empty(4 * MIB, device="meta")])

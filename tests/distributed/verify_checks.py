@@ -84,19 +84,19 @@ def check_checksums(root: Path) -> None:
 
 def check_a_failed_read_is_told_as_such(root: Path) -> None:
     """Under `verify="full"` too, and whichever rank it was: checksums of what was not read say nothing."""
-    read = FileReader.read_views
+    read = FileReader.read_ranges
 
-    def fail(self: FileReader, file: int, offset: int, views: Any) -> None:
+    def fail(self: FileReader, file: int, ranges: Any) -> None:
         if dist.get_rank() == 1:
             raise CheckpointError("cannot be read: Input/output error", path="here")
-        read(self, file, offset, views)
+        read(self, file, ranges)
 
-    FileReader.read_views = fail  # type: ignore[method-assign]
+    FileReader.read_ranges = fail  # type: ignore[method-assign]
     try:
         loading = Loading("local", verify="full")
         errors = raised_everywhere(load_checkpoint, sharded(root / ODD), root / SAVED, loading=loading)
     finally:
-        FileReader.read_views = read  # type: ignore[method-assign]
+        FileReader.read_ranges = read  # type: ignore[method-assign]
     assert all("Input/output error" in error and "restore" not in error for error in errors), errors
 
 

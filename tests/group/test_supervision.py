@@ -220,13 +220,14 @@ def slow_disk(seconds_per_read: float) -> Callable[[], nn.Module]:
 
         from raysharding.checkpoint import FileReader
 
-        read_views = FileReader.read_views
+        read_ranges = FileReader.read_ranges
 
-        def slow(*args: Any) -> None:
-            time.sleep(seconds_per_read)
-            read_views(*args)
+        def slow(reader: FileReader, file: int, ranges: Any) -> None:
+            for item in ranges:
+                time.sleep(seconds_per_read)
+                read_ranges(reader, file, [item])
 
-        FileReader.read_views = slow  # type: ignore[method-assign,assignment]
+        FileReader.read_ranges = slow  # type: ignore[method-assign,assignment]
         return nn.Sequential(*(nn.Linear(32, 32) for _ in range(8)))
 
     return build
