@@ -22,6 +22,7 @@ from torch import nn
 from raysharding.checkpoint import (
     MANIFEST_NAME,
     Checkpoint,
+    CheckpointFile,
     FileReader,
     Manifest,
     check_manifest,
@@ -34,7 +35,7 @@ from raysharding.distributed.layout import ShardMap, TensorLayout, persistent_na
 from raysharding.distributed.mapping import mappable
 from raysharding.distributed.metadata import broadcast_json
 from raysharding.distributed.plan import BUCKET_BYTES, STRAIGHT_BYTES, BucketPlan, PlannedTensor, plan_buckets
-from raysharding.distributed.readers import Choice, Whereabouts, choose, is_settled, seen_here
+from raysharding.distributed.readers import Choice, Sight, Whereabouts, choose, is_settled, look, seen_here
 from raysharding.distributed.source import (
     CheckpointSource,
     Extents,
@@ -188,10 +189,8 @@ def agree_on_plan(
         CheckpointError: On every rank, when the headers cannot be read or trusted, or readers see different files.
         PlanError: On every rank, when the checkpoint does not fit, or the ranks differ in module or options.
     """
-    # Before any data collective: ranks with different plans would send and receive different sizes, and hang.
-    _compare_ranks(agree(proposal.error or error, proposal.digests))
-    outline = Outline.from_json(broadcast_json(None if proposal.outline is None else vars(proposal.outline)))
-    choice, checkpoint = choose(loading, Whereabouts.from_json(outline.whereabouts), shards.world_size)
+    outline, sights, found = _exchange(proposal, proposal.error or error, loading)
+    choice, checkpoint = choose(loading, Whereabouts.from_json(outline.whereabouts), sights, found)
     extents = _all_extents(proposal.fit, outline)
     if proposal.fit is not None:
         checkpoint = proposal.fit.checkpoint
@@ -208,6 +207,25 @@ def agree_on_plan(
     rest_bytes = loading.bucket_bytes or BUCKET_BYTES
     buckets = plan_buckets(streamed, shards.num_shards, first_bytes, num_ranged, wanted, rest_bytes)
     return LoadPlan(outline, choice, buckets, checkpoint if reads else None, extents, tuple(mapped), proposal.fit)
+
+
+def _exchange(
+    proposal: Proposal, error: Exception | None, loading: Loading
+) -> tuple[Outline, list[Sight], tuple[CheckpointFile, ...]]:
+    """Hear rank 0's outline, and tell what this rank has and sees; collective.
+
+    Returns:
+        The outline, what each rank sees of the files (nothing where it does not matter), and what this one does.
+    """
+    # A rank that failed comes here too, and rank 0 sends nothing if it did: the others wait for both.
+    received = broadcast_json(None if proposal.outline is None else vars(proposal.outline))
+    outline = None if received is None else Outline.from_json(received)
+    sight, found = (None, ()) if outline is None else look(loading, Whereabouts.from_json(outline.whereabouts))
+    # Before any data collective: ranks with different plans would send and receive different sizes, and hang.
+    answers = agree(error, (proposal.digests, None if sight is None else asdict(sight)))
+    _compare_ranks([digests for digests, _ in answers])
+    assert outline is not None, "rank 0 said why there is none"
+    return outline, [Sight(**value) for _, value in answers if value is not None], found
 
 
 def _all_extents(fit: Fit | None, outline: Outline) -> Mapping[str, Extents]:

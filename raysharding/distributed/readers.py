@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from raysharding.checkpoint import Checkpoint, CheckpointFile, FileReader, file_system_type, identify_files
@@ -106,13 +106,15 @@ def is_settled(loading: Loading) -> bool:
     return not loading.mmap and loading.transport in ("scatter", "broadcast") and loading.num_readers in (None, 1)
 
 
-def look(there: Whereabouts) -> tuple[Sight, tuple[CheckpointFile, ...]]:
+def look(loading: Loading, there: Whereabouts) -> tuple[Sight | None, tuple[CheckpointFile, ...]]:
     """Open the files as this rank sees them.
 
     Returns:
-        What there is, and the files with this rank's own modification times; none if one is not seen. Cost: a `stat` of
-        each file on rank 0's host, the headers elsewhere.
+        What there is, `None` where nobody needs to know; and the files with this rank's own modification times, none if
+        one is not seen. Cost: a `stat` of each file on rank 0's host, the headers elsewhere.
     """
+    if is_settled(loading):
+        return None, ()
     host = tuple(host_identity())
     if host == there.host and there.inodes and _inodes(there.files) == there.inodes:
         return Sight(host, sees=True, is_same=True, why_not=""), there.files
@@ -123,8 +125,17 @@ def look(there: Whereabouts) -> tuple[Sight, tuple[CheckpointFile, ...]]:
         return Sight(host, sees=False, is_same=False, why_not=str(error)), ()
 
 
-def choose(loading: Loading, there: Whereabouts, world_size: int) -> tuple[Choice, Checkpoint | None]:
-    """Decide how the bytes move; collective, every rank passes the same arguments.
+def choose(
+    loading: Loading, there: Whereabouts, sights: Sequence[Sight], found: Sequence[CheckpointFile]
+) -> tuple[Choice, Checkpoint | None]:
+    """Decide how the bytes move; collective where ranks see files that are not rank 0's own.
+
+    Args:
+        loading: The same on every rank.
+        there: The same on every rank.
+        sights: What each rank sees, in rank order; none where nobody looked. A rank that decided from its own sight
+            alone would wait for messages that nobody sends.
+        found: The files as this rank sees them.
 
     Returns:
         The choice, and the files for `FileReader` where this rank sees them and was asked to look.
@@ -133,18 +144,15 @@ def choose(loading: Loading, there: Whereabouts, world_size: int) -> tuple[Choic
         CheckpointError: On every rank, when ranks see different content under one path, or too few see the files.
     """
     transport = "local" if loading.mmap else loading.transport
-    if is_settled(loading):
+    if not sights:
         return Choice(transport, (0,), "asked for"), None
-    sight, found = look(there)
-    # A rank that decided from its own sight alone would wait for messages that nobody sends.
-    sights = [Sight(**value) for value in agree(None, asdict(sight))]
     if any(item.sees and not item.is_same for item in sights):
         _require_same_content(found, sights, there)
     seeing = tuple(rank for rank, item in enumerate(sights) if item.sees)
     _require_enough(loading, seeing, sights, there.files[0].path)
     wanted = loading.num_readers or len(seeing)
     readers = _spread(seeing, sights)[:wanted] if transport != "local" else seeing
-    checkpoint = Checkpoint("", found, {}, None, {}) if found else None
+    checkpoint = Checkpoint("", tuple(found), {}, None, {}) if found else None
     return _choice(transport, tuple(sorted(readers)), seeing, sights, there), checkpoint
 
 
