@@ -70,11 +70,13 @@ class Pulse:
     many buckets ahead. A failure stops all ranks within twice as many.
 
     Args:
+        num_buckets: Of the stream. Nobody asks after the last one: the outcome of all is exchanged next.
         timeout_s: Longest time of one bucket on any rank. Ranks that send each other nothing may be many apart.
         group: Process group, the default group if `None`.
     """
 
-    def __init__(self, timeout_s: float, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, num_buckets: int, timeout_s: float, group: dist.ProcessGroup | None = None) -> None:
+        self._num_buckets = num_buckets
         self._timeout = timedelta(seconds=timeout_s * 2 * PULSE_BUCKETS)
         self._group = group
         self._work: dist.Work | None = None
@@ -84,7 +86,7 @@ class Pulse:
         """After bucket `index`: whether all ranks stop here; the same answer on every rank."""
         if dist.get_world_size(self._group) == 1:
             return failed
-        if (index + 1) % PULSE_BUCKETS:
+        if (index + 1) % PULSE_BUCKETS or index + 1 == self._num_buckets:
             return False
         self.close()
         if self._flag.item():

@@ -31,7 +31,7 @@ from raysharding.distributed.layout import TensorLayout
 
 BUCKET_BYTES = 32 * MIB
 """Default size of a bucket; see the note above."""
-STRAIGHT_BYTES = 64 * MIB
+STRAIGHT_BYTES = 128 * MIB
 """Default size of a rank's part of a bucket that is read straight into its shard, which takes no buffer."""
 ALIGNMENT_BYTES = 16
 """Segments start at multiples of this, so that a slice of the buffer can be viewed as any dtype."""

@@ -72,7 +72,7 @@ class BucketStream:
                 self.times.read_s = 0.0 if ahead is None else ahead.read_s
 
     def _run(self, ahead: ReadAhead | None) -> Exception | None:
-        pulse = Pulse(self.timeout_s)
+        pulse = Pulse(len(self.plan.buckets), self.timeout_s)
         error: Exception | None = None
         for index in range(len(self.plan.buckets)):
             error = self._finish(self._start(index, ahead), ahead, error)
