@@ -44,7 +44,7 @@ def stand_in(module: nn.Module, tensors: TensorMap = _keep) -> nn.Module:
     return _Copier(tensors).copy(module, "")
 
 
-_NO_HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))
+_HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))
 """Attributes of every module that are tables of hooks."""
 
 
@@ -62,9 +62,10 @@ class _Copier:
         cls = original_class(module)
         copy = cls.__new__(cls)
         self._modules[id(module)] = copy
+        attributes = dict(vars(module))
         # Hooks are left behind: FSDP's would gather, and PreTrainedModel's could touch the live module.
-        attributes = {name: value for name, value in vars(module).items() if not name.endswith("_hooks")}
-        attributes.update((name, OrderedDict()) for name in _NO_HOOKS)
+        for name in _HOOKS:
+            attributes[name] = OrderedDict()
         attributes["_parameters"] = self._replaced(module._parameters, prefix)
         attributes["_buffers"] = self._replaced(module._buffers, prefix)
         attributes["_modules"] = _Children(module._modules, lambda name, child: self.copy(child, f"{prefix}{name}."))
