@@ -161,7 +161,16 @@ class _Load:
 
         placer = Placer(plan.buckets, self.tensors, self.shards, self.fresh)
         routes = Routes(self.shards, plan.choice.readers, plan.buckets.num_first_buckets)
-        transport, slots = make_transport(plan, self.loading, routes, placer, self.device, self.stall_s)
+        try:
+            transport, slots = make_transport(plan, self.loading, routes, placer, self.device, self.stall_s)
+            failed = None
+        except (RuntimeError, MemoryError) as error:
+            failed = error
+        if self.device.type == "cuda":
+            # Device and page-locked memory run out on one rank alone, which must not leave the others in the stream.
+            agree(failed)
+        if failed is not None:
+            raise failed
         return BucketStream(plan.buckets, transport, placer, slots, self.device, self.stall_s, self.peak, done)
 
     def _stream(self, stream: BucketStream, plan: LoadPlan) -> Exception | None:
