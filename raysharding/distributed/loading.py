@@ -151,13 +151,11 @@ class _Load:
 
     def _make_stream(self, plan: LoadPlan) -> BucketStream:
         """Set up this rank's transport and ring; collective where readers share memory."""
-        cumulative = list(accumulate(bucket.payload_bytes for bucket in plan.buckets.buckets))
+        buckets = plan.buckets.buckets
+        cumulative = list(accumulate(map(buckets.payload_bytes, range(len(buckets)))))
 
         def done(index: int) -> None:
-            sections = reversed(plan.buckets.buckets[index].sections)
-            last = next((part[-1] for item in sections for part in (item.direct, item.packed) if part), None)
-            name = "" if last is None else plan.buckets.tensors[last.tensor].layout.fqn
-            self.progress("stream", cumulative[index], cumulative[-1], name)
+            self.progress("stream", cumulative[index], cumulative[-1], buckets.last_tensor(index).layout.fqn)
 
         placer = Placer(plan.buckets, self.tensors, self.shards, self.fresh)
         routes = Routes(self.shards, plan.choice.readers, plan.buckets.num_first_buckets)

@@ -22,7 +22,8 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import lru_cache
+from typing import NamedTuple, overload
 
 import torch
 
@@ -107,28 +108,15 @@ class Bucket:
     """Bytes of all segments, those of unwanted shards included."""
 
 
-@dataclass(frozen=True)
-class BucketPlan:
-    """All buckets of a transfer."""
+class Cut(NamedTuple):
+    """What a bucket holds of a tensor: the same elements of every shard, as far as it is long enough."""
 
-    tensors: tuple[PlannedTensor, ...]
-    """The tensors, in the order in which they travel."""
-    buckets: tuple[Bucket, ...]
-    """The buckets, in order."""
-    num_shards: int
-    """Number of shard indices."""
-    num_first_buckets: int
-    """How many of the buckets hold the tensors that were to come first."""
-
-    @property
-    def payload_bytes(self) -> int:
-        """Bytes that travel into shards: each tensor once, in its wire dtype."""
-        return sum(item.layout.num_elements * item.wire_dtype.itemsize for item in self.tensors)
-
-    @property
-    def max_bucket_bytes(self) -> int:
-        """Size of the largest bucket: what a buffer of the ring must hold."""
-        return max((bucket.num_bytes for bucket in self.buckets), default=0)
+    tensor: int
+    """Index into `BucketPlan.tensors`."""
+    first: int
+    """First element, counted from the start of each shard."""
+    length: int
+    """Elements, of a shard that is long enough."""
 
 
 def _aligned(num_bytes: int) -> int:
@@ -167,12 +155,102 @@ class _OpenSection:
         return Section(shard_index, offset, self.packed_bytes, self.num_bytes, tuple(self.packed), moved)
 
 
+class Buckets(Sequence[Bucket]):
+    """The buckets of a plan, each made when it is looked at, and the last few kept.
+
+    Those of 140 GB on 64 ranks would take more memory than the ring, each bucket having 64 sections; cuts take little.
+    """
+
+    _NUM_KEPT = 16
+    """More than are under way at once, and all of a small plan."""
+
+    def __init__(
+        self,
+        tensors: Sequence[PlannedTensor],
+        cuts: Sequence[tuple[Cut, ...]],
+        num_shards: int,
+        wanted: Container[int],
+    ) -> None:
+        self._tensors = tensors
+        self._cuts = cuts
+        self._num_shards = num_shards
+        self._wanted = wanted
+        self._bucket = lru_cache(self._NUM_KEPT)(self._make)
+
+    def __len__(self) -> int:
+        return len(self._cuts)
+
+    @overload
+    def __getitem__(self, index: int) -> Bucket: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Bucket]: ...
+    def __getitem__(self, index: int | slice) -> Bucket | list[Bucket]:
+        if isinstance(index, slice):
+            return [self._bucket(number) for number in range(len(self))[index]]
+        return self._bucket(range(len(self))[index])
+
+    def last_tensor(self, index: int) -> PlannedTensor:
+        """The last tensor of which bucket `index` holds some."""
+        return self._tensors[self._cuts[index][-1].tensor]
+
+    def payload_bytes(self, index: int) -> int:
+        """Bytes of all segments of bucket `index`, which need not be made for it."""
+        return sum(_payload_bytes(self._tensors[cut.tensor], cut) for cut in self._cuts[index])
+
+    def _make(self, index: int) -> Bucket:
+        shards = [_OpenSection(shard in self._wanted) for shard in range(self._num_shards)]
+        replicated = _OpenSection(is_wanted=True)
+        for tensor, first, length in self._cuts[index]:
+            planned = self._tensors[tensor]
+            open_sections = shards if planned.layout.num_shards else [replicated]
+            itemsize = planned.wire_dtype.itemsize
+            for section, (start, stop) in zip(open_sections, planned.layout.ranges(), strict=True):
+                if start + first < stop:
+                    section.add(tensor, start + first, min(start + first + length, stop), itemsize)
+        sections: list[Section] = []
+        offset = 0
+        for shard_index, part in [*enumerate(shards), (REPLICATED, replicated)]:
+            if part.num_bytes:
+                sections.append(part.close(shard_index, offset))
+                offset += part.num_bytes
+        return Bucket(tuple(sections), offset, self.payload_bytes(index))
+
+
+def _payload_bytes(planned: PlannedTensor, cut: Cut) -> int:
+    """Bytes of a cut, all shards together: those of full length, and of the one that ends early."""
+    total = planned.layout.num_elements
+    longest = planned.layout.local_range(0)[1]
+    rest = min(max(total % longest - cut.first, 0), cut.length)
+    return (total // longest * cut.length + rest) * planned.wire_dtype.itemsize
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """All buckets of a transfer."""
+
+    tensors: tuple[PlannedTensor, ...]
+    """The tensors, in the order in which they travel."""
+    buckets: Buckets
+    """The buckets, in order."""
+    num_shards: int
+    """Number of shard indices."""
+    num_first_buckets: int
+    """How many of the buckets hold the tensors that were to come first."""
+    max_bucket_bytes: int
+    """No bucket is larger: what a buffer of the ring must hold."""
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes that travel into shards: each tensor once, in its wire dtype."""
+        return sum(item.layout.num_elements * item.wire_dtype.itemsize for item in self.tensors)
+
+
 class _Cutter:
     """Fills one bucket after the other."""
 
-    def __init__(self, num_shards: int, bucket_bytes: int, wanted: Container[int]) -> None:
-        self.buckets: list[Bucket] = []
-        self._wanted = wanted
+    def __init__(self, num_shards: int, bucket_bytes: int) -> None:
+        self.buckets: list[tuple[Cut, ...]] = []
+        self.max_bucket_bytes = 0
         self._num_shards = num_shards
         self._limit(bucket_bytes)
         self._open()
@@ -182,14 +260,14 @@ class _Cutter:
         self._bucket_bytes = max(bucket_bytes, (self._num_shards + 1) * 4 * ALIGNMENT_BYTES)
 
     def _open(self) -> None:
-        self._shards = [_OpenSection(shard in self._wanted) for shard in range(self._num_shards)]
-        self._replicated = _OpenSection(is_wanted=True)
-        self._payload_bytes = 0
+        self._cuts: list[Cut] = []
+        self._longest = _OpenSection(is_wanted=False)
+        self._replicated = _OpenSection(is_wanted=False)
 
     @property
     def _used_bytes(self) -> int:
         # Shard 0 is never shorter than another, so it stands for all.
-        return self._num_shards * self._shards[0].num_bytes + self._replicated.num_bytes
+        return self._num_shards * self._longest.num_bytes + self._replicated.num_bytes
 
     def _room(self, itemsize: int, parts: int) -> int:
         """Elements that still fit into each of `parts` sections."""
@@ -198,41 +276,29 @@ class _Cutter:
 
     def close(self, bucket_bytes: int | None = None) -> None:
         """End the bucket that is being filled, if anything is in it; those to come may have another size."""
-        sections: list[Section] = []
-        offset = 0
-        for shard_index, part in [*enumerate(self._shards), (REPLICATED, self._replicated)]:
-            if part.num_bytes:
-                sections.append(part.close(shard_index, offset))
-                offset += part.num_bytes
-        if sections:
-            self.buckets.append(Bucket(tuple(sections), offset, self._payload_bytes))
+        if self._cuts:
+            self.buckets.append(tuple(self._cuts))
+            self.max_bucket_bytes = max(self.max_bucket_bytes, self._used_bytes)
             self._open()
         if bucket_bytes is not None:
             self._limit(bucket_bytes)
 
     def add(self, index: int, layout: TensorLayout, itemsize: int) -> None:
-        if layout.num_elements == 0:
-            return
-        replicated = layout.num_shards == 0
-        ranges = layout.ranges()
-        sections = [self._replicated] if replicated else self._shards
-        longest = ranges[0][1] - ranges[0][0]
+        parts = max(layout.num_shards, 1)
+        longest = layout.local_range(0)[1]
         done = 0
         while done < longest:
-            room = self._room(itemsize, len(ranges))
+            room = self._room(itemsize, parts)
             rest = longest - done
             # Start a new bucket rather than leave a sliver of a tensor in this one.
-            if room < rest and room * itemsize < min(DIRECT_BYTES, self._bucket_bytes // (2 * len(ranges))):
+            if room < rest and room * itemsize < min(DIRECT_BYTES, self._bucket_bytes // (2 * parts)):
                 self.close()
-                sections = [self._replicated] if replicated else self._shards
-                room = self._room(itemsize, len(ranges))
+                room = self._room(itemsize, parts)
             take = min(room, rest)
             assert take > 0, "an empty bucket has room for at least one element"
-            for section, (first, last) in zip(sections, ranges, strict=True):
-                start, stop = first + done, min(first + done + take, last)
-                if start < stop:
-                    section.add(index, start, stop, itemsize)
-                    self._payload_bytes += (stop - start) * itemsize
+            section = self._longest if layout.num_shards else self._replicated
+            section.add(index, done, done + take, itemsize)
+            self._cuts.append(Cut(index, done, take))
             done += take
 
 
@@ -252,14 +318,13 @@ def plan_buckets(
         bucket_bytes: Upper bound of a bucket, all sections and padding included.
         num_first: No bucket holds both some of so many first tensors and some of the rest. Default: all.
         wanted: Shard indices whose segments are listed; of the others only lengths are, which saves most of the time
-            and memory of a plan for many ranks. Default: all.
-
+            of a plan for many ranks. Default: all.
         rest_bytes: Upper bound of a bucket after the first `num_first` tensors. Default: `bucket_bytes`.
 
     Returns:
         The plan: equal on every rank that passes equal arguments, but for what is not wanted.
     """
-    cutter = _Cutter(num_shards, bucket_bytes, range(num_shards) if wanted is None else wanted)
+    cutter = _Cutter(num_shards, bucket_bytes)
     num_first_buckets = 0
     for index, planned in enumerate(tensors):
         assert planned.layout.num_shards in (0, num_shards), f"{planned.layout.fqn}: cut over another number of ranks"
@@ -270,4 +335,6 @@ def plan_buckets(
     cutter.close()
     if num_first is None or num_first >= len(tensors):
         num_first_buckets = len(cutter.buckets)
-    return BucketPlan(tuple(tensors), tuple(cutter.buckets), num_shards, num_first_buckets)
+    planned_tensors = tuple(tensors)
+    buckets = Buckets(planned_tensors, cutter.buckets, num_shards, range(num_shards) if wanted is None else wanted)
+    return BucketPlan(planned_tensors, buckets, num_shards, num_first_buckets, cutter.max_bucket_bytes)

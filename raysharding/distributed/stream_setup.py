@@ -25,23 +25,21 @@ def make_transport(
         return Broadcast(routes, timeout_s), make_ring(plan.buckets.max_bucket_bytes, device, reads)
     # Device memory is not shared this way, and NCCL needs no help inside a host.
     shares = loading.shared_memory and device.type == "cpu" and routes.any_travels(plan.buckets.buckets)
-    rings = (
-        share_rings(RING_SIZE, _slot_bytes(plan, routes, placer, sent_only=True)) if shares else SharedRings({}, {}, ())
-    )
+    slot_bytes, sends = _slot_bytes(plan, routes, placer)
+    rings = share_rings(RING_SIZE, slot_bytes if sends else 0) if shares else SharedRings({}, {}, ())
     transport = Scatter(replace(routes, shared=rings.peers), rings, timeout_s)
     if rank in rings.rings:
         return transport, shared_ring(rings.rings[rank].slots)
-    return transport, make_ring(_slot_bytes(plan, routes, placer), device, reads)
+    return transport, make_ring(slot_bytes, device, reads)
 
 
-def _slot_bytes(plan: LoadPlan, routes: Routes, placer: Placer, sent_only: bool = False) -> int:
-    """Bytes of the largest bucket's sections that pass through this rank's buffer.
+def _slot_bytes(plan: LoadPlan, routes: Routes, placer: Placer) -> tuple[int, bool]:
+    """Bytes of the largest bucket's sections that pass through this rank's buffer, and whether others get any of them.
 
     Args:
         plan: The plan.
         routes: Who reads what.
         placer: Knows which segments go straight into the shard.
-        sent_only: 0 if this rank reads nothing for others.
     """
     largest, sends = 0, False
     rank = routes.shards.rank
@@ -56,4 +54,4 @@ def _slot_bytes(plan: LoadPlan, routes: Routes, placer: Placer, sent_only: bool 
         offsets = routes.offsets(index, bucket, rank)
         ends = [offsets[section.shard_index] + section.num_bytes for section in (*travelling, *staged)]
         largest = max([largest, *ends])
-    return 0 if sent_only and not sends else largest
+    return largest, sends
