@@ -72,12 +72,13 @@ class FileReader:
         """
         # One call for many: between two reads Python's own state has left the caches, and each line of it costs.
         opened = self._acquire(file)
-        num_bytes = 0
         try:
             for offset, views in ranges:
-                num_bytes += opened.fill(offset, views)
+                num_bytes = opened.fill(offset, views)
+                with self._lock:
+                    self._num_bytes_read += num_bytes  # as they come: who waits for a slow disk looks at this
         finally:
-            self._release(num_bytes)
+            self._release()
 
     def read_tensor(self, info: TensorInfo) -> torch.Tensor:
         """Read one whole tensor into new CPU memory of `info.num_bytes`.
@@ -148,10 +149,9 @@ class FileReader:
             self._num_active += 1
         return opened
 
-    def _release(self, num_bytes: int) -> None:
-        """What `_acquire` began is over, and has given `num_bytes`."""
+    def _release(self) -> None:
+        """What `_acquire` began is over."""
         with self._lock:
-            self._num_bytes_read += num_bytes
             self._num_active -= 1
             self._close_if_idle()
 

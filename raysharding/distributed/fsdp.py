@@ -178,7 +178,7 @@ def _filled_like(
         value = DTensor(value, tensor._spec, requires_grad=tensor.requires_grad)
     elif isinstance(tensor, nn.Parameter):
         value = nn.Parameter(value, requires_grad=tensor.requires_grad)
-    # Attributes that models hang on parameters (transformers' `_is_hf_initialized`, weight-decay marks) stay, and the
-    # one by which torch knows a parameter of another class than `nn.Parameter`.
+    # Attributes that models hang on tensors (transformers' `_is_hf_initialized`, weight-decay marks) stay, and those by
+    # which torch knows a parameter or buffer of another class than `nn.Parameter` or `nn.Buffer`.
     value.__dict__.update(tensor.__dict__)
     return value

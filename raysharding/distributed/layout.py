@@ -64,22 +64,30 @@ class TensorLayout:
         return min(shard_index * longest, total), min((shard_index + 1) * longest, total)
 
 
-def named_submodules(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Every submodule under each of its names, a dot behind it but for the root's, parents first.
+def named_submodules(module: nn.Module, *, aliases: bool = False) -> list[tuple[str, nn.Module]]:
+    """Every submodule, a dot behind its name but for the root's, parents first.
 
-    In the order of `named_modules(remove_duplicate=False)`, whose nested generators take many times as long in a deep
-    tree.
+    As `named_modules`, whose nested generators take many times as long in a deep tree.
+
+    Args:
+        module: The root.
+        aliases: Whether one that is found in two places is named twice. Then a tree in a cycle is a RecursionError.
     """
     found: list[tuple[str, nn.Module]] = []
-
-    def collect(prefix: str, submodule: nn.Module) -> None:
-        found.append((prefix, submodule))
-        for name, child in submodule._modules.items():
-            if child is not None:
-                collect(f"{prefix}{name}.", child)
-
-    collect("", module)
+    _collect("", module, None if aliases else set(), found)
     return found
+
+
+def _collect(prefix: str, module: nn.Module, seen: set[nn.Module] | None, found: list[tuple[str, nn.Module]]) -> None:
+    # No closure: one that calls itself would keep the modules until the next collection of cycles.
+    if seen is not None:
+        if module in seen:
+            return
+        seen.add(module)
+    found.append((prefix, module))
+    for name, child in module._modules.items():
+        if child is not None:
+            _collect(f"{prefix}{name}.", child, seen, found)
 
 
 def module_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -99,7 +107,7 @@ def module_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 def persistent_names(module: nn.Module) -> set[str]:
     """FQNs of all parameters and persistent buffers, tied aliases included."""
     names: set[str] = set()
-    for prefix, submodule in named_submodules(module):
+    for prefix, submodule in named_submodules(module, aliases=True):
         names.update(prefix + name for name, tensor in submodule._parameters.items() if tensor is not None)
         skipped = submodule._non_persistent_buffers_set
         names.update(prefix + name for name in submodule._buffers if name not in skipped)

@@ -150,26 +150,21 @@ class _Load:
         return None
 
     def _make_stream(self, plan: LoadPlan) -> BucketStream:
-        """Set up this rank's transport and ring; collective where readers share memory."""
+        """Set up this rank's transport and ring; collective, unless nobody needs a ring."""
         buckets = plan.buckets.buckets
         cumulative = list(accumulate(map(buckets.payload_bytes, range(len(buckets)))))
 
         def done(index: int) -> None:
             self.progress("stream", cumulative[index], cumulative[-1], buckets.last_tensor(index).layout.fqn)
 
+        def reading(index: int, num_bytes: int) -> None:
+            so_far = min(cumulative[index], (cumulative[index - 1] if index else 0) + num_bytes)
+            self.progress("stream", so_far, cumulative[-1], buckets.last_tensor(index).layout.fqn)
+
         placer = Placer(plan.buckets, self.tensors, self.shards, self.fresh)
         routes = Routes(self.shards, plan.choice.readers, plan.buckets.num_first_buckets)
-        try:
-            transport, slots = make_transport(plan, self.loading, routes, placer, self.device, self.stall_s)
-            failed = None
-        except (RuntimeError, MemoryError) as error:
-            failed = error
-        if self.device.type == "cuda":
-            # Device and page-locked memory run out on one rank alone, which must not leave the others in the stream.
-            agree(failed)
-        if failed is not None:
-            raise failed
-        return BucketStream(plan.buckets, transport, placer, slots, self.device, self.stall_s, self.peak, done)
+        transport, slots = make_transport(plan, self.loading, routes, placer, self.device, self.stall_s)
+        return BucketStream(plan.buckets, transport, placer, slots, self.device, self.stall_s, self.peak, done, reading)
 
     def _stream(self, stream: BucketStream, plan: LoadPlan) -> Exception | None:
         """Move every bucket."""

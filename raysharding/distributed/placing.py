@@ -19,7 +19,7 @@ class Placer:
         plan: What is placed.
         tensors: FQN → tensor of this process's module.
         shards: Who holds what.
-        fresh: Whether the memory was never touched; it is backed just before it is written to.
+        fresh: Whether the memory was never touched: then it is backed just before it is written to.
     """
 
     def __init__(
@@ -43,11 +43,11 @@ class Placer:
         return flat.dtype == self._planned[segment.tensor].wire_dtype and flat.device.type == device_type
 
     def memory(self, segment: Segment) -> torch.Tensor:
-        """uint8 memory of a segment in this process, about to be written."""
+        """uint8 memory of a segment in this process; backed if it is fresh, since it is about to be written."""
         return as_bytes(self.values(segment))
 
     def values(self, segment: Segment) -> torch.Tensor:
-        """The elements of a segment in this process, 1-D, in the module's dtype, about to be written."""
+        """The elements of a segment in this process, 1-D, in the module's dtype; backed as by `memory`."""
         first = self._first[segment.tensor]
         values = self._flat[segment.tensor][segment.start - first : segment.stop - first]
         if self._fresh:

@@ -20,9 +20,9 @@ Note: the default of 32 MiB.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import NamedTuple, overload
 
 import torch
@@ -32,7 +32,7 @@ from raysharding.distributed.layout import TensorLayout
 
 BUCKET_BYTES = 32 * MIB
 """Default size of a bucket; see the note above."""
-STRAIGHT_BYTES = 128 * MIB
+STRAIGHT_BYTES = 64 * MIB
 """Default size of a rank's part of a bucket that is read straight into its shard, which takes no buffer."""
 ALIGNMENT_BYTES = 16
 """Segments start at multiples of this, so that a slice of the buffer can be viewed as any dtype."""
@@ -175,7 +175,8 @@ class Buckets(Sequence[Bucket]):
         self._cuts = cuts
         self._num_shards = num_shards
         self._wanted = wanted
-        self._bucket = lru_cache(self._NUM_KEPT)(self._make)
+        self._kept: dict[int, Bucket] = {}
+        self._lock = threading.Lock()  # a reader's thread is ahead of the one that sends
 
     def __len__(self) -> int:
         return len(self._cuts)
@@ -188,6 +189,14 @@ class Buckets(Sequence[Bucket]):
         if isinstance(index, slice):
             return [self._bucket(number) for number in range(len(self))[index]]
         return self._bucket(range(len(self))[index])
+
+    def _bucket(self, index: int) -> Bucket:
+        with self._lock:
+            if index not in self._kept:
+                if len(self._kept) == self._NUM_KEPT:
+                    del self._kept[next(iter(self._kept))]
+                self._kept[index] = self._make(index)
+            return self._kept[index]
 
     def last_tensor(self, index: int) -> PlannedTensor:
         """The last tensor of which bucket `index` holds some."""

@@ -4,7 +4,8 @@ Note: who plans what.
     Rank 0 alone reads headers and matches keys: transformers' tables and operations cost a tenth of a second in every
     process that touches them, and nobody else needs to know which bytes of which file feed a tensor. What the others
     need is an `Outline`: the tensors in the order in which they travel, in which dtype, and what is left to initialise.
-    Before it is sent, the ranks compare what it stands on: the tensors of their modules, and the options.
+    Together with what they see of the files the ranks then compare what it stands on: the tensors of their modules, and
+    the options.
 """
 
 from __future__ import annotations
@@ -134,6 +135,8 @@ class LoadPlan:
     """What is not streamed, since each rank maps its part of the files; the same on every rank."""
     fit: Fit | None
     """What feeds the tensors; `None` but on rank 0."""
+    is_straight: bool
+    """Whether every rank reads all that it needs into its shard, so that nobody has a ring; the same on every rank."""
 
 
 def propose_load(
@@ -203,10 +206,21 @@ def agree_on_plan(
     # A rank that reads for others must know what they hold; for the rest, lengths are enough.
     reads_for_others = reads and (choice.transport != "local" or (shards.rank == 0 and num_ranged < len(streamed)))
     wanted = None if reads_for_others else (shards.shard_index,)
-    first_bytes = _bucket_bytes(loading, choice, streamed[:num_ranged], shards, device)
+    alone = choice.transport == "local" and shards.num_shards == shards.world_size and device.type == "cpu"
+    fits = [item.layout.num_shards > 0 and item.wire_dtype == item.layout.dtype for item in streamed]
+    first_bytes = _bucket_bytes(loading, choice, shards, alone and all(fits[:num_ranged]))
     rest_bytes = loading.bucket_bytes or BUCKET_BYTES
     buckets = plan_buckets(streamed, shards.num_shards, first_bytes, num_ranged, wanted, rest_bytes)
-    return LoadPlan(outline, choice, buckets, checkpoint if reads else None, extents, tuple(mapped), proposal.fit)
+    return LoadPlan(
+        outline,
+        choice,
+        buckets,
+        checkpoint if reads else None,
+        extents,
+        tuple(mapped),
+        proposal.fit,
+        is_straight=alone and all(fits),
+    )
 
 
 def _exchange(
@@ -237,14 +251,10 @@ def _all_extents(fit: Fit | None, outline: Outline) -> Mapping[str, Extents]:
     return {fqn: extents_from_json(item) for (fqn, _), item in zip(outline.tensors, outline.extents, strict=True)}
 
 
-def _bucket_bytes(
-    loading: Loading, choice: Choice, planned: Sequence[PlannedTensor], shards: ShardMap, device: torch.device
-) -> int:
+def _bucket_bytes(loading: Loading, choice: Choice, shards: ShardMap, straight: bool) -> int:
     """Size of a bucket. Where all read their own parts, these have nothing in common but the bucket's number."""
     if choice.transport != "local":
         return loading.bucket_bytes or BUCKET_BYTES
-    alone = shards.num_shards == shards.world_size and device.type == "cpu"
-    straight = alone and all(item.wire_dtype == item.layout.dtype for item in planned)
     return shards.num_shards * (loading.bucket_bytes or (STRAIGHT_BYTES if straight else BUCKET_BYTES))
 
 

@@ -26,8 +26,10 @@ _NICE = 5
 _STEP_BYTES = 1 << 20
 """So much between two looks at whether to stop: little, since the thread holds the process's memory map as long. Of
 less than this the faults are left to come."""
+_BACK_BYTES = 4 << 20
+"""As much at once where a writer waits for it."""
 _NUM_LOOKS = 8
-"""Tensors of which `is_fresh` looks at the first page."""
+"""`is_fresh` looks at the first page of so many tensors, and of less than twice as many."""
 
 
 def is_fresh(tensors: Iterable[torch.Tensor]) -> bool:
@@ -38,11 +40,12 @@ def is_fresh(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def back(tensor: torch.Tensor) -> None:
-    """Have the kernel back a tensor's memory, unless it has; what it holds does not change."""
+    """Have the kernel back a tensor's memory where it has not yet; what it holds does not change."""
     if _is_large_host_memory(tensor):
         first, last = _page_range(tensor)
-        if not _is_backed(first):
-            _populate(first, last - first)
+        for start in range(first, last, _BACK_BYTES):
+            if not _back(start, min(_BACK_BYTES, last - start)):
+                return
 
 
 class Prefault:
@@ -75,20 +78,25 @@ class Prefault:
     def _run(self) -> None:
         # The cores are first of all rank 0's, which plans. Not lower still: while it is kept from running the thread
         # holds the memory map, for which every allocation of this process waits.
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        with contextlib.suppress(OSError):  # a process that is nicer already may not become less so
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), max(_NICE, os.getpriority(os.PRIO_PROCESS, 0)))
         for tensor in self._tensors:
             first, last = _page_range(tensor)
             for start in range(first, last, _STEP_BYTES):
                 if self._stop.is_set():
                     return
-                # Others write to this memory too. To populate what has its pages costs a tenth of the first time.
-                if not _is_backed(start) and not _populate(start, min(_STEP_BYTES, last - start)):
+                if not _back(start, min(_STEP_BYTES, last - start)):
                     return
 
 
-def _populate(start: int, num_bytes: int) -> bool:
-    """Whether the kernel could: an older one refuses, and then pages come one by one, at the first touch."""
-    return not _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(num_bytes), _MADV_POPULATE_WRITE)
+def _back(start: int, num_bytes: int) -> bool:
+    """Whether the kernel could: an older one refuses, and then pages come one by one, at the first touch.
+
+    What begins with a page that is there is left as it is: to populate it again would cost a tenth of the first time.
+    """
+    return _is_backed(start) or not _libc().madvise(
+        ctypes.c_void_p(start), ctypes.c_size_t(num_bytes), _MADV_POPULATE_WRITE
+    )
 
 
 def _is_backed(start: int) -> bool:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Sequence
-from time import perf_counter
+from collections.abc import Callable, Sequence
+from time import monotonic, perf_counter
 from types import TracebackType
 
 import torch
@@ -15,6 +15,9 @@ from raysharding.distributed.plan import Bucket, BucketPlan, Segment
 from raysharding.distributed.ring import Slot
 from raysharding.distributed.source import ElementSource, Request, as_memory
 from raysharding.distributed.transport import BucketTransport
+
+_LOOK_S = 1.0
+"""Time between two looks at whether a slow disk gives bytes."""
 
 
 class ReadAhead:
@@ -62,19 +65,34 @@ class ReadAhead:
         if self._stream is not None:
             self._stream.synchronize()  # shards that are filled by this stream are complete
 
-    def next(self, timeout_s: float) -> None:
+    def next(self, timeout_s: float, reading: Callable[[int], None]) -> None:
         """Wait until the next bucket was read, or given up.
 
+        Args:
+            timeout_s: Longest wait for a byte.
+            reading: Called now and then, while bytes come, with how many came since the wait began.
+
         Raises:
-            TimeoutError: When that did not happen within `timeout_s`.
+            TimeoutError: When nothing was read for `timeout_s`.
         """
-        try:
-            index = self._filled.get(timeout=timeout_s)
-        except queue.Empty:
-            raise TimeoutError(f"no bucket was read within {timeout_s:.0f} s: the checkpoint's disk stalls") from None
+        index = self._wait(timeout_s, reading)
         copied = self._slots[index % len(self._slots)].copied
         if copied is not None:
             torch.cuda.current_stream().wait_event(copied)
+
+    def _wait(self, timeout_s: float, reading: Callable[[int], None]) -> int:
+        first = seen = self._source.num_bytes_read
+        since = monotonic()
+        while True:
+            try:
+                return self._filled.get(timeout=min(_LOOK_S, timeout_s))
+            except queue.Empty:
+                if (now := self._source.num_bytes_read) > seen:
+                    seen, since = now, monotonic()
+                    reading(seen - first)
+                elif monotonic() - since >= timeout_s:
+                    what = f"nothing was read for {timeout_s:.0f} s: the checkpoint's disk stalls"
+                    raise TimeoutError(what) from None
 
     def release(self, index: int) -> None:
         """Bucket `index` was sent and placed: its buffer may be filled again."""

@@ -146,6 +146,8 @@ def choose(
     transport = "local" if loading.mmap else loading.transport
     if not sights:
         return Choice(transport, (0,), "asked for"), None
+    if not sights[0].sees:
+        raise CheckpointError(f"rank 0 lost sight of it: {sights[0].why_not}", path=there.files[0].path)
     if any(item.sees and not item.is_same for item in sights):
         _require_same_content(found, sights, there)
     seeing = tuple(rank for rank, item in enumerate(sights) if item.sees)
@@ -198,8 +200,6 @@ def _require_enough(loading: Loading, seeing: Sequence[int], sights: Sequence[Si
             "every node, or use transport='auto' without mmap",
             path=path,
         )
-    if 0 in blind:
-        raise CheckpointError(f"rank 0 lost sight of it: {sights[0].why_not}", path=path)
     if loading.num_readers is not None and loading.num_readers > len(seeing):
         raise CheckpointError(
             f"num_readers={loading.num_readers}, but only {_named(seeing, sights)} can read it: leave num_readers out "

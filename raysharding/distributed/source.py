@@ -23,6 +23,8 @@ LOCAL_GAP_BYTES = 0
 REMOTE_GAP_BYTES = 256 << 10
 """Ranges of a file that are no further apart are read as one, what lies between in vain: a request to a store costs as
 much as so many bytes, a local read less than any."""
+PIECE_BYTES = 16 << 20
+"""A longer range of a local file is read in pieces, so that a slow disk is seen to give bytes."""
 SCRATCH_BYTES = 4 << 20
 """Size of the scratch through which values pass whose dtype in the file is wider than on the wire."""
 
@@ -118,6 +120,10 @@ class Request(NamedTuple):
 class ElementSource(Protocol):
     """Anything that can produce ranges of full tensors."""
 
+    @property
+    def num_bytes_read(self) -> int:
+        """Bytes read so far."""
+
     def read(self, requests: Iterable[Request]) -> None:
         """Fill the memory of every request."""
 
@@ -167,6 +173,11 @@ class CheckpointSource:
         extents = {fqn: extents_of(checkpoint, target) for fqn, target in targets.items()}
         return cls(checkpoint, reader, extents, targets, cache_bytes)
 
+    @property
+    def num_bytes_read(self) -> int:
+        """See `ElementSource`."""
+        return self._reader.num_bytes_read
+
     def read(self, requests: Iterable[Request]) -> None:
         """See `ElementSource.read`; raises `CheckpointError` when a file cannot be read to the end."""
         pieces: list[_Piece] = []
@@ -183,7 +194,11 @@ class CheckpointSource:
                     memory = memory[(start - request.start) * size : (stop - request.start) * size]
                 offset = extent.offset + (start - extent.start) * extent.dtype.itemsize
                 if extent.dtype == request.dtype:
-                    pieces.append((extent.file, offset, memory, extent))
+                    step = memory.nbytes if self._remote[extent.file] else PIECE_BYTES
+                    pieces += [
+                        (extent.file, offset + done, memory[done : done + step], extent)
+                        for done in range(0, memory.nbytes, step)
+                    ]
                 else:
                     self._read_narrowing(extent, offset, torch.frombuffer(memory, dtype=request.dtype))
         pieces.sort(key=lambda piece: piece[:2])

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from raysharding.config import Loading
+from raysharding.distributed.agreement import agree
 from raysharding.distributed.placing import Placer
 from raysharding.distributed.planning import LoadPlan
 from raysharding.distributed.ring import RING_SIZE, Slot, make_ring, shared_ring
@@ -18,19 +19,37 @@ from raysharding.distributed.transport import Broadcast, BucketTransport, Scatte
 def make_transport(
     plan: LoadPlan, loading: Loading, routes: Routes, placer: Placer, device: torch.device, timeout_s: float
 ) -> tuple[BucketTransport, list[Slot]]:
-    """Make what the plan chose; collective where readers share memory with their hosts."""
-    rank = routes.shards.rank
-    reads = plan.checkpoint is not None
+    """Make what the plan chose; collective, unless nobody needs a ring."""
     if plan.choice.transport == "broadcast":
-        return Broadcast(routes, timeout_s), make_ring(plan.buckets.max_bucket_bytes, device, reads)
+        return Broadcast(routes, timeout_s), _ring(plan, device, plan.buckets.max_bucket_bytes)
     # Device memory is not shared this way, and NCCL needs no help inside a host.
     shares = loading.shared_memory and device.type == "cpu" and routes.any_travels(plan.buckets.buckets)
     slot_bytes, sends = _slot_bytes(plan, routes, placer)
     rings = share_rings(RING_SIZE, slot_bytes if sends else 0) if shares else SharedRings({}, {}, ())
     transport = Scatter(replace(routes, shared=rings.peers), rings, timeout_s)
-    if rank in rings.rings:
-        return transport, shared_ring(rings.rings[rank].slots)
-    return transport, make_ring(slot_bytes, device, reads)
+    mine = rings.rings.get(routes.shards.rank)
+    return transport, _ring(plan, device, slot_bytes) if mine is None else _agreed(plan, shared_ring(mine.slots))
+
+
+def _ring(plan: LoadPlan, device: torch.device, slot_bytes: int) -> list[Slot]:
+    try:
+        slots = make_ring(slot_bytes, device, reads=plan.checkpoint is not None)
+    except (RuntimeError, MemoryError) as error:
+        return _agreed(plan, error)
+    return _agreed(plan, slots)
+
+
+def _agreed(plan: LoadPlan, outcome: list[Slot] | Exception) -> list[Slot]:
+    """This rank's ring, once every rank has its own.
+
+    Memory for a ring can run out on one rank alone, which must not leave the others in the stream.
+    """
+    failed = outcome if isinstance(outcome, Exception) else None
+    if not plan.is_straight:
+        agree(failed)
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
 
 
 def _slot_bytes(plan: LoadPlan, routes: Routes, placer: Placer) -> tuple[int, bool]:

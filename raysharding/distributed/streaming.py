@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -20,6 +21,8 @@ from raysharding.distributed.transport import BucketTransport, Passage
 
 BucketDone = Callable[[int], None]
 """Called with a bucket's index when it was sent or placed."""
+BucketReading = Callable[[int, int], None]
+"""Called with a bucket's index while it is read for long, and how many bytes came."""
 
 
 @dataclass
@@ -49,6 +52,7 @@ class BucketStream:
     peak: MemoryPeak
     """Looks at this process's memory after each bucket."""
     done: BucketDone
+    reading: BucketReading
     times: StreamTimes = field(default_factory=StreamTimes)
 
     def run(self, source: ElementSource | None) -> Exception | None:
@@ -87,7 +91,7 @@ class BucketStream:
 
     def _start(self, index: int, ahead: ReadAhead | None) -> Passage:
         if ahead is not None:
-            ahead.next(self.timeout_s)
+            ahead.next(self.timeout_s, partial(self.reading, index))
         passage = Passage(index, self.plan.buckets[index], self.slots[index % len(self.slots)].wire)
         with self._sending():
             self.transport.start(passage, self._landing)

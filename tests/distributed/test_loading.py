@@ -38,6 +38,8 @@ CHECKS = {
         "verify_checks.check_digests",
         "load_checks.check_a_model_that_differs",
         "load_checks.check_options_that_differ",
+        "stall_checks.check_a_slow_disk",
+        "stall_checks.check_no_memory_for_a_ring",
         "save_checks.check_a_save_that_fails_late",
         "save_checks.check_full_disk",
         "load_checks.check_training",

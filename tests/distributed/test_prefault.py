@@ -9,7 +9,10 @@ import time
 import pytest
 import torch
 
+from raysharding.distributed.layout import ShardMap, TensorLayout
 from raysharding.distributed.memory import host_memory_bytes
+from raysharding.distributed.placing import Placer
+from raysharding.distributed.plan import PlannedTensor, plan_buckets
 from raysharding.distributed.prefault import Prefault, back, is_fresh
 
 MIB = 1 << 20
@@ -38,12 +41,18 @@ def test_untouched_memory_is_backed_and_values_stay() -> None:
     assert torch.equal(held, torch.arange(2 * MIB))
 
 
+@linux_only
 def test_it_stops_when_the_load_does() -> None:
-    fresh = untouched(2048 * MIB)
+    fresh = untouched(4096 * MIB)
     before = host_memory_bytes()
     with Prefault([fresh]):
-        pass
-    assert host_memory_bytes() - before < 1024 * MIB
+        deadline = time.monotonic() + 30
+        while host_memory_bytes() - before < 8 * MIB and time.monotonic() < deadline:
+            time.sleep(0.001)
+    after = host_memory_bytes()
+    assert 8 * MIB <= after - before < 2048 * MIB
+    time.sleep(0.1)
+    assert host_memory_bytes() - after < MIB
 
 
 @linux_only
@@ -56,6 +65,28 @@ def test_memory_that_is_about_to_be_written_is_backed_whole() -> None:
     part.fill_(7)
     back(part)
     assert int(part.min()) == 7
+
+
+@linux_only
+def test_what_another_has_begun_is_backed_to_the_end() -> None:
+    fresh = untouched(64 * MIB)
+    fresh[0] = 1
+    before = host_memory_bytes()
+    back(fresh)
+    assert host_memory_bytes() - before >= 56 * MIB
+
+
+@linux_only
+def test_shards_are_backed_where_the_load_says_that_they_are_fresh() -> None:
+    layout = TensorLayout("weight", (16 * MIB,), torch.uint8, 1)
+    plan = plan_buckets([PlannedTensor(layout, torch.uint8)], 1, 64 * MIB)
+    (segment,) = plan.buckets[0].sections[0].segments
+    for is_known, expected in ((False, 0), (True, 15 * MIB)):
+        tensor = untouched(16 * MIB)
+        placer = Placer(plan, {"weight": tensor}, ShardMap(((0,),), 0), is_known)
+        before = host_memory_bytes()
+        placer.memory(segment)
+        assert expected <= host_memory_bytes() - before <= expected + 2 * MIB
 
 
 @linux_only
