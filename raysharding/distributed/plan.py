@@ -15,7 +15,9 @@ Note: the default of 32 MiB.
     those from a disk of 1 GB/s; half the size doubled the loss (warm, 4 ranks, 2 cores: 0.6 s at 32 MiB, 0.8 s at 16).
     A fabric of 50 GB/s needs 0.6 ms for a bucket: there the file, not the bucket, is the limit, and a larger
     `bucket_bytes` is for those who feed it from memory. At W = 64 a section is 0.5 MiB, still ten times what a message
-    costs. `raysharding bench` and `tests/bench/loading.py --loading '{"bucket_bytes": ...}'` show other sizes.
+    costs. Where each rank reads straight into its shard nothing is buffered, and a bucket of 64 MiB is only the step of
+    progress and of stopping together. Other sizes: `raysharding bench`, or
+    `tests/bench/loading.py --loading '{"bucket_bytes": ...}'`.
 """
 
 from __future__ import annotations
