@@ -62,8 +62,8 @@ def load_checkpoint(
             checkpoint lacks. After a failed load a module that was on meta is there again.
         checkpoint: Path or URI, opened by rank 0 first; or an opened checkpoint, the same on every rank.
         loading: See `Loading`.
-        progress: Called on every rank after each bucket.
-        stall_s: Longest wait for one bucket, in seconds.
+        progress: Called on every rank after each bucket, and on a reader every second while one is read for longer.
+        stall_s: Longest wait for a byte of the files, and for one bucket of another rank, in seconds.
 
     Returns:
         The same report on every rank. Wire: under `local` only what ranks hold
@@ -75,7 +75,7 @@ def load_checkpoint(
         ValueError: On every rank, when `Loading(mmap=True)` meets a mesh that is not on CPUs.
         CheckpointError: On every rank, when the files cannot be read or trusted.
         PlanError: On every rank, before any data moves: every mismatch, or which ranks differ in module or options.
-        TimeoutError: On a reader, when no bucket could be read for `stall_s`; the others time out in turn.
+        TimeoutError: On a reader, when nothing could be read for `stall_s`; the others time out in turn.
         RuntimeError: From the process group, when a rank is gone or silent for `stall_s`.
     """
     with paused_gc():
