@@ -1,9 +1,9 @@
 """Has the kernel back fresh host memory with pages before the bytes arrive, many in one call.
 
 The first touch of a page costs more than the copy into it: on two cores, half of the time of a load into fresh memory
-went there, a quarter of it into the faults themselves. So whoever is about to write to memory that has no pages asks
-for them first (`back`). They need nothing that a load waits for: while rank 0 still plans and while messages travel, a
-thread is ahead (`Prefault`).
+went there. Asked for together, before a read, pages take less than fault by fault: 440 MB in 0.23 s, read included,
+not 0.29. So whoever is about to write to memory that has none asks first (`back`). They need nothing that a load waits
+for: while rank 0 still plans and while messages travel, a thread is ahead (`Prefault`).
 """
 
 from __future__ import annotations

@@ -26,12 +26,14 @@ def test_all_jobs_run_once(num_threads: int) -> None:
 
 def test_jobs_run_at_once() -> None:
     together = threading.Barrier(3)
+    met: list[int] = []
 
     def meet() -> None:
-        together.wait(20)
+        met.append(together.wait(20))
 
     with ReadThreads(3) as threads:
         threads.run([meet] * 3)
+    assert sorted(met) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
