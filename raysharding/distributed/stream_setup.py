@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from raysharding.config import Loading
-from raysharding.distributed.agreement import agree
+from raysharding.distributed.agreement import PULSE_BUCKETS, agree
 from raysharding.distributed.placing import Placer
 from raysharding.distributed.planning import LoadPlan
 from raysharding.distributed.ring import RING_SIZE, Slot, make_ring, shared_ring
@@ -26,6 +26,9 @@ def make_transport(
     shares = loading.shared_memory and device.type == "cpu" and routes.any_travels(plan.buckets.buckets)
     slot_bytes, sends = _slot_bytes(plan, routes, placer)
     rings = share_rings(RING_SIZE, slot_bytes if sends else 0) if shares else SharedRings({}, {}, ())
+    if plan.choice.transport == "local":
+        # Ranks that read for themselves wait for each other at a pulse only, and one may be so many buckets ahead.
+        timeout_s *= 2 * PULSE_BUCKETS
     transport = Scatter(replace(routes, shared=rings.peers), rings, timeout_s)
     mine = rings.rings.get(routes.shards.rank)
     return transport, _ring(plan, device, slot_bytes) if mine is None else _agreed(plan, shared_ring(mine.slots))

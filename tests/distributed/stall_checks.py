@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from raysharding.checkpoint import FileReader
 from raysharding.config import Loading
-from raysharding.distributed import load_checkpoint, source, stream_setup
+from raysharding.distributed import load_checkpoint, read_ahead, source, stream_setup
 from raysharding.distributed.metadata import all_gather_json
 from raysharding.distributed.ring import make_ring
 from tests.distributed.load_checks import ODD, SOCKETS, sharded
@@ -30,12 +30,13 @@ def check_a_slow_disk(root: Path) -> None:
     with pytest.MonkeyPatch.context() as changed:
         changed.setattr(FileReader, "read_ranges", slow)
         changed.setattr(source, "PIECE_BYTES", 2 << 10)
+        changed.setattr(read_ahead, "_LOOK_S", 0.1)  # most looks find nothing new
         report = load_checkpoint(
             sharded(root / ODD),
             root / ODD,
             loading=Loading("local"),
             progress=lambda phase, done, total, name: told.append(done) if phase == "stream" else None,
-            stall_s=1.5,
+            stall_s=1.2,
         )
     assert report.stream_s > 1.5, "not slow enough to show anything"
     assert len(set(told)) > report.num_buckets, told
