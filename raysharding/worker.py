@@ -17,7 +17,6 @@ from raysharding.batch import Out, RankBatch
 from raysharding.checkpoint import Checkpoint
 from raysharding.config import Loading, Sharding
 from raysharding.distributed.forwarding import Forwarding
-from raysharding.distributed.fsdp import reshard, shard_module
 from raysharding.distributed.gathering import gather_state_dict
 from raysharding.distributed.loading import load_checkpoint
 from raysharding.distributed.loss_call import LossFunction
@@ -25,6 +24,7 @@ from raysharding.distributed.mesh import init_mesh
 from raysharding.distributed.recovery import recover_after
 from raysharding.distributed.report import LoadReport, SaveReport
 from raysharding.distributed.saving import save_checkpoint
+from raysharding.distributed.sharded_module import reshard, shard_module
 from raysharding.distributed.training import is_recoverable, mark_recovery, train_step
 from raysharding.models import build_module
 from raysharding.outputs import RankOutput

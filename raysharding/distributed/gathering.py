@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 
 from raysharding.config import MIB
-from raysharding.distributed.fsdp import reshard
 from raysharding.distributed.layout import (
     ShardMap,
     message_device,
@@ -20,6 +19,7 @@ from raysharding.distributed.layout import (
 )
 from raysharding.distributed.placing import Placer
 from raysharding.distributed.plan import REPLICATED, Bucket, BucketPlan, PlannedTensor, Section, plan_buckets
+from raysharding.distributed.sharded_module import reshard
 from raysharding.distributed.source import as_bytes
 
 Sink = Callable[[str, int, torch.Tensor], None]
@@ -194,8 +194,10 @@ def gather_state_dict(
     names_of: dict[str, list[str]] = {}
     for key in wanted:
         names_of.setdefault(aliases.get(key, key), []).append(key)
+    device = message_device(module)
     for part in _parts(tensors, list(names_of), bucket_bytes):
-        full = _gather_part(module, {name: tensors[name] for name in part}, bucket_bytes, timeout_s)
+        wanted_now = {name: tensors[name] for name in part}
+        full = gather_tensors(wanted_now, (0,), device, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
         yield {key: full[name] for name in part for key in names_of[name]} if full else {}
 
 
@@ -213,17 +215,33 @@ def _parts(tensors: Mapping[str, torch.Tensor], names: Sequence[str], part_bytes
         yield part
 
 
-def _gather_part(
-    module: nn.Module, tensors: Mapping[str, torch.Tensor], bucket_bytes: int, timeout_s: float
+def gather_tensors(
+    tensors: Mapping[str, torch.Tensor],
+    ranks: Sequence[int],
+    device: torch.device,
+    *,
+    bucket_bytes: int = GATHER_BUCKET_BYTES,
+    timeout_s: float = 120.0,
 ) -> dict[str, torch.Tensor]:
-    """The full tensors on rank 0, an empty dict elsewhere."""
+    """Bring whole tensors to some ranks; collective: every rank of the default process group calls it alike.
+
+    Args:
+        tensors: Name → DTensor (or a tensor that every rank holds whole: rank 0's is taken); the same names, layouts
+            and order on every rank.
+        ranks: Global ranks that get them.
+        device: Of the messages, see `message_device`.
+        bucket_bytes: Bytes in flight in one round, all ranks together.
+        timeout_s: Longest wait for one round of messages.
+
+    Returns:
+        Name → full CPU tensor on `ranks`, an empty dict elsewhere. Each shard travels once to each of them.
+    """
     full: dict[str, torch.Tensor] = {}
-    if dist.get_rank() == 0:
+    if dist.get_rank() in ranks:
         full = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}
 
     def sink(name: str, first: int, values: torch.Tensor) -> None:
         full[name].view(-1)[first : first + values.numel()].copy_(values)
 
-    device = message_device(module)
-    Gather(tensors, {0: list(tensors)}, sink, device, timeout_s, bucket_bytes).run()
+    Gather(tensors, {rank: list(tensors) for rank in ranks}, sink, device, timeout_s, bucket_bytes).run()
     return full

@@ -15,9 +15,9 @@ from raysharding.checkpoint import Checkpoint, Checksums, FileReader
 from raysharding.config import Loading
 from raysharding.distributed.agreement import agree
 from raysharding.distributed.figures import Figures, make_report
-from raysharding.distributed.fsdp import materialize, reshard
 from raysharding.distributed.layout import ShardMap, local_tensor, message_device, module_tensors, tensor_layout
 from raysharding.distributed.mapping import map_tensors
+from raysharding.distributed.materializing import materialize
 from raysharding.distributed.memory import MemoryPeak
 from raysharding.distributed.paused_gc import paused_gc
 from raysharding.distributed.placing import Placer
@@ -27,6 +27,7 @@ from raysharding.distributed.prefault import Prefault, is_fresh
 from raysharding.distributed.read_threads import ReadThreads
 from raysharding.distributed.report import LoadReport
 from raysharding.distributed.routes import Routes
+from raysharding.distributed.sharded_module import reshard
 from raysharding.distributed.source import CheckpointSource, as_memory
 from raysharding.distributed.stream_setup import make_transport
 from raysharding.distributed.streaming import BucketStream

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from raysharding.distributed.fsdp import reshard
+from raysharding.distributed.sharded_module import reshard
 
 
 def recover(module: nn.Module, *, in_backward: bool) -> bool:

@@ -29,13 +29,13 @@ from raysharding.checkpoint import (
 from raysharding.checkpoint.uri import is_remote
 from raysharding.config import MIB
 from raysharding.distributed.agreement import agree
-from raysharding.distributed.fsdp import reshard
 from raysharding.distributed.gathering import Gather, saved_tensors
 from raysharding.distributed.layout import message_device
 from raysharding.distributed.loading import Progress, silent
 from raysharding.distributed.memory import MemoryPeak
 from raysharding.distributed.metadata import broadcast_json
 from raysharding.distributed.report import SaveReport
+from raysharding.distributed.sharded_module import reshard
 from raysharding.distributed.source import as_bytes
 from raysharding.errors import CheckpointError
 from raysharding.models import write_config_files

@@ -8,11 +8,11 @@ from torch import nn
 
 from raysharding.batch import RankBatch
 from raysharding.distributed.execution import check_execution_order
-from raysharding.distributed.fsdp import reshard
 from raysharding.distributed.gradients import clip_grad_norm_, reduce_replicated_gradients
 from raysharding.distributed.loss import loss_share
 from raysharding.distributed.loss_call import LossFunction
 from raysharding.distributed.recovery import module_mode, recover_after
+from raysharding.distributed.sharded_module import reshard
 
 
 class _Progress:

@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from raysharding.config import Sharding
 from raysharding.distributed.execution import check_execution_order
-from raysharding.distributed.fsdp import shard_module
 from raysharding.distributed.mesh import init_mesh
 from raysharding.distributed.recovery import recover
+from raysharding.distributed.sharded_module import shard_module
 from raysharding.errors import PlanError
 from tests.spawn import run_ranks
 

@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from raysharding.config import Sharding
-from raysharding.distributed.fsdp import shard_module
 from raysharding.distributed.gradients import clip_grad_norm_, reduce_replicated_gradients
 from raysharding.distributed.mesh import init_mesh
+from raysharding.distributed.sharded_module import shard_module
 from tests.spawn import run_ranks
 
 

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from raysharding.batch import RankBatch, Split, deal
 from raysharding.config import Sharding
-from raysharding.distributed.fsdp import reshard, shard_module
 from raysharding.distributed.mesh import init_mesh
 from raysharding.distributed.recovery import recover_after
+from raysharding.distributed.sharded_module import reshard, shard_module
 from raysharding.distributed.training import is_recoverable, train_step
 from tests.distributed.training_cases import CASES, Case, Scaled, bert_classifier, llama, t5, token_mean
 from tests.spawn import run_ranks
