@@ -16,6 +16,7 @@ from raysharding.checkpoint.index import MANIFEST_NAME
 from raysharding.checkpoint.manifest import Manifest, check_manifest, mismatches, read_manifest, write_manifest
 from raysharding.checkpoint.mounts import file_system_type
 from raysharding.checkpoint.reader import FileReader
+from raysharding.checkpoint.state_dict_file import read_state_dict
 from raysharding.checkpoint.tensor_info import TensorInfo
 from raysharding.checkpoint.writer import FileWriter
 
@@ -42,6 +43,7 @@ __all__ = [
     "open_checkpoint",
     "plan_files",
     "read_manifest",
+    "read_state_dict",
     "remove_staging",
     "staging_path",
     "write_file",

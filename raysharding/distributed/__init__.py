@@ -8,18 +8,35 @@ from raysharding.distributed.mesh import init_mesh
 from raysharding.distributed.report import LoadReport, SaveReport
 from raysharding.distributed.saving import save_checkpoint
 from raysharding.distributed.sharded_module import reshard, shard_module
+from raysharding.distributed.sharding import (
+    DistModule,
+    apply_fsdp2,
+    broadcast_and_shard_state_dict,
+    load_state_dict,
+    patch_accelerate,
+    shard_broadcasted_state_dict,
+)
+from raysharding.distributed.state_dict_loading import distribute_state_dict, load_full_state_dict
 from raysharding.distributed.training import train_step
 
 __all__ = [
+    "DistModule",
     "LoadReport",
     "SaveReport",
+    "apply_fsdp2",
+    "broadcast_and_shard_state_dict",
     "clip_grad_norm_",
+    "distribute_state_dict",
     "gather_state_dict",
     "init_mesh",
     "load_checkpoint",
+    "load_full_state_dict",
+    "load_state_dict",
     "materialize",
+    "patch_accelerate",
     "reshard",
     "save_checkpoint",
+    "shard_broadcasted_state_dict",
     "shard_module",
     "train_step",
 ]

@@ -22,13 +22,14 @@ from raysharding.distributed.memory import MemoryPeak
 from raysharding.distributed.paused_gc import paused_gc
 from raysharding.distributed.placing import Placer
 from raysharding.distributed.plan import BUCKET_BYTES
-from raysharding.distributed.planning import LoadPlan, agree_on_plan, propose_load
+from raysharding.distributed.planning import Fit, LoadPlan, Origin, agree_on_plan, propose_load
 from raysharding.distributed.prefault import Prefault, is_fresh
 from raysharding.distributed.read_threads import ReadThreads
 from raysharding.distributed.report import LoadReport
 from raysharding.distributed.routes import Routes
 from raysharding.distributed.sharded_module import reshard
 from raysharding.distributed.source import CheckpointSource, as_memory
+from raysharding.distributed.state_dict_source import HeldStateDict, StateDictSource
 from raysharding.distributed.stream_setup import make_transport
 from raysharding.distributed.streaming import BucketStream
 from raysharding.distributed.verifying import check_checksums, check_finite, digest_module
@@ -83,6 +84,15 @@ def load_checkpoint(
         return _Load(module, loading or Loading(), progress or silent, stall_s).run(checkpoint)
 
 
+def load_held(module: nn.Module, held: HeldStateDict, loading: Loading, stall_s: float) -> LoadReport:
+    """As `load_checkpoint`, from rank 0's memory.
+
+    Tensors on meta that nothing feeds stay there, but for non-persistent buffers with a rule of their own.
+    """
+    with paused_gc():
+        return _Load(module, loading, silent, stall_s).run(held)
+
+
 def silent(phase: str, done: int, total: int, tensor: str) -> None:
     """The progress callback of those who want none."""
 
@@ -108,21 +118,22 @@ class _Load:
         self.fresh = False
         self.undo: Callable[[], None] = lambda: None
 
-    def run(self, checkpoint: Checkpoint | str | os.PathLike[str]) -> LoadReport:
+    def run(self, origin: Origin) -> LoadReport:
         self.progress("plan", 0, 0, "")
-        proposal = propose_load(self.module, self.tensors, checkpoint, self.loading)
-        # The others allocate while rank 0 reads headers. What is mapped must be known first.
-        error = None if self.loading.mmap else self._allocate(None)
+        proposal = propose_load(self.module, self.tensors, origin, self.loading)
+        # The others allocate while rank 0 reads headers. What is mapped, or named by a state dict, must be known first.
+        later = self.loading.mmap or isinstance(origin, HeldStateDict)
+        error = None if later else self._allocate(None)
         try:
-            memory = [] if self.loading.mmap else [local_tensor(tensor) for tensor in self.tensors.values()]
+            memory = [] if later else [local_tensor(tensor) for tensor in self.tensors.values()]
             self.fresh = is_fresh(memory)
             with Prefault(memory if self.fresh else []):
                 plan = agree_on_plan(proposal, error, self.loading, self.shards, self.device)
                 if self.shards.rank == 0:
                     choice = plan.choice
                     _log.info("loading %s by %s (%s)", plan.outline.checkpoint, choice.transport, choice.reason)
-                if self.loading.mmap:
-                    # A rank that could not map must not leave the others in the stream.
+                if later:
+                    # A rank that could not map or allocate must not leave the others in the stream.
                     agree(self._allocate(plan))
                 stream = self._make_stream(plan)
                 self.figures.plan_s = perf_counter() - self.started
@@ -144,7 +155,11 @@ class _Load:
                 assert plan.checkpoint is not None, "every rank reads"
                 found = map_tensors(plan.checkpoint.files, plan.mapped, plan.extents, self.shards.shard_index)
                 mapped = {self.tensors[fqn]: memory for fqn, memory in found.items()}
-            self.undo = materialize(self.module, self.device, mapped)
+            named = None
+            if plan is not None and plan.outline.whereabouts is None:
+                named = {id(self.tensors[fqn]) for fqn, _ in plan.outline.tensors}
+                named.update(id(self.tensors[fqn]) for fqn in plan.outline.initialise)
+            self.undo = materialize(self.module, self.device, mapped, named)
         except (RuntimeError, MemoryError, CheckpointError) as error:
             return error
         self.tensors = module_tensors(self.module)
@@ -180,6 +195,8 @@ class _Load:
 
     def _read_and_stream(self, stream: BucketStream, plan: LoadPlan) -> Exception | None:
         assert plan.checkpoint is not None, "only readers come here"
+        if plan.fit is not None and plan.fit.held is not None:
+            return self._read_held(stream, plan.fit, plan)
         # Many readers keep a machine busy as it is.
         num_threads = max(1, READ_THREADS // len(plan.choice.readers))
         if "://" in plan.checkpoint.files[0].path:
@@ -197,6 +214,14 @@ class _Load:
                 except (CheckpointError, OSError) as raised:
                     error = raised
             self.figures.read_bytes = reader.num_bytes_read
+        return error
+
+    def _read_held(self, stream: BucketStream, fit: Fit, plan: LoadPlan) -> Exception | None:
+        assert fit.held is not None, "there is a state dict"
+        cache_bytes = self.loading.bucket_bytes or BUCKET_BYTES
+        source = StateDictSource(fit.held, fit.checkpoint.tensors, plan.extents, fit.keys.targets, cache_bytes)
+        error = stream.run(source)
+        self.figures.read_bytes = source.num_bytes_read
         return error
 
     def _finish(self, plan: LoadPlan) -> Exception | None:

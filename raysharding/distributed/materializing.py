@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import _IncompatibleKeys
 
 from raysharding.distributed.layout import named_submodules, tensor_layout
 from raysharding.distributed.sharded_module import is_offloaded
 
 
 def materialize(
-    module: nn.Module, device: torch.device, memory: Mapping[torch.Tensor, torch.Tensor] | None = None
+    module: nn.Module,
+    device: torch.device,
+    memory: Mapping[torch.Tensor, torch.Tensor] | None = None,
+    only: Container[int] | None = None,
 ) -> Callable[[], None]:
     """Give every parameter and buffer on meta uninitialised memory on `device`; each rank alone, no collective.
 
@@ -26,6 +30,7 @@ def materialize(
         module: A module, sharded or not.
         device: Where the memory comes from.
         memory: Tensor on meta → this rank's part of it, where there is one already.
+        only: `id` of the tensors that get memory; the others stay on meta. Default: all.
 
     Returns:
         A function that puts the tensors back on meta, for a load that fails: garbage must not be left to run on.
@@ -35,18 +40,28 @@ def materialize(
     def undo() -> None:
         for tensors, name, tensor in replaced:
             tensors[name] = tensor
-        module.load_state_dict({}, strict=False)
+        tell_fsdp(module)
 
     try:
-        _allocate(module, device, memory or {}, replaced)
-        # FSDP2 keeps references to its parameters and takes the new ones in its load_state_dict hooks; an empty state
-        # dict runs those and nothing else.
-        module.load_state_dict({}, strict=False)
+        _allocate(module, device, memory or {}, only, replaced)
+        tell_fsdp(module)
         _cut_padding(replaced)
     except (RuntimeError, MemoryError):
         undo()
         raise
     return undo
+
+
+def tell_fsdp(module: nn.Module) -> None:
+    """Let FSDP2 take the parameters that are in the module's tables now; each rank alone, no collective.
+
+    It keeps references, and renews them in the hooks that run after a module's `load_state_dict`. Called with an empty
+    state dict that takes ten times as long, and warns of what is on meta.
+    """
+    nothing = _IncompatibleKeys([], [])
+    for _, submodule in named_submodules(module):
+        for hook in submodule._load_state_dict_post_hooks.values():
+            hook(submodule, nothing)
 
 
 def _cut_padding(replaced: Iterable[tuple[dict[str, Any], str, torch.Tensor]]) -> None:
@@ -76,6 +91,7 @@ def _allocate(
     module: nn.Module,
     device: torch.device,
     memory: Mapping[torch.Tensor, torch.Tensor],
+    only: Container[int] | None,
     replaced: list[tuple[dict[str, Any], str, torch.Tensor]],
 ) -> None:
     """Put new tensors into the module's tables; what they replace is appended to `replaced`."""
@@ -83,7 +99,7 @@ def _allocate(
     shard_device = torch.device("cpu") if is_offloaded(module) else device
     for tensors in _registries(module):
         for name, tensor in tensors.items():
-            if tensor is None or not tensor.is_meta:
+            if tensor is None or not tensor.is_meta or (only is not None and id(tensor) not in only):
                 continue
             if tensor not in new:
                 new[tensor] = _filled_like(tensor, shard_device if isinstance(tensor, DTensor) else device, memory)

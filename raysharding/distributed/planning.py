@@ -45,8 +45,12 @@ from raysharding.distributed.source import (
     extents_to_json,
     wire_dtype,
 )
+from raysharding.distributed.state_dict_source import HeldStateDict, StateDictSource
 from raysharding.errors import CheckpointError, PlanError
 from raysharding.models import KeyMap, Target, differing_ties, map_keys, misfit, missing_rules
+
+Origin = Checkpoint | str | os.PathLike[str] | HeldStateDict
+"""Where the values of a load come from."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +61,8 @@ class Outline:
     """The checkpoint, as it was named."""
     checkpoint_bytes: int
     """Bytes of the files' tensors."""
-    whereabouts: Mapping[str, Any]
-    """Where rank 0 sees the files: `Whereabouts` as JSON."""
+    whereabouts: Mapping[str, Any] | None
+    """Where rank 0 sees the files: `Whereabouts` as JSON; `None` for a state dict, which lies in its memory."""
     extents: tuple[Any, ...] | None
     """Where the tensors lie in the files, as `extents_to_json`; `None` where only rank 0 reads."""
     tensors: tuple[tuple[str, str], ...]
@@ -95,6 +99,10 @@ class Fit:
     """What is in the files."""
     keys: KeyMap
     """Which checkpoint tensors feed which FQN."""
+    held: HeldStateDict | None
+    """The values, where they are in memory and not in files."""
+    initialise: tuple[str, ...]
+    """Canonical FQNs that nothing feeds and that need a value."""
     manifest: Manifest | None
     """What the files held when they were saved; only under `verify="full"`."""
 
@@ -142,7 +150,7 @@ class LoadPlan:
 def propose_load(
     module: nn.Module,
     tensors: Mapping[str, torch.Tensor],
-    checkpoint: Checkpoint | str | os.PathLike[str],
+    checkpoint: Origin,
     loading: Loading,
 ) -> Proposal:
     """Look at this rank's module, and on rank 0 at the checkpoint; each rank alone, no collective.
@@ -150,7 +158,7 @@ def propose_load(
     Args:
         module: Sharded; on meta, where the load is to allocate it.
         tensors: Its `module_tensors`.
-        checkpoint: Path or URI, opened by rank 0 alone, or an opened checkpoint.
+        checkpoint: Path or URI, opened by rank 0 alone; an opened checkpoint; or a state dict in rank 0's memory.
         loading: The same on every rank.
 
     Returns:
@@ -193,7 +201,9 @@ def agree_on_plan(
         PlanError: On every rank, when the checkpoint does not fit, or the ranks differ in module or options.
     """
     outline, sights, found = _exchange(proposal, proposal.error or error, loading)
-    choice, checkpoint = choose(loading, Whereabouts.from_json(outline.whereabouts), sights, found)
+    choice, checkpoint = Choice(loading.transport, (0,), "rank 0 holds the state dict"), None
+    if outline.whereabouts is not None:
+        choice, checkpoint = choose(loading, Whereabouts.from_json(outline.whereabouts), sights, found)
     extents = _all_extents(proposal.fit, outline)
     if proposal.fit is not None:
         checkpoint = proposal.fit.checkpoint
@@ -234,7 +244,10 @@ def _exchange(
     # A rank that failed comes here too, and rank 0 sends nothing if it did: the others wait for both.
     received = broadcast_json(None if proposal.outline is None else vars(proposal.outline))
     outline = None if received is None else Outline.from_json(received)
-    sight, found = (None, ()) if outline is None else look(loading, Whereabouts.from_json(outline.whereabouts))
+    sight: Sight | None = None
+    found: tuple[CheckpointFile, ...] = ()
+    if outline is not None and outline.whereabouts is not None:
+        sight, found = look(loading, Whereabouts.from_json(outline.whereabouts))
     # Before any data collective: ranks with different plans would send and receive different sizes, and hang.
     answers = agree(error, (proposal.digests, None if sight is None else asdict(sight)))
     _compare_ranks([digests for digests, _ in answers])
@@ -273,13 +286,31 @@ def _mapped(planned: Sequence[PlannedTensor], proposal: Proposal, extents: Mappi
     return mapped
 
 
-def _fit(module: nn.Module, checkpoint: Checkpoint | str | os.PathLike[str], loading: Loading) -> Fit:
-    opened = seen_here(checkpoint) if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
+def _fit(module: nn.Module, origin: Origin, loading: Loading) -> Fit:
+    held = origin if isinstance(origin, HeldStateDict) else None
+    if isinstance(origin, HeldStateDict):
+        opened = origin.as_checkpoint()
+    else:
+        opened = seen_here(origin) if isinstance(origin, Checkpoint) else open_checkpoint(origin)
     manifest = _manifest(opened) if loading.verify == "full" else None
-    fit = Fit(opened, map_keys(module, opened.tensors, loading.key_mapping), manifest)
+    keys = map_keys(module, opened.tensors, loading.key_mapping)
+    initialise = keys.initialise if held is None else _settable(module, keys, loading)
+    fit = Fit(opened, keys, held, initialise, manifest)
     if problems := _problems(module, fit, loading):
         raise misfit(opened.path, problems)
     return fit
+
+
+def _settable(module: nn.Module, keys: KeyMap, loading: Loading) -> tuple[str, ...]:
+    """What to initialise beside a state dict: as with torch's own, parameters that it lacks stay as they are.
+
+    Left are non-persistent buffers on meta, which no state dict holds. One without a rule is an error under `strict`;
+    else it stays, too: a later part of the state dict cannot bring it, but its owner may set it.
+    """
+    names = tuple(name for name in keys.initialise if name not in keys.missing)
+    if loading.strict or not missing_rules(module, names, loading.seed):
+        return names
+    return tuple(name for name in names if not missing_rules(module, [name], loading.seed))
 
 
 def _manifest(checkpoint: Checkpoint) -> Manifest:
@@ -305,11 +336,11 @@ def _outline(fit: Fit, loading: Loading, layouts: Mapping[str, TensorLayout]) ->
     return Outline(
         checkpoint=fit.checkpoint.path,
         checkpoint_bytes=fit.checkpoint.num_bytes,
-        whereabouts=asdict(Whereabouts.of(fit.checkpoint.files)),
+        whereabouts=asdict(Whereabouts.of(fit.checkpoint.files)) if fit.held is None else None,
         extents=extents,
         tensors=tuple((target.fqn, _wire_name(target)) for target in (*ranged, *computed)),
         num_ranged=len(ranged),
-        initialise=keys.initialise,
+        initialise=fit.initialise,
         missing=keys.missing,
         unexpected=keys.unexpected,
         ignored=keys.ignored,
@@ -333,12 +364,18 @@ def _problems(module: nn.Module, fit: Fit, loading: Loading) -> list[str]:
     keys = fit.keys
     problems = keys.mismatches(strict=loading.strict)
     refused = set(keys.missing) if loading.strict else set()
-    problems += missing_rules(module, [name for name in keys.initialise if name not in refused], loading.seed)
+    problems += missing_rules(module, [name for name in fit.initialise if name not in refused], loading.seed)
     if keys.doubled:
         # Headers cannot show whether two tied names hold one value.
         targets = {**keys.targets, **{target.fqn: target for target in keys.doubled}}
+        cache_bytes = loading.bucket_bytes or BUCKET_BYTES
+        if fit.held is not None:
+            infos = fit.checkpoint.tensors
+            extents = {fqn: extents_of(fit.checkpoint, target) for fqn, target in targets.items()}
+            held = StateDictSource(fit.held, infos, extents, targets, cache_bytes)
+            return problems + list(differing_ties(keys, held.read_elements))
         with FileReader(fit.checkpoint) as reader:
-            source = CheckpointSource.of(fit.checkpoint, reader, targets, loading.bucket_bytes or BUCKET_BYTES)
+            source = CheckpointSource.of(fit.checkpoint, reader, targets, cache_bytes)
             problems += differing_ties(keys, source.read_elements)
     return problems
 

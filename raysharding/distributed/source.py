@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -128,6 +128,36 @@ class ElementSource(Protocol):
         """Fill the memory of every request."""
 
 
+class Conversions:
+    """Targets that transformers' operations compute, made whole and kept until a bucket's worth has come after them.
+
+    Args:
+        targets: FQN → what feeds it.
+        read: Checkpoint key → whole CPU tensor.
+        cache_bytes: How much to keep: what one bucket holds, since its sections ask in turn.
+    """
+
+    def __init__(self, targets: Mapping[str, Target], read: Callable[[str], torch.Tensor], cache_bytes: int) -> None:
+        self._targets = targets
+        self._read = read
+        self._cache_bytes = cache_bytes
+        self._kept: dict[str, torch.Tensor] = {}
+
+    def whole(self, fqn: str) -> torch.Tensor:
+        """The flattened value of `fqn`, on CPU."""
+        if fqn not in self._kept:
+            target = self._targets[fqn]
+            num_bytes = prod(target.shape) * target.source_dtype.itemsize
+            # Oldest first, and before the next one is made.
+            while self._kept and num_bytes + self._kept_bytes() > self._cache_bytes:
+                del self._kept[next(iter(self._kept))]
+            self._kept[fqn] = target.convert(self._read).reshape(-1)
+        return self._kept[fqn]
+
+    def _kept_bytes(self) -> int:
+        return sum(value.numel() * value.itemsize for value in self._kept.values())
+
+
 class CheckpointSource:
     """Reads tensors from checkpoint files through their extents, or through transformers' own operations.
 
@@ -158,12 +188,10 @@ class CheckpointSource:
         self._checkpoint = checkpoint
         self._reader = reader
         self._extents = extents
-        self._targets = targets
-        self._cache_bytes = cache_bytes
+        self._conversions = Conversions(targets, self._read_whole, cache_bytes)
         self._checksums = checksums
         self._threads = threads or ReadThreads(1)
         self._remote = ["://" in file.path for file in checkpoint.files]
-        self._converted: dict[str, torch.Tensor] = {}
 
     @classmethod
     def of(
@@ -187,7 +215,7 @@ class CheckpointSource:
             if extents is None:
                 computed.setdefault(request.fqn, []).append(request)
                 continue
-            for extent, start, stop in _overlaps(extents, request.start, request.stop):
+            for extent, start, stop in overlaps(extents, request.start, request.stop):
                 size = request.dtype.itemsize
                 memory = request.memory
                 if stop - start < request.stop - request.start:
@@ -204,7 +232,7 @@ class CheckpointSource:
         pieces.sort(key=lambda piece: piece[:2])
         self._read_pieces(pieces)
         for fqn, wanted in computed.items():  # one after the other: each is made once, however large
-            whole = self._whole(self._targets[fqn])
+            whole = self._conversions.whole(fqn)
             for request in wanted:
                 torch.frombuffer(request.memory, dtype=request.dtype).copy_(whole[request.start : request.stop])
 
@@ -262,24 +290,11 @@ class CheckpointSource:
                 self._checksums.add(extent.key, first - extent.key_offset, as_memory(part))
             out[done : done + part.numel()].copy_(part)
 
-    def _whole(self, target: Target) -> torch.Tensor:
-        if target.fqn not in self._converted:
-            num_bytes = prod(target.shape) * target.source_dtype.itemsize
-            # Oldest first, and before the next one is made.
-            while self._converted and num_bytes + self._kept_bytes() > self._cache_bytes:
-                del self._converted[next(iter(self._converted))]
-            value = target.convert(self._read_whole)
-            self._converted[target.fqn] = value.reshape(-1)
-        return self._converted[target.fqn]
-
     def _read_whole(self, key: str) -> torch.Tensor:
         value = self._reader.read_tensor(self._checkpoint.tensors[key])
         if self._checksums is not None:
             self._checksums.add(key, 0, as_memory(value.reshape(-1)))
         return value
-
-    def _kept_bytes(self) -> int:
-        return sum(value.numel() * value.itemsize for value in self._converted.values())
 
 
 def _views(pieces: Sequence[_Piece]) -> list[memoryview]:
@@ -297,7 +312,7 @@ def _views(pieces: Sequence[_Piece]) -> list[memoryview]:
 _start = attrgetter("start")
 
 
-def _overlaps(extents: Sequence[Extent], start: int, stop: int) -> Iterable[tuple[Extent, int, int]]:
+def overlaps(extents: Sequence[Extent], start: int, stop: int) -> Iterable[tuple[Extent, int, int]]:
     """The extents that elements `start` to `stop` lie in, and which elements lie in each."""
     index = bisect_right(extents, start, key=_start) - 1
     while start < stop:

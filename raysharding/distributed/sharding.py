@@ -1,0 +1,321 @@
+"""Sharded modules for people with their own launcher: what they wrap, and how rank 0's tensors come to all ranks.
+
+    mesh = init_mesh("cuda")
+    with torch.device("meta"):
+        model = DistModule(Model())
+    apply_fsdp2(model, mesh)
+    model.load_state_dict(load_state_dict("model.safetensors"))     # every rank; rank 0 alone reads
+
+Everything here runs over the engine that `load_checkpoint` uses. Where every rank sees the files, `load_checkpoint` is
+faster: each rank reads its own part.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import _IncompatibleKeys
+
+from raysharding.checkpoint import read_state_dict
+from raysharding.distributed.accelerate_patch import FileStateDict, patch_accelerate
+from raysharding.distributed.sharded_module import shard_module
+from raysharding.distributed.state_dict_loading import distribute_state_dict, load_full_state_dict
+from raysharding.distributed.tensor_table import meta_like
+
+# `get_extra_state` is not among them: torch takes a class that has its own for one that has such state.
+_DELEGATED = (
+    "parameters",
+    "named_parameters",
+    "buffers",
+    "named_buffers",
+    "children",
+    "named_children",
+    "modules",
+    "named_modules",
+    "get_submodule",
+    "set_submodule",
+    "get_parameter",
+    "get_buffer",
+    "register_buffer",
+    "register_parameter",
+    "register_module",
+    "add_module",
+    "state_dict",
+    "register_state_dict_pre_hook",
+    "register_state_dict_post_hook",
+    "compile",
+)
+_RETURNING_SELF = (
+    "apply",
+    "_apply",
+    "to",
+    "cuda",
+    "cpu",
+    "xpu",
+    "ipu",
+    "mtia",
+    "type",
+    "float",
+    "double",
+    "half",
+    "bfloat16",
+    "to_empty",
+    "train",
+    "eval",
+    "requires_grad_",
+    "share_memory",
+    "zero_grad",
+)
+
+
+class DistModule(nn.Module):
+    """A module that stands for another one, and whose `load_state_dict` distributes rank 0's tensors.
+
+    Reading and writing attributes, `parameters`, `named_*`, `buffers`, `modules`, `train`, `to_empty` and the rest of
+    `nn.Module`'s methods act on the wrapped module, under names without a prefix; `forward` calls it. Hooks that are
+    registered on a `DistModule` are its own.
+
+    Args:
+        module: The module, before or after `apply_fsdp2`; it is not copied. A `DistModule` is taken for what it wraps.
+    """
+
+    module: nn.Module
+    """The wrapped module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        while isinstance(module, DistModule):
+            module = module.module
+        if not isinstance(module, nn.Module):
+            raise ValueError(f"DistModule({type(module).__name__}): give a torch.nn.Module")
+        # nn.Module's own set-up writes attributes that belong to this object, not to the wrapped module.
+        object.__setattr__(self, "_is_ready", False)
+        super().__init__()
+        object.__setattr__(self, "module", module)
+        object.__setattr__(self, "_is_ready", True)
+        del self.__dict__["training"]
+        # What reads a module's tables (torch's own code does) must see the wrapped module's.
+        for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            object.__setattr__(self, table, getattr(module, table))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the wrapped module."""
+        return self.module(*args, **kwargs)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False, *, timeout_s: float = 120.0
+    ) -> _IncompatibleKeys:
+        """Distribute rank 0's full state dict into the wrapped module; collective: every rank calls it.
+
+        The interface is `torch.nn.Module.load_state_dict`'s.
+
+        Args:
+            state_dict: On rank 0 FQN → full tensor (parameters and persistent buffers), on any device; a mapping whose
+                items load on access may be larger than memory. The other ranks' is not looked at: pass an empty one.
+            strict: See `load_full_state_dict`.
+            assign: `False`: the module's tensors keep dtype and device, and what is on meta gets memory on the mesh's
+                device (torch would silently do nothing). `True`: they take the incoming dtype, in new tensors.
+            timeout_s: Longest wait for one item or bucket.
+
+        Returns:
+            `missing_keys` and `unexpected_keys`, the same on every rank. Cost: see `load_full_state_dict`.
+
+        Raises:
+            PlanError: On every rank, before data moves: every mismatch of keys, shapes and kinds of dtype. It is a
+                ValueError, where torch raises RuntimeError on the rank that sees it.
+            RuntimeError: From the process group, when a rank does not come within its time.
+        """
+        values = state_dict.rank_0_values if isinstance(state_dict, FileStateDict) else state_dict
+        return load_full_state_dict(self.module, values, strict=strict, assign=assign, timeout_s=timeout_s)
+
+    def __getattr__(self, name: str) -> Any:
+        # Only for what this object has not itself.
+        if "module" not in self.__dict__:
+            raise AttributeError(f"DistModule has no attribute {name!r} yet")
+        return getattr(self.module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self.__dict__.get("_is_ready"):
+            setattr(self.module, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.module, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*object.__dir__(self), *dir(self.module)})
+
+    def __repr__(self) -> str:
+        return f"DistModule({self.module!r})"
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.module[key]  # type: ignore[index]  # as above
+
+
+def _delegate(name: str, returns_self: bool) -> Any:
+    def call(self: DistModule, *args: Any, **kwargs: Any) -> Any:
+        result = getattr(self.module, name)(*args, **kwargs)
+        return self if returns_self and result is self.module else result
+
+    call.__name__ = name
+    call.__qualname__ = f"DistModule.{name}"
+    call.__doc__ = f"The wrapped module's `{name}`."
+    return call
+
+
+for _name in (*_DELEGATED, *_RETURNING_SELF):
+    if hasattr(nn.Module, _name):
+        setattr(DistModule, _name, _delegate(_name, _name in _RETURNING_SELF))
+
+
+def apply_fsdp2(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Cut a model over a mesh in place: `fully_shard` on each block, then on the root; every rank calls it.
+
+    Blocks are found as by `Sharding(wrap="auto")`; `shard_module` takes other rules, and the other options.
+
+    Args:
+        model: A module or `DistModule`, on meta or on the mesh's device.
+        mesh: 1-D, or 2-D (replicate, shard) for HSDP, over all ranks.
+
+    Raises:
+        PlanError: See `shard_module`.
+    """
+    shard_module(model.module if isinstance(model, DistModule) else model, mesh)
+
+
+def load_state_dict(
+    checkpoint_file: str | os.PathLike[str],
+    device_map: str | int | torch.device | Mapping[str, str | int | torch.device] | None = None,
+) -> dict[str, torch.Tensor]:
+    """Read a checkpoint file on global rank 0; no collective. As accelerate's function of that name.
+
+    Args:
+        checkpoint_file: A `.safetensors` file, or one that `torch.save` wrote, which is read with `weights_only=True`.
+        device_map: Device of all tensors, or module-name prefix → device (the longest prefix counts, the CPU where none
+            does; `""` is the whole model). Default: the CPU, where values are pages of the file, read when touched: a
+            file may be larger than memory.
+
+    Returns:
+        On rank 0, and in a process without a process group, FQN → full tensor; on the other ranks an empty dict.
+
+    Raises:
+        CheckpointError: On rank 0 alone: the file cannot be read or trusted.
+        ValueError: On rank 0 alone: `device_map` names no device.
+    """
+    if dist.is_initialized() and dist.get_rank() != 0:
+        return {}
+    return read_state_dict(checkpoint_file, device_map)
+
+
+def broadcast_and_shard_state_dict(
+    state_dict: Mapping[str, torch.Tensor],
+    meta_sharded_state_dict: Mapping[str, torch.Tensor],
+    sharded_state_dict: dict[str, torch.Tensor],
+    *,
+    timeout_s: float = 120.0,
+) -> None:
+    """Rank 0's half of distributing a state dict: sends each rank its shards, and keeps its own; collective.
+
+    The other ranks call `shard_broadcasted_state_dict`. The result is ready for `load_state_dict(assign=True)`.
+
+    Args:
+        state_dict: FQN → full tensor on any device, its items loaded on access if need be; the keys of
+            `meta_sharded_state_dict`, but for second names of tied tensors, which may be left out.
+        meta_sharded_state_dict: FQN → DTensor, or a tensor that every rank holds whole: the sharded module's
+            `state_dict()`, on meta or real; not written to. Dtypes of the result are those of its tensors.
+        sharded_state_dict: Filled with this rank's shards, on the mesh's device; existing keys are replaced.
+        timeout_s: Longest wait for one item or bucket.
+
+    Raises:
+        ValueError: On any other rank than 0, at once: the others then wait for it until `timeout_s`.
+        PlanError: On every rank, before data moves: every mismatch of keys, shapes and kinds of dtype.
+    """
+    if dist.get_rank() != 0:
+        raise ValueError(f"rank {dist.get_rank()} has no full state dict: call shard_broadcasted_state_dict")
+    _distribute(_with_tied(state_dict, meta_sharded_state_dict), meta_sharded_state_dict, sharded_state_dict, timeout_s)
+
+
+def shard_broadcasted_state_dict(
+    meta_sharded_state_dict: Mapping[str, torch.Tensor],
+    sharded_state_dict: dict[str, torch.Tensor],
+    *,
+    timeout_s: float = 120.0,
+) -> None:
+    """The other ranks' half of `broadcast_and_shard_state_dict`; collective.
+
+    Args:
+        meta_sharded_state_dict: As on rank 0.
+        sharded_state_dict: Filled with this rank's shards.
+        timeout_s: As on rank 0.
+
+    Raises:
+        ValueError: On rank 0, at once.
+        PlanError: On every rank, before data moves: every mismatch.
+    """
+    if dist.get_rank() == 0:
+        raise ValueError("rank 0 has the full state dict: call broadcast_and_shard_state_dict")
+    _distribute({}, meta_sharded_state_dict, sharded_state_dict, timeout_s)
+
+
+def _distribute(
+    state_dict: Mapping[str, torch.Tensor],
+    meta_sharded_state_dict: Mapping[str, torch.Tensor],
+    sharded_state_dict: dict[str, torch.Tensor],
+    timeout_s: float,
+) -> None:
+    tensors = {name: meta_like(tensor) for name, tensor in meta_sharded_state_dict.items()}
+    sharded_state_dict.update(distribute_state_dict(state_dict, tensors, timeout_s=timeout_s))
+
+
+class _WithTied(Mapping[str, torch.Tensor]):
+    """A state dict in which second names lead to the first one's value, which is loaded when it is asked for."""
+
+    def __init__(self, values: Mapping[str, torch.Tensor], first_names: Mapping[str, str]) -> None:
+        self._values = values
+        self._first_names = first_names
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        return self._values[self._first_names.get(key, key)]
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._values
+        yield from self._first_names
+
+    def __len__(self) -> int:
+        return len(self._values) + len(self._first_names)
+
+
+def _with_tied(
+    state_dict: Mapping[str, torch.Tensor], meta_sharded_state_dict: Mapping[str, torch.Tensor]
+) -> Mapping[str, torch.Tensor]:
+    """Add the second names of tied tensors, which checkpoints leave out. Tensors on meta share storage, too."""
+    present: dict[tuple[int, ...], str] = {}
+    for name, tensor in meta_sharded_state_dict.items():
+        if name in state_dict:
+            present.setdefault(_memory_of(tensor), name)
+    missing = [name for name in meta_sharded_state_dict if name not in state_dict]
+    found = {name: _memory_of(meta_sharded_state_dict[name]) for name in missing}
+    return _WithTied(state_dict, {name: present[key] for name, key in found.items() if key in present})
+
+
+def _memory_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The same for two tensors that are one."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage()._cdata, local.storage_offset(), *tensor.shape
+
+
+__all__ = [
+    "DistModule",
+    "apply_fsdp2",
+    "broadcast_and_shard_state_dict",
+    "load_state_dict",
+    "patch_accelerate",
+    "shard_broadcasted_state_dict",
+]

@@ -1,0 +1,55 @@
+"""`TensorTable`: tensors by name, in the shape in which the engine takes modules.
+
+What is said of a module's state dict (where a DTensor lies, which ranks need which bytes, when all must raise) is as
+true of any dict of tensors: another module's sharded state dict, an optimizer's state. So the engine that loads and
+saves modules does the same for those, through a module that is nothing but its tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+
+class TensorTable(nn.Module):
+    """A module whose FQNs are the names of a dict; they may hold dots, and one tensor under two names is a tie.
+
+    Args:
+        tensors: Name → DTensor, or a tensor that every rank holds whole; real, or on meta to be given memory.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            # Past `register_parameter`, which refuses dots, and DTensors that are no nn.Parameter.
+            if isinstance(tensor, DTensor):
+                self._parameters[name] = cast(nn.Parameter, tensor)
+            else:
+                self._buffers[name] = tensor
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors now, sharded ones first."""
+        both = (self._parameters, self._buffers)
+        return {name: tensor for table in both for name, tensor in table.items() if tensor is not None}
+
+
+def meta_like(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """`tensor` without memory: same shape, cut, strides of the whole, and `requires_grad`; a Parameter if it is one.
+
+    Args:
+        tensor: A DTensor or any other.
+        dtype: Of the result. Default: the tensor's.
+    """
+    if not isinstance(tensor, DTensor):
+        empty = torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device="meta")
+        return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    local = torch.empty(tensor._local_tensor.shape, dtype=dtype or tensor.dtype, device="meta")
+    result = DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+    return nn.Parameter(result, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else result

@@ -1,0 +1,334 @@
+"""Checks of `DistModule` and of what distributes state dicts; each runs on every rank of one group."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from raysharding.config import Sharding
+from raysharding.distributed import (
+    DistModule,
+    apply_fsdp2,
+    broadcast_and_shard_state_dict,
+    gather_state_dict,
+    init_mesh,
+    load_full_state_dict,
+    load_state_dict,
+    patch_accelerate,
+    shard_broadcasted_state_dict,
+)
+from raysharding.errors import CheckpointError, PlanError, RayshardingError
+from tests.distributed.models import Odd, filled, saved
+
+
+def meshes() -> list[Any]:
+    """1-D, and HSDP where the ranks make it."""
+    sizes = [1] + ([2] if dist.get_world_size() in (2, 4) else [])
+    return [init_mesh("cpu", Sharding(replicate_size=size)) for size in sizes]
+
+
+def on_meta() -> Odd:
+    """An `Odd` on meta but for its non-persistent buffer, which has no rule."""
+    with torch.device("meta"):
+        model = Odd()
+    model.positions = torch.arange(5).expand(2, 5).clone()
+    return model
+
+
+def full(module: nn.Module) -> dict[str, torch.Tensor]:
+    """On rank 0 the module's full state dict."""
+    return {name: value for part in gather_state_dict(module) for name, value in part.items()}
+
+
+def require_equal(module: nn.Module, expected: Mapping[str, torch.Tensor]) -> None:
+    found = full(module)
+    if dist.get_rank() == 0:
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert found[name].dtype == value.dtype, name
+            assert torch.equal(found[name], value), name
+
+
+class Lazy(Mapping[str, torch.Tensor]):
+    """Items load on access; counts how many are alive at once."""
+
+    def __init__(self, values: Mapping[str, torch.Tensor]) -> None:
+        self.values_by_name = values
+        self.num_loads = 0
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        self.num_loads += 1
+        return self.values_by_name[name].clone()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.values_by_name)
+
+    def __len__(self) -> int:
+        return len(self.values_by_name)
+
+
+def check_a_module_and_its_wrapper(root: Path) -> None:
+    plain = filled()
+    wrapped = DistModule(plain)
+    assert isinstance(wrapped, nn.Module)
+    assert wrapped.module is plain
+    assert DistModule(wrapped).module is plain
+    for name in ("parameters", "buffers", "modules", "children"):
+        assert [id(item) for item in getattr(wrapped, name)()] == [id(item) for item in getattr(plain, name)()], name
+    for name in ("named_parameters", "named_buffers", "named_modules", "named_children"):
+        assert dict(getattr(wrapped, name)()).keys() == dict(getattr(plain, name)()).keys(), name
+    assert list(wrapped.state_dict()) == list(plain.state_dict())
+    assert list(wrapped.state_dict(prefix="x.")) == list(plain.state_dict(prefix="x."))
+    wrapped.extra = 3
+    assert plain.extra == 3
+    wrapped.scale = nn.Parameter(torch.tensor(4.0))
+    assert plain.scale.item() == 4.0
+    del wrapped.extra
+    assert not hasattr(plain, "extra")
+    with pytest.raises(AttributeError, match="'Odd' object has no attribute 'nothing'"):
+        wrapped.nothing  # noqa: B018
+    with pytest.raises(ValueError, match=r"give a torch\.nn\.Module"):
+        DistModule(3)  # type: ignore[arg-type]
+    assert wrapped.train() is wrapped
+    assert plain.training
+    assert wrapped.training
+    assert wrapped.eval() is wrapped
+    assert not plain.training
+    assert not wrapped.training
+    assert not plain.norm.training
+    ids = torch.tensor([[1, 2, 3]])
+    assert torch.equal(wrapped(ids), plain(ids))
+    assert torch.equal(wrapped(ids=ids), plain(ids))
+    assert wrapped.embed is plain.embed
+    assert wrapped.get_parameter("embed.weight") is plain.embed.weight
+    assert "Odd(" in repr(wrapped)
+    assert {"embed", "load_state_dict"} <= set(dir(wrapped))
+    seen: list[nn.Module] = []
+    assert wrapped.apply(seen.append) is wrapped
+    assert seen[-1] is plain
+    twin = copy.deepcopy(wrapped)
+    assert twin.module is not plain
+    assert torch.equal(twin(ids), plain(ids))
+    assert wrapped.to(torch.float64) is wrapped
+    assert plain.scale.dtype == torch.float64
+    assert wrapped.to_empty(device="meta") is wrapped
+    assert plain.scale.is_meta
+    assert DistModule(nn.Sequential(nn.Linear(2, 3)))[0].out_features == 3
+
+
+def check_load_state_dict(root: Path) -> None:
+    rank = dist.get_rank()
+    source = filled(3)
+    expected = source.state_dict()
+    for mesh in meshes():
+        for make in (on_meta, Odd, lambda: Odd().double()):
+            model = DistModule(make())
+            apply_fsdp2(model, mesh)
+            assert isinstance(model.module, FSDPModule)
+            assert sum(isinstance(item, FSDPModule) for item in model.modules()) == 4, "each block, and the root"
+            dtype = model.embed.weight.dtype
+            result = model.load_state_dict(Lazy(expected) if rank == 0 else {})
+            assert (result.missing_keys, result.unexpected_keys) == ([], [])
+            assert model.head.weight is model.embed.weight
+            assert model.embed.weight.dtype == dtype
+            require_equal(model, {k: v.to(dtype) if v.is_floating_point() else v for k, v in expected.items()})
+            ids = torch.arange(6).reshape(2, 3)
+            with torch.no_grad():
+                assert torch.allclose(model.eval()(ids).to(torch.float32), source(ids), atol=1e-5)
+    plain = DistModule(on_meta())
+    plain.load_state_dict(expected if rank == 0 else {})  # not sharded: every rank gets all
+    assert all(torch.equal(plain.state_dict()[name], value) for name, value in expected.items())
+
+
+def check_assign(root: Path) -> None:
+    rank = dist.get_rank()
+    half = {
+        name: value.half() if value.is_floating_point() else value for name, value in filled(4).state_dict().items()
+    }
+    for mesh in meshes():
+        model = DistModule(Odd())
+        apply_fsdp2(model, mesh)
+        before = model.embed.weight
+        model.load_state_dict(half if rank == 0 else {}, assign=True)
+        assert model.embed.weight is not before
+        assert model.embed.weight is model.head.weight
+        assert model.embed.weight.requires_grad
+        require_equal(model, half)
+        loss = model(torch.tensor([[1, 2]])).sum()
+        loss.backward()
+        assert model.embed.weight.grad.dtype == torch.float16
+        with pytest.raises(PlanError, match=r"from torch.float16 into torch.float32, but it ran already"):
+            model.load_state_dict(filled(4).state_dict() if rank == 0 else {}, assign=True)
+        model.load_state_dict(filled(4).half().state_dict() if rank == 0 else {}, assign=True)
+        require_equal(model, half)
+    model = DistModule(Odd())
+    apply_fsdp2(model, init_mesh("cpu"))
+    before = model.embed.weight
+    mixed = filled().state_dict() | {"narrow": torch.zeros(2, 64, dtype=torch.bfloat16)}
+    with pytest.raises(PlanError, match="the FSDP group of the root"):
+        model.load_state_dict(mixed if rank == 0 else {}, assign=True)
+    assert model.embed.weight is before
+    with pytest.raises(PlanError, match="narrow: the checkpoint's 'narrow' has shape"):
+        model.load_state_dict(half | {"narrow": torch.zeros(3).half()} if rank == 0 else {}, assign=True)
+    assert model.embed.weight is before
+
+
+def check_mismatches(root: Path) -> None:
+    """Every rank raises alike, before data moves, and the module is as it was."""
+    rank = dist.get_rank()
+    good = filled(5).state_dict()
+    model = DistModule(filled(6))
+    apply_fsdp2(model, init_mesh("cpu"))
+    before = filled(6).state_dict()
+    cases = {
+        "missing from the checkpoint: narrow": {k: v for k, v in good.items() if k != "narrow"},
+        "unexpected in the checkpoint: other": good | {"other": torch.zeros(2)},
+        r"narrow: the checkpoint's 'narrow' has shape \(3, 64\)": good | {"narrow": torch.zeros(3, 64)},
+        r"narrow: the checkpoint's 'narrow' is torch.int64": good | {"narrow": torch.zeros(2, 64, dtype=torch.int64)},
+        "other: a dict, not a tensor": good | {"other": {}},
+        "narrow: on meta, without a value": good | {"narrow": torch.zeros(2, 64, device="meta")},
+    }
+    for message, state_dict in cases.items():
+        with pytest.raises(PlanError, match=message):
+            model.load_state_dict(state_dict if rank == 0 else {})
+    require_equal(model, before)
+    part = {k: v for k, v in good.items() if k != "narrow"} | {"other": torch.zeros(2)}
+    result = model.load_state_dict(part if rank == 0 else {}, strict=False)
+    assert (result.missing_keys, result.unexpected_keys) == (["narrow"], ["other"])
+    require_equal(model, good | {"narrow": before["narrow"]})
+
+
+class Failing(Lazy):
+    """Its last item loads once: for the plan."""
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if self.num_loads >= len(self):
+            raise OSError("the disk is gone")
+        return super().__getitem__(name)
+
+
+def check_an_item_that_fails(root: Path) -> None:
+    model = DistModule(on_meta())
+    apply_fsdp2(model, init_mesh("cpu"))
+    expected = (OSError, "the disk is gone") if dist.get_rank() == 0 else (RayshardingError, "the disk is gone")
+    with pytest.raises(expected[0], match=expected[1]):
+        model.load_state_dict(Failing(filled().state_dict()) if dist.get_rank() == 0 else {})
+    assert all(item.is_meta for item in model.parameters()), "garbage must not be left to run on"
+    model.load_state_dict(filled(1).state_dict() if dist.get_rank() == 0 else {})
+    require_equal(model, filled(1).state_dict())
+
+
+def distribute(
+    state_dict: Mapping[str, torch.Tensor], spec: Mapping[str, torch.Tensor], out: dict[str, torch.Tensor]
+) -> None:
+    if dist.get_rank() == 0:
+        broadcast_and_shard_state_dict(state_dict, spec, out)
+    else:
+        shard_broadcasted_state_dict(spec, out)
+
+
+def check_halves(root: Path) -> None:
+    """`broadcast_and_shard_state_dict` and `shard_broadcasted_state_dict`."""
+    rank = dist.get_rank()
+    source = filled(7)
+    for mesh in meshes():
+        model = on_meta()
+        apply_fsdp2(model, mesh)
+        spec = model.state_dict()
+        sharded: dict[str, torch.Tensor] = {"old": torch.zeros(1)}
+        distribute(Lazy(saved(source)), spec, sharded)  # without second names of ties
+        if rank == 0:
+            with pytest.raises(ValueError, match="call broadcast_and_shard_state_dict"):
+                shard_broadcasted_state_dict(spec, sharded)
+        else:
+            with pytest.raises(ValueError, match="call shard_broadcasted_state_dict"):
+                broadcast_and_shard_state_dict({}, spec, sharded)
+        assert set(sharded) == {"old", *spec}
+        del sharded["old"]
+        for name, value in sharded.items():
+            assert isinstance(value, DTensor) == isinstance(spec[name], DTensor), name
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            assert torch.equal(whole, source.state_dict()[name]), name
+        assert all(value.is_meta for value in spec.values())
+        model.load_state_dict(sharded, assign=True)
+        model.head.weight = model.embed.weight
+        require_equal(model, source.state_dict())
+        bad = {name: value for name, value in source.state_dict().items() if name != "narrow"}
+        with pytest.raises(PlanError, match="missing from the checkpoint: narrow"):
+            distribute(bad, spec, {})
+
+
+def check_files(root: Path) -> None:
+    """`load_state_dict` of files, one after the other, and accelerate's loading on top of it."""
+    import accelerate
+
+    rank = dist.get_rank()
+    source = saved(filled(8))
+    names = sorted(source)
+    folder = root / f"files-{dist.get_world_size()}"
+    if rank == 0:
+        folder.mkdir()
+        halves = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+        for file, held in halves.items():
+            save_file({name: source[name] for name in held}, folder / file, metadata={"format": "pt"})
+        index = {"metadata": {}, "weight_map": {name: file for file, held in halves.items() for name in held}}
+        (folder / "model.safetensors.index.json").write_text(__import__("json").dumps(index))
+        torch.save(source, folder / "old.bin")
+        torch.save([1], folder / "list.bin")
+    dist.barrier()
+    files = sorted(str(path) for path in folder.glob("*.safetensors"))
+    read = load_state_dict(files[0])
+    assert (set(read) == set(names[::2])) if rank == 0 else read == {}
+    mapped = load_state_dict(files[0], {"": "cpu", "blocks": "meta", "blocks.1": "cpu", "norm": "disk"})
+    for name, value in mapped.items():
+        assert value.is_meta == (name.startswith("blocks.") and not name.startswith("blocks.1.")), name
+    assert all(value.is_meta for value in load_state_dict(files[0], "meta").values())
+    if rank == 0:
+        assert all(torch.equal(value, source[name]) for name, value in load_state_dict(folder / "old.bin").items())
+        with pytest.raises(CheckpointError, match="holds a list"):
+            load_state_dict(folder / "list.bin")
+        with pytest.raises(CheckpointError):
+            load_state_dict(folder / "none.safetensors")
+        with pytest.raises(ValueError, match="device_map='nowhere'"):
+            load_state_dict(files[0], "nowhere")
+    expected = filled(8).state_dict()
+    model = DistModule(on_meta())
+    apply_fsdp2(model, init_mesh("cpu"))
+    first = model.load_state_dict(load_state_dict(files[0]), strict=False)
+    assert set(first.missing_keys) == set(names[1::2])
+    assert all(tensor.is_meta for name, tensor in model.named_parameters() if name in names[1::2])
+    model.load_state_dict(load_state_dict(files[1]), strict=False)
+    require_equal(model, expected)
+    for make in (Odd, on_meta):
+        with patch_accelerate():
+            model = DistModule(make())
+            apply_fsdp2(model, init_mesh("cpu"))
+            accelerate.load_checkpoint_in_model(model, str(folder))
+            require_equal(model, expected)
+            with pytest.raises(ValueError, match="leave it out"):
+                accelerate.load_checkpoint_in_model(model, str(folder), device_map={"": "cpu"})
+    patch = patch_accelerate()
+    assert accelerate.utils.modeling.load_state_dict.__module__.startswith("raysharding")
+    patch.restore()
+    patch.restore()
+    assert accelerate.utils.modeling.load_state_dict.__module__.startswith("accelerate")
+
+
+def check_that_the_same_engine_moves_it(root: Path) -> None:
+    """Rank 0 sends each shard once, through shared memory on one host, and loads each lazy item twice."""
+    model = on_meta()
+    apply_fsdp2(model, init_mesh("cpu"))
+    lazy = Lazy(saved(filled(9)))
+    load_full_state_dict(model, lazy if dist.get_rank() == 0 else {})
+    assert lazy.num_loads == (2 * len(lazy) if dist.get_rank() == 0 else 0)
+    require_equal(model, filled(9).state_dict())

@@ -1,0 +1,29 @@
+"""Rows A1 to A8 on real gloo groups: `DistModule` and the distribution of rank 0's tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.checks import run_checks
+from tests.spawn import run_ranks
+
+CHECKS = (
+    "sharding_checks.check_a_module_and_its_wrapper",
+    "sharding_checks.check_load_state_dict",
+    "sharding_checks.check_assign",
+    "sharding_checks.check_mismatches",
+    "sharding_checks.check_an_item_that_fails",
+    "sharding_checks.check_halves",
+    "sharding_checks.check_files",
+    "sharding_checks.check_that_the_same_engine_moves_it",
+)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_distribution(world_size: int, tmp_path: Path) -> None:
+    for outcomes in run_ranks(world_size, run_checks, CHECKS, tmp_path, timeout_s=110):
+        failed = "\n".join(f"{name}\n{text}" for name, text in outcomes.items() if text)
+        assert not failed, failed
