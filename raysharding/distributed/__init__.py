@@ -5,6 +5,13 @@ from raysharding.distributed.gradients import clip_grad_norm_
 from raysharding.distributed.loading import load_checkpoint
 from raysharding.distributed.materializing import materialize
 from raysharding.distributed.mesh import init_mesh
+from raysharding.distributed.optimizer_files import load_optimizer_state
+from raysharding.distributed.optimizer_state import (
+    full_optim_state_dict,
+    rekey_optim_state_dict,
+    scatter_full_optim_state_dict,
+    shard_full_optim_state_dict,
+)
 from raysharding.distributed.report import LoadReport, SaveReport
 from raysharding.distributed.saving import save_checkpoint
 from raysharding.distributed.sharded_module import reshard, shard_module
@@ -27,16 +34,21 @@ __all__ = [
     "broadcast_and_shard_state_dict",
     "clip_grad_norm_",
     "distribute_state_dict",
+    "full_optim_state_dict",
     "gather_state_dict",
     "init_mesh",
     "load_checkpoint",
     "load_full_state_dict",
+    "load_optimizer_state",
     "load_state_dict",
     "materialize",
     "patch_accelerate",
+    "rekey_optim_state_dict",
     "reshard",
     "save_checkpoint",
+    "scatter_full_optim_state_dict",
     "shard_broadcasted_state_dict",
+    "shard_full_optim_state_dict",
     "shard_module",
     "train_step",
 ]

@@ -90,6 +90,15 @@ def _collect(prefix: str, module: nn.Module, seen: set[nn.Module] | None, found:
             _collect(f"{prefix}{name}.", child, seen, found)
 
 
+_WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
+"""Names under which FSDP1, activation checkpointing and torch.compile keep what they wrap."""
+
+
+def clean_name(name: str) -> str:
+    """The FQN that a name had before anything was wrapped."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
 def module_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     """FQN → parameter or buffer, each tensor once, in module order, non-persistent buffers included."""
     submodules = named_submodules(module)
@@ -128,6 +137,14 @@ def tensor_layout(fqn: str, tensor: torch.Tensor) -> TensorLayout:
             raise ValueError(f"{fqn}: placements {placements} are not supported: shard along dim 0 on one mesh axis")
         num_shards = tensor.device_mesh.size(cut[0]) if cut else 0
     return TensorLayout(fqn, tuple(tensor.shape), tensor.dtype, num_shards)
+
+
+def shard_index_of(tensor: DTensor) -> int:
+    """Which shard of a DTensor that is cut along dim 0 this process holds; 0 where every rank holds all of it."""
+    for axis, placement in enumerate(tensor.placements):
+        if placement == _ROWS:
+            return tensor.device_mesh.get_local_rank(axis)
+    return 0
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,76 +3,34 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from raysharding.checkpoint import (
-    Checkpoint,
-    FileWriter,
-    Manifest,
-    commit_staging,
-    create_staging,
-    file_names,
-    plan_files,
-    remove_staging,
-    write_file,
-    write_index,
-    write_manifest,
-)
+from raysharding.checkpoint import Checkpoint, commit_staging, create_staging, remove_staging, write_file
 from raysharding.checkpoint.uri import is_remote
-from raysharding.config import MIB
 from raysharding.distributed.agreement import agree
-from raysharding.distributed.gathering import Gather, saved_tensors
+from raysharding.distributed.file_writing import Written, total_bytes, write_tensors
+from raysharding.distributed.gathering import saved_tensors
 from raysharding.distributed.layout import message_device
 from raysharding.distributed.loading import Progress, silent
 from raysharding.distributed.memory import MemoryPeak
 from raysharding.distributed.metadata import broadcast_json
+from raysharding.distributed.optimizer_files import write_optimizer
+from raysharding.distributed.optimizer_state import agreed_snapshot
 from raysharding.distributed.report import SaveReport
 from raysharding.distributed.sharded_module import reshard
-from raysharding.distributed.source import as_bytes
 from raysharding.errors import CheckpointError
 from raysharding.models import write_config_files
-
-MAX_FILE_BYTES = 5_000_000_000
-"""Largest checkpoint file, unless a single tensor is larger: transformers' own default."""
-SMALL_BYTES = 256 * MIB
-"""Up to this size a checkpoint is one file, written by rank 0: more files would only be harder to read."""
-
-
-@dataclass(frozen=True)
-class _FilePlan:
-    """Who writes what."""
-
-    names: tuple[tuple[str, ...], ...]
-    """File → FQNs in it."""
-    files: tuple[str, ...]
-    """File names."""
-    writers: tuple[int, ...]
-    """File → rank that writes it."""
-
-    def of_rank(self, rank: int) -> list[int]:
-        """Files that a rank writes."""
-        return [index for index, writer in enumerate(self.writers) if writer == rank]
-
-    def destinations(self) -> dict[int, list[str]]:
-        """Rank → FQNs that it must get."""
-        wanted: dict[int, list[str]] = {}
-        for names, writer in zip(self.names, self.writers, strict=True):
-            wanted.setdefault(writer, []).extend(names)
-        return wanted
 
 
 def save_checkpoint(
     module: nn.Module,
     path: str | os.PathLike[str],
     *,
+    optimizer: torch.optim.Optimizer | None = None,
     overwrite: bool = False,
     source: Checkpoint | None = None,
     progress: Progress | None = None,
@@ -89,6 +47,8 @@ def save_checkpoint(
         module: A sharded module. Its parameters and persistent buffers are saved under the module's own FQNs, tied
             ones once; of buffers that differ between ranks (BatchNorm), rank 0's.
         path: The directory to make, on a file system that rank 0 sees.
+        optimizer: Also save its state, by FQN, in the folder `optimizer`: `load_optimizer_state` brings it back at any
+            world size. It is written as the model is, so no rank holds it whole. Default: the model alone.
         overwrite: Replace a checkpoint that is there.
         source: Where the model came from: its tokenizer and other small files are copied, where rank 0 sees them.
         progress: Called on every rank as `progress("save", bytes_done, bytes_total, "")`.
@@ -101,34 +61,43 @@ def save_checkpoint(
     Raises:
         CheckpointError: On every rank: the destination is refused, or the disk is full or failed. What was at `path`
             is untouched then, and the temporary directory is gone.
+        PlanError: On every rank: the optimizer's state cannot be saved, or differs between ranks.
     """
     started = perf_counter()
     reshard(module)
     tensors = saved_tensors(module)
+    snapshot = None if optimizer is None else agreed_snapshot(module, optimizer)
+    state = {} if snapshot is None else snapshot.tensors
+    total = total_bytes(tensors) + total_bytes(state)
     device = message_device(module)
     peak = MemoryPeak(device)
+
+    def on_round(done: int) -> None:
+        peak.sample()
+        (progress or silent)("save", done, total, "")
+
     staging = _create_staging(path, overwrite)
     try:
-        plan = _plan_files(tensors, staging)
-        wire_bytes, parts = _write_files(tensors, plan, staging, device, stall_s, progress or silent, peak)
-        agree(_finish(module, plan, parts, staging, os.fspath(path), overwrite, source))
+        written = write_tensors(tensors, staging, device, stall_s, on_round)
+        error = _finish(module, written, staging, source)
+        if snapshot is not None:
+            agree(error)
+            first = total_bytes(tensors)
+            error = write_optimizer(snapshot, staging, device, stall_s, lambda done: on_round(first + done))
+        agree(error or _commit(staging, os.fspath(path), overwrite))
     except BaseException as error:
         _discard(staging, error)
         raise
-    figures = agree(None, {"wire_bytes": wire_bytes, "host_bytes": peak.host_bytes})
+    figures = agree(None, {"wire_bytes": written.wire_bytes, "host_bytes": peak.host_bytes})
     return SaveReport(
         path=os.fspath(path),
-        num_tensors=len(tensors),
-        num_bytes=_total_bytes(tensors),
-        num_files=len(plan.files),
+        num_tensors=len(tensors) + len(state),
+        num_bytes=total,
+        num_files=len(written.plan.files),
         seconds=perf_counter() - started,
         wire_bytes=sum(figure["wire_bytes"] for figure in figures),
         peak_extra_bytes=tuple(figure["host_bytes"] for figure in figures),
     )
-
-
-def _total_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
 
 
 def _create_staging(path: str | os.PathLike[str], overwrite: bool) -> str:
@@ -153,109 +122,24 @@ def _discard(staging: str, error: BaseException) -> None:
             error.add_note(str(left))
 
 
-def _plan_files(tensors: Mapping[str, torch.Tensor], staging: str) -> _FilePlan:
-    """Deal the tensors over files and the files over the ranks that see the directory."""
-    # On another node the path may be another disk. Every rank answers, so that all make the same plan.
-    sees = agree(None, os.path.isdir(staging))
-    able = [rank for rank, answer in enumerate(sees) if answer]
-    total = _total_bytes(tensors)
-    num_files = 1 if total <= SMALL_BYTES else max(len(able), -(-total // MAX_FILE_BYTES))
-    names = plan_files({name: tensor.numel() * tensor.itemsize for name, tensor in tensors.items()}, num_files)
-    return _FilePlan(names, file_names(len(names)), tuple(able[index % len(able)] for index in range(len(names))))
-
-
-def _write_files(
-    tensors: Mapping[str, torch.Tensor],
-    plan: _FilePlan,
-    staging: str,
-    device: torch.device,
-    stall_s: float,
-    progress: Progress,
-    peak: MemoryPeak,
-) -> tuple[int, list[Any]]:
-    """Gather every file's tensors on its writer and write them.
-
-    Returns:
-        The bytes that this rank sent, and what each rank wrote: its part of the manifest.
-    """
-    total = _total_bytes(tensors)
-    with ExitStack() as open_files:
-        writers = _Writers(plan, tensors, staging, open_files)
-        agree(writers.error)
-        gather = Gather(tensors, plan.destinations(), writers.write, device, stall_s)
-
-        def on_round(done: int) -> None:
-            peak.sample()
-            progress("save", done, total, "")
-
-        gather.run(on_round)
-        # A full disk on one rank is everybody's failure; before this the others would go on to the commit.
-        return gather.wire_bytes, agree(writers.error or writers.close(), writers.written)
-
-
-class _Writers:
-    """This rank's open files. After the first error it takes bytes and drops them, so that no sender is left.
-
-    Every exception is kept and handed to `agree`: one that left the gather here would leave the other ranks in it.
-    """
-
-    def __init__(
-        self, plan: _FilePlan, tensors: Mapping[str, torch.Tensor], staging: str, open_files: ExitStack
-    ) -> None:
-        self.error: Exception | None = None
-        self.written: dict[str, Any] = {}
-        """Manifest of this rank's files, after `close`."""
-        self._files: list[FileWriter] = []
-        self._file_of: dict[str, FileWriter] = {}
-        for index in plan.of_rank(dist.get_rank()):
-            layout = [(name, tensors[name].dtype, tuple(tensors[name].shape)) for name in plan.names[index]]
-            try:
-                writer = open_files.enter_context(FileWriter(os.path.join(staging, plan.files[index]), layout))
-            except CheckpointError as error:
-                self.error = error
-                return
-            self._files.append(writer)
-            self._file_of.update(dict.fromkeys(plan.names[index], writer))
-
-    def write(self, name: str, first: int, values: torch.Tensor) -> None:
-        """The gather's sink."""
-        if self.error is None:
-            try:
-                self._file_of[name].write_at(name, first * values.itemsize, as_bytes(values))
-            except Exception as error:  # noqa: BLE001 - see the class
-                self.error = error
-
-    def close(self) -> Exception | None:
-        """Put every file on the disk and fill `written`; the first failure is returned."""
-        try:
-            for writer in self._files:
-                writer.close()
-            self.written = Manifest.of_files(self._files).as_dict()
-        except Exception as error:  # noqa: BLE001 - see the class
-            return error
-        return None
-
-
-def _finish(
-    module: nn.Module,
-    plan: _FilePlan,
-    parts: Sequence[Mapping[str, Any]],
-    staging: str,
-    path: str,
-    overwrite: bool,
-    source: Checkpoint | None,
-) -> Exception | None:
-    """Rank 0: index, config, small files and manifest, then the commit. Whatever goes wrong is returned, for all."""
+def _finish(module: nn.Module, written: Written, staging: str, source: Checkpoint | None) -> Exception | None:
+    """Rank 0: index, manifest, config and small files. Whatever goes wrong is returned, for all."""
     if dist.get_rank() != 0:
         return None
     try:
-        manifest = Manifest.of_parts(Manifest.from_dict(part, staging) for part in parts)
-        if len(plan.files) > 1:
-            weight_map = {name: file for names, file in zip(plan.names, plan.files, strict=True) for name in names}
-            write_index(staging, weight_map, manifest.num_bytes)
+        written.finish(staging)
         write_config_files(module, staging)
         _copy_sidecars(staging, source)
-        write_manifest(staging, manifest)
+    except Exception as error:  # noqa: BLE001 - the other ranks wait to hear of it
+        return error
+    return None
+
+
+def _commit(staging: str, path: str, overwrite: bool) -> Exception | None:
+    """Rank 0: make the staged directory the checkpoint."""
+    if dist.get_rank() != 0:
+        return None
+    try:
         commit_staging(staging, path, overwrite=overwrite)
     except Exception as error:  # noqa: BLE001 - the other ranks wait to hear of it
         return error

@@ -1,0 +1,193 @@
+"""Optimizer state in a save: its tensors as checkpoint files, the rest as JSON, in a folder beside the model.
+
+Format of `optimizer/raysharding.optimizer.json`: {"format_version": 1, "outline": `OptimizerSnapshot.outline`}. The
+tensors lie beside it as a checkpoint of their own, under `FQN/name`. Nothing is pickled, and nothing depends on the
+world size.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from raysharding.checkpoint import write_file
+from raysharding.checkpoint.index import MAX_JSON_BYTES, read_beside
+from raysharding.checkpoint.location import storage_of
+from raysharding.checkpoint.strict_json import parse_object
+from raysharding.checkpoint.uri import join_path, normal_path, split_path
+from raysharding.config import Loading
+from raysharding.distributed.agreement import agree
+from raysharding.distributed.file_writing import write_tensors
+from raysharding.distributed.loading import Progress, load_checkpoint
+from raysharding.distributed.metadata import broadcast_json
+from raysharding.distributed.optimizer_snapshot import OptimizerSnapshot, parameter_names
+from raysharding.distributed.report import LoadReport
+from raysharding.distributed.tensor_table import TensorTable
+from raysharding.errors import CheckpointError, PlanError
+
+FOLDER = "optimizer"
+"""In the directory of a save."""
+OUTLINE_NAME = "raysharding.optimizer.json"
+FORMAT_VERSION = 1
+"""The only one so far."""
+
+
+def write_optimizer(
+    snapshot: OptimizerSnapshot, staging: str, device: torch.device, stall_s: float, on_round: Callable[[int], None]
+) -> Exception | None:
+    """Write an optimizer's state into a save that is being made; collective.
+
+    Returns:
+        What went wrong on this rank after the tensors were written, to be told to all.
+
+    Raises:
+        CheckpointError: On every rank: the disk is full or failed.
+    """
+    directory = os.path.join(staging, FOLDER)
+    error: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            os.mkdir(directory)
+        except OSError as raised:
+            error = CheckpointError(f"cannot make a directory: {raised.strerror}", path=directory)
+    agree(error)
+    written = write_tensors(snapshot.tensors, directory, device, stall_s, on_round)
+    if dist.get_rank() != 0:
+        return None
+    try:
+        written.finish(directory)
+        outline = {"format_version": FORMAT_VERSION, "outline": snapshot.outline()}
+        write_file(directory, OUTLINE_NAME, json.dumps(outline).encode("ascii"))
+    except Exception as raised:  # noqa: BLE001 - the other ranks wait to hear of it
+        return raised
+    return None
+
+
+def has_optimizer_state(checkpoint: str | os.PathLike[str]) -> bool:
+    """Whether a save holds an optimizer's state, as this process sees it.
+
+    Raises:
+        CheckpointError: The path cannot be looked at.
+    """
+    path = join_path(join_path(normal_path(os.fspath(checkpoint)), FOLDER), OUTLINE_NAME)
+    return storage_of(path).find(path).kind != "missing"
+
+
+def load_optimizer_state(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    checkpoint: str | os.PathLike[str],
+    *,
+    loading: Loading | None = None,
+    progress: Progress | None = None,
+    stall_s: float = 120.0,
+) -> LoadReport:
+    """Bring back what `save_checkpoint(..., optimizer=...)` saved, bit for bit, at any world size; collective.
+
+    Args:
+        module: The sharded root module.
+        optimizer: Over its parameters, with the param groups that were saved; its state and hyperparameters (learning
+            rate and all) are replaced. State that the save has not (of a step that was never taken) is dropped.
+        checkpoint: The directory of the save, or its URI.
+        loading: How the bytes move: `transport`, `verify`, buckets; dtypes are those that were saved.
+        progress: See `load_checkpoint`.
+        stall_s: See `load_checkpoint`.
+
+    Returns:
+        The same report on every rank. Cost as of `load_checkpoint`.
+
+    Raises:
+        CheckpointError: On every rank: there is no such state, or it cannot be read or trusted.
+        PlanError: On every rank, before data moves: state or param groups that are not this optimizer's. It is as it
+            was then.
+        RuntimeError: From the process group, when a rank is gone.
+    """
+    directory = join_path(normal_path(os.fspath(checkpoint)), FOLDER)
+    target = OptimizerSnapshot.from_outline(_agreed_outline(module, directory), module)
+    misfit: PlanError | None = None
+    try:
+        current = OptimizerSnapshot.of(module, optimizer)
+        misfit = _misfit(target, current)
+    except ValueError as error:
+        misfit = PlanError(str(error))
+    # Each rank was given its own optimizer: one that differs must not leave the others in the load.
+    agree(misfit)
+    table = TensorTable(target.tensors)
+    options = replace(loading or Loading(), dtype=None, strict=True, key_mapping=None, mmap=False)
+    report = load_checkpoint(table, directory, loading=options, progress=progress, stall_s=stall_s)
+    _apply(module, optimizer, target, table.tensors)
+    return report
+
+
+def _agreed_outline(module: nn.Module, directory: str) -> Any:
+    """Rank 0 reads and checks the outline; every rank gets it."""
+    outline: Any = None
+    error: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            outline = _read_outline(module, directory)
+        except Exception as raised:  # noqa: BLE001 - the other ranks wait to hear of it
+            error = raised
+    agree(error)
+    return broadcast_json(outline)
+
+
+def _read_outline(module: nn.Module, directory: str) -> Any:
+    path = join_path(directory, OUTLINE_NAME)
+    data = read_beside(storage_of(directory), directory, OUTLINE_NAME, MAX_JSON_BYTES)
+    if data is None:
+        what = "holds no optimizer state: save with an optimizer, or load the model alone"
+        raise CheckpointError(what, path=split_path(directory)[0])
+    try:
+        fields = parse_object(data)
+        if fields.get("format_version") != FORMAT_VERSION:
+            what = f"has format_version {fields.get('format_version')!r}, this raysharding reads {FORMAT_VERSION}"
+            raise CheckpointError(what, path=path)
+        OptimizerSnapshot.from_outline(fields["outline"], module)
+    except (PlanError, CheckpointError):
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(f"is not what raysharding writes ({error!r})", path=path) from error
+    return fields["outline"]
+
+
+def _misfit(saved: OptimizerSnapshot, current: OptimizerSnapshot) -> PlanError | None:
+    """Compare param groups."""
+    problems = []
+    if len(saved.groups) != len(current.groups):
+        problems.append(f"{len(saved.groups)} param groups were saved, the optimizer has {len(current.groups)}")
+    for index, (old, new) in enumerate(zip(saved.groups, current.groups, strict=False)):
+        held = set(old["params"]), set(new["params"])
+        problems += [
+            f"param group {index}: {fqn} was saved, the optimizer has it not" for fqn in sorted(held[0] - held[1])
+        ]
+        problems += [f"param group {index}: {fqn} was not saved" for fqn in sorted(held[1] - held[0])]
+    return PlanError("the saved optimizer state does not fit the optimizer:", problems=problems) if problems else None
+
+
+def _apply(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    target: OptimizerSnapshot,
+    tensors: Mapping[str, torch.Tensor],
+) -> None:
+    """Put loaded state into the optimizer, past its own `load_state_dict`, which casts to the parameters' dtype."""
+    parameters = {fqn: parameter for parameter, fqn in parameter_names(module).items()}
+    optimizer.state.clear()
+    for fqn, held in target.state(tensors).items():
+        optimizer.state[parameters[fqn]] = held
+    for old, group in zip(target.groups, optimizer.param_groups, strict=True):
+        for key, value in old.items():
+            if key == "params":
+                continue
+            if isinstance(group.get(key), torch.Tensor):
+                group[key].fill_(value)  # a captured graph holds on to the tensor
+            else:
+                group[key] = value

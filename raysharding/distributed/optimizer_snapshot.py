@@ -1,0 +1,194 @@
+"""`OptimizerSnapshot`: what an optimizer holds, by FQN instead of by position, and how it becomes one again.
+
+Note: three kinds of values.
+    Tensors of one dim or more are state that is cut as its parameter is (Adam's moments) or that every rank holds
+    whole. 0-dim tensors (Adam's `step`) and plain values are the same on every rank; they travel as JSON, with their
+    dtype, and so keep their place in host memory. Hyperparameters belong to a param group and travel as JSON, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from raysharding.distributed.layout import clean_name
+from raysharding.distributed.sharded_module import reshard
+from raysharding.distributed.tensor_table import meta_like
+from raysharding.errors import PlanError
+
+SEPARATOR = "/"
+"""Between the FQN of a parameter and the name of its state in tensor names: no FQN holds it."""
+_NOT_HYPER = ("params", "param_names")
+
+
+@dataclass(frozen=True)
+class OptimizerSnapshot:
+    """An optimizer's contents, its tensors not copied."""
+
+    groups: tuple[dict[str, Any], ...]
+    """Param groups: hyperparameters, and under `params` the FQNs."""
+    values: Mapping[str, Mapping[str, Any]]
+    """FQN → name → 0-dim tensor or plain value."""
+    tensors: Mapping[str, torch.Tensor]
+    """`FQN/name` → DTensor, or a tensor that every rank holds whole; 1 dim or more."""
+    names: tuple[str, ...]
+    """FQNs of the parameters that have state, in the optimizer's order."""
+
+    @classmethod
+    def of(cls, module: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerSnapshot:
+        """Look at an optimizer; each rank alone, no collective.
+
+        Raises:
+            ValueError: It holds a parameter that is not the module's.
+        """
+        names = parameter_names(module)
+        groups: list[dict[str, Any]] = []
+        values: dict[str, dict[str, Any]] = {}
+        tensors: dict[str, torch.Tensor] = {}
+        with_state: list[str] = []
+        for group in optimizer.param_groups:
+            fqns = [_name_of(names, parameter) for parameter in group["params"]]
+            groups.append({**_hyperparameters(group), "params": fqns})
+            for fqn, parameter in zip(fqns, group["params"], strict=True):
+                if parameter in optimizer.state:
+                    with_state.append(fqn)
+                    values[fqn] = {}
+                for name, value in optimizer.state.get(parameter, {}).items():
+                    if isinstance(value, torch.Tensor) and value.ndim:
+                        tensors[f"{fqn}{SEPARATOR}{name}"] = value
+                    else:
+                        values[fqn][name] = value
+        return cls(tuple(groups), values, tensors, tuple(with_state))
+
+    def outline(self) -> dict[str, Any]:
+        """What there is, as JSON: enough to make a like optimizer's state without its tensors' contents.
+
+        Raises:
+            ValueError: A value is of a type that JSON and 0-dim tensors do not cover.
+        """
+        return {
+            "groups": [encode(group, "param_groups") for group in self.groups],
+            "names": list(self.names),
+            "values": {
+                fqn: {name: encode(value, f"state of {fqn}: {name}") for name, value in held.items()}
+                for fqn, held in self.values.items()
+            },
+            "tensors": {
+                key: [list(tensor.shape), str(tensor.dtype).removeprefix("torch."), isinstance(tensor, DTensor)]
+                for key, tensor in self.tensors.items()
+            },
+        }
+
+    @classmethod
+    def from_outline(cls, outline: Mapping[str, Any], module: nn.Module) -> OptimizerSnapshot:
+        """Make what an outline tells of, its tensors on meta, cut as the module's parameters are now.
+
+        Raises:
+            PlanError: The module lacks parameters, or has others under those names.
+        """
+        parameters = dict(_named(module))
+        problems = [f"{fqn}: the module has no such parameter" for fqn in outline["names"] if fqn not in parameters]
+        tensors: dict[str, torch.Tensor] = {}
+        for key, (shape, dtype, is_cut) in outline["tensors"].items():
+            parameter = parameters.get(key.rpartition(SEPARATOR)[0])
+            if parameter is None:
+                continue
+            if is_cut and tuple(shape) != tuple(parameter.shape):
+                problems.append(f"{key}: of shape {tuple(shape)}, the module's parameter {tuple(parameter.shape)}")
+                continue
+            tensors[key] = state_like(parameter, shape, getattr(torch, dtype))
+        if problems:
+            raise PlanError("the optimizer's state does not fit the module:", problems=problems)
+        values = {fqn: {name: decode(value) for name, value in held.items()} for fqn, held in outline["values"].items()}
+        return cls(tuple(decode(group) for group in outline["groups"]), values, tensors, tuple(outline["names"]))
+
+    def state(self, tensors: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """FQN → name → value, with the given tensors in the place of this snapshot's."""
+        state: dict[str, dict[str, Any]] = {fqn: dict(self.values.get(fqn, {})) for fqn in self.names}
+        for key, tensor in tensors.items():
+            fqn, _, name = key.rpartition(SEPARATOR)
+            state[fqn][name] = tensor
+        return state
+
+
+def parameter_names(module: nn.Module) -> dict[torch.Tensor, str]:
+    """Parameter → clean FQN, tied ones under their first; the shards, whatever a forward left registered."""
+    return {parameter: name for name, parameter in _named(module)}
+
+
+def _named(module: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
+    reshard(module)
+    return ((clean_name(name), parameter) for name, parameter in module.named_parameters())
+
+
+def _name_of(names: Mapping[torch.Tensor, str], parameter: torch.Tensor) -> str:
+    if parameter not in names:
+        raise ValueError(
+            f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not the module's: make it over "
+            "module.parameters() after the module was sharded"
+        )
+    return names[parameter]
+
+
+def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in _NOT_HYPER}
+
+
+def state_like(parameter: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor on meta for state of `parameter`: cut as it is where it has its shape, else whole on every rank."""
+    if isinstance(parameter, DTensor) and tuple(shape) == tuple(parameter.shape):
+        return meta_like(parameter.detach(), dtype)
+    return torch.empty(tuple(shape), dtype=dtype, device="meta")
+
+
+_KIND = "kind"
+
+
+def encode(value: Any, where: str) -> Any:
+    """A hyperparameter or 0-dim state value as JSON.
+
+    Args:
+        value: Number, text, `None`, 0-dim tensor, or lists, tuples and dicts (keys of text) of them.
+        where: What it is, for the error.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        return {_KIND: "float", "item": repr(value)}  # JSON has no word for it
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, list):
+        return [encode(item, where) for item in value]
+    if isinstance(value, tuple):
+        return {_KIND: "tuple", "items": [encode(item, where) for item in value]}
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {_KIND: "dict", "items": {key: encode(item, f"{where}: {key}") for key, item in value.items()}}
+    if isinstance(value, torch.Tensor) and value.ndim == 0 and not value.is_complex():
+        dtype = str(value.dtype).removeprefix("torch.")
+        return {_KIND: "tensor", "item": encode(value.item(), where), "dtype": dtype, "device": value.device.type}
+    raise ValueError(f"{where} is a {type(value).__name__}: an optimizer's state holds tensors, numbers and text")
+
+
+def decode(value: Any) -> Any:
+    """Undo `encode`. A 0-dim tensor comes back where it was: in host memory, or on the current device of that type."""
+    if isinstance(value, list):
+        return [decode(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value[_KIND] == "tuple":
+        return tuple(decode(item) for item in value["items"])
+    if value[_KIND] == "float":
+        return float(value["item"])
+    if value[_KIND] == "dict":
+        return {key: decode(item) for key, item in value["items"].items()}
+    if value[_KIND] != "tensor":
+        raise ValueError(f"no kind of value is called {value[_KIND]!r}")
+    device = value["device"] if value["device"] == "cpu" or torch.cuda.is_available() else "cpu"
+    return torch.tensor(decode(value["item"]), dtype=getattr(torch, value["dtype"]), device=device)
