@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from math import isfinite
 from typing import Any, Literal, TypeGuard
 
@@ -58,9 +59,40 @@ class Sharding:
     replicate_size: int = 1
     """HSDP: number of replicas; each is sharded over `world_size / replicate_size` ranks. Default 1."""
     mixed_precision: str | torch.distributed.fsdp.MixedPrecisionPolicy | None = None
-    """`"bf16"`, `"fp16"`, or a policy: dtype of the parameters in forward and backward. Default: the stored dtype."""
+    """`"bf16"`, `"fp16"`, or a policy: dtype of the parameters in forward and backward. Default: the stored dtype.
+    As FSDP1's `mixed_precision`, BatchNorm keeps the dtype it is stored in: each one is a group of its own (one more
+    all-gather), its inputs are cast to that dtype, its outputs back. Buffers keep their dtype too: FSDP1's
+    `buffer_dtype` has no counterpart, because casting a table such as a rotary `inv_freq` for ever spoils it."""
     cpu_offload: bool = False
     """Keep shards, gradients and optimizer state in host memory between uses. Default no."""
+    ignored_modules: str | nn.Module | Sequence[str | nn.Module] | Callable[[nn.Module], bool] = ()
+    """Modules that are not cut, with all that is in them: regular expressions that match whole names of modules,
+    modules of the tree, or a predicate over modules. Default none. Their parameters stay plain tensors, the same on
+    every rank, loaded, counted and saved like 0-dim ones. As FSDP1's and accelerate's `ignored_modules`, but where
+    those leave each rank its own gradients, so that the copies drift apart, here they are averaged over all ranks.
+    Under `mixed_precision` they compute in their stored dtype. What is not there is a `PlanError`."""
+    activation_checkpointing: bool | Sequence[str] | Callable[[nn.Module], bool] = False
+    """Modules that keep only their inputs for backward and compute again what is between: `True` for the FSDP groups
+    that have modules inside, a list of class names, or a predicate over modules; of nested ones the outermost. Default
+    none. Names and classes of modules stay. BatchNorm's statistics are updated once; key-value caches are left out of
+    such modules in training. As accelerate's field, and torch's `apply_activation_checkpointing`."""
+    activation_checkpointing_offload: bool = False
+    """Move those inputs to host memory until backward; pinned where there is CUDA. Default no. As accelerate's."""
+    forward_prefetch: bool | int = False
+    """How many groups ahead of the running one are gathered in forward, in the order of the first forward, which later
+    ones must keep; `True` is 1. Default none: FSDP2 overlaps the next all-gather by itself on a GPU, and FSDP1's
+    `forward_prefetch` only issues it earlier from the CPU."""
+    backward_prefetch: str | Enum | None = "backward_pre"
+    """When the next group's parameters are gathered in backward: `"backward_pre"` (default: before this group's
+    gradients are computed) or `None` (not before they are needed). `"backward_post"` has no place in FSDP2 and acts as
+    `None`, with a warning. As FSDP1's, whose `BackwardPrefetch` is taken too."""
+    param_init_fn: Callable[[nn.Module], None] | None = None
+    """Called with each module that holds tensors on meta, parents first, after they got memory (of unknown values) on
+    the mesh's device; sets the full tensors before they are cut, one FSDP group at a time. Default none: what is on
+    meta stays there until a load. As FSDP1's. Ranks that draw different random numbers need `sync_module_states`."""
+    sync_module_states: bool = False
+    """Every rank takes rank 0's parameters and buffers before they are cut, one FSDP group at a time; the others may be
+    on meta. Default no. As FSDP1's. A load brings equal values to all ranks anyway."""
 
     def __post_init__(self) -> None:
         if isinstance(self.wrap, str):
@@ -79,6 +111,90 @@ class Sharding:
         cure = "use 'bf16', 'fp16', a torch.distributed.fsdp.MixedPrecisionPolicy, or None"
         _require(_is_precision(self.mixed_precision), "mixed_precision", self.mixed_precision, cure)
         _require_bool("cpu_offload", self.cpu_offload)
+        self._check_modules()
+        self._check_prefetch()
+        is_function = self.param_init_fn is None or callable(self.param_init_fn)
+        _require(is_function, "param_init_fn", self.param_init_fn, "give a function of one module, or None")
+        _require_bool("sync_module_states", self.sync_module_states)
+
+    def _check_modules(self) -> None:
+        ignored = self.ignored_modules
+        cure = "give regular expressions on module names, modules, or a predicate over modules"
+        _require(_are_modules(ignored) or callable(ignored), "ignored_modules", ignored, cure)
+        for pattern in [ignored] if isinstance(ignored, str) else ignored if isinstance(ignored, Sequence) else ():
+            if isinstance(pattern, str):
+                _require_pattern("ignored_modules", pattern)
+        chosen = self.activation_checkpointing
+        is_choice = isinstance(chosen, bool) or callable(chosen) or _are_names(chosen)
+        cure = "give True, False, a list of class names, or a predicate over modules"
+        _require(is_choice, "activation_checkpointing", chosen, cure)
+        _require_bool("activation_checkpointing_offload", self.activation_checkpointing_offload)
+        is_used = not self.activation_checkpointing_offload or chosen is not False
+        cure = "it moves what activation_checkpointing saves: set that too"
+        _require(is_used, "activation_checkpointing_offload", self.activation_checkpointing_offload, cure)
+
+    def _check_prefetch(self) -> None:
+        ahead = self.forward_prefetch
+        is_number = isinstance(ahead, bool) or (_is_int(ahead) and ahead >= 0)
+        _require(is_number, "forward_prefetch", ahead, "give True, False, or a number of groups")
+        when = self.backward_prefetch
+        name = when.name if isinstance(when, Enum) else when
+        is_known = name is None or str(name).lower() in ("backward_pre", "backward_post")
+        cure = "use 'backward_pre', 'backward_post', a torch.distributed.fsdp.BackwardPrefetch, or None"
+        _require(is_known, "backward_prefetch", when, cure)
+
+    @classmethod
+    def from_strategy(
+        cls, strategy: str | Enum, world_size: int, ranks_per_node: int | None = None, **fields: Any
+    ) -> Sharding:
+        """Translate FSDP1's `sharding_strategy`.
+
+        `FULL_SHARD` frees the full parameters after forward, `SHARD_GRAD_OP` keeps them until backward is over;
+        `HYBRID_SHARD` and `_HYBRID_SHARD_ZERO2` do the same within a node, with a replica on each node. `NO_SHARD` is
+        one replica on each rank; during forward and backward FSDP2 computes with a copy of the group that runs.
+
+        Args:
+            strategy: Name of a `torch.distributed.fsdp.ShardingStrategy`, in any case, or one of them.
+            world_size: Number of ranks.
+            ranks_per_node: Ranks of one replica of the hybrid strategies: those of one node.
+            fields: Other fields of `Sharding`.
+
+        Raises:
+            ValueError: The strategy is unknown, or a hybrid one lacks `ranks_per_node`, or that does not divide
+                `world_size`.
+        """
+        name = (strategy.name if isinstance(strategy, Enum) else str(strategy)).upper()
+        _require(name in _STRATEGIES, "strategy", strategy, f"use one of {', '.join(_STRATEGIES)}")
+        is_size = _is_int(world_size) and world_size >= 1
+        _require(is_size, "world_size", world_size, "give the number of ranks")
+        replicate_size = world_size if name == "NO_SHARD" else 1
+        if "HYBRID" in name:
+            is_divisor = _is_int(ranks_per_node) and ranks_per_node >= 1 and world_size % ranks_per_node == 0
+            cure = f"{name} needs the number of ranks on each node, a divisor of world_size={world_size}"
+            _require(is_divisor, "ranks_per_node", ranks_per_node, cure)
+            replicate_size = world_size // (ranks_per_node or 1)
+        fields = {"reshard_after_forward": _STRATEGIES[name], "replicate_size": replicate_size} | fields
+        return cls(**fields)
+
+
+_STRATEGIES = {
+    "FULL_SHARD": None,  # FSDP1, too, keeps the root's parameters, which backward wants first
+    "SHARD_GRAD_OP": False,
+    "NO_SHARD": True,  # what is freed is a copy in this rank's memory: nothing travels to make it again
+    "HYBRID_SHARD": None,
+    "_HYBRID_SHARD_ZERO2": False,
+}
+"""Strategy → `reshard_after_forward`."""
+
+
+def _are_names(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(name, str) for name in value)
+
+
+def _are_modules(value: object) -> bool:
+    if isinstance(value, str | nn.Module):
+        return True
+    return isinstance(value, Sequence) and all(isinstance(item, str | nn.Module) for item in value)
 
 
 def _is_precision(value: object) -> bool:
@@ -152,14 +268,14 @@ class Loading:
             cure = "give a dict of regular expressions on checkpoint keys and their replacements"
             _require(_is_text_map(self.key_mapping), "key_mapping", self.key_mapping, cure)
             for pattern in self.key_mapping:
-                _require_pattern(pattern)
+                _require_pattern("key_mapping", pattern)
 
 
-def _require_pattern(pattern: str) -> None:
+def _require_pattern(name: str, pattern: str) -> None:
     try:
         re.compile(pattern)
     except re.error as error:
-        message = f"key_mapping={pattern!r}: not a regular expression ({error}); escape a literal part with re.escape"
+        message = f"{name}={pattern!r}: not a regular expression ({error}); escape a literal part with re.escape"
         raise ValueError(message) from error
 
 

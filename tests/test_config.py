@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import BackwardPrefetch, MixedPrecisionPolicy
 
 from raysharding import config
 from raysharding.config import Loading, Placement, Sharding, Timeouts
@@ -62,6 +62,18 @@ def test_defaults_are_valid_frozen_and_picklable(config_type: type[Any]) -> None
         (Sharding, "reshard_after_forward", "yes", "True, False, None"),
         (Sharding, "replicate_size", 2.0, "1 (no replicas) or more"),
         (Sharding, "cpu_offload", "no", "True or False"),
+        (Sharding, "ignored_modules", 3, "regular expressions on module names"),
+        (Sharding, "ignored_modules", "(", "re.escape"),
+        (Sharding, "activation_checkpointing", "Block", "a list of class names"),
+        (Sharding, "activation_checkpointing", [1], "a list of class names"),
+        (Sharding, "activation_checkpointing_offload", "yes", "True or False"),
+        (Sharding, "activation_checkpointing_offload", True, "set that too"),
+        (Sharding, "forward_prefetch", -1, "a number of groups"),
+        (Sharding, "forward_prefetch", "yes", "a number of groups"),
+        (Sharding, "backward_prefetch", "before", "use 'backward_pre'"),
+        (Sharding, "backward_prefetch", 1, "use 'backward_pre'"),
+        (Sharding, "param_init_fn", "zeros", "a function of one module"),
+        (Sharding, "sync_module_states", 1, "True or False"),
         (Loading, "bucket_bytes", "32MiB", "32 << 20"),
         (Loading, "dtype", "bfloat16", "floating dtype such as torch.bfloat16"),
         (Loading, "strict", "yes", "True or False"),
@@ -95,6 +107,11 @@ def test_a_pattern_that_is_none_is_refused() -> None:
     [
         Sharding(wrap=["LlamaDecoderLayer"], replicate_size=2, mixed_precision="bf16"),
         Sharding(wrap=lambda module: isinstance(module, torch.nn.Linear), mixed_precision=MixedPrecisionPolicy()),
+        Sharding(
+            ignored_modules=["head", torch.nn.Linear(1, 1)], activation_checkpointing=["Block"], forward_prefetch=2
+        ),
+        Sharding(ignored_modules=torch.nn.Linear(1, 1), backward_prefetch=None, param_init_fn=print),
+        Sharding(backward_prefetch=BackwardPrefetch.BACKWARD_POST, sync_module_states=True),
         Loading(transport="broadcast", dtype=torch.float16, strict=False, key_mapping={"^bert\\.": ""}),
         Placement(strategy="STRICT_SPREAD", cpus_per_rank=0, labels={"zone": "a"}),
         Timeouts(drain_s=1, call_s=0.5),

@@ -1,6 +1,7 @@
 """The SPMD layer: plain `torch.distributed`, for people with their own launcher and for the group's workers. No ray."""
 
 from raysharding.distributed.gathering import gather_state_dict
+from raysharding.distributed.gradient_sync import no_sync
 from raysharding.distributed.gradients import clip_grad_norm_
 from raysharding.distributed.loading import load_checkpoint
 from raysharding.distributed.materializing import materialize
@@ -42,6 +43,7 @@ __all__ = [
     "load_optimizer_state",
     "load_state_dict",
     "materialize",
+    "no_sync",
     "patch_accelerate",
     "rekey_optim_state_dict",
     "reshard",

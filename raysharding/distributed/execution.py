@@ -83,6 +83,15 @@ def record_execution_order(module: nn.Module, groups: Sequence[tuple[str, ...]])
         module.register_forward_hook(_ender(order))
 
 
+def last_execution_order(module: nn.Module) -> tuple[int, ...]:
+    """Indices of the groups that the last forward of a root ran, with repeats; the root's own is behind the others'.
+
+    Args:
+        module: A root whose order is recorded, before `check_execution_order` forgets what has run.
+    """
+    return tuple(_orders[module].last)
+
+
 def _adder(order: _Order, index: int) -> Any:
     def add(module: nn.Module, args: Any) -> None:
         order.add(index)

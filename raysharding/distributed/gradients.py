@@ -1,4 +1,4 @@
-"""Gradients that FSDP does not handle: those of replicated parameters, and the norm over all shards."""
+"""`clip_grad_norm_`: the norm of all gradients, over all shards."""
 
 from __future__ import annotations
 
@@ -12,66 +12,36 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from raysharding.distributed.metadata import metadata_device
-
-
-def reduce_replicated_gradients(module: nn.Module) -> None:
-    """Average the gradients of parameters that are not sharded (0-dim ones) over all ranks; collective.
-
-    A rank on which such a parameter got no gradient counts as zeros; where no rank has one, it stays `None`, so that an
-    optimizer skips it as it would in one process. Wire: the parameters' own bytes, once around.
-
-    Args:
-        module: The sharded root module, after backward.
-    """
-    buckets: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = defaultdict(list)
-    for parameter in module.parameters():
-        if parameter.requires_grad and not isinstance(parameter, DTensor):
-            buckets[parameter.device, parameter.dtype].append(parameter)
-    for parameters in buckets.values():
-        _average(parameters)
-
-
-def _average(parameters: list[nn.Parameter]) -> None:
-    """Average the gradients of parameters of one dtype, in one flat message that also carries who has one."""
-    present = [float(parameter.grad is not None) for parameter in parameters]
-    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-    # Half precision would lose the last bits of a sum over many ranks; these are a few numbers, so fp32 costs nothing.
-    dtype = torch.promote_types(parameters[0].dtype, torch.float32)
-    flat = torch.cat([grad.detach().reshape(-1).to(dtype) for grad in grads] + [grads[0].new_tensor(present).to(dtype)])
-    flat = flat.to(_group_device(flat.device))
-    # Every rank sends a bucket of the same size, with zeros for what it lacks: else the others would wait here.
-    dist.all_reduce(flat)
-    start = 0
-    for parameter, count in zip(parameters, flat[-len(parameters) :].tolist(), strict=True):
-        piece = flat[start : start + parameter.numel()] / dist.get_world_size()
-        start += parameter.numel()
-        if count:
-            parameter.grad = piece.reshape(parameter.shape).to(parameter)
+from raysharding.distributed.replicated_gradients import group_device
+from raysharding.distributed.sharded_module import reshard
 
 
 def clip_grad_norm_(module: nn.Module, max_norm: float | None, norm_type: float = 2.0) -> torch.Tensor:
     """Scale all gradients so that their global norm is at most `max_norm`; collective, one all-reduce of one number.
 
     The norm is that of the unsharded gradients: shards are summed over the ranks, copies (replicated parameters, the
-    replicas of HSDP) count once. Missing gradients and empty shards count as zero.
+    replicas of HSDP) count once. Missing gradients and empty shards count as zero. As FSDP1's method, and
+    `torch.nn.utils.clip_grad_norm_`: the factor is `min(1, max_norm / (norm + 1e-6))`, so that `max_norm=0` makes all
+    gradients 0, an infinite norm makes finite ones 0, and a NaN makes all of them NaN.
 
     Args:
-        module: The sharded root module, after backward and `reduce_replicated_gradients`.
-        max_norm: Upper bound; `None` or infinity only measures.
+        module: The sharded root module, after a backward outside `no_sync`.
+        max_norm: Upper bound, 0 or more; `None` or infinity only measures.
         norm_type: p of the p-norm, above 0; `inf` for the largest magnitude. Default 2.
 
     Returns:
         The norm before clipping: 0-dim fp32 tensor, equal on every rank.
 
     Raises:
-        ValueError: `norm_type` or `max_norm` is not positive.
+        ValueError: On every rank, when `norm_type` is not positive, or `max_norm` negative or NaN.
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type={norm_type!r}: give a positive number, or inf")
-    if max_norm is not None and not max_norm > 0:
-        raise ValueError(f"max_norm={max_norm!r}: give a positive number, or None to only measure")
+    if max_norm is not None and not max_norm >= 0:
+        raise ValueError(f"max_norm={max_norm!r}: give 0 or more, or None to only measure")
+    reshard(module)  # a forward since the backward may have hidden the root's shards, and their gradients
     by_copies = _local_gradients(module)
-    device = _group_device(next(module.parameters()).device)
+    device = group_device(next((parameter.device for parameter in module.parameters()), metadata_device()))
     norm = _global_norm(by_copies, norm_type, device)
     if max_norm is not None and max_norm != math.inf:
         _scale((grad for grads in by_copies.values() for grad in grads), (max_norm / (norm + 1e-6)).clamp(max=1.0))
@@ -128,10 +98,3 @@ def _scale(grads: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
         groups[grad.device].append(grad)
     for device, group in groups.items():
         torch._foreach_mul_(group, factor.to(device))
-
-
-def _group_device(device: torch.device) -> torch.device:
-    """Where a tensor that lives on `device` can be reduced: there, or on the group's own device (CPU-offloaded shards
-    under NCCL alone).
-    """  # noqa: D205
-    return device if device.type == "cuda" else metadata_device()

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from raysharding.distributed.gradient_sync import drop_unreduced_gradients
 from raysharding.distributed.sharded_module import reshard
 
 
@@ -37,6 +38,7 @@ def recover(module: nn.Module, *, in_backward: bool) -> bool:
             root.reset_iter_state()
     reshard(module)
     module.zero_grad(set_to_none=True)
+    drop_unreduced_gradients(module)
     return has_reset or not in_backward
 
 

@@ -1,7 +1,24 @@
-"""FSDP2 set-up: which groups, which policies."""
+"""FSDP2 set-up: which groups, which policies.
+
+Note: FSDP1's constructor, argument by argument.
+    `process_group`, `device_mesh`      the mesh, from `init_mesh`; its ranks are those of the default process group
+    `sharding_strategy`                 `Sharding.from_strategy`: `reshard_after_forward` and `replicate_size`
+    `cpu_offload`                       `Sharding.cpu_offload`
+    `auto_wrap_policy`                  `Sharding.wrap`, `min_num_params`
+    `backward_prefetch`                 `Sharding.backward_prefetch`
+    `forward_prefetch`                  `Sharding.forward_prefetch`
+    `mixed_precision`                   `Sharding.mixed_precision`, BatchNorm left out of it
+    `ignored_modules`, `ignored_states` `Sharding.ignored_modules`, gradients averaged
+    `param_init_fn`                     `Sharding.param_init_fn`
+    `sync_module_states`                `Sharding.sync_module_states`
+    `device_id`                         the mesh's device type, and on GPUs the current device
+    `limit_all_gathers`                 always: FSDP2 reuses memory without it
+    `use_orig_params`                   always: FSDP2 has no flat parameters
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -9,11 +26,25 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from raysharding.config import Sharding
+from raysharding.distributed.activation_checkpointing import checkpoint_activations
 from raysharding.distributed.execution import record_execution_order
+from raysharding.distributed.first_values import FirstValues
+from raysharding.distributed.full_precision import keep_full_precision
+from raysharding.distributed.input_device import move_inputs_before_forward
 from raysharding.distributed.layout import named_submodules
-from raysharding.models import is_cut, make_contiguous, wrap_groups
+from raysharding.distributed.prefetching import set_prefetching
+from raysharding.distributed.replicated_gradients import reduce_after_backward
+from raysharding.models import (
+    ignored_modules,
+    is_cut,
+    lowers_precision,
+    make_contiguous,
+    stays_in_full_precision,
+    wrap_groups,
+)
 
 _offloaded: WeakSet[nn.Module] = WeakSet()
 """Root modules whose shards live in host memory."""
@@ -33,38 +64,92 @@ def shard_module(module: nn.Module, mesh: DeviceMesh, sharding: Sharding | None 
     """Cut a module over a mesh with FSDP2, in place; every rank calls it with the same module and mesh.
 
     Blocks become FSDP groups of their own (`Sharding.wrap`), inner ones first, the rest goes into the root's group.
-    0-dim parameters and those without elements stay plain tensors on every rank. On meta nothing is allocated.
+    0-dim parameters, those without elements and those of ignored modules stay plain tensors on every rank; their
+    gradients are averaged over all ranks at the end of every backward. Forward moves its inputs to the mesh's device.
+    On meta nothing is allocated, unless `param_init_fn` or `sync_module_states` asks for values. As FSDP1's
+    constructor: the table above says which argument went where.
 
     Args:
-        module: The root module, on meta or on the mesh's device.
+        module: The root module, on meta or real; real ones are moved to the mesh's device.
         mesh: From `init_mesh`, or any mesh with one shard axis (and one replicate axis before it).
         sharding: See `Sharding`.
 
     Returns:
-        The same module.
+        The same module. Wire: none, but under `sync_module_states` the module once to each rank.
 
     Raises:
-        PlanError: On every rank alike, when `wrap` does not fit the module or a group would mix dtypes.
+        PlanError: On every rank alike, when `sharding` does not fit the module, a group would mix dtypes, or, under
+            `sync_module_states`, the ranks' modules differ.
     """
     sharding = sharding or Sharding()
+    device = _device_of(mesh)
+    groups = wrap_groups(module, sharding)
+    ignored = ignored_modules(module, sharding)
     make_contiguous(module)  # a shard must be one range of memory
-    options: dict[str, Any] = {
-        "mesh": mesh,
-        "reshard_after_forward": sharding.reshard_after_forward,
-        "mp_policy": mixed_precision_policy(sharding),
-        # fully_shard refuses 0-dim parameters, and fails in the backward of those without elements.
-        "ignored_params": {item for item in module.parameters() if not is_cut(item)},
-    }
+    checkpoint_activations(module, groups, sharding)
+    values = None
+    if sharding.param_init_fn is not None or sharding.sync_module_states:
+        values = FirstValues(module, device, sharding)
+    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": sharding.reshard_after_forward}
     if sharding.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
         _offloaded.add(module)
-    groups = wrap_groups(module, sharding)
-    for names in groups:
+    kept = _kept_whole(module, ignored)
+    for names in (*groups, ("",)):
         members = [module.get_submodule(name) for name in names]
-        fully_shard(members if len(members) > 1 else members[0], **options)
-    fully_shard(module, **options)
+        if values is not None:
+            values.settle(members, kept)
+            kept = _kept_whole(module, ignored)
+        policy = _policy_of(members, sharding)
+        fully_shard(members if len(members) > 1 else members[0], mp_policy=policy, ignored_params=kept, **options)
+    _move(kept, device)
+    if lowers_precision(sharding):
+        _keep_full_precision(module)
     record_execution_order(module, groups)
+    set_prefetching(module, groups, sharding)
+    reduce_after_backward(module)
+    move_inputs_before_forward(module, device)
     return module
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    kind = mesh.device_type
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+
+def _kept_whole(module: nn.Module, ignored: set[nn.Module]) -> set[nn.Parameter]:
+    """Parameters that no group takes.
+
+    fully_shard refuses 0-dim parameters, and fails in the backward of those without elements.
+    """
+    inside = {parameter for submodule in ignored for parameter in submodule._parameters.values()}
+    return {
+        parameter
+        for parameter in module.parameters()
+        if not isinstance(parameter, DTensor) and (parameter in inside or not is_cut(parameter))
+    }
+
+
+def _policy_of(members: Sequence[nn.Module], sharding: Sharding) -> MixedPrecisionPolicy:
+    if all(stays_in_full_precision(member) for member in members):
+        return MixedPrecisionPolicy()
+    return mixed_precision_policy(sharding)
+
+
+def _keep_full_precision(module: nn.Module) -> None:
+    """Cast around the modules that mixed precision leaves out."""
+    for _, submodule in named_submodules(module):
+        if stays_in_full_precision(submodule) and (
+            isinstance(submodule, FSDPModule) or not any(isinstance(item, DTensor) for item in submodule.parameters())
+        ):
+            keep_full_precision(submodule)
+
+
+def _move(parameters: set[nn.Parameter], device: torch.device) -> None:
+    """Bring parameters that fully_shard leaves alone to where the others are."""
+    for parameter in parameters:
+        if parameter.device != device and not parameter.is_meta:
+            parameter.data = parameter.data.to(device)
 
 
 def is_offloaded(root: nn.Module) -> bool:

@@ -8,7 +8,8 @@ from torch import nn
 
 from raysharding.batch import RankBatch
 from raysharding.distributed.execution import check_execution_order
-from raysharding.distributed.gradients import clip_grad_norm_, reduce_replicated_gradients
+from raysharding.distributed.gradient_sync import drop_unreduced_gradients
+from raysharding.distributed.gradients import clip_grad_norm_
 from raysharding.distributed.loss import loss_share
 from raysharding.distributed.loss_call import LossFunction
 from raysharding.distributed.recovery import module_mode, recover_after
@@ -41,16 +42,20 @@ def train_step(
         optimizer: Over the module's parameters.
         batch: This rank's part, from `deal`.
         loss: See `loss.loss_share`. Default: the output's `.loss`.
-        max_grad_norm: Clip to this global 2-norm. Default: only measure.
+        max_grad_norm: Clip to this global 2-norm, above 0. Default: only measure.
         training: Train mode rather than eval mode. Default train. Each submodule's own mode is put back.
 
     Returns:
         `loss` of the whole batch and `grad_norm` before clipping, equal on every rank.
 
     Raises:
+        ValueError: On every rank, when `max_grad_norm` is not positive.
         Exception: Whatever the model, the loss or the optimizer raised. If all ranks raise it alike, the module has
             been reset and later steps are right, unless a note on the exception says otherwise (`is_recoverable`).
     """
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        # To some it means "do not clip", and a norm of 0 would be a step that learns nothing.
+        raise ValueError(f"max_grad_norm={max_grad_norm!r}: give a positive number, or None to only measure")
     progress = _Progress()
     try:
         with module_mode(module, training=training):
@@ -74,12 +79,12 @@ def _step(
     optimizer.zero_grad(set_to_none=True)
     # Parameters that the optimizer leaves out would add up over the steps and into the norm.
     module.zero_grad(set_to_none=True)
+    drop_unreduced_gradients(module)
     share = loss_share(module, batch, loss)
     check_execution_order(module)
     progress.in_backward = True
     # FSDP averages gradients over all ranks; the shares of the loss have to be added up.
     torch.autograd.backward(share * dist.get_world_size())
-    reduce_replicated_gradients(module)
     grad_norm = clip_grad_norm_(module, max_grad_norm)
     progress.in_backward, progress.in_optimizer = False, True
     optimizer.step()

@@ -100,5 +100,5 @@ def check_fit(model: Any, checkpoint: Checkpoint, sharding: Sharding, loading: L
     keys = map_keys(module, checkpoint.tensors, loading.key_mapping)
     if problems := keys.mismatches(strict=loading.strict):
         raise misfit(checkpoint.path, problems)
-    if not callable(sharding.wrap):
+    if not callable(sharding.wrap) and not callable(sharding.ignored_modules):
         wrap_groups(module, sharding)

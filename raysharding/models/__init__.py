@@ -7,11 +7,12 @@ from raysharding.models.blocks import Run
 from raysharding.models.build import ModelSource, build_module, make_contiguous, parameters_on_meta
 from raysharding.models.config_files import write_config_files
 from raysharding.models.group_dtypes import is_cut
+from raysharding.models.ignored import ignored_modules, ignored_parameters
 from raysharding.models.initial import Initialiser
 from raysharding.models.key_mapping import KeyMap, Target, map_keys, misfit
 from raysharding.models.rules import missing_rules
 from raysharding.models.ties import differing_ties
-from raysharding.models.wrap import wrap_groups
+from raysharding.models.wrap import lowers_precision, stays_in_full_precision, wrap_groups
 
 __all__ = [
     "Initialiser",
@@ -21,12 +22,16 @@ __all__ = [
     "Target",
     "build_module",
     "differing_ties",
+    "ignored_modules",
+    "ignored_parameters",
     "is_cut",
+    "lowers_precision",
     "make_contiguous",
     "map_keys",
     "misfit",
     "missing_rules",
     "parameters_on_meta",
+    "stays_in_full_precision",
     "wrap_groups",
     "write_config_files",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 
 import torch
 from torch import nn
@@ -16,12 +17,15 @@ def is_cut(parameter: nn.Parameter) -> bool:
     return parameter.ndim > 0 and parameter.numel() > 0
 
 
-def split_by_dtype(root: nn.Module, groups: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+def split_by_dtype(
+    root: nn.Module, groups: Sequence[tuple[str, ...]], ignored: AbstractSet[nn.Parameter] = frozenset()
+) -> list[tuple[str, ...]]:
     """Give modules whose parameters are kept in another dtype than their group's a group of their own.
 
     Args:
         root: The root module.
         groups: Groups without shared parameters between them; the root's own is implied.
+        ignored: Parameters that no group takes.
 
     Returns:
         The groups, and new ones for the modules split off: T5 in fp16 keeps every `wo` in fp32, for example.
@@ -30,17 +34,19 @@ def split_by_dtype(root: nn.Module, groups: Sequence[tuple[str, ...]]) -> list[t
         PlanError: One module holds trainable parameters of two dtypes itself.
     """
     members = {name for names in groups for name in names}
-    result = [part for names in groups for part in _parted(root, names, members)]
+    result = [part for names in groups for part in _parted(root, names, members, ignored)]
     for names in [*result, ("",)]:
-        result += [(split,) for split in _split(root, names, members)]
+        result += [(split,) for split in _split(root, names, members, ignored)]
     return result
 
 
-def _parted(root: nn.Module, names: tuple[str, ...], members: set[str]) -> list[tuple[str, ...]]:
+def _parted(
+    root: nn.Module, names: tuple[str, ...], members: set[str], ignored: AbstractSet[nn.Parameter]
+) -> list[tuple[str, ...]]:
     """A group of several modules that are uniform each, by dtype; any other group as it is."""
     parts: dict[torch.dtype, list[str]] = {}
     for name in names:
-        owned = _own_parameters(root, name, members)
+        owned = _own_parameters(root, name, members, ignored)
         dtypes = {parameter.dtype for _, parameters in owned for parameter in parameters.values()}
         if len(dtypes) != 1:
             return [names]
@@ -48,11 +54,13 @@ def _parted(root: nn.Module, names: tuple[str, ...], members: set[str]) -> list[
     return [tuple(part) for part in parts.values()]
 
 
-def _split(root: nn.Module, names: tuple[str, ...], members: set[str]) -> Iterator[str]:
+def _split(
+    root: nn.Module, names: tuple[str, ...], members: set[str], ignored: AbstractSet[nn.Parameter]
+) -> Iterator[str]:
     """Modules of one group that must leave it."""
     held: dict[str, dict[str, nn.Parameter]] = {}
     for name in names:
-        held |= dict(_own_parameters(root, name, members))
+        held |= dict(_own_parameters(root, name, members, ignored))
     num_elements: Counter[torch.dtype] = Counter()
     for parameters in held.values():
         for parameter in parameters.values():
@@ -69,20 +77,22 @@ def _split(root: nn.Module, names: tuple[str, ...], members: set[str]) -> Iterat
         yield name
 
 
-def _own_parameters(root: nn.Module, name: str, members: set[str]) -> Iterator[tuple[str, dict[str, nn.Parameter]]]:
+def _own_parameters(
+    root: nn.Module, name: str, members: set[str], ignored: AbstractSet[nn.Parameter]
+) -> Iterator[tuple[str, dict[str, nn.Parameter]]]:
     """(module name, FQN → trainable parameter it holds directly), inner groups left out."""
     module = root.get_submodule(name)
     dot = f"{name}." if name else ""
     parameters = {
         dot + key: parameter
         for key, parameter in module._parameters.items()
-        if parameter is not None and is_cut(parameter) and parameter.requires_grad
+        if parameter is not None and is_cut(parameter) and parameter.requires_grad and parameter not in ignored
     }
     if parameters:
         yield name, parameters
     for child, _ in module.named_children():
         if dot + child not in members:
-            yield from _own_parameters(root, dot + child, members)
+            yield from _own_parameters(root, dot + child, members, ignored)
 
 
 def _holds(held: Mapping[str, Mapping[str, nn.Parameter]], name: str, dtype: torch.dtype) -> bool:

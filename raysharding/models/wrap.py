@@ -14,11 +14,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from raysharding.config import Sharding
 from raysharding.errors import PlanError
 from raysharding.models.conversion import class_name, is_transformers_model
 from raysharding.models.group_dtypes import is_cut, split_by_dtype
+from raysharding.models.ignored import ignored_parameters
 
 Groups = tuple[tuple[str, ...], ...]
 
@@ -28,30 +30,49 @@ def wrap_groups(module: nn.Module, sharding: Sharding) -> Groups:
 
     Args:
         module: The root, before `fully_shard`, on meta or real.
-        sharding: Its `wrap` and `min_num_params` are read.
+        sharding: Its `wrap`, `min_num_params`, `ignored_modules` and `mixed_precision` are read.
 
     Returns:
         FQNs of the modules to pass to one `fully_shard` call each, inner ones first. The root is not among them: it
-        takes what no group takes. Parameters of 0 dims or without elements, which are not cut, count for nothing.
+        takes what no group takes. Parameters of 0 dims or without elements, which are not cut, and those of ignored
+        modules count for nothing.
 
     Raises:
-        PlanError: A class name that no module has, or a group that would mix trainable dtypes.
+        PlanError: A class name or an ignored module that is not there, or a group that would mix trainable dtypes.
     """
-    tree = _Tree(module)
-    groups = [group for names in _candidates(tree, sharding) if (group := tree.wrappable(names))]
+    tree = _Tree(module, ignored_parameters(module, sharding))
+    candidates = [*_in_full_precision(tree, sharding), *_candidates(tree, sharding)]
+    groups = [group for names in candidates if (group := tree.wrappable(names))]
     groups = _settle_shared(tree, _without_repeats(groups))
-    groups = split_by_dtype(module, groups)
+    groups = split_by_dtype(module, groups, tree.ignored)
     order = {name: index for index, name in enumerate(tree.modules)}
     # A module must be sharded before the module that contains it.
     groups.sort(key=lambda names: (-max(name.count(".") for name in names), order[names[0]]))
     return tuple(groups)
 
 
-class _Tree:
-    """A module tree by first names."""
+def lowers_precision(sharding: Sharding) -> bool:
+    """Whether groups compute in another dtype than the stored one."""
+    policy = sharding.mixed_precision
+    return policy is not None and (isinstance(policy, str) or policy.param_dtype is not None)
 
-    def __init__(self, root: nn.Module) -> None:
+
+def stays_in_full_precision(module: nn.Module) -> bool:
+    """Whether mixed precision leaves out a module: FSDP1's `_module_classes_to_ignore`, which is BatchNorm."""
+    return isinstance(module, _BatchNorm)
+
+
+class _Tree:
+    """A module tree by first names.
+
+    Args:
+        root: The root module.
+        ignored: Parameters that no group takes.
+    """
+
+    def __init__(self, root: nn.Module, ignored: set[nn.Parameter]) -> None:
         self.root = root
+        self.ignored = ignored
         self.modules: dict[str, nn.Module] = dict(root.named_modules())
         self.name_of: dict[int, str] = {id(module): name for name, module in self.modules.items()}
         self._unreached = {
@@ -71,7 +92,11 @@ class _Tree:
         if name == "" or name in self._unreached or type(module).forward is nn.Module.forward:
             return False
         containers = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-        return not isinstance(module, containers) and any(is_cut(parameter) for parameter in module.parameters())
+        return not isinstance(module, containers) and any(map(self.is_cut, module.parameters()))
+
+    def is_cut(self, parameter: nn.Parameter) -> bool:
+        """Whether a group takes this parameter."""
+        return is_cut(parameter) and parameter not in self.ignored
 
     def inside(self, name: str, other: str) -> bool:
         """Whether module `name` lies inside module `other`."""
@@ -93,6 +118,13 @@ def _candidates(tree: _Tree, sharding: Sharding) -> list[tuple[str, ...]]:
         return [(name,) for name, module in tree.modules.items() if name and wrap(module)]
     assert not isinstance(wrap, str), "Sharding validates the names"
     return _by_class(tree, wrap)
+
+
+def _in_full_precision(tree: _Tree, sharding: Sharding) -> list[tuple[str, ...]]:
+    """Modules that may not be in a group with others that compute in low precision."""
+    if not lowers_precision(sharding):
+        return []
+    return [(name,) for name, module in tree.modules.items() if stays_in_full_precision(module)]
 
 
 def _fsdp_plan(tree: _Tree) -> list[tuple[str, ...]]:
@@ -163,7 +195,11 @@ def _by_size(tree: _Tree, min_num_params: int) -> list[tuple[str, ...]]:
             full_name = f"{name}.{child_name}" if name else child_name
             if tree.name_of[id(child)] == full_name and not isinstance(module, nn.MultiheadAttention):
                 visit(full_name)
-        left = {id(parameter): parameter.numel() for parameter in module.parameters() if id(parameter) not in taken}
+        left = {
+            id(parameter): parameter.numel()
+            for parameter in module.parameters()
+            if id(parameter) not in taken and parameter not in tree.ignored
+        }
         if name and sum(left.values()) >= min_num_params and tree.wrappable([name]):
             found.append((name,))
             taken.update(left)
@@ -233,7 +269,7 @@ def _owners(tree: _Tree, groups: Sequence[tuple[str, ...]]) -> dict[int, set[int
         parent = owner_of.get(name.rpartition(".")[0]) if name else None
         owner_of[name] = index_of.get(tree.name_of[id(module)], parent)
         for parameter in module._parameters.values():
-            if parameter is not None and is_cut(parameter):
+            if parameter is not None and tree.is_cut(parameter):
                 owners.setdefault(id(parameter), set()).add(owner_of[name])
     return owners
 

@@ -1,0 +1,119 @@
+"""Small models for the tests of `Sharding`, and FSDP1 as the oracle."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
+
+from raysharding.config import Sharding
+from raysharding.distributed import init_mesh, shard_module
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 2 * width + 1)
+        self.down = nn.Linear(2 * width + 1, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.down(torch.tanh(self.up(x)))
+        return out
+
+
+class Net(nn.Module):
+    """Odd row counts, a parameter of one row (empty shards), a frozen one, an unused one, and a 0-dim one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, 6)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.few = nn.Parameter(torch.ones(1, 6))
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.unused = nn.Linear(3, 3)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x) * self.few
+        for block in self.blocks:
+            x = block(x)
+        out: torch.Tensor = self.head(self.frozen(x)) * self.scale
+        return out
+
+
+def build(make: Callable[[], nn.Module] = Net, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return make()
+
+
+def rows(num_rows: int, width: int = 4, seed: int = 1) -> torch.Tensor:
+    return torch.randn(num_rows, width, generator=torch.Generator().manual_seed(seed))
+
+
+def mine(batch: torch.Tensor) -> torch.Tensor:
+    """This rank's rows; as many on each rank."""
+    return batch.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def meshes(*, all_of_them: bool = False) -> list[int]:
+    """Sizes of the replicate axis to test: HSDP where the ranks make 2x2, 1-D elsewhere, or there too."""
+    return ([1, 2] if all_of_them else [2]) if dist.get_world_size() == 4 else [1]
+
+
+def sharded(module: nn.Module, sharding: Sharding | None = None, **fields: Any) -> Any:
+    sharding = sharding or Sharding(**{"wrap": ["Block"], **fields})
+    return shard_module(copy.deepcopy(module), init_mesh("cpu", sharding), sharding)
+
+
+def fsdp1(module: nn.Module, wrap: Iterable[type[nn.Module]] = (Block,), **overrides: Any) -> Any:
+    """The same module under FSDP1, on gloo; 0-dim parameters, which it refuses, are 1-dim there."""
+    module = copy.deepcopy(module)
+    for inner in module.modules():
+        for name, item in inner.named_parameters(recurse=False):
+            if item.ndim == 0:
+                setattr(inner, name, nn.Parameter(item.detach().reshape(1)))
+    options: dict[str, Any] = {"sharding_strategy": ShardingStrategy.FULL_SHARD, "use_orig_params": True, **overrides}
+    policy = ModuleWrapPolicy(set(wrap))
+    device = torch.device("cpu")
+    return FullyShardedDataParallel(module, auto_wrap_policy=policy, device_id=device, **options)
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
+
+
+def gradients(module: nn.Module) -> dict[str, torch.Tensor]:
+    """FQN → full gradient of one that is sharded by us, or of a plain module."""
+    return {name: full(item.grad) for name, item in module.named_parameters() if item.grad is not None}
+
+
+def fsdp1_gradients(module: Any) -> dict[str, torch.Tensor]:
+    with FullyShardedDataParallel.summon_full_params(module, with_grads=True):
+        return {
+            name.replace("_fsdp_wrapped_module.", ""): item.grad.clone()
+            for name, item in module.named_parameters()
+            if item.grad is not None
+        }
+
+
+def assert_same(
+    mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], rtol: float = 1e-5, atol: float = 1e-6
+) -> None:
+    """Equal values; a missing gradient and zeros are the same."""
+    for name in mine.keys() | theirs.keys():
+        one, other = mine.get(name), theirs.get(name)
+        if one is None or other is None:
+            left = one if one is not None else other
+            assert left is not None
+            assert not left.any(), name
+            continue
+        same = torch.allclose(one.float(), other.float(), rtol, atol, equal_nan=True)
+        assert same, f"{name}: {one} against {other}"
