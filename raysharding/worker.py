@@ -16,16 +16,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from raysharding.batch import Out, RankBatch
 from raysharding.checkpoint import Checkpoint
 from raysharding.config import Loading, Sharding
+from raysharding.distributed.agreement import agree
 from raysharding.distributed.forwarding import Forwarding
 from raysharding.distributed.gathering import gather_state_dict
+from raysharding.distributed.gradients import clip_grad_norm_
 from raysharding.distributed.loading import load_checkpoint
 from raysharding.distributed.loss_call import LossFunction
 from raysharding.distributed.mesh import init_mesh
+from raysharding.distributed.optimizer_files import has_optimizer_state, load_optimizer_state
 from raysharding.distributed.recovery import recover_after
 from raysharding.distributed.report import LoadReport, SaveReport
 from raysharding.distributed.saving import save_checkpoint
 from raysharding.distributed.sharded_module import reshard, shard_module
 from raysharding.distributed.training import is_recoverable, mark_recovery, train_step
+from raysharding.errors import CheckpointError
 from raysharding.models import build_module
 from raysharding.outputs import RankOutput
 from raysharding.tree import map_leaves
@@ -126,31 +130,65 @@ class Worker:
             self._module = shard_module(module, self._mesh, self.sharding)
             self._forwarding = Forwarding(self._module)
 
-    def load(self, progress: Callable[[int, int], None] | None = None) -> LoadReport:
-        """Stream the checkpoint into the module. Collective.
+    def load(self, path: str | None = None, progress: Callable[[int, int], None] | None = None) -> LoadReport:
+        """Stream a checkpoint into the module, and into the optimizer what a save of ours holds of one. Collective.
 
         Args:
+            path: Another checkpoint of the same model, which rank 0 can read. Default: the one that the module was
+                built for.
             progress: Called with (bytes done, bytes in all) as they come.
+
+        Raises:
+            CheckpointError: On every rank.
+            PlanError: On every rank; module and optimizer are as they were.
         """
         assert self.checkpoint is not None, "build() comes before load()"
         with self._running("plan", "load"):
-            self.load_report = load_checkpoint(
-                self.module,
-                self.checkpoint,
-                loading=self.loading,
-                progress=self._follow(progress),
-                stall_s=self._stall_s,
-            )
+            try:
+                origin = self.checkpoint if path is None else path
+                options: dict[str, Any] = {"progress": self._follow(progress), "stall_s": self._stall_s}
+                self.load_report = load_checkpoint(self.module, origin, loading=self.loading, **options)
+                self._load_optimizer(path or self.checkpoint.path, options)
+            except Exception as error:
+                # Once bytes moved, what was there is overwritten in part.
+                mark_recovery(error, usable=self.phase == "plan")
+                raise
             self.module.eval()
         return self.load_report
 
+    def _load_optimizer(self, checkpoint: str, options: Mapping[str, Any]) -> None:
+        """Bring the optimizer's state back, where there is an optimizer and the checkpoint holds its state."""
+        if self.optimizer is None:
+            return
+        holds, error = False, None
+        if self.rank == 0:
+            try:
+                holds = has_optimizer_state(checkpoint)
+            except CheckpointError as raised:
+                error = raised
+        # Rank 0 alone need see the files; the others must know whether a load follows.
+        if agree(error, holds)[0]:
+            self.phase = "plan"
+            load_optimizer_state(self.module, self.optimizer, checkpoint, loading=self.loading, **options)
+
     def set_optimizer(
-        self, factory: Callable[..., torch.optim.Optimizer], kwargs: Mapping[str, Any] | None = None
+        self,
+        factory: Callable[..., torch.optim.Optimizer],
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        restore: bool = False,
     ) -> None:
         """Make the optimizer as `factory(parameters, **kwargs)`, over the parameters that require gradients.
 
+        Args:
+            factory: A class, or any callable.
+            kwargs: Given to it after the parameters.
+            restore: Also bring back its state, where the loaded checkpoint is a save of ours that holds it. Collective
+                then.
+
         Raises:
             ValueError: `factory` did not return a torch optimizer.
+            PlanError: The saved state is not this optimizer's.
         """
         with self._running("call", "set_optimizer"):
             # After a forward the root's full parameters are registered; an optimizer must hold the shards.
@@ -161,6 +199,8 @@ class Worker:
                 kind = type(optimizer).__name__
                 raise ValueError(f"the optimizer factory returned a {kind}; return a torch.optim.Optimizer")
             self.optimizer = optimizer
+            if restore and self.checkpoint is not None:
+                self._load_optimizer(self.checkpoint.path, {"progress": self._follow(None), "stall_s": self._stall_s})
 
     def forward(
         self, batch: RankBatch, mode: Literal["train", "eval"] | None = None, out: Out | None = None
@@ -217,6 +257,17 @@ class Worker:
                 training=_is_training(mode, default="train"),
             )
 
+    def clip_grad_norm_(self, max_norm: float | None, norm_type: float = 2.0) -> float:
+        """Scale all gradients so that their norm is at most `max_norm`, and return the norm before. Collective.
+
+        Args:
+            max_norm: Upper bound; `None` only measures.
+            norm_type: p of the p-norm.
+        """
+        with self._running("call", "clip_grad_norm_"):
+            reshard(self.module)
+            return float(clip_grad_norm_(self.module, max_norm, norm_type))
+
     def call(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Run `fn(*args, **kwargs)` with `current_worker()` set to this worker, and return what it returns.
 
@@ -255,19 +306,26 @@ class Worker:
             yield part
 
     def save(
-        self, path: str, overwrite: bool = False, progress: Callable[[int, int], None] | None = None
+        self,
+        path: str,
+        overwrite: bool = False,
+        progress: Callable[[int, int], None] | None = None,
+        *,
+        optimizer: bool = True,
     ) -> SaveReport:
         """Write a standard Hugging Face directory; see `distributed.save_checkpoint`. Collective.
 
         Args:
             path: The directory to make.
             overwrite: Replace what is there.
+            optimizer: Also the optimizer's state, where one is set.
             progress: Called with (bytes done, bytes in all) as they are written.
         """
         with self._running("save", "save"):
             return save_checkpoint(
                 self.module,
                 path,
+                optimizer=self.optimizer if optimizer else None,
                 overwrite=overwrite,
                 source=self.checkpoint,
                 progress=self._follow(progress),

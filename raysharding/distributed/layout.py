@@ -64,6 +64,11 @@ class TensorLayout:
         return min(shard_index * longest, total), min((shard_index + 1) * longest, total)
 
 
+def unwrapped(module: nn.Module) -> nn.Module:
+    """What a `DistModule` stands for; any other module itself."""
+    return next(module.modules())
+
+
 def named_submodules(module: nn.Module, *, aliases: bool = False) -> list[tuple[str, nn.Module]]:
     """Every submodule, a dot behind its name but for the root's, parents first.
 
@@ -74,7 +79,7 @@ def named_submodules(module: nn.Module, *, aliases: bool = False) -> list[tuple[
         aliases: Whether one that is found in two places is named twice. Then a tree in a cycle is a RecursionError.
     """
     found: list[tuple[str, nn.Module]] = []
-    _collect("", module, None if aliases else set(), found)
+    _collect("", unwrapped(module), None if aliases else set(), found)
     return found
 
 

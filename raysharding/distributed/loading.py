@@ -15,7 +15,14 @@ from raysharding.checkpoint import Checkpoint, Checksums, FileReader
 from raysharding.config import Loading
 from raysharding.distributed.agreement import agree
 from raysharding.distributed.figures import Figures, make_report
-from raysharding.distributed.layout import ShardMap, local_tensor, message_device, module_tensors, tensor_layout
+from raysharding.distributed.layout import (
+    ShardMap,
+    local_tensor,
+    message_device,
+    module_tensors,
+    tensor_layout,
+    unwrapped,
+)
 from raysharding.distributed.mapping import map_tensors
 from raysharding.distributed.materializing import materialize
 from raysharding.distributed.memory import MemoryPeak
@@ -81,7 +88,7 @@ def load_checkpoint(
         RuntimeError: From the process group, when a rank is gone or silent for `stall_s`.
     """
     with paused_gc():
-        return _Load(module, loading or Loading(), progress or silent, stall_s).run(checkpoint)
+        return _Load(unwrapped(module), loading or Loading(), progress or silent, stall_s).run(checkpoint)
 
 
 def load_held(module: nn.Module, held: HeldStateDict, loading: Loading, stall_s: float) -> LoadReport:

@@ -14,7 +14,7 @@ from raysharding.checkpoint.uri import is_remote
 from raysharding.distributed.agreement import agree
 from raysharding.distributed.file_writing import Written, total_bytes, write_tensors
 from raysharding.distributed.gathering import saved_tensors
-from raysharding.distributed.layout import message_device
+from raysharding.distributed.layout import message_device, unwrapped
 from raysharding.distributed.loading import Progress, silent
 from raysharding.distributed.memory import MemoryPeak
 from raysharding.distributed.metadata import broadcast_json
@@ -64,6 +64,7 @@ def save_checkpoint(
         PlanError: On every rank: the optimizer's state cannot be saved, or differs between ranks.
     """
     started = perf_counter()
+    module = unwrapped(module)
     reshard(module)
     tensors = saved_tensors(module)
     snapshot = None if optimizer is None else agreed_snapshot(module, optimizer)

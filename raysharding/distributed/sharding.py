@@ -25,6 +25,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from raysharding.checkpoint import read_state_dict
 from raysharding.distributed.accelerate_patch import FileStateDict, patch_accelerate
+from raysharding.distributed.layout import unwrapped
 from raysharding.distributed.sharded_module import shard_module
 from raysharding.distributed.state_dict_loading import distribute_state_dict, load_full_state_dict
 from raysharding.distributed.tensor_table import meta_like
@@ -187,7 +188,7 @@ def apply_fsdp2(model: nn.Module, mesh: DeviceMesh) -> None:
     Raises:
         PlanError: See `shard_module`.
     """
-    shard_module(model.module if isinstance(model, DistModule) else model, mesh)
+    shard_module(unwrapped(model), mesh)
 
 
 def load_state_dict(

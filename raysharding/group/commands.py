@@ -128,14 +128,20 @@ class RankCommands:
         """Build the sharded module on meta. All ranks, together."""
         self._worker.build(model, Checkpoint.from_json(checkpoint), sharding, loading)
 
-    def load(self) -> Any:
-        """Load the checkpoint into the module and return rank 0's report. All ranks, together."""
-        report = self._worker.load()
+    def load(self, path: str | None) -> Any:
+        """Load a checkpoint into the module and return rank 0's report. All ranks, together."""
+        report = self._worker.load(path)
         return report if self._worker.rank == 0 else None
 
-    def set_optimizer(self, factory: Callable[..., torch.optim.Optimizer], kwargs: Mapping[str, Any]) -> None:
-        """Make the optimizer. All ranks."""
-        self._worker.set_optimizer(factory, dict(kwargs))
+    def set_optimizer(
+        self, factory: Callable[..., torch.optim.Optimizer], kwargs: Mapping[str, Any], restore: bool
+    ) -> None:
+        """Make the optimizer. All ranks, together."""
+        self._worker.set_optimizer(factory, dict(kwargs), restore=restore)
+
+    def clip_grad_norm_(self, max_norm: float | None, norm_type: float) -> float:
+        """Clip the gradients and return their norm. All ranks, together."""
+        return self._worker.clip_grad_norm_(max_norm, norm_type)
 
     def forward(self, batch: RankBatch, mode: Mode, out: Out | None) -> Any:
         """Run the model forward. All ranks, together."""
@@ -155,9 +161,9 @@ class RankCommands:
         is_wanted = kind != "none" and (kind != "rank0" or self._worker.rank == 0)
         return value if is_wanted else None
 
-    def save(self, path: str, overwrite: bool) -> Any:
+    def save(self, path: str, overwrite: bool, optimizer: bool) -> Any:
         """Save the model and return rank 0's report. All ranks, together."""
-        report = self._worker.save(path, overwrite)
+        report = self._worker.save(path, overwrite, optimizer=optimizer)
         return report if self._worker.rank == 0 else None
 
     def state_dict(self, keys: Sequence[str] | None) -> Step:

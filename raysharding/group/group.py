@@ -211,12 +211,14 @@ class ShardedModelGroup:
         return call.keep_alive(self)
 
     @handle
-    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> Call:
+    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False, optimizer: bool = True) -> Call:
         """Save the model as a standard Hugging Face directory; each rank writes its own part.
 
         Args:
             path: Directory to make, on a file system that all ranks' nodes share.
             overwrite: Replace an existing directory. The old one stays whole until the new one is.
+            optimizer: Also the optimizer's state, where one is set: in the folder `optimizer`, for `load` and for
+                `from_checkpoint(..., optimizer=...)` at any world size. Default yes.
 
         Returns:
             A `SaveReport`.
@@ -226,7 +228,47 @@ class ShardedModelGroup:
         """
         target = os.path.abspath(os.fspath(path))
         stall_s = self._channel.timeouts.load_stall_s
-        return self._channel.submit_same("save", target, overwrite, deadline_s=stall_s, watch=True).keep_alive(self)
+        call = self._channel.submit_same("save", target, overwrite, optimizer, deadline_s=stall_s, watch=True)
+        return call.keep_alive(self)
+
+    @handle
+    def load(self, path: str | os.PathLike[str]) -> Call:
+        """Load another checkpoint of the same model into the group, in place.
+
+        Args:
+            path: A directory, file, index json or URI, as for `from_checkpoint`, that rank 0's node can read. A save
+                of ours with an optimizer's state brings that back, too, where an optimizer is set.
+
+        Returns:
+            The `LoadReport` of the weights.
+
+        Raises:
+            CheckpointError: It cannot be found or trusted.
+            PlanError: It does not fit: the group is READY, with the weights and the optimizer that it had.
+            GroupError: A rank died, hung or raised after bytes had moved: what was there is overwritten in part.
+        """
+        target = os.fspath(path) if "://" in os.fspath(path) else os.path.abspath(os.fspath(path))
+        stall_s = self._channel.timeouts.load_stall_s
+        return self._channel.submit_same("load", target, deadline_s=stall_s, watch=True).keep_alive(self)
+
+    @handle
+    def clip_grad_norm_(self, max_norm: float | None, norm_type: float = 2.0) -> Call:
+        """Scale all gradients so that their global norm is at most `max_norm`.
+
+        For gradients that a `call(fn)` left; `train_step(max_grad_norm=...)` clips its own.
+
+        Args:
+            max_norm: Upper bound; `None` only measures.
+            norm_type: p of the p-norm, above 0; `inf` for the largest magnitude.
+
+        Returns:
+            The norm before clipping, that of one process, as a float.
+
+        Raises:
+            ValueError: `max_norm` or `norm_type` is not positive.
+        """
+        check_norm(max_norm, norm_type)
+        return self._channel.submit_same("clip_grad_norm_", max_norm, norm_type).keep_alive(self)
 
     @handle
     def state_dict(self, keys: str | Sequence[str] | None = None) -> Call:
@@ -258,7 +300,7 @@ class ShardedModelGroup:
             TypeError: It cannot be pickled.
         """
         check_optimizer(factory)
-        self._channel.submit_same("set_optimizer", factory, kwargs).result()
+        self._channel.submit_same("set_optimizer", factory, kwargs, False).result()
         self._may_have_optimizer = True
 
     @property

@@ -73,7 +73,8 @@ def launch(
         channel.submit_same("build", model, opened.to_json(), sharding, loading, deadline_s=timeouts.start_s).result()
         report = _load(channel, opened, progress)
         if optimizer is not None:
-            channel.submit_same("set_optimizer", optimizer, {}).result()
+            stall_s = timeouts.load_stall_s
+            channel.submit_same("set_optimizer", optimizer, {}, True, deadline_s=stall_s, watch=True).result()
     except BaseException:
         channel.supervisor.shutdown()
         raise
@@ -83,7 +84,7 @@ def launch(
 
 def _load(channel: Channel, opened: Checkpoint, progress: ProgressOption) -> LoadReport:
     """Stream the checkpoint into the ranks, with a progress bar, and return rank 0's report."""
-    load = channel.submit_same("load", deadline_s=channel.timeouts.load_stall_s, watch=True)
+    load = channel.submit_same("load", None, deadline_s=channel.timeouts.load_stall_s, watch=True)
     follow(load, f"loading {opened.path}", opened.num_bytes, progress)
     report: LoadReport = load.result()
     return report

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 from raysharding.checkpoint import check_manifest, open_checkpoint, read_manifest
-from raysharding.distributed import init_mesh, save_checkpoint, saving, shard_module
+from raysharding.distributed import file_writing, init_mesh, save_checkpoint, shard_module
 from tests.distributed.models import filled
 from tests.spawn import run_ranks
 
@@ -34,11 +34,11 @@ def save(root: Path) -> None:
     """`one`: a single file. `many`: a file for each rank, other values, and copied sidecars."""
     mesh = init_mesh("cpu")
     folder = root / str(dist.get_world_size())
-    saving.SMALL_BYTES = 256 << 20
+    file_writing.SMALL_BYTES = 256 << 20
     save_checkpoint(shard_module(filled(seed=1), mesh), folder / "one")
     if dist.get_rank() == 0:
         (folder / "one" / "tokenizer.json").write_text("{}")
-    saving.SMALL_BYTES = 0
+    file_writing.SMALL_BYTES = 0
     save_checkpoint(shard_module(filled(), mesh), folder / "many", source=open_checkpoint(folder / "one"))
 
 

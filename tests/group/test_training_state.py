@@ -1,0 +1,158 @@
+"""Optimizer state through saves and loads of a group, and the torch-level functions that it offers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from raysharding import CheckpointError, GroupError, PlanError, ShardedModelGroup, Split
+from raysharding.group import GroupState
+from tests.group.conftest import make_group
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+
+def mean_square() -> Callable[..., torch.Tensor]:
+    """A loss that pickles by value."""
+
+    def loss(output: torch.Tensor, *_: Any) -> torch.Tensor:
+        return output.square().mean()
+
+    return loss
+
+
+@pytest.fixture
+def rows() -> torch.Tensor:
+    return torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def trained(cluster: None, checkpoint: Path) -> Iterator[ShardedModelGroup]:
+    """Two ranks with AdamW."""
+    with make_group(checkpoint, optimizer=partial(torch.optim.AdamW, lr=1e-2)) as group:
+        yield group
+
+
+def test_a_save_holds_the_optimizer(trained: ShardedModelGroup, rows: torch.Tensor, tmp_path: Path) -> None:
+    """The next step is the same: in the group that loads its own save, and in one of another world size."""
+    step = partial(trained.train_step, Split(rows), loss=mean_square())
+    step()
+    step()
+    report = trained.save(tmp_path / "saved")
+    assert report.num_tensors == 4 + 2 * 4
+    expected = step()
+    weights = trained.state_dict()
+    step()
+    assert trained.load(tmp_path / "saved").num_tensors == 4
+    assert step() == expected
+    for name, value in trained.state_dict().items():
+        assert torch.equal(value, weights[name]), name
+    factory = partial(torch.optim.AdamW, lr=5.0)  # what was saved wins
+    with make_group(tmp_path / "saved", world_size=3, optimizer=factory) as other:
+        assert other.train_step(Split(rows), loss=mean_square()) == pytest.approx(expected, rel=1e-5)
+        for name, value in other.state_dict().items():
+            torch.testing.assert_close(value, weights[name], rtol=0, atol=1e-6)
+        with pytest.raises(PlanError, match="param groups were saved"):
+            other.set_optimizer(two_groups())
+            other.load(tmp_path / "saved")
+    trained.save(tmp_path / "bare", optimizer=False)
+    assert not (tmp_path / "bare" / "optimizer").exists()
+    before = trained.state_dict()
+    trained.load(tmp_path / "bare")
+    assert all(torch.equal(value, before[name]) for name, value in trained.state_dict().items())
+
+
+def two_groups() -> Callable[[list[torch.Tensor]], torch.optim.Optimizer]:
+    """An optimizer factory that pickles by value."""
+
+    def make(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": parameters[:1]}, {"params": parameters[1:]}], lr=0.1)
+
+    return make
+
+
+def test_a_load_that_does_not_fit_leaves_the_group_ready(trained: ShardedModelGroup, tmp_path: Path) -> None:
+    before = trained.state_dict()
+    save_file({"other": torch.zeros(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(PlanError, match="missing from the checkpoint"):
+        trained.load(tmp_path)
+    with pytest.raises(CheckpointError):
+        trained.load(tmp_path / "none")
+    assert trained.state is GroupState.READY
+    assert all(torch.equal(value, before[name]) for name, value in trained.state_dict().items())
+
+
+def backward(rows: torch.Tensor) -> None:
+    """Leave gradients of a sum over this rank's rows."""
+    from raysharding import current_worker
+
+    module = current_worker().module
+    module.zero_grad()
+    module(rows).square().sum().backward()
+
+
+def test_gradients_are_clipped(trained: ShardedModelGroup, checkpoint: Path, rows: torch.Tensor) -> None:
+    trained.load(checkpoint)
+    trained.call(by_value(backward), rows)
+    norm = trained.clip_grad_norm_(None)
+    weights = load_file(checkpoint)
+    hidden = torch.nn.functional.linear(rows, weights["0.weight"].requires_grad_(), weights["0.bias"].requires_grad_())
+    output = torch.nn.functional.linear(
+        hidden.relu(), weights["2.weight"].requires_grad_(), weights["2.bias"].requires_grad_()
+    )
+    output.square().sum().backward()
+    expected = torch.nn.utils.get_total_norm([value.grad for value in weights.values() if value.grad is not None])
+    assert norm == pytest.approx(expected.item(), rel=1e-5)
+    assert trained.clip_grad_norm_(norm / 4) == pytest.approx(norm)
+    assert trained.clip_grad_norm_(None) == pytest.approx(norm / 4, rel=1e-4)
+    largest = trained.clip_grad_norm_(None, float("inf"))
+    assert 0 < largest < norm
+    with pytest.raises(ValueError, match="norm_type"):
+        trained.clip_grad_norm_(1.0, 0.0)
+    assert trained.state is GroupState.READY
+
+
+def by_value(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` so that the ranks need not import the tests."""
+    import types
+
+    return types.FunctionType(fn.__code__, {"__builtins__": __builtins__, "torch": torch}, fn.__name__)
+
+
+def summed() -> Callable[[], tuple[tuple[int, ...], float]]:
+    """Look at full parameters, and change one."""
+
+    def look() -> tuple[tuple[int, ...], float]:
+        from raysharding import current_worker
+        from raysharding.distributed import summon_full_params
+
+        module = current_worker().module
+        with summon_full_params(module):
+            weight = module.get_parameter("0.weight")
+            found = tuple(weight.shape), float(weight.detach().sum())
+            weight.data.fill_(2.0)
+        return found
+
+    return look
+
+
+def test_full_parameters_inside_a_call(trained: ShardedModelGroup, checkpoint: Path) -> None:
+    trained.load(checkpoint)
+    expected = load_file(checkpoint)["0.weight"]
+    for shape, total in trained.call(summed()):
+        assert shape == (16, 8)
+        assert total == pytest.approx(expected.sum().item(), abs=1e-4)
+    assert torch.equal(trained.state_dict("0.weight")["0.weight"], torch.full((16, 8), 2.0))
+
+
+def test_a_bad_norm_is_refused_before_the_ranks(trained: ShardedModelGroup) -> None:
+    for max_norm in (-1.0, float("nan")):
+        with pytest.raises(ValueError, match="max_norm") as raised:
+            trained.clip_grad_norm_(max_norm)
+        assert not isinstance(raised.value, GroupError)
