@@ -265,7 +265,6 @@ class Worker:
             norm_type: p of the p-norm.
         """
         with self._running("call", "clip_grad_norm_"):
-            reshard(self.module)
             return float(clip_grad_norm_(self.module, max_norm, norm_type))
 
     def call(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:

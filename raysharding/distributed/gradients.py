@@ -35,10 +35,7 @@ def clip_grad_norm_(module: nn.Module, max_norm: float | None, norm_type: float 
     Raises:
         ValueError: On every rank, when `norm_type` is not positive, or `max_norm` negative or NaN.
     """
-    if not norm_type > 0:
-        raise ValueError(f"norm_type={norm_type!r}: give a positive number, or inf")
-    if max_norm is not None and not max_norm >= 0:
-        raise ValueError(f"max_norm={max_norm!r}: give 0 or more, or None to only measure")
+    check_norm(max_norm, norm_type)
     reshard(module)  # a forward since the backward may have hidden the root's shards, and their gradients
     by_copies = _local_gradients(module)
     device = group_device(next((parameter.device for parameter in module.parameters()), metadata_device()))
@@ -46,6 +43,18 @@ def clip_grad_norm_(module: nn.Module, max_norm: float | None, norm_type: float 
     if max_norm is not None and max_norm != math.inf:
         _scale((grad for grads in by_copies.values() for grad in grads), (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
+
+
+def check_norm(max_norm: float | None, norm_type: float) -> None:
+    """Refuse bounds and powers that no norm has.
+
+    Raises:
+        ValueError: `norm_type` is not positive, or `max_norm` negative or NaN.
+    """
+    if not norm_type > 0:
+        raise ValueError(f"norm_type={norm_type!r}: give a positive number, or inf")
+    if max_norm is not None and not max_norm >= 0:
+        raise ValueError(f"max_norm={max_norm!r}: give 0 or more, or None to only measure")
 
 
 def _local_gradients(module: nn.Module) -> dict[int, list[torch.Tensor]]:

@@ -34,7 +34,7 @@ from raysharding.distributed.execution import record_execution_order
 from raysharding.distributed.first_values import FirstValues
 from raysharding.distributed.full_precision import keep_full_precision
 from raysharding.distributed.input_device import move_inputs_before_forward
-from raysharding.distributed.layout import named_submodules
+from raysharding.distributed.layout import named_submodules, unwrapped
 from raysharding.distributed.prefetching import set_prefetching
 from raysharding.distributed.replicated_gradients import reduce_after_backward
 from raysharding.models import (
@@ -70,7 +70,7 @@ def shard_module(module: nn.Module, mesh: DeviceMesh, sharding: Sharding | None 
     constructor: the table above says which argument went where.
 
     Args:
-        module: The root module, on meta or real; real ones are moved to the mesh's device.
+        module: The root module or a `DistModule`, on meta or real; real ones are moved to the mesh's device.
         mesh: From `init_mesh`, or any mesh with one shard axis (and one replicate axis before it).
         sharding: See `Sharding`.
 
@@ -81,6 +81,7 @@ def shard_module(module: nn.Module, mesh: DeviceMesh, sharding: Sharding | None 
         PlanError: On every rank alike, when `sharding` does not fit the module, a group would mix dtypes, or, under
             `sync_module_states`, the ranks' modules differ.
     """
+    whole, module = module, unwrapped(module)
     sharding = sharding or Sharding()
     device = _device_of(mesh)
     groups = wrap_groups(module, sharding)
@@ -109,7 +110,7 @@ def shard_module(module: nn.Module, mesh: DeviceMesh, sharding: Sharding | None 
     set_prefetching(module, groups, sharding)
     reduce_after_backward(module)
     move_inputs_before_forward(module, device)
-    return module
+    return whole
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:
@@ -154,7 +155,7 @@ def _move(parameters: set[nn.Parameter], device: torch.device) -> None:
 
 def is_offloaded(root: nn.Module) -> bool:
     """Whether a root module's shards live in host memory (`Sharding(cpu_offload=True)`)."""
-    return root in _offloaded
+    return unwrapped(root) in _offloaded
 
 
 def reshard(module: nn.Module) -> None:

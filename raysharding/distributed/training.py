@@ -10,6 +10,7 @@ from raysharding.batch import RankBatch
 from raysharding.distributed.execution import check_execution_order
 from raysharding.distributed.gradient_sync import drop_unreduced_gradients
 from raysharding.distributed.gradients import clip_grad_norm_
+from raysharding.distributed.layout import unwrapped
 from raysharding.distributed.loss import loss_share
 from raysharding.distributed.loss_call import LossFunction
 from raysharding.distributed.recovery import module_mode, recover_after
@@ -56,6 +57,7 @@ def train_step(
     if max_grad_norm is not None and not max_grad_norm > 0:
         # To some it means "do not clip", and a norm of 0 would be a step that learns nothing.
         raise ValueError(f"max_grad_norm={max_grad_norm!r}: give a positive number, or None to only measure")
+    module = unwrapped(module)
     progress = _Progress()
     try:
         with module_mode(module, training=training):

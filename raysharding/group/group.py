@@ -15,6 +15,7 @@ from torch import nn
 
 from raysharding.batch import Out, check_out, deal
 from raysharding.config import Loading, Placement, Sharding, Timeouts
+from raysharding.distributed.gradients import check_norm
 from raysharding.group import describe
 from raysharding.group.call import Call, Collect
 from raysharding.group.commands import Mode
@@ -265,7 +266,7 @@ class ShardedModelGroup:
             The norm before clipping, that of one process, as a float.
 
         Raises:
-            ValueError: `max_norm` or `norm_type` is not positive.
+            ValueError: `norm_type` is not positive, or `max_norm` negative or NaN.
         """
         check_norm(max_norm, norm_type)
         return self._channel.submit_same("clip_grad_norm_", max_norm, norm_type).keep_alive(self)
