@@ -1,5 +1,15 @@
 """The SPMD layer: plain `torch.distributed`, for people with their own launcher and for the group's workers. No ray."""
 
+from raysharding.distributed.accelerate_compat import (
+    FullyShardedDataParallelPlugin,
+    disable_fsdp_ram_efficient_loading,
+    enable_fsdp_ram_efficient_loading,
+    fsdp2_apply_ac,
+    fsdp2_load_full_state_dict,
+    fsdp2_prepare_auto_wrap_policy,
+    fsdp2_prepare_model,
+    fsdp2_switch_optimizer_parameters,
+)
 from raysharding.distributed.gathering import gather_state_dict
 from raysharding.distributed.gradient_sync import no_sync
 from raysharding.distributed.gradients import clip_grad_norm_
@@ -29,12 +39,20 @@ from raysharding.distributed.training import train_step
 
 __all__ = [
     "DistModule",
+    "FullyShardedDataParallelPlugin",
     "LoadReport",
     "SaveReport",
     "apply_fsdp2",
     "broadcast_and_shard_state_dict",
     "clip_grad_norm_",
+    "disable_fsdp_ram_efficient_loading",
     "distribute_state_dict",
+    "enable_fsdp_ram_efficient_loading",
+    "fsdp2_apply_ac",
+    "fsdp2_load_full_state_dict",
+    "fsdp2_prepare_auto_wrap_policy",
+    "fsdp2_prepare_model",
+    "fsdp2_switch_optimizer_parameters",
     "full_optim_state_dict",
     "gather_state_dict",
     "init_mesh",

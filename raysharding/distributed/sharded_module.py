@@ -18,7 +18,7 @@ Note: FSDP1's constructor, argument by argument.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -81,17 +81,36 @@ def shard_module(module: nn.Module, mesh: DeviceMesh, sharding: Sharding | None 
         PlanError: On every rank alike, when `sharding` does not fit the module, a group would mix dtypes, or, under
             `sync_module_states`, the ranks' modules differ.
     """
-    whole, module = module, unwrapped(module)
+    root = unwrapped(module)
     sharding = sharding or Sharding()
+    shard_groups(root, mesh, sharding, wrap_groups(root, sharding))
+    return module
+
+
+def shard_groups(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    sharding: Sharding,
+    groups: Sequence[tuple[str, ...]],
+    unfreed: Container[tuple[str, ...]] = (),
+) -> None:
+    """As `shard_module`, with the groups given.
+
+    Args:
+        module: The root module itself, no `DistModule`.
+        mesh: The mesh.
+        sharding: Its `wrap` is not looked at.
+        groups: What `wrap_groups` returned.
+        unfreed: Those that keep their full parameters from forward to backward, whatever `sharding` says.
+    """
     device = _device_of(mesh)
-    groups = wrap_groups(module, sharding)
     ignored = ignored_modules(module, sharding)
     make_contiguous(module)  # a shard must be one range of memory
     checkpoint_activations(module, groups, sharding)
     values = None
     if sharding.param_init_fn is not None or sharding.sync_module_states:
         values = FirstValues(module, device, sharding)
-    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": sharding.reshard_after_forward}
+    options: dict[str, Any] = {"mesh": mesh}
     if sharding.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
         _offloaded.add(module)
@@ -102,6 +121,7 @@ def shard_module(module: nn.Module, mesh: DeviceMesh, sharding: Sharding | None 
             values.settle(members, kept)
             kept = _kept_whole(module, ignored)
         policy = _policy_of(members, sharding)
+        options["reshard_after_forward"] = False if names in unfreed else sharding.reshard_after_forward
         fully_shard(members if len(members) > 1 else members[0], mp_policy=policy, ignored_params=kept, **options)
     _move(kept, device)
     if lowers_precision(sharding):
@@ -110,7 +130,6 @@ def shard_module(module: nn.Module, mesh: DeviceMesh, sharding: Sharding | None 
     set_prefetching(module, groups, sharding)
     reduce_after_backward(module)
     move_inputs_before_forward(module, device)
-    return whole
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:
@@ -156,6 +175,11 @@ def _move(parameters: set[nn.Parameter], device: torch.device) -> None:
 def is_offloaded(root: nn.Module) -> bool:
     """Whether a root module's shards live in host memory (`Sharding(cpu_offload=True)`)."""
     return unwrapped(root) in _offloaded
+
+
+def mark_offloaded(root: nn.Module) -> None:
+    """Say that a root module's shards live in host memory, where others than `shard_module` have cut it so."""
+    _offloaded.add(unwrapped(root))
 
 
 def reshard(module: nn.Module) -> None:

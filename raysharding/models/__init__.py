@@ -12,7 +12,7 @@ from raysharding.models.initial import Initialiser
 from raysharding.models.key_mapping import KeyMap, Target, map_keys, misfit
 from raysharding.models.rules import missing_rules
 from raysharding.models.ties import differing_ties
-from raysharding.models.wrap import lowers_precision, stays_in_full_precision, wrap_groups
+from raysharding.models.wrap import input_and_output, lowers_precision, stays_in_full_precision, wrap_groups
 
 __all__ = [
     "Initialiser",
@@ -24,6 +24,7 @@ __all__ = [
     "differing_ties",
     "ignored_modules",
     "ignored_parameters",
+    "input_and_output",
     "is_cut",
     "lowers_precision",
     "make_contiguous",

@@ -25,12 +25,13 @@ from raysharding.models.ignored import ignored_parameters
 Groups = tuple[tuple[str, ...], ...]
 
 
-def wrap_groups(module: nn.Module, sharding: Sharding) -> Groups:
+def wrap_groups(module: nn.Module, sharding: Sharding, candidates: Iterable[tuple[str, ...]] | None = None) -> Groups:
     """Choose the FSDP groups of a module; nothing is changed, and every rank comes to the same result.
 
     Args:
         module: The root, before `fully_shard`, on meta or real.
         sharding: Its `wrap`, `min_num_params`, `ignored_modules` and `mixed_precision` are read.
+        candidates: FQNs of modules that should be groups, in the place of what `wrap` means.
 
     Returns:
         FQNs of the modules to pass to one `fully_shard` call each, inner ones first. The root is not among them: it
@@ -41,8 +42,9 @@ def wrap_groups(module: nn.Module, sharding: Sharding) -> Groups:
         PlanError: A class name or an ignored module that is not there, or a group that would mix trainable dtypes.
     """
     tree = _Tree(module, ignored_parameters(module, sharding))
-    candidates = [*_in_full_precision(tree, sharding), *_candidates(tree, sharding)]
-    groups = [group for names in candidates if (group := tree.wrappable(names))]
+    wanted = _candidates(tree, sharding) if candidates is None else candidates
+    wanted = [*_in_full_precision(tree, sharding), *wanted]
+    groups = [group for names in wanted if (group := tree.wrappable(names))]
     groups = _settle_shared(tree, _without_repeats(groups))
     groups = split_by_dtype(module, groups, tree.ignored)
     order = {name: index for index, name in enumerate(tree.modules)}
@@ -137,7 +139,7 @@ def _fsdp_plan(tree: _Tree) -> list[tuple[str, ...]]:
         return []
     freed = [name for name, style in styles.items() if style == "free_full_weight"]
     kept = [name for name, style in styles.items() if style == "keep_full_weight"]
-    embedding, head = (tree.name_of.get(id(module)) for module in _input_and_output(tree.root))
+    embedding, head = (tree.name_of.get(id(module)) for module in input_and_output(tree.root))
     if _share_a_parameter(tree, embedding, head):
         # The root keeps what it gathered until the backward is over, which is what the plan asks for here.
         freed = [name for name in freed if name != embedding]
@@ -150,7 +152,8 @@ def _with_wildcards(name: str) -> str:
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
-def _input_and_output(root: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
+def input_and_output(root: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
+    """A model's input and output embeddings, where it has such."""
     found: list[nn.Module | None] = []
     for method in ("get_input_embeddings", "get_output_embeddings"):
         try:

@@ -1,0 +1,108 @@
+"""What accelerate's launcher leaves in the environment for FSDP, and the switch that transformers reads there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from enum import Enum
+from typing import TypeVar
+
+PREFIX = "FSDP_"
+"""Of every variable that sets a field of the plugin."""
+
+_USE_FSDP = "ACCELERATE_USE_FSDP"
+_RAM_EFFICIENT = PREFIX + "CPU_RAM_EFFICIENT_LOADING"
+_FLAGS = dict.fromkeys(("y", "yes", "t", "true", "on", "1"), True) | dict.fromkeys(
+    ("n", "no", "f", "false", "off", "0"), False
+)
+Member = TypeVar("Member", bound=Enum)
+
+
+def enable_fsdp_ram_efficient_loading() -> None:
+    """Let transformers read checkpoints on rank 0 only, as accelerate's function of this name does.
+
+    Each rank calls it for itself, before `from_pretrained`. It sets `FSDP_CPU_RAM_EFFICIENT_LOADING`, and
+    `ACCELERATE_USE_FSDP` where that is not set. From then on `from_pretrained` inside an initialised process group
+    reads the values on each host's first rank (`LOCAL_RANK` 0) and leaves the parameters of the others on meta; they
+    come with `fsdp2_prepare_model` or `fsdp2_load_full_state_dict`. No communication.
+
+    An `ACCELERATE_USE_FSDP` that is set already is left alone, `false` too: then transformers loads on every rank.
+    """
+    os.environ.setdefault(_USE_FSDP, "True")
+    os.environ[_RAM_EFFICIENT] = "True"
+
+
+def disable_fsdp_ram_efficient_loading() -> None:
+    """Let transformers read checkpoints on every rank again, as accelerate's function of this name does.
+
+    Each rank calls it for itself. `ACCELERATE_USE_FSDP` stays as it is: it also says that the run uses FSDP.
+    """
+    os.environ[_RAM_EFFICIENT] = "False"
+
+
+def announce_ram_efficient_loading(enabled: bool) -> None:
+    """Tell transformers what a plugin's `cpu_ram_efficient_loading` says."""
+    os.environ[_RAM_EFFICIENT] = str(enabled)
+
+
+def variable(name: str, default: str | None = None) -> str | None:
+    """Value of `FSDP_<name>`."""
+    return os.environ.get(PREFIX + name, default)
+
+
+def flag(name: str) -> bool:
+    """Whether `FSDP_<name>` says yes; no where it is not set."""
+    return parse_flag(PREFIX + name, os.environ.get(PREFIX + name, "false"))
+
+
+def parse_flag(where: str, text: str) -> bool:
+    """Read yes or no, in any of the spellings that accelerate takes.
+
+    Raises:
+        ValueError: Any other text; `where` names it.
+    """
+    value = _FLAGS.get(text.lower())
+    if value is None:
+        raise ValueError(f"{where}={text!r}: not a truth value; use one of {', '.join(_FLAGS)}")
+    return value
+
+
+def whole_number(name: str, default: int) -> int:
+    """`FSDP_<name>` as an int.
+
+    Raises:
+        ValueError: It is set to something else.
+    """
+    text = variable(name)
+    try:
+        return default if text is None else int(text)
+    except ValueError as error:
+        raise ValueError(f"{PREFIX}{name}={text!r}: give a whole number") from error
+
+
+def parse_member(where: str, value: object, kind: type[Member], spellings: Mapping[str, str] | None = None) -> Member:
+    """A member of `kind` from itself, its name in any case, or its number (an int, or digits as text).
+
+    Args:
+        where: Field or variable, for the message.
+        value: What was given.
+        kind: The enum.
+        spellings: Public name → name in the enum, where they differ.
+
+    Raises:
+        ValueError: No member goes by that.
+    """
+    if isinstance(value, kind):
+        return value
+    public = {name: kind[member] for name, member in (spellings or {}).items()}
+    named = {member.name: member for member in kind} | public
+    numbered = {member.value: member for member in kind}
+    found: Member | None = None
+    if isinstance(value, str):
+        found = numbered.get(int(value)) if value.isdecimal() else named.get(value.upper())
+    elif isinstance(value, int) and not isinstance(value, bool):
+        found = numbered.get(value)
+    if found is None:
+        names = ", ".join(name for name in named if not name.startswith("_"))
+        raise ValueError(f"{where}={value!r}: use one of {names}, in any case, its number, or a {kind.__name__}")
+    return found
