@@ -43,11 +43,12 @@ class HeldStateDict:
         offset = 0
         for key in self.values:
             value = self.values[key]
-            if (problem := _why_refused(value)) is not None:
+            if (problem := _why_refused(value)) is None:
+                infos[key] = TensorInfo(key, value.dtype, tuple(value.shape), 0, offset)
+                offset += infos[key].num_bytes
+            else:
                 problems.append(f"{key}: {problem}")
-                continue
-            infos[key] = TensorInfo(key, value.dtype, tuple(value.shape), 0, offset)
-            offset += infos[key].num_bytes
+            del value  # before the next one is loaded
         if problems:
             raise PlanError(f"{NAME} holds what cannot be distributed:", problems=problems)
         return Checkpoint(NAME, (), infos, None, {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from raysharding.bench.counters import MemorySampler
 from raysharding.checkpoint import open_checkpoint
 from raysharding.config import MIB, Loading
 from raysharding.distributed import init_mesh, load_checkpoint, shard_module
+from raysharding.distributed.loading import load_held
 from raysharding.distributed.metadata import all_gather_json
 from raysharding.distributed.ring import RING_SIZE
+from raysharding.distributed.state_dict_source import HeldStateDict
 from raysharding.models import build_module
 from tests.spawn import run_ranks
 
@@ -93,6 +96,51 @@ def test_bytes_and_memory(loading: Loading, wire: float, shared: float, checkpoi
         assert figures["ring"] <= RING_SIZE * BUCKET_BYTES
         assert figures["extra"] <= figures["ring"] + 16 * MIB
         assert figures["reported"] <= figures["extra"] + 8 * MIB
+
+
+class Generated(Mapping[str, torch.Tensor]):
+    """The state dict of `Wide`, each item made when it is asked for: none is in memory twice, few at once."""
+
+    def __init__(self) -> None:
+        with torch.device("meta"):
+            self._shapes = {name: value.shape for name, value in Wide().state_dict().items()}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return torch.full(self._shapes[name], float(list(self._shapes).index(name)))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)
+
+
+def measure_state_dict() -> list[dict[str, Any]]:
+    """On every rank: what it costs to distribute a state dict that rank 0 does not hold."""
+    with torch.device("meta"):
+        module = shard_module(Wide(), init_mesh("cpu"))
+    dist.all_reduce(torch.ones(1))
+    with MemorySampler() as memory:
+        report = load_held(module, HeldStateDict(Generated() if dist.get_rank() == 0 else {}), Loading("scatter"), 60.0)
+    extra = memory.extra_bytes - report.shard_bytes[dist.get_rank()]
+    last = module.get_parameter("last.weight").full_tensor()  # type: ignore[operator]
+    assert last[0, 0] == last[-1, -1] == list(Generated()).index("last.weight")
+    return all_gather_json(
+        {"extra": extra, "wire": report.wire_bytes, "shared": report.shared_bytes, "ring": report.ring_bytes}
+    )
+
+
+@pytest.mark.timeout(90)
+def test_a_state_dict_larger_than_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 holds its ring and one item (36 MiB are the largest), the others their ring; 192 MiB travel."""
+    # What is freed goes back to the kernel at once; glibc would keep up to 64 MiB for each thread that freed any.
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(MIB))
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", str(MIB))
+    everywhere = run_ranks(WORLD_SIZE, measure_state_dict, timeout_s=80)[0]
+    for rank, figures in enumerate(everywhere):
+        assert figures["wire"] <= 4096
+        assert figures["shared"] <= 1.02 * NUM_BYTES * (WORLD_SIZE - 1) / WORLD_SIZE
+        assert figures["extra"] <= figures["ring"] + (36 * MIB if rank == 0 else 0) + 16 * MIB
 
 
 def ring_of(path: Path, loading: Loading) -> int:
