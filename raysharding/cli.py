@@ -1,4 +1,7 @@
-"""The command line: `raysharding inspect PATH` shows what a checkpoint holds, `raysharding bench PATH` times loads."""
+"""The command line: `raysharding inspect PATH` shows what a checkpoint holds, `raysharding bench PATH` times loads.
+
+`raysharding merge CHECKPOINT_DIR OUTPUT_PATH` makes standard files of a sharded torch checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,15 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from tqdm.auto import tqdm
+
 from raysharding.bench.command import DEFAULT_TRANSPORTS, TRANSPORTS, bench, verdict
 from raysharding.bench.load import Load, load_line
 from raysharding.bench.plot import require_matplotlib, save_plot
 from raysharding.bench.ratios import json_lines
 from raysharding.bench.table import progress_line, table
 from raysharding.checkpoint import Checkpoint, TensorInfo, open_checkpoint
+from raysharding.distributed.merging import merge_checkpoint, skipped_line
 from raysharding.errors import RayshardingError
 
 __all__ = ["main"]
@@ -71,6 +77,21 @@ def _bench(options: argparse.Namespace) -> None:
         save_plot(options.plot, results, f"{options.path}, {_size(checkpoint.num_bytes)}")
 
 
+def _merge(options: argparse.Namespace) -> None:
+    with tqdm(desc="merge", unit="B", unit_scale=True, unit_divisor=1024, disable=not sys.stderr.isatty()) as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        paths = options.checkpoint_dir, options.output_path
+        report = merge_checkpoint(*paths, not options.bin, options.remove, progress=progress)
+    assert report is not None, "a command has no process group"
+    print(f"{report.num_tensors} tensors, {_size(report.num_bytes)}:", *report.files, sep="\n  ")
+    if report.skipped:
+        print(f"raysharding: {skipped_line(report)}", file=sys.stderr)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="raysharding", description="Hugging Face checkpoints on a Ray cluster.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -78,8 +99,22 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("path", help="Hugging Face directory, .safetensors file, index JSON, or URI (s3://, gs://)")
     inspect.add_argument("--tensors", action="store_true", help="list every tensor")
     inspect.set_defaults(run=_inspect)
+    _add_merge(commands.add_parser("merge", help="make standard files of a sharded torch checkpoint"))
     _add_bench(commands.add_parser("bench", help="time loads of a checkpoint on this machine, beside their floors"))
     return parser
+
+
+def _add_merge(merge: argparse.ArgumentParser) -> None:
+    merge.description = (
+        "Merges a directory that torch.distributed.checkpoint saved (.metadata and *.distcp files, as accelerate's "
+        "pytorch_model_fsdp_0) into model.safetensors, or a set of files with an index where they are over 5 GB. "
+        "Streams, so memory is no limit, and runs no pickle."
+    )
+    merge.add_argument("checkpoint_dir", metavar="CHECKPOINT_DIR", help="the directory that holds .metadata")
+    merge.add_argument("output_path", metavar="OUTPUT_PATH", help="the directory to write into; its other files stay")
+    merge.add_argument("--bin", action="store_true", help="write pytorch_model.bin, which also holds optimizer state")
+    merge.add_argument("--remove", action="store_true", help="remove CHECKPOINT_DIR when the output is on the disk")
+    merge.set_defaults(run=_merge)
 
 
 def _add_bench(bench: argparse.ArgumentParser) -> None:

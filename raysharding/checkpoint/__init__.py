@@ -5,43 +5,58 @@ from raysharding.checkpoint.checksum import Checksums
 from raysharding.checkpoint.commit import (
     StagedDirectory,
     check_destination,
+    commit_files,
     commit_staging,
     create_staging,
+    make_directory,
     new_token,
     remove_staging,
     staging_path,
 )
+from raysharding.checkpoint.dcp import DcpReader
+from raysharding.checkpoint.dcp_metadata import DcpMetadata, DcpTensor, DcpValue, read_dcp_metadata
 from raysharding.checkpoint.file_plan import file_names, plan_files, write_file, write_index
-from raysharding.checkpoint.index import MANIFEST_NAME
+from raysharding.checkpoint.index import INDEX_NAME, MANIFEST_NAME, SINGLE_NAME
 from raysharding.checkpoint.manifest import Manifest, check_manifest, mismatches, read_manifest, write_manifest
 from raysharding.checkpoint.mounts import file_system_type
 from raysharding.checkpoint.reader import FileReader
 from raysharding.checkpoint.state_dict_file import read_state_dict
 from raysharding.checkpoint.tensor_info import TensorInfo
+from raysharding.checkpoint.torch_file import TorchFileWriter
 from raysharding.checkpoint.writer import FileWriter
 
 __all__ = [
+    "INDEX_NAME",
     "MANIFEST_NAME",
+    "SINGLE_NAME",
     "Checkpoint",
     "CheckpointFile",
     "Checksums",
+    "DcpMetadata",
+    "DcpReader",
+    "DcpTensor",
+    "DcpValue",
     "FileReader",
     "FileWriter",
     "Manifest",
     "StagedDirectory",
     "TensorInfo",
+    "TorchFileWriter",
     "check_destination",
     "check_manifest",
+    "commit_files",
     "commit_staging",
     "create_staging",
     "file_names",
     "file_system_type",
     "identify",
     "identify_files",
+    "make_directory",
     "mismatches",
     "new_token",
     "open_checkpoint",
     "plan_files",
+    "read_dcp_metadata",
     "read_manifest",
     "read_state_dict",
     "remove_staging",

@@ -13,6 +13,8 @@ import re
 import secrets
 import shutil
 import warnings
+from collections.abc import Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Final, Self
 
@@ -130,6 +132,50 @@ def commit_staging(staging: str, final: str | os.PathLike[str], *, overwrite: bo
             # The save itself succeeded. Network file systems keep files that a reader has open.
             what = f"{path} is saved, but the checkpoint it replaced could not be removed from {old}: {error.strerror}"
             warnings.warn(what, RuntimeWarning, stacklevel=2)
+
+
+def make_directory(path: str) -> None:
+    """Make a directory and its parents where they are missing, and put them on the disk.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    made = []
+    parent = os.path.abspath(path)
+    while not os.path.isdir(parent):
+        parent = os.path.dirname(parent)
+        made.append(parent)
+    os.makedirs(path, exist_ok=True)
+    for parent in made:
+        sync_directory(parent)
+
+
+def commit_files(staging: str, directory: str, names: Sequence[str], *, remove: Sequence[str] = ()) -> None:
+    """Move files of a staging directory into a directory that holds others, and remove the staging directory.
+
+    Everything is on the disk before the first rename, and the renames before this returns. Each file changes in one
+    step, in the order given; with `commit_staging` all change in one.
+
+    Args:
+        staging: A directory on the same file system.
+        directory: Where the files go; those of the same names are replaced, all others stay.
+        names: The files in `staging`, the one that makes the others visible last.
+        remove: Files of `directory` that are removed after the last rename; a missing one is fine.
+
+    Raises:
+        CheckpointError: the disk failed.
+    """
+    try:
+        _sync_tree(staging)
+        for name in names:
+            os.replace(os.path.join(staging, name), os.path.join(directory, name))
+        for name in remove:
+            with suppress(FileNotFoundError):
+                os.unlink(os.path.join(directory, name))
+        os.rmdir(staging)
+        sync_directory(directory)
+    except OSError as error:
+        raise CheckpointError(f"cannot commit {staging}: {error.strerror}", path=directory) from error
 
 
 def remove_staging(staging: str) -> None:

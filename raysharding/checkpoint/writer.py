@@ -105,7 +105,7 @@ class FileWriter:
             os.fsync(self._descriptor)
         except OSError as error:
             self.abort()
-            raise _disk_error(error, self.path, None) from error
+            raise disk_error(error, self.path, None) from error
         except CheckpointError:
             self.abort()
             raise
@@ -140,7 +140,7 @@ class FileWriter:
                 # One call writes at most 2 GiB, and may stop early; Python itself retries on EINTR.
                 done += os.pwrite(self._descriptor, view[done:], offset + done)
             except OSError as error:
-                raise _disk_error(error, self.path, name) from error
+                raise disk_error(error, self.path, name) from error
         with self._lock:
             self._written.add(offset, offset + view.nbytes)
 
@@ -209,6 +209,7 @@ def _lay_out(
     return header, infos
 
 
-def _disk_error(error: OSError, path: str, tensor: str | None) -> CheckpointError:
+def disk_error(error: OSError, path: str, tensor: str | None) -> CheckpointError:
+    """What a write that the disk refused is to the user."""
     what = f"cannot be written: {error.strerror}; nothing was committed, so what the destination held is still there"
     return CheckpointError(what, path=path, tensor=tensor)

@@ -15,6 +15,7 @@ from raysharding.distributed.gradient_sync import no_sync
 from raysharding.distributed.gradients import clip_grad_norm_
 from raysharding.distributed.loading import load_checkpoint
 from raysharding.distributed.materializing import materialize
+from raysharding.distributed.merging import merge_fsdp_weights
 from raysharding.distributed.mesh import init_mesh
 from raysharding.distributed.optimizer_files import load_optimizer_state
 from raysharding.distributed.optimizer_state import (
@@ -61,6 +62,7 @@ __all__ = [
     "load_optimizer_state",
     "load_state_dict",
     "materialize",
+    "merge_fsdp_weights",
     "no_sync",
     "patch_accelerate",
     "rekey_optim_state_dict",
