@@ -19,6 +19,7 @@ from raysharding.checkpoint.dcp_metadata import Chunk, DcpMetadata, DcpTensor, D
 from raysharding.checkpoint.header import Header, read_header
 from raysharding.checkpoint.local_storage import LocalFile, LocalStorage
 from raysharding.checkpoint.storage import read_bytes
+from raysharding.checkpoint.tensor_info import TensorInfo
 from raysharding.checkpoint.tiling import Box, intersection, is_contiguous, offset_of, slabs
 from raysharding.checkpoint.torch_archive import StoredTensor, TorchArchive
 from raysharding.errors import CheckpointError
@@ -73,7 +74,7 @@ class DcpReader:
     def __init__(self, metadata: DcpMetadata) -> None:
         self._directory = metadata.directory
         self._files: dict[str, LocalFile] = {}
-        self._safetensors: dict[tuple[str, int], tuple[int, Header]] = {}
+        self._safetensors: dict[tuple[str, int], tuple[Header, dict[str, TensorInfo]]] = {}
         self._sources: dict[str, tuple[_Source, ...]] = {}
         self._open_files = ExitStack()
         self._piece = torch.empty(PIECE_BYTES, dtype=torch.uint8)
@@ -180,10 +181,14 @@ class DcpReader:
         known = self._safetensors.get((chunk.item.file, begin))
         if known is None:
             num_bytes = file.found.num_bytes - begin
-            header = read_header(path, 0, num_bytes, lambda at, length: read_bytes(file, begin + at, length))
-            known = self._safetensors[chunk.item.file, begin] = begin, header
-        header = known[1]
-        info = next((info for info in header.tensors if info.name == tensor.key), None)
+            try:
+                header = read_header(path, 0, num_bytes, lambda at, length: read_bytes(file, begin + at, length))
+            except CheckpointError as error:
+                what = f"at byte {begin} there is neither a torch.save archive nor a safetensors file: {error.message}"
+                raise CheckpointError(what, path=path) from error
+            known = self._safetensors[chunk.item.file, begin] = header, {info.name: info for info in header.tensors}
+        header, infos = known
+        info = infos.get(tensor.key)
         if info is None:
             raise CheckpointError("is not in the file that is said to hold it", path=path)
         _check_same(path, tensor, chunk, info.dtype, info.shape)
@@ -230,7 +235,8 @@ class DcpReader:
             what = f"cannot be read with torch.load(weights_only=True): {error}"
             raise CheckpointError(what, path=path, tensor=tensor.key) from error
         if not isinstance(loaded, torch.Tensor) or loaded.layout != torch.strided:
-            raise CheckpointError(f"is a {type(loaded).__name__}, not a strided tensor", path=path, tensor=tensor.key)
+            kind = getattr(loaded, "layout", type(loaded).__name__)
+            raise CheckpointError(f"is a {kind}, not a strided tensor", path=path, tensor=tensor.key)
         _check_same(path, tensor, chunk, loaded.dtype, tuple(loaded.shape))
         return loaded.detach().resolve_conj().resolve_neg().contiguous()
 

@@ -209,7 +209,7 @@ def _read_items(storage: Mapping[Any, Any]) -> dict[tuple[str, tuple[int, ...] |
         name = place.get("relative_path")
         if not isinstance(key, str):
             raise ValueError(f"an index names {_short(key)}, not a key")
-        if not isinstance(name, str) or name in ("", ".", "..") or any(letter in name for letter in "/\\\0"):
+        if not isinstance(name, str) or not _is_plain_name(name):
             what = f"{key!r} is in the file {_short(name)}: only plain names of files beside {METADATA_NAME} are read"
             raise ValueError(what)
         if place.get("transform_descriptors"):
@@ -218,6 +218,10 @@ def _read_items(storage: Mapping[Any, Any]) -> dict[tuple[str, tuple[int, ...] |
         where = _number(place.get("offset"), "offset"), _number(place.get("length"), "length")
         items[key, None if offset is None else _size(offset)] = Item(name, *where)
     return items
+
+
+def _is_plain_name(name: str) -> bool:
+    return name not in ("", ".", "..") and not any(letter in name for letter in "/\\\0") and is_text(name)
 
 
 def _tensor(key: str, path: Path, entry: Any, items: Mapping[tuple[str, tuple[int, ...] | None], Item]) -> DcpTensor:
