@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from raysharding.cli import main
+from tests.checkpoint.dcp_files import save_with_torch
 
 
 @pytest.fixture
@@ -54,6 +55,26 @@ def test_bad_checkpoint_is_one_line_and_status_1(checkpoint: Path) -> None:
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith(f"raysharding: {file}: ")
     assert done.stderr.count("\n") == 1
+
+
+def test_merge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, output = tmp_path / "source", tmp_path / "output"
+    weight = torch.randn(300, 10).bfloat16()
+    save_with_torch(source, {"model": {"a.weight": weight, "a.steps": torch.tensor(7), "a.scale": 0.5}})
+    assert main(["merge", str(source), str(output), "--bin"]) == 0
+    assert capsys.readouterr() == (f"2 tensors, 5.87 KiB:\n  {output}/pytorch_model.bin\n", "")
+    state = torch.load(output / "pytorch_model.bin", weights_only=True)
+    assert state["a.scale"] == 0.5
+    assert torch.equal(state["a.weight"], weight)
+    assert main(["merge", str(source), str(output), "--remove"]) == 0
+    told = capsys.readouterr()
+    assert told.out == f"2 tensors, 5.87 KiB:\n  {output}/model.safetensors\n"
+    assert told.err.startswith("raysharding: left out of model.safetensors")
+    assert told.err.endswith(": model.a.scale\n")
+    assert torch.equal(load_file(output / "model.safetensors")["a.weight"], weight)
+    assert not source.exists()
+    assert main(["merge", str(source), str(output)]) == 1
+    assert capsys.readouterr().err == f"raysharding: {source}: no such directory\n"
 
 
 def test_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -233,7 +233,7 @@ def _tensor(key: str, path: Path, entry: Any, items: Mapping[tuple[str, tuple[in
     dtype, layout = (state[0], state[1]) if isinstance(state, tuple) and len(state) >= 2 else (None, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"its dtype is {_short(dtype)}")
-    if not _is(layout, "_get_layout") or layout.args != ("torch.strided",):
+    if not isinstance(layout, Record) or not _is(layout, "_get_layout") or layout.args != ("torch.strided",):
         raise ValueError(f"its layout is {_short(getattr(layout, 'args', layout))}: only strided tensors have shards")
     shape = _size(fields.get("size"))
     if math.prod(dim or 1 for dim in shape) * dtype.itemsize > _MAX_INT64:

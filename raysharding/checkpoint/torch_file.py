@@ -180,7 +180,7 @@ class _Pickler(pickle.Pickler):
             step *= max(size, 1)
         storage = _StorageId(value, len(self.tensors))
         self.tensors.append(value)
-        args = (storage, 0, value.shape, tuple(reversed(strides)), False, OrderedDict())
+        args: tuple[Any, ...] = (storage, 0, value.shape, tuple(reversed(strides)), False, OrderedDict())
         if value.dtype in STORAGE_NAMES:
             return torch._utils._rebuild_tensor_v2, args
         return torch._utils._rebuild_tensor_v3, (*args, value.dtype)

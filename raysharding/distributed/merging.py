@@ -261,7 +261,7 @@ def _write_safetensors(metadata: DcpMetadata, read: _Counted, staging: str, outp
             writer.close()
     manifest = Manifest.of_files(writers)
     write_manifest(staging, manifest)
-    index = ()
+    index: tuple[str, ...] = ()
     if len(files) > 1:
         write_index(
             staging,
@@ -280,19 +280,17 @@ def _by_name(metadata: DcpMetadata) -> dict[str, DcpTensor]:
     paths = [tensor.path for tensor in metadata.tensors]
     if not paths:
         raise CheckpointError("holds no tensor, so there is nothing to merge", path=metadata.directory)
-    if all(len(path) == 1 for path in paths):
-        depth = 0
-    elif all(len(path) == 2 and path[0] == paths[0][0] for path in paths):
-        depth = 1
-    else:
-        depth = -1
-    named = {path[depth]: tensor for path, tensor in zip(paths, metadata.tensors, strict=True)}
-    if depth < 0 or len(named) != len(paths) or not all(isinstance(name, str) for name in named):
-        keys = sorted({str(path[0]) for path in paths})
-        what = f"holds nested state, with tensors as deep as {max(paths, key=len)} below {', '.join(keys[:8])}"
+    # One key around all is unwrapped, as accelerate does; a single tensor is not taken for the state around it.
+    depth = 2 if len(paths[0]) == 2 and len({path[0] for path in paths}) == 1 else 1
+    named = {str(path[-1]): tensor for path, tensor in zip(paths, metadata.tensors, strict=True)}
+    if any(len(path) != depth or not isinstance(path[-1], str) for path in paths):
+        below = ", ".join(sorted({str(path[0]) for path in paths})[:8])
+        what = f"holds nested state, with a tensor at {max(paths, key=len)}; its first keys are {below}"
         cure = "safetensors files hold one flat state dict: save the model's alone, or pass safe_serialization=False"
         raise CheckpointError(f"{what}; {cure}", path=metadata.directory)
-    return {str(name): tensor for name, tensor in named.items()}
+    if len(named) != len(paths):
+        raise CheckpointError("gives two tensors the same place in the saved state", path=metadata.directory)
+    return named
 
 
 def _write_torch_file(metadata: DcpMetadata, read: _Counted, staging: str, output: str) -> MergeReport:

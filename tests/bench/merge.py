@@ -17,7 +17,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from raysharding.bench.counters import MemorySampler
@@ -30,7 +31,7 @@ ARMS = ("raysharding", "raysharding bin", "accelerate", "accelerate bin")
 
 def save_sharded(directory: str, num_bytes: int) -> None:
     """On every rank: save half of `num_bytes` as one tensor and half as tensors of 4 MiB, bf16, sharded on dim 0."""
-    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     generator = torch.Generator().manual_seed(dist.get_rank())
     state = {}
     sizes = [num_bytes // 2, *[SMALL_BYTES] * (num_bytes // 2 // SMALL_BYTES)]
@@ -39,7 +40,7 @@ def save_sharded(directory: str, num_bytes: int) -> None:
         # Bits, not values: every pattern, NaNs too.
         local = torch.randint(0, 1 << 15, (rows, 1024), dtype=torch.int16, generator=generator).view(torch.bfloat16)
         state[f"layers.{index}.weight"] = DTensor.from_local(local, mesh, [Shard(0)])
-    dcp.save({"model": state}, checkpoint_id=directory)
+    save({"model": state}, checkpoint_id=directory)
 
 
 def measure(arm: str, source: str, output: str) -> dict[str, float]:

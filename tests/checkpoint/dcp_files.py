@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -23,6 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from raysharding.checkpoint import DcpReader, read_dcp_metadata
 from tests.checkpoint.build import bits
@@ -110,10 +109,10 @@ def read_with_torch(directory: Path) -> dict[str, Any]:
 
 def save_with_torch(directory: Path, state: Mapping[str, Any], **options: Any) -> Path:
     """One process's `dcp.save`."""
-    writer = dcp.FileSystemWriter(directory, **options)
+    writer = FileSystemWriter(directory, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is no process group
-        dcp.save(dict(state), storage_writer=writer, no_dist=True)
+        save(dict(state), storage_writer=writer, no_dist=True)
     return directory
 
 

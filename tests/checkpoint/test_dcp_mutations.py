@@ -127,7 +127,7 @@ def put(root: Any, path: tuple[Any, ...], value: Any) -> None:
         root[path[-1]] = value
 
 
-JUNK = st.sampled_from(
+JUNK: st.SearchStrategy[Any] = st.sampled_from(
     [
         *(
             None,
@@ -194,7 +194,7 @@ def test_tiling_is_what_counting_finds(shape: list[int], boxes: list[tuple[list[
 @given(shape=st.lists(st.integers(0, 5), max_size=4), max_elements=st.integers(1, 40))
 def test_slabs_are_the_tensor_in_order(shape: list[int], max_elements: int) -> None:
     whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
-    found = []
+    found: list[int] = []
     for offsets, sizes in slabs(tuple(shape), max_elements):
         part = whole[tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))]
         assert tuple(part.shape) == sizes

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -46,15 +47,16 @@ class Odd(nn.Module):
 
 def trained(version: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     """On every rank: a sharded model and its optimizer, after a step."""
-    model: nn.Module = Odd()
-    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    odd = Odd()
+    model: nn.Module = odd
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     if version == 2:
-        for module in (model.low, model):
-            fully_shard(module, mesh=mesh)  # type: ignore[arg-type]
+        for module in (odd.low, odd):
+            fully_shard(module, mesh=mesh)
     else:
         # FSDP1 wants one dtype, and no tie, in what it shards.
-        model = nn.Sequential(model.first, model.norm)
-        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+        shardable = nn.Sequential(odd.first, odd.norm)
+        model = FullyShardedDataParallel(shardable, device_id=torch.device("cpu"), use_orig_params=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.randn(4, 5, generator=torch.Generator().manual_seed(1))).sum().backward()
     optimizer.step()
@@ -70,7 +72,7 @@ def save_as_accelerate_does(root: Path, version: int) -> None:
         with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
             states = model.state_dict(), FullyShardedDataParallel.optim_state_dict(model, optimizer)
     for name, key, state in zip(("pytorch_model_fsdp_0", "optimizer_0"), ("model", "optimizer"), states, strict=True):
-        dcp.save({key: state}, checkpoint_id=root / f"fsdp{version}" / name)
+        save({key: state}, checkpoint_id=root / f"fsdp{version}" / name)
 
 
 def save_with_accelerate(root: Path, version: int) -> None:
@@ -110,7 +112,7 @@ def save_llama(root: Path) -> None:
         for block in model.model.layers:
             fully_shard(block)
         fully_shard(model)
-        dcp.save(get_model_state_dict(model), checkpoint_id=root / name)
+        save(get_model_state_dict(model), checkpoint_id=root / name)
 
 
 MESHES = {
@@ -129,14 +131,14 @@ def mesh_tensor(index: int) -> torch.Tensor:
 
 def save_meshes(root: Path) -> None:
     """On four ranks: tensors cut along two dimensions of a 2-D mesh."""
-    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     state = {name: distribute_tensor(mesh_tensor(i), mesh, p) for i, (name, p) in enumerate(MESHES.items())}
     hsdp = Odd()
     for module in (hsdp.low, hsdp):
         fully_shard(module, mesh=mesh)
     full = {f"hsdp.{name}": tensor for name, tensor in hsdp.state_dict().items()}
     assert any(isinstance(tensor, DTensor) for tensor in full.values())
-    dcp.save(state | full, checkpoint_id=root / "meshes")
+    save(state | full, checkpoint_id=root / "meshes")
 
 
 def save_all(root: Path) -> dict[str, Any]:
@@ -144,8 +146,8 @@ def save_all(root: Path) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     world_size = dist.get_world_size()
     for version in (2, 1):
-        save = save_with_accelerate if world_size == 2 else save_as_accelerate_does
-        save(root, version)
+        save_one = save_with_accelerate if world_size == 2 else save_as_accelerate_does
+        save_one(root, version)
     if world_size == 4:
         save_meshes(root)
     if world_size != 2:
