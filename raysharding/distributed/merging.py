@@ -35,8 +35,8 @@ from raysharding.checkpoint import (
     write_manifest,
 )
 from raysharding.distributed.agreement import agree
+from raysharding.distributed.file_writing import MAX_FILE_BYTES
 from raysharding.distributed.metadata import broadcast_json
-from raysharding.distributed.saving import MAX_FILE_BYTES
 from raysharding.errors import CheckpointError
 
 BEAT_S = 5.0
