@@ -17,7 +17,7 @@ from raysharding.config import Sharding
 from raysharding.distributed.accelerate_loading import fill
 from raysharding.distributed.accelerate_sharding import sharding_of
 from raysharding.distributed.accelerate_wrap import fsdp2_prepare_auto_wrap_policy
-from raysharding.distributed.layout import module_tensors, named_submodules
+from raysharding.distributed.layout import module_tensors, named_submodules, unwrapped
 from raysharding.distributed.mesh import init_mesh
 from raysharding.distributed.sharded_module import shard_groups
 from raysharding.distributed.tensor_table import meta_like
