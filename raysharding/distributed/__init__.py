@@ -10,6 +10,17 @@ from raysharding.distributed.accelerate_compat import (
     fsdp2_prepare_model,
     fsdp2_switch_optimizer_parameters,
 )
+from raysharding.distributed.fsdp import (
+    apply,
+    fsdp_modules,
+    get_state_dict_type,
+    named_buffers,
+    named_parameters,
+    params_with_grad,
+    set_state_dict_type,
+    state_dict_type,
+    summon_full_params,
+)
 from raysharding.distributed.gathering import gather_state_dict
 from raysharding.distributed.gradient_sync import no_sync
 from raysharding.distributed.gradients import clip_grad_norm_
@@ -43,6 +54,7 @@ __all__ = [
     "FullyShardedDataParallelPlugin",
     "LoadReport",
     "SaveReport",
+    "apply",
     "apply_fsdp2",
     "broadcast_and_shard_state_dict",
     "clip_grad_norm_",
@@ -54,8 +66,10 @@ __all__ = [
     "fsdp2_prepare_auto_wrap_policy",
     "fsdp2_prepare_model",
     "fsdp2_switch_optimizer_parameters",
+    "fsdp_modules",
     "full_optim_state_dict",
     "gather_state_dict",
+    "get_state_dict_type",
     "init_mesh",
     "load_checkpoint",
     "load_full_state_dict",
@@ -63,14 +77,20 @@ __all__ = [
     "load_state_dict",
     "materialize",
     "merge_fsdp_weights",
+    "named_buffers",
+    "named_parameters",
     "no_sync",
+    "params_with_grad",
     "patch_accelerate",
     "rekey_optim_state_dict",
     "reshard",
     "save_checkpoint",
     "scatter_full_optim_state_dict",
+    "set_state_dict_type",
     "shard_broadcasted_state_dict",
     "shard_full_optim_state_dict",
     "shard_module",
+    "state_dict_type",
+    "summon_full_params",
     "train_step",
 ]

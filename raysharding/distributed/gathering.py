@@ -239,9 +239,31 @@ def gather_tensors(
     full: dict[str, torch.Tensor] = {}
     if dist.get_rank() in ranks:
         full = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}
+    gather_into(full, tensors, ranks, device, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
+    return full
+
+
+def gather_into(
+    full: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor],
+    ranks: Sequence[int],
+    device: torch.device,
+    *,
+    bucket_bytes: int = GATHER_BUCKET_BYTES,
+    timeout_s: float = 120.0,
+) -> None:
+    """As `gather_tensors`, into memory that is there; collective.
+
+    Args:
+        full: Name → contiguous memory of the full tensor, on any device; empty on a rank that is not in `ranks`.
+        tensors: See `gather_tensors`; so are the others.
+        ranks: Global ranks that get them.
+        device: Of the messages.
+        bucket_bytes: Bytes in flight in one round, all ranks together.
+        timeout_s: Longest wait for one round of messages.
+    """
 
     def sink(name: str, first: int, values: torch.Tensor) -> None:
         full[name].view(-1)[first : first + values.numel()].copy_(values)
 
     Gather(tensors, {rank: list(tensors) for rank in ranks}, sink, device, timeout_s, bucket_bytes).run()
-    return full

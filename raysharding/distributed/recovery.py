@@ -7,10 +7,9 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from raysharding.distributed.gradient_sync import drop_unreduced_gradients
-from raysharding.distributed.sharded_module import reshard
+from raysharding.distributed.sharded_module import fsdp_modules, reshard
 
 
 def recover(module: nn.Module, *, in_backward: bool) -> bool:
@@ -30,7 +29,7 @@ def recover(module: nn.Module, *, in_backward: bool) -> bool:
     # Groups that were inside backward have their full parameters registered: this drops the gradients of those,
     # which resharding would hide from the `zero_grad` below and keep for the next backward.
     module.zero_grad(set_to_none=True)
-    roots = _fsdp_roots(module)
+    roots = fsdp_modules(module, root_only=True)  # which own the iteration state
     has_reset = all(hasattr(root, "reset_iter_state") for root in roots)
     for root in roots if has_reset else []:
         # Before its first forward a root has no iteration state, and resetting that raises.
@@ -53,13 +52,6 @@ def recover_after(error: BaseException, module: nn.Module, *, in_backward: bool)
     except Exception as failure:  # noqa: BLE001 - the user's error is the one to report
         error.add_note(f"raysharding: resetting the module failed too: {type(failure).__name__}: {failure}")
         return False
-
-
-def _fsdp_roots(module: nn.Module) -> list[FSDPModule]:
-    """The outermost FSDP modules, which own the iteration state."""
-    if isinstance(module, FSDPModule):
-        return [module]
-    return [root for child in module.children() for root in _fsdp_roots(child)]
 
 
 @contextmanager

@@ -182,12 +182,45 @@ def mark_offloaded(root: nn.Module) -> None:
     _offloaded.add(unwrapped(root))
 
 
+summoned: WeakSet[nn.Module] = WeakSet()
+"""FSDP modules inside `summon_full_params`: full parameters are registered, on rank 0 alone under `rank0_only`."""
+
+
+def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FSDPModule]:
+    """The FSDP modules of a tree, in the order of `module.modules()`; each rank alone, no communication.
+
+    As FSDP1's `FullyShardedDataParallel.fsdp_modules`. A parameter group of several modules is found as each of them.
+
+    Args:
+        module: Any module, sharded or not; it is in the result if it is an FSDP module.
+        root_only: Only those that no other FSDP module of the tree contains.
+
+    Returns:
+        The modules; empty where nothing is sharded.
+    """
+    found: list[FSDPModule] = []
+    below: set[nn.Module] = set()
+    for submodule in module.modules():
+        if isinstance(submodule, FSDPModule) and submodule not in below:
+            found.append(submodule)
+            below.update(submodule.modules() if root_only else ())
+    return found
+
+
 def reshard(module: nn.Module) -> None:
     """Make every FSDP group's shards its registered parameters again; each rank alone, no collective.
 
     After a forward without a backward the root's group keeps its full parameters registered. Whoever reads
     `module.parameters()` (an optimizer, a gather) must see DTensors, and the memory is wanted back.
+
+    Raises:
+        RuntimeError: Inside `summon_full_params`, which alone can put the shards back.
     """
-    for _, submodule in named_submodules(module):
+    for name, submodule in named_submodules(module):
         if isinstance(submodule, FSDPModule):
+            if submodule in summoned:
+                raise RuntimeError(
+                    f"{name.rstrip('.') or 'the module'} is inside summon_full_params: leave that context before you "
+                    "gather, load, save or train"
+                )
             submodule.reshard()

@@ -1,0 +1,89 @@
+"""What users of PyTorch's FullyShardedDataParallel (FSDP1) know by name, as functions that take the root module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from raysharding.distributed.full_params import apply, summon_full_params
+from raysharding.distributed.layout import clean_name
+from raysharding.distributed.sharded_module import fsdp_modules, reshard, summoned
+from raysharding.distributed.state_dicts import get_state_dict_type, set_state_dict_type, state_dict_type
+
+__all__ = [
+    "apply",
+    "fsdp_modules",
+    "get_state_dict_type",
+    "named_buffers",
+    "named_parameters",
+    "params_with_grad",
+    "set_state_dict_type",
+    "state_dict_type",
+    "summon_full_params",
+]
+
+
+def _show_shards(module: nn.Module) -> None:
+    """Reshard, but for a module inside `summon_full_params`, whose full parameters are meant to be seen."""
+    if not any(submodule in summoned for submodule in module.modules()):
+        reshard(module)
+
+
+def named_parameters(
+    module: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """(FQN, parameter) of a module; each rank alone, no communication.
+
+    As FSDP1's `FullyShardedDataParallel.named_parameters`, but with clean FQNs always: those of the module before it
+    was sharded, without what activation checkpointing or torch.compile put into them.
+
+    Args:
+        module: Any module. Where a forward left full parameters registered, the shards are registered again first.
+        prefix: Put before every name.
+        recurse: Also those of submodules.
+        remove_duplicate: Tied parameters once, under their first name; if not, under every name.
+
+    Returns:
+        An iterator over DTensors (`Shard(0)`, global shape) and plain 0-dim parameters; inside `summon_full_params`
+        over the full ones.
+    """
+    _show_shards(module)
+    pairs = module.named_parameters(prefix, recurse, remove_duplicate)
+    return ((clean_name(name), parameter) for name, parameter in pairs)
+
+
+def named_buffers(
+    module: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(FQN, buffer) of a module, persistent or not; each rank alone, no communication.
+
+    As FSDP1's `FullyShardedDataParallel.named_buffers`, with clean FQNs always, see `named_parameters`.
+
+    Args:
+        module: Any module.
+        prefix: Put before every name.
+        recurse: Also those of submodules.
+        remove_duplicate: A buffer that is registered twice once, under its first name.
+
+    Returns:
+        An iterator over this rank's plain tensors.
+    """
+    pairs = module.named_buffers(prefix, recurse, remove_duplicate)
+    return ((clean_name(name), buffer) for name, buffer in pairs)
+
+
+def params_with_grad(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters that have a gradient, each once, in module order; each rank alone, no communication.
+
+    As the property of the same name of fairscale's FSDP, from which FSDP1 comes. A parameter whose shard is empty on
+    this rank counts too, where FSDP1 leaves it out: the list is the same on every rank.
+
+    Args:
+        module: The sharded root module, after backward.
+
+    Returns:
+        DTensors whose `.grad` is a DTensor, and plain 0-dim parameters.
+    """
+    return [parameter for _, parameter in named_parameters(module) if parameter.grad is not None]

@@ -1,0 +1,60 @@
+"""`summon_full_params`, `apply`, `fsdp_modules`, `params_with_grad` and names on real gloo groups, beside FSDP1."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.checks import run_checks
+from tests.spawn import run_ranks
+
+EVERYWHERE = (
+    "full_params_checks.check_values",
+    "full_params_checks.check_write_back",
+    "full_params_checks.check_rank_0_only",
+    "full_params_checks.check_gradients",
+    "full_params_checks.check_replicas",
+    "fsdp_checks.check_apply",
+)
+ONCE = (
+    "full_params_checks.check_a_gradient_that_some_ranks_lack",
+    "full_params_checks.check_one_group",
+    "full_params_checks.check_several_roots",
+    "full_params_checks.check_what_the_body_does_to_parameters",
+    "full_params_checks.check_load_inside",
+    "full_params_checks.check_refusals",
+    "full_params_checks.check_inside_a_forward",
+    "full_params_checks.check_ranks_that_differ",
+    "full_params_checks.check_a_group_of_several_modules",
+    "fsdp_checks.check_visits",
+    "fsdp_checks.check_an_apply_that_fails",
+    "fsdp_checks.check_modules",
+    "fsdp_checks.check_names",
+    "fsdp_checks.check_params_with_grad",
+)
+CHECKS = {
+    1: (*EVERYWHERE, "full_params_checks.check_refusals"),
+    2: (
+        "full_params_checks.check_write_back",
+        "full_params_checks.check_rank_0_only",
+        "full_params_checks.check_gradients",
+        "full_params_checks.check_replicas",
+    ),
+    3: (*EVERYWHERE, *ONCE),
+    4: (*EVERYWHERE, "full_params_checks.check_exceptions"),
+}
+
+
+@cache
+def outcomes(world_size: int) -> list[dict[str, str]]:
+    """Every rank's check → traceback."""
+    return run_ranks(world_size, run_checks, CHECKS[world_size], Path(), timeout_s=100)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("world_size", "name"), [(size, name) for size, names in CHECKS.items() for name in names])
+def test_on_ranks(world_size: int, name: str) -> None:
+    for rank, outcome in enumerate(outcomes(world_size)):
+        assert not outcome[name], f"rank {rank} of {world_size}:\n{outcome[name]}"
