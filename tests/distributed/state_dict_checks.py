@@ -81,7 +81,8 @@ def check_full(root: Path) -> None:
     shard_module(model, init_mesh("cpu"))
     for kind in (FULL, LOCAL):
         with state_dict_type(model, kind):
-            assert list(found := model.state_dict()) == list(expected)
+            found = model.state_dict()
+            assert list(found) == list(expected)
             model.load_state_dict(found)
     with state_dict_type(DistModule(wrapped["inner"]), FULL):
         assert torch.equal(wrapped["inner"].state_dict()["large"], expected["large"])
