@@ -16,9 +16,7 @@ from raysharding.distributed.layout import message_device
 from raysharding.distributed.materializing import materialize
 from raysharding.distributed.sharded_module import mark_offloaded, reshard
 from raysharding.distributed.state_dict_loading import distribute_state_dict
-
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
-"""What checkpoint wrappers and torch.compile put into names."""
+from raysharding.models import clean_name
 
 
 def fsdp2_load_full_state_dict(
@@ -130,27 +128,19 @@ class _Renamed(Mapping[str, torch.Tensor]):
         return len(self._keys)
 
 
-def clean_name(name: str) -> str:
-    """An FQN without what checkpoint wrappers and torch.compile put into it."""
-    for part in _WRAPPERS:
-        name = name.replace(part, "")
-    return name
-
-
 def _by_own_names(model: nn.Module, full_sd: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
     """The state dict under the names by which the model's modules are reached, second names of ties left out."""
     names: dict[str, list[str]] = {name: [name] for name in saved_tensors(model)}
     for second, name in tied_names(model).items():
         names[name].append(second)
-    present = set(full_sd)
+    present = {clean_name(key): key for key in full_sd}
     keys: dict[str, str] = {}
     known: set[str] = set()
     for name, every in names.items():
-        candidates = [key for one in every for key in (one, clean_name(one))]
-        known.update(candidates)
-        if (key := next((key for key in candidates if key in present), None)) is not None:
-            keys[name] = key
-    if unused := sorted(present - known):
+        known.update(every)
+        if (key := next((key for key in every if key in present), None)) is not None:
+            keys[name] = present[key]
+    if unused := sorted(key for name, key in present.items() if name not in known):
         more = f" and {len(unused) - 6} more" if len(unused) > 6 else ""
         message = f"the state dict holds what {type(model).__name__} has no place for: {', '.join(unused[:6])}{more}"
         warnings.warn(message, UserWarning, stacklevel=3)

@@ -34,7 +34,7 @@ from raysharding.distributed.accelerate_wrap import class_names, classes_named, 
 
 _POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 _STRATEGY_NAMES = {"HYBRID_SHARD_ZERO2": "_HYBRID_SHARD_ZERO2"}
-_CONFIGS: dict[StateDictType, tuple[Callable[..., Any], Callable[..., Any], dict[str, bool]]] = {
+_CONFIGS: dict[StateDictType, tuple[type[Any], type[Any], dict[str, bool]]] = {
     StateDictType.FULL_STATE_DICT: (
         FullStateDictConfig,
         FullOptimStateDictConfig,
@@ -75,7 +75,7 @@ class FullyShardedDataParallelPlugin:
     mixed_precision_policy: dict[str, Any] | str | MixedPrecision | MixedPrecisionPolicy | None = None
     """`"bf16"`, `"fp16"`, `"fp32"`, `"fp8"` (parameters in bf16), a dict of dtypes (`param_dtype`, `reduce_dtype`, and
     `buffer_dtype` in version 1 or `output_dtype` in version 2), or torch's object of the version. Default: none."""
-    auto_wrap_policy: Callable[..., Any] | str | None = None
+    auto_wrap_policy: Callable[..., Any] | _Policy | str | None = None
     """`"transformer_based_wrap"`, `"size_based_wrap"`, `"no_wrap"`, or a policy; see `fsdp2_prepare_auto_wrap_policy`
     for which. Default: `FSDP_AUTO_WRAP_POLICY`, else `"no_wrap"`."""
     cpu_offload: bool | CPUOffload | OffloadPolicy | None = None

@@ -21,6 +21,7 @@ from raysharding.distributed.placing import Placer
 from raysharding.distributed.plan import REPLICATED, Bucket, BucketPlan, PlannedTensor, Section, plan_buckets
 from raysharding.distributed.sharded_module import reshard
 from raysharding.distributed.source import as_bytes
+from raysharding.models import clean_name
 
 Sink = Callable[[str, int, torch.Tensor], None]
 """Takes `(fqn, first element, values)`: 1-D CPU values of a range of the flattened tensor, valid during the call."""
@@ -32,10 +33,11 @@ GATHER_BUCKET_BYTES = 32 * MIB
 def _named(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """(FQN, tensor) of every parameter and persistent buffer, under every name that it has."""
     persistent = persistent_names(module)
-    yield from module.named_parameters(remove_duplicate=False)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        yield clean_name(name), parameter
     for name, buffer in module.named_buffers(remove_duplicate=False):
-        if name in persistent:
-            yield name, buffer
+        if (clean := clean_name(name)) in persistent:
+            yield clean, buffer
 
 
 def saved_tensors(module: nn.Module) -> dict[str, torch.Tensor]:

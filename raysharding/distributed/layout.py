@@ -16,6 +16,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from raysharding.models import clean_name
+
 _ROWS = Shard(0)
 
 
@@ -95,15 +97,6 @@ def _collect(prefix: str, module: nn.Module, seen: set[nn.Module] | None, found:
             _collect(f"{prefix}{name}.", child, seen, found)
 
 
-_WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
-"""Names under which FSDP1, activation checkpointing and torch.compile keep what they wrap."""
-
-
-def clean_name(name: str) -> str:
-    """The FQN that a name had before anything was wrapped."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
 def module_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     """FQN → parameter or buffer, each tensor once, in module order, non-persistent buffers included."""
     submodules = named_submodules(module)
@@ -114,14 +107,15 @@ def module_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
             for name, tensor in getattr(submodule, table).items():
                 if tensor is not None and id(tensor) not in seen:
                     seen.add(id(tensor))
-                    tensors[prefix + name] = tensor
+                    tensors[clean_name(prefix) + name] = tensor
     return tensors
 
 
 def persistent_names(module: nn.Module) -> set[str]:
     """FQNs of all parameters and persistent buffers, tied aliases included."""
     names: set[str] = set()
-    for prefix, submodule in named_submodules(module, aliases=True):
+    for raw, submodule in named_submodules(module, aliases=True):
+        prefix = clean_name(raw)
         names.update(prefix + name for name, tensor in submodule._parameters.items() if tensor is not None)
         skipped = submodule._non_persistent_buffers_set
         names.update(prefix + name for name in submodule._buffers if name not in skipped)

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from raysharding.distributed.layout import clean_name
 from raysharding.distributed.sharded_module import reshard
 from raysharding.distributed.tensor_table import meta_like
 from raysharding.errors import PlanError
+from raysharding.models import clean_name
 
 SEPARATOR = "/"
 """Between the FQN of a parameter and the name of its state in tensor names: no FQN holds it."""

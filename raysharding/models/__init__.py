@@ -10,6 +10,7 @@ from raysharding.models.group_dtypes import is_cut
 from raysharding.models.ignored import ignored_modules, ignored_parameters
 from raysharding.models.initial import Initialiser
 from raysharding.models.key_mapping import KeyMap, Target, map_keys, misfit
+from raysharding.models.names import clean_name
 from raysharding.models.rules import missing_rules
 from raysharding.models.ties import differing_ties
 from raysharding.models.wrap import input_and_output, lowers_precision, stays_in_full_precision, wrap_groups
@@ -21,6 +22,7 @@ __all__ = [
     "Run",
     "Target",
     "build_module",
+    "clean_name",
     "differing_ties",
     "ignored_modules",
     "ignored_parameters",

@@ -14,6 +14,7 @@ from torch import nn
 from raysharding.errors import PlanError
 from raysharding.models.blocks import BlockTensor, Run
 from raysharding.models.conversion import CONVERSION_ERRORS, Conversion, Routing, declared_ties, route
+from raysharding.models.names import clean_name
 
 if TYPE_CHECKING:
     from raysharding.checkpoint.tensor_info import TensorInfo
@@ -307,7 +308,7 @@ def _entries(module: nn.Module) -> dict[str, _Entry]:
     """FQN → entry, all names of shared tensors included; parameters and buffers of one module stand together."""
     entries: dict[str, _Entry] = {}
     for prefix, owner in module.named_modules(remove_duplicate=False):
-        dot = f"{prefix}." if prefix else ""
+        dot = f"{found}." if (found := clean_name(prefix)) else ""
         for name, parameter in owner._parameters.items():
             if parameter is not None:
                 entries[dot + name] = _Entry(parameter, "parameter", True)

@@ -227,9 +227,10 @@ def check_optimizer_dtype(root: Path) -> None:
     sharded = shard_module(nn.Linear(3, 5), init_mesh("cpu"))
     mapping = {model.get_parameter(name).data_ptr(): parameter for name, parameter in sharded.named_parameters()}
     fsdp2_switch_optimizer_parameters(optimizer, mapping)
-    for name, parameter in sharded.named_parameters():
-        buffer = optimizer.state[parameter]["momentum_buffer"]
+    for name, cut in sharded.named_parameters():
+        buffer = optimizer.state[cut]["momentum_buffer"]
         assert buffer.dtype == torch.float32
-        assert buffer.placements == parameter.placements
-        assert buffer._local_tensor.shape == parameter._local_tensor.shape
+        assert isinstance(cut, DTensor)
+        assert buffer.placements == cut.placements
+        assert buffer._local_tensor.shape == cut._local_tensor.shape
         assert torch.equal(buffer.full_tensor(), model.get_parameter(name).detach().float()), name

@@ -24,16 +24,19 @@ from raysharding.distributed import (
     fsdp2_apply_ac,
     fsdp2_prepare_model,
     fsdp2_switch_optimizer_parameters,
+    load_checkpoint,
     reshard,
+    save_checkpoint,
 )
 from raysharding.distributed.sharded_module import is_offloaded
 from raysharding.errors import PlanError
 from tests.distributed.accelerate_checks import full
 from tests.distributed.accelerate_loading_checks import accelerator_with, kept_environment, shards_of
+from tests.distributed.load_checks import full_state
 from tests.models.architectures import ARCHITECTURES
 
-TRANSFORMER = {"auto_wrap_policy": "transformer_based_wrap"}
-NO_WRAP = {"auto_wrap_policy": "no_wrap"}
+TRANSFORMER: dict[str, Any] = {"auto_wrap_policy": "transformer_based_wrap"}
+NO_WRAP: dict[str, Any] = {"auto_wrap_policy": "no_wrap"}
 PAIRS: tuple[tuple[Any, Callable[..., nn.Module]], ...] = (
     (OraclePlugin, oracle.fsdp2_prepare_model),
     (FullyShardedDataParallelPlugin, fsdp2_prepare_model),
@@ -156,7 +159,7 @@ def check_accelerate_on_other_models(root: Path) -> None:
 
 def check_mixed_precision(root: Path) -> None:
     """Trainable parameters become fp32, frozen ones stay, one warning on rank 0; as accelerate's but for float64."""
-    models = []
+    models: list[Any] = []
     PartialState(cpu=True)  # accelerate's own messages want it
     for kind, prepare in PAIRS:
         plugin: Any = kind(fsdp_version=2, **TRANSFORMER)
@@ -180,13 +183,13 @@ def check_mixed_precision(root: Path) -> None:
 def check_checkpointed(root: Path) -> None:
     """Activation checkpointing before sharding: accelerate's groups, and one process's gradients."""
     for ram, offload in ((False, True), (True, False)):
-        models = []
+        models: list[Any] = []
         for (kind, prepare), apply in zip(PAIRS, (oracle.fsdp2_apply_ac, fsdp2_apply_ac), strict=True):
             with kept_environment():
                 options = {"activation_checkpointing": True, "activation_checkpointing_offload": offload}
                 plugin = kind(fsdp_version=2, cpu_ram_efficient_loading=ram, **options, **TRANSFORMER)
             accelerator = accelerator_with(plugin)
-            model = ARCHITECTURES["llama"].make()
+            model: Any = ARCHITECTURES["llama"].make()
             plugin.set_auto_wrap_policy(model)
             models.append(prepare(accelerator, apply(accelerator, model)))
         assert_same_sharding(models[1], models[0], offload)
@@ -197,6 +200,24 @@ def check_checkpointed(root: Path) -> None:
         found = {name.replace("_checkpoint_wrapped_module.", ""): item for name, item in models[1].named_parameters()}
         for name, parameter in reference.named_parameters():
             torch.testing.assert_close(full(found[name].grad), parameter.grad, msg=name)
+    check_saved_under_clean_names(models[1], reference, root / "checkpointed")
+
+
+def check_saved_under_clean_names(model: nn.Module, reference: nn.Module, path: Path) -> None:
+    """Wrappers are no part of a checkpoint's names."""
+    import transformers
+
+    save_checkpoint(model, path)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    load_checkpoint(model, path)
+    state = full_state(model)
+    if dist.get_rank() == 0:
+        reopened = transformers.AutoModelForCausalLM.from_pretrained(path)
+        for name, tensor in reference.state_dict().items():
+            assert torch.equal(reopened.state_dict()[name], tensor), name
+            assert torch.equal(state[name], tensor), name
 
 
 def check_settings(root: Path) -> None:
@@ -205,19 +226,19 @@ def check_settings(root: Path) -> None:
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=True, ignored_modules="lm_head", **TRANSFORMER)
     accelerator = accelerator_with(plugin)
     expected = copy.deepcopy(model)(**inputs()).loss
-    assert fsdp2_prepare_model(accelerator, model) is model
+    assert id(fsdp2_prepare_model(accelerator, model)) == id(model)
     assert not isinstance(model.lm_head.weight, DTensor)
     assert is_offloaded(model)
     torch.testing.assert_close(model(**inputs()).loss, expected)
     groups = groups_of(model)
-    assert fsdp2_prepare_model(accelerator, model) is model
+    assert id(fsdp2_prepare_model(accelerator, model)) == id(model)
     assert groups_of(model) == groups
     for strategy in ("SHARD_GRAD_OP", "NO_SHARD"):
         first = FullyShardedDataParallelPlugin(sharding_strategy=strategy, mixed_precision_policy="bf16", **TRANSFORMER)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "buffer_dtype=torch.bfloat16")
             model = fsdp2_prepare_model(accelerator_with(first), ARCHITECTURES["llama"].make())
-        weight = model.lm_head.weight
+        weight: Any = model.get_parameter("lm_head.weight")
         num_shards = 1 if strategy == "NO_SHARD" else dist.get_world_size()
         assert len(weight._local_tensor) == -(-64 // num_shards) or dist.get_rank() == dist.get_world_size() - 1
         assert model(**inputs()).logits.dtype == torch.bfloat16
@@ -230,7 +251,7 @@ def check_settings(root: Path) -> None:
 
 def check_real_accelerator(root: Path) -> None:
     """`accelerator.prepare(model, optimizer)` with this library's functions in accelerate's places trains alike."""
-    losses = []
+    losses: list[list[float]] = []
     for ours in (False, True):
         with kept_environment():
             plugin: Any = OraclePlugin(

@@ -180,8 +180,9 @@ CALLABLES: tuple[Any, ...] = (
 def fsdp1_choice(model: nn.Module, policy: Any, root: Path) -> set[str]:
     """Names of what FSDP1 wraps under a policy, the root left out."""
     import torch.distributed as dist
+    from torch._C._distributed_c10d import FileStore
 
-    store = dist.FileStore(str(root / "store"), 1)
+    store = FileStore(str(root / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     options: dict[str, Any] = {"sharding_strategy": ShardingStrategy.NO_SHARD, "device_id": torch.device("cpu")}
     try:
@@ -197,6 +198,7 @@ def fsdp1_choice(model: nn.Module, policy: Any, root: Path) -> set[str]:
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.filterwarnings("ignore:FSDP will not all-gather parameters for containers")
 @pytest.mark.parametrize("index", range(len(CALLABLES)))
 def test_other_policies_pick_what_fsdp1_wraps(index: int, tmp_path: Path) -> None:
     policy = CALLABLES[index]
@@ -262,8 +264,8 @@ def test_the_same_modules_are_checkpointed(models: dict[str, nn.Module], offload
             found = []
             for kind, apply in ((OraclePlugin, oracle_apply_ac), (FullyShardedDataParallelPlugin, fsdp2_apply_ac)):
                 model = copy.deepcopy(models[name])
-                options = {"activation_checkpointing": True, "activation_checkpointing_offload": offload}
-                plugin: Any = kind(fsdp_version=2, **options, **arguments)
+                options = arguments | {"activation_checkpointing_offload": offload}
+                plugin: Any = kind(fsdp_version=2, activation_checkpointing=True, **options)
                 plugin.set_auto_wrap_policy(model)
                 assert apply(accelerator_with(plugin), model) is model
                 found.append([wrapped_names(model, wrapper) for wrapper in (CheckpointWrapper, OffloadWrapper)])
@@ -335,10 +337,10 @@ CHECKS = (
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     root = tmp_path_factory.mktemp("accelerate")
     ARCHITECTURES["llama"].make().save_pretrained(root / "llama")
-    return run_ranks(3, run_checks, CHECKS, root)
+    return run_ranks(2, run_checks, CHECKS, root)
 
 
 @pytest.mark.timeout(80)
 @pytest.mark.parametrize("check", CHECKS)
-def test_on_three_ranks(outcomes: list[dict[str, str]], check: str) -> None:
-    assert [outcome[check] for outcome in outcomes] == [""] * 3
+def test_on_two_ranks(outcomes: list[dict[str, str]], check: str) -> None:
+    assert [outcome[check] for outcome in outcomes] == [""] * 2

@@ -235,7 +235,7 @@ def test_ram_efficient_loading_with_a_device(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(oracle, "is_cuda_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     for version, given in product((1, 2), ({"cpu_ram_efficient_loading": True}, {"sync_module_states": True})):
-        arguments = {"fsdp_version": version, **given}
+        arguments: dict[str, Any] = {"fsdp_version": version, **given}
         expected, found = made(OraclePlugin, arguments, {}), made(FullyShardedDataParallelPlugin, arguments, {})
         assert isinstance(expected, dict)
         assert isinstance(found, dict)
@@ -283,7 +283,7 @@ def test_blanks_around_class_names() -> None:
 
 
 def test_state_dict_type_takes_its_configurations_along() -> None:
-    arguments = {"fsdp_version": 2, "state_dict_type": "SHARDED_STATE_DICT"}
+    arguments: dict[str, Any] = {"fsdp_version": 2, "state_dict_type": "SHARDED_STATE_DICT"}
     before, plugin = OraclePlugin(**arguments), FullyShardedDataParallelPlugin(**arguments)
     before.set_state_dict_type("FULL_STATE_DICT")
     plugin.set_state_dict_type("FULL_STATE_DICT")
@@ -435,6 +435,10 @@ def test_validation() -> None:
 # --- to this library's Sharding ---------------------------------------------------------------------------------------
 
 
+def initialise(module: nn.Module) -> None:
+    """A user's function."""
+
+
 def test_version_2_as_sharding() -> None:
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
     assert plugin.to_sharding() == Sharding(wrap="none")
@@ -451,7 +455,7 @@ def test_version_2_as_sharding() -> None:
         activation_checkpointing_offload=True,
         cpu_ram_efficient_loading=True,
         transformer_cls_names_to_wrap=["Block"],
-        param_init_fn=nn.Module.half,
+        param_init_fn=initialise,
     )
     found = plugin.to_sharding()
     assert found == Sharding(
@@ -462,7 +466,7 @@ def test_version_2_as_sharding() -> None:
         ignored_modules="head",
         activation_checkpointing=["Block"],
         activation_checkpointing_offload=True,
-        param_init_fn=nn.Module.half,
+        param_init_fn=initialise,
         sync_module_states=True,
     )
     found = plugin.to_sharding(model)

@@ -10,10 +10,20 @@ from tests.distributed.checks import run_checks
 from tests.spawn import run_ranks
 
 CASES = (
-    (2, ("check_same_sharding", "check_checkpointed", "check_mixed_precision", "check_real_accelerator")),
-    (3, ("check_values_and_gradients", "check_settings", "check_accelerate_on_other_models")),
-    (4, ("check_hsdp",)),
+    (
+        2,
+        (
+            "check_same_sharding",
+            "check_checkpointed",
+            "check_mixed_precision",
+            "check_real_accelerator",
+            "check_settings",
+            "check_accelerate_on_other_models",
+        ),
+    ),
+    (4, ("check_hsdp", "check_values_and_gradients")),
 )
+"""What needs no transformers model runs on 1 to 4 ranks in test_accelerate_loading.py."""
 
 
 @pytest.mark.timeout(120)
