@@ -12,35 +12,33 @@ from raysharding.distributed.accelerate_compat import (
 )
 from raysharding.distributed.fsdp import (
     apply,
+    apply_fsdp2,
+    clip_grad_norm_,
     fsdp_modules,
+    full_optim_state_dict,
     get_state_dict_type,
     named_buffers,
     named_parameters,
+    no_sync,
     params_with_grad,
+    rekey_optim_state_dict,
+    scatter_full_optim_state_dict,
     set_state_dict_type,
+    shard_full_optim_state_dict,
     state_dict_type,
     summon_full_params,
 )
 from raysharding.distributed.gathering import gather_state_dict
-from raysharding.distributed.gradient_sync import no_sync
-from raysharding.distributed.gradients import clip_grad_norm_
 from raysharding.distributed.loading import load_checkpoint
 from raysharding.distributed.materializing import materialize
 from raysharding.distributed.merging import merge_fsdp_weights
 from raysharding.distributed.mesh import init_mesh
 from raysharding.distributed.optimizer_files import load_optimizer_state
-from raysharding.distributed.optimizer_state import (
-    full_optim_state_dict,
-    rekey_optim_state_dict,
-    scatter_full_optim_state_dict,
-    shard_full_optim_state_dict,
-)
 from raysharding.distributed.report import LoadReport, SaveReport
 from raysharding.distributed.saving import save_checkpoint
 from raysharding.distributed.sharded_module import reshard, shard_module
 from raysharding.distributed.sharding import (
     DistModule,
-    apply_fsdp2,
     broadcast_and_shard_state_dict,
     load_state_dict,
     patch_accelerate,
@@ -49,48 +47,61 @@ from raysharding.distributed.sharding import (
 from raysharding.distributed.state_dict_loading import distribute_state_dict, load_full_state_dict
 from raysharding.distributed.training import train_step
 
+# This library's own.
 __all__ = [
-    "DistModule",
-    "FullyShardedDataParallelPlugin",
     "LoadReport",
     "SaveReport",
+    "distribute_state_dict",
+    "gather_state_dict",
+    "init_mesh",
+    "load_checkpoint",
+    "load_full_state_dict",
+    "load_optimizer_state",
+    "materialize",
+    "reshard",
+    "save_checkpoint",
+    "shard_module",
+    "train_step",
+]
+
+# Sharded modules: `sharding.py`.
+__all__ += [
+    "DistModule",
+    "broadcast_and_shard_state_dict",
+    "load_state_dict",
+    "patch_accelerate",
+    "shard_broadcasted_state_dict",
+]
+
+# PyTorch's FullyShardedDataParallel: `fsdp.py`.
+__all__ += [
     "apply",
     "apply_fsdp2",
-    "broadcast_and_shard_state_dict",
     "clip_grad_norm_",
+    "fsdp_modules",
+    "full_optim_state_dict",
+    "get_state_dict_type",
+    "named_buffers",
+    "named_parameters",
+    "no_sync",
+    "params_with_grad",
+    "rekey_optim_state_dict",
+    "scatter_full_optim_state_dict",
+    "set_state_dict_type",
+    "shard_full_optim_state_dict",
+    "state_dict_type",
+    "summon_full_params",
+]
+
+# accelerate's FSDP utilities: `accelerate_compat.py`, `merging.py`.
+__all__ += [
+    "FullyShardedDataParallelPlugin",
     "disable_fsdp_ram_efficient_loading",
-    "distribute_state_dict",
     "enable_fsdp_ram_efficient_loading",
     "fsdp2_apply_ac",
     "fsdp2_load_full_state_dict",
     "fsdp2_prepare_auto_wrap_policy",
     "fsdp2_prepare_model",
     "fsdp2_switch_optimizer_parameters",
-    "fsdp_modules",
-    "full_optim_state_dict",
-    "gather_state_dict",
-    "get_state_dict_type",
-    "init_mesh",
-    "load_checkpoint",
-    "load_full_state_dict",
-    "load_optimizer_state",
-    "load_state_dict",
-    "materialize",
     "merge_fsdp_weights",
-    "named_buffers",
-    "named_parameters",
-    "no_sync",
-    "params_with_grad",
-    "patch_accelerate",
-    "rekey_optim_state_dict",
-    "reshard",
-    "save_checkpoint",
-    "scatter_full_optim_state_dict",
-    "set_state_dict_type",
-    "shard_broadcasted_state_dict",
-    "shard_full_optim_state_dict",
-    "shard_module",
-    "state_dict_type",
-    "summon_full_params",
-    "train_step",
 ]

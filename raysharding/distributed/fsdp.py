@@ -6,23 +6,54 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from raysharding.distributed.full_params import apply, summon_full_params
-from raysharding.distributed.layout import clean_name
-from raysharding.distributed.sharded_module import fsdp_modules, reshard, summoned
+from raysharding.distributed.gradient_sync import no_sync
+from raysharding.distributed.gradients import clip_grad_norm_
+from raysharding.distributed.optimizer_state import (
+    full_optim_state_dict,
+    rekey_optim_state_dict,
+    scatter_full_optim_state_dict,
+    shard_full_optim_state_dict,
+)
+from raysharding.distributed.sharded_module import fsdp_modules, reshard, shard_module, summoned
 from raysharding.distributed.state_dicts import get_state_dict_type, set_state_dict_type, state_dict_type
+from raysharding.models import clean_name
 
 __all__ = [
     "apply",
+    "apply_fsdp2",
+    "clip_grad_norm_",
     "fsdp_modules",
+    "full_optim_state_dict",
     "get_state_dict_type",
     "named_buffers",
     "named_parameters",
+    "no_sync",
     "params_with_grad",
+    "rekey_optim_state_dict",
+    "scatter_full_optim_state_dict",
     "set_state_dict_type",
+    "shard_full_optim_state_dict",
     "state_dict_type",
     "summon_full_params",
 ]
+
+
+def apply_fsdp2(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Cut a model over a mesh in place: `fully_shard` on each block, then on the root; every rank calls it.
+
+    Blocks are found as by `Sharding(wrap="auto")`; `shard_module` takes other rules, and the other options.
+
+    Args:
+        model: A module or `DistModule`, on meta or on the mesh's device.
+        mesh: 1-D, or 2-D (replicate, shard) for HSDP, over all ranks.
+
+    Raises:
+        PlanError: See `shard_module`.
+    """
+    shard_module(model, mesh)
 
 
 def _show_shards(module: nn.Module) -> None:

@@ -19,14 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
 from raysharding.checkpoint import read_state_dict
 from raysharding.distributed.accelerate_patch import FileStateDict, patch_accelerate
-from raysharding.distributed.layout import unwrapped
-from raysharding.distributed.sharded_module import shard_module
 from raysharding.distributed.state_dict_loading import distribute_state_dict, load_full_state_dict
 from raysharding.distributed.tensor_table import meta_like
 
@@ -176,21 +173,6 @@ for _name in (*_DELEGATED, *_RETURNING_SELF):
         setattr(DistModule, _name, _delegate(_name, _name in _RETURNING_SELF))
 
 
-def apply_fsdp2(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Cut a model over a mesh in place: `fully_shard` on each block, then on the root; every rank calls it.
-
-    Blocks are found as by `Sharding(wrap="auto")`; `shard_module` takes other rules, and the other options.
-
-    Args:
-        model: A module or `DistModule`, on meta or on the mesh's device.
-        mesh: 1-D, or 2-D (replicate, shard) for HSDP, over all ranks.
-
-    Raises:
-        PlanError: See `shard_module`.
-    """
-    shard_module(unwrapped(model), mesh)
-
-
 def load_state_dict(
     checkpoint_file: str | os.PathLike[str],
     device_map: str | int | torch.device | Mapping[str, str | int | torch.device] | None = None,
@@ -314,7 +296,6 @@ def _memory_of(tensor: torch.Tensor) -> tuple[int, ...]:
 
 __all__ = [
     "DistModule",
-    "apply_fsdp2",
     "broadcast_and_shard_state_dict",
     "load_state_dict",
     "patch_accelerate",

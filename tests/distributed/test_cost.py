@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from raysharding.bench.counters import MemorySampler
 from raysharding.checkpoint import open_checkpoint
@@ -123,7 +124,9 @@ def measure_state_dict() -> list[dict[str, Any]]:
     with MemorySampler() as memory:
         report = load_held(module, HeldStateDict(Generated() if dist.get_rank() == 0 else {}), Loading("scatter"), 60.0)
     extra = memory.extra_bytes - report.shard_bytes[dist.get_rank()]
-    last = module.get_parameter("last.weight").full_tensor()  # type: ignore[operator]
+    parameter = module.get_parameter("last.weight")
+    assert isinstance(parameter, DTensor)
+    last = parameter.full_tensor()
     assert last[0, 0] == last[-1, -1] == list(Generated()).index("last.weight")
     return all_gather_json(
         {"extra": extra, "wire": report.wire_bytes, "shared": report.shared_bytes, "ring": report.ring_bytes}

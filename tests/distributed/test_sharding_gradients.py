@@ -253,10 +253,10 @@ def run_all() -> None:
     warns_of_what_it_cannot_see()
 
 
-@pytest.mark.timeout(100)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_gradients(world_size: int) -> None:
-    run_ranks(world_size, run_all, timeout_s=90)
+    run_ranks(world_size, run_all, timeout_s=110)
 
 
 @pytest.mark.timeout(60)

@@ -249,11 +249,11 @@ def run_all() -> None:
         prefetches()
 
 
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_forward_and_backward(world_size: int) -> None:
     pytest.importorskip("transformers")
-    run_ranks(world_size, run_all, timeout_s=80)
+    run_ranks(world_size, run_all, timeout_s=110)
 
 
 def test_offload_alone_is_refused() -> None:

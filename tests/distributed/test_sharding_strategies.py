@@ -95,7 +95,7 @@ def measure_all(names: list[str]) -> dict[str, dict[str, tuple[float, float]]]:
     return {name: measure(name) for name in names}
 
 
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(120)
 def test_memory_of_each_strategy() -> None:
     """Ours is FSDP1's, within the padding of a flat parameter."""
     root = 0.005  # the head: the root's group keeps it until backward
@@ -106,7 +106,7 @@ def test_memory_of_each_strategy() -> None:
         "HYBRID_SHARD": (0.5, root),
         "_HYBRID_SHARD_ZERO2": (0.5, 1.0),
     }
-    for found in run_ranks(4, measure_all, list(expected), timeout_s=80):
+    for found in run_ranks(4, measure_all, list(expected), timeout_s=110):
         for name, figures in found.items():
             for who, (held, live) in figures.items():
                 assert held == pytest.approx(expected[name][0], abs=0.02), (name, who, figures)
