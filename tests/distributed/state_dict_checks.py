@@ -255,7 +255,7 @@ def check_settings(root: Path) -> None:
     assert isinstance(get_state_dict_type(module).optim_state_dict_config, FullOptimStateDictConfig)
 
 
-def save(root: Path) -> None:
+def check_save(root: Path) -> None:
     """What this world size saves, in the full form and through torch.distributed.checkpoint."""
     world_size = dist.get_world_size()
     module = ours(seed=world_size)
@@ -268,7 +268,7 @@ def save(root: Path) -> None:
     dist.barrier()  # nobody reads before the files are whole
 
 
-def load(root: Path) -> None:
+def check_load(root: Path) -> None:
     """What other world sizes saved, bit for bit; 1-D, and HSDP where the ranks make it."""
     for path, sharding in itertools.product(sorted(root.glob("full-*.pt")), shardings()):
         saved_by = int(path.stem.removeprefix("full-"))

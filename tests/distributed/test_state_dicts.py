@@ -2,52 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from tests.distributed.checks import run_checks
 from tests.spawn import run_ranks
 
 CHECKS = {
-    1: ("full", "full_load", "sharded", "local"),
-    2: ("full", "full_load"),
-    3: ("full", "full_load", "full_mismatches", "sharded", "local", "settings"),
-    4: ("full", "full_load", "sharded", "local"),
+    3: ("full", "full_load", "full_mismatches", "sharded", "local", "settings", "save"),
+    4: ("load", "full", "full_load", "sharded", "local", "save"),
+    1: ("load", "full", "full_load", "sharded", "local", "save"),
+    2: ("load", "full", "full_load"),
 }
+"""Ranks → checks. In this order: each number of ranks loads what those before it saved, so 4 what 3 did, 1 what 4 did."""
 
 Outcomes = dict[tuple[int, str], list[str]]
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    """(ranks, check) → every rank's traceback. 4 ranks save first, and last load what fewer saved."""
+    """(ranks, check) → every rank's traceback."""
     root = tmp_path_factory.mktemp("states")
     found: Outcomes = {}
-    for size, names in ((4, (*_checks(4), "save")), *((size, ("load", *_checks(size), "save")) for size in (1, 2, 3))):
-        _run(size, names, root, found)
-    _run(4, ("load",), root, found)
+    for size, names in CHECKS.items():
+        by_rank = run_ranks(
+            size, run_checks, [f"state_dict_checks.check_{name}" for name in names], root, timeout_s=150
+        )
+        for name in names:
+            found[size, name] = [outcome[f"state_dict_checks.check_{name}"] for outcome in by_rank]
     return found
 
 
-def _checks(size: int) -> list[str]:
-    return [f"check_{name}" for name in CHECKS[size]]
-
-
-def _run(size: int, names: tuple[str, ...], root: Path, found: Outcomes) -> None:
-    by_rank = run_ranks(size, run_checks, [f"state_dict_checks.{name}" for name in names], root, timeout_s=100)
-    for name in names:
-        found[size, name] = [outcome[f"state_dict_checks.{name}"] for outcome in by_rank]
-
-
-def _cases() -> Iterator[tuple[int, str]]:
-    for size in CHECKS:
-        yield from ((size, name) for name in (*_checks(size), "save", "load"))
-
-
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize(("world_size", "name"), list(_cases()))
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("world_size", "name"), [(size, name) for size, names in CHECKS.items() for name in names])
 def test_on_ranks(world_size: int, name: str, outcomes: Outcomes) -> None:
     for rank, outcome in enumerate(outcomes[world_size, name]):
         assert not outcome, f"rank {rank} of {world_size}:\n{outcome}"
