@@ -33,6 +33,7 @@ from raysharding.distributed.layout import local_tensor, message_device, unwrapp
 from raysharding.distributed.sharded_module import reshard
 from raysharding.distributed.state_dict_loading import load_full_state_dict
 from raysharding.errors import PlanError
+from raysharding.models import clean_name
 
 _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
     StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
@@ -173,6 +174,8 @@ class _Form:
     def _convert(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
         """torch's hook after `module.state_dict()`: puts tensors of this form in the place of DTensors."""
         kind = self.settings.state_dict_type
+        for key in [key for key in state_dict if key.startswith(prefix)]:
+            state_dict[prefix + clean_name(key.removeprefix(prefix))] = state_dict.pop(key)
         if kind is StateDictType.FULL_STATE_DICT:
             self._gather(module, state_dict, prefix)
         for key in [key for key in state_dict if key.startswith(prefix)]:
@@ -185,7 +188,7 @@ class _Form:
         """Full tensors in the place of DTensors; collective."""
         reshard(module)
         rank0_only = getattr(self.settings.state_dict_config, "rank0_only", False)
-        aliases = {prefix + _key(name): prefix + _key(first) for name, first in tied_names(module).items()}
+        aliases = {prefix + name: prefix + first for name, first in tied_names(module).items()}
         found = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
         sharded = {aliases.get(key, key): value for key, value in found.items() if isinstance(value, DTensor)}
         is_wanted = not rank0_only or not dist.is_initialized() or dist.get_rank() == 0
@@ -232,29 +235,25 @@ class _Form:
         """
         # Extra state is no tensor: it is left to the modules that have some.
         keys = [key for key in state_dict if key.startswith(prefix) and not key.endswith("_extra_state")]
-        incoming = {key.removeprefix(prefix): state_dict[key] for key in keys}
-        if self.settings.state_dict_type is StateDictType.FULL_STATE_DICT:
-            names = {_key(name): name for name in _named_tensors(module)}
-            incoming = {names.get(key, key): value for key, value in incoming.items()}
+        incoming = {clean_name(key.removeprefix(prefix)): state_dict.pop(key) for key in keys}
+        kind = self.settings.state_dict_type
+        found: dict[str, Any] = dict(incoming)
+        if kind is StateDictType.FULL_STATE_DICT:
             result = load_full_state_dict(module, incoming, strict=self._strict, assign=self._assign)
-            for key in keys:
-                del state_dict[key]
-            missing = {*result.missing_keys}
-            aliases = tied_names(module)
+            missing, aliases, own = {*result.missing_keys}, tied_names(module), _named_tensors(module)
+            found = {name: tensor for name, tensor in own.items() if aliases.get(name, name) not in missing}
+            found |= dict.fromkeys(result.unexpected_keys, torch.empty(0))
+        else:
             own = _named_tensors(module)
-            loaded = {_key(name): own[name] for name in own if aliases.get(name, name) not in missing}
-            unexpected = dict.fromkeys(result.unexpected_keys, torch.empty(0))
-            state_dict.update({prefix + name: value for name, value in (loaded | unexpected).items()})
-            return
-        own = {_key(name): tensor for name, tensor in _named_tensors(module).items()}
-        self._require_fit(incoming, own)
-        if self.settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
-            for name, value in incoming.items():
+            self._require_fit(incoming, own)
+            for name, value in incoming.items() if kind is StateDictType.LOCAL_STATE_DICT else ():
                 tensor = own.get(name)
                 if isinstance(tensor, DTensor):
                     with torch.no_grad():
                         local_tensor(tensor).copy_(value)
-                    state_dict[prefix + name] = tensor
+                    found[name] = tensor
+        torch_keys = _torch_keys(module)
+        state_dict.update({prefix + torch_keys.get(name, name): value for name, value in found.items()})
 
     def _require_fit(self, incoming: Mapping[str, Any], own: Mapping[str, torch.Tensor]) -> None:
         """Raise on every rank where anything on any rank does not fit; collective."""
@@ -310,9 +309,11 @@ class _Loader:
         return self._form.load(self._module, state_dict, strict, assign)
 
 
-def _key(name: str) -> str:
-    """The key that torch gives a name: `CheckpointWrapper` strips its own part, torch.compile does not."""
-    return ".".join(part for part in name.split(".") if part != "_checkpoint_wrapped_module")
+def _torch_keys(module: nn.Module) -> dict[str, str]:
+    """FQN → the key that torch looks for: `CheckpointWrapper` takes its part out of keys, torch.compile does not."""
+    pairs = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    wrapper = "_checkpoint_wrapped_module"
+    return {clean_name(name): ".".join(part for part in name.split(".") if part != wrapper) for name, _ in pairs}
 
 
 def _named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -78,12 +78,13 @@ def check_full(root: Path) -> None:
         assert set(wrapped.state_dict()) == names | {"other.weight", "other.bias"}
     model: Any = filled()
     model.blocks[1] = checkpoint_wrapper(model.blocks[1])
+    model.blocks[2] = torch.compile(model.blocks[2], backend="eager")
     shard_module(model, init_mesh("cpu"))
-    for kind in (FULL, LOCAL):
+    for kind in (FULL, SHARDED, LOCAL):
         with state_dict_type(model, kind):
             found = model.state_dict()
             assert list(found) == list(expected)
-            model.load_state_dict(found)
+            assert str(model.load_state_dict(found)) == "<All keys matched successfully>"
     with state_dict_type(DistModule(wrapped["inner"]), FULL):
         assert torch.equal(wrapped["inner"].state_dict()["large"], expected["large"])
 

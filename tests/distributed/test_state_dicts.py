@@ -13,7 +13,7 @@ CHECKS = {
     1: ("load", "full", "full_load", "sharded", "local", "save"),
     2: ("load", "full", "full_load"),
 }
-"""Ranks → checks. In this order: each number of ranks loads what those before it saved, so 4 what 3 did, 1 what 4 did."""
+"""Ranks → checks. In this order: each number of ranks loads what those before it saved, 4 what 3 did, 1 what 4 did."""
 
 Outcomes = dict[tuple[int, str], list[str]]
 
