@@ -19,12 +19,14 @@ Member = TypeVar("Member", bound=Enum)
 
 
 def enable_fsdp_ram_efficient_loading() -> None:
-    """Let transformers read checkpoints on rank 0 only, as accelerate's function of this name does.
+    """Set the switch by which transformers loads models on rank 0 only, as accelerate's function of this name does.
 
-    Each rank calls it for itself, before `from_pretrained`. It sets `FSDP_CPU_RAM_EFFICIENT_LOADING`, and
-    `ACCELERATE_USE_FSDP` where that is not set. From then on `from_pretrained` inside an initialised process group
-    reads the values on each host's first rank (`LOCAL_RANK` 0) and leaves the parameters of the others on meta; they
-    come with `fsdp2_prepare_model` or `fsdp2_load_full_state_dict`. No communication.
+    Each rank calls it for itself, before `from_pretrained`; no communication. It sets `FSDP_CPU_RAM_EFFICIENT_LOADING`,
+    and `ACCELERATE_USE_FSDP` where that is not set. What follows is transformers' own: accelerate's
+    documentation says that only the first rank of a host gets values; transformers 5.23 (seen) reads on every rank what
+    the files hold, and leaves only what they lack on meta on the others. `fsdp2_prepare_model` and
+    `fsdp2_load_full_state_dict` bring rank 0's values to the others in both cases; `load_checkpoint` needs no such
+    switch, and no rank holds the whole model.
 
     An `ACCELERATE_USE_FSDP` that is set already is left alone, `false` too: then transformers loads on every rank.
     """
