@@ -70,7 +70,8 @@ class Sharding:
     modules of the tree, or a predicate over modules. Default none. Their parameters stay plain tensors, the same on
     every rank, loaded, counted and saved like 0-dim ones. As FSDP1's and accelerate's `ignored_modules`, but where
     those leave each rank its own gradients, so that the copies drift apart, here they are averaged over all ranks.
-    Under `mixed_precision` they compute in their stored dtype. What is not there is a `PlanError`."""
+    Under `mixed_precision` they keep their stored dtype and take inputs as they come, as with FSDP1: cast before them.
+    What is not there is a `PlanError`."""
     activation_checkpointing: bool | Sequence[str] | Callable[[nn.Module], bool] = False
     """Modules that keep only their inputs for backward and compute again what is between: `True` for the FSDP groups
     that have modules inside, a list of class names, or a predicate over modules; of nested ones the outermost. Default

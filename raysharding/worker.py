@@ -23,7 +23,7 @@ from raysharding.distributed.gradients import clip_grad_norm_
 from raysharding.distributed.loading import load_checkpoint
 from raysharding.distributed.loss_call import LossFunction
 from raysharding.distributed.mesh import init_mesh
-from raysharding.distributed.optimizer_files import has_optimizer_state, load_optimizer_state
+from raysharding.distributed.optimizer_files import OptimizerLoad, has_optimizer_state
 from raysharding.distributed.recovery import recover_after
 from raysharding.distributed.report import LoadReport, SaveReport
 from raysharding.distributed.saving import save_checkpoint
@@ -144,22 +144,27 @@ class Worker:
         """
         assert self.checkpoint is not None, "build() comes before load()"
         with self._running("plan", "load"):
+            moved = False
             try:
-                origin = self.checkpoint if path is None else path
                 options: dict[str, Any] = {"progress": self._follow(progress), "stall_s": self._stall_s}
+                # Before the weights: an optimizer that does not fit must not leave new ones.
+                state = self._plan_optimizer(path or self.checkpoint.path)
+                origin = self.checkpoint if path is None else path
                 self.load_report = load_checkpoint(self.module, origin, loading=self.loading, **options)
-                self._load_optimizer(path or self.checkpoint.path, options)
+                moved = True
+                if state is not None:
+                    state.run(self.loading, **options)
             except Exception as error:
                 # Once bytes moved, what was there is overwritten in part.
-                mark_recovery(error, usable=self.phase == "plan")
+                mark_recovery(error, usable=not moved and self.phase == "plan")
                 raise
             self.module.eval()
         return self.load_report
 
-    def _load_optimizer(self, checkpoint: str, options: Mapping[str, Any]) -> None:
-        """Bring the optimizer's state back, where there is an optimizer and the checkpoint holds its state."""
+    def _plan_optimizer(self, checkpoint: str) -> OptimizerLoad | None:
+        """What a checkpoint holds of the optimizer's state; `None` where it has none, or there is no optimizer."""
         if self.optimizer is None:
-            return
+            return None
         holds, error = False, None
         if self.rank == 0:
             try:
@@ -167,9 +172,9 @@ class Worker:
             except CheckpointError as raised:
                 error = raised
         # Rank 0 alone need see the files; the others must know whether a load follows.
-        if agree(error, holds)[0]:
-            self.phase = "plan"
-            load_optimizer_state(self.module, self.optimizer, checkpoint, loading=self.loading, **options)
+        if not agree(error, holds)[0]:
+            return None
+        return OptimizerLoad.plan(self.module, self.optimizer, checkpoint)
 
     def set_optimizer(
         self,
@@ -200,7 +205,9 @@ class Worker:
                 raise ValueError(f"the optimizer factory returned a {kind}; return a torch.optim.Optimizer")
             self.optimizer = optimizer
             if restore and self.checkpoint is not None:
-                self._load_optimizer(self.checkpoint.path, {"progress": self._follow(None), "stall_s": self._stall_s})
+                state = self._plan_optimizer(self.checkpoint.path)
+                if state is not None:
+                    state.run(self.loading, self._follow(None), self._stall_s)
 
     def forward(
         self, batch: RankBatch, mode: Literal["train", "eval"] | None = None, out: Out | None = None

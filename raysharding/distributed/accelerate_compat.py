@@ -6,6 +6,7 @@ itself is not needed.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -24,6 +25,7 @@ from raysharding.distributed.accelerate_optimizer import fsdp2_switch_optimizer_
 from raysharding.distributed.accelerate_plugin import FullyShardedDataParallelPlugin
 from raysharding.distributed.accelerate_prepare import fsdp2_prepare_model
 from raysharding.distributed.accelerate_wrap import fsdp2_prepare_auto_wrap_policy
+from raysharding.distributed.activation_checkpointing import contexts_of
 from raysharding.distributed.layout import named_submodules
 from raysharding.errors import PlanError
 
@@ -48,8 +50,9 @@ def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
     Names in `state_dict()` stay. Call it before the model is sharded; `fsdp2_prepare_model` does not call it.
 
     It differs where accelerate's results do: the random state is kept, so that dropout drops the same values again
-    (accelerate's gradients are of two different forwards); containers without a forward are left alone; a module in
-    two places is wrapped once; wrapping twice does nothing; and a plugin without a policy is an error that says so.
+    (accelerate's gradients are of two different forwards); BatchNorm's statistics take a batch once; containers without
+    a forward are left alone; a module in two places is wrapped once; wrapping twice does nothing; a plugin without a
+    policy is an error that says so.
 
     Args:
         accelerator: Its `state.fsdp_plugin` is read.
@@ -71,7 +74,7 @@ def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
     wrappers: dict[nn.Module, nn.Module] = {}
     for module in _checkpointable(model):
         if predicate(module):
-            wrapped = checkpoint_wrapper(module)
+            wrapped = checkpoint_wrapper(module, context_fn=partial(contexts_of, module))
             wrappers[module] = offload_wrapper(wrapped) if plugin.activation_checkpointing_offload else wrapped
     for _, parent in named_submodules(model):
         for name, child in parent._modules.items():

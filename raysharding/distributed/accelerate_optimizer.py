@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from raysharding.distributed.layout import local_tensor, tensor_layout
+from raysharding.distributed.layout import local_tensor
+from raysharding.distributed.tensor_table import cut
 
 
 def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping: Mapping[int, torch.Tensor]) -> None:
@@ -111,15 +112,4 @@ def _cut_like(name: str, value: Any, parameter: torch.Tensor) -> Any:
         if value.placements != parameter.placements or value.device_mesh != parameter.device_mesh:
             raise ValueError(f"{name}: cut as {value.placements}, its parameter as {parameter.placements}")
         return value
-    layout = tensor_layout(name, parameter)
-    axis = next((axis for axis, kind in enumerate(parameter.placements) if not kind.is_replicate()), None)
-    start, stop = layout.local_range(0 if axis is None else parameter.device_mesh.get_local_rank(axis))
-    part = value.detach().reshape(-1)[start:stop].view(local.shape).to(local.device, dtype, copy=True)
-    return DTensor.from_local(
-        part,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    return cut(value.to(dtype), parameter)

@@ -116,7 +116,12 @@ class _Checkpointed:
         return save_on_cpu(pin_memory=torch.cuda.is_available()) if self._offload else nullcontext()
 
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        return nullcontext(), _UnchangedStatistics(self._module)
+        return contexts_of(self._module)
+
+
+def contexts_of(module: nn.Module) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """What a checkpointed module's first and second forward run in: torch's `context_fn`."""
+    return nullcontext(), _UnchangedStatistics(module)
 
 
 class _UnchangedStatistics:

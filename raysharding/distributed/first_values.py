@@ -57,8 +57,8 @@ class FirstValues:
             self._initialise(submodules, kept)
         except Exception as raised:  # noqa: BLE001 - the other ranks wait to hear of it
             error = raised
-        if self._syncs and self._fn is not None:
-            # A rank whose function failed must not leave the others in the broadcasts.
+        if self._syncs:
+            # A rank whose function failed, or that has no memory, must not leave the others in the broadcasts.
             agree(error)
         if error is not None:
             raise error

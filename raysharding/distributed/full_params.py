@@ -125,6 +125,10 @@ def apply(module: nn.Module, fn: Callable[[nn.Module], object]) -> nn.Module:
     return module
 
 
+class _NotWrittenError(RuntimeError):
+    """The body left a parameter that cannot be written back."""
+
+
 @dataclass
 class _Visit:
     fn: Callable[[nn.Module], object]
@@ -137,15 +141,18 @@ class _Visit:
             return
         self.seen.add(module)
         self.met_fsdp |= isinstance(module, FSDPModule)
-        with summon_full_params(module, recurse=False):
-            for child in module.children():
-                self.walk(child)
-            # A rank on which `fn` failed goes on through the other groups' gathers, or the others would wait there.
-            if self.error is None:
-                try:
-                    self.fn(module)
-                except Exception as error:  # noqa: BLE001 - raised at the end of the walk
-                    self.error = error
+        try:
+            with summon_full_params(module, recurse=False):
+                for child in module.children():
+                    self.walk(child)
+                # A rank on which `fn` failed goes on through the other groups' gathers: the others would wait there.
+                if self.error is None:
+                    try:
+                        self.fn(module)
+                    except Exception as error:  # noqa: BLE001 - raised at the end of the walk
+                        self.error = error
+        except _NotWrittenError as error:  # on leaving: this rank's `fn` changed a shape, the others know nothing of it
+            self.error = self.error or error
 
 
 # --- what is registered ---------------------------------------------------------------------------------------------
@@ -189,7 +196,8 @@ class _Held:
         if new is None or isinstance(new, DTensor) or new.shape != self.sharded.shape:
             found = "it was removed" if new is None else f"it is a {type(new).__name__} of shape {tuple(new.shape)} now"
             shape = tuple(self.sharded.shape)
-            raise RuntimeError(f"{self.name}: {found}; inside summon_full_params a parameter keeps its shape {shape}")
+            what = f"{self.name}: {found}; inside summon_full_params a parameter keeps its shape {shape}"
+            raise _NotWrittenError(what)
         return new
 
 

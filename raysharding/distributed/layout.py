@@ -198,7 +198,7 @@ class ShardMap:
         """
         axes: dict[tuple[DeviceMesh, int], str] = {}
         for name, tensor in tensors.items():
-            if isinstance(tensor, DTensor):
+            if isinstance(tensor, DTensor) and _ROWS in tensor.placements:
                 axes.setdefault((tensor.device_mesh, tensor.placements.index(_ROWS)), name)
         found: dict[tuple[tuple[int, ...], ...], str] = {}
         for (mesh, axis), name in axes.items():

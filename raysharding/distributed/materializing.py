@@ -55,13 +55,19 @@ def materialize(
 def tell_fsdp(module: nn.Module) -> None:
     """Let FSDP2 take the parameters that are in the module's tables now; each rank alone, no collective.
 
-    It keeps references, and renews them in the hooks that run after a module's `load_state_dict`. Called with an empty
-    state dict that takes ten times as long, and warns of what is on meta.
+    It keeps references, and renews them in hooks after a `load_state_dict`. Called with an empty state dict
+    that takes ten times as long, warns of what is on meta, and runs the users' hooks before there are values.
     """
     nothing = _IncompatibleKeys([], [])
     for _, submodule in named_submodules(module):
         for hook in submodule._load_state_dict_post_hooks.values():
-            hook(submodule, nothing)
+            if is_fsdp_hook(hook):
+                hook(submodule, nothing)
+
+
+def is_fsdp_hook(hook: object) -> bool:
+    """Whether FSDP2 registered a hook."""
+    return getattr(hook, "__module__", "").startswith("torch.distributed.fsdp")
 
 
 def _cut_padding(replaced: Iterable[tuple[dict[str, Any], str, torch.Tensor]]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -73,10 +73,13 @@ def write_optimizer(
 def has_optimizer_state(checkpoint: str | os.PathLike[str]) -> bool:
     """Whether a save holds an optimizer's state, as this process sees it.
 
+    Args:
+        checkpoint: The directory of a save, or a file in it: a path or URI.
+
     Raises:
         CheckpointError: The path cannot be looked at.
     """
-    path = join_path(join_path(normal_path(os.fspath(checkpoint)), FOLDER), OUTLINE_NAME)
+    path = join_path(_folder(checkpoint), OUTLINE_NAME)
     return storage_of(path).find(path).kind != "missing"
 
 
@@ -93,9 +96,10 @@ def load_optimizer_state(
 
     Args:
         module: The sharded root module.
-        optimizer: Over its parameters, with the param groups that were saved; its state and hyperparameters (learning
-            rate and all) are replaced. State that the save has not (of a step that was never taken) is dropped.
-        checkpoint: The directory of the save, or its URI.
+        optimizer: Over its parameters, of the class and with the param groups that were saved; its state and
+            hyperparameters (learning rate and all) are replaced. State that the save has not (of a step that was never
+            taken) is dropped.
+        checkpoint: The directory of the save, or a file in it: a path or URI.
         loading: How the bytes move: `transport`, `verify`, buckets; dtypes are those that were saved.
         progress: See `load_checkpoint`.
         stall_s: See `load_checkpoint`.
@@ -109,21 +113,51 @@ def load_optimizer_state(
             was then.
         RuntimeError: From the process group, when a rank is gone.
     """
-    directory = join_path(normal_path(os.fspath(checkpoint)), FOLDER)
-    target = OptimizerSnapshot.from_outline(_agreed_outline(module, directory), module)
-    misfit: PlanError | None = None
-    try:
-        current = OptimizerSnapshot.of(module, optimizer)
-        misfit = _misfit(target, current)
-    except ValueError as error:
-        misfit = PlanError(str(error))
-    # Each rank was given its own optimizer: one that differs must not leave the others in the load.
-    agree(misfit)
-    table = TensorTable(target.tensors)
-    options = replace(loading or Loading(), dtype=None, strict=True, key_mapping=None, mmap=False)
-    report = load_checkpoint(table, directory, loading=options, progress=progress, stall_s=stall_s)
-    _apply(module, optimizer, target, table.tensors)
-    return report
+    return OptimizerLoad.plan(module, optimizer, checkpoint).run(loading, progress, stall_s)
+
+
+@dataclass(frozen=True)
+class OptimizerLoad:
+    """A load of an optimizer's state that was seen to fit, before a byte of it has moved."""
+
+    module: nn.Module
+    """The sharded root module."""
+    optimizer: torch.optim.Optimizer
+    """Gets the state."""
+    directory: str
+    """Where its files are."""
+    target: OptimizerSnapshot
+    """What was saved, its tensors on meta, cut as the module's are."""
+
+    @classmethod
+    def plan(
+        cls, module: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: str | os.PathLike[str]
+    ) -> OptimizerLoad:
+        """Read and compare all but the tensors; collective. Raises as `load_optimizer_state` before data moves."""
+        directory = _folder(checkpoint)
+        target = OptimizerSnapshot.from_outline(_agreed_outline(module, directory), module)
+        misfit: PlanError | None = None
+        try:
+            misfit = _misfit(target, OptimizerSnapshot.of(module, optimizer))
+        except ValueError as error:
+            misfit = PlanError(str(error))
+        # Each rank was given its own optimizer: one that differs must not leave the others in the load.
+        agree(misfit)
+        return cls(module, optimizer, directory, target)
+
+    def run(self, loading: Loading | None, progress: Progress | None, stall_s: float) -> LoadReport:
+        """Bring the tensors, and put all into the optimizer; collective."""
+        table = TensorTable(self.target.tensors)
+        options = replace(loading or Loading(), dtype=None, strict=True, key_mapping=None, mmap=False)
+        report = load_checkpoint(table, self.directory, loading=options, progress=progress, stall_s=stall_s)
+        _apply(self.module, self.optimizer, self.target, table.tensors)
+        return report
+
+
+def _folder(checkpoint: str | os.PathLike[str]) -> str:
+    """Where the optimizer's files lie, beside the model's."""
+    path = normal_path(os.fspath(checkpoint))
+    return join_path(split_path(path)[0] if path.endswith((".safetensors", ".json")) else path, FOLDER)
 
 
 def _agreed_outline(module: nn.Module, directory: str) -> Any:
@@ -161,6 +195,8 @@ def _read_outline(module: nn.Module, directory: str) -> Any:
 def _misfit(saved: OptimizerSnapshot, current: OptimizerSnapshot) -> PlanError | None:
     """Compare param groups."""
     problems = []
+    if saved.optimizer != current.optimizer:
+        problems.append(f"the state of {saved.optimizer} was saved, the optimizer is {current.optimizer}")
     if len(saved.groups) != len(current.groups):
         problems.append(f"{len(saved.groups)} param groups were saved, the optimizer has {len(current.groups)}")
     for index, (old, new) in enumerate(zip(saved.groups, current.groups, strict=False)):

@@ -39,6 +39,8 @@ class OptimizerSnapshot:
     """`FQN/name` → DTensor, or a tensor that every rank holds whole; 1 dim or more."""
     names: tuple[str, ...]
     """FQNs of the parameters that have state, in the optimizer's order."""
+    optimizer: str = ""
+    """Name of the optimizer's class; empty where only a state dict is known."""
 
     @classmethod
     def of(cls, module: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerSnapshot:
@@ -63,8 +65,9 @@ class OptimizerSnapshot:
                     if isinstance(value, torch.Tensor) and value.ndim:
                         tensors[f"{fqn}{SEPARATOR}{name}"] = value
                     else:
-                        values[fqn][name] = value
-        return cls(tuple(groups), values, tensors, tuple(with_state))
+                        # A copy: full state that is kept must not follow the next steps.
+                        values[fqn][name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
+        return cls(tuple(groups), values, tensors, tuple(with_state), type(optimizer).__name__)
 
     def outline(self) -> dict[str, Any]:
         """What there is, as JSON: enough to make a like optimizer's state without its tensors' contents.
@@ -73,6 +76,7 @@ class OptimizerSnapshot:
             ValueError: A value is of a type that JSON and 0-dim tensors do not cover.
         """
         return {
+            "optimizer": self.optimizer,
             "groups": [encode(group, "param_groups") for group in self.groups],
             "names": list(self.names),
             "values": {
@@ -106,11 +110,22 @@ class OptimizerSnapshot:
         if problems:
             raise PlanError("the optimizer's state does not fit the module:", problems=problems)
         values = {fqn: {name: decode(value) for name, value in held.items()} for fqn, held in outline["values"].items()}
-        return cls(tuple(decode(group) for group in outline["groups"]), values, tensors, tuple(outline["names"]))
+        groups = tuple(decode(group) for group in outline["groups"])
+        return cls(groups, values, tensors, tuple(outline["names"]), outline["optimizer"])
 
-    def state(self, tensors: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """FQN → name → value, with the given tensors in the place of this snapshot's."""
-        state: dict[str, dict[str, Any]] = {fqn: dict(self.values.get(fqn, {})) for fqn in self.names}
+    def state(self, tensors: Mapping[str, Any], *, on_cpu: bool = False) -> dict[str, dict[str, Any]]:
+        """FQN → name → value, with the given tensors in the place of this snapshot's.
+
+        Args:
+            tensors: `FQN/name` → tensor.
+            on_cpu: Bring 0-dim tensors to host memory.
+        """
+
+        def placed(value: Any) -> Any:
+            return value.cpu() if on_cpu and isinstance(value, torch.Tensor) else value
+
+        held = {fqn: self.values.get(fqn, {}) for fqn in self.names}
+        state = {fqn: {name: placed(value) for name, value in values.items()} for fqn, values in held.items()}
         for key, tensor in tensors.items():
             fqn, _, name = key.rpartition(SEPARATOR)
             state[fqn][name] = tensor

@@ -20,40 +20,43 @@ from torch.distributed.tensor import DTensor
 
 from raysharding.distributed.agreement import agree
 from raysharding.distributed.gathering import gather_tensors
-from raysharding.distributed.layout import message_device, shard_index_of, tensor_layout
+from raysharding.distributed.layout import message_device
 from raysharding.distributed.metadata import broadcast_json
 from raysharding.distributed.optimizer_snapshot import SEPARATOR, OptimizerSnapshot, parameter_names, state_like
 from raysharding.distributed.state_dict_loading import distribute_state_dict
+from raysharding.distributed.tensor_table import cut
 from raysharding.errors import PlanError
 
 OptimInput = Sequence[Mapping[str, Any]] | Iterable[torch.Tensor]
 """What an optimizer was made of: parameters, or param groups."""
 
 
-def agreed_snapshot(module: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerSnapshot:
-    """What the optimizer holds, once every rank was seen to hold the like; collective.
+def agreed_snapshot(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> OptimizerSnapshot | None:
+    """What the optimizer holds, once every rank was seen to hold the like; collective. `None` where none has any.
 
     Raises:
         PlanError: On every rank, when an optimizer holds what is not the module's, or what cannot be saved, or when
             ranks differ in param groups, or in which state there is.
     """
-    snapshot = OptimizerSnapshot((), {}, {}, ())
+    snapshot: OptimizerSnapshot | None = None
     digest = ""
     error: Exception | None = None
     try:
-        snapshot = OptimizerSnapshot.of(module, optimizer)
-        outline = snapshot.outline()
-        held = {fqn: sorted(values) for fqn, values in outline.pop("values").items()}
-        digest = sha256(repr((outline, held)).encode()).hexdigest()
-    except ValueError as raised:
-        error = PlanError(str(raised))
-    # Before any data collective: ranks that hold different state would send what nobody receives, and hang.
+        if optimizer is not None:
+            snapshot = OptimizerSnapshot.of(module, optimizer)
+            outline = snapshot.outline()
+            held = {fqn: sorted(values) for fqn, values in outline.pop("values").items()}
+            digest = sha256(repr((outline, held)).encode()).hexdigest()
+    except Exception as raised:  # noqa: BLE001 - the other ranks wait to hear of it
+        error = PlanError(str(raised)) if isinstance(raised, ValueError) else raised
+    # Before any data collective, with an optimizer or without: ranks that hold different state would send what nobody
+    # receives, and hang.
     digests = agree(error, digest)
     differing = [str(rank) for rank, other in enumerate(digests) if other != digests[0]]
     if differing:
         raise PlanError(
             f"the optimizers of ranks {', '.join(differing)} hold other param groups or state than rank 0's: every "
-            "rank must have made the same optimizer and taken the same steps"
+            "rank must pass the same optimizer, after the same steps"
         )
     return snapshot
 
@@ -87,11 +90,12 @@ def full_optim_state_dict(
     """
     require_default_group(group)
     snapshot = agreed_snapshot(model, optim)
+    assert snapshot is not None, "there is an optimizer"
     ranks = (0,) if rank0_only else tuple(range(dist.get_world_size()))
     full = gather_tensors(snapshot.tensors, ranks, message_device(model))
     if dist.get_rank() not in ranks:
         return {}
-    return {"state": snapshot.state(full), "param_groups": [dict(held) for held in snapshot.groups]}
+    return {"state": snapshot.state(full, on_cpu=True), "param_groups": [dict(held) for held in snapshot.groups]}
 
 
 def shard_full_optim_state_dict(
@@ -209,17 +213,17 @@ def rekey_optim_state_dict(
             f"optim_state_key_type={optim_state_key_type!r}: give OptimStateKeyType.PARAM_NAME or PARAM_ID"
         )
     renamed: Mapping[Any, Any] = dict(enumerate(order.names)) if to_names else order.ids
-    groups = optim_state_dict["param_groups"]
+    groups: Sequence[Mapping[str, Any]] = optim_state_dict["param_groups"]
     held = set(optim_state_dict["state"]) | set(chain.from_iterable(part["params"] for part in groups))
     # Keys that are of the wanted kind already stay: renaming twice does no harm.
     renamed = {**{key: key for key in (order.ids if to_names else range(len(order.names)))}, **renamed}
     problems = [f"{key!r}: not a parameter of the model" for key in held if key not in renamed]
+    # An optimizer pairs ids of a state dict with its own parameters by position: they must ascend, group by group.
+    named = [{**part, "params": [order.name(key) for key in part["params"]]} for part in groups] if not problems else []
+    by_id = order.groups(named, problems) if not to_names and not problems else named
     if problems:
         raise PlanError("the optimizer state dict does not fit the model:", problems=problems)
-    return {
-        "state": {renamed[key]: value for key, value in optim_state_dict["state"].items()},
-        "param_groups": [{**part, "params": [renamed[key] for key in part["params"]]} for part in groups],
-    }
+    return {"state": {renamed[key]: value for key, value in optim_state_dict["state"].items()}, "param_groups": by_id}
 
 
 class _Order:
@@ -246,6 +250,10 @@ class _Order:
             )
         self.names = [names[parameter] for parameter in self.parameters]
         self.ids = {name: index for index, name in enumerate(self.names)}
+
+    def name(self, key: str | int) -> str:
+        """The FQN of a parameter, from its id or itself."""
+        return self.names[key] if isinstance(key, int) else key
 
     def unknown(self, fqns: Iterable[str]) -> list[str]:
         """A line for each FQN with state whose parameter the optimizer has not."""
@@ -310,12 +318,8 @@ def _shard_of(value: Any, parameter: torch.Tensor) -> Any:
     like = state_like(parameter, value.shape, value.dtype)
     if not isinstance(like, DTensor):
         return value.clone()
-    layout = tensor_layout("", like)
-    start, stop = layout.local_range(shard_index_of(like))
-    local = value.reshape(-1)[start:stop].view(like._local_tensor.shape).to(parameter.device, copy=True)
-    return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    assert isinstance(parameter, DTensor), "state is cut where its parameter is"
+    return cut(value, parameter)
 
 
 def require_default_group(group: dist.ProcessGroup | None) -> None:

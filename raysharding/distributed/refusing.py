@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from raysharding.distributed.materializing import is_fsdp_hook
 from raysharding.distributed.sharded_module import summoned
 
 
@@ -97,7 +98,7 @@ def loadable(owners: Iterable[nn.Module]) -> Iterator[None]:
     paused: list[tuple[Any, dict[int, Any]]] = []
     for owner in owners:
         hooks = owner._load_state_dict_post_hooks
-        own = {key: hook for key, hook in hooks.items() if _is_of_fsdp(hook)}
+        own = {key: hook for key, hook in hooks.items() if is_fsdp_hook(hook)}
         for key in own:
             del hooks[key]
         paused.append((hooks, own))
@@ -106,7 +107,3 @@ def loadable(owners: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for hooks, own in paused:
             hooks.update(own)
-
-
-def _is_of_fsdp(hook: object) -> bool:
-    return getattr(hook, "__module__", "").startswith("torch.distributed.fsdp")

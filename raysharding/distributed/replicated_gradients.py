@@ -148,5 +148,6 @@ def reduce_after_backward(module: nn.Module) -> None:
         module: The root, after `fully_shard`. Parameters that are added later are left to the caller of
             `reduce_replicated_gradients`, unless there were others.
     """
-    if any(not isinstance(parameter, DTensor) and parameter.requires_grad for parameter in module.parameters()):
+    # Frozen ones too: they may be trained later.
+    if any(not isinstance(parameter, DTensor) for parameter in module.parameters()):
         module.register_forward_hook(_Reduction(module).watch)

@@ -67,7 +67,7 @@ def save_checkpoint(
     module = unwrapped(module)
     reshard(module)
     tensors = saved_tensors(module)
-    snapshot = None if optimizer is None else agreed_snapshot(module, optimizer)
+    snapshot = agreed_snapshot(module, optimizer)
     state = {} if snapshot is None else snapshot.tensors
     total = total_bytes(tensors) + total_bytes(state)
     device = message_device(module)

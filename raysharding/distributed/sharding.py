@@ -13,7 +13,8 @@ faster: each rank reads its own part.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -48,6 +49,8 @@ _DELEGATED = (
     "state_dict",
     "register_state_dict_pre_hook",
     "register_state_dict_post_hook",
+    "register_load_state_dict_pre_hook",
+    "register_load_state_dict_post_hook",
     "compile",
 )
 _RETURNING_SELF = (
@@ -116,6 +119,8 @@ class DistModule(nn.Module):
         Args:
             state_dict: On rank 0 FQN → full tensor (parameters and persistent buffers), on any device; a mapping whose
                 items load on access may be larger than memory. The other ranks' is not looked at: pass an empty one.
+                `load_state_dict` post-hooks of the modules run at the end; their pre-hooks do not: no module is given
+                a state dict of its own.
             strict: See `load_full_state_dict`.
             assign: `False`: the module's tensors keep dtype and device, and what is on meta gets memory on the mesh's
                 device (torch would silently do nothing). `True`: they take the incoming dtype, in new tensors.
@@ -152,6 +157,12 @@ class DistModule(nn.Module):
 
     def __repr__(self) -> str:
         return f"DistModule({self.module!r})"
+
+    def __len__(self) -> int:
+        return len(self.module)  # type: ignore[arg-type]  # as the wrapped module has it, or its TypeError
+
+    def __bool__(self) -> bool:
+        return True  # an empty container is a module, too
 
     def __getitem__(self, key: Any) -> Any:
         return self.module[key]  # type: ignore[index]  # as above
@@ -217,12 +228,12 @@ def broadcast_and_shard_state_dict(
         timeout_s: Longest wait for one item or bucket.
 
     Raises:
-        ValueError: On any other rank than 0, at once: the others then wait for it until `timeout_s`.
+        ValueError: On any other rank than 0, at once: the others then wait for it until the process group's timeout.
         PlanError: On every rank, before data moves: every mismatch of keys, shapes and kinds of dtype.
     """
     if dist.get_rank() != 0:
         raise ValueError(f"rank {dist.get_rank()} has no full state dict: call shard_broadcasted_state_dict")
-    _distribute(_with_tied(state_dict, meta_sharded_state_dict), meta_sharded_state_dict, sharded_state_dict, timeout_s)
+    _distribute(state_dict, meta_sharded_state_dict, sharded_state_dict, timeout_s)
 
 
 def shard_broadcasted_state_dict(
@@ -253,39 +264,20 @@ def _distribute(
     sharded_state_dict: dict[str, torch.Tensor],
     timeout_s: float,
 ) -> None:
-    tensors = {name: meta_like(tensor) for name, tensor in meta_sharded_state_dict.items()}
-    sharded_state_dict.update(distribute_state_dict(state_dict, tensors, timeout_s=timeout_s))
-
-
-class _WithTied(Mapping[str, torch.Tensor]):
-    """A state dict in which second names lead to the first one's value, which is loaded when it is asked for."""
-
-    def __init__(self, values: Mapping[str, torch.Tensor], first_names: Mapping[str, str]) -> None:
-        self._values = values
-        self._first_names = first_names
-
-    def __getitem__(self, key: str) -> torch.Tensor:
-        return self._values[self._first_names.get(key, key)]
-
-    def __iter__(self) -> Iterator[str]:
-        yield from self._values
-        yield from self._first_names
-
-    def __len__(self) -> int:
-        return len(self._values) + len(self._first_names)
-
-
-def _with_tied(
-    state_dict: Mapping[str, torch.Tensor], meta_sharded_state_dict: Mapping[str, torch.Tensor]
-) -> Mapping[str, torch.Tensor]:
-    """Add the second names of tied tensors, which checkpoints leave out. Tensors on meta share storage, too."""
-    present: dict[tuple[int, ...], str] = {}
-    for name, tensor in meta_sharded_state_dict.items():
-        if name in state_dict:
-            present.setdefault(_memory_of(tensor), name)
-    missing = [name for name in meta_sharded_state_dict if name not in state_dict]
-    found = {name: _memory_of(meta_sharded_state_dict[name]) for name in missing}
-    return _WithTied(state_dict, {name: present[key] for name, key in found.items() if key in present})
+    # Second names of a tied tensor share its memory, on meta too. The engine takes one object for one tensor, and finds
+    # its value under any of its names.
+    first_names: dict[tuple[int, ...], str] = {}
+    first = {name: first_names.setdefault(_memory_of(tensor), name) for name, tensor in meta_sharded_state_dict.items()}
+    made = {name: meta_like(meta_sharded_state_dict[name]) for name in first_names.values()}
+    found = distribute_state_dict(state_dict, {name: made[first[name]] for name in first}, timeout_s=timeout_s)
+    num_names = Counter(first.values())
+    kept: dict[str, torch.Tensor] = {}
+    for name, value in found.items():
+        if (key := first[name]) not in kept:
+            # `load_state_dict(assign=True)` makes a Parameter of each DTensor that is none, and so two of a tied one.
+            is_tied_parameter = num_names[key] > 1 and isinstance(value, DTensor) and value.is_floating_point()
+            kept[key] = nn.Parameter(value) if is_tied_parameter else value
+        sharded_state_dict[name] = kept[key]
 
 
 def _memory_of(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from raysharding.config import Loading
 from raysharding.distributed.agreement import agree
 from raysharding.distributed.layout import named_submodules
 from raysharding.distributed.loading import load_held
-from raysharding.distributed.materializing import tell_fsdp
+from raysharding.distributed.materializing import is_fsdp_hook, tell_fsdp
 from raysharding.distributed.metadata import broadcast_json
 from raysharding.distributed.sharded_module import reshard
 from raysharding.distributed.state_dict_source import HeldStateDict
@@ -57,13 +57,21 @@ def load_full_state_dict(
         RuntimeError: From the process group, when a rank does not come within its time.
     """
     held = HeldStateDict(state_dict if dist.get_rank() == 0 else {})
+    # Ranks with another `assign` would enter another collective, and all would wait.
+    if len(set(agree(None, assign))) > 1:
+        raise PlanError("assign is True on some ranks and False on others: pass the same on all")
     restore = _take_dtypes(module, held) if assign else _nothing
     try:
         report = load_held(module, held, Loading(transport="scatter", strict=strict), timeout_s)
     except BaseException:
         restore()
         raise
-    return _IncompatibleKeys(list(report.missing), list(report.unexpected))
+    keys = _IncompatibleKeys(list(report.missing), list(report.unexpected))
+    for _, submodule in named_submodules(module):
+        for hook in submodule._load_state_dict_post_hooks.values():
+            if not is_fsdp_hook(hook):  # FSDP2's ran when there was memory, before the values
+                hook(submodule, keys)
+    return keys
 
 
 def distribute_state_dict(

@@ -201,6 +201,8 @@ class _Form:
                 del state_dict[key]
             elif isinstance(value, DTensor):
                 state_dict[key] = full[aliases.get(key, key)]
+            elif isinstance(value, torch.Tensor):
+                state_dict[key] = value.clone()  # as the others: what is kept must not follow the next steps
 
     def _allocate(self, tensors: Mapping[str, DTensor]) -> dict[str, torch.Tensor]:
         """Memory for full tensors; collective: a rank that has none says so before the others wait for it."""
@@ -244,6 +246,12 @@ class _Form:
             found = {name: tensor for name, tensor in own.items() if aliases.get(name, name) not in missing}
             found |= dict.fromkeys(result.unexpected_keys, torch.empty(0))
         else:
+            error: RuntimeError | None = None
+            try:
+                reshard(module)  # a forward may have left the root's full parameters registered
+            except RuntimeError as raised:
+                error = raised
+            agree(error)  # a rank inside summon_full_params must not leave the others in the next exchange
             own = _named_tensors(module)
             self._require_fit(incoming, own)
             for name, value in incoming.items() if kind is StateDictType.LOCAL_STATE_DICT else ():

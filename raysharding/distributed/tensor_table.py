@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from raysharding.distributed.layout import local_tensor, shard_index_of, tensor_layout
+
 
 class TensorTable(nn.Module):
     """A module whose FQNs are the names of a dict; they may hold dots, and one tensor under two names is a tie.
@@ -53,3 +55,28 @@ def meta_like(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.T
         local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
     return nn.Parameter(result, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else result
+
+
+def cut(value: torch.Tensor, like: DTensor) -> DTensor:
+    """This rank's part of a full tensor, in memory of its own; each rank alone, no communication.
+
+    Args:
+        value: Full tensor, of the shape of `like`; its dtype is the result's.
+        like: Tells mesh and cut.
+
+    Returns:
+        A DTensor whose shard is on the device of `like`'s.
+    """
+    start, stop = tensor_layout("", like).local_range(shard_index_of(like))
+    local = local_tensor(like)
+    part = value.detach().reshape(-1)[start:stop].view(local.shape)
+    # On meta there is no place to copy to yet.
+    device = torch.device(like.device_mesh.device_type) if local.is_meta else local.device
+    return DTensor.from_local(
+        part.to(device, copy=True),
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )

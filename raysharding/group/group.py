@@ -321,7 +321,7 @@ class ShardedModelGroup:
 
     @property
     def load_report(self) -> LoadReport:
-        """Figures of the load."""
+        """Figures of the load that made the group; `load` returns its own."""
         return self._load_report
 
     @driver_handle

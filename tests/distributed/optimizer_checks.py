@@ -139,6 +139,9 @@ def check_full_against_one_process(root: Path) -> None:
                 assert "idle" not in full["state"]
             everywhere = full_optim_state_dict(module, optimizer, rank0_only=False)
             assert same(everywhere["state"], expected["state"], exact=False)
+            kept = copy.deepcopy(everywhere["state"])
+            take_steps(module, optimizer, 1, first=3)
+            assert same(everywhere["state"], kept), "what was gathered does not follow later steps"
 
 
 def check_shards_continue(root: Path) -> None:
@@ -226,6 +229,15 @@ def check_against_fsdp1(root: Path) -> None:
         )
     assert same(back["state"], ours["state"])
     assert back["param_groups"][0]["params"] == ours["param_groups"][0]["params"]
+    # Ids are paired by position: in the optimizer's order, whatever the order was in the other one.
+    backwards = torch.optim.AdamW(list(module.parameters())[::-1], lr=0.01)
+    module.zero_grad()
+    module(torch.ones(2, 5)).square().mean().backward()
+    backwards.step()
+    turned = full_optim_state_dict(module, backwards, rank0_only=False)
+    alone.load_state_dict(rekey_optim_state_dict(turned, OptimStateKeyType.PARAM_ID, unsharded, optim=alone))
+    for name, parameter in unsharded.named_parameters():
+        assert torch.equal(alone.state[parameter]["exp_avg"], turned["state"][name]["exp_avg"]), name
     # From the unsharded optimizer into the sharded one, which goes on from there.
     optimizer.load_state_dict(scatter_full_optim_state_dict(back if dist.get_rank() == 0 else None, module))
     assert same(full_optim_state_dict(module, optimizer, rank0_only=False)["state"], ours["state"])
@@ -248,6 +260,9 @@ def check_mistakes(root: Path) -> None:
     if dist.get_world_size() > 1:
         with pytest.raises(PlanError, match="hold other param groups or state than rank 0's"):
             full_optim_state_dict(module, odd)
+        with pytest.raises(PlanError, match="hold other param groups or state than rank 0's"):
+            save_checkpoint(module, root / f"half-{dist.get_world_size()}", optimizer=None if rank else optimizer)
+        assert not (root / f"half-{dist.get_world_size()}").exists()
     with pytest.raises(PlanError, match="rank 0 has no full_optim_state_dict"):
         scatter_full_optim_state_dict(None, module)
     with pytest.raises(PlanError, match="no full optimizer state dict"):
@@ -323,6 +338,9 @@ def check_file_mistakes(root: Path) -> None:
     before = full_optim_state_dict(module, optimizer, rank0_only=False)
     with pytest.raises(PlanError, match="2 param groups were saved, the optimizer has 1"):
         load_optimizer_state(module, sgd(module), path)
+    with pytest.raises(PlanError, match="the state of AdamW was saved, the optimizer is SGD"):
+        load_optimizer_state(module, torch.optim.SGD(optimizer.param_groups, lr=0.1), path)
+    load_optimizer_state(module, optimizer, path / "model.safetensors")
     swapped = torch.optim.AdamW([{"params": [p]} for p in list(module.parameters())[:2]])
     with pytest.raises(PlanError, match=r"param group 0: blocks\.0\.bias was saved, the optimizer has it not"):
         load_optimizer_state(module, swapped, path)

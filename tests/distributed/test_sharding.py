@@ -18,6 +18,12 @@ CHECKS = (
     "sharding_checks.check_halves",
     "sharding_checks.check_files",
     "sharding_checks.check_that_the_same_engine_moves_it",
+    "fault_checks.check_assign_that_differs",
+    "fault_checks.check_hooks_see_values",
+    "fault_checks.check_apply_that_changes_a_shape",
+    "fault_checks.check_a_parameter_that_is_trained_later",
+    "fault_checks.check_state_dict_forms_after_a_forward",
+    "fault_checks.check_ties_of_distributed_state_dicts",
 )
 
 

@@ -58,9 +58,13 @@ def test_a_save_holds_the_optimizer(trained: ShardedModelGroup, rows: torch.Tens
         assert other.train_step(Split(rows), loss=mean_square()) == pytest.approx(expected, rel=1e-5)
         for name, value in other.state_dict().items():
             torch.testing.assert_close(value, weights[name], rtol=0, atol=1e-6)
+        weights = other.state_dict()
         other.set_optimizer(two_groups())
         with pytest.raises(PlanError, match="param groups were saved"):
             other.load(tmp_path / "saved")
+        # Nothing of the save came: not the weights either, which are others since the step.
+        assert all(torch.equal(value, weights[name]) for name, value in other.state_dict().items())
+        assert other.state is GroupState.READY
     trained.save(tmp_path / "bare", optimizer=False)
     assert not (tmp_path / "bare" / "optimizer").exists()
     before = trained.state_dict()
