@@ -125,10 +125,6 @@ def apply(module: nn.Module, fn: Callable[[nn.Module], object]) -> nn.Module:
     return module
 
 
-class _NotWrittenError(RuntimeError):
-    """The body left a parameter that cannot be written back."""
-
-
 @dataclass
 class _Visit:
     fn: Callable[[nn.Module], object]
@@ -141,6 +137,7 @@ class _Visit:
             return
         self.seen.add(module)
         self.met_fsdp |= isinstance(module, FSDPModule)
+        is_leaving = False
         try:
             with summon_full_params(module, recurse=False):
                 for child in module.children():
@@ -151,7 +148,11 @@ class _Visit:
                         self.fn(module)
                     except Exception as error:  # noqa: BLE001 - raised at the end of the walk
                         self.error = error
-        except _NotWrittenError as error:  # on leaving: this rank's `fn` changed a shape, the others know nothing of it
+                is_leaving = True
+        except RuntimeError as error:
+            # This rank's `fn` may have changed a shape, of which the others know nothing: they go on.
+            if not is_leaving:
+                raise
             self.error = self.error or error
 
 
@@ -196,8 +197,7 @@ class _Held:
         if new is None or isinstance(new, DTensor) or new.shape != self.sharded.shape:
             found = "it was removed" if new is None else f"it is a {type(new).__name__} of shape {tuple(new.shape)} now"
             shape = tuple(self.sharded.shape)
-            what = f"{self.name}: {found}; inside summon_full_params a parameter keeps its shape {shape}"
-            raise _NotWrittenError(what)
+            raise RuntimeError(f"{self.name}: {found}; inside summon_full_params a parameter keeps its shape {shape}")
         return new
 
 
