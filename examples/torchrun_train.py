@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/torchrun_train.py [directory]
 
-Runs on CPUs (gloo) or GPUs (NCCL), makes its own small checkpoint, and takes a few seconds.
+Runs on CPUs (gloo) or GPUs (NCCL), and makes its own small checkpoint.
 """
 
 from __future__ import annotations

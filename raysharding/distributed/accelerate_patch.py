@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 
 from raysharding.checkpoint import read_state_dict
-from raysharding.distributed.agreement import agree
-from raysharding.distributed.metadata import broadcast_json
+from raysharding.distributed.agreement import from_rank_0
 
 
 class Unread:
@@ -50,15 +49,13 @@ def _read(checkpoint_file: str | os.PathLike[str], device_map: Any = None) -> di
     if device_map is not None:
         raise ValueError("device_map: under patch_accelerate() the module's mesh says where tensors go; leave it out")
     values: dict[str, torch.Tensor] = {}
-    error: Exception | None = None
-    if dist.get_rank() == 0:
-        try:
-            values = read_state_dict(checkpoint_file, None)
-        except Exception as raised:  # noqa: BLE001 - the other ranks wait to hear of it
-            error = raised
-    agree(error)
+
+    def read() -> list[str]:
+        values.update(read_state_dict(checkpoint_file, None))
+        return list(values)
+
     # The other ranks' dicts must have keys, or torch leaves them out of the load and rank 0 waits for them.
-    return FileStateDict(broadcast_json(list(values)), values)
+    return FileStateDict(from_rank_0(read), values)
 
 
 class AcceleratePatch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from raysharding import errors
-from raysharding.distributed.metadata import all_gather_json, metadata_device
+from raysharding.distributed.metadata import all_gather_json, broadcast_json, metadata_device
 from raysharding.errors import RayshardingError
 
 
@@ -57,6 +58,26 @@ def agree(error: BaseException | None, value: Any = None, group: dist.ProcessGro
         if outcome["error"] is not None:
             raise _rebuild(rank, outcome["error"])
     return [outcome["value"] for outcome in outcomes]
+
+
+def from_rank_0(make: Callable[[], Any]) -> Any:
+    """Make a JSON value on rank 0 alone, and give it to every rank; collective over the default group.
+
+    Args:
+        make: Called on rank 0.
+
+    Raises:
+        Exception: What `make` raised; on the other ranks as from `agree`.
+    """
+    value: Any = None
+    error: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            value = make()
+        except Exception as raised:  # noqa: BLE001 - the other ranks wait to hear of it
+            error = raised
+    agree(error)
+    return broadcast_json(value)
 
 
 PULSE_BUCKETS = 8

@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,10 +24,9 @@ from raysharding.checkpoint.location import storage_of
 from raysharding.checkpoint.strict_json import parse_object
 from raysharding.checkpoint.uri import join_path, normal_path, split_path
 from raysharding.config import Loading
-from raysharding.distributed.agreement import agree
+from raysharding.distributed.agreement import agree, from_rank_0
 from raysharding.distributed.file_writing import write_tensors
 from raysharding.distributed.loading import Progress, load_checkpoint
-from raysharding.distributed.metadata import broadcast_json
 from raysharding.distributed.optimizer_snapshot import OptimizerSnapshot, parameter_names
 from raysharding.distributed.report import LoadReport
 from raysharding.distributed.tensor_table import TensorTable
@@ -135,7 +135,7 @@ class OptimizerLoad:
     ) -> OptimizerLoad:
         """Read and compare all but the tensors; collective. Raises as `load_optimizer_state` before data moves."""
         directory = _folder(checkpoint)
-        target = OptimizerSnapshot.from_outline(_agreed_outline(module, directory), module)
+        target = OptimizerSnapshot.from_outline(from_rank_0(partial(_read_outline, module, directory)), module)
         misfit: PlanError | None = None
         try:
             misfit = _misfit(target, OptimizerSnapshot.of(module, optimizer))
@@ -158,19 +158,6 @@ def _folder(checkpoint: str | os.PathLike[str]) -> str:
     """Where the optimizer's files lie, beside the model's."""
     path = normal_path(os.fspath(checkpoint))
     return join_path(split_path(path)[0] if path.endswith((".safetensors", ".json")) else path, FOLDER)
-
-
-def _agreed_outline(module: nn.Module, directory: str) -> Any:
-    """Rank 0 reads and checks the outline; every rank gets it."""
-    outline: Any = None
-    error: Exception | None = None
-    if dist.get_rank() == 0:
-        try:
-            outline = _read_outline(module, directory)
-        except Exception as raised:  # noqa: BLE001 - the other ranks wait to hear of it
-            error = raised
-    agree(error)
-    return broadcast_json(outline)
 
 
 def _read_outline(module: nn.Module, directory: str) -> Any:

@@ -51,23 +51,15 @@ class OptimizerSnapshot:
         """
         names = parameter_names(module)
         groups: list[dict[str, Any]] = []
-        values: dict[str, dict[str, Any]] = {}
-        tensors: dict[str, torch.Tensor] = {}
-        with_state: list[str] = []
+        state: dict[str, Mapping[str, Any]] = {}
         for group in optimizer.param_groups:
             fqns = [_name_of(names, parameter) for parameter in group["params"]]
             groups.append({**_hyperparameters(group), "params": fqns})
             for fqn, parameter in zip(fqns, group["params"], strict=True):
                 if parameter in optimizer.state:
-                    with_state.append(fqn)
-                    values[fqn] = {}
-                for name, value in optimizer.state.get(parameter, {}).items():
-                    if isinstance(value, torch.Tensor) and value.ndim:
-                        tensors[f"{fqn}{SEPARATOR}{name}"] = value
-                    else:
-                        # A copy: full state that is kept must not follow the next steps.
-                        values[fqn][name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
-        return cls(tuple(groups), values, tensors, tuple(with_state), type(optimizer).__name__)
+                    state[fqn] = optimizer.state[parameter]
+        values, tensors = split_state(state)
+        return cls(tuple(groups), values, tensors, tuple(state), type(optimizer).__name__)
 
     def outline(self) -> dict[str, Any]:
         """What there is, as JSON: enough to make a like optimizer's state without its tensors' contents.
@@ -130,6 +122,23 @@ class OptimizerSnapshot:
             fqn, _, name = key.rpartition(SEPARATOR)
             state[fqn][name] = tensor
         return state
+
+
+def split_state(
+    state: Mapping[str, Mapping[str, Any]],
+) -> tuple[dict[str, dict[str, Any]], dict[str, torch.Tensor]]:
+    """FQN → name → value as `OptimizerSnapshot` holds it: what travels as JSON, and what as tensors."""
+    values: dict[str, dict[str, Any]] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    for fqn, held in state.items():
+        values[fqn] = {}
+        for name, value in held.items():
+            if isinstance(value, torch.Tensor) and value.ndim:
+                tensors[f"{fqn}{SEPARATOR}{name}"] = value
+            else:
+                # A copy: full state that is kept must not follow the next steps.
+                values[fqn][name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
+    return values, tensors
 
 
 def parameter_names(module: nn.Module) -> dict[torch.Tensor, str]:

@@ -18,11 +18,10 @@ from torch import nn
 from torch.distributed.fsdp import OptimStateKeyType
 from torch.distributed.tensor import DTensor
 
-from raysharding.distributed.agreement import agree
+from raysharding.distributed.agreement import agree, from_rank_0
 from raysharding.distributed.gathering import gather_tensors
 from raysharding.distributed.layout import message_device
-from raysharding.distributed.metadata import broadcast_json
-from raysharding.distributed.optimizer_snapshot import SEPARATOR, OptimizerSnapshot, parameter_names, state_like
+from raysharding.distributed.optimizer_snapshot import OptimizerSnapshot, parameter_names, split_state, state_like
 from raysharding.distributed.state_dict_loading import distribute_state_dict
 from raysharding.distributed.tensor_table import cut
 from raysharding.errors import PlanError
@@ -159,18 +158,14 @@ def scatter_full_optim_state_dict(
             not fit.
     """
     require_default_group(group)
-    outline: dict[str, Any] = {}
-    error: Exception | None = None
     values: dict[str, torch.Tensor] = {}
-    if dist.get_rank() == 0:
-        try:
-            snapshot = _snapshot_of(full_optim_state_dict)
-            outline, values = snapshot.outline(), dict(snapshot.tensors)
-        except (ValueError, KeyError, TypeError) as raised:
-            error = raised if isinstance(raised, PlanError) else _malformed(raised)
-    agree(error)
-    outline = broadcast_json(outline)
-    target = OptimizerSnapshot.from_outline(outline, model)  # the same on every rank, so all raise or none
+
+    def outline() -> dict[str, Any]:
+        snapshot, described = _described(full_optim_state_dict)
+        values.update(snapshot.tensors)
+        return described
+
+    target = OptimizerSnapshot.from_outline(from_rank_0(outline), model)  # the same on every rank, so all raise or none
     order = _Order(model, optim_input, optim)
     problems = order.unknown(target.names)
     groups = order.groups(target.groups, problems)
@@ -292,23 +287,18 @@ def _misfit(problems: list[str]) -> PlanError | None:
     return PlanError("the full optimizer state dict does not fit:", problems=problems) if problems else None
 
 
-def _malformed(error: Exception) -> PlanError:
-    return PlanError(f"rank 0's is no full optimizer state dict ({error!r}): pass what full_optim_state_dict returned")
-
-
-def _snapshot_of(full: Mapping[str, Any] | None) -> OptimizerSnapshot:
+def _described(full: Mapping[str, Any] | None) -> tuple[OptimizerSnapshot, dict[str, Any]]:
+    """A full state dict, and its outline."""
     if not full:
         raise PlanError("rank 0 has no full_optim_state_dict: it is the one that must pass it")
-    values: dict[str, dict[str, Any]] = {}
-    tensors: dict[str, torch.Tensor] = {}
-    for fqn, held in full["state"].items():
-        values[fqn] = {}
-        for name, value in held.items():
-            if isinstance(value, torch.Tensor) and value.ndim:
-                tensors[f"{fqn}{SEPARATOR}{name}"] = value
-            else:
-                values[fqn][name] = value
-    return OptimizerSnapshot(tuple(dict(part) for part in full["param_groups"]), values, tensors, tuple(full["state"]))
+    try:
+        groups = tuple(dict(part) for part in full["param_groups"])
+        values, tensors = split_state(full["state"])
+        snapshot = OptimizerSnapshot(groups, values, tensors, tuple(full["state"]))
+        return snapshot, snapshot.outline()
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        what = f"rank 0's is no full optimizer state dict ({error!r})"
+        raise PlanError(f"{what}: pass what full_optim_state_dict returned") from error
 
 
 def _shard_of(value: Any, parameter: torch.Tensor) -> Any:

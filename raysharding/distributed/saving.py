@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -11,13 +12,12 @@ from torch import nn
 
 from raysharding.checkpoint import Checkpoint, commit_staging, create_staging, remove_staging, write_file
 from raysharding.checkpoint.uri import is_remote
-from raysharding.distributed.agreement import agree
+from raysharding.distributed.agreement import agree, from_rank_0
 from raysharding.distributed.file_writing import Written, total_bytes, write_tensors
 from raysharding.distributed.gathering import saved_tensors
 from raysharding.distributed.layout import message_device, unwrapped
 from raysharding.distributed.loading import Progress, silent
 from raysharding.distributed.memory import MemoryPeak
-from raysharding.distributed.metadata import broadcast_json
 from raysharding.distributed.optimizer_files import write_optimizer
 from raysharding.distributed.optimizer_state import agreed_snapshot
 from raysharding.distributed.report import SaveReport
@@ -103,15 +103,7 @@ def save_checkpoint(
 
 def _create_staging(path: str | os.PathLike[str], overwrite: bool) -> str:
     """Rank 0 makes the temporary directory; every rank learns its path."""
-    staging = ""
-    error: Exception | None = None
-    if dist.get_rank() == 0:
-        try:
-            staging = create_staging(path, overwrite=overwrite)
-        except Exception as raised:  # noqa: BLE001 - the other ranks wait to hear of it
-            error = raised
-    agree(error)
-    return str(broadcast_json(staging))
+    return str(from_rank_0(partial(create_staging, path, overwrite=overwrite)))
 
 
 def _discard(staging: str, error: BaseException) -> None:

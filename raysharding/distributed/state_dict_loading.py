@@ -12,11 +12,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.module import _IncompatibleKeys
 
 from raysharding.config import Loading
-from raysharding.distributed.agreement import agree
+from raysharding.distributed.agreement import agree, from_rank_0
 from raysharding.distributed.layout import named_submodules
 from raysharding.distributed.loading import load_held
 from raysharding.distributed.materializing import is_fsdp_hook, tell_fsdp
-from raysharding.distributed.metadata import broadcast_json
 from raysharding.distributed.sharded_module import reshard
 from raysharding.distributed.state_dict_source import HeldStateDict
 from raysharding.distributed.tensor_table import TensorTable, meta_like
@@ -107,16 +106,13 @@ def _take_dtypes(module: nn.Module, held: HeldStateDict) -> Callable[[], None]:
         A function that puts the old ones back.
     """
     reshard(module)
-    dtypes: dict[str, str] = {}
-    error: Exception | None = None
-    try:
+
+    def dtypes() -> dict[str, str]:
         infos = held.as_checkpoint().tensors
-        dtypes = {name: str(info.dtype).removeprefix("torch.") for name, info in infos.items()}
-    except Exception as raised:  # noqa: BLE001 - the other ranks wait to hear of it
-        error = raised
-    agree(error)
+        return {name: str(info.dtype).removeprefix("torch.") for name, info in infos.items()}
+
     # Rank 0 alone knows them, and every rank must plan with the same.
-    incoming = {name: getattr(torch, dtype) for name, dtype in broadcast_json(dtypes).items()}
+    incoming = {name: getattr(torch, dtype) for name, dtype in from_rank_0(dtypes).items()}
     replaced = _replace(module, incoming)
 
     def restore() -> None:
