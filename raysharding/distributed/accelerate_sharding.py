@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -22,8 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from raysharding.config import Sharding
 from raysharding.distributed.accelerate_wrap import fsdp2_prepare_auto_wrap_policy
-
-_warned: set[str] = set()
+from raysharding.distributed.once import warn_once
 
 
 def sharding_of(
@@ -49,7 +47,7 @@ def sharding_of(
         # accelerate leaves the root's parameters gathered from forward to backward, which `None` means.
         return Sharding(reshard_after_forward=None if plugin.reshard_after_forward else False, **fields)
     if not plugin.limit_all_gathers:
-        _warn_once("limit_all_gathers=False: FSDP2 always limits them")
+        warn_once("limit_all_gathers=False: FSDP2 always limits them")
     fields["forward_prefetch"] = bool(plugin.forward_prefetch)
     fields["backward_prefetch"] = plugin.backward_prefetch
     strategy: ShardingStrategy = plugin.reshard_after_forward or plugin.sharding_strategy
@@ -94,12 +92,12 @@ def fsdp2_precision(policy: MixedPrecision | MixedPrecisionPolicy | None) -> Mix
     if policy is None or isinstance(policy, MixedPrecisionPolicy):
         return policy
     if policy.buffer_dtype not in (None, torch.float32):
-        _warn_once(f"buffer_dtype={policy.buffer_dtype}: buffers keep the dtype they are stored in under FSDP2")
+        warn_once(f"buffer_dtype={policy.buffer_dtype}: buffers keep the dtype they are stored in under FSDP2")
     if policy.keep_low_precision_grads:
-        _warn_once("keep_low_precision_grads=True: under FSDP2 gradients have the dtype that parameters are stored in")
+        warn_once("keep_low_precision_grads=True: under FSDP2 gradients have the dtype that parameters are stored in")
     others = [kind.__name__ for kind in policy._module_classes_to_ignore if not issubclass(kind, _BatchNorm)]
     if others:
-        _warn_once(f"_module_classes_to_ignore: {', '.join(others)} compute in low precision; only BatchNorm does not")
+        warn_once(f"_module_classes_to_ignore: {', '.join(others)} compute in low precision; only BatchNorm does not")
     return MixedPrecisionPolicy(
         param_dtype=policy.param_dtype,
         reduce_dtype=policy.reduce_dtype or policy.param_dtype,
@@ -111,7 +109,7 @@ def _offloads(offload: Any) -> bool:
     if isinstance(offload, CPUOffload):
         return bool(offload.offload_params)
     if isinstance(offload, CPUOffloadPolicy) and not offload.pin_memory:
-        _warn_once("CPUOffloadPolicy(pin_memory=False): shards in host memory are pinned where there is CUDA")
+        warn_once("CPUOffloadPolicy(pin_memory=False): shards in host memory are pinned where there is CUDA")
     return isinstance(offload, CPUOffloadPolicy)
 
 
@@ -126,9 +124,3 @@ def _init_fn(plugin: Any) -> Callable[[nn.Module], Any] | None:
     made_by = f"{getattr(maker, '__module__', '')}.{getattr(maker, '__qualname__', '')}"
     own = ("accelerate_plugin._to_empty", "FullyShardedDataParallelPlugin.__post_init__.<locals>.<lambda>")
     return None if made_by.endswith(own) else function
-
-
-def _warn_once(message: str) -> None:
-    if message not in _warned:
-        _warned.add(message)
-        warnings.warn(message, UserWarning, stacklevel=4)

@@ -8,7 +8,6 @@ Note: what is left of the two knobs.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from enum import Enum
 from typing import Any
@@ -18,8 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from raysharding.config import Sharding
 from raysharding.distributed.execution import last_execution_order
-
-_warned: list[str] = []
+from raysharding.distributed.once import warn_once
 
 
 def set_prefetching(module: nn.Module, groups: Sequence[tuple[str, ...]], sharding: Sharding) -> None:
@@ -34,7 +32,7 @@ def set_prefetching(module: nn.Module, groups: Sequence[tuple[str, ...]], shardi
     when = sharding.backward_prefetch
     name = (when.name if isinstance(when, Enum) else when or "").lower()
     if name == "backward_post":
-        _warn_once(
+        warn_once(
             "backward_prefetch='backward_post': FSDP2 gathers the next group before this one's gradients are computed, "
             "or when it is needed; it is taken as None, which needs as little memory"
         )
@@ -49,12 +47,6 @@ def set_prefetching(module: nn.Module, groups: Sequence[tuple[str, ...]], shardi
 def _fsdp_module(module: nn.Module) -> FSDPModule:
     assert isinstance(module, FSDPModule), "fully_shard made it one"
     return module
-
-
-def _warn_once(message: str) -> None:
-    if message not in _warned:
-        _warned.append(message)
-        warnings.warn(message, UserWarning, stacklevel=4)
 
 
 class _Ahead:

@@ -31,7 +31,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 from raysharding.config import Sharding
-from raysharding.distributed import FullyShardedDataParallelPlugin, accelerate_sharding
+from raysharding.distributed import FullyShardedDataParallelPlugin, accelerate_sharding, once
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -533,7 +533,7 @@ def test_version_1_as_sharding(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_fsdp1_mixed_precision_as_sharding() -> None:
-    accelerate_sharding._warned.clear()
+    once._warned.clear()
     given = MixedPrecision(
         param_dtype=BF16, buffer_dtype=BF16, keep_low_precision_grads=True, _module_classes_to_ignore=(nn.LayerNorm,)
     )
