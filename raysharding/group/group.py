@@ -25,6 +25,7 @@ from raysharding.group.launch import Launched, launch
 from raysharding.group.progress import ProgressOption
 from raysharding.group.ranks import RankInfo
 from raysharding.group.results import FullStateDict, collect_outputs, collect_rank0, collect_returns
+from raysharding.group.spec import GroupSpec
 from raysharding.group.supervision import GroupState
 from raysharding.worker import check_mode
 
@@ -45,20 +46,19 @@ class ShardedModelGroup:
     later calls raise `GroupBrokenError`.
     """
 
-    def __init__(self, checkpoint: str, launched: Launched, has_optimizer: bool) -> None:
+    def __init__(self, spec: GroupSpec, launched: Launched) -> None:
         """Not for users: `from_checkpoint` makes groups.
 
         Args:
-            checkpoint: The checkpoint as the user named it.
+            spec: What the group was asked to be.
             launched: Loaded ranks.
-            has_optimizer: Whether the ranks have an optimizer.
         """
-        self._checkpoint = checkpoint
+        self._spec = spec
         self._channel = launched.channel
         self._supervisor = launched.channel.supervisor
         self._load_report = launched.load_report
         # A call(fn) may have set one: after it, the ranks decide.
-        self._may_have_optimizer = has_optimizer
+        self._may_have_optimizer = spec.optimizer is not None
         # For a group that is dropped without shutdown(). The collector may run in any thread: this does not wait.
         weakref.finalize(self, self._supervisor.shut_down_soon).atexit = False
 
@@ -109,8 +109,8 @@ class ShardedModelGroup:
             PlanError: Model and checkpoint do not fit together; lists every mismatch.
             GroupError: A rank died, hung or raised.
         """
-        launched = launch(
-            os.fspath(checkpoint),
+        spec = GroupSpec(
+            checkpoint=os.fspath(checkpoint),
             model=model,
             world_size=world_size,
             device=device,
@@ -122,7 +122,7 @@ class ShardedModelGroup:
             max_output_bytes=max_output_bytes,
             progress=progress,
         )
-        return cls(os.fspath(checkpoint), launched, optimizer is not None)
+        return cls(spec, launch(spec))
 
     @handle
     def forward(self, /, *args: Any, mode: Mode = None, out: Out | None = None, **kwargs: Any) -> Call:
@@ -369,7 +369,7 @@ class ShardedModelGroup:
 
     def _title(self) -> str:
         devices = self.ranks[0].device.partition(":")[0]
-        return f"{self._checkpoint}, {self.world_size} ranks on {devices}, {self.state.value}"
+        return f"{self._spec.checkpoint}, {self.world_size} ranks on {devices}, {self.state.value}"
 
     def _ask_status(self) -> list[dict[str, Any]]:
         until = time.monotonic() + _STATUS_S

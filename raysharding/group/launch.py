@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from raysharding.checkpoint import Checkpoint
-from raysharding.config import Loading, Placement, Sharding, Timeouts
+from raysharding.config import Placement
 from raysharding.distributed import LoadReport
 from raysharding.group import fit
 from raysharding.group.channel import Channel
 from raysharding.group.commands import Assignment
 from raysharding.group.connect import connect
 from raysharding.group.locate import local_path, open_here, open_on_a_node
-from raysharding.group.placement import (
-    check_world_size,
-    choose_device_type,
-    choose_num_threads,
-    choose_world_size,
-    reserve,
-)
+from raysharding.group.placement import choose_device_type, choose_num_threads, choose_world_size, reserve
 from raysharding.group.progress import ProgressOption, follow
+from raysharding.group.spec import GroupSpec
 from raysharding.group.start import Started, start_actors
 from raysharding.group.supervision import Supervisor
 
@@ -41,45 +34,38 @@ class Launched:
     """Rank 0's report."""
 
 
-def launch(
-    checkpoint: str,
-    *,
-    model: Any,
-    world_size: int | None,
-    device: str | None,
-    sharding: Sharding,
-    loading: Loading,
-    placement: Placement,
-    timeouts: Timeouts,
-    optimizer: Callable[..., Any] | None,
-    max_output_bytes: int,
-    progress: ProgressOption,
-) -> Launched:
+def launch(spec: GroupSpec) -> Launched:
     """Do what `ShardedModelGroup.from_checkpoint` says."""
-    fit.check_configs(sharding, loading, placement, timeouts, max_output_bytes)
-    check_world_size(world_size)
-    fit.check_factories(model, optimizer)
-    opened = open_here(checkpoint)
+    spec.check()
+    opened = open_here(spec.checkpoint)
     if opened is not None:
-        fit.check_fit(model, opened, sharding, loading)  # before Ray is started: nothing of it is needed to know
+        # Before Ray is started: nothing of it is needed to know.
+        fit.check_fit(spec.model, opened, spec.sharding, spec.loading)
     connect()
-    device_type = choose_device_type(device)
-    num_ranks = choose_world_size(world_size, device_type, placement)
+    device_type = choose_device_type(spec.device)
+    world_size = choose_world_size(spec.world_size, device_type, spec.placement)
     if opened is None:
-        opened = open_on_a_node(checkpoint, timeouts.start_s)
-        fit.check_fit(model, opened, sharding, loading)
-    channel = _place(opened, num_ranks, device_type, placement, timeouts, max_output_bytes)
+        opened = open_on_a_node(spec.checkpoint, spec.timeouts.start_s)
+        fit.check_fit(spec.model, opened, spec.sharding, spec.loading)
+    channel = _place(spec, opened, world_size, device_type)
     try:
-        channel.submit_same("build", model, opened.to_json(), sharding, loading, deadline_s=timeouts.start_s).result()
-        report = _load(channel, opened, progress)
-        if optimizer is not None:
-            stall_s = timeouts.load_stall_s
-            channel.submit_same("set_optimizer", optimizer, {}, True, deadline_s=stall_s, watch=True).result()
+        report = _fill(spec, channel, opened)
     except BaseException:
         channel.supervisor.shutdown()
         raise
     channel.supervisor.started()
     return Launched(channel, report)
+
+
+def _fill(spec: GroupSpec, channel: Channel, opened: Checkpoint) -> LoadReport:
+    """Make the module on every rank, load it, and give it its optimizer."""
+    built = (spec.model, opened.to_json(), spec.sharding, spec.loading)
+    channel.submit_same("build", *built, deadline_s=spec.timeouts.start_s).result()
+    report = _load(channel, opened, spec.progress)
+    if spec.optimizer is not None:
+        stall_s = spec.timeouts.load_stall_s
+        channel.submit_same("set_optimizer", spec.optimizer, {}, True, deadline_s=stall_s, watch=True).result()
+    return report
 
 
 def _load(channel: Channel, opened: Checkpoint, progress: ProgressOption) -> LoadReport:
@@ -90,15 +76,9 @@ def _load(channel: Channel, opened: Checkpoint, progress: ProgressOption) -> Loa
     return report
 
 
-def _place(
-    opened: Checkpoint,
-    world_size: int,
-    device_type: str,
-    placement: Placement,
-    timeouts: Timeouts,
-    max_output_bytes: int,
-) -> Channel:
+def _place(spec: GroupSpec, opened: Checkpoint, world_size: int, device_type: str) -> Channel:
     """Reserve room, start the actors, and let the ranks meet."""
+    placement, timeouts = spec.placement, spec.timeouts
     reservation = reserve(world_size, device_type, placement, timeouts.place_s)
     try:
         path = local_path(opened.files[0].path)
@@ -108,7 +88,7 @@ def _place(
     except BaseException:
         reservation.release()
         raise
-    channel = Channel(started.members, supervisor, timeouts, max_output_bytes)
+    channel = Channel(started.members, supervisor, timeouts, spec.max_output_bytes)
     try:
         _rendezvous(channel, started, placement)
     except BaseException:

@@ -1,0 +1,51 @@
+"""`GroupSpec`: all that a group was asked to be, so that it can be made again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from raysharding.config import Loading, Placement, Sharding, Timeouts
+from raysharding.group import fit
+from raysharding.group.placement import check_world_size
+from raysharding.group.progress import ProgressOption
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """The arguments of `ShardedModelGroup.from_checkpoint`, their defaults filled in."""
+
+    checkpoint: str
+    """Path or URI, as the user named it."""
+    model: Any
+    """`None`, the name of a transformers auto class, or a callable."""
+    world_size: int | None
+    """Number of ranks; `None`: one per GPU of the cluster."""
+    device: str | None
+    """`cuda`, `cpu`, or `None` for what the cluster has."""
+    sharding: Sharding
+    """How the module is cut."""
+    loading: Loading
+    """How the bytes travel."""
+    placement: Placement
+    """Where the ranks run."""
+    timeouts: Timeouts
+    """Deadlines."""
+    optimizer: Callable[..., Any] | None
+    """Factory of the optimizer."""
+    max_output_bytes: int
+    """Cap on what one rank sends back for one call."""
+    progress: ProgressOption
+    """See `from_checkpoint`."""
+
+    def check(self) -> None:
+        """Refuse what is wrong whatever the checkpoint and the cluster are.
+
+        Raises:
+            ValueError: A field of the wrong type or value; names what to give.
+            TypeError: The model or the optimizer's factory cannot be pickled.
+        """
+        fit.check_configs(self.sharding, self.loading, self.placement, self.timeouts, self.max_output_bytes)
+        check_world_size(self.world_size)
+        fit.check_factories(self.model, self.optimizer)
