@@ -324,9 +324,15 @@ class Timeouts:
     """Longest time of one call, from when the ranks begin it. Default 1800."""
     drain_s: float = 5.0
     """How long ranks may take to finish after another rank failed, before they are stopped. Default 5."""
+    keep_s: float = 8.0
+    """How long the ranks of a broken group are kept where none is lost and none was changed in part, for `restart()` to
+    go on with what they hold; then they are stopped, as all others are at once. 0: not at all. Give more in a notebook,
+    where a person decides. Default 8, so that a failed group has given everything back within 10 s."""
 
     def __post_init__(self) -> None:
         for name in ("place_s", "start_s", "rendezvous_s", "load_stall_s", "call_s", "drain_s"):
             value = getattr(self, name)
             is_deadline = _is_finite(value) and value > 0
             _require(is_deadline, name, value, "give a positive number of seconds; a deadline is finite")
+        is_time = _is_finite(self.keep_s) and self.keep_s >= 0
+        _require(is_time, "keep_s", self.keep_s, "give a number of seconds from 0 on")

@@ -25,16 +25,21 @@ from raysharding.distributed.loss_call import LossFunction
 from raysharding.distributed.mesh import init_mesh
 from raysharding.distributed.optimizer_files import OptimizerLoad, has_optimizer_state
 from raysharding.distributed.recovery import recover_after
+from raysharding.distributed.rejoining import rejoin
 from raysharding.distributed.report import LoadReport, SaveReport
 from raysharding.distributed.saving import save_checkpoint
 from raysharding.distributed.sharded_module import reshard, shard_module
-from raysharding.distributed.training import is_recoverable, mark_recovery, train_step
+from raysharding.distributed.training import is_recoverable, is_torn, mark_recovery, train_step
+from raysharding.distributed.versions import written
 from raysharding.errors import CheckpointError
 from raysharding.models import build_module
 from raysharding.outputs import RankOutput
 from raysharding.tree import map_leaves
 
 Phase = Literal["rendezvous", "plan", "stream", "finalize", "ready", "forward", "train_step", "call", "save", "closed"]
+
+# Calls that leave other weights, or another optimizer, than they found. `call(fn)` may: that is seen by what it wrote.
+_CHANGING = ("load", "set_optimizer", "train_step")
 
 _current: list[Worker] = []
 
@@ -88,6 +93,8 @@ class Worker:
         self.last_tensor = ""
         self.last_call = ""
         self.usable = True
+        self.whole = True
+        self.num_changes = 0
         self._stall_s = stall_s
         self._module: nn.Module | None = None
         self._mesh: DeviceMesh | None = None
@@ -130,6 +137,16 @@ class Worker:
             self._module = shard_module(module, self._mesh, self.sharding)
             self._forwarding = Forwarding(self._module)
 
+    def rejoin(self) -> None:
+        """Go on with module and optimizer in a new process group, the old one having gone. Collective.
+
+        Raises:
+            RuntimeError: They cannot be taken over; `build` and `load` again.
+        """
+        with self._running("rendezvous", "rejoin"):
+            rejoin(self.module, self.mesh, self.sharding)
+            self.usable = True
+
     def load(self, path: str | None = None, progress: Callable[[int, int], None] | None = None) -> LoadReport:
         """Stream a checkpoint into the module, and into the optimizer what a save of ours holds of one. Collective.
 
@@ -156,7 +173,7 @@ class Worker:
                     state.run(self.loading, **options)
             except Exception as error:
                 # Once bytes moved, what was there is overwritten in part.
-                mark_recovery(error, usable=not moved and self.phase == "plan")
+                mark_recovery(error, usable=not moved and self.phase == "plan", torn=moved or self.phase != "plan")
                 raise
             self.module.eval()
         return self.load_report
@@ -283,16 +300,20 @@ class Worker:
         """
         name = getattr(fn, "__qualname__", type(fn).__name__)
         with self._running("call", f"call({name})"):
+            before = self._written()
             _current.append(self)
             try:
-                return fn(*args, **(kwargs or {}))
+                value = fn(*args, **(kwargs or {}))
             except (Exception, SystemExit) as error:
                 # A backward that `fn` ran may have been cut short; FSDP2 would leave later gradients unreduced.
                 if self._module is not None:
-                    mark_recovery(error, recover_after(error, self._module, in_backward=True))
+                    torn = self._written() != before
+                    mark_recovery(error, recover_after(error, self._module, in_backward=True), torn=torn)
                 raise
             finally:
                 _current.pop()
+            self.num_changes += self._written() != before
+            return value
 
     def state_dict(self, keys: Sequence[str] | None = None) -> Iterator[dict[str, torch.Tensor]]:
         """Bring full tensors to rank 0, a bucket at a time; every rank iterates to the end. Collective.
@@ -378,10 +399,15 @@ class Worker:
             yield
         except BaseException as error:
             self.usable = self.usable and is_recoverable(error)
+            self.whole = self.whole and not is_torn(error)
             if "mixed torch.Tensor and DTensor" in str(error):
                 error.add_note(_NOT_GATHERED)
             raise
         self.phase = "ready"
+        self.num_changes += name in _CHANGING
+
+    def _written(self) -> int:
+        return 0 if self._module is None else written(self._module, self.optimizer)
 
     def _follow(self, progress: Callable[[int, int], None] | None) -> Callable[[str, int, int, str], None]:
         """A progress callback that keeps `status` current and passes the bytes on."""

@@ -59,7 +59,7 @@ class Forwarding:
                 value, reduced = self._reduce(value, batch)
                 local = self._settle(value, batch)
         except Exception as error:
-            mark_recovery(error, recover_after(error, self._module, in_backward=False))
+            mark_recovery(error, recover_after(error, self._module, in_backward=False), torn=False)
             raise
         return RankOutput(map_leaves(_to_cpu, value) if keep else None, reduced, local)
 

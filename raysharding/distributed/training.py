@@ -64,7 +64,7 @@ def train_step(
             return _step(module, optimizer, batch, loss, max_grad_norm, progress)
     except Exception as error:
         usable = recover_after(error, module, in_backward=progress.in_backward) and not progress.in_optimizer
-        mark_recovery(error, usable)
+        mark_recovery(error, usable, torn=progress.in_optimizer)
         raise
 
 
@@ -88,11 +88,13 @@ def _step(
     # FSDP averages gradients over all ranks; the shares of the loss have to be added up.
     torch.autograd.backward(share * dist.get_world_size())
     grad_norm = clip_grad_norm_(module, max_grad_norm)
+    total = share.detach().clone()
+    # Every rank adds its share, empty ranks a zero: a rank that skipped it would leave the others waiting. Before the
+    # update: it ends on no rank until all have come so far, so a rank that fails or dies earlier leaves no other one
+    # updated.
+    dist.all_reduce(total)
     progress.in_backward, progress.in_optimizer = False, True
     optimizer.step()
-    total = share.detach().clone()
-    # Every rank adds its share, empty ranks a zero: a rank that skipped it would leave the others waiting.
-    dist.all_reduce(total)
     return {"loss": float(total), "grad_norm": float(grad_norm)}
 
 
@@ -100,12 +102,24 @@ _UNUSABLE = "raysharding: this rank's module or optimizer was left half-way; res
 _RESET = "raysharding: the module was reset; if every rank raised this error, later steps are right"
 
 
-def mark_recovery(error: BaseException, usable: bool) -> None:
-    """Say on an exception whether the module is right for later steps: in a note, and for code in an attribute."""
+def mark_recovery(error: BaseException, usable: bool, *, torn: bool) -> None:
+    """Say on an exception what it left behind: in a note, and for code in attributes.
+
+    Args:
+        error: The exception.
+        usable: Whether the module is right for later steps, given that every rank raised this.
+        torn: Whether weights or optimizer state were changed in part.
+    """
     error.add_note(_RESET if usable else _UNUSABLE)
     error.raysharding_recovered = usable  # type: ignore[attr-defined]
+    error.raysharding_torn = torn  # type: ignore[attr-defined]
 
 
 def is_recoverable(error: BaseException) -> bool:
     """Whether a group may go on after this exception, given that every rank raised it alike."""
     return bool(getattr(error, "raysharding_recovered", True))
+
+
+def is_torn(error: BaseException) -> bool:
+    """Whether an exception left weights or optimizer state changed in part."""
+    return bool(getattr(error, "raysharding_torn", False))

@@ -16,10 +16,12 @@ from typing import Any, Literal
 
 import ray
 
+from raysharding.distributed.connections import Connection, connections, cut
 from raysharding.errors import OutputTooLargeError
 from raysharding.group.commands import RankCommands
 from raysharding.group.outcome import Outcome, Progress, Raised, Stacks, Stage, record_exception
 from raysharding.group.packing import AsValue, Packed, pack
+from raysharding.group.witness import Sighting, look, testify
 
 # One thread: torch's current device is per thread, and collectives must run in the driver's order. Control threads:
 # one for `lifetime`, the others for questions, of which one may be stuck behind a slow answer.
@@ -42,6 +44,8 @@ class ActorInfo:
     """GPUs that Ray assigned to it, as CUDA_VISIBLE_DEVICES names them."""
     sees_checkpoint: bool
     """Whether the checkpoint's path exists on its node."""
+    stacks_descriptor: int
+    """What `witness.look` needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,7 @@ class RankActor:
         self._commands = RankCommands()
         self._work_thread = 0
         self._control_threads: set[int] = set()
+        self._stacks_descriptor = testify()
 
     @ray.method(concurrency_group="control")
     def probe(self, checkpoint_path: str | None) -> ActorInfo:
@@ -74,6 +79,7 @@ class RankActor:
             pid=os.getpid(),
             gpu_ids=tuple(map(str, context.get_accelerator_ids().get("GPU", ()))),
             sees_checkpoint=checkpoint_path is None or os.path.exists(checkpoint_path),
+            stacks_descriptor=self._stacks_descriptor,
         )
 
     @ray.method(concurrency_group="control")
@@ -105,6 +111,24 @@ class RankActor:
         waits = work is not None and f"torch{os.sep}distributed" in work.f_code.co_filename
         return Stacks("\n".join(parts), waits)
 
+    @ray.method(concurrency_group="control")
+    def witness(self, pid: int, descriptor: int) -> Sighting | None:
+        """Look at another rank of this node, which does not answer; `None` where it cannot be seen."""
+        try:
+            return look(pid, descriptor)
+        except OSError:
+            return None
+
+    @ray.method(concurrency_group="control")
+    def connections(self) -> list[Connection]:
+        """List this process's TCP connections, of which `cut` takes some."""
+        return connections()
+
+    @ray.method(concurrency_group="control")
+    def cut(self, chosen: list[Connection]) -> None:
+        """End collectives that wait for ranks which will not come; see Note [Cutting] in `distributed.connections`."""
+        cut(chosen)
+
     @ray.method(concurrency_group="work")
     def run(self, request: Request, own: Packed, shared: Packed | None) -> tuple[Outcome, Packed | AsValue | None]:
         """Run one command.
@@ -125,8 +149,8 @@ class RankActor:
             packed = _pack_output(value, request)
         except (Exception, SystemExit) as error:  # noqa: BLE001
             # The boundary: whatever user code raised goes to the driver as data. `sys.exit()` would end the actor.
-            return Outcome(raised=self._record(error, stage)), None
-        return Outcome(more=more), packed
+            return Outcome(self._commands.stamp(), raised=self._record(error, stage)), None
+        return Outcome(self._commands.stamp(), more=more), packed
 
     def _record(self, error: BaseException, stage: Stage) -> Raised:
         return record_exception(

@@ -208,6 +208,10 @@ class Call:
                 self._owner = owner
         return self
 
+    def when_done(self, fn: Callable[[Call], None]) -> None:
+        """Run `fn` with this call when it has ended, well or not, on the thread that ends it."""
+        self._ended.add_done_callback(lambda _: fn(self))
+
     def rank_finished(self, rank: int, ref: Any) -> None:
         """Supervision: a rank's part has succeeded and left its value at `ref`."""
         with self._changed:

@@ -13,6 +13,7 @@ from raysharding.batch import Out, RankBatch
 from raysharding.checkpoint import Checkpoint
 from raysharding.config import Loading, Sharding
 from raysharding.distributed.process_group import StoreAddress, join_process_group, leave_process_group, serve_store
+from raysharding.group.outcome import Stamp
 from raysharding.group.packing import Packed
 from raysharding.worker import Worker
 
@@ -104,7 +105,11 @@ class RankCommands:
         return address
 
     def join(self, place: Assignment, address: StoreAddress) -> None:
-        """Take the assigned place: devices, threads, process group. All ranks, together."""
+        """Take the assigned place: devices, threads, process group. All ranks, together.
+
+        A rank that has a module takes it along from the process group that it is in.
+        """
+        leave_process_group()
         device = torch.device(place.device)
         if device.type == "cuda":
             # Before the first CUDA call of this process, which would fix the mask.
@@ -122,7 +127,10 @@ class RankCommands:
             timeout_s=place.collective_s,
             server=self._server,
         )
-        self._rank_worker = Worker(place.rank, place.world_size, place.local_rank, device, stall_s=place.stall_s)
+        if self._rank_worker is None:
+            self._rank_worker = Worker(place.rank, place.world_size, place.local_rank, device, stall_s=place.stall_s)
+        else:
+            self._rank_worker.rejoin()
 
     def build(self, model: Any, checkpoint: bytes, sharding: Sharding, loading: Loading) -> None:
         """Build the sharded module on meta. All ranks, together."""
@@ -197,6 +205,11 @@ class RankCommands:
     def is_usable(self) -> bool:
         """Whether the module is right for later calls, after an exception that every rank raised."""
         return self._rank_worker is None or self._rank_worker.usable
+
+    def stamp(self) -> Stamp:
+        """Return what the rank holds. Before there is a model, no rank holds any."""
+        worker = self._rank_worker
+        return Stamp(whole=False, num_changes=0) if worker is None else Stamp(worker.whole, worker.num_changes)
 
     def phase(self) -> str:
         """Return what the command is doing, more finely than its name in a load or save."""

@@ -16,6 +16,7 @@ from raysharding.errors import (
 )
 from raysharding.group.outcome import Raised, Stacks
 from raysharding.group.ranks import RankInfo
+from raysharding.group.witness import Sighting
 
 _MAX_DEATH_CHARS = 600
 
@@ -53,14 +54,26 @@ def saw_death(info: RankInfo, phase: str, error: BaseException) -> Observed:
     return Observed(_plain(info, "died", phase, _one_line(str(error))))
 
 
-def saw_hang(info: RankInfo, phase: str, deadline_s: float, stacks: Stacks | None) -> Observed:
-    """Describe a rank that did not finish in time. `stacks` is `None` where it did not even answer."""
-    what = f"not finished after {deadline_s:g} s"
+def saw_hang(
+    info: RankInfo, phase: str, deadline_s: float, stacks: Stacks | None, sighting: Sighting | None = None
+) -> Observed:
+    """Describe a rank that did not finish in time.
+
+    Args:
+        info: The rank.
+        phase: What it was doing.
+        deadline_s: How long it had.
+        stacks: Its answer, `None` where it did not even answer.
+        sighting: What others say of it, `None` where nobody could see it.
+    """
+    what, where = f"not finished after {deadline_s:g} s", ""
     if stacks is None:
-        what += ", and its process answers no questions"
-    elif stacks.in_collective:
-        what += ": waits in a collective for other ranks"
-    failure = replace(_plain(info, "hung", phase, what), traceback=stacks.text if stacks else "")
+        what += ", and its process answers no questions" + (f"; {sighting.state}" if sighting else "")
+        where = sighting.stacks if sighting else ""
+    else:
+        what += ": waits in a collective for other ranks" if stacks.in_collective else ""
+        where = stacks.text
+    failure = replace(_plain(info, "hung", phase, what), traceback=where)
     return Observed(failure, follows=stacks is not None and stacks.in_collective)
 
 
@@ -87,19 +100,20 @@ def output_only(seen: Sequence[Observed]) -> bool:
     return all(one.raised is not None and one.raised.stage == "output" for one in seen)
 
 
-def judge(seen: Sequence[Observed], what: str, timed_out: bool) -> GroupError:
+def judge(seen: Sequence[Observed], what: str, timed_out: bool, arrivals: str = "") -> GroupError:
     """Build the error from all failures in the order in which they were seen.
 
     Args:
         seen: At least one failure.
         what: The call and the group, for the message.
         timed_out: Whether the call's deadline passed first.
+        arrivals: Which ranks wait for which, as the end of a sentence.
     """
     primary = next((one for one in seen if not one.follows), seen[0])
     failures = {one.failure.rank: _beside(one, primary) for one in seen}
     failures[primary.failure.rank] = primary.failure
     first = primary.failure
-    message = f"{what}: rank {first.rank} {first.kind}, {_count(failures.values())}"
+    message = f"{what}: rank {first.rank} {first.kind}, {_count(failures.values())}{arrivals}"
     cls = CallTimeoutError if timed_out else GroupError
     return cls(message, primary=first, failures=dict(sorted(failures.items())))
 
@@ -123,7 +137,7 @@ def typed_error(seen: Sequence[Observed], error: GroupError) -> RayshardingError
 
 def broken(name: str, cause: GroupError) -> GroupBrokenError:
     """Build the error of every later call."""
-    message = f"{name} is broken and refuses calls: {cause.message}; make a new group"
+    message = f"{name} is broken and refuses calls: {cause.message}; group.restart() makes it whole"
     return GroupBrokenError(message, primary=cause.primary, failures=cause.failures)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
@@ -18,15 +20,17 @@ from raysharding.config import Loading, Placement, Sharding, Timeouts
 from raysharding.distributed.gradients import check_norm
 from raysharding.group import describe
 from raysharding.group.call import Call, Collect
+from raysharding.group.channel import Channel
 from raysharding.group.commands import Mode
 from raysharding.group.fit import check_optimizer
 from raysharding.group.handle import driver_handle, handle
 from raysharding.group.launch import Launched, launch
 from raysharding.group.progress import ProgressOption
 from raysharding.group.ranks import RankInfo
+from raysharding.group.restart import RestartReport, restart
 from raysharding.group.results import FullStateDict, collect_outputs, collect_rank0, collect_returns
 from raysharding.group.spec import GroupSpec
-from raysharding.group.supervision import GroupState
+from raysharding.group.supervision import GroupState, Supervisor
 from raysharding.worker import check_mode
 
 if TYPE_CHECKING:
@@ -54,13 +58,30 @@ class ShardedModelGroup:
             launched: Loaded ranks.
         """
         self._spec = spec
-        self._channel = launched.channel
-        self._supervisor = launched.channel.supervisor
-        self._load_report = launched.load_report
+        self._origin = spec.checkpoint
+        self._optimizer = spec.optimizer
+        self._restarting = threading.Lock()
+        self._finalizer: Any = None
+        self._take(launched)
+
+    def _take(self, launched: Launched) -> None:
+        """Stand for these ranks from now on."""
+        self._launched = launched
         # A call(fn) may have set one: after it, the ranks decide.
-        self._may_have_optimizer = spec.optimizer is not None
+        self._may_have_optimizer = self._optimizer is not None
+        if self._finalizer is not None:
+            self._finalizer.detach()
         # For a group that is dropped without shutdown(). The collector may run in any thread: this does not wait.
-        weakref.finalize(self, self._supervisor.shut_down_soon).atexit = False
+        self._finalizer = weakref.finalize(self, self._supervisor.shut_down_soon)
+        self._finalizer.atexit = False
+
+    @property
+    def _channel(self) -> Channel:
+        return self._launched.channel
+
+    @property
+    def _supervisor(self) -> Supervisor:
+        return self._launched.channel.supervisor
 
     @classmethod
     def from_checkpoint(
@@ -230,6 +251,7 @@ class ShardedModelGroup:
         target = os.path.abspath(os.fspath(path))
         stall_s = self._channel.timeouts.load_stall_s
         call = self._channel.submit_same("save", target, overwrite, optimizer, deadline_s=stall_s, watch=True)
+        call.when_done(partial(_note_origin, weakref.ref(self), target))
         return call.keep_alive(self)
 
     @handle
@@ -250,7 +272,9 @@ class ShardedModelGroup:
         """
         target = os.fspath(path) if "://" in os.fspath(path) else os.path.abspath(os.fspath(path))
         stall_s = self._channel.timeouts.load_stall_s
-        return self._channel.submit_same("load", target, deadline_s=stall_s, watch=True).keep_alive(self)
+        call = self._channel.submit_same("load", target, deadline_s=stall_s, watch=True)
+        call.when_done(partial(_note_origin, weakref.ref(self), target))
+        return call.keep_alive(self)
 
     @handle
     def clip_grad_norm_(self, max_norm: float | None, norm_type: float = 2.0) -> Call:
@@ -302,6 +326,7 @@ class ShardedModelGroup:
         """
         check_optimizer(factory)
         self._channel.submit_same("set_optimizer", factory, kwargs, False).result()
+        self._optimizer = partial(factory, **kwargs)
         self._may_have_optimizer = True
 
     @property
@@ -322,7 +347,7 @@ class ShardedModelGroup:
     @property
     def load_report(self) -> LoadReport:
         """Figures of the load that made the group; `load` returns its own."""
-        return self._load_report
+        return self._launched.load_report
 
     @driver_handle
     def status(self) -> dict[str, Any]:
@@ -344,6 +369,44 @@ class ShardedModelGroup:
         """Return a table of the memory that each rank holds."""
         self._supervisor.refuse_if_unusable()
         return describe.memory_table(self._ask_status())
+
+    @driver_handle
+    def restart(self, checkpoint: str | os.PathLike[str] | None = None, world_size: int | None = None) -> RestartReport:
+        """Make a broken group whole again; this object and its handles go on to work.
+
+        Where every rank is alive and none was changed in part (one raised while others waited for it, or all wait for
+        each other), the ranks meet in a new process group around the shards and the optimizer that they hold: nothing
+        is lost or read. On CPUs only: an aborted NCCL collective may have left anything. Else new ranks are placed on
+        what nodes there are, and load the last complete `save` or `load` of this group, or the checkpoint that it was
+        made from, with the optimizer's state where that save holds it.
+
+        Args:
+            checkpoint: Load this one instead, also where nothing is lost.
+            world_size: Number of ranks from now on. Default: as before.
+
+        Returns:
+            How it was done, why so, and how long it took.
+
+        Raises:
+            ValueError: The group is READY and neither argument is given: there is nothing to restart.
+            PlacementError: The cluster has no room any more: try fewer ranks. The group stays BROKEN.
+            CheckpointError: What it would load is gone or not valid. The group stays BROKEN.
+            GroupError: As for `from_checkpoint`.
+        """
+        # One after the other: who comes second finds the group READY. Bounded by the deadlines of what runs inside.
+        with self._restarting:
+            again = restart(
+                self._spec,
+                self._launched,
+                origin=self._origin,
+                checkpoint=None if checkpoint is None else os.fspath(checkpoint),
+                world_size=world_size,
+                optimizer=self._optimizer,
+            )
+            if again.launched is not self._launched:
+                self._take(again.launched)
+                self._origin = again.report.checkpoint or self._origin
+        return again.report
 
     @driver_handle
     def shutdown(self) -> None:
@@ -384,3 +447,10 @@ class ShardedModelGroup:
                 answered = False  # dead or stopped: supervision reports it, here it is only said
             answers.append({**said, "rank": info.rank, "node_ip": info.node_ip, "pid": info.pid, "answers": answered})
         return answers
+
+
+def _note_origin(group: weakref.ref[ShardedModelGroup], path: str, call: Call) -> None:
+    """Remember the newest files that hold the group's model: what a restart would load."""
+    owner = group()
+    if owner is not None and call.succeeded():
+        owner._origin = path

@@ -30,6 +30,8 @@ class Launched:
 
     channel: Channel
     """Sends calls to the ranks."""
+    started: Started
+    """The ranks' actors."""
     load_report: LoadReport
     """Rank 0's report."""
 
@@ -47,14 +49,14 @@ def launch(spec: GroupSpec) -> Launched:
     if opened is None:
         opened = open_on_a_node(spec.checkpoint, spec.timeouts.start_s)
         fit.check_fit(spec.model, opened, spec.sharding, spec.loading)
-    channel = _place(spec, opened, world_size, device_type)
+    channel, started = _place(spec, opened, world_size, device_type)
     try:
         report = _fill(spec, channel, opened)
     except BaseException:
         channel.supervisor.shutdown()
         raise
     channel.supervisor.started()
-    return Launched(channel, report)
+    return Launched(channel, started, report)
 
 
 def _fill(spec: GroupSpec, channel: Channel, opened: Checkpoint) -> LoadReport:
@@ -76,7 +78,7 @@ def _load(channel: Channel, opened: Checkpoint, progress: ProgressOption) -> Loa
     return report
 
 
-def _place(spec: GroupSpec, opened: Checkpoint, world_size: int, device_type: str) -> Channel:
+def _place(spec: GroupSpec, opened: Checkpoint, world_size: int, device_type: str) -> tuple[Channel, Started]:
     """Reserve room, start the actors, and let the ranks meet."""
     placement, timeouts = spec.placement, spec.timeouts
     reservation = reserve(world_size, device_type, placement, timeouts.place_s)
@@ -90,15 +92,15 @@ def _place(spec: GroupSpec, opened: Checkpoint, world_size: int, device_type: st
         raise
     channel = Channel(started.members, supervisor, timeouts, spec.max_output_bytes)
     try:
-        _rendezvous(channel, started, placement)
+        rendezvous(channel, started, placement)
     except BaseException:
         supervisor.shutdown()
         raise
-    return channel
+    return channel, started
 
 
-def _rendezvous(channel: Channel, started: Started, placement: Placement) -> None:
-    """Let every rank join the process group through rank 0's store."""
+def rendezvous(channel: Channel, started: Started, placement: Placement) -> None:
+    """Let every rank join a new process group through rank 0's store, with its module where it has one."""
     timeouts, ranks = channel.timeouts, channel.ranks
     deadline_s = timeouts.rendezvous_s + _GRACE_S
     hosts = [(ranks[0].node_ip, timeouts.rendezvous_s), *[(None, 0.0)] * (len(ranks) - 1)]

@@ -65,9 +65,21 @@ class Raised:
 
 
 @dataclass(frozen=True, slots=True)
+class Stamp:
+    """What a rank's weights and optimizer state are. Ranks whose stamps are equal and whole hold one model."""
+
+    whole: bool
+    """Whether no change was left half-way."""
+    num_changes: int
+    """How often they were changed."""
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """The end of one call on one rank."""
 
+    stamp: Stamp
+    """What the rank holds now."""
     raised: Raised | None = None
     """The exception, `None` after success."""
     more: bool = False

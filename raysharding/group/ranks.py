@@ -34,3 +34,5 @@ class Member:
     """Ray's handle of its `RankActor`."""
     run: Any
     """The actor's `run` method, bound to the work thread and its two results."""
+    stacks_descriptor: int
+    """What `witness.look` needs to read its stacks."""

@@ -147,7 +147,7 @@ def _number(actors: Sequence[Any], infos: Sequence[ActorInfo], device_type: str)
         device = f"cuda:{local_rank}" if device_type == "cuda" else "cpu"
         described = RankInfo(rank, info.node_id, info.node_ip, info.pid, local_rank, device)
         run = actors[index].run.options(concurrency_group="work", num_returns=2)
-        members.append(Member(described, actors[index], run))
+        members.append(Member(described, actors[index], run, info.stacks_descriptor))
     is_cuda = device_type == "cuda"
     visible = tuple(",".join(gpus[member.info.node_id]) if is_cuda else "" for member in members)
     return Started(tuple(members), visible)

@@ -9,7 +9,6 @@ while ranks are idle too, because each actor's `lifetime` call is outstanding as
 from __future__ import annotations
 
 import collections
-import concurrent.futures
 import contextlib
 import enum
 import queue
@@ -25,8 +24,9 @@ from raysharding.config import Timeouts
 from raysharding.errors import GroupBrokenError, GroupError, RankFailure
 from raysharding.group import failure
 from raysharding.group.actor import Request
-from raysharding.group.outcome import Outcome, Progress
+from raysharding.group.outcome import Outcome
 from raysharding.group.packing import Packed
+from raysharding.group.questions import POLL_S, Future, Questions
 from raysharding.group.ranks import Member
 from raysharding.group.task import Run, Task
 from raysharding.group.teardown import Teardown, close_at_exit
@@ -34,9 +34,7 @@ from raysharding.group.teardown import Teardown, close_at_exit
 _INLINE_BYTES = 64 << 10
 _MAX_QUEUED_BYTES = 256 << 20
 _TICK_S = 1.0
-_POLL_S = 0.2
 _AFTER_DEATH_S = 0.5
-_ANSWER_S = 1.0
 _RELEASE_S = 10.0
 
 
@@ -67,19 +65,22 @@ class Supervisor:
         self._timeouts = timeouts
         self._teardown = Teardown(members, release)
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._questions = Questions(members, self._watch, lambda: self._run, self._advance)
         self._lock = threading.Condition()
         self._waiting: collections.deque[Task] = collections.deque()
         self._queued_bytes = 0
         self._run: Run | None = None
         self._numbers = 0
         self._is_started = False
+        self._is_kept = False
+        self._kept_until = 0.0
         self._cause: GroupError | None = None
         self._dead: set[int] = set()
         self._is_closing = False
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._loop, name=f"supervise {name}", daemon=True)
         for rank, member in enumerate(members):
-            self._watch(member.actor.lifetime.remote(), partial(self._on_lifetime, rank))
+            self._watch(member.actor.lifetime.remote().future(), partial(self._on_lifetime, rank))
         self._thread.start()
         close_at_exit(self)
 
@@ -102,6 +103,30 @@ class Supervisor:
     def started(self) -> None:
         """Leave STARTING: the model is loaded."""
         self._is_started = True
+
+    @property
+    def keeps_ranks(self) -> bool:
+        """Whether the ranks of a broken group still hold one model, so that they need only meet again."""
+        return self._is_kept
+
+    def revive(self) -> bool:
+        """Leave BROKEN for STARTING where the ranks were kept: they are to meet again. Return whether they were."""
+        with self._lock:
+            if not self._is_kept or self._is_closing:
+                return False
+            self._cause, self._is_kept, self._is_started = None, False, False
+            return True
+
+    def give_up(self, why: str) -> None:
+        """Stop all ranks and give everything back, as a failure would; the group is BROKEN then. At most 10 s.
+
+        Args:
+            why: What calls get to hear, where no failure came first.
+        """
+        done = threading.Event()
+        self._events.put(partial(self._give_up, GroupError(f"{self.name}: {why}"), done))
+        if threading.current_thread() is not self._thread:
+            done.wait(2 * _RELEASE_S)
 
     def refuse_if_unusable(self) -> None:
         """Raise what a call of a broken or closed group gets.
@@ -141,9 +166,9 @@ class Supervisor:
     def _is_usable(self) -> bool:
         return self._cause is None and not self._is_closing
 
-    def _watch(self, ref: Any, then: Callable[[concurrent.futures.Future[Any]], None]) -> None:
-        """Turn the arrival of `ref`'s value, or of its error, into an event."""
-        ref.future().add_done_callback(lambda future: self._events.put(partial(then, future)))
+    def _watch(self, future: Future, then: Callable[[Future], None]) -> None:
+        """Turn the end of `future`, well or not, into an event."""
+        future.add_done_callback(lambda future: self._events.put(partial(then, future)))
 
     def _loop(self) -> None:
         try:
@@ -166,18 +191,15 @@ class Supervisor:
         """Seconds until something is due."""
         run = self._run
         if run is None:
-            return _TICK_S
-        due = [run.deadline]
-        if run.drain_until is not None:
-            due = [run.drain_until]
-        elif run.task.watch_progress:
-            due.append(run.next_poll)
-        return min(_TICK_S, max(0.0, min(due) - time.monotonic()))
+            return _TICK_S if not self._is_kept else max(0.0, min(_TICK_S, self._kept_until - time.monotonic()))
+        return min(_TICK_S, max(0.0, run.due - time.monotonic()))
 
     def _advance(self) -> None:
         """Do what is due: end the current step, stop late ranks, begin the next call."""
         if self._is_usable() and not self._teardown.has_ray():
             self._break([], GroupError(f"{self.name}: Ray was shut down under the group"))
+        if self._is_kept and time.monotonic() >= self._kept_until:
+            self._drop_kept()
         if self._run is not None:
             self._check(self._run)
         while self._run is None and self._waiting and self._is_usable():
@@ -193,18 +215,20 @@ class Supervisor:
         if run.drain_until is not None:
             if everyone or now >= run.drain_until:
                 self._conclude(run)
+            elif run.witnesses_at is not None and now >= run.witnesses_at:
+                self._questions.witnesses(run)
         elif everyone:
             self._step_done(run)
         elif now >= run.deadline:
-            self._ask_stacks(run)
+            self._questions.stacks(run)
         elif run.task.watch_progress and now >= run.next_poll:
-            self._ask_progress(run, now)
+            self._questions.progress(run, self._dead)
 
     def _begin(self, task: Task, request: Request) -> None:
         """Send one step to all ranks."""
         now = time.monotonic()
         self._numbers += 1
-        self._run = run = Run(task, self._numbers, begun=now, deadline=now + task.deadline_s, next_poll=now + _POLL_S)
+        self._run = run = Run(task, self._numbers, begun=now, deadline=now + task.deadline_s, next_poll=now + POLL_S)
         try:
             # Large arguments are stored before any rank is asked: a full store must not leave some ranks at work.
             parts = self._parts(task.own)
@@ -215,12 +239,12 @@ class Supervisor:
             return
         for rank, member in enumerate(self._members):
             outcome, value = member.run.remote(request, parts[rank], common)
-            self._watch(outcome, partial(self._on_outcome, run.number, rank, value))
+            self._watch(outcome.future(), partial(self._on_outcome, run.number, rank, value))
 
     def _parts(self, own: Packed | Sequence[Packed]) -> list[Any]:
         return [_stored(own)] * len(self._members) if isinstance(own, Packed) else [_stored(one) for one in own]
 
-    def _on_outcome(self, number: int, rank: int, value: Any, future: concurrent.futures.Future[Any]) -> None:
+    def _on_outcome(self, number: int, rank: int, value: Any, future: Future) -> None:
         run = self._run
         if run is None or run.number != number:
             return
@@ -230,7 +254,10 @@ class Supervisor:
             return
         outcome: Outcome = future.result()
         run.finished.add(rank)
-        if outcome.raised is not None:
+        run.stamps[rank] = outcome.stamp
+        if run.is_freed:
+            pass  # what it raises is our own doing
+        elif outcome.raised is not None:
             self._see(run, failure.saw_raise(self._members[rank].info, outcome.raised), self._timeouts.drain_s)
         else:
             run.more = outcome.more if rank == 0 else run.more
@@ -254,7 +281,7 @@ class Supervisor:
         self._see(run, failure.Observed(one), self._timeouts.drain_s)
         self._advance()
 
-    def _on_lifetime(self, rank: int, future: concurrent.futures.Future[Any]) -> None:
+    def _on_lifetime(self, rank: int, future: Future) -> None:
         error = future.exception()
         if error is None:
             error = RuntimeError("the actor was closed")
@@ -264,7 +291,10 @@ class Supervisor:
         if rank in self._dead:
             return
         self._dead.add(rank)
-        if not self._is_usable():
+        with self._lock:
+            is_usable = self._is_usable()
+        if not is_usable:
+            self._drop_kept()  # what it held is nowhere else: there is nothing to keep the others for
             return
         run = self._run
         seen = failure.saw_death(self._members[rank].info, "idle" if run is None else run.phase(rank), error)
@@ -298,25 +328,44 @@ class Supervisor:
         if everyone and not run.seen:
             self._step_done(run)  # late, but done before it was stopped
             return
-        late = run.stacks is not None and not everyone
-        run.seen.extend(run.hung(self._members) if late else run.stopped(self._members))
-        error = failure.judge(run.seen, f"{run.task.call.name} on {self.name}", late)
+        if not run.is_freed and not everyone:
+            run.describe_late(self._members)
+            if self._can_free(run):
+                self._questions.free(run)
+                return
+        error = failure.judge(run.seen, f"{run.task.call.name} on {self.name}", run.is_late, run.arrived)
         is_intact = failure.output_only(run.seen) or failure.all_alike(run.seen, len(self._members))
         # A user's function may do different things on different ranks; here no rank waits for another any more.
         is_intact = is_intact or (run.task.call.name == "call" and failure.all_recovered(run.seen))
-        if everyone and is_intact:
+        if everyone and is_intact and not run.is_freed:
             self._run = None
             run.task.call.end(failure.typed_error(run.seen, error))
         else:
-            self._break(run.seen, error)
+            self._break(run.seen, error, keep=everyone and run.holds_one_model and self._can_rejoin())
 
-    def _break(self, seen: Sequence[failure.Observed], error: GroupError) -> None:
-        """Stop every rank, give everything back, fail the current call and those behind it."""
+    def _can_rejoin(self) -> bool:
+        """Whether ranks that are all there can meet again: an aborted NCCL collective may have left anything."""
+        return (
+            bool(self._timeouts.keep_s)
+            and self._is_started
+            and not self._dead
+            and all(one.info.device == "cpu" for one in self._members)
+        )
+
+    def _can_free(self, run: Run) -> bool:
+        """Whether the ranks that have not finished would, if nobody waited for anybody any more."""
+        late = run.unfinished(self._members)
+        return self._can_rejoin() and (run.stacks is None or all(run.waits(rank) for rank in late))
+
+    def _break(self, seen: Sequence[failure.Observed], error: GroupError, *, keep: bool = False) -> None:
+        """Fail the current call and those behind it; stop every rank and give everything back, unless `keep`."""
         run, self._run = self._run, None
+        self._is_kept, self._kept_until = keep, time.monotonic() + self._timeouts.keep_s
         # A twin: the traceback of the one that the user is given would keep the user's frames, and so the group, alive.
         self._cause = failure.twin(error)
         try:
-            self._teardown.stop()
+            if not keep:
+                self._teardown.stop()
         finally:
             if run is not None:
                 run.task.call.end(failure.typed_error(seen, error))
@@ -344,50 +393,33 @@ class Supervisor:
         try:
             if was_idle:
                 self._teardown.leave()
-            self._teardown.stop()
-            until = time.monotonic() + _RELEASE_S
-            while len(self._dead) < len(self._members) and self._teardown.has_ray() and time.monotonic() < until:
-                with contextlib.suppress(queue.Empty):
-                    self._events.get(timeout=0.1)()
+            self._stop_all()
         finally:
             self._is_closed.set()
 
-    def _ask_progress(self, run: Run, now: float) -> None:
-        run.next_poll = now + _POLL_S
-        for rank, member in enumerate(self._members):
-            if rank not in run.asked and rank not in self._dead:
-                run.asked.add(rank)
-                self._watch(member.actor.progress.remote(), partial(self._on_progress, run.number, rank))
+    def _give_up(self, error: GroupError, done: threading.Event) -> None:
+        try:
+            if self._is_usable():
+                self._break([], error)
+            self._drop_kept()
+            self._stop_all()
+        finally:
+            done.set()
 
-    def _on_progress(self, number: int, rank: int, future: concurrent.futures.Future[Any]) -> None:
-        run = self._run
-        if run is None or run.number != number:
-            return
-        run.asked.discard(rank)
-        if future.exception() is not None:
-            return  # a death comes by the rank's lifetime
-        progress: Progress = future.result()
-        if run.moved.get(rank) != (progress.phase, progress.bytes_done):
-            run.moved[rank] = (progress.phase, progress.bytes_done)
-            run.deadline = time.monotonic() + run.task.deadline_s
-        if rank == 0:
-            run.task.call.progress = (progress.bytes_done, progress.bytes_total)
+    def _drop_kept(self) -> None:
+        """Stop ranks that were kept for a restart, unless one has begun."""
+        with self._lock:
+            is_kept, self._is_kept = self._is_kept, False
+        if is_kept:
+            self._teardown.stop()
 
-    def _ask_stacks(self, run: Run) -> None:
-        """The deadline has passed: ask the late ranks what they do, and wait a moment for the answers."""
-        run.stacks = {}
-        run.drain_until = time.monotonic() + _ANSWER_S
-        for rank in run.unfinished(self._members):
-            self._watch(self._members[rank].actor.stacks.remote(), partial(self._on_stacks, run.number, rank))
-
-    def _on_stacks(self, number: int, rank: int, future: concurrent.futures.Future[Any]) -> None:
-        run = self._run
-        if run is None or run.number != number or run.stacks is None or future.exception() is not None:
-            return
-        run.stacks[rank] = future.result()
-        if all(late in run.stacks for late in run.unfinished(self._members)):
-            run.drain_until = time.monotonic()
-        self._advance()
+    def _stop_all(self) -> None:
+        """Stop the ranks, and wait until Ray says that they are gone."""
+        self._teardown.stop()
+        until = time.monotonic() + _RELEASE_S
+        while len(self._dead) < len(self._members) and self._teardown.has_ray() and time.monotonic() < until:
+            with contextlib.suppress(queue.Empty):
+                self._events.get(timeout=0.1)()
 
 
 def _stored(packed: Packed) -> Any:

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from raysharding.distributed.connections import Connection
 from raysharding.group.actor import Request
 from raysharding.group.call import Call
 from raysharding.group.failure import Observed, saw_hang, saw_stop
-from raysharding.group.outcome import Stacks
+from raysharding.group.outcome import Stacks, Stamp
 from raysharding.group.packing import Packed
 from raysharding.group.ranks import Member
+from raysharding.group.witness import Sighting
 
 
 class Continue(Protocol):
@@ -69,14 +71,44 @@ class Run:
     """Clock when ranks that have not followed a failure are stopped; `None` while nothing has failed."""
     more: bool = False
     """Whether rank 0 has another step to give."""
+    stamps: dict[int, Stamp] = field(default_factory=dict)
+    """What the finished ranks hold."""
     stacks: dict[int, Stacks] | None = None
-    """Answers of late ranks; `None` until the deadline has passed."""
+    """What late ranks answered; `None` until the deadline has passed."""
+    sightings: dict[int, Sighting] = field(default_factory=dict)
+    """What others say of late ranks that did not answer."""
+    witnesses_at: float | None = None
+    """Clock when others are asked about ranks that have not answered; `None` where nobody needs to."""
+    connections: dict[int, Sequence[Connection]] | None = None
+    """TCP connections of the ranks; `None` until ranks that wait for others in vain are to be freed."""
+    is_late: bool = False
+    """Whether ranks were late when the call was given up."""
+    arrived: str = ""
+    """Which ranks waited for which then, as the end of a sentence."""
     moved: dict[int, tuple[str, int]] = field(default_factory=dict)
     """Phase and bytes of each rank, as last reported."""
     asked: set[int] = field(default_factory=set)
     """Ranks that owe an answer about their progress."""
     next_poll: float = 0.0
     """Clock of the next question about progress."""
+
+    @property
+    def due(self) -> float:
+        """Clock when something has to be done, whatever the ranks do."""
+        if self.drain_until is not None:
+            return self.drain_until if self.witnesses_at is None else min(self.drain_until, self.witnesses_at)
+        return min(self.deadline, self.next_poll) if self.task.watch_progress else self.deadline
+
+    @property
+    def is_freed(self) -> bool:
+        """Whether the ranks' connections are being cut, so that what they raise from now on means nothing."""
+        return self.connections is not None
+
+    @property
+    def holds_one_model(self) -> bool:
+        """Whether what the finished ranks hold is one model, none of it changed in part."""
+        stamps = set(self.stamps.values())
+        return len(stamps) == 1 and all(stamp.whole for stamp in stamps)
 
     def phase(self, rank: int) -> str:
         """Return what a rank was doing, as far as the driver knows."""
@@ -86,15 +118,42 @@ class Run:
         """Return the ranks whose part has not ended."""
         return [rank for rank in range(len(members)) if rank not in self.finished]
 
-    def stopped(self, members: Sequence[Member]) -> list[Observed]:
-        """Describe the ranks that are stopped because another has failed."""
-        return [saw_stop(members[rank].info, self.phase(rank)) for rank in self.unfinished(members)]
+    def waits(self, rank: int) -> bool:
+        """Whether a rank has said that it waits for others."""
+        said = (self.stacks or {}).get(rank)
+        return said is not None and said.in_collective
 
-    def hung(self, members: Sequence[Member]) -> list[Observed]:
-        """Describe the late ranks; those that do not even answer first, those that wait for others last."""
-        answers, deadline_s = self.stacks or {}, self.task.deadline_s
-        seen = [
-            saw_hang(members[rank].info, self.phase(rank), deadline_s, answers.get(rank))
-            for rank in self.unfinished(members)
-        ]
-        return sorted(seen, key=lambda one: (one.follows, one.failure.traceback != ""))
+    def describe_late(self, members: Sequence[Member]) -> None:
+        """Note the unfinished ranks as failures: hung where the deadline has passed, else stopped for another's sake.
+
+        Late ranks that do not even answer come first, those that wait for others last.
+        """
+        late = self.unfinished(members)
+        if self.stacks is None:
+            self.seen.extend(saw_stop(members[rank].info, self.phase(rank)) for rank in late)
+            return
+        self.is_late, self.arrived = True, self._arrivals(late, len(members))
+        for rank in late:
+            info, said, sighting = members[rank].info, self.stacks.get(rank), self.sightings.get(rank)
+            self.seen.append(saw_hang(info, self.phase(rank), self.task.deadline_s, said, sighting))
+        answered = set(self.stacks)
+        self.seen.sort(key=lambda one: (one.follows, one.failure.rank in answered))
+
+    def _arrivals(self, late: Sequence[int], world_size: int) -> str:
+        """Say which ranks wait for which; empty where none waits."""
+        waiting = [rank for rank in late if self.waits(rank)]
+        if not waiting:
+            return ""
+        if len(waiting) == world_size:
+            return "; all ranks wait in collectives, so not in the same one: see their stacks"
+        absent = [rank for rank in late if rank not in waiting]
+        said = [f"{_ranks(waiting)} in a collective that"]
+        if absent:
+            said.append(f"{_ranks(absent)} did not reach")
+        if self.finished:
+            said.append(f"{_ranks(sorted(self.finished))} had left behind")
+        return f"; {said[0]} {' and '.join(said[1:])}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

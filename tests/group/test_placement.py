@@ -182,7 +182,9 @@ def test_what_the_driver_can_see_is_refused_before_ray_is_started(tmp_path: Path
 
 def test_ranks_go_by_node_then_gpu_and_rank_0_sees_the_checkpoint() -> None:
     def actor(node: str, gpu: str, sees: bool) -> ActorInfo:
-        return ActorInfo(node_id=node, node_ip=f"10.0.0.{node}", pid=1, gpu_ids=(gpu,), sees_checkpoint=sees)
+        return ActorInfo(
+            node_id=node, node_ip=f"10.0.0.{node}", pid=1, gpu_ids=(gpu,), sees_checkpoint=sees, stacks_descriptor=3
+        )
 
     infos = [
         actor("1", "10", False),

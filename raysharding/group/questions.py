@@ -1,0 +1,150 @@
+"""What the supervision asks ranks while they work, on their control threads, and what it does with the answers."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import ray
+
+from raysharding.distributed.connections import Connection, between
+from raysharding.group.outcome import Progress, Stacks
+from raysharding.group.ranks import Member
+from raysharding.group.task import Run
+from raysharding.group.witness import Sighting, look
+
+POLL_S = 0.2
+"""Between two questions about progress."""
+# A late call's error comes within 2 s of its deadline: silent ranks have 0.4 s, witnesses 0.6 s, freed ranks 0.8 s.
+_SILENT_S = 0.4
+_ANSWER_S = 1.0
+_FREED_S = 0.8
+
+Future = concurrent.futures.Future[Any]
+
+
+class Questions:
+    """Runs on the supervision thread; answers come back to it as events, and are dropped when the run has ended."""
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        watch: Callable[[Future, Callable[[Future], None]], None],
+        current: Callable[[], Run | None],
+        advance: Callable[[], None],
+    ) -> None:
+        """Ask nothing yet.
+
+        Args:
+            members: By rank.
+            watch: Makes the end of a future an event.
+            current: Returns the run that answers may still belong to.
+            advance: Does what has become due.
+        """
+        self._members = members
+        self._watch = watch
+        self._current = current
+        self._advance = advance
+        self._here = ray.get_runtime_context().get_node_id()
+
+    def progress(self, run: Run, dead: Collection[int]) -> None:
+        """Ask how far ranks are that owe no answer."""
+        run.next_poll = time.monotonic() + POLL_S
+        ranks = [rank for rank in range(len(self._members)) if rank not in run.asked and rank not in dead]
+        run.asked.update(ranks)
+        self._ask(run, ranks, "progress", self._on_progress)
+
+    def _on_progress(self, run: Run, rank: int, progress: Progress) -> None:
+        run.asked.discard(rank)
+        if run.moved.get(rank) != (progress.phase, progress.bytes_done):
+            run.moved[rank] = (progress.phase, progress.bytes_done)
+            run.deadline = time.monotonic() + run.task.deadline_s
+        if rank == 0:
+            run.task.call.progress = (progress.bytes_done, progress.bytes_total)
+
+    def stacks(self, run: Run) -> None:
+        """The deadline has passed: ask the late ranks what they do, and wait a moment for the answers."""
+        now = time.monotonic()
+        run.stacks = {}
+        run.drain_until, run.witnesses_at = now + _ANSWER_S, now + _SILENT_S
+        self._ask(run, run.unfinished(self._members), "stacks", self._on_stacks)
+
+    def _on_stacks(self, run: Run, rank: int, stacks: Stacks) -> None:
+        assert run.stacks is not None, "asked by stacks()"
+        if not run.is_freed:
+            run.stacks[rank] = stacks
+            self._end_wait(run)
+
+    def witnesses(self, run: Run) -> None:
+        """Ask about late ranks that have not answered: this process where it is on their machine, else a neighbour."""
+        assert run.stacks is not None, "asked after stacks()"
+        run.witnesses_at = None
+        able = [*run.stacks, *run.finished]
+        for rank in run.unfinished(self._members):
+            if rank in run.stacks:
+                continue
+            one = self._members[rank]
+            neighbours = [self._members[other] for other in able]
+            neighbour = next((other for other in neighbours if other.info.node_id == one.info.node_id), None)
+            where = one.info.pid, one.stacks_descriptor
+            if one.info.node_id == self._here:
+                self._watch(_in_thread(_look, *where), partial(self._on_answer, run, rank, self._on_sighting))
+            elif neighbour is not None:
+                sighting = neighbour.actor.witness.remote(*where).future()
+                self._watch(sighting, partial(self._on_answer, run, rank, self._on_sighting))
+
+    def _on_sighting(self, run: Run, rank: int, sighting: Sighting | None) -> None:
+        if sighting is not None and not run.is_freed:
+            run.sightings[rank] = sighting
+            self._end_wait(run)
+
+    def _end_wait(self, run: Run) -> None:
+        """Stop waiting for answers when something is known of every late rank."""
+        known = {*(run.stacks or {}), *run.sightings}
+        if all(late in known for late in run.unfinished(self._members)):
+            run.drain_until = time.monotonic()
+        self._advance()
+
+    def free(self, run: Run) -> None:
+        """End the collectives of a failed call, so that the ranks keep what they hold; see `distributed.connections`.
+
+        All ranks cut their connections: of the peers of one, some wait for ranks that wait for it.
+        """
+        run.connections = {}
+        run.drain_until, run.witnesses_at = time.monotonic() + _FREED_S, None
+        self._ask(run, range(len(self._members)), "connections", self._on_connections)
+
+    def _on_connections(self, run: Run, rank: int, found: list[Connection]) -> None:
+        assert run.connections is not None, "asked by free()"
+        run.connections[rank] = found
+        if len(run.connections) == len(self._members):
+            for each, chosen in between(run.connections).items():
+                self._members[each].actor.cut.remote(chosen)
+
+    def _ask(self, run: Run, ranks: Iterable[int], question: str, then: Callable[[Run, int, Any], None]) -> None:
+        for rank in ranks:
+            answer = getattr(self._members[rank].actor, question).remote().future()
+            self._watch(answer, partial(self._on_answer, run, rank, then))
+
+    def _on_answer(self, run: Run, rank: int, then: Callable[[Run, int, Any], None], future: Future) -> None:
+        # Of a rank that died, its lifetime tells.
+        if run is self._current() and future.exception() is None:
+            then(run, rank, future.result())
+
+
+def _look(pid: int, descriptor: int) -> Sighting | None:
+    try:
+        return look(pid, descriptor)
+    except OSError:
+        return None  # gone, or in another container
+
+
+def _in_thread(fn: Callable[..., Any], *args: Any) -> Future:
+    """Run something that waits beside the supervision thread; a thread each, for there may be a rank for each."""
+    future: Future = concurrent.futures.Future()
+    threading.Thread(target=lambda: future.set_result(fn(*args)), name=fn.__name__, daemon=True).start()
+    return future

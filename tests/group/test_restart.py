@@ -1,0 +1,232 @@
+"""`restart`: around the shards that the ranks hold where nothing is lost, from files where something is."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from raysharding import (
+    CallTimeoutError,
+    CheckpointError,
+    GroupBrokenError,
+    GroupError,
+    PerRank,
+    ShardedModelGroup,
+    Sharding,
+    Split,
+    Timeouts,
+)
+from raysharding.group import GroupState
+from tests.group.conftest import make_group, rank_processes
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+BATCH = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+TARGET = torch.randn(6, 4, generator=torch.Generator().manual_seed(2))
+ADAM = partial(torch.optim.AdamW, lr=1e-2)
+QUICK = Timeouts(drain_s=1.0, call_s=60.0)
+
+
+class OneProcess:
+    """The model in this process, trained as the group is."""
+
+    def __init__(self, reference: nn.Module) -> None:
+        self.model = copy.deepcopy(reference).requires_grad_()
+        self.optimizer = ADAM(self.model.parameters())
+
+    def train(self) -> float:
+        self.optimizer.zero_grad()
+        loss = nn.functional.mse_loss(self.model(BATCH), TARGET)
+        loss.backward()
+        self.optimizer.step()
+        return float(loss)
+
+
+def to_target(fault: str = "none") -> Callable[..., torch.Tensor]:
+    """Return a loss that pickles by value, and that brings a fault on rank 1: in the loss, in backward, at the step."""
+
+    def loss(output: Any, _: Any) -> Any:
+        import os
+        import signal
+
+        import torch
+        import torch.distributed as dist
+
+        from raysharding import current_worker
+
+        here = dist.get_rank() == 1
+        target = torch.randn(6, 4, generator=torch.Generator().manual_seed(2))
+        rows = target[dist.get_rank() :: dist.get_world_size()]
+        del current_worker
+        if here and fault == "raise in loss":
+            raise RuntimeError("rank 1 alone")
+        if here and fault == "raise in backward":
+
+            def refuse(_: Any) -> None:
+                raise RuntimeError("rank 1 alone")
+
+            output.register_hook(refuse)
+        if here and fault == "die in backward":
+            output.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+        return torch.nn.functional.mse_loss(output, rows)
+
+    return loss
+
+
+def train(group: ShardedModelGroup, fault: str = "none") -> float:
+    """A step on `BATCH`: row r goes to rank r % W, as `to_target` expects."""
+    size = group.world_size
+    order = [row for rank in range(size) for row in range(rank, 6, size)]
+    return float(group.train_step(Split(BATCH[order]), loss=to_target(fault))["loss"])
+
+
+def state(group: ShardedModelGroup) -> dict[str, torch.Tensor]:
+    return group.state_dict()
+
+
+def assert_same(group: ShardedModelGroup, oracle: OneProcess) -> None:
+    for name, value in oracle.model.state_dict().items():
+        torch.testing.assert_close(state(group)[name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("replicate_size", [1, 2])
+def test_a_rank_that_fails_alone_costs_no_weights(checkpoint: Path, reference: nn.Module, replicate_size: int) -> None:
+    sharding, size = Sharding(replicate_size=replicate_size), 3 if replicate_size == 1 else 2
+    one = OneProcess(reference)
+    options: dict[str, Any] = {"timeouts": QUICK, "sharding": sharding, "optimizer": ADAM}
+    with make_group(checkpoint, world_size=size, **options) as group:
+        handle, pids = group.forward, [rank.pid for rank in group.ranks]
+        assert train(group) == pytest.approx(one.train(), abs=1e-6)
+        for fault in ("raise in loss", "raise in backward"):
+            with pytest.raises(GroupError, match="rank 1 raised") as caught:
+                train(group, fault)
+            assert {rank: one.kind for rank, one in caught.value.failures.items()} == {
+                rank: "raised" if rank == 1 else "collateral" for rank in range(size)
+            }
+            assert group.state is GroupState.BROKEN
+            with pytest.raises(GroupBrokenError, match=r"group\.restart\(\) makes it whole"):
+                handle(Split(BATCH))
+            report = group.restart()
+            assert (report.how, report.checkpoint, report.world_size) == ("in place", None, size)
+            assert group.state is GroupState.READY
+            assert [rank.pid for rank in group.ranks] == pids
+            assert train(group) == pytest.approx(one.train(), abs=1e-6)
+        assert_same(group, one)
+        torch.testing.assert_close(handle(Split(BATCH)), one.model(BATCH).detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_ranks_that_wait_for_each_other_are_freed_and_go_on(checkpoint: Path, reference: nn.Module) -> None:
+    def miss_each_other() -> None:
+        import torch
+        import torch.distributed as dist
+
+        if dist.get_rank() == 0:
+            dist.barrier()  # rank 1 is elsewhere: the test is about just that
+        else:
+            dist.recv(torch.zeros(1), src=0)
+
+    with make_group(checkpoint, timeouts=Timeouts(call_s=1.5)) as group:
+        begun = time.monotonic()
+        with pytest.raises(CallTimeoutError, match="all ranks wait in collectives, so not in the same one") as caught:
+            group.call(miss_each_other)
+        assert time.monotonic() - begun < 1.5 + 2.0
+        assert sorted(caught.value.failures) == [0, 1]
+        assert all("miss_each_other" in failure.traceback for failure in caught.value.failures.values())
+        assert group.restart().how == "in place"
+        torch.testing.assert_close(group.forward(Split(BATCH)), reference(BATCH))
+
+
+def test_a_death_loads_the_last_save(checkpoint: Path, reference: nn.Module, tmp_path: Path) -> None:
+    one = OneProcess(reference)
+    with make_group(checkpoint, world_size=3, timeouts=QUICK) as group:
+        handle = group.forward
+        group.set_optimizer(torch.optim.AdamW, lr=1e-2)
+        train(group), one.train()
+        group.save(tmp_path / "saved")
+        with pytest.raises(GroupError, match="rank 1 died") as caught:
+            train(group, "die in backward")
+        assert caught.value.primary is not None
+        report = group.restart()
+        assert (report.how, report.checkpoint, report.world_size) == ("reloaded", str(tmp_path / "saved"), 3)
+        assert "rank 1" in report.why
+        assert "its shards are nowhere else" in report.why
+        assert_same(group, one)
+        # With the optimizer's state: the next step is the undisturbed one.
+        assert train(group) == pytest.approx(one.train(), abs=1e-6)
+        assert_same(group, one)
+        torch.testing.assert_close(handle(Split(BATCH)), one.model(BATCH).detach(), rtol=1e-5, atol=1e-6)
+        report = group.restart(world_size=2)
+        assert (report.how, report.world_size, group.world_size) == ("reloaded", 2, 2)
+        assert len(rank_processes()) >= 2
+
+
+def test_weights_changed_in_part_are_loaded_again(checkpoint: Path, reference: nn.Module) -> None:
+    def half() -> None:
+        import torch
+        import torch.distributed as dist
+
+        from raysharding import current_worker
+
+        with torch.no_grad():
+            for parameter in current_worker().module.parameters():
+                parameter.add_(1.0)
+        if dist.get_rank() == 1:
+            raise RuntimeError("half-way")
+        dist.barrier()  # rank 1 never comes: the test is about just that
+
+    with make_group(checkpoint, timeouts=QUICK) as group:
+        with pytest.raises(GroupError, match="rank 1 raised"):
+            group.call(half)
+        report = group.restart()
+        assert (report.how, report.checkpoint) == ("reloaded", str(checkpoint))
+        assert "changed in part" in report.why
+        torch.testing.assert_close(group.forward(Split(BATCH)), reference(BATCH))
+
+
+def test_what_restart_refuses(checkpoint: Path, tmp_path: Path) -> None:
+    with make_group(checkpoint, timeouts=QUICK) as group:
+        with pytest.raises(ValueError, match="there is nothing to restart"):
+            group.restart()
+        group.save(tmp_path / "saved")
+        shutil.rmtree(tmp_path / "saved")
+        os.kill(group.ranks[0].pid, signal.SIGKILL)
+        with pytest.raises(GroupError, match="rank 0 died"):
+            group.call(lambda: 1)
+        with pytest.raises(CheckpointError, match="saved"):
+            group.restart()
+        assert group.state is GroupState.BROKEN
+        assert group.restart(str(checkpoint)).how == "reloaded"
+        assert group.call(lambda: 1) == [1, 1]
+    with pytest.raises(GroupBrokenError, match="is shut down"):
+        group.restart()
+
+
+def test_ranks_are_kept_for_a_while_only(checkpoint: Path) -> None:
+    def alone(what: str) -> None:
+        import torch.distributed as dist
+
+        if what == "raise":
+            raise RuntimeError("alone")
+        dist.barrier()  # rank 1 never comes: the test is about just that
+
+    with make_group(checkpoint, timeouts=Timeouts(drain_s=0.5, keep_s=1.0)) as group:
+        pids = {rank.pid for rank in group.ranks}
+        with pytest.raises(GroupError, match="rank 1 raised"):
+            group.call(alone, PerRank(["wait", "raise"]))
+        assert pids <= rank_processes()
+        until = time.monotonic() + 1.0 + 5.0
+        while pids & rank_processes():
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        assert group.restart().how == "reloaded"
