@@ -27,6 +27,8 @@ def written(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
 
 
 def _version(tensor: torch.Tensor) -> int:
+    if isinstance(tensor, DTensor):
+        # Writes to a DTensor are counted by itself, those to what `to_local` gives by the tensor inside.
+        return tensor._version + _version(tensor._local_tensor)
     # An inference tensor has no counter, and nobody can write to it outside inference mode.
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return 0 if local.is_inference() else local._version
+    return 0 if tensor.is_inference() else tensor._version

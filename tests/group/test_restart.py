@@ -33,7 +33,6 @@ from tests.group.conftest import make_group, rank_processes
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
 BATCH = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
-TARGET = torch.randn(6, 4, generator=torch.Generator().manual_seed(2))
 ADAM = partial(torch.optim.AdamW, lr=1e-2)
 QUICK = Timeouts(drain_s=1.0, call_s=60.0)
 
@@ -47,30 +46,27 @@ class OneProcess:
 
     def train(self) -> float:
         self.optimizer.zero_grad()
-        loss = nn.functional.mse_loss(self.model(BATCH), TARGET)
+        loss = nn.functional.mse_loss(self.model(BATCH), BATCH[:, :4])
         loss.backward()
         self.optimizer.step()
-        return float(loss)
+        return float(loss.detach())
 
 
 def to_target(fault: str = "none") -> Callable[..., torch.Tensor]:
     """Return a loss that pickles by value, and that brings a fault on rank 1: in the loss, in backward, at the step."""
 
-    def loss(output: Any, _: Any) -> Any:
+    def loss(output: Any, x: Any) -> Any:
         import os
         import signal
 
         import torch
         import torch.distributed as dist
 
-        from raysharding import current_worker
-
         here = dist.get_rank() == 1
-        target = torch.randn(6, 4, generator=torch.Generator().manual_seed(2))
-        rows = target[dist.get_rank() :: dist.get_world_size()]
-        del current_worker
         if here and fault == "raise in loss":
             raise RuntimeError("rank 1 alone")
+        if not output.requires_grad:
+            return torch.nn.functional.mse_loss(output, x[:, :4])  # a trial run, which finds out what the loss does
         if here and fault == "raise in backward":
 
             def refuse(_: Any) -> None:
@@ -79,27 +75,22 @@ def to_target(fault: str = "none") -> Callable[..., torch.Tensor]:
             output.register_hook(refuse)
         if here and fault == "die in backward":
             output.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
-        return torch.nn.functional.mse_loss(output, rows)
+        return torch.nn.functional.mse_loss(output, x[:, :4])
 
     return loss
 
 
 def train(group: ShardedModelGroup, fault: str = "none") -> float:
-    """A step on `BATCH`: row r goes to rank r % W, as `to_target` expects."""
-    size = group.world_size
-    order = [row for rank in range(size) for row in range(rank, 6, size)]
-    return float(group.train_step(Split(BATCH[order]), loss=to_target(fault))["loss"])
-
-
-def state(group: ShardedModelGroup) -> dict[str, torch.Tensor]:
-    return group.state_dict()
+    return float(group.train_step(Split(BATCH), loss=to_target(fault))["loss"])
 
 
 def assert_same(group: ShardedModelGroup, oracle: OneProcess) -> None:
+    found = group.state_dict()
     for name, value in oracle.model.state_dict().items():
-        torch.testing.assert_close(state(group)[name], value, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("replicate_size", [1, 2])
 def test_a_rank_that_fails_alone_costs_no_weights(checkpoint: Path, reference: nn.Module, replicate_size: int) -> None:
     sharding, size = Sharding(replicate_size=replicate_size), 3 if replicate_size == 1 else 2
