@@ -15,6 +15,7 @@ from raysharding.config import Loading, Sharding
 from raysharding.distributed.process_group import StoreAddress, join_process_group, leave_process_group, serve_store
 from raysharding.group.outcome import Stamp
 from raysharding.group.packing import Packed
+from raysharding.models import InputBounds
 from raysharding.worker import Worker
 
 NEXT = "_next"
@@ -132,9 +133,10 @@ class RankCommands:
         else:
             self._rank_worker.rejoin()
 
-    def build(self, model: Any, checkpoint: bytes, sharding: Sharding, loading: Loading) -> None:
-        """Build the sharded module on meta. All ranks, together."""
+    def build(self, model: Any, checkpoint: bytes, sharding: Sharding, loading: Loading) -> InputBounds:
+        """Build the sharded module on meta, and say what it takes. All ranks, together."""
         self._worker.build(model, Checkpoint.from_json(checkpoint), sharding, loading)
+        return InputBounds.of(self._worker.module)
 
     def load(self, path: str | None) -> Any:
         """Load a checkpoint into the module and return rank 0's report. All ranks, together."""

@@ -15,10 +15,11 @@ import ray
 import torch
 from torch import nn
 
-from raysharding.batch import Out, check_out, deal
+from raysharding.batch import Out, RankBatch, check_out, deal
 from raysharding.config import Loading, Placement, Sharding, Timeouts
 from raysharding.distributed.gradients import check_norm
 from raysharding.group import describe
+from raysharding.group.admission import check_batches
 from raysharding.group.call import Call, Collect
 from raysharding.group.channel import Channel
 from raysharding.group.commands import Mode
@@ -160,12 +161,13 @@ class ShardedModelGroup:
             The model's output on the CPU; its type is kept. Caches are `None`; a loss is the whole batch's.
 
         Raises:
-            ValueError: Splits of different sizes, no rows, or a bad `mode` or `out`.
+            ValueError: Splits of different sizes, no rows, ids that the model does not have, values of `PerRank` that
+                would have ranks run different code, or a bad `mode` or `out`.
             OutputTooLargeError: A rank's output is over `max_output_bytes`.
         """
         check_mode(mode, default="eval")
         check_out(out)
-        batches = deal(args, kwargs, self.world_size)
+        batches = self._deal("forward", args, kwargs)
         collect, as_refs = collect_outputs(out, batches[0].rows, batches[0].dim), out == Out.refs()
         call = self._channel.submit_batches("forward", batches, mode, out, collect=collect, as_refs=as_refs)
         return call.keep_alive(self)
@@ -200,7 +202,7 @@ class ShardedModelGroup:
         if not self._may_have_optimizer:
             raise ValueError("train_step needs an optimizer: call group.set_optimizer(torch.optim.AdamW, lr=...) first")
         check_mode(mode, default="train")
-        batches = deal(args, kwargs, self.world_size)
+        batches = self._deal("train_step", args, kwargs)
         extra = (loss, max_grad_norm, mode)
         return self._channel.submit_batches("train_step", batches, *extra, collect=collect_rank0).keep_alive(self)
 
@@ -429,6 +431,12 @@ class ShardedModelGroup:
 
     def _repr_html_(self) -> str:
         return describe.html_table(f"ShardedModelGroup {self._title()}", self.ranks)
+
+    def _deal(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[RankBatch]:
+        """Deal a batch out, and refuse one that some ranks could not compute while others wait for them."""
+        batches = deal(args, kwargs, self.world_size)
+        check_batches(method, batches, self._launched.bounds)
+        return batches
 
     def _title(self) -> str:
         devices = self.ranks[0].device.partition(":")[0]

@@ -18,6 +18,7 @@ from raysharding.group.progress import ProgressOption, follow
 from raysharding.group.spec import GroupSpec
 from raysharding.group.start import Started, start_actors
 from raysharding.group.supervision import Supervisor
+from raysharding.models import InputBounds
 
 # Ranks time out a little after the driver does, so that the driver's error, which sees all ranks, is the one raised.
 _GRACE_S = 5.0
@@ -34,6 +35,8 @@ class Launched:
     """The ranks' actors."""
     load_report: LoadReport
     """Rank 0's report."""
+    bounds: InputBounds
+    """What the model takes."""
 
 
 def launch(spec: GroupSpec) -> Launched:
@@ -51,23 +54,23 @@ def launch(spec: GroupSpec) -> Launched:
         fit.check_fit(spec.model, opened, spec.sharding, spec.loading)
     channel, started = _place(spec, opened, world_size, device_type)
     try:
-        report = _fill(spec, channel, opened)
+        report, bounds = _fill(spec, channel, opened)
     except BaseException:
         channel.supervisor.shutdown()
         raise
     channel.supervisor.started()
-    return Launched(channel, started, report)
+    return Launched(channel, started, report, bounds)
 
 
-def _fill(spec: GroupSpec, channel: Channel, opened: Checkpoint) -> LoadReport:
+def _fill(spec: GroupSpec, channel: Channel, opened: Checkpoint) -> tuple[LoadReport, InputBounds]:
     """Make the module on every rank, load it, and give it its optimizer."""
     built = (spec.model, opened.to_json(), spec.sharding, spec.loading)
-    channel.submit_same("build", *built, deadline_s=spec.timeouts.start_s).result()
+    bounds: InputBounds = channel.submit_same("build", *built, deadline_s=spec.timeouts.start_s).result()
     report = _load(channel, opened, spec.progress)
     if spec.optimizer is not None:
         stall_s = spec.timeouts.load_stall_s
         channel.submit_same("set_optimizer", spec.optimizer, {}, True, deadline_s=stall_s, watch=True).result()
-    return report
+    return report, bounds
 
 
 def _load(channel: Channel, opened: Checkpoint, progress: ProgressOption) -> LoadReport:

@@ -9,6 +9,7 @@ from raysharding.models.config_files import write_config_files
 from raysharding.models.group_dtypes import is_cut
 from raysharding.models.ignored import ignored_modules, ignored_parameters
 from raysharding.models.initial import Initialiser
+from raysharding.models.inputs import MASKED_LABEL, InputBounds
 from raysharding.models.key_mapping import KeyMap, Target, map_keys, misfit
 from raysharding.models.names import clean_name
 from raysharding.models.rules import missing_rules
@@ -16,7 +17,9 @@ from raysharding.models.ties import differing_ties
 from raysharding.models.wrap import input_and_output, lowers_precision, stays_in_full_precision, wrap_groups
 
 __all__ = [
+    "MASKED_LABEL",
     "Initialiser",
+    "InputBounds",
     "KeyMap",
     "ModelSource",
     "Run",

@@ -175,6 +175,8 @@ def test_a_rank_that_sleeps_past_the_deadline(checkpoint: Path) -> None:
     assert error.primary is not None
     assert (error.primary.rank, error.primary.kind) == (1, "hung"), "not rank 0, which waits for it"
     assert "time.sleep(100)" in error.primary.traceback
+    assert "rank 0 in a collective that rank 1 did not reach" in error.message
+    assert "dist.barrier()" in error.failures[0].traceback
     assert error.failures[0].kind == "hung"
     assert "waits in a collective" in error.failures[0].message
     assert_broken(group, error)
@@ -187,8 +189,23 @@ def test_a_stopped_rank_is_hung_and_removed(checkpoint: Path) -> None:
     assert isinstance(error, CallTimeoutError)
     assert error.primary is not None
     assert (error.primary.rank, error.primary.kind) == (1, "hung")
-    assert "answers no questions" in error.primary.message
+    assert "answers no questions; its process is stopped by a signal" in error.primary.message
     assert sorted(error.failures) == [1]
+
+
+def test_a_thread_that_holds_the_gil_is_shown(checkpoint: Path) -> None:
+    def hold(what: str) -> None:
+        import ctypes
+
+        if what == "hold":
+            ctypes.PyDLL(None).sleep(100)  # PyDLL keeps the GIL, so no other thread of the rank runs
+
+    group = make_group(checkpoint, timeouts=Timeouts(call_s=1.5))
+    error = failure_of(group.call.remote(hold, PerRank(["hold", "nothing"])), within_s=1.5 + 2.0)
+    assert error.primary is not None
+    assert (error.primary.rank, error.primary.kind) == (0, "hung")
+    assert "answers no questions; its process runs: a thread may hold the GIL" in error.primary.message
+    assert "in hold" in error.primary.traceback
 
 
 def test_a_rank_killed_while_the_model_is_built(checkpoint: Path) -> None:

@@ -55,6 +55,13 @@ def test_a_model_equals_one_process(name: str, world_size: int, tmp_path: Path) 
         torch.testing.assert_close(output.logits, expected.logits, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(output.loss, expected.loss, rtol=1e-5, atol=1e-5)
 
+        # One bad row would raise on its rank alone, while the others wait.
+        spoilt = {**batch, "input_ids": batch["input_ids"].clone()}
+        spoilt["input_ids"][-1, 0] = reference.config.vocab_size
+        last = len(batch["input_ids"]) - 1
+        with pytest.raises(ValueError, match=f"forward: input_ids holds {reference.config.vocab_size} in row {last}"):
+            group.forward(**split(spoilt))
+
         group.set_optimizer(torch.optim.AdamW, lr=1e-3)
         calls = [group.train_step.remote(**split(batch)) for _ in range(NUM_STEPS)]
         losses = [call.result()["loss"] for call in calls]

@@ -1,0 +1,105 @@
+"""What the driver looks at before a call starts: whether its arguments would make ranks wait for each other.
+
+One rank that raises, or that runs other code than its peers, leaves them in a collective that never ends. What can be
+seen of that in the arguments alone is refused here, with the group READY and nothing sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from raysharding.batch import RankBatch
+from raysharding.models import MASKED_LABEL, InputBounds
+from raysharding.tree import leaves
+
+
+def check_batches(method: str, batches: Sequence[RankBatch], bounds: InputBounds) -> None:
+    """Refuse a batch that some ranks can compute and others cannot. Reads the ids on CPU once, moves nothing.
+
+    Args:
+        method: The call, for errors.
+        batches: By rank, from `deal`.
+        bounds: Of the group's model.
+
+    Raises:
+        ValueError: Ranks would get arguments of different kinds, or an id that the model does not have.
+    """
+    _check_alike(method, batches)
+    _check_ids(method, batches, bounds)
+
+
+def _check_alike(method: str, batches: Sequence[RankBatch]) -> None:
+    """Compare what `PerRank` gave each rank: kinds, dtypes and dims; sizes may differ, as rows and lengths do."""
+    if all(_is_shared(batch, batches[0]) for batch in batches):
+        return
+    first = _kinds(batches[0])
+    for rank, batch in enumerate(batches):
+        kinds = _kinds(batch)
+        if kinds == first:
+            continue
+        path = next(path for path in (*first, *kinds) if first.get(path) != kinds.get(path))
+        there, here = first.get(path, "nothing"), kinds.get(path, "nothing")
+        raise ValueError(
+            f"{method}: {path} is {here} on rank {rank}, but {there} on rank 0. Ranks that do not run the same code "
+            "wait for each other for ever: give every rank a value of the same kind, dtype and number of dims"
+        )
+
+
+def _is_shared(batch: RankBatch, other: RankBatch) -> bool:
+    pairs = zip(_values(batch), _values(other), strict=False)
+    return all(mine is theirs for (_, mine), (_, theirs) in pairs)
+
+
+def _values(batch: RankBatch) -> Iterator[tuple[str, Any]]:
+    yield from ((f"args[{index}]", value) for index, value in enumerate(batch.args))
+    yield from batch.kwargs.items()
+
+
+def _kinds(batch: RankBatch) -> dict[str, str]:
+    return {path: _kind(leaf) for name, value in _values(batch) for path, leaf in leaves(value, name)}
+
+
+def _kind(leaf: Any) -> str:
+    if isinstance(leaf, torch.Tensor):
+        return f"a {str(leaf.dtype).removeprefix('torch.')} tensor of {leaf.ndim} dims"
+    return "None" if leaf is None else f"of type {type(leaf).__name__}"
+
+
+def _check_ids(method: str, batches: Sequence[RankBatch], bounds: InputBounds) -> None:
+    seen: set[int] = set()
+    for rank, batch in enumerate(batches):
+        named = [*zip(bounds.positions, batch.args, strict=False), *batch.kwargs.items()]
+        for name, value in named:
+            number = bounds.num_ids.get(name)
+            if number is None or not _holds_ids(value) or id(value) in seen:
+                continue
+            seen.add(id(value))
+            # A rank's rows of a Split are counted from the whole batch's first.
+            start = 0 if batch.num_rows is None else sum(batch.rows[:rank])
+            problem = _unknown(value, number, name == "labels", batch.dim, start)
+            if problem is not None:
+                raise ValueError(f"{method}: {name} holds {problem}: is it another model's tokenizer?")
+
+
+def _holds_ids(value: Any) -> bool:
+    whole = isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.numel() > 0
+    return whole and not value.is_floating_point() and not value.is_complex() and value.dtype is not torch.bool
+
+
+def _unknown(ids: torch.Tensor, number: int, is_label: bool, dim: int, start: int) -> str | None:
+    """Say which id the model does not have; `None` where it has all."""
+    low, high = (int(bound) for bound in torch.aminmax(ids))
+    if low >= 0 and high < number:
+        return None
+    wrong = (ids < 0) | (ids >= number)
+    if is_label:
+        wrong &= ids != MASKED_LABEL
+    if not wrong.any():
+        return None
+    place = wrong.nonzero()[0].tolist()
+    row = f" in row {place[dim] + start}" if place else ""
+    masked = f", or {MASKED_LABEL} for what the loss leaves out" if is_label else ""
+    return f"{int(ids[tuple(place)])}{row}, and the model has the ids 0 to {number - 1}{masked}"
