@@ -14,10 +14,12 @@ if TYPE_CHECKING:
     from raysharding.config import Loading, Placement, Sharding, Timeouts
     from raysharding.distributed import LoadReport, SaveReport
     from raysharding.errors import (
+        CallCancelledError,
         CallTimeoutError,
         CheckpointError,
         GroupBrokenError,
         GroupError,
+        GroupTakenOverError,
         OutputTooLargeError,
         PlacementError,
         PlanError,
@@ -32,10 +34,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Call",
+    "CallCancelledError",
     "CallTimeoutError",
     "CheckpointError",
     "GroupBrokenError",
     "GroupError",
+    "GroupTakenOverError",
     "LoadReport",
     "Loading",
     "Out",
@@ -61,10 +65,12 @@ _HOMES = {
     "config": ("Loading", "Placement", "Sharding", "Timeouts"),
     "distributed": ("LoadReport", "SaveReport"),
     "errors": (
+        "CallCancelledError",
         "CallTimeoutError",
         "CheckpointError",
         "GroupBrokenError",
         "GroupError",
+        "GroupTakenOverError",
         "OutputTooLargeError",
         "PlacementError",
         "PlanError",

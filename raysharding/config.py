@@ -328,11 +328,17 @@ class Timeouts:
     """How long the ranks of a broken group are kept where none is lost and none was changed in part, for `restart()` to
     go on with what they hold; then they are stopped, as all others are at once. 0: not at all. Give more in a notebook,
     where a person decides. Default 8, so that a failed group has given everything back within 10 s."""
+    lease_s: float | None = None
+    """How long ranks outlive a driver that does not run: one that is frozen (SIGSTOP, a paused machine), or the dead
+    one of a named group. The driver renews the lease three times in that time; when it runs out the ranks end, and
+    their resources are free. At least 1. Default `None`: no lease; then a frozen driver holds its ranks."""
 
     def __post_init__(self) -> None:
         for name in ("place_s", "start_s", "rendezvous_s", "load_stall_s", "call_s", "drain_s"):
             value = getattr(self, name)
             is_deadline = _is_finite(value) and value > 0
             _require(is_deadline, name, value, "give a positive number of seconds; a deadline is finite")
+        is_lease = self.lease_s is None or (_is_finite(self.lease_s) and self.lease_s >= 1)
+        _require(is_lease, "lease_s", self.lease_s, "give None, or 1 second or more, such as 60")
         is_time = _is_finite(self.keep_s) and self.keep_s >= 0
         _require(is_time, "keep_s", self.keep_s, "give a number of seconds from 0 on")

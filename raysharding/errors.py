@@ -8,7 +8,9 @@
     ├── OutputTooLargeError (ValueError)   a result over the cap: size, cap and the cure
     └── GroupError         (RuntimeError)  ranks failed: `primary` first, all in `failures`
         ├── CallTimeoutError (TimeoutError)  a call outlived its deadline
+        ├── CallCancelledError               a call was taken out of the queue before any rank began it
         └── GroupBrokenError                 the group failed earlier; `primary` says how
+            └── GroupTakenOverError          another driver has attached to the group
 
 Errors that a user would catch by a builtin type inherit from that type too.
 """
@@ -205,5 +207,13 @@ class CallTimeoutError(GroupError, TimeoutError):
     """A call outlived its deadline: some rank is hung, or slower than `Timeouts` allows."""
 
 
+class CallCancelledError(GroupError):
+    """Ctrl-C or `group.interrupt()` took the call out of the queue before any rank began it; the group is unharmed."""
+
+
 class GroupBrokenError(GroupError):
     """The group failed earlier and refuses calls; `primary` holds the cause."""
+
+
+class GroupTakenOverError(GroupBrokenError):
+    """Another driver has attached to the group, so this one's calls are refused; the ranks live on."""

@@ -11,10 +11,12 @@ from ray import cloudpickle
 
 from raysharding import errors
 from raysharding.errors import (
+    CallCancelledError,
     CallTimeoutError,
     CheckpointError,
     GroupBrokenError,
     GroupError,
+    GroupTakenOverError,
     OutputTooLargeError,
     PlacementError,
     PlanError,
@@ -54,6 +56,8 @@ EXAMPLES: tuple[RayshardingError, ...] = (
     GroupError("forward failed", primary=RAISED, failures={0: RAISED, 2: COLLATERAL}),
     CallTimeoutError("train_step took over 5 s", primary=DIED, failures={1: DIED}),
     GroupBrokenError("the group failed earlier", primary=DIED, failures={1: DIED}),
+    CallCancelledError("forward was cancelled by Ctrl-C before any rank began it"),
+    GroupTakenOverError("group 'llama' was taken over by another driver"),
 )
 
 
@@ -90,6 +94,8 @@ def test_fields_are_the_constructors(error: RayshardingError) -> None:
         (CallTimeoutError, TimeoutError),
         (CallTimeoutError, GroupError),
         (GroupBrokenError, GroupError),
+        (CallCancelledError, GroupError),
+        (GroupTakenOverError, GroupBrokenError),
     ],
 )
 def test_is_caught_by_its_builtin_type(error_type: type[RayshardingError], builtin: type[Exception]) -> None:

@@ -15,17 +15,24 @@ from types import FrameType
 from typing import Any, Literal
 
 import ray
+from ray.util.placement_group import remove_placement_group
 
 from raysharding.distributed.connections import Connection, connections, cut
 from raysharding.errors import OutputTooLargeError
 from raysharding.group.commands import RankCommands
+from raysharding.group.describe import tell
+from raysharding.group.fence import Fence, taken_over
+from raysharding.group.lease import RankLease
 from raysharding.group.outcome import Outcome, Progress, Raised, Stacks, Stage, record_exception
 from raysharding.group.packing import AsValue, Packed, pack
+from raysharding.group.record import GroupRecord
 from raysharding.group.witness import Sighting, look, testify
 
 # One thread: torch's current device is per thread, and collectives must run in the driver's order. Control threads:
 # one for `lifetime`, the others for questions, of which one may be stuck behind a slow answer.
-CONCURRENCY_GROUPS = {"work": 1, "control": 4}
+CONCURRENCY_GROUPS = {"work": 1, "control": 5}
+
+_GIVE_BACK_S = 2.0
 
 OutputMode = Literal["value", "ref"]
 
@@ -63,8 +70,20 @@ class Request:
 class RankActor:
     """One rank. Created by `ranks.start_actors` with `max_restarts=0`: recovery is the whole group's."""
 
-    def __init__(self) -> None:
+    def __init__(self, lease_s: float | None = None, owns_room: bool = False) -> None:
+        """Start.
+
+        Args:
+            lease_s: The rank's first lease, within which its driver must have begun to renew it; `None`: it has none.
+            owns_room: Whether to give the placement group back when the lease runs out.
+        """
         self._commands = RankCommands()
+        self._fence = Fence()
+        self._room = ray.util.get_current_placement_group() if owns_room else None
+        self._lease = RankLease(self._end)
+        self._lease.renew(lease_s)
+        self._record: GroupRecord | None = None
+        self._last_raised: dict[int, Raised | None] = {}
         self._work_thread = 0
         self._control_threads: set[int] = set()
         self._stacks_descriptor = testify()
@@ -83,10 +102,47 @@ class RankActor:
         )
 
     @ray.method(concurrency_group="control")
-    def lifetime(self) -> None:
-        """Block as long as the process lives: the driver sees its death, also while idle, as this call's failure."""
+    def lifetime(self, epoch: int) -> None:
+        """Block as long as the process lives: the driver sees its death, also while idle, as this call's failure.
+
+        Returns when another driver has taken the group over.
+        """
         self._control_threads.add(threading.get_ident())
-        threading.Event().wait()
+        self._fence.wait_closed(epoch)
+
+    @ray.method(concurrency_group="control")
+    def renew(self, epoch: int, lease_s: float | None) -> None:
+        """Begin the rank's lease anew; see `lease.py`."""
+        if self._fence.is_open(epoch):
+            self._lease.renew(lease_s)
+
+    @ray.method(concurrency_group="control")
+    def keep(self, epoch: int, record: GroupRecord) -> None:
+        """Keep what a driver needs that attaches to the group."""
+        is_newer = self._record is None or record.version > self._record.version
+        if self._fence.is_open(epoch) and is_newer:
+            self._record = record
+
+    @ray.method(concurrency_group="control")
+    def record(self) -> GroupRecord | None:
+        """Return what was kept; `None` while the group is being made."""
+        return self._record
+
+    @ray.method(concurrency_group="control")
+    def take_over(self) -> int:
+        """Begin the epoch of another driver. One actor of the group is asked; the others are told by `admit`."""
+        return self._fence.next()
+
+    @ray.method(concurrency_group="control")
+    def admit(self, epoch: int) -> None:
+        """Obey the driver of this epoch, and refuse those before it."""
+        self._fence.admit(epoch)
+
+    @ray.method(concurrency_group="control")
+    def last_raised(self, epoch: int) -> Raised | None:
+        """Return what the last command of the drivers before this epoch raised; `None` if it ended well."""
+        before = [one for one in self._last_raised if one < epoch]
+        return self._last_raised[max(before)] if before else None
 
     @ray.method(concurrency_group="control")
     def progress(self) -> Progress:
@@ -130,10 +186,13 @@ class RankActor:
         cut(chosen)
 
     @ray.method(concurrency_group="work")
-    def run(self, request: Request, own: Packed, shared: Packed | None) -> tuple[Outcome, Packed | AsValue | None]:
+    def run(
+        self, epoch: int, request: Request, own: Packed, shared: Packed | None
+    ) -> tuple[Outcome, Packed | AsValue | None]:
         """Run one command.
 
         Args:
+            epoch: The driver's.
             request: What to run.
             own: Packed `(args, kwargs)` of this rank.
             shared: Packed tuple of values that all ranks share, which stand in `own` as `commands.Shared` marks.
@@ -143,16 +202,29 @@ class RankActor:
         """
         self._work_thread = threading.get_ident()
         stage: Stage = "run"
+        if not self._fence.is_open(epoch):
+            return Outcome(self._commands.stamp(), raised=self._describe(taken_over("the group"), stage)), None
         try:
+            self._last_raised[epoch] = None
             more, value = self._commands.run(request.method, own, shared)
             stage = "output"
             packed = _pack_output(value, request)
         except (Exception, SystemExit) as error:  # noqa: BLE001
             # The boundary: whatever user code raised goes to the driver as data. `sys.exit()` would end the actor.
-            return Outcome(self._commands.stamp(), raised=self._record(error, stage)), None
+            raised = self._last_raised[epoch] = self._describe(error, stage)
+            return Outcome(self._commands.stamp(), raised=raised), None
         return Outcome(self._commands.stamp(), more=more), packed
 
-    def _record(self, error: BaseException, stage: Stage) -> Raised:
+    def _end(self, lease_s: float) -> None:
+        """End this process: nobody has renewed its lease. `sys.exit` would wait for the work thread."""
+        tell(f"the driver has not renewed this rank's lease of {lease_s:g} s: the rank ends, pid {os.getpid()}")
+        if self._room is not None:
+            giving = threading.Thread(target=remove_placement_group, args=(self._room,), daemon=True)
+            giving.start()
+            giving.join(_GIVE_BACK_S)
+        os._exit(1)
+
+    def _describe(self, error: BaseException, stage: Stage) -> Raised:
         return record_exception(
             error,
             stage=stage,

@@ -13,6 +13,7 @@ from typing import Any, Generic, NoReturn, ParamSpec, Self
 import ray
 
 from raysharding.errors import CallTimeoutError, GroupError
+from raysharding.group.interrupts import HeldInterrupts, Interruptible
 from raysharding.group.packing import Packed
 
 P = ParamSpec("P")
@@ -39,7 +40,9 @@ class Call:
     Ray's object store until they are asked for, and as long as the `Call` lives.
     """
 
-    def __init__(self, name: str, world_size: int, collect: Collect, fetch_s: float) -> None:
+    def __init__(
+        self, name: str, world_size: int, collect: Collect, fetch_s: float, group: Interruptible | None = None
+    ) -> None:
         """Made by the group.
 
         Args:
@@ -47,8 +50,10 @@ class Call:
             world_size: Number of ranks.
             collect: Turns the ranks' values into the result.
             fetch_s: Longest wait for one rank's value to cross from the object store.
+            group: What Ctrl-C stops while the main thread waits; `None`: Ctrl-C only ends the wait.
         """
         self.name = name
+        self._group = group
         self._world_size = world_size
         self._collect = collect
         self._fetch_s = fetch_s
@@ -93,6 +98,9 @@ class Call:
         Raises:
             TimeoutError: `timeout_s` passed; the call still runs.
             GroupError: Ranks failed; see the class.
+            CallCancelledError: Ctrl-C or `group.interrupt()` took the call out of the queue.
+            KeyboardInterrupt: In the main thread, once the running call has ended: the calls behind it are cancelled,
+                the group is READY. A second Ctrl-C meanwhile stops the ranks: the group is BROKEN.
         """
         self._wait(timeout_s)
         with self._collecting:
@@ -127,7 +135,8 @@ class Call:
         """
         until = None if timeout_s is None else time.monotonic() + timeout_s
         for index in range(self._world_size):
-            with self._changed:
+            # Not around the yield: there it is the caller's code that runs.
+            with HeldInterrupts(self._group), self._changed:
                 left = None if until is None else max(0.0, until - time.monotonic())
                 if not self._changed.wait_for(lambda: len(self._order) > index or self._ended.done(), left):  # noqa: B023
                     raise self._too_slow(timeout_s)
@@ -235,10 +244,11 @@ class Call:
         raise TypeError("a Call cannot leave its driver process; send its result()")
 
     def _wait(self, timeout_s: float | None) -> None:
-        concurrent.futures.wait([self._ended], timeout_s)
-        if not self._ended.done():
-            raise self._too_slow(timeout_s)
-        self._ended.result()
+        with HeldInterrupts(self._group):
+            concurrent.futures.wait([self._ended], timeout_s)
+            if not self._ended.done():
+                raise self._too_slow(timeout_s)
+            self._ended.result()
 
     def _too_slow(self, timeout_s: float | None) -> TimeoutError:
         return TimeoutError(f"{self.name} has not finished after {timeout_s:g} s; it still runs: ask again, or wait")

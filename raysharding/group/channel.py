@@ -51,7 +51,7 @@ class Channel:
         self.supervisor.refuse_if_unusable()
         own, shared = pack_batches(method, batches, *extra)
         request = Request(method, "ref" if as_refs else "value", self.max_output_bytes)
-        call = Call(method, len(self.members), collect, self.timeouts.call_s)
+        call = Call(method, len(self.members), collect, self.timeouts.call_s, self.supervisor)
         self.supervisor.submit(Task(call, request, own, shared, self.timeouts.call_s))
         return call
 
@@ -99,7 +99,7 @@ class Channel:
         keep_step: Continue | None,
     ) -> Call:
         deadline_s = self.timeouts.call_s if deadline_s is None else deadline_s
-        call = Call(method, len(self.members), collect, self.timeouts.call_s)
+        call = Call(method, len(self.members), collect, self.timeouts.call_s, self.supervisor)
         request = Request(method, "value", None)
         later = None if keep_step is None else Request(f"{method}_next", "value", None)
         self.supervisor.submit(Task(call, request, own, None, deadline_s, watch, later, keep_step))

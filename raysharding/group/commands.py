@@ -133,6 +133,10 @@ class RankCommands:
         else:
             self._rank_worker.rejoin()
 
+    def attach(self) -> bool:
+        """Say whether there is an optimizer, once the command of an earlier driver has ended."""
+        return self._worker.optimizer is not None
+
     def build(self, model: Any, checkpoint: bytes, sharding: Sharding, loading: Loading) -> InputBounds:
         """Build the sharded module on meta, and say what it takes. All ranks, together."""
         self._worker.build(model, Checkpoint.from_json(checkpoint), sharding, loading)

@@ -1,8 +1,9 @@
-"""What a group says about itself to people: tables as text and HTML."""
+"""What a group says about itself to people: lines on stderr, tables as text and HTML."""
 
 from __future__ import annotations
 
 import html
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,12 @@ from raysharding.group.ranks import RankInfo
 
 _MEMORY = ("host", "peak_host", "device", "peak_device")
 _COLUMNS = ("rank", "node", "pid", "local_rank", "device")
+
+
+def tell(line: str) -> None:
+    """Write a line to stderr. Not from a signal handler: the main thread may be writing there."""
+    sys.stderr.write(f"raysharding: {line}\n")
+    sys.stderr.flush()
 
 
 def _rows(ranks: Sequence[RankInfo]) -> list[tuple[str, ...]]:

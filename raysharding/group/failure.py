@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from raysharding.errors import (
     CallTimeoutError,
     FailureKind,
     GroupBrokenError,
     GroupError,
+    GroupTakenOverError,
     RankFailure,
     RayshardingError,
 )
@@ -19,6 +21,8 @@ from raysharding.group.ranks import RankInfo
 from raysharding.group.witness import Sighting
 
 _MAX_DEATH_CHARS = 600
+
+E = TypeVar("E", bound=GroupError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +53,9 @@ def saw_raise(info: RankInfo, raised: Raised) -> Observed:
     return Observed(failure, raised, follows=raised.is_connection)
 
 
-def saw_death(info: RankInfo, phase: str, error: BaseException) -> Observed:
-    """Describe a rank whose process is gone. `error` is Ray's."""
-    return Observed(_plain(info, "died", phase, _one_line(str(error))))
+def saw_death(info: RankInfo, phase: str, error: BaseException, note: str = "") -> Observed:
+    """Describe a rank whose process is gone. `error` is Ray's, `note` what the driver knows of it."""
+    return Observed(_plain(info, "died", phase, _one_line(str(error)) + note))
 
 
 def saw_hang(
@@ -95,6 +99,13 @@ def all_recovered(seen: Sequence[Observed]) -> bool:
     return all(one is not None and not one.lost_peers and one.recovered for one in raised)
 
 
+def leaves_intact(call: str, seen: Sequence[Observed], world_size: int) -> bool:
+    """Whether the group is READY after these failures, all ranks having ended their part of the call."""
+    # A user's function may do different things on different ranks; here no rank waits for another any more.
+    is_own = call == "call" and all_recovered(seen)
+    return output_only(seen) or all_alike(seen, world_size) or is_own
+
+
 def output_only(seen: Sequence[Observed]) -> bool:
     """Whether the ranks did their work together, and only packing a result failed."""
     return all(one.raised is not None and one.raised.stage == "output" for one in seen)
@@ -118,7 +129,7 @@ def judge(seen: Sequence[Observed], what: str, timed_out: bool, arrivals: str = 
     return cls(message, primary=first, failures=dict(sorted(failures.items())))
 
 
-def twin(error: GroupError) -> GroupError:
+def twin(error: E) -> E:
     """Return an error that says the same and was never raised: without traceback, cause and context."""
     return type(error)(error.message, primary=error.primary, failures=error.failures)
 
@@ -137,6 +148,8 @@ def typed_error(seen: Sequence[Observed], error: GroupError) -> RayshardingError
 
 def broken(name: str, cause: GroupError) -> GroupBrokenError:
     """Build the error of every later call."""
+    if isinstance(cause, GroupTakenOverError):
+        return twin(cause)
     message = f"{name} is broken and refuses calls: {cause.message}; group.restart() makes it whole"
     return GroupBrokenError(message, primary=cause.primary, failures=cause.failures)
 

@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
@@ -20,12 +21,16 @@ from raysharding.config import Loading, Placement, Sharding, Timeouts
 from raysharding.distributed.gradients import check_norm
 from raysharding.group import describe
 from raysharding.group.admission import check_batches
+from raysharding.group.attach import attach
 from raysharding.group.call import Call, Collect
 from raysharding.group.channel import Channel
 from raysharding.group.commands import Mode
 from raysharding.group.fit import check_optimizer
 from raysharding.group.handle import driver_handle, handle
-from raysharding.group.launch import Launched, launch
+from raysharding.group.interrupts import UndoneByInterrupt
+from raysharding.group.keeping import update_record
+from raysharding.group.launch import launch
+from raysharding.group.launched import Launched
 from raysharding.group.progress import ProgressOption
 from raysharding.group.ranks import RankInfo
 from raysharding.group.restart import RestartReport, restart
@@ -49,6 +54,11 @@ class ShardedModelGroup:
     submission, each under `Timeouts.call_s`; `status` and `shutdown` do not queue behind them. When a rank dies,
     hangs, or raises alone, the call raises a `GroupError`, the other ranks are stopped, everything is given back, and
     later calls raise `GroupBrokenError`.
+
+    Ctrl-C while a call blocks the main thread (`group.x(...)`, `Call.result`, `per_rank`, `stream`) cancels the calls
+    in the queue (`CallCancelledError`), waits for the running one, raises KeyboardInterrupt and leaves the group READY.
+    A second Ctrl-C during that wait stops the ranks. A task that awaits a `Call` is cancelled as asyncio does it: the
+    ranks' call goes on.
     """
 
     def __init__(self, spec: GroupSpec, launched: Launched) -> None:
@@ -73,7 +83,7 @@ class ShardedModelGroup:
         if self._finalizer is not None:
             self._finalizer.detach()
         # For a group that is dropped without shutdown(). The collector may run in any thread: this does not wait.
-        self._finalizer = weakref.finalize(self, self._supervisor.shut_down_soon)
+        self._finalizer = weakref.finalize(self, self._supervisor.dropped_soon)
         self._finalizer.atexit = False
 
     @property
@@ -98,6 +108,7 @@ class ShardedModelGroup:
         timeouts: Timeouts | None = None,
         optimizer: Callable[..., torch.optim.Optimizer] | None = None,
         max_output_bytes: int = 2 * GIB,
+        name: str | None = None,
         progress: ProgressOption = None,
     ) -> Self:
         """Place a group on the cluster, load a checkpoint into it, and return it READY.
@@ -120,16 +131,20 @@ class ShardedModelGroup:
             timeouts: Deadlines. Default `Timeouts()`.
             optimizer: Factory of the optimizer, called with the parameters; `set_optimizer` sets it later.
             max_output_bytes: Cap on what one rank sends back for one call, in bytes. Default 2 GiB.
+            name: Lets the group outlive this driver, under a name that `attach` finds it by. It ends by `shutdown()`,
+                with which a `with` block ends, too, or by its lease (`Timeouts.lease_s`); neither when its object is
+                dropped nor when the program exits. Default: no name; the group goes with the driver.
             progress: `None`: a bar in a terminal or notebook; `True` or `False`; or a callable that is given bytes
                 done and bytes in all.
 
         Raises:
-            ValueError: A bad argument.
+            ValueError: A bad argument, or a name that is taken.
             CheckpointError: The checkpoint cannot be found or trusted.
             PlacementError: The cluster has no room (says need against have), or the one that Ray would join is gone.
             RendezvousError: Ranks did not meet.
             PlanError: Model and checkpoint do not fit together; lists every mismatch.
             GroupError: A rank died, hung or raised.
+            KeyboardInterrupt: At Ctrl-C, when everything is undone.
         """
         spec = GroupSpec(
             checkpoint=os.fspath(checkpoint),
@@ -143,8 +158,38 @@ class ShardedModelGroup:
             optimizer=optimizer,
             max_output_bytes=max_output_bytes,
             progress=progress,
+            name=name,
         )
-        return cls(spec, launch(spec))
+        # Nothing is loaded yet that a wait for the next call boundary could save: one Ctrl-C undoes all.
+        with UndoneByInterrupt():
+            return cls(spec, launch(spec))
+
+    @classmethod
+    def attach(cls, name: str, *, timeouts: Timeouts | None = None) -> Self:
+        """Give a named group, loaded as it is, to this driver: after a restart of the kernel, say.
+
+        Calls `ray.init()` where the program has not; `ray.init(address=...)` names another cluster. A driver that has
+        the group loses it: its calls raise `GroupTakenOverError`. A call that runs still, of a driver that may be dead,
+        runs to its end first, under `Timeouts.call_s`, and its result is dropped.
+
+        Args:
+            name: What `from_checkpoint(name=...)` said.
+            timeouts: Deadlines from now on. Default: those that the group was made with.
+
+        Returns:
+            The group, with the weights, the optimizer and the `load_report` that it has.
+
+        Raises:
+            ValueError: There is no group of that name (lists those that there are), or it is still being made.
+            CallTimeoutError: The earlier driver's call did not end, or ranks do not answer: the group was stopped.
+            GroupBrokenError: Ranks are gone, or the earlier driver's call broke it: the group was stopped.
+            PlacementError: The cluster that Ray would join is gone.
+        """
+        attached = attach(name, timeouts)
+        group = cls(attached.spec, attached.launched)
+        group._origin = attached.origin
+        group._may_have_optimizer = attached.has_optimizer
+        return group
 
     @handle
     def forward(self, /, *args: Any, mode: Mode = None, out: Out | None = None, **kwargs: Any) -> Call:
@@ -330,6 +375,7 @@ class ShardedModelGroup:
         self._channel.submit_same("set_optimizer", factory, kwargs, False).result()
         self._optimizer = partial(factory, **kwargs)
         self._may_have_optimizer = True
+        self._update_record()
 
     @property
     def ranks(self) -> tuple[RankInfo, ...]:
@@ -410,6 +456,25 @@ class ShardedModelGroup:
                 self._origin = again.report.checkpoint or self._origin
         return again.report
 
+    def interrupt(self, timeout_s: float | None = None) -> int:
+        """Do what one Ctrl-C does, from any thread: cancel the calls in the queue and wait for the running one.
+
+        Args:
+            timeout_s: How long to wait. Default: until the running call ends, which its own deadline bounds.
+
+        Returns:
+            How many calls were cancelled: each raises `CallCancelledError`. The group is READY, unless the running call
+            has failed.
+
+        Raises:
+            TimeoutError: `timeout_s` passed; the running call still runs, those behind it are cancelled.
+            GroupBrokenError: The group is broken or shut down.
+        """
+        self._supervisor.refuse_if_unusable()
+        stopping = self._supervisor.interrupt_soon("")
+        self._supervisor.wait_stopped(stopping, timeout_s)
+        return stopping.result(0) if stopping.done() else 0
+
     @driver_handle
     def shutdown(self) -> None:
         """Stop all ranks and give everything back. May be called many times; a running call fails."""
@@ -442,6 +507,11 @@ class ShardedModelGroup:
         devices = self.ranks[0].device.partition(":")[0]
         return f"{self._spec.checkpoint}, {self.world_size} ranks on {devices}, {self.state.value}"
 
+    def _update_record(self) -> None:
+        """Have a named group remember what a restart would need, for a driver that attaches."""
+        if self._spec.name is not None:
+            update_record(self._launched, replace(self._spec, optimizer=self._optimizer), self._origin)
+
     def _ask_status(self) -> list[dict[str, Any]]:
         until = time.monotonic() + _STATUS_S
         refs = [member.actor.status.remote() for member in self._channel.members]
@@ -462,3 +532,4 @@ def _note_origin(group: weakref.ref[ShardedModelGroup], path: str, call: Call) -
     owner = group()
     if owner is not None and call.succeeded():
         owner._origin = path
+        owner._update_record()

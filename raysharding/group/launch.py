@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
 
 from raysharding.checkpoint import Checkpoint
 from raysharding.config import Placement
@@ -12,8 +11,17 @@ from raysharding.group import fit
 from raysharding.group.channel import Channel
 from raysharding.group.commands import Assignment
 from raysharding.group.connect import connect
+from raysharding.group.keeping import keep_record
+from raysharding.group.launched import Launched
 from raysharding.group.locate import local_path, open_here, open_on_a_node
-from raysharding.group.placement import choose_device_type, choose_num_threads, choose_world_size, reserve
+from raysharding.group.naming import check_free
+from raysharding.group.placement import (
+    Reservation,
+    choose_device_type,
+    choose_num_threads,
+    choose_world_size,
+    reserve,
+)
 from raysharding.group.progress import ProgressOption, follow
 from raysharding.group.spec import GroupSpec
 from raysharding.group.start import Started, start_actors
@@ -25,20 +33,6 @@ _GRACE_S = 5.0
 _COLLECTIVE_GRACE_S = 60.0
 
 
-@dataclass(frozen=True)
-class Launched:
-    """A group's running parts."""
-
-    channel: Channel
-    """Sends calls to the ranks."""
-    started: Started
-    """The ranks' actors."""
-    load_report: LoadReport
-    """Rank 0's report."""
-    bounds: InputBounds
-    """What the model takes."""
-
-
 def launch(spec: GroupSpec) -> Launched:
     """Do what `ShardedModelGroup.from_checkpoint` says."""
     spec.check()
@@ -48,18 +42,23 @@ def launch(spec: GroupSpec) -> Launched:
         fit.check_fit(spec.model, opened, spec.sharding, spec.loading)
     connect()
     device_type = choose_device_type(spec.device)
+    if spec.name is not None:
+        check_free(spec.name)
     world_size = choose_world_size(spec.world_size, device_type, spec.placement)
     if opened is None:
         opened = open_on_a_node(spec.checkpoint, spec.timeouts.start_s)
         fit.check_fit(spec.model, opened, spec.sharding, spec.loading)
-    channel, started = _place(spec, opened, world_size, device_type)
+    channel, started, reservation = _place(spec, opened, world_size, device_type)
     try:
         report, bounds = _fill(spec, channel, opened)
+        launched = Launched(channel, started, reservation, report, bounds)
+        if spec.name is not None:
+            keep_record(launched, spec, spec.checkpoint)
     except BaseException:
         channel.supervisor.shutdown()
         raise
     channel.supervisor.started()
-    return Launched(channel, started, report, bounds)
+    return launched
 
 
 def _fill(spec: GroupSpec, channel: Channel, opened: Checkpoint) -> tuple[LoadReport, InputBounds]:
@@ -81,15 +80,17 @@ def _load(channel: Channel, opened: Checkpoint, progress: ProgressOption) -> Loa
     return report
 
 
-def _place(spec: GroupSpec, opened: Checkpoint, world_size: int, device_type: str) -> tuple[Channel, Started]:
+def _place(
+    spec: GroupSpec, opened: Checkpoint, world_size: int, device_type: str
+) -> tuple[Channel, Started, Reservation]:
     """Reserve room, start the actors, and let the ranks meet."""
     placement, timeouts = spec.placement, spec.timeouts
-    reservation = reserve(world_size, device_type, placement, timeouts.place_s)
+    reservation = reserve(world_size, device_type, placement, timeouts.place_s, spec.lifetime)
     try:
         path = local_path(opened.files[0].path)
-        started = start_actors(reservation, world_size, device_type, placement, timeouts.start_s, path)
-        name = f"group {secrets.token_hex(3)}"
-        supervisor = Supervisor(name, started.members, timeouts, reservation.release)
+        started = start_actors(reservation, world_size, device_type, placement, timeouts.start_s, path, spec.lifetime)
+        name = f"group {secrets.token_hex(3)}" if spec.name is None else f"group {spec.name!r}"
+        supervisor = Supervisor(name, started.members, timeouts, reservation.release, spec.lifetime)
     except BaseException:
         reservation.release()
         raise
@@ -99,7 +100,7 @@ def _place(spec: GroupSpec, opened: Checkpoint, world_size: int, device_type: st
     except BaseException:
         supervisor.shutdown()
         raise
-    return channel, started
+    return channel, started, reservation
 
 
 def rendezvous(channel: Channel, started: Started, placement: Placement) -> None:

@@ -12,6 +12,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 
 from raysharding.config import Placement
 from raysharding.errors import PlacementError
+from raysharding.group.naming import Lifetime
 
 Resources = Mapping[str, float]
 
@@ -90,7 +91,7 @@ def choose_num_threads(placement: Placement) -> int:
     return int(chosen) if chosen.isdecimal() and int(chosen) else max(1, int(placement.cpus_per_rank))
 
 
-def reserve(world_size: int, device_type: str, placement: Placement, place_s: float) -> Reservation:
+def reserve(world_size: int, device_type: str, placement: Placement, place_s: float, lifetime: Lifetime) -> Reservation:
     """Reserve one bundle for each rank, and wait until Ray has it.
 
     Args:
@@ -98,6 +99,7 @@ def reserve(world_size: int, device_type: str, placement: Placement, place_s: fl
         device_type: `cuda` adds one GPU to each bundle.
         placement: Strategy, CPUs, labels; or an existing placement group.
         place_s: Deadline.
+        lifetime: What the placement group hangs on.
 
     Raises:
         PlacementError: Not ready at the deadline; says need against have, per node. Nothing stays reserved.
@@ -110,7 +112,10 @@ def reserve(world_size: int, device_type: str, placement: Placement, place_s: fl
     else:
         selector = [dict(placement.labels)] * world_size if placement.labels else None
         made = placement_group(
-            [dict(need) for _ in range(world_size)], strategy=placement.strategy, bundle_label_selector=selector
+            [dict(need) for _ in range(world_size)],
+            strategy=placement.strategy,
+            bundle_label_selector=selector,
+            **lifetime.placement_group_options(),
         )
         reservation = Reservation(made, need, is_ours=True)
     try:

@@ -36,3 +36,17 @@ class Member:
     """The actor's `run` method, bound to the work thread and its two results."""
     stacks_descriptor: int
     """What `witness.look` needs to read its stacks."""
+    name: str | None = None
+    """The actor's, in a group with a name."""
+    epoch: int = 0
+    """This driver's; a rank refuses the commands of a driver that another has followed."""
+
+    def start(self, request: Any, own: Any, shared: Any) -> tuple[Any, Any]:
+        """Have the work thread run a command; see `RankActor.run`."""
+        outcome, value = self.run.remote(self.epoch, request, own, shared)
+        return outcome, value
+
+
+def work_thread(actor: Any) -> Any:
+    """Return an actor's `run` method, bound to the work thread and its two results."""
+    return actor.run.options(concurrency_group="work", num_returns=2)

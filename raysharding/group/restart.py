@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from raysharding.errors import RayshardingError
-from raysharding.group.launch import Launched, launch, rendezvous
+from raysharding.group.launch import launch, rendezvous
+from raysharding.group.launched import Launched
 from raysharding.group.spec import GroupSpec
 from raysharding.group.supervision import GroupState
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from raysharding.config import Loading, Placement, Sharding, Timeouts
 from raysharding.group import fit
+from raysharding.group.naming import Lifetime, check_name
 from raysharding.group.placement import check_world_size
 from raysharding.group.progress import ProgressOption
 
@@ -38,6 +39,13 @@ class GroupSpec:
     """Cap on what one rank sends back for one call."""
     progress: ProgressOption
     """See `from_checkpoint`."""
+    name: str | None = None
+    """Name under which the group outlives its driver; `None`: it does not."""
+
+    @property
+    def lifetime(self) -> Lifetime:
+        """What the group's actors and placement group hang on."""
+        return Lifetime(self.name, self.timeouts.lease_s, self.timeouts.start_s)
 
     def check(self) -> None:
         """Refuse what is wrong whatever the checkpoint and the cluster are.
@@ -49,3 +57,8 @@ class GroupSpec:
         fit.check_configs(self.sharding, self.loading, self.placement, self.timeouts, self.max_output_bytes)
         check_world_size(self.world_size)
         fit.check_factories(self.model, self.optimizer)
+        check_name(self.name)
+        if self.name is not None and self.placement.placement_group is not None:
+            raise ValueError(
+                f"name={self.name!r} with a placement group of yours: it may go before the group does; leave one out"
+            )

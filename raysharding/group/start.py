@@ -14,8 +14,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from raysharding.config import Placement
 from raysharding.errors import CallTimeoutError, CheckpointError, FailureKind, GroupError, RankFailure
 from raysharding.group.actor import CONCURRENCY_GROUPS, ActorInfo, RankActor
+from raysharding.group.naming import Lifetime, name_taken
 from raysharding.group.placement import Reservation
-from raysharding.group.ranks import Member, RankInfo
+from raysharding.group.ranks import Member, RankInfo, work_thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ def start_actors(
     placement: Placement,
     start_s: float,
     checkpoint_path: str | None,
+    lifetime: Lifetime,
 ) -> Started:
     """Start one actor in each bundle and number them.
 
@@ -45,26 +47,30 @@ def start_actors(
         placement: CPUs and runtime environment of a rank.
         start_s: Deadline for all actors to answer.
         checkpoint_path: Local path that rank 0's node must see, `None` where any node will do.
+        lifetime: What the actors hang on.
 
     Raises:
+        ValueError: A name that is taken.
         GroupError: An actor died while it started.
         CallTimeoutError: Actors did not answer in time.
         CheckpointError: No actor's node sees the path.
     """
-    actors = [_start(reservation, bundle, device_type, placement) for bundle in range(world_size)]
+    actors: list[Any] = []
     try:
+        # One by one: those before the one that fails must be stopped.
+        actors.extend(_start(reservation, bundle, device_type, placement, lifetime) for bundle in range(world_size))
         infos = probe(actors, start_s, checkpoint_path)
         if not any(info.sees_checkpoint for info in infos):
             nodes = ", ".join(sorted({info.node_ip for info in infos}))
             raise CheckpointError(f"not visible on the nodes of the ranks: {nodes}", path=checkpoint_path)
-        return _number(actors, infos, device_type)
+        return _number(actors, infos, device_type, lifetime)
     except BaseException:
         for actor in actors:
             ray.kill(actor, no_restart=True)
         raise
 
 
-def _start(reservation: Reservation, bundle: int, device_type: str, placement: Placement) -> Any:
+def _start(reservation: Reservation, bundle: int, device_type: str, placement: Placement, lifetime: Lifetime) -> Any:
     environment = dict(placement.runtime_env or {})
     if device_type == "cuda":
         # Every rank of a node sees all of the group's GPUs there: NCCL between processes that see one GPU each is
@@ -83,7 +89,12 @@ def _start(reservation: Reservation, bundle: int, device_type: str, placement: P
     }
     if environment:
         options["runtime_env"] = environment
-    return remote.options(**options).remote()
+    try:
+        return remote.options(**options, **lifetime.actor_options(bundle)).remote(
+            lifetime.first_lease_s, reservation.is_ours
+        )
+    except ray.exceptions.ActorAlreadyExistsError as error:
+        raise name_taken(str(lifetime.name)) from error
 
 
 def probe(actors: Sequence[Any], start_s: float, checkpoint_path: str | None) -> list[ActorInfo]:
@@ -135,7 +146,7 @@ def rank_order(infos: Sequence[ActorInfo], driver_node: str) -> list[int]:
     return sorted(range(len(infos)), key=place)
 
 
-def _number(actors: Sequence[Any], infos: Sequence[ActorInfo], device_type: str) -> Started:
+def _number(actors: Sequence[Any], infos: Sequence[ActorInfo], device_type: str, lifetime: Lifetime) -> Started:
     """Number the actors by `rank_order`."""
     members: list[Member] = []
     gpus: dict[str, list[str]] = {}
@@ -146,8 +157,8 @@ def _number(actors: Sequence[Any], infos: Sequence[ActorInfo], device_type: str)
         gpus.setdefault(info.node_id, []).extend(info.gpu_ids)
         device = f"cuda:{local_rank}" if device_type == "cuda" else "cpu"
         described = RankInfo(rank, info.node_id, info.node_ip, info.pid, local_rank, device)
-        run = actors[index].run.options(concurrency_group="work", num_returns=2)
-        members.append(Member(described, actors[index], run, info.stacks_descriptor))
+        name = lifetime.actor_name(index)
+        members.append(Member(described, actors[index], work_thread(actors[index]), info.stacks_descriptor, name))
     is_cuda = device_type == "cuda"
     visible = tuple(",".join(gpus[member.info.node_id]) if is_cuda else "" for member in members)
     return Started(tuple(members), visible)

@@ -9,8 +9,10 @@ while ranks are idle too, because each actor's `lifetime` call is outstanding as
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import contextlib
 import enum
+import math
 import queue
 import threading
 import time
@@ -21,9 +23,14 @@ from typing import Any
 import ray
 
 from raysharding.config import Timeouts
-from raysharding.errors import GroupBrokenError, GroupError, RankFailure
+from raysharding.errors import CallCancelledError, GroupBrokenError, GroupError, RankFailure
 from raysharding.group import failure
 from raysharding.group.actor import Request
+from raysharding.group.describe import tell
+from raysharding.group.fence import taken_over
+from raysharding.group.interrupts import HeldInterrupts, Stopping
+from raysharding.group.lease import Renewal
+from raysharding.group.naming import Lifetime
 from raysharding.group.outcome import Outcome
 from raysharding.group.packing import Packed
 from raysharding.group.questions import POLL_S, Future, Questions
@@ -51,7 +58,14 @@ class GroupState(enum.Enum):
 class Supervisor:
     """Runs a group's calls in order, under deadlines, and stops everything when one rank fails."""
 
-    def __init__(self, name: str, members: Sequence[Member], timeouts: Timeouts, release: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        members: Sequence[Member],
+        timeouts: Timeouts,
+        release: Callable[[], None],
+        lifetime: Lifetime,
+    ) -> None:
         """Start the thread.
 
         Args:
@@ -59,11 +73,14 @@ class Supervisor:
             members: By rank.
             timeouts: Deadlines.
             release: Gives the placement group back; called once, after the actors were stopped.
+            lifetime: What the ranks hang on: a group with a name outlives this driver.
         """
         self.name = name
         self._members = members
         self._timeouts = timeouts
+        self._lifetime = lifetime
         self._teardown = Teardown(members, release)
+        self._renewal = Renewal(members, lifetime.starting_lease_s, self._teardown.has_ray)
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._questions = Questions(members, self._watch, lambda: self._run, self._advance)
         self._lock = threading.Condition()
@@ -76,13 +93,15 @@ class Supervisor:
         self._kept_until = 0.0
         self._cause: GroupError | None = None
         self._dead: set[int] = set()
+        self._is_dropped = False
         self._is_closing = False
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._loop, name=f"supervise {name}", daemon=True)
         for rank, member in enumerate(members):
-            self._watch(member.actor.lifetime.remote().future(), partial(self._on_lifetime, rank))
+            self._watch(member.actor.lifetime.remote(member.epoch).future(), partial(self._on_lifetime, rank))
         self._thread.start()
-        close_at_exit(self)
+        if lifetime.name is None:
+            close_at_exit(self)
 
     @property
     def state(self) -> GroupState:
@@ -103,6 +122,7 @@ class Supervisor:
     def started(self) -> None:
         """Leave STARTING: the model is loaded."""
         self._is_started = True
+        self._renewal.change(self._lifetime.lease_s)
 
     @property
     def keeps_ranks(self) -> bool:
@@ -145,13 +165,46 @@ class Supervisor:
         Raises:
             GroupBrokenError: The group is broken or shut down.
         """
-        with self._lock:
+        if self._is_full():
             # Bounded: every queued call ends by its own deadline, and a group that breaks empties the queue.
-            self._lock.wait_for(lambda: self._queued_bytes < _MAX_QUEUED_BYTES or not self._is_usable())
+            with HeldInterrupts(self), self._lock:
+                self._lock.wait_for(lambda: not self._is_full() or not self._is_usable())
+        with self._lock:
             self.refuse_if_unusable()
             self._waiting.append(task)
             self._queued_bytes += task.num_bytes
         self._events.put(self._advance)
+
+    def interrupt_soon(self, source: str) -> Stopping:
+        """Cancel the calls in the queue, in the supervision's own time; a group that is still STARTING breaks.
+
+        Args:
+            source: Who interrupts (`Ctrl-C`), for a line on stderr; empty: no line.
+
+        Returns:
+            Ends when the call that runs now has ended; its value is the number of cancelled calls.
+        """
+        stopping = Stopping()
+        self._events.put(partial(self._interrupt, source, stopping))
+        return stopping
+
+    def wait_stopped(self, stopping: Stopping, timeout_s: float | None = None) -> None:
+        """Wait for the end of the call that ran at an interrupt; its own deadline bounds that.
+
+        Raises:
+            TimeoutError: `timeout_s` passed first; the call still runs.
+        """
+        until = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        # A supervision that has ended acts on no event any more.
+        while not stopping.done() and not self._is_closed.is_set():
+            left = until - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(f"{self.name}: the running call has not ended after {timeout_s:g} s; it still runs")
+            concurrent.futures.wait([stopping], min(left, _TICK_S))
+
+    def abandon_soon(self, reason: str) -> None:
+        """Stop the ranks, whatever they do; the group is BROKEN. `reason` says on whose wish."""
+        self._events.put(partial(self._abandon, reason))
 
     def shutdown(self) -> None:
         """Stop all ranks and give everything back; returns when it is, or after 20 s. May be called many times."""
@@ -162,6 +215,18 @@ class Supervisor:
     def shut_down_soon(self) -> None:
         """Begin `shutdown` without waiting for its end."""
         self._events.put(self._close)
+
+    def detach(self) -> None:
+        """End the supervision and leave the ranks as they are, for another driver."""
+        self._teardown.let_go()
+        self.shutdown()
+
+    def dropped_soon(self) -> None:
+        """The group's object is gone: shut down, but for a named group, which this driver goes on to keep alive."""
+        self._events.put(self._drop)
+
+    def _is_full(self) -> bool:
+        return self._queued_bytes >= _MAX_QUEUED_BYTES
 
     def _is_usable(self) -> bool:
         return self._cause is None and not self._is_closing
@@ -238,7 +303,7 @@ class Supervisor:
             task.call.end(GroupError(f"cannot store the arguments of {task.call.name}: {error}"))
             return
         for rank, member in enumerate(self._members):
-            outcome, value = member.run.remote(request, parts[rank], common)
+            outcome, value = member.start(request, parts[rank], common)
             self._watch(outcome.future(), partial(self._on_outcome, run.number, rank, value))
 
     def _parts(self, own: Packed | Sequence[Packed]) -> list[Any]:
@@ -284,8 +349,9 @@ class Supervisor:
     def _on_lifetime(self, rank: int, future: Future) -> None:
         error = future.exception()
         if error is None:
-            error = RuntimeError("the actor was closed")
-        self._on_death(rank, error)
+            self._taken_over()
+        else:
+            self._on_death(rank, error)
 
     def _on_death(self, rank: int, error: BaseException) -> None:
         if rank in self._dead:
@@ -297,7 +363,8 @@ class Supervisor:
             self._drop_kept()  # what it held is nowhere else: there is nothing to keep the others for
             return
         run = self._run
-        seen = failure.saw_death(self._members[rank].info, "idle" if run is None else run.phase(rank), error)
+        doing = "idle" if run is None else run.phase(rank)
+        seen = failure.saw_death(self._members[rank].info, doing, error, self._renewal.explain())
         if run is None:
             self._break([seen], failure.judge([seen], self.name, timed_out=False))
             return
@@ -334,9 +401,7 @@ class Supervisor:
                 self._questions.free(run)
                 return
         error = failure.judge(run.seen, f"{run.task.call.name} on {self.name}", run.is_late, run.arrived)
-        is_intact = failure.output_only(run.seen) or failure.all_alike(run.seen, len(self._members))
-        # A user's function may do different things on different ranks; here no rank waits for another any more.
-        is_intact = is_intact or (run.task.call.name == "call" and failure.all_recovered(run.seen))
+        is_intact = failure.leaves_intact(run.task.call.name, run.seen, len(self._members))
         if everyone and is_intact and not run.is_freed:
             self._run = None
             run.task.call.end(failure.typed_error(run.seen, error))
@@ -365,25 +430,63 @@ class Supervisor:
         self._cause = failure.twin(error)
         try:
             if not keep:
-                self._teardown.stop()
+                self._stop()
         finally:
             if run is not None:
                 run.task.call.end(failure.typed_error(seen, error))
             self._fail_waiting(failure.broken(self.name, error))
 
-    def _fail_waiting(self, error: GroupBrokenError) -> None:
+    def _fail_waiting(self, error: GroupError) -> int:
+        """End the calls in the queue with an error; return how many there were."""
         with self._lock:
             tasks, self._queued_bytes = list(self._waiting), 0
             self._waiting.clear()
             self._lock.notify_all()
         for task in tasks:
             task.call.end(error)
+        return len(tasks)
+
+    def _interrupt(self, source: str, stopping: Stopping) -> None:
+        if not self._is_started and self._is_usable():
+            self._abandon(source)
+        who = source or "interrupt()"
+        error = CallCancelledError(f"{who} cancelled the call before any rank of {self.name} began it")
+        num_cancelled = self._fail_waiting(error)
+        if self._run is None:
+            stopping.set_result(num_cancelled)
+            return
+        call = self._run.task.call
+        call.when_done(lambda _: stopping.set_result(num_cancelled))
+        if source:
+            left_s = max(0.0, self._run.deadline - time.monotonic())
+            tell(
+                f"{source}: {self.name} stops when the running {call.name} has ended (deadline in {left_s:.0f} s); "
+                f"queued calls cancelled: {num_cancelled}; once more stops the ranks now, and their weights are lost"
+            )
+
+    def _abandon(self, reason: str) -> None:
+        if self._is_usable():
+            doing = "idle" if self._run is None else f"in {self._run.task.call.name}"
+            self._break([], GroupError(f"{self.name} was stopped by {reason} ({doing})"))
+
+    def _taken_over(self) -> None:
+        """Leave the ranks to the driver that has attached to them."""
+        if self._is_usable():
+            self._teardown.let_go()
+            self._break([], taken_over(self.name))
+            if self._is_dropped:
+                self._close()
+
+    def _drop(self) -> None:
+        self._is_dropped = True
+        if self._lifetime.name is None or self._cause is not None:
+            self._close()
 
     def _close(self) -> None:
         """Shut down: stop the ranks, well where they are idle, and wait until Ray says that they are gone."""
         if self._is_closing:
             return
-        was_idle = self._run is None and self._cause is None and self._teardown.has_ray()
+        was_idle = self._run is None and self._cause is None and self._has_ranks()
         self._is_closing = True
         error = GroupBrokenError(f"{self.name} was shut down before this call ended")
         run, self._run = self._run, None
@@ -411,13 +514,22 @@ class Supervisor:
         with self._lock:
             is_kept, self._is_kept = self._is_kept, False
         if is_kept:
-            self._teardown.stop()
+            self._stop()
+
+    def _stop(self) -> None:
+        self._renewal.stop()
+        self._teardown.stop()
+
+    def _has_ranks(self) -> bool:
+        """Whether there may be ranks left that are this driver's to stop."""
+        is_ours = self._teardown.has_ray() and not self._teardown.is_let_go
+        return is_ours and len(self._dead) < len(self._members)
 
     def _stop_all(self) -> None:
         """Stop the ranks, and wait until Ray says that they are gone."""
-        self._teardown.stop()
+        self._stop()
         until = time.monotonic() + _RELEASE_S
-        while len(self._dead) < len(self._members) and self._teardown.has_ray() and time.monotonic() < until:
+        while self._has_ranks() and time.monotonic() < until:
             with contextlib.suppress(queue.Empty):
                 self._events.get(timeout=0.1)()
 

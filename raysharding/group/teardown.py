@@ -51,6 +51,7 @@ class Teardown:
         self._release = release
         self._session = _ray_session()
         self._is_stopped = False
+        self.is_let_go = False
 
     def has_ray(self) -> bool:
         """Whether the Ray that runs the ranks is still connected; after a new `ray.init()` it is not."""
@@ -59,8 +60,12 @@ class Teardown:
     def leave(self) -> None:
         """Let idle ranks leave the process group; those that do not within 2 s are stopped all the same."""
         request, nothing = Request("close", "value", None), pack(((), {}), "close")
-        refs = [member.run.remote(request, nothing, None)[0] for member in self._members]
+        refs = [member.start(request, nothing, None)[0] for member in self._members]
         ray.wait(refs, num_returns=len(refs), timeout=_LEAVE_S)
+
+    def let_go(self) -> None:
+        """Leave the actors and the placement group to another driver: `stop` will do nothing."""
+        self._is_stopped = self.is_let_go = True
 
     def stop(self) -> None:
         """Stop the actors and give the placement group back."""

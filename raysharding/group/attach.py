@@ -1,0 +1,154 @@
+"""Attaching to a named group: its ranks, with their weights, get another driver; nothing is loaded again.
+
+Note [Taking over]: calls of two drivers must not interleave. The actor that keeps the record gives out epochs; the
+new driver tells its epoch to every rank, and from then on a rank refuses commands of earlier epochs
+(`GroupTakenOverError`). The earlier driver, if it lives, hears of it by the end of its `lifetime` calls, and lets go. A
+command that runs already runs to its end: the new driver's first command, `attach`, queues behind it on every rank,
+under `Timeouts.call_s`, and what it returns is dropped with its driver. If it does not end, because it hangs or
+because its driver died before all ranks had been sent it, the group is broken like one whose own call hangs. If it
+failed in a way after which the earlier driver would have stopped the ranks, the new one does so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+from ray.util.placement_group import remove_placement_group
+
+from raysharding.config import Timeouts
+from raysharding.errors import CallTimeoutError, GroupBrokenError, GroupError
+from raysharding.group import failure
+from raysharding.group.answers import ask_all
+from raysharding.group.call import Collect
+from raysharding.group.channel import Channel
+from raysharding.group.connect import connect
+from raysharding.group.launched import Launched
+from raysharding.group.naming import (
+    NAMESPACE,
+    actor_name,
+    actor_names,
+    check_name,
+    group_names,
+    placement_groups,
+    remove_orphans,
+)
+from raysharding.group.ranks import Member, work_thread
+from raysharding.group.record import GroupRecord
+from raysharding.group.spec import GroupSpec
+from raysharding.group.start import Started
+from raysharding.group.supervision import Supervisor
+
+_ANSWER_S = 30.0
+
+
+@dataclass(frozen=True)
+class Attached:
+    """A named group, in the hands of this driver."""
+
+    spec: GroupSpec
+    """What it was asked to be; its optimizer is the one that it has."""
+    launched: Launched
+    """Its parts."""
+    origin: str
+    """The newest files that hold its model."""
+    has_optimizer: bool
+    """Whether the ranks have one."""
+
+
+def attach(name: str, timeouts: Timeouts | None) -> Attached:
+    """Do what `ShardedModelGroup.attach` says."""
+    if name is None:
+        raise ValueError("name=None: give the name of a group")
+    check_name(name)
+    connect()
+    remove_orphans()
+    answer_s = _ANSWER_S if timeouts is None else min(_ANSWER_S, timeouts.call_s)
+    keeper = _find(name)
+    record: GroupRecord | None = _ask(name, keeper, "record", answer_s)
+    if record is None:
+        raise ValueError(f"name={name!r}: the group is still being made by its driver; attach when it is READY")
+    spec: GroupSpec = record.spec.unpack()
+    spec = spec if timeouts is None else replace(spec, timeouts=timeouts)
+    members = _take_over(name, keeper, record, answer_s)
+    release = record.reservation.release
+    supervisor = Supervisor(f"group {name!r}", members, spec.timeouts, release, spec.lifetime)
+    supervisor.started()
+    channel = Channel(members, supervisor, spec.timeouts, spec.max_output_bytes)
+    try:
+        has_optimizer = _settle(channel)
+    except KeyboardInterrupt:
+        supervisor.detach()
+        raise
+    except BaseException:
+        supervisor.shutdown()
+        raise
+    started = Started(members, record.visible_gpus)
+    launched = Launched(channel, started, record.reservation, record.load_report, record.bounds)
+    return Attached(spec, launched, record.origin, has_optimizer)
+
+
+def _take_over(name: str, keeper: Any, record: GroupRecord, answer_s: float) -> tuple[Member, ...]:
+    """Make every rank obey this driver, and no earlier one."""
+    epoch: int = _ask(name, keeper, "take_over", answer_s)
+    members = []
+    for info, one, descriptor in zip(record.ranks, record.actor_names, record.stacks_descriptors, strict=True):
+        actor = _actor(name, one)
+        members.append(Member(info, actor, work_thread(actor), descriptor, one, epoch))
+    answers = ask_all(members, "admit", epoch, within_s=answer_s)
+    for rank, reason in sorted(answers.silent.items()):
+        raise _remove(name, f"rank {rank} {reason}")
+    return tuple(members)
+
+
+def _settle(channel: Channel) -> bool:
+    """Wait for the earlier driver's last command, and judge it; return whether the ranks have an optimizer."""
+    values = Collect(lambda call: call.values())
+    epoch = channel.members[0].epoch
+    has_optimizer: list[bool] = channel.submit_same("attach", collect=values).result()
+    answers = ask_all(channel.members, "last_raised", epoch, within_s=_ANSWER_S)
+    infos = channel.ranks
+    seen = [failure.saw_raise(infos[rank], raised) for rank, raised in answers.said.items() if raised is not None]
+    name = channel.supervisor.name
+    if seen and not failure.leaves_intact(seen[0].failure.phase, seen, len(infos)):
+        raise failure.broken(
+            name, failure.judge(seen, f"the last call of the driver before this one, on {name}", False)
+        )
+    return has_optimizer[0]
+
+
+def _find(name: str) -> Any:
+    """The actor that keeps a group's record."""
+    left = actor_names(name)
+    if not left:
+        names = ", ".join(map(repr, group_names())) or "none"
+        raise ValueError(f"name={name!r}: no group of that name is on the cluster; groups there are: {names}")
+    return _actor(name, actor_name(name, 0))
+
+
+def _actor(group: str, name: str) -> Any:
+    try:
+        return ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError:
+        raise _remove(group, f"its actor {name!r} is gone") from None
+
+
+def _ask(name: str, keeper: Any, method: str, within_s: float) -> Any:
+    try:
+        return ray.get(getattr(keeper, method).remote(), timeout=within_s)
+    except ray.exceptions.GetTimeoutError:
+        raise _remove(name, f"its actor {actor_name(name, 0)!r} does not answer within {within_s:g} s") from None
+    except ray.exceptions.RayActorError:
+        raise _remove(name, f"its actor {actor_name(name, 0)!r} is gone") from None
+
+
+def _remove(name: str, reason: str) -> GroupError:
+    """Remove what is left of a group that no driver can use any more, and build the error that says so."""
+    for one in actor_names(name):
+        ray.kill(ray.get_actor(one, namespace=NAMESPACE), no_restart=True)
+    for one in placement_groups(name):
+        remove_placement_group(one)
+    is_late = "does not answer" in reason
+    cls = CallTimeoutError if is_late else GroupBrokenError
+    return cls(f"group {name!r} is broken: {reason}; it was stopped and its resources were given back: make a new one")

@@ -1,0 +1,37 @@
+"""`GroupRecord`: what a driver that attaches to a named group needs to know; the group's first actor keeps it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from raysharding.distributed import LoadReport
+from raysharding.group.packing import Packed
+from raysharding.group.placement import Reservation
+from raysharding.group.ranks import RankInfo
+from raysharding.models import InputBounds
+
+
+@dataclass(frozen=True)
+class GroupRecord:
+    """A named group."""
+
+    version: float
+    """Wall clock when it was written; of two that cross on their way the later one stays."""
+    ranks: tuple[RankInfo, ...]
+    """By rank."""
+    actor_names: tuple[str, ...]
+    """Names of the ranks' actors, by rank."""
+    stacks_descriptors: tuple[int, ...]
+    """What `witness.look` needs, by rank."""
+    visible_gpus: tuple[str, ...]
+    """See `Started`."""
+    reservation: Reservation
+    """The group's resources."""
+    spec: Packed
+    """The `GroupSpec`, pickled: it may hold functions that the next driver cannot import."""
+    origin: str
+    """The newest files that hold the model."""
+    load_report: LoadReport
+    """Rank 0's report of the load that made the group."""
+    bounds: InputBounds
+    """What the model takes."""
