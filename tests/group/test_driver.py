@@ -1,0 +1,326 @@
+"""The driver dies, or is frozen: its ranks, placement group, ports and shared memory are free within 10 s."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from raysharding import Timeouts
+from raysharding.group import GroupState
+from tests.group.conftest import make_group
+from tests.group.standing import Driver, StandingCluster, seconds_until_gone, standing_cluster
+
+RELEASE_S = 10.0
+
+
+@pytest.fixture(scope="module")
+def standing() -> Iterator[StandingCluster]:
+    with standing_cluster() as cluster:
+        yield cluster
+
+
+WATCH = """
+from ray.util.placement_group import placement_group_table
+sys.stdin.readline()
+begun = time.monotonic()
+while True:
+    held = [one for one in placement_group_table().values() if one["state"] != "REMOVED"]
+    free, total = ray.available_resources().get("CPU", 0), ray.cluster_resources()["CPU"]
+    if not held and free == total:
+        tell(free=True, named=ray.util.list_named_actors(all_namespaces=True))
+        sys.stdin.readline()
+    if time.monotonic() - begun > 20:
+        tell(free=False, held=held, cpus=free)
+        break
+    time.sleep(0.05)
+"""
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+def listening(pids: list[int]) -> set[int]:
+    """TCP ports that processes listen on."""
+    ports: set[int] = set()
+    for pid in pids:
+        ports |= {one.laddr.port for one in psutil.Process(pid).net_connections("tcp") if one.status == "LISTEN"}
+    return ports
+
+
+STUCK = """
+def stuck(what):
+    import ctypes, os, signal, time
+    import torch.distributed as dist
+    if what == "gil":
+        ctypes.PyDLL(None).sleep(1000)  # PyDLL: holds the interpreter lock
+    if what == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.barrier()  # the other two never come
+
+group = make(world_size=3)
+call = group.call.remote(stuck, PerRank(["collective", "gil", "stopped"]))
+time.sleep(2)
+tell(stuck=True)
+time.sleep(1000)
+"""
+
+
+def test_a_driver_that_is_killed_leaves_nothing(standing: StandingCluster, checkpoint: Path) -> None:
+    """Whatever its ranks do: one waits in a collective, one holds the GIL, one is stopped."""
+    before = shared_memory()
+    with Driver(standing, checkpoint, WATCH) as watch, Driver(standing, checkpoint, STUCK) as driver:
+        pids = driver.hear()["pids"]
+        driver.hear()
+        ports = listening(pids)
+        assert ports, "the store's, at least"
+        since = driver.kill()
+        gone = seconds_until_gone(pids, since, RELEASE_S)
+        print("seconds until the ranks were gone: collective, GIL, stopped:", [round(gone[pid], 2) for pid in pids])
+        watch.say("go")
+        assert watch.hear()["free"]
+        assert time.monotonic() - since < RELEASE_S
+    for port in ports:
+        with socket.socket() as again:
+            again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            again.bind(("127.0.0.1", port))
+    assert shared_memory() <= before
+
+
+FROZEN = """
+import os
+group = make(timeouts=Timeouts(lease_s=2.0))
+tell(ready=True)
+call = group.call.remote(time.sleep, 1000)
+try:
+    call.result()
+except GroupError as error:
+    tell(error=str(error), kind=error.primary.kind, state=group.state.value)
+group.shutdown()
+"""
+
+
+def test_a_frozen_driver_frees_its_ranks_when_the_lease_runs_out(standing: StandingCluster, checkpoint: Path) -> None:
+    with Driver(standing, checkpoint, WATCH) as watch, Driver(standing, checkpoint, FROZEN) as driver:
+        pids = driver.hear()["pids"]
+        driver.hear()
+        time.sleep(3.0)
+        assert all(psutil.pid_exists(pid) for pid in pids), "a driver that runs renews the lease while ranks work"
+        since = driver.kill(signal.SIGSTOP)
+        gone = seconds_until_gone(pids, since, 2.0 + 2.0)
+        print("seconds until the ranks were gone:", gone)
+        assert min(gone.values()) > 2.0 * 2 / 3, "not before: the last renewal was a third of the lease ago at most"
+        watch.say("go")
+        assert watch.hear()["free"], "the placement group, too, while the driver is frozen"
+        assert time.monotonic() - since < 4.0 + RELEASE_S
+        time.sleep(1.0)
+        driver.kill(signal.SIGCONT)
+        heard = driver.hear()
+        assert heard["state"] == "broken"
+        assert heard["kind"] == "died"
+        assert "its lease of 2 s had run out: this driver did not run for" in heard["error"]
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_lease_raises_no_alarm(checkpoint: Path) -> None:
+    """Calls much longer than the lease, a driver whose main thread computes, a rank that was stopped for a while."""
+
+    def hold_the_gil(seconds: float) -> int:
+        import ctypes
+
+        return ctypes.PyDLL(None).sleep(int(seconds))
+
+    with make_group(checkpoint, timeouts=Timeouts(lease_s=1.0)) as group:
+        call = group.call.remote(time.sleep, 4.0)
+        until = time.monotonic() + 3.0
+        while time.monotonic() < until:
+            pass
+        call.result()
+        assert group.call(hold_the_gil, 3.0) == [0, 0]
+        os.kill(group.ranks[1].pid, signal.SIGSTOP)
+        time.sleep(2.5)
+        os.kill(group.ranks[1].pid, signal.SIGCONT)
+        time.sleep(1.5)
+        assert group.call(lambda: 1) == [1, 1]
+        assert group.state is GroupState.READY
+
+
+TRAINED = """
+group = make(name="llama")
+group.set_optimizer(torch.optim.SGD, lr=0.1)
+group.train_step(Split(torch.ones(3, 8)), loss=lambda output, rows: output.square().mean())
+torch.save(group.state_dict(), sys.argv[2] + ".trained")
+tell(seconds=group.load_report.seconds)
+time.sleep(1000)
+"""
+
+ATTACHED = """
+begun = time.monotonic()
+group = ShardedModelGroup.attach("llama")
+attach_s = time.monotonic() - begun
+trained, state = torch.load(sys.argv[2] + ".trained"), group.state_dict()
+tell(
+    pids=[one.pid for one in group.ranks],
+    same=state.keys() == trained.keys() and all(torch.equal(state[name], trained[name]) for name in trained),
+    seconds=group.load_report.seconds,
+    shape=list(group.forward(Split(torch.ones(3, 8))).shape),
+    state=group.state.value,
+    attach_s=attach_s,
+)
+group.train_step(Split(torch.ones(3, 8)), loss=lambda output, rows: output.square().mean())
+group.shutdown()
+tell(shut=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_restarted_kernel_finds_its_group_again(standing: StandingCluster, checkpoint: Path) -> None:
+    with Driver(standing, checkpoint, WATCH) as watch:
+        with Driver(standing, checkpoint, TRAINED) as first:
+            pids = first.hear()["pids"]
+            report = first.hear()
+            first.kill()
+            first.process.wait(10)
+        with Driver(standing, checkpoint, ATTACHED) as second:
+            heard = second.hear()
+            print(f"attached in {heard['attach_s']:.2f} s")
+            assert heard["pids"] == pids
+            assert heard["same"], "the trained weights"
+            assert heard["seconds"] == report["seconds"], "the report of the only load there was"
+            assert heard["shape"] == [3, 4]
+            assert heard["state"] == "ready"
+            assert second.hear()["shut"]
+            since = time.monotonic()
+            seconds_until_gone(pids, since, RELEASE_S)
+            watch.say("go")
+            assert watch.hear() == {"free": True, "named": []}
+            assert time.monotonic() - since < RELEASE_S
+
+
+EXITS = """
+group = make(name="llama", timeouts=Timeouts(lease_s=3.0))
+tell(ready=True)
+"""
+
+
+def test_a_lease_ends_a_named_group_whose_driver_has_gone(standing: StandingCluster, checkpoint: Path) -> None:
+    with Driver(standing, checkpoint, WATCH) as watch, Driver(standing, checkpoint, EXITS) as driver:
+        pids = driver.hear()["pids"]
+        driver.hear()
+        assert driver.process.wait(30) == 0
+        since = time.monotonic()
+        gone = seconds_until_gone(pids, since, 3.0 + 2.0)
+        print("seconds until the ranks were gone:", gone)
+        assert min(gone.values()) > 0.5, "the end of its driver alone does not end it"
+        watch.say("go")
+        assert watch.hear() == {"free": True, "named": []}
+
+
+BUILDS = """
+import threading
+def build():
+    import time
+    time.sleep(1000)
+
+threading.Thread(target=make, kwargs={"model": build, "name": "llama"}, daemon=True).start()
+while not any(thread.name.startswith("supervise") for thread in threading.enumerate()):
+    time.sleep(0.02)
+time.sleep(1.0)
+tell(building=True)
+time.sleep(1000)
+"""
+
+
+def test_a_named_group_that_was_being_made_does_not_outlive_its_driver(
+    standing: StandingCluster, checkpoint: Path
+) -> None:
+    with Driver(standing, checkpoint, WATCH) as watch, Driver(standing, checkpoint, BUILDS) as driver:
+        driver.hear()
+        since = driver.kill()
+        watch.say("go")
+        assert watch.hear() == {"free": True, "named": []}
+        took_s = time.monotonic() - since
+        print(f"free after {took_s:.2f} s")
+        assert 1.0 < took_s < RELEASE_S
+
+
+WAITS_FOR_ROOM = """
+import threading
+threading.Thread(target=make, kwargs={"placement": Placement(cpus_per_rank=1000), "name": "llama"}, daemon=True).start()
+from ray.util.placement_group import placement_group_table
+while not [one for one in placement_group_table().values() if one["state"] == "PENDING"]:
+    time.sleep(0.02)
+tell(waits=True)
+time.sleep(1000)
+"""
+
+LOOKS = """
+from ray.util.placement_group import placement_group_table
+def held():
+    return [one["name"] for one in placement_group_table().values() if one["state"] != "REMOVED"]
+before = held()
+try:
+    ShardedModelGroup.attach("llama")
+except ValueError as error:
+    tell(error=str(error), before=before, after=held())
+"""
+
+
+def test_a_placement_group_that_a_killed_driver_waited_for_is_found_and_removed(
+    standing: StandingCluster, checkpoint: Path
+) -> None:
+    with Driver(standing, checkpoint, WAITS_FOR_ROOM) as driver:
+        driver.hear()
+        driver.kill()
+        driver.process.wait(10)
+    time.sleep(1.0)
+    with Driver(standing, checkpoint, LOOKS) as looker:
+        heard = looker.hear()
+    assert "no group of that name is on the cluster; groups there are: none" in heard["error"]
+    assert len(heard["before"]) == 1
+    assert heard["after"] == []
+
+
+JOB = """
+group = make()
+time.sleep(1000)
+"""
+
+
+@pytest.mark.full
+def test_a_stopped_job_leaves_nothing(checkpoint: Path) -> None:
+    with standing_cluster(dashboard=True) as cluster, Driver(cluster, checkpoint, WATCH) as watch:
+        ray_cli = str(Path(sys.executable).with_name("ray"))
+        environment = cluster.environment | {"RAY_ADDRESS": cluster.dashboard, "PYTHONPATH": str(ROOT)}
+
+        def job(*arguments: str) -> str:
+            command = [ray_cli, "job", *arguments]
+            done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60)
+            assert done.returncode == 0, done.stdout + done.stderr
+            return done.stdout
+
+        program = shlex.join([sys.executable, "-c", PROLOGUE + JOB, cluster.address, str(checkpoint)])
+        job("submit", "--no-wait", "--submission-id", "tested", "--", *shlex.split(program))
+        until = time.monotonic() + 60
+        while "pids" not in (said := job("logs", "tested")):
+            assert time.monotonic() < until, said
+            time.sleep(0.5)
+        found = re.search(r'"pids": \[(.*?)\]', said)
+        assert found is not None, said
+        pids = [int(pid) for pid in found[1].split(",")]
+        since = time.monotonic()
+        job("stop", "--no-wait", "tested")
+        gone = seconds_until_gone(pids, since, RELEASE_S)
+        print("seconds until the ranks were gone:", gone)
+        watch.say("go")
+        assert watch.hear()["free"]
+        assert time.monotonic() - since < RELEASE_S
