@@ -9,8 +9,8 @@ from raysharding.bench.network import private_network
 from raysharding.bench.rank_set import BenchError, Setup, ended_by_sigterm
 from raysharding.bench.ratios import groups
 from raysharding.bench.rounds import Results, Rounds
-from raysharding.bench.settle import available_bytes
 from raysharding.checkpoint import Checkpoint, open_checkpoint
+from raysharding.distributed.memory import RANK_BYTES, available_bytes
 
 GIB = 1 << 30
 TRANSPORTS = ("local", "scatter", "scatter_wire", "broadcast", "mmap")
@@ -19,8 +19,6 @@ DEFAULT_TRANSPORTS = ("local", "scatter", "broadcast")
 FLOORS = ("preadv_floor", "scatter_floor")
 FLOOR_OF = {"local": "preadv_floor", "scatter": "scatter_floor", "broadcast": "scatter_floor"}
 """Transport → what bounds it."""
-RANK_BYTES = 350 << 20
-"""Memory of a rank before it loads: Python, torch and transformers."""
 
 
 def bench(

@@ -8,13 +8,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from raysharding.distributed.memory import available_bytes
+
 _READ_BYTES = 16 << 20
-
-
-def available_bytes() -> int:
-    """`MemAvailable` of this machine."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
 
 
 def back_free_pages(num_bytes: int) -> None:

@@ -20,6 +20,7 @@ INDEX_NAME: Final = "model.safetensors.index.json"
 SINGLE_NAME: Final = "model.safetensors"
 MANIFEST_NAME: Final = "raysharding.manifest.json"
 """Checksums of one save (`manifest.py`). Here, so that it is never copied beside the weights of another."""
+_MAX_NAME_CHARS: Final = 255
 _SUFFIX: Final = ".safetensors"
 _INDEX_SUFFIX: Final = ".safetensors.index.json"
 MAX_JSON_BYTES: Final = 256 << 20
@@ -241,6 +242,9 @@ def _read_index(storage: Storage, path: str) -> FileSet:
 
 def _check_name(path: str, name: str, tensor: str) -> None:
     """Refuse a file name that is anything but a plain name of a safetensors file."""
+    if len(name) > _MAX_NAME_CHARS:
+        what = f"index names a file by {len(name)} characters ({name[:40]!r}...), more than a file system takes"
+        raise CheckpointError(what, path=path, tensor=tensor)
     what = f"index names the file {name!r}"
     if "/" in name or "\\" in name or "\0" in name or name.startswith("."):
         what += ": only plain names of files beside the index are allowed, nothing that leaves its directory"

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import Any, NoReturn
+import math
+import re
+from typing import Any, Final, NoReturn
+
+_SUSPECT: Final = re.compile(rb"\\u[dD][89a-fA-F]|\d{100}|[eE]\+?\d{3}")
+"""What is looked at once more: half a surrogate pair can only come from an escape, and a number that no double holds
+has a hundred digits, or a three-digit exponent."""
 
 
 def parse_object(data: bytes) -> dict[str, Any]:
@@ -13,12 +19,17 @@ def parse_object(data: bytes) -> dict[str, Any]:
         data: UTF-8 text.
 
     Raises:
-        ValueError: not UTF-8, not JSON, not an object, a key given twice, a NaN or Infinity, a name that is not
-            Unicode text, or nested too deep. The message says which.
+        ValueError: not UTF-8, not JSON, not an object, a key given twice, a NaN or Infinity, a number that no double
+            holds, a string that is not Unicode text, or nested too deep. The message says which.
     """
     try:
         # str first: json.loads(bytes) would guess at UTF-16 and UTF-32, which other readers of the format do not.
-        parsed = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant)
+        text = data.decode("utf-8")
+        parsed = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+        if _SUSPECT.search(data):
+            json.loads(text, parse_int=_finite, parse_float=_finite)
+            if not is_text(json.dumps(parsed, ensure_ascii=False)):
+                raise ValueError("holds a string that is not Unicode text")
     except RecursionError:
         raise ValueError("is nested too deep") from None
     except UnicodeDecodeError as error:
@@ -52,3 +63,10 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse_constant(text: str) -> NoReturn:
     raise ValueError(f"holds {text}, which is not JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"holds the number {text[:20]}..., which no double can hold")
+    return number

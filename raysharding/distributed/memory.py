@@ -1,10 +1,19 @@
-"""What memory this process holds: `RssAnon + RssShmem`, the part that page cache cannot inflate."""
+"""What memory this process holds (`RssAnon + RssShmem`, which page cache cannot inflate), and what is still free."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import torch
+
+RANK_BYTES = 350 << 20
+"""Memory of a rank before it loads: Python, torch and transformers. About what was seen; builds differ."""
+_CGROUPS = (
+    ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""Directory, limit, use, and the pages of the use that the kernel gives back: of cgroups v2, and of v1."""
 
 _RSS = re.compile(rb"^(?:RssAnon|RssShmem):\s*(\d+) kB", re.MULTILINE)
 
@@ -17,6 +26,27 @@ def host_memory_bytes() -> int:
             return sum(int(number) << 10 for number in _RSS.findall(status.read()))
     except OSError:
         return 0
+
+
+def available_bytes() -> int:
+    """Host memory that this process can still get: the machine's `MemAvailable`, or less where a container ends it."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    machine = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    return min([machine, *_left_in_container()])
+
+
+def _left_in_container() -> list[int]:
+    """What the container's limit leaves; nothing where there is no limit."""
+    for directory, limit, used, inactive in _CGROUPS:
+        try:
+            most = Path(directory, limit).read_text().strip()
+            held = int(Path(directory, used).read_text())
+            rows = dict(line.split() for line in Path(directory, "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):
+            continue
+        # v2 writes "max" where there is no limit, v1 a number near 2**63.
+        return [max(int(most) - held + int(rows.get(inactive, 0)), 0)] if most.isdecimal() else []
+    return []
 
 
 class MemoryPeak:

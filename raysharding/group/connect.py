@@ -28,6 +28,17 @@ def connect() -> None:
     ray.init()
 
 
+def join_announced() -> bool:
+    """Join the cluster that the environment names, if it names one; start none. Whether Ray is connected then.
+
+    Raises:
+        PlacementError: As `connect`.
+    """
+    if not ray.is_initialized() and (os.environ.get("RAY_ADDRESS", "local") != "local" or _announced() is not None):
+        connect()
+    return ray.is_initialized()
+
+
 def _announced() -> tuple[str, str] | None:
     """(address, what names it) of the cluster that `ray.init()` would join; `None` if it starts one or looks itself."""
     address = os.environ.get("RAY_ADDRESS", "")

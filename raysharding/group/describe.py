@@ -30,11 +30,16 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
+def html_rows(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Format rows of strings as an HTML table."""
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in header)
+    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table><tr>{head}</tr>{body}</table>"
+
+
 def html_table(title: str, ranks: Sequence[RankInfo]) -> str:
     """Format the ranks as a small HTML table."""
-    head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in _rows(ranks))
-    return f"<div><b>{html.escape(title)}</b><table><tr>{head}</tr>{body}</table></div>"
+    return f"<div><b>{html.escape(title)}</b>{html_rows(_COLUMNS, _rows(ranks))}</div>"
 
 
 def ranks_table(ranks: Sequence[RankInfo]) -> str:

@@ -92,13 +92,23 @@ def check_fit(model: Any, checkpoint: Checkpoint, sharding: Sharding, loading: L
     if model is not None and not isinstance(model, str):
         return
     try:
-        module = build_module(model, checkpoint, loading.dtype)
+        module = fitted_module(model, checkpoint, loading)
     except PlanError as error:
         if isinstance(error.__cause__, ImportError):
             return
         raise
+    if not callable(sharding.wrap) and not callable(sharding.ignored_modules):
+        wrap_groups(module, sharding)
+
+
+def fitted_module(model: Any, checkpoint: Checkpoint, loading: Loading) -> nn.Module:
+    """Build the module on meta, once it was seen to fit the checkpoint's headers.
+
+    Raises:
+        PlanError: As `check_fit`.
+    """
+    module = build_module(model, checkpoint, loading.dtype)
     keys = map_keys(module, checkpoint.tensors, loading.key_mapping)
     if problems := keys.mismatches(strict=loading.strict):
         raise misfit(checkpoint.path, problems)
-    if not callable(sharding.wrap) and not callable(sharding.ignored_modules):
-        wrap_groups(module, sharding)
+    return module

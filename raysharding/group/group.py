@@ -26,15 +26,18 @@ from raysharding.group.call import Call, Collect
 from raysharding.group.channel import Channel
 from raysharding.group.commands import Mode
 from raysharding.group.fit import check_optimizer
+from raysharding.group.group_plan import GroupPlan
 from raysharding.group.handle import driver_handle, handle
 from raysharding.group.interrupts import UndoneByInterrupt
 from raysharding.group.keeping import update_record
 from raysharding.group.launch import launch
 from raysharding.group.launched import Launched
+from raysharding.group.planning import plan_group
 from raysharding.group.progress import ProgressOption
 from raysharding.group.ranks import RankInfo
 from raysharding.group.restart import RestartReport, restart
 from raysharding.group.results import FullStateDict, collect_outputs, collect_rank0, collect_returns
+from raysharding.group.rooms import NodeRoom
 from raysharding.group.spec import GroupSpec
 from raysharding.group.supervision import GroupState, Supervisor
 from raysharding.worker import check_mode
@@ -190,6 +193,58 @@ class ShardedModelGroup:
         group._origin = attached.origin
         group._may_have_optimizer = attached.has_optimizer
         return group
+
+    @staticmethod
+    def plan(
+        checkpoint: str | os.PathLike[str],
+        *,
+        model: str | Callable[[], nn.Module] | None = None,
+        world_size: int | None = None,
+        device: Literal["cuda", "cpu"] | None = None,
+        sharding: Sharding | None = None,
+        loading: Loading | None = None,
+        placement: Placement | None = None,
+        optimizer: Callable[..., torch.optim.Optimizer] | None = None,
+        nodes: Sequence[NodeRoom] | None = None,
+    ) -> GroupPlan:
+        """Work out what a group would hold, and whether it fits; nothing is placed, no actor is started.
+
+        The module is built here, on meta, by the code that the ranks run: a callable `model` is called in this
+        process, and so is `optimizer`, with parameters that have no memory.
+
+        Args:
+            checkpoint: As for `from_checkpoint`.
+            model: As for `from_checkpoint`.
+            world_size: As for `from_checkpoint`. Default: one rank per free GPU.
+            device: As for `from_checkpoint`.
+            sharding: As for `from_checkpoint`.
+            loading: As for `from_checkpoint`.
+            placement: As for `from_checkpoint`.
+            optimizer: With one, gradients and its state are counted.
+            nodes: What to fit into. Default: the nodes of the cluster that this program is connected to or would join,
+                each asked for its free memory by a task that needs no CPU; without a cluster this machine. No cluster
+                is started.
+
+        Returns:
+            The plan; it prints as a table. Activations are left out.
+
+        Raises:
+            ValueError: A bad argument.
+            CheckpointError: The checkpoint cannot be found or trusted.
+            PlanError: Model and checkpoint do not fit together, or the optimizer's factory raised.
+            PlacementError: The cluster that the environment names does not answer.
+        """
+        spec = GroupSpec(
+            checkpoint=os.fspath(checkpoint),
+            model=model,
+            world_size=world_size,
+            device=device,
+            sharding=Sharding() if sharding is None else sharding,
+            loading=Loading() if loading is None else loading,
+            placement=Placement() if placement is None else placement,
+            optimizer=optimizer,
+        )
+        return plan_group(spec, nodes)
 
     @handle
     def forward(self, /, *args: Any, mode: Mode = None, out: Out | None = None, **kwargs: Any) -> Call:

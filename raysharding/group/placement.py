@@ -105,7 +105,7 @@ def reserve(world_size: int, device_type: str, placement: Placement, place_s: fl
         PlacementError: Not ready at the deadline; says need against have, per node. Nothing stays reserved.
         ValueError: An existing placement group whose bundles do not fit the ranks.
     """
-    need = _need(device_type, placement)
+    need = rank_need(device_type, placement)
     if placement.placement_group is not None:
         reservation = Reservation(placement.placement_group, need, is_ours=False)
         _check_bundles(placement.placement_group, world_size, need)
@@ -128,7 +128,12 @@ def reserve(world_size: int, device_type: str, placement: Placement, place_s: fl
     return reservation
 
 
-def _need(device_type: str, placement: Placement) -> dict[str, float]:
+def rank_need(device_type: str, placement: Placement) -> dict[str, float]:
+    """Resources of one rank, by Ray's names.
+
+    Raises:
+        ValueError: They would be none.
+    """
     need = {"CPU": float(placement.cpus_per_rank)} if placement.cpus_per_rank else {}
     if device_type == "cuda":
         need["GPU"] = 1.0
@@ -145,8 +150,8 @@ def _check_bundles(existing: Any, world_size: int, need: Resources) -> None:
         short = {name: amount for name, amount in need.items() if bundle.get(name, 0) < amount}
         if short:
             raise ValueError(
-                f"bundle {index} of the placement group holds {_show(bundle)}, a rank needs {_show(need)}; "
-                "change the bundles or Placement(cpus_per_rank=...)"
+                f"bundle {index} of the placement group holds {show_resources(bundle)}, a rank needs "
+                f"{show_resources(need)}; change the bundles or Placement(cpus_per_rank=...)"
             )
 
 
@@ -158,16 +163,18 @@ def _placement_error(world_size: int, need: Resources, placement: Placement, pla
     lines = []
     fits_empty = 0
     for node in nodes:
-        matches = _matches(node, placement.labels)
+        matches = labels_match(node, placement.labels)
         total = {name: node["Resources"].get(name, 0.0) for name in need}
         now = {name: free.get(node["NodeID"], {}).get(name, 0.0) for name in need}
         # Two raylets may share an address (tests do): the id keeps them apart.
         address = node["NodeManagerAddress"]
         have[address if address not in have else f"{address} ({node['NodeID'][:8]})"] = now
-        fits_empty += _ranks_that_fit(total, need) if matches else 0
+        fits_empty += ranks_that_fit(total, need) if matches else 0
         note = "" if matches else f"; its labels do not match {dict(placement.labels or {})}"
-        fits = _ranks_that_fit(now, need) if matches else 0
-        lines.append(f"node {address}: free {_show(now)} of {_show(total)}, room for {fits} ranks now{note}")
+        fits = ranks_that_fit(now, need) if matches else 0
+        lines.append(
+            f"node {address}: free {show_resources(now)} of {show_resources(total)}, room for {fits} ranks now{note}"
+        )
     if placement.placement_group is not None:
         verdict = "the given placement group is not ready"
     elif fits_empty < world_size:
@@ -177,18 +184,21 @@ def _placement_error(world_size: int, need: Resources, placement: Placement, pla
             f"busy: idle, the cluster has room for {fits_empty} ranks; free some, raise Timeouts.place_s, or relax "
             f"strategy={placement.strategy!r}"
         )
-    message = f"{world_size} ranks of {_show(need)} each were not placed within {place_s:g} s; {verdict}"
+    message = f"{world_size} ranks of {show_resources(need)} each were not placed within {place_s:g} s; {verdict}"
     return PlacementError("\n  ".join((message, *lines)), need=need, have=have)
 
 
-def _matches(node: Mapping[str, Any], labels: Mapping[str, str] | None) -> bool:
+def labels_match(node: Mapping[str, Any], labels: Mapping[str, str] | None) -> bool:
+    """Whether a node, as `ray.nodes()` shows it, carries all labels."""
     carried = node.get("Labels", {})
     return all(carried.get(key) == value for key, value in (labels or {}).items())
 
 
-def _ranks_that_fit(resources: Resources, need: Resources) -> int:
+def ranks_that_fit(resources: Resources, need: Resources) -> int:
+    """How many ranks of `need` each fit into resources."""
     return min(int(resources.get(name, 0.0) // amount) for name, amount in need.items())
 
 
-def _show(resources: Resources) -> str:
+def show_resources(resources: Resources) -> str:
+    """Resources for people."""
     return ", ".join(f"{amount:g} {name}" for name, amount in resources.items()) or "nothing"

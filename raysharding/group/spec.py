@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from raysharding.config import Loading, Placement, Sharding, Timeouts
@@ -19,28 +19,30 @@ class GroupSpec:
 
     checkpoint: str
     """Path or URI, as the user named it."""
-    model: Any
+    model: Any = None
     """`None`, the name of a transformers auto class, or a callable."""
-    world_size: int | None
+    world_size: int | None = None
     """Number of ranks; `None`: one per GPU of the cluster."""
-    device: str | None
+    device: str | None = None
     """`cuda`, `cpu`, or `None` for what the cluster has."""
-    sharding: Sharding
+    sharding: Sharding = field(default_factory=Sharding)
     """How the module is cut."""
-    loading: Loading
+    loading: Loading = field(default_factory=Loading)
     """How the bytes travel."""
-    placement: Placement
+    placement: Placement = field(default_factory=Placement)
     """Where the ranks run."""
-    timeouts: Timeouts
+    timeouts: Timeouts = field(default_factory=Timeouts)
     """Deadlines."""
-    optimizer: Callable[..., Any] | None
+    optimizer: Callable[..., Any] | None = None
     """Factory of the optimizer."""
-    max_output_bytes: int
+    max_output_bytes: int = 2 << 30
     """Cap on what one rank sends back for one call."""
-    progress: ProgressOption
+    progress: ProgressOption = None
     """See `from_checkpoint`."""
     name: str | None = None
     """Name under which the group outlives its driver; `None`: it does not."""
+    preflight: bool = True
+    """Whether nodes and links are looked at before bytes move."""
 
     @property
     def lifetime(self) -> Lifetime:

@@ -145,6 +145,8 @@ def test_an_unfinished_save_is_ignored_beside_and_refused_when_named(sharded: Pa
         ({"weight_map": {"a": "x\0.safetensors"}}, "a", "nothing that leaves its directory"),
         ({"weight_map": {"a": ""}}, "a", "not a .safetensors file"),
         ({"weight_map": {"a": "pytorch_model.bin"}}, "a", "not a .safetensors file"),
+        ({"weight_map": {"a": "\ud800.safetensors"}}, None, "string that is not Unicode text"),
+        ({"weight_map": {"a": "x" * 5000 + ".safetensors"}}, "a", r"by 5012 characters \('xxx"),
         ({"weight_map": {"a": FIRST, "b": "model-3.safetensors"}}, "b", "'model-3.safetensors', which is missing"),
         ({"weight_map": {"a": FIRST, "b": SECOND, "z": FIRST}}, "z", "index says it is in .*, but no file holds it"),
         ({"weight_map": {"a": SECOND, "b": SECOND}}, "a", "but no file holds it"),

@@ -1,0 +1,102 @@
+"""`NodeRoom`: what a node has for ranks, and which ranks Ray would put where."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import ray
+from ray._private.state import available_resources_per_node
+from ray.util.placement_group import placement_group_table
+
+from raysharding.config import Placement
+from raysharding.group.node_facts import NodeFacts, ask_nodes, facts_here
+from raysharding.group.placement import labels_match, ranks_that_fit
+
+
+@dataclass(frozen=True)
+class NodeRoom:
+    """One node, as far as a group needs it: real, or one that you think of buying."""
+
+    name: str
+    """Its address, or any name."""
+    cpus: float
+    """CPUs that Ray could give to ranks now."""
+    gpus: int = 0
+    """GPUs that Ray could give to ranks now."""
+    host_bytes: int | None = None
+    """Free host memory; `None`: unknown, so nothing is said of it."""
+    gpu_bytes: int | None = None
+    """Free memory of each GPU, of the fullest one where they differ; `None`: unknown."""
+    ranks: int | None = None
+    """How many ranks a given placement group puts there; `None`: as many as CPUs and GPUs allow."""
+
+    def resources(self) -> dict[str, float]:
+        """By Ray's names."""
+        return {"CPU": self.cpus, "GPU": float(self.gpus)}
+
+
+def rooms_here() -> list[NodeRoom]:
+    """This machine, as the cluster that `ray.init()` would start on it."""
+    facts = facts_here("127.0.0.1")
+    return [_room("this machine", {"CPU": float(os.cpu_count() or 1), "GPU": len(facts.gpu_free_bytes)}, facts)]
+
+
+def rooms_of_cluster(placement: Placement, timeout_s: float) -> list[NodeRoom]:
+    """The nodes of the cluster that this program is connected to, each asked for its free memory.
+
+    Args:
+        placement: Only nodes that carry its labels count; of a given placement group only those that hold bundles.
+        timeout_s: Deadline for the nodes' answers; memory of one that is late is unknown.
+    """
+    nodes = [node for node in ray.nodes() if node["Alive"] and labels_match(node, placement.labels)]
+    bundles: list[str] = []
+    if placement.placement_group is not None:
+        bundles = list(placement_group_table(placement.placement_group)["bundles_to_node_id"].values())
+        nodes = [node for node in nodes if node["NodeID"] in bundles]
+    facts = ask_nodes([node["NodeID"] for node in nodes], timeout_s)
+    free = available_resources_per_node()
+    rooms = []
+    for node in nodes:
+        name, node_id = node["NodeManagerAddress"], node["NodeID"]
+        if any(room.name == name for room in rooms):
+            name = f"{name} ({node_id[:8]})"  # two raylets may share an address
+        count = bundles.count(node_id) if bundles else None
+        rooms.append(_room(name, free.get(node_id, {}), facts.get(node_id), count))
+    return rooms
+
+
+def _room(name: str, free: Mapping[str, float], facts: NodeFacts | None, ranks: int | None = None) -> NodeRoom:
+    gpu_bytes = min(facts.gpu_free_bytes) if facts is not None and facts.gpu_free_bytes else None
+    host_bytes = None if facts is None else facts.available_bytes
+    return NodeRoom(name, free.get("CPU", 0.0), int(free.get("GPU", 0)), host_bytes, gpu_bytes, ranks)
+
+
+def assign(world_size: int, rooms: Sequence[NodeRoom], need: Mapping[str, float], strategy: str) -> list[int]:
+    """Which room each rank gets, by rank; shorter than `world_size` where CPUs or GPUs do not suffice.
+
+    Ray knows no memory of ours, so memory has no say. Where several choices keep to the strategy, Ray's may differ.
+
+    Args:
+        world_size: Number of ranks.
+        rooms: The nodes.
+        need: Resources of one rank.
+        strategy: Ray's placement-group strategy.
+    """
+    space = [ranks_that_fit(room.resources(), need) if room.ranks is None else room.ranks for room in rooms]
+    fullest_first = sorted(range(len(rooms)), key=lambda index: -space[index])
+    if strategy == "STRICT_PACK":
+        fullest_first = fullest_first[:1]
+    if strategy == "STRICT_SPREAD":
+        space = [min(one, 1) for one in space]
+    taken = [0] * len(rooms)
+    if strategy == "SPREAD":
+        for _ in range(world_size):
+            open_rooms = [index for index in fullest_first if taken[index] < space[index]]
+            if open_rooms:
+                taken[min(open_rooms, key=lambda index: taken[index])] += 1
+    else:
+        for index in fullest_first:
+            taken[index] = min(space[index], world_size - sum(taken))
+    return [index for index in fullest_first for _ in range(taken[index])]
