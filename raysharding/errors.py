@@ -4,6 +4,7 @@
     ├── CheckpointError    (ValueError)    a file, header or index that cannot be trusted: names path and tensor
     ├── PlanError          (ValueError)    checkpoint and model do not fit together: lists every mismatch
     ├── PlacementError     (TimeoutError)  the cluster cannot hold the group: need against have, per node
+    ├── PreflightError     (RuntimeError)  nodes or links with which a group cannot work: lists every finding
     ├── RendezvousError    (TimeoutError)  ranks that did not arrive
     ├── OutputTooLargeError (ValueError)   a result over the cap: size, cap and the cure
     └── GroupError         (RuntimeError)  ranks failed: `primary` first, all in `failures`
@@ -106,6 +107,24 @@ class PlacementError(RayshardingError, TimeoutError):
         super().__init__(message)
         self.need = dict(need or {})
         self.have = {node: dict(resources) for node, resources in (have or {}).items()}
+
+
+class PreflightError(RayshardingError, RuntimeError):
+    """Nodes or the links between them are such that the group cannot work. All findings are listed at once.
+
+    Args:
+        message: One line of context.
+        problems: One line for each finding, each naming the nodes and the cure; warnings come last.
+    """
+
+    _fields = ("message", "problems")
+
+    def __init__(self, message: str, *, problems: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.problems = tuple(problems)
+
+    def __str__(self) -> str:
+        return "\n  ".join((self.message, *self.problems))
 
 
 class RendezvousError(RayshardingError, TimeoutError):

@@ -20,6 +20,7 @@ from raysharding.errors import (
     OutputTooLargeError,
     PlacementError,
     PlanError,
+    PreflightError,
     RankFailure,
     RayshardingError,
     RendezvousError,
@@ -58,6 +59,7 @@ EXAMPLES: tuple[RayshardingError, ...] = (
     GroupBrokenError("the group failed earlier", primary=DIED, failures={1: DIED}),
     CallCancelledError("forward was cancelled by Ctrl-C before any rank began it"),
     GroupTakenOverError("group 'llama' was taken over by another driver"),
+    PreflightError("1 error", problems=("error: interface: node 10.0.0.2: ...",)),
 )
 
 
@@ -88,6 +90,7 @@ def test_fields_are_the_constructors(error: RayshardingError) -> None:
         (CheckpointError, ValueError),
         (PlanError, ValueError),
         (PlacementError, TimeoutError),
+        (PreflightError, RuntimeError),
         (RendezvousError, TimeoutError),
         (OutputTooLargeError, ValueError),
         (GroupError, RuntimeError),

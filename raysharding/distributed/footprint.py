@@ -18,10 +18,11 @@ import torch
 from torch import nn
 
 from raysharding.config import Loading, Sharding
-from raysharding.distributed.layout import TensorLayout, module_tensors, tensor_layout
+from raysharding.distributed.layout import ShardMap, TensorLayout, local_tensor, module_tensors, tensor_layout
+from raysharding.distributed.memory import available_bytes
 from raysharding.distributed.plan import BUCKET_BYTES
 from raysharding.distributed.ring import RING_SIZE
-from raysharding.distributed.sharded_module import mixed_precision_policy
+from raysharding.distributed.sharded_module import is_offloaded, mixed_precision_policy
 from raysharding.errors import PlanError
 from raysharding.models import ignored_parameters, is_cut, stays_in_full_precision
 
@@ -192,6 +193,53 @@ def load_bytes(loading: Loading, num_shards: int, checkpoint_bytes: int, *, read
     bucket = min(loading.bucket_bytes or BUCKET_BYTES, checkpoint_bytes)
     is_part = not reads and loading.transport in ("auto", "scatter")
     return RING_SIZE * (-(-bucket // num_shards) if is_part else bucket)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryNeed:
+    """What a rank will take, and what its node and GPU have left. Bytes."""
+
+    host_bytes: int
+    """Host memory that a load will take."""
+    host_training_bytes: int
+    """Host memory that gradients and optimizer state will take beside it."""
+    host_free_bytes: int
+    """Host memory that is free on its node."""
+    device_bytes: int
+    """GPU memory that a load will take; 0 on CPUs."""
+    device_training_bytes: int
+    """GPU memory that gradients and optimizer state will take; 0 on CPUs."""
+    device_free_bytes: int | None
+    """Free memory of its GPU; `None` on CPUs."""
+
+
+def memory_need(
+    module: nn.Module, device: torch.device, loading: Loading, checkpoint_bytes: int, optimizer: OptimizerFactory | None
+) -> MemoryNeed:
+    """What this rank will take to load a sharded module that is on meta; each rank alone, no collective.
+
+    Args:
+        module: From `shard_module`; what of it is real already needs nothing.
+        device: Where it computes.
+        loading: How it will be loaded.
+        checkpoint_bytes: Bytes of all tensors in the files.
+        optimizer: Factory of the optimizer; `None`: no training.
+    """
+    tensors = module_tensors(module)
+    shards = ShardMap.of(tensors)
+    index = shards.shard_index
+    held = footprints(held_tensors(module), [index], optimizer)[index]
+    real = sum(local_tensor(tensor).nbytes for tensor in tensors.values() if not tensor.is_meta)
+    shard = held.resident_bytes - real
+    ring = load_bytes(loading, shards.num_shards, checkpoint_bytes, reads=shards.rank == 0)
+    free = available_bytes()
+    if device.type != "cuda":
+        # Mapped pages of files are not taken from anybody.
+        return MemoryNeed(0 if loading.mmap else shard + ring, held.training_bytes, free, 0, 0, None)
+    device_free = torch.cuda.mem_get_info(device)[0]
+    if is_offloaded(module):
+        return MemoryNeed(shard + ring, held.training_bytes, free, ring, 0, device_free)
+    return MemoryNeed(ring, 0, free, shard + ring, held.training_bytes, device_free)
 
 
 def gathered_bytes(module: nn.Module, sharding: Sharding, groups: Sequence[tuple[str, ...]]) -> int:

@@ -85,7 +85,8 @@ def attach(name: str, timeouts: Timeouts | None) -> Attached:
         supervisor.shutdown()
         raise
     started = Started(members, record.visible_gpus)
-    launched = Launched(channel, started, record.reservation, record.load_report, record.bounds)
+    made = (record.load_report, record.bounds, record.preflight_report)
+    launched = Launched(channel, started, record.reservation, *made)
     return Attached(spec, launched, record.origin, has_optimizer)
 
 

@@ -78,16 +78,19 @@ class Channel:
         own = pack_same(method, *args)
         return self._submit_own(method, own, collect, deadline_s, watch, keep_step)
 
-    def submit_each(self, method: str, args: Sequence[tuple[Any, ...]], *, deadline_s: float) -> Call:
-        """Submit a command with different arguments for each rank; its result is what rank 0 sent.
+    def submit_each(
+        self, method: str, args: Sequence[tuple[Any, ...]], *, deadline_s: float, collect: Collect = collect_rank0
+    ) -> Call:
+        """Submit a command with different arguments for each rank.
 
         Args:
             method: The command.
             args: By rank.
             deadline_s: Deadline.
+            collect: Makes the result. Default: what rank 0 sent.
         """
         own = [pack_same(method, *one) for one in args]
-        return self._submit_own(method, own, collect_rank0, deadline_s, watch=False, keep_step=None)
+        return self._submit_own(method, own, collect, deadline_s, watch=False, keep_step=None)
 
     def _submit_own(
         self,

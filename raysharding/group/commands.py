@@ -12,7 +12,10 @@ import torch
 from raysharding.batch import Out, RankBatch
 from raysharding.checkpoint import Checkpoint
 from raysharding.config import Loading, Sharding
+from raysharding.distributed.footprint import MemoryNeed, memory_need
+from raysharding.distributed.link_check import LinkTimes, measure_link
 from raysharding.distributed.process_group import StoreAddress, join_process_group, leave_process_group, serve_store
+from raysharding.group.node_facts import NodeFacts, facts_here
 from raysharding.group.outcome import Stamp
 from raysharding.group.packing import Packed
 from raysharding.models import InputBounds
@@ -136,6 +139,20 @@ class RankCommands:
     def attach(self) -> bool:
         """Say whether there is an optimizer, once the command of an earlier driver has ended."""
         return self._worker.optimizer is not None
+
+    def look(self, node_ip: str, with_gpus: bool) -> NodeFacts:
+        """Say what this process sees of its node. Each rank alone, before it joins."""
+        return facts_here(node_ip, with_gpus)
+
+    def check_link(self, broadcast_bytes: int) -> LinkTimes:
+        """Time the process group. All ranks, together."""
+        return measure_link(self._worker.device, broadcast_bytes)
+
+    def memory_need(self, optimizer: Callable[..., torch.optim.Optimizer] | None) -> MemoryNeed:
+        """Say what the load of the built module will take, and what is free. Each rank alone."""
+        worker = self._worker
+        assert worker.checkpoint is not None, "build comes before memory_need"
+        return memory_need(worker.module, worker.device, worker.loading, worker.checkpoint.num_bytes, optimizer)
 
     def build(self, model: Any, checkpoint: bytes, sharding: Sharding, loading: Loading) -> InputBounds:
         """Build the sharded module on meta, and say what it takes. All ranks, together."""

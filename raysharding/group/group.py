@@ -33,6 +33,7 @@ from raysharding.group.keeping import update_record
 from raysharding.group.launch import launch
 from raysharding.group.launched import Launched
 from raysharding.group.planning import plan_group
+from raysharding.group.preflight import PreflightReport
 from raysharding.group.progress import ProgressOption
 from raysharding.group.ranks import RankInfo
 from raysharding.group.restart import RestartReport, restart
@@ -110,6 +111,7 @@ class ShardedModelGroup:
         placement: Placement | None = None,
         timeouts: Timeouts | None = None,
         optimizer: Callable[..., torch.optim.Optimizer] | None = None,
+        preflight: bool = True,
         max_output_bytes: int = 2 * GIB,
         name: str | None = None,
         progress: ProgressOption = None,
@@ -133,6 +135,8 @@ class ShardedModelGroup:
             placement: Where the ranks run. Default `Placement()`.
             timeouts: Deadlines. Default `Timeouts()`.
             optimizer: Factory of the optimizer, called with the parameters; `set_optimizer` sets it later.
+            preflight: Before bytes move, check that versions agree on all nodes, that their interfaces can meet, the
+                process group's first collectives, and free memory. Default yes; `False` where you know better.
             max_output_bytes: Cap on what one rank sends back for one call, in bytes. Default 2 GiB.
             name: Lets the group outlive this driver, under a name that `attach` finds it by. It ends by `shutdown()`,
                 with which a `with` block ends, too, or by its lease (`Timeouts.lease_s`); neither when its object is
@@ -144,6 +148,7 @@ class ShardedModelGroup:
             ValueError: A bad argument, or a name that is taken.
             CheckpointError: The checkpoint cannot be found or trusted.
             PlacementError: The cluster has no room (says need against have), or the one that Ray would join is gone.
+            PreflightError: Nodes or links are such that the group cannot work; lists everything that was found.
             RendezvousError: Ranks did not meet.
             PlanError: Model and checkpoint do not fit together; lists every mismatch.
             GroupError: A rank died, hung or raised.
@@ -162,6 +167,7 @@ class ShardedModelGroup:
             max_output_bytes=max_output_bytes,
             progress=progress,
             name=name,
+            preflight=preflight,
         )
         # Nothing is loaded yet that a wait for the next call boundary could save: one Ctrl-C undoes all.
         with UndoneByInterrupt():
@@ -451,6 +457,11 @@ class ShardedModelGroup:
     def load_report(self) -> LoadReport:
         """Figures of the load that made the group; `load` returns its own."""
         return self._launched.load_report
+
+    @property
+    def preflight_report(self) -> PreflightReport | None:
+        """What was seen of nodes and links before the load; `None` under `preflight=False`."""
+        return self._launched.preflight_report
 
     @driver_handle
     def status(self) -> dict[str, Any]:

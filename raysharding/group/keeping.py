@@ -54,6 +54,7 @@ def _send(launched: Launched, spec: GroupSpec, origin: str) -> Any:
         origin=origin,
         load_report=launched.load_report,
         bounds=launched.bounds,
+        preflight_report=launched.preflight_report,
     )
     keeper = next(one for one in members if one.name == actor_name(str(spec.name), 0))
     return keeper.actor.keep.remote(keeper.epoch, record)

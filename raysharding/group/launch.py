@@ -22,6 +22,7 @@ from raysharding.group.placement import (
     choose_world_size,
     reserve,
 )
+from raysharding.group.preflight_run import Preflight
 from raysharding.group.progress import ProgressOption, follow
 from raysharding.group.spec import GroupSpec
 from raysharding.group.start import Started, start_actors
@@ -50,8 +51,13 @@ def launch(spec: GroupSpec) -> Launched:
         fit.check_fit(spec.model, opened, spec.sharding, spec.loading)
     channel, started, reservation = _place(spec, opened, world_size, device_type)
     try:
-        report, bounds = _fill(spec, channel, opened)
-        launched = Launched(channel, started, reservation, report, bounds)
+        preflight = Preflight(channel) if spec.preflight else None
+        if preflight is not None:
+            preflight.nodes()
+        rendezvous(channel, started, spec.placement)
+        report, bounds = _fill(spec, channel, opened, preflight)
+        seen = None if preflight is None else preflight.finish()
+        launched = Launched(channel, started, reservation, report, bounds, seen)
         if spec.name is not None:
             keep_record(launched, spec, spec.checkpoint)
     except BaseException:
@@ -61,10 +67,16 @@ def launch(spec: GroupSpec) -> Launched:
     return launched
 
 
-def _fill(spec: GroupSpec, channel: Channel, opened: Checkpoint) -> tuple[LoadReport, InputBounds]:
+def _fill(
+    spec: GroupSpec, channel: Channel, opened: Checkpoint, preflight: Preflight | None
+) -> tuple[LoadReport, InputBounds]:
     """Make the module on every rank, load it, and give it its optimizer."""
+    if preflight is not None:
+        preflight.link()
     built = (spec.model, opened.to_json(), spec.sharding, spec.loading)
     bounds: InputBounds = channel.submit_same("build", *built, deadline_s=spec.timeouts.start_s).result()
+    if preflight is not None:
+        preflight.memory(spec.optimizer)
     report = _load(channel, opened, spec.progress)
     if spec.optimizer is not None:
         stall_s = spec.timeouts.load_stall_s
@@ -83,7 +95,7 @@ def _load(channel: Channel, opened: Checkpoint, progress: ProgressOption) -> Loa
 def _place(
     spec: GroupSpec, opened: Checkpoint, world_size: int, device_type: str
 ) -> tuple[Channel, Started, Reservation]:
-    """Reserve room, start the actors, and let the ranks meet."""
+    """Reserve room and start the actors."""
     placement, timeouts = spec.placement, spec.timeouts
     reservation = reserve(world_size, device_type, placement, timeouts.place_s, spec.lifetime)
     try:
@@ -94,13 +106,7 @@ def _place(
     except BaseException:
         reservation.release()
         raise
-    channel = Channel(started.members, supervisor, timeouts, spec.max_output_bytes)
-    try:
-        rendezvous(channel, started, placement)
-    except BaseException:
-        supervisor.shutdown()
-        raise
-    return channel, started, reservation
+    return Channel(started.members, supervisor, timeouts, spec.max_output_bytes), started, reservation
 
 
 def rendezvous(channel: Channel, started: Started, placement: Placement) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from raysharding.distributed import LoadReport
 from raysharding.group.channel import Channel
 from raysharding.group.placement import Reservation
+from raysharding.group.preflight import PreflightReport
 from raysharding.group.start import Started
 from raysharding.models import InputBounds
 
@@ -25,3 +26,5 @@ class Launched:
     """Rank 0's report."""
     bounds: InputBounds
     """What the model takes."""
+    preflight_report: PreflightReport | None
+    """What was seen of nodes and links; `None` where nobody looked."""

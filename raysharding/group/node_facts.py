@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import ray
+from ray._raylet import AuthenticationMode, get_authentication_mode
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raysharding.distributed.memory import available_bytes
@@ -33,21 +34,24 @@ class NodeFacts:
     """The network interface that owns `node_ip`, `None` where none does."""
     chosen_interface: str | None
     """What GLOO_SOCKET_IFNAME says, where somebody set it."""
+    has_token_auth: bool
+    """Whether Ray asks for a token there."""
     available_bytes: int
     """Host memory that a process can still get."""
     gpu_free_bytes: tuple[int, ...] = field(default=())
     """Free memory of each GPU, by nvidia-smi's number; empty without GPUs."""
 
 
-def facts_here(node_ip: str) -> NodeFacts:
-    """Look at this machine; takes some ms, and on one with GPUs what nvidia-smi takes."""
+def facts_here(node_ip: str, with_gpus: bool = True) -> NodeFacts:
+    """Look at this machine; takes some ms, and with GPUs what nvidia-smi takes."""
     return NodeFacts(
         node_ip=node_ip,
         versions=versions_here(),
         interface=interface_of(node_ip),
         chosen_interface=os.environ.get("GLOO_SOCKET_IFNAME"),
+        has_token_auth=get_authentication_mode() == AuthenticationMode.TOKEN,
         available_bytes=available_bytes(),
-        gpu_free_bytes=_gpu_free_bytes(),
+        gpu_free_bytes=_gpu_free_bytes() if with_gpus else (),
     )
 
 

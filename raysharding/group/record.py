@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from raysharding.distributed import LoadReport
 from raysharding.group.packing import Packed
 from raysharding.group.placement import Reservation
+from raysharding.group.preflight import PreflightReport
 from raysharding.group.ranks import RankInfo
 from raysharding.models import InputBounds
 
@@ -35,3 +36,5 @@ class GroupRecord:
     """Rank 0's report of the load that made the group."""
     bounds: InputBounds
     """What the model takes."""
+    preflight_report: PreflightReport | None
+    """What was seen of nodes and links when the group was made."""

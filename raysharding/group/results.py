@@ -13,6 +13,8 @@ from raysharding.errors import GroupError
 from raysharding.group.call import Call, Collect
 from raysharding.outputs import RankOutput, select_output
 
+collect_all = Collect(lambda call: call.values())
+"""What each rank sent, by rank."""
 collect_rank0 = Collect(lambda call: call.value(0))
 """What rank 0 sent."""
 

@@ -324,7 +324,7 @@ def test_500_mutated_checkpoints(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_10_000_mutated_checkpoints(tmp_path: Path) -> None:
     check(tmp_path, 10_000)
 

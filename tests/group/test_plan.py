@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from raysharding import Loading, Placement, PlanError, Sharding, ShardedModelGroup, Split
+from raysharding import Loading, Placement, PlanError, ShardedModelGroup, Sharding, Split
 from raysharding.group.group_plan import GroupPlan
 from raysharding.group.rooms import NodeRoom, assign
 from tests.group.conftest import make_group, make_mlp
