@@ -1,15 +1,19 @@
 """The command line: `raysharding inspect PATH` shows what a checkpoint holds, `raysharding bench PATH` times loads.
 
+`raysharding plan PATH` says what a group would hold and whether it fits, `raysharding doctor` checks a cluster, and
 `raysharding merge CHECKPOINT_DIR OUTPUT_PATH` makes standard files of a sharded torch checkpoint.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from tqdm.auto import tqdm
 
@@ -22,6 +26,9 @@ from raysharding.checkpoint import Checkpoint, TensorInfo, open_checkpoint
 from raysharding.distributed.merging import merge_checkpoint, skipped_line
 from raysharding.errors import RayshardingError
 
+if TYPE_CHECKING:
+    from raysharding.group.rooms import NodeRoom
+
 __all__ = ["main"]
 
 
@@ -32,19 +39,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Words after the program's name. Default: this process's own.
 
     Returns:
-        Exit status: 0, or 1 for what cannot be done, with the reason on stderr.
+        Exit status: 0, or 1 for what cannot be done, with the reason on stderr, and where a plan does not fit, or
+            the doctor found errors.
     """
     options = _parser().parse_args(arguments)
     try:
-        run: Callable[[argparse.Namespace], None] = options.run
-        run(options)
-    except (RayshardingError, ImportError) as error:
+        run: Callable[[argparse.Namespace], bool | None] = options.run
+        return 1 if run(options) is False else 0
+    except (RayshardingError, ImportError, UsageError) as error:
         print(f"raysharding: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("raysharding: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
-    return 0
+
+
+class UsageError(ValueError):
+    """Options that do not go together."""
 
 
 def _inspect(options: argparse.Namespace) -> None:
@@ -92,6 +103,57 @@ def _merge(options: argparse.Namespace) -> None:
         print(f"raysharding: {skipped_line(report)}", file=sys.stderr)
 
 
+def _plan(options: argparse.Namespace) -> bool:
+    import torch
+
+    from raysharding.config import Loading, Placement, Sharding
+    from raysharding.group import ShardedModelGroup
+
+    dtype = None if options.dtype is None else getattr(torch, options.dtype)
+    try:
+        plan = ShardedModelGroup.plan(
+            options.path,
+            model=options.model,
+            world_size=options.world_size,
+            device=options.device,
+            sharding=Sharding(replicate_size=options.replicate_size, cpu_offload=options.cpu_offload),
+            loading=Loading(dtype=dtype, strict=not options.not_strict),
+            placement=Placement(strategy=options.strategy),
+            optimizer=None if options.optimizer is None else getattr(torch.optim, options.optimizer),
+            nodes=_imagined_nodes(options),
+        )
+    except RayshardingError:
+        raise
+    except ValueError as error:
+        raise UsageError(str(error).replace("world_size", "--world-size")) from error
+    print(plan)
+    return plan.fits
+
+
+def _imagined_nodes(options: argparse.Namespace) -> list[NodeRoom] | None:
+    """Nodes that the options describe; `None` where they describe none, so the real ones count."""
+    from raysharding.group.rooms import NodeRoom
+
+    given = (options.nodes, options.gpus_per_node, options.gpu_memory, options.node_memory)
+    if all(value is None for value in given):
+        return None
+    num_nodes = options.nodes or 1
+    share = -(-(options.world_size or num_nodes) // num_nodes)
+    gpus = options.gpus_per_node
+    if gpus is None:
+        gpus = 0 if options.gpu_memory is None else share
+    room = NodeRoom("", float(max(share, gpus)), gpus, options.node_memory, options.gpu_memory)
+    return [replace(room, name=f"node {number}") for number in range(num_nodes)]
+
+
+def _doctor(options: argparse.Namespace) -> bool:
+    from raysharding.group.doctor import diagnose
+
+    report = diagnose(options.address)
+    print(report)
+    return not report.errors
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="raysharding", description="Hugging Face checkpoints on a Ray cluster.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -99,9 +161,44 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("path", help="Hugging Face directory, .safetensors file, index JSON, or URI (s3://, gs://)")
     inspect.add_argument("--tensors", action="store_true", help="list every tensor")
     inspect.set_defaults(run=_inspect)
+    _add_plan(commands.add_parser("plan", help="say what a group would hold, rank by rank, and whether it fits"))
+    _add_doctor(commands.add_parser("doctor", help="check a Ray cluster: versions, interfaces, links, exposure"))
     _add_merge(commands.add_parser("merge", help="make standard files of a sharded torch checkpoint"))
     _add_bench(commands.add_parser("bench", help="time loads of a checkpoint on this machine, beside their floors"))
     return parser
+
+
+def _add_plan(plan: argparse.ArgumentParser) -> None:
+    plan.description = (
+        "Reads headers only, and starts no actor. Compares with the nodes of the cluster that RAY_ADDRESS names, or "
+        "that runs on this machine; else with this machine; or with nodes that the last four options describe. Exit "
+        "status 1 where it does not fit."
+    )
+    plan.add_argument("path", help="Hugging Face directory, .safetensors file, index JSON, or URI")
+    plan.add_argument("--world-size", type=_count, help="ranks; default: one per free GPU")
+    plan.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there are GPUs")
+    plan.add_argument("--model", help="name of a transformers auto class; default: what config.json names")
+    plan.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as the checkpoint says")
+    plan.add_argument("--optimizer", choices=("AdamW", "Adam", "SGD", "Adafactor", "Adagrad"), help="to train with")
+    plan.add_argument("--replicate-size", type=_count, default=1, help="replicas of the model (HSDP); default 1")
+    plan.add_argument("--cpu-offload", action="store_true", help="shards, gradients, optimizer in host memory")
+    plan.add_argument("--not-strict", action="store_true", help="missing or unexpected keys are no error")
+    strategies = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
+    plan.add_argument("--strategy", choices=strategies, default="PACK", help="Ray's placement strategy; default PACK")
+    plan.add_argument("--nodes", type=_count, help="how many nodes to think of")
+    plan.add_argument("--gpus-per-node", type=_count, help="GPUs of each; default: as many as --world-size needs")
+    plan.add_argument("--gpu-memory", type=_bytes, metavar="80GiB", help="free memory of each GPU")
+    plan.add_argument("--node-memory", type=_bytes, metavar="1TiB", help="free host memory of each node")
+    plan.set_defaults(run=_plan)
+
+
+def _add_doctor(doctor: argparse.ArgumentParser) -> None:
+    doctor.description = (
+        "Starts a small process on every node (two on a node that is alone), lets them meet as ranks do, and removes "
+        "them. Exit status 1 where something is found with which a group cannot work."
+    )
+    doctor.add_argument("--address", help="of the cluster, host:port; default: as ray.init() finds or starts one")
+    doctor.set_defaults(run=_doctor)
 
 
 def _add_merge(merge: argparse.ArgumentParser) -> None:
@@ -142,6 +239,14 @@ def _count(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: give a whole number from 1 on")
     return int(text)
+
+
+def _bytes(text: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", text, re.IGNORECASE)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r}: give an amount such as 80GiB, 80GB, or a number of bytes")
+    power = " KMGT".index(found[2].upper() or " ")
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
 
 
 def _counts(text: str) -> list[int]:

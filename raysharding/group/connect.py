@@ -14,18 +14,21 @@ ANSWER_S = 5.0
 """Longest wait for the cluster's port. Ray itself tries for minutes, in silence."""
 
 
-def connect() -> None:
+def connect(address: str | None = None) -> None:
     """Call `ray.init()` where the program has not.
+
+    Args:
+        address: The cluster to join. Default: as `ray.init()` chooses.
 
     Raises:
         PlacementError: Nothing listens at the address that `ray.init()` would join.
     """
     if ray.is_initialized():
         return
-    announced = _announced()
+    announced = _announced() if address is None else (address, "--address")
     if announced is not None:
         _check_that_it_answers(*announced)
-    ray.init()
+    ray.init(address)
 
 
 def join_announced() -> bool:
@@ -36,7 +39,7 @@ def join_announced() -> bool:
     """
     if not ray.is_initialized() and (os.environ.get("RAY_ADDRESS", "local") != "local" or _announced() is not None):
         connect()
-    return ray.is_initialized()
+    return bool(ray.is_initialized())
 
 
 def _announced() -> tuple[str, str] | None:
@@ -63,7 +66,8 @@ def _check_that_it_answers(address: str, source: str) -> None:
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S).close()
     except OSError as error:
-        cure = "unset it" if source == "RAY_ADDRESS" else "remove that file (`ray stop` does)"
+        cures = {"RAY_ADDRESS": "unset it", "--address": "leave it out"}
+        cure = cures.get(source, "remove that file (`ray stop` does)")
         raise PlacementError(
             f"no Ray cluster answers at {address}, which {source} names ({error}): start the cluster, or {cure} to use "
             "one of this machine alone"

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import ray
-from ray._raylet import AuthenticationMode, get_authentication_mode
+from ray._raylet import AuthenticationMode, get_authentication_mode  # type: ignore[attr-defined]
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raysharding.distributed.memory import available_bytes

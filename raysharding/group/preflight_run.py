@@ -43,7 +43,7 @@ class Preflight:
             channel: The way to the ranks.
             thorough: Also on one node what only matters between several.
         """
-        self._channel = channel
+        self.channel = channel
         self._thorough = thorough or len({info.node_id for info in channel.ranks}) > 1
         self._nodes: list[NodeFacts] = []
         self._findings: list[Finding] = []
@@ -57,10 +57,10 @@ class Preflight:
             PreflightError: They cannot work together; lists everything.
         """
         begun = time.monotonic()
-        ranks = self._channel.ranks
+        ranks = self.channel.ranks
         arguments = [(info.node_ip, with_gpus) for info in ranks]
-        call = self._channel.submit_each(
-            "look", arguments, deadline_s=self._channel.timeouts.start_s, collect=collect_all
+        call = self.channel.submit_each(
+            "look", arguments, deadline_s=self.channel.timeouts.start_s, collect=collect_all
         )
         facts: list[NodeFacts] = call.result()
         first_of_node = {info.node_id: info.rank for info in reversed(ranks)}
@@ -79,8 +79,8 @@ class Preflight:
         """
         begun = time.monotonic()
         num_bytes = BROADCAST_BYTES if self._thorough else 0
-        arguments = [(num_bytes,)] * len(self._channel.ranks)
-        call = self._channel.submit_each("check_link", arguments, deadline_s=LINK_S, collect=collect_all)
+        arguments = [(num_bytes,)] * len(self.channel.ranks)
+        call = self.channel.submit_each("check_link", arguments, deadline_s=LINK_S, collect=collect_all)
         try:
             times: list[LinkTimes] = call.result()
         except CallTimeoutError as error:
@@ -101,10 +101,10 @@ class Preflight:
         for attempt in range(_MEMORY_TRIES):
             if attempt:
                 time.sleep(_MEMORY_PAUSE_S)  # what a group before this one held may be on its way back
-            arguments = [(optimizer,)] * len(self._channel.ranks)
-            deadline_s = self._channel.timeouts.start_s
-            call = self._channel.submit_each("memory_need", arguments, deadline_s=deadline_s, collect=collect_all)
-            findings = list(check_memory(self._channel.ranks, call.result()))
+            arguments = [(optimizer,)] * len(self.channel.ranks)
+            deadline_s = self.channel.timeouts.start_s
+            call = self.channel.submit_each("memory_need", arguments, deadline_s=deadline_s, collect=collect_all)
+            findings = list(check_memory(self.channel.ranks, call.result()))
             if not any(finding.is_error for finding in findings):
                 break
         self._findings += findings

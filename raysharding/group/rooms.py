@@ -57,7 +57,7 @@ def rooms_of_cluster(placement: Placement, timeout_s: float) -> list[NodeRoom]:
         nodes = [node for node in nodes if node["NodeID"] in bundles]
     facts = ask_nodes([node["NodeID"] for node in nodes], timeout_s)
     free = available_resources_per_node()
-    rooms = []
+    rooms: list[NodeRoom] = []
     for node in nodes:
         name, node_id = node["NodeManagerAddress"], node["NodeID"]
         if any(room.name == name for room in rooms):

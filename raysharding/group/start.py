@@ -63,7 +63,7 @@ def start_actors(
         if not any(info.sees_checkpoint for info in infos):
             nodes = ", ".join(sorted({info.node_ip for info in infos}))
             raise CheckpointError(f"not visible on the nodes of the ranks: {nodes}", path=checkpoint_path)
-        return _number(actors, infos, device_type, lifetime)
+        return number_actors(actors, infos, device_type, lifetime)
     except BaseException:
         for actor in actors:
             ray.kill(actor, no_restart=True)
@@ -146,7 +146,7 @@ def rank_order(infos: Sequence[ActorInfo], driver_node: str) -> list[int]:
     return sorted(range(len(infos)), key=place)
 
 
-def _number(actors: Sequence[Any], infos: Sequence[ActorInfo], device_type: str, lifetime: Lifetime) -> Started:
+def number_actors(actors: Sequence[Any], infos: Sequence[ActorInfo], device_type: str, lifetime: Lifetime) -> Started:
     """Number the actors by `rank_order`."""
     members: list[Member] = []
     gpus: dict[str, list[str]] = {}
