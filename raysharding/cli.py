@@ -125,7 +125,7 @@ def _plan(options: argparse.Namespace) -> bool:
     except RayshardingError:
         raise
     except ValueError as error:
-        raise UsageError(str(error).replace("world_size", "--world-size")) from error
+        raise UsageError(str(error)) from error
     print(plan)
     return plan.fits
 

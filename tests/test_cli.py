@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import BertConfig, BertModel
 
 from raysharding.cli import main
 from tests.checkpoint.dcp_files import save_with_torch
@@ -82,3 +83,37 @@ def test_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
         main(["explode"])
     assert caught.value.code == 2
     assert "inspect" in capsys.readouterr().err
+
+
+@pytest.fixture
+def bert(tmp_path: Path) -> Path:
+    """A tiny transformers checkpoint, headers and all."""
+    config = BertConfig(
+        vocab_size=64, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+        max_position_embeddings=16,
+    )  # fmt: skip
+    BertModel(config).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_plan(bert: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", str(bert), "--world-size", "4", "--device", "cuda", "--optimizer", "AdamW"]
+    assert main([*words, "--nodes", "2", "--gpu-memory", "80GiB", "--node-memory", "64GB"]) == 0
+    told = capsys.readouterr().out
+    assert f"{bert}: " in told
+    assert "4 ranks on cuda, AdamW" in told
+    assert "node 1  2      2          2" in told
+    assert "fits, as far as is known" in told
+    assert "activations, the batch and its outputs are left out" in told
+    assert main([*words, "--gpu-memory", "1MiB"]) == 1
+    assert "node 0: GPU memory: a rank needs 512." in capsys.readouterr().out
+
+
+def test_a_plan_that_cannot_be_made_is_one_line_and_status_1(bert: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(bert), "--nodes", "1"]) == 1
+    assert capsys.readouterr().err == (
+        "raysharding: world_size=None means one rank per free GPU, and there is none: give world_size\n"
+    )
+    with pytest.raises(SystemExit):
+        main(["plan", str(bert), "--gpu-memory", "much"])
+    assert "give an amount such as 80GiB" in capsys.readouterr().err

@@ -164,8 +164,13 @@ def _unreachable(what: str, cure: str) -> Finding:
     return Finding(True, "interface", f"{what}, which no other node of the group can reach: {cure}")
 
 
-def check_security(nodes: Sequence[NodeFacts]) -> list[Finding]:
-    """Say whom Ray itself would let in: without a token, whoever reaches its ports can run code."""
+def check_security(nodes: Sequence[NodeFacts], dashboard: str) -> list[Finding]:
+    """Say whom Ray itself would let in: without a token, whoever reaches its ports can run code.
+
+    Args:
+        nodes: What they said.
+        dashboard: From `dashboard_url`.
+    """
     found = []
     open_nodes = [node.node_ip for node in nodes if not node.has_token_auth]
     if open_nodes:
@@ -175,9 +180,8 @@ def check_security(nodes: Sequence[NodeFacts]) -> list[Finding]:
         )
         where = ", ".join(dict.fromkeys(open_nodes))
         found.append(Finding(False, "security", f"Ray runs without token authentication on {where}: {cure}"))
-    url = dashboard_url()
-    if open_nodes and url and not _is_loopback_host(url.rpartition(":")[0]):
-        what = f"the dashboard at {url} takes jobs from whoever reaches it"
+    if open_nodes and dashboard and not _is_loopback_host(dashboard.rpartition(":")[0]):
+        what = f"the dashboard at {dashboard} takes jobs from whoever reaches it"
         cure = "use a token, or start Ray with --dashboard-host=127.0.0.1 (the default)"
         found.append(Finding(False, "security", f"{what}: {cure}"))
     return found

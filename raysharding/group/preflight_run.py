@@ -20,6 +20,7 @@ from raysharding.group.preflight import (
     check_interfaces,
     check_security,
     check_versions,
+    dashboard_url,
     errors_first,
 )
 from raysharding.group.ranks import RankInfo
@@ -67,7 +68,7 @@ class Preflight:
         self._nodes = [facts[rank] for rank in sorted(first_of_node.values())]
         self._findings += [*check_versions(versions_here(), facts), *check_interfaces(self._nodes)]
         if self._thorough:
-            self._findings += check_security(self._nodes)
+            self._findings += check_security(self._nodes, dashboard_url())
         self._seconds += time.monotonic() - begun
         self.report().raise_if_wrong()
 

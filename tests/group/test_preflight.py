@@ -187,12 +187,15 @@ def test_an_interface_that_leads_nowhere_is_named(changed: dict[str, Any], messa
     assert check_interfaces([other, other]) == []  # one node needs none
 
 
-@pytest.mark.usefixtures("cluster")
-def test_a_cluster_without_a_token_is_open() -> None:
-    assert check_security([NODE]) == []
-    (finding,) = check_security([NODE, replace(NODE, node_ip="10.0.0.2", has_token_auth=False)])
+def test_a_cluster_without_a_token_is_open_and_its_dashboard_too() -> None:
+    assert check_security([NODE], "10.0.0.1:8265") == []
+    nodes = [NODE, replace(NODE, node_ip="10.0.0.2", has_token_auth=False)]
+    (finding,) = check_security(nodes, "127.0.0.1:8265")
     assert not finding.is_error
     assert finding.message.startswith("Ray runs without token authentication on 10.0.0.2: on every node run")
+    told = [finding.message for finding in check_security(nodes, "10.0.0.1:8265")]
+    assert told[1].startswith("the dashboard at 10.0.0.1:8265 takes jobs from whoever reaches it: use a token")
+    assert len(check_security(nodes, "")) == 1
 
 
 def test_memory_is_compared_node_by_node_and_gpu_by_gpu() -> None:

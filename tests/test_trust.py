@@ -1,0 +1,71 @@
+"""What SECURITY.md says, as far as no other test shows it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, not re-exported
+
+from raysharding.distributed.process_group import serve_store
+
+ROOT = Path(__file__).resolve().parents[1]
+UNPICKLING = {"raysharding/group/packing.py", "raysharding/group/outcome.py"}
+"""What ranks and driver send each other over Ray; no file and no socket of ours is read there."""
+
+
+def calls() -> Iterator[tuple[str, str, ast.Call]]:
+    """(file, dotted name, call) of every call in the package."""
+    for path in sorted((ROOT / "raysharding").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call):
+                yield str(path.relative_to(ROOT)), ast.unparse(node.func), node
+
+
+def test_pickles_are_read_in_the_group_only() -> None:
+    names = re.compile(r"(^|\.)(loads?|Unpickler)$")
+    readers = {file for file, name, _ in calls() if names.search(name) and "pickle" in name.lower()}
+    assert readers == UNPICKLING
+
+
+def test_torch_load_is_told_to_run_nothing() -> None:
+    found = [(file, call) for file, name, call in calls() if name == "torch.load"]
+    assert found
+    for file, call in found:
+        told = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+        assert told.get("weights_only") == "True", f"{file}:{call.lineno}"
+
+
+def test_no_collective_pickles_and_no_code_comes_with_a_checkpoint() -> None:
+    for file, name, call in calls():
+        where = f"{file}:{call.lineno}"
+        assert not re.search(r"_object(_list)?$", name), f"{where}: {name} is pickle"
+        assert name not in ("eval", "exec"), where
+        assert "trust_remote_code" not in {keyword.arg for keyword in call.keywords}, where
+
+
+def test_each_store_has_a_prefix_of_its_own_that_nobody_can_guess() -> None:
+    stores = [serve_store("127.0.0.1", timeout_s=5.0) for _ in range(3)]
+    prefixes = {address.prefix for _, address in stores}
+    assert len(prefixes) == 3
+    assert all(re.fullmatch(r"[0-9a-f]{16}", prefix) for prefix in prefixes)  # 64 random bits
+
+
+def test_a_store_asks_nobody_who_he_is() -> None:
+    # Why the network must be trusted. If torch learns to ask, SECURITY.md can say so.
+    server, address = serve_store("127.0.0.1", timeout_s=5.0)
+    server.set("key", "secret")
+    stranger = TCPStore(address.host, address.port, is_master=False, timeout=timedelta(seconds=5))
+    assert stranger.get("key") == b"secret"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "cluster").rglob("*")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_starts_a_cluster_asks_for_a_token(path: Path) -> None:
+    text = path.read_text(errors="replace") if path.is_file() else ""
+    if re.search(r"ray[\"', ]+start|rayStartParams|rayClusterConfig", text):
+        assert re.search(r"RAY_AUTH_MODE\W+token", text), f"{path} starts Ray without token authentication"
+    assert not re.search(r"dashboard-host[=\"', :]+(0\.0\.0\.0|::)", text), f"{path} opens the dashboard to everybody"
