@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -223,12 +224,13 @@ def memory_need(
         device: Where it computes.
         loading: How it will be loaded.
         checkpoint_bytes: Bytes of all tensors in the files.
-        optimizer: Factory of the optimizer; `None`: no training.
+        optimizer: Factory of the optimizer; `None`: no training. Only counted where it is a class, or a `partial` of
+            one: a function of the user's is called once, when there are values.
     """
     tensors = module_tensors(module)
     shards = ShardMap.of(tensors)
     index = shards.shard_index
-    held = footprints(held_tensors(module), [index], optimizer)[index]
+    held = footprints(held_tensors(module), [index], optimizer if _is_class(optimizer) else None)[index]
     real = sum(local_tensor(tensor).nbytes for tensor in tensors.values() if not tensor.is_meta)
     shard = held.resident_bytes - real
     ring = load_bytes(loading, shards.num_shards, checkpoint_bytes, reads=shards.rank == 0)
@@ -240,6 +242,10 @@ def memory_need(
     if is_offloaded(module):
         return MemoryNeed(shard + ring, held.training_bytes, free, ring, 0, device_free)
     return MemoryNeed(ring, 0, free, shard + ring, held.training_bytes, device_free)
+
+
+def _is_class(factory: OptimizerFactory | None) -> bool:
+    return isinstance(factory.func if isinstance(factory, partial) else factory, type)
 
 
 def gathered_bytes(module: nn.Module, sharding: Sharding, groups: Sequence[tuple[str, ...]]) -> int:
