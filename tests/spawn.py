@@ -5,17 +5,22 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.context
 import os
 import pickle
 import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+
+# Imports of torch and transformers take a rank 3 to 10 s of a core. Ranks are forked from a process that has done
+# nothing but these imports: no thread, no group, no tensor, and so nothing that a fork would spoil.
+_PRELOADED = ["raysharding.distributed", "raysharding.models", "tests.preloaded", "tests.spawn"]
 
 PEER_GRACE_S = 3.0
 """How long the other ranks may go on after one failed: long enough to report an error that they share."""
@@ -25,8 +30,10 @@ class RanksFailedError(AssertionError):
     """At least one rank raised, died or did not finish. The message carries every rank's traceback."""
 
 
-def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
-    """Call `fn(*args)` on `world_size` spawned processes inside one gloo group; return the results by rank.
+def run_ranks(
+    world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0, fresh: bool = False
+) -> list[Any]:
+    """Call `fn(*args)` on `world_size` new processes inside one gloo group; return the results by rank.
 
     `fn` must be a module-level function and, like `args` and the results, picklable. Inside it `torch.distributed` is
     initialised (ask it for rank and world size) and torch uses one thread. No process outlives the call.
@@ -36,14 +43,21 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: fl
         fn: Runs on every rank.
         args: Given to every rank alike.
         timeout_s: Deadline for all ranks together, process start included; also the gloo group's own timeout.
+        fresh: Start new interpreters, slower by seconds, for what is fixed when a process starts (malloc's settings),
+            or where memory is measured.
 
     Raises:
         RanksFailedError: A rank raised, died or missed the deadline; names each, with traceback or stacks.
     """
-    context = multiprocessing.get_context("spawn")
+    context: multiprocessing.context.BaseContext = multiprocessing.get_context("spawn" if fresh else "forkserver")
+    if not fresh:
+        context.set_forkserver_preload(_PRELOADED)
+    environment = dict(os.environ)
     with tempfile.TemporaryDirectory(prefix="raysharding-ranks-") as folder:
         processes = [
-            context.Process(target=_rank_main, args=(rank, world_size, folder, timeout_s, fn, args), daemon=True)
+            context.Process(  # type: ignore[attr-defined]  # typeshed gives it to the contexts themselves
+                target=_rank_main, args=(rank, world_size, folder, timeout_s, environment, fn, args), daemon=True
+            )
             for rank in range(world_size)
         ]
         try:
@@ -57,9 +71,18 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: fl
 
 
 def _rank_main(
-    rank: int, world_size: int, folder: str, timeout_s: float, fn: Callable[..., Any], args: tuple[Any, ...]
+    rank: int,
+    world_size: int,
+    folder: str,
+    timeout_s: float,
+    environment: Mapping[str, str],
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
     """Join the group, run `fn`, and leave the outcome in `folder/rank-R`."""
+    # A forked rank has the environment of when the first rank was forked.
+    os.environ.clear()
+    os.environ.update(environment)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
     import torch

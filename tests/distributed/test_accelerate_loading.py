@@ -9,13 +9,14 @@ import pytest
 
 from tests.distributed.accelerate_loading_checks import show_where_accelerate_waits
 from tests.distributed.checks import run_checks
+from tests.grid import world_sizes
 from tests.spawn import RanksFailedError, run_ranks
 
 CHECKS = ("check_full_state_dict", "check_bad_state_dict", "check_beside_accelerate", "check_rank_0_values")
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", world_sizes(2, 3, full=(1, 4)))
 def test_on_ranks(world_size: int, tmp_path: Path) -> None:
     checks = [f"accelerate_loading_checks.{name}" for name in CHECKS]
     for rank, outcomes in enumerate(run_ranks(world_size, run_checks, checks, tmp_path, timeout_s=100)):

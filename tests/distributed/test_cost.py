@@ -139,7 +139,7 @@ def test_a_state_dict_larger_than_memory(monkeypatch: pytest.MonkeyPatch) -> Non
     # What is freed goes back to the kernel at once; glibc would keep up to 64 MiB for each thread that freed any.
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(MIB))
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", str(MIB))
-    everywhere = run_ranks(WORLD_SIZE, measure_state_dict, timeout_s=80)[0]
+    everywhere = run_ranks(WORLD_SIZE, measure_state_dict, timeout_s=80, fresh=True)[0]
     for rank, figures in enumerate(everywhere):
         assert figures["wire"] <= 4096
         assert figures["shared"] <= 1.02 * NUM_BYTES * (WORLD_SIZE - 1) / WORLD_SIZE

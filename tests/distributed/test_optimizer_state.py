@@ -8,6 +8,7 @@ import pytest
 
 from tests.distributed import optimizer_checks
 from tests.distributed.checks import run_checks
+from tests.grid import world_sizes
 from tests.spawn import run_ranks
 
 CHECKS = (
@@ -20,7 +21,7 @@ CHECKS = (
 
 
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", world_sizes(2, 3, full=(1, 4)))
 def test_state_dicts(world_size: int, tmp_path: Path) -> None:
     for outcomes in run_ranks(world_size, run_checks, CHECKS, tmp_path, timeout_s=140):
         failed = "\n".join(f"{name}\n{text}" for name, text in outcomes.items() if text)

@@ -23,6 +23,7 @@ from tests.distributed.sharding_models import (
     rows,
     sharded,
 )
+from tests.grid import world_sizes
 from tests.spawn import run_ranks
 
 
@@ -132,7 +133,7 @@ def run_all() -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", world_sizes(1, 2, full=(4,)))
 def test_batch_norm_keeps_its_precision(world_size: int) -> None:
     run_ranks(world_size, run_all, timeout_s=110)
 

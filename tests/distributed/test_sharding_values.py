@@ -32,6 +32,7 @@ from tests.distributed.sharding_models import (
     rows,
     sharded,
 )
+from tests.grid import world_sizes
 from tests.spawn import run_ranks
 
 IGNORED = [r"blocks\.1", "head"]
@@ -257,7 +258,7 @@ def run_all(root: Path) -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", world_sizes(1, 2, full=(4,)))
 def test_first_values(world_size: int, tmp_path: Path) -> None:
     save_file(build(seed=7).state_dict(), tmp_path / "net.safetensors")
     run_ranks(world_size, run_all, tmp_path, timeout_s=110)

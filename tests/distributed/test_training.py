@@ -121,8 +121,17 @@ def run_all(names: list[str], fewer: list[int]) -> list[str]:
     return failures
 
 
+FEWER = [
+    pytest.param(1, [], marks=pytest.mark.full),
+    (2, [1]),
+    (3, []),
+    pytest.param(4, [1, 3], marks=pytest.mark.full),
+]
+"""World sizes, and batches with fewer rows than that."""
+
+
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize(("world_size", "fewer"), [(1, []), (2, [1]), (3, []), (4, [1, 3])])
+@pytest.mark.parametrize(("world_size", "fewer"), FEWER)
 def test_train_step_equals_one_process(world_size: int, fewer: list[int]) -> None:
     pytest.importorskip("transformers")
     for rank, failures in enumerate(run_ranks(world_size, run_all, list(CASES), fewer, timeout_s=150)):
