@@ -20,7 +20,7 @@ from typing import Any
 
 # Imports of torch and transformers take a rank 3 to 10 s of a core. Ranks are forked from a process that has done
 # nothing but these imports: no thread, no group, no tensor, and so nothing that a fork would spoil.
-_PRELOADED = ["raysharding.distributed", "raysharding.models", "tests.preloaded", "tests.spawn"]
+PRELOADED = ["raysharding.distributed", "raysharding.models", "tests.preloaded", "tests.spawn"]
 
 PEER_GRACE_S = 3.0
 """How long the other ranks may go on after one failed: long enough to report an error that they share."""
@@ -51,7 +51,7 @@ def run_ranks(
     """
     context: multiprocessing.context.BaseContext = multiprocessing.get_context("spawn" if fresh else "forkserver")
     if not fresh:
-        context.set_forkserver_preload(_PRELOADED)
+        context.set_forkserver_preload(PRELOADED)
     environment = dict(os.environ)
     with tempfile.TemporaryDirectory(prefix="raysharding-ranks-") as folder:
         processes = [

@@ -1,0 +1,177 @@
+"""What a group call costs: an empty call, what of it is the supervision's, and what a call adds to a step of 100 ms.
+
+`python -m tests.bench.calls [--world-sizes 2 16] [--rounds 7] [--calls 200] [--steps 20] [--step-ms 100]` starts a
+local Ray cluster. Arms are interleaved: one round is one measurement of each, in an order that alternates, and ratios
+and differences are taken within a round.
+
+    empty      `group.call(nothing, out=Out.none())`, one after the other, seconds for each
+    plain      the same command packed and sent to the same actors by hand, waited for with `ray.get`
+    supervised empty − plain: what the supervision adds to a call
+    steps      `group.call(step)`, one call for each step
+    looped     the same number of the same steps in one call
+    overhead   steps ÷ looped − 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from raysharding import Out, Placement, ShardedModelGroup
+from raysharding.batch import deal
+from raysharding.bench.ratios import Figure
+from raysharding.group.actor import Request
+from raysharding.group.sending import pack_batches
+
+NUM_CPUS = 8
+MATRIX = 256
+LIMITS_MS = {2: 1.5, 16: 6.0}
+"""World size → longest empty call, as issue 5 asks."""
+BASES = {"empty": "plain", "steps": "looped"}
+"""Arm → what it is compared with."""
+
+
+def measure(group: ShardedModelGroup, rounds: int, calls: int, steps: int, step_s: float) -> dict[str, Figure]:
+    """Measure all arms round by round.
+
+    Args:
+        group: Idle ranks.
+        rounds: Measurements of each arm.
+        calls: Empty calls in one measurement.
+        steps: Steps in one measurement.
+        step_s: Length of a step on an idle machine.
+    """
+    repeats = max(group.call(_calibrate(step_s)))
+    work, nothing = _work(repeats), _nothing()
+    arms: dict[str, Callable[[], float]] = {
+        "empty": lambda: _each(lambda: group.call(nothing, out=Out.none()), calls),
+        "plain": lambda: _each(_plain(group, nothing), calls),
+        "steps": lambda: _each(lambda: group.call(work, 1, out=Out.none()), steps),
+        "looped": lambda: _each(lambda: group.call(work, steps, out=Out.none()), 1) / steps,
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in arms}
+    for index in range(rounds + 1):
+        for name in list(arms)[:: 1 if index % 2 else -1]:
+            value = arms[name]()
+            if index:  # the first round warms up
+                seconds[name].append(value)
+    pairs = {name: list(zip(seconds[name], seconds[base], strict=True)) for name, base in BASES.items()}
+    figures = {name: Figure.of(values) for name, values in seconds.items()}
+    figures["supervised"] = Figure.of([own - base for own, base in pairs["empty"]])
+    figures["overhead"] = Figure.of([own / base - 1 for own, base in pairs["steps"]])
+    return figures
+
+
+def _each(call: Callable[[], object], times: int) -> float:
+    """Seconds of one of many calls."""
+    begun = time.perf_counter()
+    for _ in range(times):
+        call()
+    return (time.perf_counter() - begun) / times
+
+
+def _nothing() -> Callable[[], None]:
+    """A function of its own that the ranks need not import."""
+    return lambda: None
+
+
+def _calibrate(step_s: float) -> Callable[[], int]:
+    """Return a function that finds how many products of matrices take `step_s`."""
+    size = MATRIX
+
+    def count() -> int:
+        import time
+
+        import torch
+
+        matrix = torch.ones(size, size)
+        done, begun = 0, time.perf_counter()
+        while time.perf_counter() - begun < max(step_s, 0.02):
+            matrix @ matrix
+            done += 1
+        return max(1, round(done * step_s / max(step_s, 0.02)))
+
+    return count
+
+
+def _work(repeats: int) -> Callable[[int], None]:
+    """Return a function that computes for a number of steps."""
+    size = MATRIX
+
+    def work(steps: int) -> None:
+        import torch
+
+        matrix = torch.ones(size, size)
+        for _ in range(steps * repeats):
+            matrix @ matrix
+
+    return work
+
+
+def _plain(group: ShardedModelGroup, fn: Callable[[], None]) -> Callable[[], object]:
+    """Return a function that runs a call's command on the ranks without the supervision."""
+    members, request = group._channel.members, Request("call", "value", None)
+
+    def call() -> object:
+        own, _ = pack_batches("call", deal((), {}, len(members)), fn, Out.none())
+        return ray.get([member.run.remote(request, own, None)[0] for member in members])
+
+    return call
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and print a block for each world size."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--world-sizes", type=int, nargs="+", default=[2, 16])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--calls", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--step-ms", type=float, default=100.0)
+    options = parser.parse_args(arguments)
+    ray.init("local", num_cpus=NUM_CPUS, include_dashboard=False, log_to_driver=False)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "model.safetensors")
+            save_file(nn.Linear(8, 8).state_dict(), path)
+            for world_size in options.world_sizes:
+                placement = Placement(cpus_per_rank=min(1.0, NUM_CPUS / world_size))
+                with ShardedModelGroup.from_checkpoint(
+                    path, model=_model(), world_size=world_size, device="cpu", placement=placement
+                ) as group:
+                    load = os.getloadavg()[0]
+                    found = measure(group, options.rounds, options.calls, options.steps, options.step_ms / 1000)
+                print("\n".join(lines(world_size, found, load, os.getloadavg()[0])), flush=True)
+    finally:
+        ray.shutdown()
+
+
+def _model() -> Callable[[], nn.Module]:
+    return lambda: torch.nn.Linear(8, 8)
+
+
+def lines(world_size: int, found: dict[str, Figure], before: float, after: float) -> list[str]:
+    """A block for people."""
+    title = f"{world_size} ranks on {os.cpu_count()} cores, load average {before:.1f} before and {after:.1f} after"
+    rows = [title]
+    for name, figure in found.items():
+        scale, unit = (100, "%") if name == "overhead" else (1000, "ms")
+        values: list[Any] = [scale * value for value in (figure.median, figure.low, figure.high)]
+        limit = {"empty": LIMITS_MS.get(world_size), "supervised": 0.3, "overhead": 2.0}.get(name)
+        asked = "" if limit is None else f"   asked: at most {limit:g} {unit}"
+        middle, low, high = values
+        rows.append(f"{name:<11}{middle:9.3f} {unit}  ({low:.3f} – {high:.3f}, {figure.num_rounds} rounds){asked}")
+    return rows
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""One Ray cluster for all tests of the group, tiny checkpoints, and a check that no test leaves anything on it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+import torch
+from ray.util.placement_group import placement_group_table
+from safetensors.torch import save_file
+from torch import nn
+
+from raysharding import ShardedModelGroup
+
+NUM_CPUS = 8
+RELEASE_S = 10.0
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[None]:
+    """A local cluster with room for eight ranks, whatever the machine has."""
+    # "local": never a cluster that somebody else runs on this machine.
+    ray.init("local", num_cpus=NUM_CPUS, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def make_mlp() -> Callable[[], nn.Module]:
+    """Return a model callable that pickles by value, so that the ranks need not import the tests."""
+
+    def build() -> nn.Module:
+        from torch import nn
+
+        return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def reference() -> nn.Module:
+    """The model of `checkpoint`, whole, in this process."""
+    torch.manual_seed(0)
+    return make_mlp()().requires_grad_(False)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory, reference: nn.Module) -> Path:
+    """A single-file checkpoint of `reference`."""
+    path = tmp_path_factory.mktemp("checkpoint") / "model.safetensors"
+    save_file(reference.state_dict(), path)
+    return path
+
+
+def rank_processes() -> set[int]:
+    """Pids of this driver's rank actors."""
+    found = set()
+    for process in psutil.process_iter(["cmdline"]):
+        command = process.info["cmdline"] or [""]
+        if command[0].startswith("ray::RankActor") and _is_ours(process):
+            found.add(process.pid)
+    return found
+
+
+def _is_ours(process: psutil.Process) -> bool:
+    try:
+        return os.getpid() in {parent.pid for parent in process.parents()}
+    except psutil.NoSuchProcess:
+        return False
+
+
+def placement_groups() -> set[str]:
+    """Ids of the placement groups that hold or want resources."""
+    return {name for name, entry in placement_group_table().items() if entry["state"] != "REMOVED"}
+
+
+@pytest.fixture
+def nothing_left(cluster: None) -> Iterator[None]:
+    """Fail a test whose ranks or placement groups are still there 10 s after it."""
+    pids, groups = rank_processes(), placement_groups()
+    yield
+    until = time.monotonic() + RELEASE_S
+    while (left := (rank_processes() - pids, placement_groups() - groups)) != (set(), set()):
+        assert time.monotonic() < until, f"left on the cluster: {[_describe(pid) for pid in left[0]]}, {left[1]}"
+        time.sleep(0.05)
+
+
+def _describe(pid: int) -> str:
+    process = psutil.Process(pid)
+    return f"pid {pid} {process.status()} {process.cmdline()} {process.num_threads()} threads, {process.cpu_times()}"
+
+
+@pytest.fixture(scope="session")
+def group(cluster: None, checkpoint: Path) -> Iterator[ShardedModelGroup]:
+    """Two healthy ranks, for tests that leave the group READY."""
+    with make_group(checkpoint) as group:
+        yield group
+
+
+def make_group(checkpoint: Path, *, world_size: int | None = 2, **options: Any) -> ShardedModelGroup:
+    """Start a group of the small model."""
+    options.setdefault("model", make_mlp())
+    return ShardedModelGroup.from_checkpoint(checkpoint, world_size=world_size, device="cpu", **options)

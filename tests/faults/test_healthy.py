@@ -1,0 +1,57 @@
+"""The control: a healthy group with short deadlines on a busy machine raises no alarm."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from raysharding import Loading, Split, Timeouts
+from raysharding.group import GroupState
+from tests.conftest import make_group
+from tests.faults.trap import BUCKET_BYTES, WIDTH, plain_model, slow_reads
+
+NUM_SPINNING = 4
+DEADLINES = Timeouts(load_stall_s=5, call_s=10, drain_s=1)
+
+
+def spin() -> None:
+    while True:
+        pass
+
+
+@pytest.fixture
+def busy() -> Iterator[None]:
+    """Twice as many busy processes as the machines that these tests run on have cores."""
+    context = multiprocessing.get_context("forkserver")
+    processes = [context.Process(target=spin, daemon=True) for _ in range(NUM_SPINNING)]
+    for process in processes:
+        process.start()
+    yield
+    for process in processes:
+        process.kill()
+        process.join()
+
+
+@pytest.mark.usefixtures("nothing_left", "busy")
+def test_a_healthy_run_on_a_busy_machine_raises_no_alarm(many_buckets: Path, tmp_path: Path) -> None:
+    loading = Loading("scatter", bucket_bytes=BUCKET_BYTES)
+    options = {"model": slow_reads(0.1), "loading": loading, "timeouts": DEADLINES, "optimizer": torch.optim.SGD}
+    twin = plain_model()
+    rows = torch.randn(5, WIDTH)
+    with make_group(many_buckets, **options) as group:
+        begun = time.monotonic()
+        for _ in range(20):
+            group.forward(Split(rows))
+            group.train_step(Split(rows), loss=lambda output, rows: output.square().mean())
+        group.save(tmp_path / "saved")
+        twin.load_state_dict(group.state_dict())
+        assert torch.allclose(group.forward(Split(rows)), twin(rows), atol=1e-6)
+        status = group.status()
+        assert all(rank["answers"] for rank in status["ranks"])
+        assert (group.state, status["cause"]) == (GroupState.READY, None)
+        assert time.monotonic() - begun < 60

@@ -1,0 +1,94 @@
+"""Row 29 and load: what is made and closed again and again leaves nothing, and a long queue has bounded memory."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+import torch
+
+from raysharding import ShardedModelGroup, Split
+from tests.conftest import make_group, placement_groups, rank_processes
+
+MIB = 1 << 20
+ROWS = torch.randn(4, 8)
+
+
+def held() -> dict[str, int]:
+    """What this driver and its cluster hold that a group could leave behind."""
+    gc.collect()
+    connections = psutil.Process().net_connections("tcp")
+    return {
+        "rank processes": len(rank_processes()),
+        "placement groups": len(placement_groups()),
+        "threads": threading.active_count(),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "listening ports": sum(one.status == psutil.CONN_LISTEN for one in connections),
+    }
+
+
+def shared_files(pids: set[int]) -> list[str]:
+    """What processes have left in shared memory: torch and we name such files after the process."""
+    return [
+        name for name in os.listdir("/dev/shm") if any(f"_{pid}_" in name or name.endswith(f"_{pid}") for pid in pids)
+    ]
+
+
+def use_once(checkpoint: Path, pids: set[int]) -> None:
+    with make_group(checkpoint, world_size=1, optimizer=torch.optim.SGD) as group:
+        group.forward(Split(ROWS))
+        group.train_step(Split(ROWS), loss=lambda output, rows: output.square().mean())
+        pids.update(info.pid for info in group.ranks)
+
+
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("times", [3, pytest.param(50, marks=pytest.mark.full)])
+def test_create_and_close_again_and_again(times: int, checkpoint: Path) -> None:
+    pids: set[int] = set()
+    use_once(checkpoint, pids)  # what Ray keeps for good is there after the first
+    before, memory = held(), anonymous_bytes()
+    for _ in range(times):
+        use_once(checkpoint, pids)
+    after = held()
+    # Ray's own pools of threads and connections settle at some number: a leak would be one for each group.
+    slack = {"descriptors": 8, "threads": 2}
+    grown = {name: (before[name], after[name]) for name in after if after[name] > before[name] + slack.get(name, 0)}
+    assert not grown
+    assert len(pids) == times + 1
+    assert not shared_files(pids)
+    assert anonymous_bytes() - memory < 16 * MIB + times * MIB // 4
+
+
+def anonymous_bytes() -> int:
+    """Memory of this process that is no file's."""
+    with open("/proc/self/status") as status:
+        fields = dict(line.split(":", 1) for line in status)
+    return int(fields["RssAnon"].split()[0]) * 1024
+
+
+def store_bytes() -> float:
+    """Bytes in use in the object store of the whole cluster."""
+    total = ray.cluster_resources()["object_store_memory"]
+    return float(total - ray.available_resources().get("object_store_memory", 0.0))
+
+
+@pytest.mark.timeout(120)
+def test_two_thousand_queued_forwards_take_bounded_memory(group: ShardedModelGroup) -> None:
+    expected = group.forward(Split(ROWS))
+    before, in_store = anonymous_bytes(), store_bytes()
+    blocker = group.call.remote(time.sleep, 0.5)
+    calls = [group.forward.remote(Split(ROWS)) for _ in range(2000)]
+    queued = anonymous_bytes()
+    blocker.result()
+    assert all(torch.equal(call.result(), expected) for call in calls)
+    assert queued - before < 64 * MIB, "32 KiB for each call in the queue"
+    assert anonymous_bytes() - before < 64 * MIB
+    assert store_bytes() - in_store < 16 * MIB
+    calls.clear()
