@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -262,13 +261,14 @@ def closed_with(how: How, rank: int, checkpoint: Path) -> None:
     assert time.monotonic() - begun < RELEASE_S
     assert group.state is GroupState.CLOSED
     # Ray says that an actor is dead a little before its process is gone.
-    while any(psutil.pid_exists(pid) for pid in pids):
-        assert time.monotonic() - begun < RELEASE_S
+    while left := [one for one in psutil.net_connections("tcp") if one.pid in pids or is_listening(one, ports)]:
+        assert time.monotonic() - begun < RELEASE_S, left
         time.sleep(0.05)
-    for port in ports:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(("0.0.0.0", port))
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def is_listening(connection: Any, ports: set[int]) -> bool:
+    return connection.status == psutil.CONN_LISTEN and connection.laddr.port in ports
 
 
 def listening(pids: list[int]) -> set[int]:
