@@ -124,7 +124,7 @@ def _plain(group: ShardedModelGroup, fn: Callable[[], None]) -> Callable[[], obj
 
     def call() -> object:
         own, _ = pack_batches("call", deal((), {}, len(members)), fn, Out.none())
-        return ray.get([member.run.remote(request, own, None)[0] for member in members])
+        return ray.get([member.start(request, own, None)[0] for member in members])
 
     return call
 
