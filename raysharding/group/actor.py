@@ -53,6 +53,8 @@ class ActorInfo:
     """Whether the checkpoint's path exists on its node."""
     stacks_descriptor: int
     """What `witness.look` needs."""
+    log_paths: tuple[str, ...] = ()
+    """Files on its node that it prints into, stdout and stderr."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,7 @@ class RankActor:
             gpu_ids=tuple(map(str, context.get_accelerator_ids().get("GPU", ()))),
             sees_checkpoint=checkpoint_path is None or os.path.exists(checkpoint_path),
             stacks_descriptor=self._stacks_descriptor,
+            log_paths=_log_paths(),
         )
 
     @ray.method(concurrency_group="control")
@@ -232,6 +235,12 @@ class RankActor:
             tensor=self._commands.tensor(),
             recovered=self._commands.is_usable(),
         )
+
+
+def _log_paths() -> tuple[str, ...]:
+    """Where Ray has this process print to."""
+    paths = [os.readlink(f"/proc/self/fd/{descriptor}") for descriptor in (1, 2)]
+    return tuple(path for path in paths if os.path.isfile(path))
 
 
 def _is_rays_own(frame: FrameType) -> bool:

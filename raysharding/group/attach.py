@@ -94,9 +94,10 @@ def _take_over(name: str, keeper: Any, record: GroupRecord, answer_s: float) -> 
     """Make every rank obey this driver, and no earlier one."""
     epoch: int = _ask(name, keeper, "take_over", answer_s)
     members = []
-    for info, one, descriptor in zip(record.ranks, record.actor_names, record.stacks_descriptors, strict=True):
+    described = zip(record.ranks, record.stacks_descriptors, record.log_paths, record.actor_names, strict=True)
+    for info, descriptor, log_paths, one in described:
         actor = _actor(name, one)
-        members.append(Member(info, actor, work_thread(actor), descriptor, one, epoch))
+        members.append(Member(info, actor, work_thread(actor), descriptor, log_paths, one, epoch))
     answers = ask_all(members, "admit", epoch, within_s=answer_s)
     for rank, reason in sorted(answers.silent.items()):
         raise _remove(name, f"rank {rank} {reason}")

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
-import ray
 import torch
 from torch import nn
 
@@ -21,6 +19,7 @@ from raysharding.config import Loading, Placement, Sharding, Timeouts
 from raysharding.distributed.gradients import check_norm
 from raysharding.group import describe
 from raysharding.group.admission import check_batches
+from raysharding.group.answers import ask_all
 from raysharding.group.attach import attach
 from raysharding.group.call import Call, Collect
 from raysharding.group.channel import Channel
@@ -28,6 +27,7 @@ from raysharding.group.commands import Mode
 from raysharding.group.fit import check_optimizer
 from raysharding.group.group_plan import GroupPlan
 from raysharding.group.handle import driver_handle, handle
+from raysharding.group.inspection import read_log, read_stacks
 from raysharding.group.interrupts import UndoneByInterrupt
 from raysharding.group.keeping import update_record
 from raysharding.group.launch import launch
@@ -522,6 +522,39 @@ class ShardedModelGroup:
                 self._origin = again.report.checkpoint or self._origin
         return again.report
 
+    def stacks(self) -> dict[int, str]:
+        """Ask every rank for the Python stacks of its threads, while it works; takes 2 s at most.
+
+        Returns:
+            Rank → stacks, the work thread's first. Of a rank that does not answer: that, what state the kernel says its
+            process is in, and its stacks where it runs (a thread may hold the GIL).
+
+        Raises:
+            GroupBrokenError: The group is broken (its error holds the stacks) or shut down.
+        """
+        self._supervisor.refuse_if_unusable()
+        return read_stacks(self._channel.members)
+
+    def logs(self, rank: int, num_lines: int = 100) -> str:
+        """Return the last lines that a rank printed, its stdout and stderr one after the other.
+
+        They are read from Ray's log files on its node: the rank may be busy, stopped or dead, and the group broken or
+        shut down, as long as the node and this driver's Ray are there.
+
+        Args:
+            rank: Global rank.
+            num_lines: Of each of the two.
+
+        Raises:
+            ValueError: There is no such rank, or `num_lines` is not positive.
+            GroupError: Its node is gone.
+        """
+        if type(rank) is not int or not 0 <= rank < self.world_size:
+            raise ValueError(f"rank={rank!r}: give one of 0 to {self.world_size - 1}")
+        if type(num_lines) is not int or num_lines < 1:
+            raise ValueError(f"num_lines={num_lines!r}: give 1 or more, as an int")
+        return read_log(self._channel.members[rank], num_lines)
+
     def interrupt(self, timeout_s: float | None = None) -> int:
         """Do what one Ctrl-C does, from any thread: cancel the calls in the queue and wait for the running one.
 
@@ -579,18 +612,13 @@ class ShardedModelGroup:
             update_record(self._launched, replace(self._spec, optimizer=self._optimizer), self._origin)
 
     def _ask_status(self) -> list[dict[str, Any]]:
-        until = time.monotonic() + _STATUS_S
-        refs = [member.actor.status.remote() for member in self._channel.members]
-        answers = []
-        for info, ref in zip(self.ranks, refs, strict=True):
-            said: Mapping[str, Any] = {}
-            answered = True
-            try:
-                said = ray.get(ref, timeout=max(0.0, until - time.monotonic()))
-            except ray.exceptions.RayError:
-                answered = False  # dead or stopped: supervision reports it, here it is only said
-            answers.append({**said, "rank": info.rank, "node_ip": info.node_ip, "pid": info.pid, "answers": answered})
-        return answers
+        said = ask_all(self._channel.members, "status", within_s=_STATUS_S).said
+        return [
+            # One that is dead or stopped is the supervision's to report.
+            {**said.get(one.rank, {}), "rank": one.rank, "node_ip": one.node_ip, "pid": one.pid}
+            | {"answers": one.rank in said}
+            for one in self.ranks
+        ]
 
 
 def _note_origin(group: weakref.ref[ShardedModelGroup], path: str, call: Call) -> None:

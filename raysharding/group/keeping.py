@@ -47,6 +47,7 @@ def _send(launched: Launched, spec: GroupSpec, origin: str) -> Any:
         ranks=launched.channel.ranks,
         actor_names=tuple(str(one.name) for one in members),
         stacks_descriptors=tuple(one.stacks_descriptor for one in members),
+        log_paths=tuple(one.log_paths for one in members),
         visible_gpus=launched.started.visible_gpus,
         reservation=launched.reservation,
         # A progress callback is the driver's own, and most do not pickle.

@@ -36,6 +36,8 @@ class Member:
     """The actor's `run` method, bound to the work thread and its two results."""
     stacks_descriptor: int
     """What `witness.look` needs to read its stacks."""
+    log_paths: tuple[str, ...] = ()
+    """Files on its node that it prints into, stdout and stderr."""
     name: str | None = None
     """The actor's, in a group with a name."""
     epoch: int = 0

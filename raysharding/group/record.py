@@ -24,6 +24,8 @@ class GroupRecord:
     """Names of the ranks' actors, by rank."""
     stacks_descriptors: tuple[int, ...]
     """What `witness.look` needs, by rank."""
+    log_paths: tuple[tuple[str, ...], ...]
+    """What a rank prints into, by rank."""
     visible_gpus: tuple[str, ...]
     """See `Started`."""
     reservation: Reservation

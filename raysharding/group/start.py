@@ -157,8 +157,8 @@ def number_actors(actors: Sequence[Any], infos: Sequence[ActorInfo], device_type
         gpus.setdefault(info.node_id, []).extend(info.gpu_ids)
         device = f"cuda:{local_rank}" if device_type == "cuda" else "cpu"
         described = RankInfo(rank, info.node_id, info.node_ip, info.pid, local_rank, device)
-        name = lifetime.actor_name(index)
-        members.append(Member(described, actors[index], work_thread(actors[index]), info.stacks_descriptor, name))
+        run, name = work_thread(actors[index]), lifetime.actor_name(index)
+        members.append(Member(described, actors[index], run, info.stacks_descriptor, info.log_paths, name))
     is_cuda = device_type == "cuda"
     visible = tuple(",".join(gpus[member.info.node_id]) if is_cuda else "" for member in members)
     return Started(tuple(members), visible)

@@ -100,8 +100,7 @@ class Supervisor:
         for rank, member in enumerate(members):
             self._watch(member.actor.lifetime.remote(member.epoch).future(), partial(self._on_lifetime, rank))
         self._thread.start()
-        if lifetime.name is None:
-            close_at_exit(self)
+        close_at_exit(self)
 
     @property
     def state(self) -> GroupState:
@@ -220,6 +219,13 @@ class Supervisor:
         """End the supervision and leave the ranks as they are, for another driver."""
         self._teardown.let_go()
         self.shutdown()
+
+    def leave(self) -> None:
+        """The program ends: so does the group, unless it has a name."""
+        if self._lifetime.name is None:
+            self.shutdown()
+        else:
+            self.detach()
 
     def dropped_soon(self) -> None:
         """The group's object is gone: shut down, but for a named group, which this driver goes on to keep alive."""

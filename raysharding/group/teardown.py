@@ -17,24 +17,24 @@ _LEAVE_S = 2.0
 
 
 class Closable(Protocol):
-    """What can be shut down."""
+    """What has something to do when the program ends."""
 
-    def shutdown(self) -> None:
-        """Stop, and wait until it is done."""
+    def leave(self) -> None:
+        """Do it, and wait until it is done."""
 
 
 _open: weakref.WeakSet[Closable] = weakref.WeakSet()
 
 
 def close_at_exit(closable: Closable) -> None:
-    """Shut something down when the program ends, before Ray's own exit: this module is imported after Ray."""
+    """Have something leave when the program ends, before Ray's own exit: this module is imported after Ray."""
     _open.add(closable)
 
 
 @atexit.register
 def _close_all() -> None:
     for closable in list(_open):
-        closable.shutdown()
+        closable.leave()
 
 
 class Teardown:

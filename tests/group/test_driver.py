@@ -7,6 +7,8 @@ import re
 import shlex
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +19,7 @@ import pytest
 from raysharding import Timeouts
 from raysharding.group import GroupState
 from tests.group.conftest import make_group
-from tests.group.standing import Driver, StandingCluster, seconds_until_gone, standing_cluster
+from tests.group.standing import PROLOGUE, ROOT, Driver, StandingCluster, seconds_until_gone, standing_cluster
 
 RELEASE_S = 10.0
 
