@@ -111,6 +111,35 @@ class HeldInterrupts(_Handler):
                 self._stopping = self._target.interrupt_soon("Ctrl-C")
 
 
+class PutOffInterrupts(_Handler):
+    """A context too short to wait for, in which an exception could leave a lock held; what was put off is raised last.
+
+    In the main thread Python may raise between taking a lock and entering its `with`: nobody would ever release it.
+    """
+
+    def __init__(self) -> None:
+        """Nothing is installed before `__enter__`."""
+        super().__init__()
+        self._raised: BaseException | None = None
+
+    def __enter__(self) -> Self:
+        self._install()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._restore()
+        if self._raised is not None:
+            raise self._raised
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        try:
+            self._previous(number, frame)
+        except BaseException as error:  # noqa: BLE001 - whatever the program raises at an interrupt is raised, later
+            self._raised = error
+
+
 class UndoneByInterrupt(_Handler):
     """A context that undoes what it began when Ctrl-C raises in it; a second Ctrl-C does not disturb that."""
 

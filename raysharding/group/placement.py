@@ -16,6 +16,9 @@ from raysharding.group.naming import Lifetime
 
 Resources = Mapping[str, float]
 
+_SLICE_S = 1.0
+_PAUSE_S = 0.05
+
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
@@ -119,8 +122,7 @@ def reserve(world_size: int, device_type: str, placement: Placement, place_s: fl
         )
         reservation = Reservation(made, need, is_ours=True)
     try:
-        is_ready = reservation.placement_group.wait(place_s)
-        if not is_ready:
+        if not _wait_ready(reservation.placement_group, place_s):
             raise _placement_error(world_size, need, placement, place_s)
     except BaseException:
         reservation.release()

@@ -28,7 +28,7 @@ from raysharding.group import failure
 from raysharding.group.actor import Request
 from raysharding.group.describe import tell
 from raysharding.group.fence import taken_over
-from raysharding.group.interrupts import HeldInterrupts, Stopping
+from raysharding.group.interrupts import HeldInterrupts, PutOffInterrupts, Stopping
 from raysharding.group.lease import Renewal
 from raysharding.group.naming import Lifetime
 from raysharding.group.outcome import Outcome
@@ -168,11 +168,11 @@ class Supervisor:
             # Bounded: every queued call ends by its own deadline, and a group that breaks empties the queue.
             with HeldInterrupts(self), self._lock:
                 self._lock.wait_for(lambda: not self._is_full() or not self._is_usable())
-        with self._lock:
+        with PutOffInterrupts(), self._lock:
             self.refuse_if_unusable()
             self._waiting.append(task)
             self._queued_bytes += task.num_bytes
-        self._events.put(self._advance)
+            self._events.put(self._advance)
 
     def interrupt_soon(self, source: str) -> Stopping:
         """Cancel the calls in the queue, in the supervision's own time; a group that is still STARTING breaks.

@@ -131,4 +131,4 @@ def test_of_a_rank_on_another_node(checkpoint: Path) -> None:
     environment = os.environ | {"RAY_AUTH_MODE": "disabled"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("GroupError cannot read the log of rank 1 on node"), done.stdout
+    assert "GroupError cannot read the log of rank 1 on node" in done.stdout, done.stdout
