@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -128,6 +129,16 @@ def reserve(world_size: int, device_type: str, placement: Placement, place_s: fl
         reservation.release()
         raise
     return reservation
+
+
+def _wait_ready(made: Any, place_s: float) -> bool:
+    """Wait in slices: Ray's own wait does not see Ctrl-C before its end."""
+    until = time.monotonic() + place_s
+    while not made.wait(max(0.0, min(_SLICE_S, until - time.monotonic()))):
+        if time.monotonic() >= until:
+            return False
+        time.sleep(_PAUSE_S)  # where a slice is shorter than Ray's resolution
+    return True
 
 
 def rank_need(device_type: str, placement: Placement) -> dict[str, float]:
