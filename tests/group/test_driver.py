@@ -209,7 +209,7 @@ def test_a_restarted_kernel_finds_its_group_again(standing: StandingCluster, che
 
 
 EXITS = """
-group = make(name="llama", timeouts=Timeouts(lease_s=3.0))
+group = make(name="llama", timeouts=Timeouts(lease_s=6.0))
 tell(ready=True)
 """
 
@@ -219,8 +219,8 @@ def test_a_lease_ends_a_named_group_whose_driver_has_gone(standing: StandingClus
         pids = driver.hear()["pids"]
         driver.hear()
         assert driver.process.wait(30) == 0
-        since = time.monotonic()
-        gone = seconds_until_gone(pids, since, 3.0 + 2.0)
+        since = time.monotonic()  # it renews until it begins to exit, which takes a while
+        gone = seconds_until_gone(pids, since, 6.0 + 2.0)
         print("seconds until the ranks were gone:", gone)
         assert min(gone.values()) > 0.5, "the end of its driver alone does not end it"
         watch.say("go")
@@ -313,7 +313,7 @@ def test_a_stopped_job_leaves_nothing(checkpoint: Path) -> None:
         program = shlex.join([sys.executable, "-c", PROLOGUE + JOB, cluster.address, str(checkpoint)])
         job("submit", "--no-wait", "--submission-id", "tested", "--", *shlex.split(program))
         until = time.monotonic() + 60
-        while "pids" not in (said := job("logs", "tested")):
+        while '"pids":' not in (said := job("logs", "tested")):
             assert time.monotonic() < until, said
             time.sleep(0.5)
         found = re.search(r'"pids": \[(.*?)\]', said)
