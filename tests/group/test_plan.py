@@ -41,7 +41,7 @@ def uneven_model() -> Callable[[], nn.Module]:
                 self.first.bias.requires_grad_(False)
 
             def forward(self, x: Any) -> Any:
-                return self.last(self.plain(self.first(x))) * self.scale + self.shift.sum()
+                return self.last(self.plain(self.first(x))) * self.scale + torch.sum(self.shift)
 
         return Model()
 
@@ -57,6 +57,7 @@ def held_bytes() -> Callable[[], dict[str, int]]:
         from raysharding.distributed.sharded_module import reshard
 
         worker = raysharding.current_worker()
+        assert worker.optimizer is not None
         reshard(worker.module)
         tensors = [value for state in worker.optimizer.state.values() for value in state.values()]
         return {
