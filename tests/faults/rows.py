@@ -112,6 +112,7 @@ ROWS = {
         (
             "tests/checkpoint/test_index.py::test_a_wrong_index_is_refused",
             "tests/checkpoint/test_index.py::test_a_symlink_out_of_the_directory_is_refused",
+            "tests/checkpoint/test_mutated_checkpoints.py::test_500_mutated_checkpoints",
             "tests/checkpoint/test_remote.py::test_a_hostile_index_is_refused_before_any_weight_file_is_touched",
         ),
     ),
@@ -185,6 +186,8 @@ ROWS = {
         (
             "tests/group/test_placement.py::test_an_infeasible_group_says_need_against_have",
             "tests/group/test_placement.py::test_a_busy_cluster_is_not_called_infeasible",
+            "tests/group/test_plan.py::test_a_plan_says_which_resource_is_short_where",
+            "tests/group/test_preflight.py::test_a_model_that_memory_cannot_hold_is_refused_before_it_is_allocated",
         ),
     ),
     24: Row(
@@ -199,6 +202,8 @@ ROWS = {
         (
             "tests/cluster/test_several_hosts.py::test_groups_meet_where_host_names_mislead",
             "tests/cluster/test_several_hosts.py::test_a_firewalled_host_is_named_within_the_deadline",
+            "tests/group/test_preflight.py::test_a_cluster_over_loopback_addresses_is_no_cluster",
+            "tests/group/test_preflight.py::test_an_interface_that_leads_nowhere_is_named",
         ),
     ),
     26: Row(
