@@ -144,11 +144,12 @@ cluster.shutdown()
 """
 
 
+@pytest.mark.timeout(300)  # a cluster of its own: 30 s where the machine is idle
 def test_a_cluster_over_loopback_addresses_is_no_cluster(checkpoint: Path) -> None:
     # Two raylets with addresses of their own, which are real, and which no other machine could reach.
     environment = os.environ | {"RAY_AUTH_MODE": "disabled", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", TWO_NODES, str(checkpoint)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     for ip in ("127.0.0.2", "127.0.0.3"):
         what = f"error: interface: node {ip}: its address is the loopback interface's (lo), which no other node"
