@@ -243,9 +243,9 @@ def struck_in_rendezvous(how: How, rank: int, checkpoint: Path) -> tuple[GroupEr
         # What the ranks that did come say: who did not.
         assert error.missing_ranks == (rank,)
         assert isinstance(error.__cause__, GroupError)
-        error = error.__cause__
-    else:
-        check_words(error, rank, SAID["rendezvous"])
+        return error.__cause__, seconds
+    assert isinstance(error, GroupError)
+    check_words(error, rank, SAID["rendezvous"])
     return error, seconds
 
 

@@ -6,6 +6,7 @@ import multiprocessing
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,7 +42,12 @@ def busy() -> Iterator[None]:
 @pytest.mark.timeout(240)
 def test_a_healthy_run_on_a_busy_machine_raises_no_alarm(many_buckets: Path, tmp_path: Path) -> None:
     loading = Loading("scatter", bucket_bytes=BUCKET_BYTES)
-    options = {"model": slow_reads(0.1), "loading": loading, "timeouts": DEADLINES, "optimizer": torch.optim.SGD}
+    options: dict[str, Any] = {
+        "model": slow_reads(0.1),
+        "loading": loading,
+        "timeouts": DEADLINES,
+        "optimizer": torch.optim.SGD,
+    }
     twin = plain_model()
     rows = torch.randn(5, WIDTH)
     with make_group(many_buckets, **options) as group:

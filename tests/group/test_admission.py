@@ -47,10 +47,9 @@ def test_ids_outside_the_model_are_refused_with_their_row() -> None:
     check(Split(IDS), other=Split(IDS + 100), bounds=bounds)
     wrong = IDS.clone()
     wrong[4, 1] = 12
-    for given in ({"args": (Split(wrong),)}, {"args": (), "input_ids": Split(wrong)}, {"args": (wrong,)}):
-        args = given.pop("args")
+    for args, kwargs in (((Split(wrong),), {}), ((), {"input_ids": Split(wrong)}), ((wrong,), {})):
         with pytest.raises(ValueError, match=r"input_ids holds 12 in row 4, and the model has the ids 0 to 11:"):
-            check(*args, bounds=bounds, world_size=4, **given)
+            check(*args, bounds=bounds, world_size=4, **kwargs)
     with pytest.raises(ValueError, match=r"labels holds -1 in row 0, .* or -100 for what the loss leaves out"):
         check(Split(IDS), labels=Split(IDS - 1), bounds=bounds)
     with pytest.raises(ValueError, match="input_ids holds -100"):
