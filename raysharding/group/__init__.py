@@ -3,6 +3,6 @@
 from raysharding.group.call import Call, Handle
 from raysharding.group.group import ShardedModelGroup
 from raysharding.group.ranks import RankInfo
-from raysharding.group.supervision import GroupState
+from raysharding.group.state import GroupState
 
 __all__ = ["Call", "GroupState", "Handle", "RankInfo", "ShardedModelGroup"]

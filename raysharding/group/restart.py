@@ -11,7 +11,7 @@ from raysharding.errors import RayshardingError
 from raysharding.group.launch import launch, rendezvous
 from raysharding.group.launched import Launched
 from raysharding.group.spec import GroupSpec
-from raysharding.group.supervision import GroupState
+from raysharding.group.state import GroupState
 
 
 @dataclass(frozen=True)

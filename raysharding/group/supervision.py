@@ -8,10 +8,8 @@ while ranks are idle too, because each actor's `lifetime` call is outstanding as
 
 from __future__ import annotations
 
-import collections
 import concurrent.futures
 import contextlib
-import enum
 import math
 import queue
 import threading
@@ -35,24 +33,15 @@ from raysharding.group.outcome import Outcome
 from raysharding.group.packing import Packed
 from raysharding.group.questions import POLL_S, Future, Questions
 from raysharding.group.ranks import Member
+from raysharding.group.state import GroupState
 from raysharding.group.task import Run, Task
 from raysharding.group.teardown import Teardown, close_at_exit
+from raysharding.group.waiting import WaitingCalls
 
 _INLINE_BYTES = 64 << 10
-_MAX_QUEUED_BYTES = 256 << 20
 _TICK_S = 1.0
 _AFTER_DEATH_S = 0.5
 _RELEASE_S = 10.0
-
-
-class GroupState(enum.Enum):
-    """States of a group: STARTING → READY ↔ BUSY → BROKEN → CLOSED; a group may be closed from any of them."""
-
-    STARTING = "starting"
-    READY = "ready"
-    BUSY = "busy"
-    BROKEN = "broken"
-    CLOSED = "closed"
 
 
 class Supervisor:
@@ -83,9 +72,8 @@ class Supervisor:
         self._renewal = Renewal(members, lifetime.starting_lease_s, self._teardown.has_ray)
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._questions = Questions(members, self._watch, lambda: self._run, self._advance)
-        self._lock = threading.Condition()
-        self._waiting: collections.deque[Task] = collections.deque()
-        self._queued_bytes = 0
+        self._waiting = WaitingCalls()
+        self._kept_lock = threading.Lock()
         self._run: Run | None = None
         self._numbers = 0
         self._is_started = False
@@ -130,7 +118,7 @@ class Supervisor:
 
     def revive(self) -> bool:
         """Leave BROKEN for STARTING where the ranks were kept: they are to meet again. Return whether they were."""
-        with self._lock:
+        with self._kept_lock:
             if not self._is_kept or self._is_closing:
                 return False
             self._cause, self._is_kept, self._is_started = None, False, False
@@ -164,14 +152,11 @@ class Supervisor:
         Raises:
             GroupBrokenError: The group is broken or shut down.
         """
-        if self._is_full():
-            # Bounded: every queued call ends by its own deadline, and a group that breaks empties the queue.
-            with HeldInterrupts(self), self._lock:
-                self._lock.wait_for(lambda: not self._is_full() or not self._is_usable())
-        with PutOffInterrupts(), self._lock:
-            self.refuse_if_unusable()
-            self._waiting.append(task)
-            self._queued_bytes += task.num_bytes
+        if self._waiting.is_full():
+            with HeldInterrupts(self):
+                self._waiting.wait_for_room(self._is_usable)
+        with PutOffInterrupts():
+            self._waiting.add(task, self.refuse_if_unusable)
             self._events.put(self._advance)
 
     def interrupt_soon(self, source: str) -> Stopping:
@@ -231,9 +216,6 @@ class Supervisor:
         """The group's object is gone: shut down, but for a named group, which this driver goes on to keep alive."""
         self._events.put(self._drop)
 
-    def _is_full(self) -> bool:
-        return self._queued_bytes >= _MAX_QUEUED_BYTES
-
     def _is_usable(self) -> bool:
         return self._cause is None and not self._is_closing
 
@@ -274,10 +256,7 @@ class Supervisor:
         if self._run is not None:
             self._check(self._run)
         while self._run is None and self._waiting and self._is_usable():
-            with self._lock:
-                task = self._waiting.popleft()
-                self._queued_bytes -= task.num_bytes
-                self._lock.notify_all()
+            task = self._waiting.take()
             self._begin(task, task.request)
 
     def _check(self, run: Run) -> None:
@@ -363,9 +342,7 @@ class Supervisor:
         if rank in self._dead:
             return
         self._dead.add(rank)
-        with self._lock:
-            is_usable = self._is_usable()
-        if not is_usable:
+        if not self._is_usable():
             self._drop_kept()  # what it held is nowhere else: there is nothing to keep the others for
             return
         run = self._run
@@ -440,24 +417,14 @@ class Supervisor:
         finally:
             if run is not None:
                 run.task.call.end(failure.typed_error(seen, error))
-            self._fail_waiting(failure.broken(self.name, error))
-
-    def _fail_waiting(self, error: GroupError) -> int:
-        """End the calls in the queue with an error; return how many there were."""
-        with self._lock:
-            tasks, self._queued_bytes = list(self._waiting), 0
-            self._waiting.clear()
-            self._lock.notify_all()
-        for task in tasks:
-            task.call.end(error)
-        return len(tasks)
+            self._waiting.fail(failure.broken(self.name, error))
 
     def _interrupt(self, source: str, stopping: Stopping) -> None:
         if not self._is_started and self._is_usable():
             self._abandon(source)
         who = source or "interrupt()"
         error = CallCancelledError(f"{who} cancelled the call before any rank of {self.name} began it")
-        num_cancelled = self._fail_waiting(error)
+        num_cancelled = self._waiting.fail(error)
         if self._run is None:
             stopping.set_result(num_cancelled)
             return
@@ -498,7 +465,7 @@ class Supervisor:
         run, self._run = self._run, None
         if run is not None:
             run.task.call.end(error)
-        self._fail_waiting(error)
+        self._waiting.fail(error)
         try:
             if was_idle:
                 self._teardown.leave()
@@ -517,7 +484,7 @@ class Supervisor:
 
     def _drop_kept(self) -> None:
         """Stop ranks that were kept for a restart, unless one has begun."""
-        with self._lock:
+        with self._kept_lock:
             is_kept, self._is_kept = self._is_kept, False
         if is_kept:
             self._stop()

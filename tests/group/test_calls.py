@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from raysharding import GroupError, Out, PerRank, ShardedModelGroup, Split
-from raysharding.group import GroupState, supervision
+from raysharding.group import GroupState, waiting
 from raysharding.group.call import Call
 from raysharding.group.handle import driver_handle
 from tests.group.conftest import make_group
@@ -205,15 +205,15 @@ def test_what_is_the_drivers_own_needs_no_thread_but_may_have_one() -> None:
 
 
 def test_queued_arguments_are_bounded(group: ShardedModelGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervision, "_MAX_QUEUED_BYTES", 1_000_000)
-    supervisor = group._supervisor
+    monkeypatch.setattr(waiting, "_MAX_BYTES", 1_000_000)
+    queue = group._supervisor._waiting
     first = group.call.remote(time.sleep, 0.3)
     begun = time.monotonic()
     calls = []
     for _ in range(8):
         calls.append(group.call.remote(lambda tensor: tensor.numel(), torch.zeros(100_000)))
-        assert supervisor._queued_bytes < 2_000_000
+        assert queue.num_bytes < 2_000_000
     assert time.monotonic() - begun > 0.2, "remote() waits for room"
     assert first.done()
     assert [call.result() for call in calls] == [[100_000] * 2] * 8
-    assert supervisor._queued_bytes == 0
+    assert queue.num_bytes == 0
