@@ -1,6 +1,6 @@
 """Times a load over slow links: one rank on each of several hosts, and only rank 0's host sees the checkpoint.
 
-    python -m tests.bench.hosts --hosts 3 --rate-mbit 800 --size-gib 0.3
+    python -m tests.bench.wire --hosts 3 --rate-mbit 800 --size-gib 0.3
 
 Beside each round stands a raw floor in the same process group: gloo sends of the same bytes out of memory. The measure
 is the time that the bytes which left rank 0's link, packet headers included, need at the link's rate.
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tests.bench.hosts import INTERFACE, Hosts, HostsError
+from cluster.local.hosts import INTERFACE, Hosts, HostsError
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
@@ -169,3 +169,7 @@ def main() -> None:
         f"{args.hosts} hosts, links of {args.rate_mbit:g} Mbit/s each way, MTU {args.mtu}, gloo, {args.rounds} rounds"
     )
     print(table(transfers))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,8 +1,11 @@
 """Several hosts on one machine: network namespaces on a bridge, each behind a link of a set rate in both directions.
 
-Standard library and the commands `ip` and `tc` only; needs root. `with Hosts(3, rate_mbit=800) as hosts:` makes them
-and takes everything away at its end, processes included. `python -m tests.bench.hosts` times a load over such links:
-see `wire.py`.
+Standard library and the commands `ip`, `tc`, `unshare`, `nsenter` only; needs root. `with Hosts(3, rate_mbit=800) as
+hosts:` makes them and takes everything away at its end, processes included. `ray_hosts.py` starts Ray on them.
+
+Note [What a host has of its own]: network, host name, mounts; nothing else. Processes see those of all hosts, and all
+hosts share this machine's files but for what is mounted on one. One process on each host, the keeper, does nothing and
+holds the three namespaces: `Host.popen` enters them, so that all processes of a host see the same mounts.
 """
 
 from __future__ import annotations
@@ -49,9 +52,9 @@ class LinkBytes:
         return LinkBytes(self.sent - other.sent, self.received - other.received)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Host:
-    """One host: a network namespace with loopback and `INTERFACE`; its processes see its own host name."""
+    """One host: loopback and `INTERFACE`, a host name, mounts."""
 
     index: int
     name: str
@@ -59,9 +62,13 @@ class Host:
     address: str
     """IPv4 address of `INTERFACE`."""
     namespace: str
+    """Network namespace."""
     hub: str
     """Namespace of the bridge."""
     is_shaped: bool
+    """Whether the link has a rate."""
+    keeper: subprocess.Popen[str] | None = None
+    """See Note [What a host has of its own]."""
     processes: list[subprocess.Popen[Any]] = field(default_factory=list)
     """Those that `popen` started."""
 
@@ -70,16 +77,83 @@ class Host:
         """The bridge's end of the link."""
         return f"port{self.index}"
 
-    def popen(self, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+    def popen(
+        self, command: Sequence[str], *, cwd: str | os.PathLike[str] | None = None, **options: Any
+    ) -> subprocess.Popen[Any]:
         """`subprocess.Popen` on this host. Its pid is the command's; `Hosts` kills what is left of it at the end.
 
-        The command has a mount namespace of its own too: what it mounts nobody else sees.
+        Args:
+            command: Program and arguments.
+            cwd: Working directory, as the host sees it. Default: this process's.
+            options: Of `subprocess.Popen`.
         """
-        rename = 'echo "$0" > /proc/sys/kernel/hostname && exec "$@"'
-        prefix = ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c", rename, self.name]
-        process = subprocess.Popen([*prefix, *command], **options)
+        assert self.keeper is not None, "popen needs a host that was made"
+        enter = ["nsenter", f"--target={self.keeper.pid}", "--net", "--uts", "--mount", "--"]
+        change = ["sh", "-c", 'cd "$0" && exec "$@"', os.path.abspath(os.fspath(cwd or os.getcwd()))]
+        process = subprocess.Popen([*enter, *change, *command], **options)
         self.processes.append(process)
         return process
+
+    def run(self, *command: str, timeout_s: float = 30.0) -> str:
+        """Run a command on this host to its end and return what it printed.
+
+        Raises:
+            HostsError: It failed, or took longer than `timeout_s`.
+        """
+        process = self.popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        try:
+            output, errors = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired as error:
+            process.kill()
+            process.communicate()
+            raise HostsError(f"`{' '.join(command)}` on {self.name} runs longer than {timeout_s:g} s") from error
+        if process.returncode:
+            said = errors.strip()
+            raise HostsError(f"`{' '.join(command)}` on {self.name} failed with {process.returncode}: {said}")
+        return str(output)
+
+    def show_alone(self, source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+        """Let this host see `source` at the directory `target`; the others see what lies there."""
+        self.run("mount", "--bind", os.fspath(source), os.fspath(target))
+
+    def hide(self, target: str | os.PathLike[str]) -> None:
+        """Let this host see an empty directory at `target`; what the others see there stays."""
+        self.run("mount", "-t", "tmpfs", "none", os.fspath(target))
+
+    def pids(self) -> list[int]:
+        """Every process on this host but the keeper, children of children too."""
+        kept = self.keeper.pid if self.keeper is not None else 0
+        return [pid for pid in map(int, _run("ip", "netns", "pids", self.namespace).split()) if pid != kept]
+
+    def kill(self, timeout_s: float = 10.0) -> None:
+        """End every process on this host at once, as a reset does; mounts and links stay, so that it can start anew.
+
+        Raises:
+            HostsError: Some outlive SIGKILL.
+        """
+        deadline = time.monotonic() + timeout_s
+        while pids := self.pids():
+            if time.monotonic() > deadline:
+                raise HostsError(f"processes {', '.join(map(str, pids))} of {self.name} outlive SIGKILL")
+            for pid in pids:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+            for process in self.processes:
+                process.poll()  # takes the dead ones off the list
+            time.sleep(0.01)
+        for process in self.processes:
+            process.wait(timeout=timeout_s)
+        self.processes.clear()
+
+    def cut(self) -> None:
+        """Lose every packet from and to this host, without a word to either side, until `mend`."""
+        _run("ip", "-n", self.hub, "link", "set", self.port, "nomaster")
+
+    def mend(self) -> None:
+        """Undo `cut`."""
+        _run("ip", "-n", self.hub, "link", "set", self.port, "master", "bridge")
 
     def link_bytes(self) -> LinkBytes:
         """What this host's link has carried.
@@ -89,6 +163,14 @@ class Host:
         """
         sent = _carried_bytes(self.namespace, INTERFACE, self.is_shaped)
         return LinkBytes(sent, _carried_bytes(self.hub, self.port, self.is_shaped))
+
+    def close(self) -> None:
+        """End what runs here, the keeper last."""
+        self.kill()
+        if self.keeper is not None:
+            self.keeper.kill()
+            self.keeper.wait(timeout=10.0)
+            self.keeper = None
 
 
 class Hosts:
@@ -162,7 +244,7 @@ class Hosts:
             present = _namespaces()
             for host in self._hosts:
                 if host.namespace in present:
-                    _kill_all(host)
+                    host.close()
             for namespace in (self.hub, *(host.namespace for host in self._hosts)):
                 if namespace in present:
                     _run("ip", "netns", "delete", namespace)  # the links go with it
@@ -175,7 +257,7 @@ class Hosts:
     def _make(self) -> None:
         if os.geteuid() != 0:
             raise HostsError("network namespaces need root: run as root, or leave this out")
-        missing = [command for command in ("ip", "tc", "unshare") if shutil.which(command) is None]
+        missing = [command for command in ("ip", "tc", "unshare", "nsenter") if shutil.which(command) is None]
         if missing:
             raise HostsError(f"not found: {', '.join(missing)}; install iproute2 and util-linux")
         _run("ip", "netns", "add", self.hub)
@@ -205,16 +287,49 @@ class Hosts:
         _run(*link, "set", INTERFACE, "up")
         _run(*link, "set", "lo", "up")
         if self.rate_mbit is not None:
-            self._shape(host.namespace, INTERFACE)
-            self._shape(self.hub, host.port)
+            self._shape(host)
+        host.keeper = _start_keeper(host)
 
-    def _shape(self, namespace: str, interface: str) -> None:
-        """Limit what leaves an interface."""
+    def set_rate(self, rate_mbit: float | None) -> None:
+        """Change the rate of every link, each way, while the hosts work. The counters of links begin anew.
+
+        Args:
+            rate_mbit: In Mbit/s; `None` for as fast as the machine is.
+        """
+        self.rate_mbit = rate_mbit
+        for host in self._hosts:
+            if host.is_shaped:
+                for namespace, interface in _ends(host):
+                    _run("tc", "-n", namespace, "qdisc", "delete", "dev", interface, "root")
+            host.is_shaped = rate_mbit is not None
+            if host.is_shaped:
+                self._shape(host)
+
+    def _shape(self, host: Host) -> None:
+        """Limit what leaves both ends of a host's link."""
         assert self.rate_mbit is not None
         rate = int(self.rate_mbit * 1e6)
         limit = self.burst_bytes + int(rate / 8 * QUEUE_S)
         shaper = ["tbf", "rate", f"{rate}bit", "burst", str(self.burst_bytes), "limit", str(limit)]
-        _run("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", *shaper)
+        for namespace, interface in _ends(host):
+            _run("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", *shaper)
+
+
+def _ends(host: Host) -> tuple[tuple[str, str], ...]:
+    """(namespace, interface) of both ends of a host's link."""
+    return (host.namespace, INTERFACE), (host.hub, host.port)
+
+
+def _start_keeper(host: Host) -> subprocess.Popen[str]:
+    rename = f"echo {host.name} > /proc/sys/kernel/hostname && echo ready && exec sleep infinity"
+    # `ip netns exec` makes the mount namespace, with the host's own files over those of /etc.
+    command = ["ip", "netns", "exec", host.namespace, "unshare", "--uts", "sh", "-c", rename]
+    keeper = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert keeper.stdout is not None
+    if keeper.stdout.readline() != "ready\n":
+        _, said = keeper.communicate(timeout=30)
+        raise HostsError(f"`{' '.join(command)}` failed with {keeper.returncode}: {said.strip()}")
+    return keeper
 
 
 def why_unavailable() -> str | None:
@@ -251,29 +366,5 @@ def _carried_bytes(namespace: str, interface: str, is_shaped: bool) -> int:
     return int(link["stats64"]["tx"]["bytes"])
 
 
-def _kill_all(host: Host, timeout_s: float = 10.0) -> None:
-    """End what runs on a host, its processes' children too."""
-    deadline = time.monotonic() + timeout_s
-    while pids := _run("ip", "netns", "pids", host.namespace).split():
-        if time.monotonic() > deadline:
-            raise HostsError(f"processes {', '.join(pids)} of {host.name} outlive SIGKILL")
-        for pid in pids:
-            try:
-                os.kill(int(pid), signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        for process in host.processes:
-            process.poll()  # takes the dead ones off the list
-        time.sleep(0.01)
-    for process in host.processes:
-        process.wait(timeout=timeout_s)
-
-
 def _exit_on_signal(number: int, frame: FrameType | None) -> None:
     sys.exit(128 + number)
-
-
-if __name__ == "__main__":
-    from tests.bench.wire import main
-
-    main()

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.hosts import Host, Hosts, HostsError, why_unavailable
-from tests.bench.wire import ROOT, Transfer, table
+from cluster.local.hosts import Host, Hosts, HostsError, why_unavailable
+from tests.bench.wire import ROOT
 
 REASON = why_unavailable()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no network namespaces here: {REASON}")
@@ -143,7 +143,7 @@ def is_sleeping(pid: int) -> bool:
 
 
 def test_nothing_is_left_after_sigterm() -> None:
-    code = "from tests.bench.hosts import Hosts\nimport time\nwith Hosts(2) as hosts:\n"
+    code = "from cluster.local.hosts import Hosts\nimport time\nwith Hosts(2) as hosts:\n"
     code += " hosts[0].popen(['sleep', '60'])\n print('up', flush=True)\n time.sleep(60)"
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -164,27 +164,32 @@ def test_a_failing_command_is_named_and_leaves_nothing() -> None:
         Hosts(2, rate_mbit=-1)
 
 
-def test_table_relates_seconds_to_what_the_link_needs() -> None:
-    rounds = [Transfer(index, "scatter", 2.0 + index, 1.5, 95_000_000, 100_000_000, 800.0) for index in range(3)]
-    row = table(rounds).splitlines()[1].split()
-    assert row[:2] == ["scatter", "3.000"]
-    assert row[5:8] == ["95.4", "1.000", "3.000"]
-    assert row[-2:] == ["1.500", "3.158"]
+def test_a_host_is_cut_off_and_comes_back() -> None:
+    code = "import socket; print(socket.socket().connect_ex(('host1', 5002)))"
+    with Hosts(2) as hosts:
+        listen = "import socket, time; s = socket.create_server(('', 5002)); print(1, flush=True); time.sleep(60)"
+        server = hosts[1].popen([sys.executable, "-c", listen], stdout=subprocess.PIPE, text=True)
+        assert server.stdout is not None
+        server.stdout.readline()
+        assert hosts[0].run(sys.executable, "-c", code) == "0\n"
+        hosts[1].cut()
+        with pytest.raises(HostsError, match="longer than 2 s"):
+            hosts[0].run(sys.executable, "-c", code, timeout_s=2.0)
+        hosts[1].mend()
+        assert hosts[0].run(sys.executable, "-c", code) == "0\n"
+        hosts[1].kill()
+        assert hosts[1].pids() == []
+        assert hosts[1].run("uname", "-n") == "host1\n", "it can start anew"
 
 
-@pytest.mark.timeout(100)
-def test_a_load_over_slow_links(tmp_path: Path) -> None:
-    arguments = ["--hosts", "2", "--rate-mbit", "400", "--kind", "odd", "--size-gib", "0.025", "--rounds", "1"]
-    started = time.monotonic()
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.bench.hosts", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=95
-    )
-    assert result.returncode == 0, result.stderr
-    rows = [line.split() for line in result.stdout.splitlines() if line.startswith(("scatter", "gloo-send"))]
-    assert [row[0] for row in rows] == ["scatter", "gloo-send"]
-    for row in rows:
-        sent_mib, need_s, ratio = (float(field) for field in row[5:8])
-        assert 13 < sent_mib < 14, "half of the checkpoint leaves rank 0's host"
-        assert need_s == pytest.approx(sent_mib * (1 << 20) * 8e-6 / 400, rel=0.01)
-        assert ratio > 0.95, f"faster than the link: {result.stdout}"
-    assert time.monotonic() - started > float(rows[0][1])
+def test_one_host_alone_sees_a_path(tmp_path: Path) -> None:
+    own, path = tmp_path / "own", tmp_path / "path"
+    own.mkdir()
+    path.mkdir()
+    (own / "file").touch()
+    with Hosts(2) as hosts:
+        hosts[1].show_alone(own, path)
+        assert [host.run("ls", str(path)) for host in hosts] == ["", "file\n"]
+        hosts[1].hide(path)
+        assert hosts[1].run("ls", str(path)) == ""
+    assert list(path.iterdir()) == []

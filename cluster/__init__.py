@@ -1,0 +1,1 @@
+"""What starts Ray clusters for raysharding; no part of the library."""

@@ -1,0 +1,120 @@
+"""Three hosts with Ray on them for all tests here, wrong in the ways that hosts are: what names and paths mean."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from cluster.local.hosts import Host, Hosts, why_unavailable
+from cluster.local.ray_hosts import RayHosts
+from tests.cluster import jobs
+from tests.cluster.driver import Driver
+
+RELEASE_S = 10.0
+
+
+def require_hosts() -> None:
+    """Skip the test where there can be no hosts."""
+    reason = why_unavailable()
+    if reason is not None:
+        pytest.skip(f"no network namespaces here: {reason}")
+
+
+@pytest.fixture(scope="session")
+def rays() -> Iterator[RayHosts]:
+    """A cluster with its head on host 0; its driver sees no checkpoint, see `checkpoint`."""
+    require_hosts()
+    with Hosts(3) as hosts:
+        for host in hosts:
+            _mislead(host)
+        # As cluster/README.md has it: Ray's default of 1000 makes it 2.2 s until a lost node is known, at worst.
+        environment = {"RAY_timeout_ms_task_wait_for_death_info": "200"}
+        with RayHosts(hosts, cpus_per_host=2, logs_to_driver=False, environment=environment) as rays:
+            yield rays
+
+
+def _mislead(host: Host) -> None:
+    """Give a host a second interface that leads nowhere, and let its name resolve to that one, or to the loopback."""
+    host.run("ip", "link", "add", "other0", "type", "veth", "peer", "name", "other1")
+    host.run("ip", "address", "add", f"172.31.{host.index}.1/24", "dev", "other0")
+    for interface in ("other0", "other1"):
+        host.run("ip", "link", "set", interface, "up")
+    own = "127.0.0.1" if host.index < 2 else f"172.31.{host.index}.1"
+    host.run("sh", "-c", f"printf '127.0.0.1 localhost\\n{own} {host.name}\\n' > /etc/hosts")
+
+
+@pytest.fixture(scope="session")
+def driver(rays: RayHosts) -> Iterator[Driver]:
+    """A program on host 0 that has joined the cluster."""
+    driver = Driver(rays, rays.hosts[0])
+    driver.run(jobs.join)
+    yield driver
+    driver.close()
+
+
+@pytest.fixture(scope="session")
+def reference() -> nn.Module:
+    """The model of `checkpoint`, whole, in this process."""
+    torch.manual_seed(0)
+    return jobs.make_mlp()()
+
+
+@pytest.fixture(scope="session")
+def checkpoint(rays: RayHosts, reference: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory that holds `reference` for host 1, and nothing for anybody else."""
+    files, seen = tmp_path_factory.mktemp("files"), tmp_path_factory.mktemp("checkpoint")
+    save_file(reference.state_dict(), files / "model.safetensors")
+    rays.hosts[1].show_alone(files, seen)
+    return seen
+
+
+def rank_pids(host: Host) -> list[int]:
+    """Processes of ranks on a host."""
+    found = []
+    for pid in host.pids():
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except FileNotFoundError:
+            continue
+        if command.startswith(b"ray::RankActor"):
+            found.append(pid)
+    return found
+
+
+def assert_released(*hosts: Host, within_s: float = RELEASE_S) -> float:
+    """Wait until the hosts have no ranks; returns how long it took."""
+    begun = time.monotonic()
+    while left := {host.name: rank_pids(host) for host in hosts if rank_pids(host)}:
+        assert time.monotonic() - begun < within_s, f"ranks after {within_s:g} s: {left}"
+        time.sleep(0.05)
+    return time.monotonic() - begun
+
+
+def firewall(host: Host) -> None:
+    """Drop what asks this host for a connection at ports from 20,000 on, of which Ray needs none and ranks need some.
+
+    A BPF program, since it needs neither iptables nor tc's classifiers: TCP over IPv4, SYN without ACK, target port.
+    """
+    program = "12,40 0 0 12,21 0 8 2048,48 0 0 23,21 0 6 6,177 0 0 14,80 0 0 27,84 0 0 18,21 0 2 2,72 0 0 16"
+    program += ",53 1 0 20000,6 0 0 0,6 0 0 2"
+    host.run("tc", "qdisc", "add", "dev", "eth0", "clsact")
+    host.run("tc", "filter", "add", "dev", "eth0", "ingress", "protocol", "all", "bpf", "da", "bytecode", program)
+
+
+def no_firewall(host: Host) -> None:
+    """Undo `firewall`."""
+    host.run("tc", "qdisc", "delete", "dev", "eth0", "clsact")
+
+
+def ended(process: subprocess.Popen[bytes], within_s: float) -> float:
+    """Wait for a process; returns how long it took."""
+    begun = time.monotonic()
+    process.wait(timeout=within_s)
+    return time.monotonic() - begun

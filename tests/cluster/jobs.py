@@ -1,0 +1,183 @@
+"""What tests ask a driver on some host to do; see `driver.py`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import torch
+from torch import nn
+
+from raysharding import Loading, Placement, ShardedModelGroup, Split, Timeouts
+from raysharding.group import Call
+from raysharding.group.connect import connect
+from raysharding.group.ranks import RankInfo
+
+_group: ShardedModelGroup | None = None
+_call: Call | None = None
+
+
+def join() -> dict[str, str]:
+    """Connect to Ray as a group does; returns address → id of the nodes."""
+    connect()
+    return {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
+
+
+def await_nodes(number: int) -> None:
+    """Wait until Ray knows so many nodes that are alive and free."""
+    until = time.monotonic() + 60
+    while len([node for node in ray.nodes() if node["Alive"]]) != number:
+        assert time.monotonic() < until, f"not {number} nodes: {ray.nodes()}"
+        time.sleep(0.1)
+
+
+def make_mlp(width: int = 16) -> Callable[[], nn.Module]:
+    """Return a model callable that pickles by value, so that the ranks need not import the tests."""
+
+    def build() -> nn.Module:
+        from torch import nn
+
+        return nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 4))
+
+    return build
+
+
+def start(
+    checkpoint: str,
+    *,
+    world_size: int = 3,
+    strategy: Any = "STRICT_SPREAD",
+    width: int = 16,
+    labels: dict[str, str] | None = None,
+    loading: Loading | None = None,
+    timeouts: Timeouts | None = None,
+) -> list[RankInfo]:
+    """Make the driver's group, in place of one before; returns its ranks."""
+    global _group
+    stop()
+    _group = ShardedModelGroup.from_checkpoint(
+        checkpoint,
+        model=make_mlp(width),
+        world_size=world_size,
+        device="cpu",
+        placement=Placement(strategy=strategy, labels=labels),
+        loading=loading,
+        timeouts=timeouts,
+    )
+    return list(_group.ranks)
+
+
+def group() -> ShardedModelGroup:
+    """The driver's group."""
+    assert _group is not None
+    return _group
+
+
+def stop() -> None:
+    """Shut the group down."""
+    global _group
+    if _group is not None:
+        _group.shutdown()
+    _group = None
+
+
+def interfaces() -> list[tuple[str, str, list[str]]]:
+    """By rank: gloo's interface; what the host's own name resolves to; the host's interfaces."""
+
+    def look() -> tuple[str, str, list[str]]:
+        import os
+        import socket
+
+        names = [name for _, name in socket.if_nameindex()]
+        return os.environ["GLOO_SOCKET_IFNAME"], socket.gethostbyname(socket.gethostname()), names
+
+    return list(group().call(look))
+
+
+def forward(rows: torch.Tensor) -> torch.Tensor:
+    """The model's output."""
+    output = group().forward(Split(rows))
+    assert isinstance(output, torch.Tensor)
+    return output
+
+
+def train(rows: torch.Tensor, targets: torch.Tensor) -> list[dict[str, float]]:
+    """Two steps of SGD on the mean square."""
+    group().set_optimizer(torch.optim.SGD, lr=0.1)
+
+    def loss(output: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return (output - targets).square().sum(), output.numel()
+
+    return [group().train_step(Split(rows), targets=Split(targets), loss=loss) for _ in range(2)]
+
+
+def load(checkpoint: str) -> str:
+    """Load another checkpoint into the group; returns the report's words."""
+    return str(group().load(checkpoint))
+
+
+@dataclass
+class LoadSeen:
+    """A load, as the driver saw it."""
+
+    seconds: float
+    longest_pause_s: float
+    """Longest time without progress."""
+    num_sights: int
+    """How often the bytes had grown."""
+
+
+def watch_load(checkpoint: str) -> LoadSeen:
+    """Load it again and watch the bytes."""
+    call = group().load.remote(checkpoint)
+    begun = moved = time.monotonic()
+    pause_s, sights, done = 0.0, 0, 0
+    while not call.wait(0.02):
+        if call.progress[0] != done:
+            now, done = time.monotonic(), call.progress[0]
+            pause_s, moved, sights = max(pause_s, now - moved), now, sights + 1
+    call.result()
+    return LoadSeen(time.monotonic() - begun, pause_s, sights)
+
+
+def begin_waiting(in_collective: bool) -> None:
+    """Begin a call in which all ranks sleep, or, `in_collective`, all but rank 0 wait for it."""
+    global _call
+
+    def wait(in_collective: bool) -> None:
+        import time
+
+        import torch.distributed as dist
+
+        if in_collective and dist.get_rank() != 0:
+            dist.barrier()
+        time.sleep(300)
+
+    _call = group().call.remote(wait, in_collective)
+
+
+def failure() -> tuple[float, BaseException | None]:
+    """Wait for the call that was begun; returns the clock and how it ended."""
+    assert _call is not None
+    try:
+        _call.result(timeout_s=200)
+    except Exception as error:
+        return time.time(), error
+    return time.time(), None
+
+
+def state_within(state: str, seconds: float) -> tuple[float, str]:
+    """Wait until the group is in a state; returns the clock and why it is broken."""
+    until = time.monotonic() + seconds
+    while group().state.value != state:
+        assert time.monotonic() < until, f"still {group().state} after {seconds:g} s"
+        time.sleep(0.01)
+    seen = time.time()
+    try:
+        group().forward(torch.ones(1, 8))
+    except Exception as error:
+        return seen, str(error)
+    return seen, ""
