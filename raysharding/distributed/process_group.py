@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import fcntl
 import ipaddress
+import json
 import os
 import secrets
 import socket
 import struct
+import time
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # public, not re-exported
 
+from raysharding.distributed.reachability import check_reachable, listen
 from raysharding.errors import RendezvousError
 
 _SIOCGIFADDR = 0x8915
-_BACKLOG = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +53,9 @@ def serve_store(host: str, *, timeout_s: float) -> tuple[TCPStore, StoreAddress]
     Raises:
         RendezvousError: `host` is not an address of this machine.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        listener.bind((host, 0))
-        listener.listen(_BACKLOG)
+        listener = listen(host)
     except OSError as error:
-        listener.close()
         message = f"rank 0 cannot listen on {host}: {error}; is it an address of this node?"
         raise RendezvousError(message, missing_ranks=(0,)) from error
     port = int(listener.getsockname()[1])
@@ -98,13 +97,17 @@ def join_process_group(
         server: Rank 0's store.
 
     Raises:
-        RendezvousError: Some ranks did not arrive in time (named), or rank 0's store cannot be reached.
+        RendezvousError: Some ranks did not arrive in time (named), rank 0's store cannot be reached, or nodes cannot
+            connect to each other.
     """
+    until = time.monotonic() + rendezvous_s
     choose_interface(node_ip)
-    base = server if server is not None else _connect(address, rank, rendezvous_s)
+    base = server if server is not None else _connect(address, rank, node_ip, rendezvous_s)
     store = PrefixStore(address.prefix, base)
     store.set_timeout(timedelta(seconds=rendezvous_s))
-    _await_ranks(store, address, rank, world_size, rendezvous_s)
+    with _listen_as_gloo(rank, node_ip) as listener:
+        addresses = _await_ranks(store, address, rank, world_size, listener.getsockname(), rendezvous_s)
+        check_reachable(store, rank, addresses, max(1.0, until - time.monotonic()))
     is_cuda = device.type == "cuda"
     try:
         dist.init_process_group(
@@ -126,24 +129,39 @@ def leave_process_group() -> None:
         dist.destroy_process_group()
 
 
-def _connect(address: StoreAddress, rank: int, rendezvous_s: float) -> TCPStore:
+def _connect(address: StoreAddress, rank: int, node_ip: str, rendezvous_s: float) -> TCPStore:
     try:
         return TCPStore(
             address.host, address.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=rendezvous_s)
         )
     except dist.DistError as error:
         where = f"{address.host}:{address.port}"
-        message = f"rank {rank} cannot reach rank 0's store at {where} within {rendezvous_s:g} s: {error}"
+        who = f"rank {rank} on {node_ip}"
+        message = f"{who} cannot reach rank 0's store at {where} within {rendezvous_s:g} s: {error}"
         raise RendezvousError(message, missing_ranks=(0,)) from error
 
 
-def _await_ranks(store: Store, address: StoreAddress, rank: int, world_size: int, rendezvous_s: float) -> None:
-    """Wait until every rank has said that it is here, so that init_process_group meets nobody missing."""
+def _listen_as_gloo(rank: int, node_ip: str) -> socket.socket:
+    """Listen at the address that gloo will use: of the interface that the user chose, else the node's."""
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    host = (address_of(chosen) or node_ip) if chosen else node_ip
+    try:
+        return listen(host)
+    except OSError as error:
+        message = f"rank {rank} cannot listen on {host}: {error}; is it an address of this node?"
+        raise RendezvousError(message, missing_ranks=(rank,)) from error
+
+
+def _await_ranks(
+    store: Store, address: StoreAddress, rank: int, world_size: int, listens_at: tuple[Any, ...], rendezvous_s: float
+) -> list[tuple[str, int]]:
+    """Wait until every rank has said where it listens, so that init_process_group meets nobody missing."""
     keys = [f"arrived/{other}" for other in range(world_size)]
     where = f"{address.host}:{address.port}"
     try:
-        store.set(keys[rank], "1")
+        store.set(keys[rank], json.dumps(listens_at[:2]))
         store.wait(keys, timedelta(seconds=rendezvous_s))
+        return [(host, port) for host, port in map(json.loads, store.multi_get(keys))]
     except dist.DistStoreError as error:
         missing = [other for other, key in enumerate(keys) if not store.check([key])]
         named = ", ".join(map(str, missing))
@@ -176,16 +194,20 @@ def interface_of(address: str) -> str | None:
     wanted = ipaddress.ip_address(address.split("%", 1)[0])
     if wanted.version == 6:
         return _interface_of_ipv6(wanted)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-            except OSError:
-                continue  # the interface has no IPv4 address
-            if reply[20:24] == wanted.packed:
-                return name
+    for _, name in socket.if_nameindex():
+        if address_of(name) == str(wanted):
+            return name
     return None
+
+
+def address_of(interface: str) -> str | None:
+    """Return the IPv4 address of a network interface of this machine, or `None`."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        except OSError:
+            return None  # there is no such interface, or it has no IPv4 address
+    return socket.inet_ntoa(reply[20:24])
 
 
 def _interface_of_ipv6(wanted: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str | None:

@@ -30,7 +30,17 @@ def open_here(checkpoint: str) -> Checkpoint | None:
         CheckpointError: It is not valid, or of a kind that is not supported.
     """
     path = local_path(checkpoint)
-    return open_checkpoint(checkpoint) if path is None or os.path.exists(path) else None
+    return open_checkpoint(checkpoint) if path is None or _is_there(path) else None
+
+
+def _is_there(path: str) -> bool:
+    """Whether there is something at a path; the mount point of what is mounted on other nodes is an empty directory."""
+    try:
+        return bool(os.listdir(path))
+    except NotADirectoryError:
+        return True
+    except OSError:
+        return os.path.exists(path)  # a directory that may not be read: opening it says so
 
 
 def open_on_a_node(checkpoint: str, start_s: float) -> Checkpoint:
@@ -59,7 +69,8 @@ def open_on_a_node(checkpoint: str, start_s: float) -> Checkpoint:
     asked = ", ".join(address for address in nodes.values() if address not in silent) or "none"
     unheard = "".join(f"; no answer from {address}: {why}" for address, why in silent.items())
     raise CheckpointError(
-        f"no such file or directory on the driver or on any node (asked: {asked}){unheard}", path=checkpoint
+        f"no such file or directory, or an empty one, on the driver and on every node (asked: {asked}){unheard}",
+        path=checkpoint,
     )
 
 
@@ -96,7 +107,7 @@ def _cancel(refs: Sequence[Any]) -> None:
 
 def _open_if_there(path: str) -> bytes | RayshardingError | None:
     """Runs on one node: the opened checkpoint, the error in it, or `None` where the node does not see it."""
-    if not os.path.exists(path):
+    if not _is_there(path):
         return None
     try:
         return open_checkpoint(path).to_json()

@@ -1,0 +1,119 @@
+"""The main job over three hosts: which interface, which order, where rank 0 is, and that the numbers are right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from cluster.local.ray_hosts import RayHosts
+from raysharding import Loading, Timeouts
+from raysharding.errors import CheckpointError, RendezvousError
+from raysharding.group.ranks import RankInfo
+from tests.cluster import jobs
+from tests.cluster.conftest import assert_released, firewall, no_firewall
+from tests.cluster.driver import Driver
+
+# Ray's processes on three hosts take a machine of two cores half a minute to start.
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture(scope="module")
+def ranks(driver: Driver, checkpoint: Path) -> Iterator[list[RankInfo]]:
+    """Four ranks over three hosts."""
+    yield driver.run(jobs.start, str(checkpoint), world_size=4, strategy="SPREAD")
+    driver.run(jobs.stop)
+
+
+def test_ranks_are_sorted_by_node_and_rank_0_sees_the_checkpoint(ranks: list[RankInfo], rays: RayHosts) -> None:
+    hosts = rays.hosts
+    assert ranks[0].node_ip == hosts[1].address, "host 1 alone sees the files; the driver is on host 0"
+    nodes = [info.node_ip for info in ranks]
+    order = list(dict.fromkeys(nodes))
+    assert nodes == sorted(nodes, key=order.index), "ranks of one node follow each other"
+    assert order == [hosts[1].address, hosts[0].address, hosts[2].address], "the driver's node comes next"
+    assert [info.local_rank for info in ranks] == [nodes[:rank].count(node) for rank, node in enumerate(nodes)]
+
+
+def test_groups_meet_where_host_names_mislead(ranks: list[RankInfo], driver: Driver, rays: RayHosts) -> None:
+    misleading = {host.address: "127.0.0.1" for host in rays.hosts} | {rays.hosts[2].address: "172.31.2.1"}
+    seen = driver.run(jobs.interfaces)
+    assert [interface for interface, _, _ in seen] == ["eth0"] * 4
+    assert [resolved for _, resolved, _ in seen] == [misleading[info.node_ip] for info in ranks]
+    assert all({"lo", "eth0", "other0"} <= set(names) for _, _, names in seen)
+
+
+def test_forward_and_training_equal_one_process(ranks: list[RankInfo], driver: Driver, reference: nn.Module) -> None:
+    rows, targets = torch.randn(7, 8), torch.randn(7, 4)
+    with torch.no_grad():
+        torch.testing.assert_close(driver.run(jobs.forward, rows), reference(rows))
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for metrics in driver.run(jobs.train, rows, targets):
+        loss = (reference(rows) - targets).square().mean()
+        loss.backward()
+        norm = torch.nn.utils.get_total_norm([one.grad for one in reference.parameters() if one.grad is not None])
+        assert metrics == pytest.approx({"loss": loss.item(), "grad_norm": norm.item()}, rel=1e-5)
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        torch.testing.assert_close(driver.run(jobs.forward, rows), reference(rows))
+
+
+@pytest.mark.parametrize("width", [16, 17], ids=["other values", "other headers"])
+def test_other_files_under_the_same_path_are_refused(
+    ranks: list[RankInfo], driver: Driver, rays: RayHosts, reference: nn.Module, tmp_path: Path, width: int
+) -> None:
+    seen, other, same = (tmp_path / name for name in ("seen", "other", "same"))
+    for directory in (seen, other, same):
+        directory.mkdir()
+    save_file(reference.state_dict(), same / "model.safetensors")
+    torch.manual_seed(1)
+    save_file(jobs.make_mlp(width)().state_dict(), other / "model.safetensors")
+    rays.hosts[1].show_alone(same, seen)
+    rays.hosts[2].show_alone(other, seen)
+    with pytest.raises(CheckpointError, match="other content") as caught:
+        driver.run(jobs.load, str(seen))
+    assert "host1" in str(caught.value)
+    assert "host2" in str(caught.value)
+    assert str(seen) in str(caught.value)
+    driver.run(jobs.forward, torch.ones(4, 8))  # READY
+
+
+def test_a_firewalled_host_is_named_within_the_deadline(driver: Driver, rays: RayHosts, checkpoint: Path) -> None:
+    firewall(rays.hosts[2])
+    try:
+        with pytest.raises(RendezvousError, match="cannot connect") as caught:
+            driver.run(jobs.start, str(checkpoint), timeouts=Timeouts(rendezvous_s=12.0))
+    finally:
+        no_firewall(rays.hosts[2])
+    lines = str(caught.value).splitlines()
+    assert f"suspect: {rays.hosts[2].address})" in lines[0]
+    for host in list(rays.hosts)[:2]:
+        assert f"  {host.address} cannot connect to {rays.hosts[2].address}: no answer within 6 s" in lines
+    assert len(caught.value.missing_ranks) == 1
+    assert_released(*rays.hosts)
+
+
+def test_a_load_over_slow_links_moves_and_raises_no_alarm(driver: Driver, rays: RayHosts, tmp_path: Path) -> None:
+    width = 1 << 20
+    stall_s = 1.5
+    files, seen = tmp_path / "files", tmp_path / "seen"
+    files.mkdir()
+    seen.mkdir()
+    save_file(jobs.make_mlp(width)().state_dict(), files / "model.safetensors")  # 52 MiB; two thirds leave the host
+    rays.hosts[1].show_alone(files, seen)
+    loading, timeouts = Loading(bucket_bytes=1 << 20), Timeouts(load_stall_s=stall_s)
+    driver.run(jobs.start, str(seen), width=width, loading=loading, timeouts=timeouts)
+    try:
+        rays.hosts.set_rate(50)
+        sight = driver.run(jobs.watch_load, str(seen))
+    finally:
+        rays.hosts.set_rate(None)
+        driver.run(jobs.stop)
+    assert sight.seconds > 2 * stall_s
+    assert sight.num_sights > 5
+    assert sight.longest_pause_s < stall_s
