@@ -22,6 +22,7 @@ from raysharding.errors import OutputTooLargeError
 from raysharding.group.commands import RankCommands
 from raysharding.group.describe import tell
 from raysharding.group.fence import Fence, taken_over
+from raysharding.group.head import end_with_head
 from raysharding.group.lease import RankLease
 from raysharding.group.outcome import Outcome, Progress, Raised, Stacks, Stage, record_exception
 from raysharding.group.packing import AsValue, Packed, pack
@@ -84,6 +85,7 @@ class RankActor:
         self._room = ray.util.get_current_placement_group() if owns_room else None
         self._lease = RankLease(self._end)
         self._lease.renew(lease_s)
+        end_with_head()
         self._record: GroupRecord | None = None
         self._last_raised: dict[int, Raised | None] = {}
         self._work_thread = 0
@@ -146,6 +148,11 @@ class RankActor:
         """Return what the last command of the drivers before this epoch raised; `None` if it ended well."""
         before = [one for one in self._last_raised if one < epoch]
         return self._last_raised[max(before)] if before else None
+
+    @ray.method(concurrency_group="control")
+    def end(self) -> None:
+        """End this process at once: for a driver that cannot have Ray do it."""
+        os._exit(1)
 
     @ray.method(concurrency_group="control")
     def progress(self) -> Progress:

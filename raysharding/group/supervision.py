@@ -26,6 +26,7 @@ from raysharding.group import failure
 from raysharding.group.actor import Request
 from raysharding.group.describe import tell
 from raysharding.group.fence import taken_over
+from raysharding.group.head import HEAD_GONE_S, Head, head_address
 from raysharding.group.interrupts import HeldInterrupts, PutOffInterrupts, Stopping
 from raysharding.group.lease import Renewal
 from raysharding.group.naming import Lifetime
@@ -70,6 +71,7 @@ class Supervisor:
         self._lifetime = lifetime
         self._teardown = Teardown(members, release)
         self._renewal = Renewal(members, lifetime.starting_lease_s, self._teardown.has_ray)
+        self._head = Head(head_address())
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._questions = Questions(members, self._watch, lambda: self._run, self._advance)
         self._waiting = WaitingCalls()
@@ -251,6 +253,8 @@ class Supervisor:
         """Do what is due: end the current step, stop late ranks, begin the next call."""
         if self._is_usable() and not self._teardown.has_ray():
             self._break([], GroupError(f"{self.name}: Ray was shut down under the group"))
+        if self._is_usable() and self._head.silent_s() > HEAD_GONE_S:
+            self._break([], GroupError(f"{self.name}: {self._head.gone()}"))
         if self._is_kept and time.monotonic() >= self._kept_until:
             self._drop_kept()
         if self._run is not None:
@@ -352,7 +356,9 @@ class Supervisor:
             self._break([seen], failure.judge([seen], self.name, timed_out=False))
             return
         run.finished.add(rank)
-        self._see(run, seen, _AFTER_DEATH_S)
+        # Of a lost connection Ray tells a second or two later, after a look for its cause: the peers had their while.
+        is_old = isinstance(error, ray.exceptions.ActorUnavailableError)
+        self._see(run, seen, 0.0 if is_old else _AFTER_DEATH_S)
         self._advance()
 
     def _see(self, run: Run, observed: failure.Observed, patience_s: float) -> None:
@@ -383,7 +389,10 @@ class Supervisor:
             if self._can_free(run):
                 self._questions.free(run)
                 return
-        error = failure.judge(run.seen, f"{run.task.call.name} on {self.name}", run.is_late, run.arrived)
+        what = f"{run.task.call.name} on {self.name}"
+        if self._head.is_silent():
+            what += f" ({self._head.gone()})"
+        error = failure.judge(run.seen, what, run.is_late, run.arrived)
         is_intact = failure.leaves_intact(run.task.call.name, run.seen, len(self._members))
         if everyone and is_intact and not run.is_freed:
             self._run = None
@@ -491,7 +500,7 @@ class Supervisor:
 
     def _stop(self) -> None:
         self._renewal.stop()
-        self._teardown.stop()
+        self._teardown.stop(has_head=not self._head.is_silent())
 
     def _has_ranks(self) -> bool:
         """Whether there may be ranks left that are this driver's to stop."""

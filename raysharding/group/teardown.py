@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -14,6 +15,7 @@ from raysharding.group.packing import pack
 from raysharding.group.ranks import Member
 
 _LEAVE_S = 2.0
+_STOP_S = 3.0
 
 
 class Closable(Protocol):
@@ -67,13 +69,26 @@ class Teardown:
         """Leave the actors and the placement group to another driver: `stop` will do nothing."""
         self._is_stopped = self.is_let_go = True
 
-    def stop(self) -> None:
-        """Stop the actors and give the placement group back."""
+    def stop(self, *, has_head: bool = True) -> None:
+        """Stop the actors and give the placement group back.
+
+        Args:
+            has_head: Whether Ray has its head. Without it Ray stops nothing, and waits: then the ranks are asked
+                themselves, at once, else after 3 s.
+        """
         if self._is_stopped:
             return
         self._is_stopped = True
         if not self.has_ray():
             return  # Ray's own shutdown has ended the job, and the actors with it
+        stopping = threading.Thread(target=self._stop, name="stop ranks", daemon=True)
+        stopping.start()
+        stopping.join(_STOP_S if has_head else 0.0)
+        if stopping.is_alive():
+            for member in self._members:
+                member.actor.end.remote()  # goes from process to process; Ray's head has no part in it
+
+    def _stop(self) -> None:
         for member in self._members:
             ray.kill(member.actor, no_restart=True)
         self._release()

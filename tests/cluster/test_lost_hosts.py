@@ -1,0 +1,89 @@
+"""A host dies, or is cut off: time to the error, what it says, and what is left on either side."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.local.ray_hosts import RayHosts
+from raysharding import CallTimeoutError, GroupError, Timeouts
+from raysharding.group.head import CUT_OFF_S
+from tests.cluster import jobs
+from tests.cluster.conftest import assert_released, rank_pids
+from tests.cluster.driver import Driver
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture
+def lost(rays: RayHosts, driver: Driver, checkpoint: Path) -> Iterator[int]:
+    """Number of a host that the test may lose, with one rank of a group on each host; it comes back after the test."""
+    driver.run(jobs.start, str(checkpoint), timeouts=Timeouts(call_s=5.0))
+    yield 2
+    driver.run(jobs.stop)
+    host = rays.hosts[2]
+    host.mend()
+    host.kill()
+    driver.run(jobs.await_nodes, 2)
+    rays.start(host)
+    driver.run(jobs.await_nodes, 3)
+
+
+@pytest.mark.parametrize("in_collective", [False, True], ids=["own work", "collective"])
+def test_a_node_that_dies_in_a_call_is_named_at_once(
+    rays: RayHosts, driver: Driver, lost: int, in_collective: bool
+) -> None:
+    host = rays.hosts[lost]
+    driver.run(jobs.begin_waiting, in_collective)
+    time.sleep(0.5)
+    killed = time.time()
+    host.kill()
+    ended, error = driver.run(jobs.failure)
+    assert isinstance(error, GroupError)
+    assert error.primary is not None
+    assert (error.primary.kind, error.primary.node_ip) == ("died", host.address)
+    assert host.address in str(error)
+    assert {failure.kind for rank, failure in error.failures.items() if rank != error.primary.rank} == {"collateral"}
+    assert ended - killed < 2.0
+    assert_released(*rays.hosts)
+
+
+def test_a_node_that_dies_breaks_an_idle_group(rays: RayHosts, driver: Driver, lost: int) -> None:
+    killed = time.time()
+    rays.hosts[lost].kill()
+    seen, why = driver.run(jobs.state_within, "broken", 5.0)
+    assert seen - killed < 2.0
+    assert rays.hosts[lost].address in why
+    assert_released(*rays.hosts)
+
+
+def test_a_host_that_is_cut_off_is_a_hang(rays: RayHosts, driver: Driver, lost: int) -> None:
+    host = rays.hosts[lost]
+    driver.run(jobs.begin_waiting, True)
+    begun = time.time()
+    host.cut()
+    ended, error = driver.run(jobs.failure)
+    assert isinstance(error, CallTimeoutError)
+    assert ended - begun < 5.0 + 2.0
+    silent = {failure.node_ip for failure in error.failures.values() if "answers no questions" in failure.message}
+    assert silent == {host.address}
+    assert error.primary is not None
+    assert error.primary.node_ip == host.address
+    assert_released(*list(rays.hosts)[:2])
+    assert rank_pids(host), "nobody can reach it"
+    host.mend()
+    assert_released(host)
+
+
+@pytest.mark.full
+def test_ranks_that_are_cut_off_for_good_end_themselves(rays: RayHosts, driver: Driver, lost: int) -> None:
+    host = rays.hosts[lost]
+    host.cut()
+    cut = time.monotonic()
+    while rank_pids(host):
+        assert time.monotonic() - cut < CUT_OFF_S + 15.0
+        time.sleep(0.5)
+    assert time.monotonic() - cut > CUT_OFF_S - 5.0
