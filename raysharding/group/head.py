@@ -93,8 +93,9 @@ class Head:
 
     def _take_answer(self, now: float) -> None:
         assert self._probe is not None
-        _, writable, _ = select.select([], [self._probe], [], 0)
-        if writable:
+        question = select.poll()  # not `select`, which takes no descriptor over 1023
+        question.register(self._probe, select.POLLOUT)
+        if question.poll(0):
             self._refused = self._probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
             self._heard = self._heard if self._refused else now
             self.close()
