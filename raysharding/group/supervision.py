@@ -16,30 +16,26 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import ray
 
 from raysharding.config import Timeouts
-from raysharding.errors import CallCancelledError, GroupBrokenError, GroupError, RankFailure
+from raysharding.errors import CallCancelledError, GroupBrokenError, GroupError
 from raysharding.group import failure
-from raysharding.group.actor import Request
 from raysharding.group.describe import tell
 from raysharding.group.fence import taken_over
 from raysharding.group.head import HEAD_GONE_S, Head, head_address
 from raysharding.group.interrupts import HeldInterrupts, PutOffInterrupts, Stopping
 from raysharding.group.lease import Renewal
 from raysharding.group.naming import Lifetime
-from raysharding.group.outcome import Outcome
-from raysharding.group.packing import Packed
-from raysharding.group.questions import POLL_S, Future, Questions
+from raysharding.group.questions import Future
 from raysharding.group.ranks import Member
+from raysharding.group.runner import Hooks, Runner
 from raysharding.group.state import GroupState
-from raysharding.group.task import Run, Task
+from raysharding.group.task import Task
 from raysharding.group.teardown import Teardown, close_at_exit
 from raysharding.group.waiting import WaitingCalls
 
-_INLINE_BYTES = 64 << 10
 _TICK_S = 1.0
 _AFTER_DEATH_S = 0.5
 _RELEASE_S = 10.0
@@ -73,11 +69,10 @@ class Supervisor:
         self._renewal = Renewal(members, lifetime.starting_lease_s, self._teardown.has_ray)
         self._head = Head(head_address())
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._questions = Questions(members, self._watch, lambda: self._run, self._advance)
+        hooks = Hooks(self._watch, self._advance, self._on_death, self._break, self._can_rejoin, self._remark)
+        self._runner = Runner(name, members, timeouts, hooks)
         self._waiting = WaitingCalls()
         self._kept_lock = threading.Lock()
-        self._run: Run | None = None
-        self._numbers = 0
         self._is_started = False
         self._is_kept = False
         self._kept_until = 0.0
@@ -101,7 +96,7 @@ class Supervisor:
             return GroupState.BROKEN
         if not self._is_started:
             return GroupState.STARTING
-        return GroupState.BUSY if self._run is not None or self._waiting else GroupState.READY
+        return GroupState.BUSY if self._runner.run is not None or self._waiting else GroupState.READY
 
     @property
     def cause(self) -> GroupError | None:
@@ -244,7 +239,7 @@ class Supervisor:
 
     def _patience(self) -> float:
         """Seconds until something is due."""
-        run = self._run
+        run = self._runner.run
         if run is None:
             return _TICK_S if not self._is_kept else max(0.0, min(_TICK_S, self._kept_until - time.monotonic()))
         return min(_TICK_S, max(0.0, run.due - time.monotonic()))
@@ -257,83 +252,10 @@ class Supervisor:
             self._break([], GroupError(f"{self.name}: {self._head.gone()}"))
         if self._is_kept and time.monotonic() >= self._kept_until:
             self._drop_kept()
-        if self._run is not None:
-            self._check(self._run)
-        while self._run is None and self._waiting and self._is_usable():
+        self._runner.check(self._dead)
+        while self._runner.run is None and self._waiting and self._is_usable():
             task = self._waiting.take()
-            self._begin(task, task.request)
-
-    def _check(self, run: Run) -> None:
-        now = time.monotonic()
-        everyone = len(run.finished) == len(self._members)
-        if run.drain_until is not None:
-            if everyone or now >= run.drain_until:
-                self._conclude(run)
-            elif run.witnesses_at is not None and now >= run.witnesses_at:
-                self._questions.witnesses(run)
-        elif everyone:
-            self._step_done(run)
-        elif now >= run.deadline:
-            self._questions.stacks(run)
-        elif run.task.watch_progress and now >= run.next_poll:
-            self._questions.progress(run, self._dead)
-
-    def _begin(self, task: Task, request: Request) -> None:
-        """Send one step to all ranks."""
-        now = time.monotonic()
-        self._numbers += 1
-        self._run = run = Run(task, self._numbers, begun=now, deadline=now + task.deadline_s, next_poll=now + POLL_S)
-        try:
-            # Large arguments are stored before any rank is asked: a full store must not leave some ranks at work.
-            parts = self._parts(task.own)
-            common = None if task.shared is None else _stored(task.shared)
-        except ray.exceptions.RayError as error:
-            self._run = None
-            task.call.end(GroupError(f"cannot store the arguments of {task.call.name}: {error}"))
-            return
-        for rank, member in enumerate(self._members):
-            outcome, value = member.start(request, parts[rank], common)
-            self._watch(outcome.future(), partial(self._on_outcome, run.number, rank, value))
-
-    def _parts(self, own: Packed | Sequence[Packed]) -> list[Any]:
-        return [_stored(own)] * len(self._members) if isinstance(own, Packed) else [_stored(one) for one in own]
-
-    def _on_outcome(self, number: int, rank: int, value: Any, future: Future) -> None:
-        run = self._run
-        if run is None or run.number != number:
-            return
-        error = future.exception()
-        if error is not None:
-            self._on_task_error(run, rank, error)
-            return
-        outcome: Outcome = future.result()
-        run.finished.add(rank)
-        run.stamps[rank] = outcome.stamp
-        if run.is_freed:
-            pass  # what it raises is our own doing
-        elif outcome.raised is not None:
-            self._see(run, failure.saw_raise(self._members[rank].info, outcome.raised), self._timeouts.drain_s)
-        else:
-            run.more = outcome.more if rank == 0 else run.more
-            if run.task.keep_step is None:
-                run.task.call.rank_finished(rank, value)
-            elif rank == 0:
-                run.task.keep_step(value)
-        self._advance()
-
-    def _on_task_error(self, run: Run, rank: int, error: BaseException) -> None:
-        """Handle Ray's own word on a call: the actor is gone, or the call never reached our code."""
-        if isinstance(error, ray.exceptions.RayActorError):
-            self._on_death(rank, error)
-            return
-        run.finished.add(rank)
-        info = self._members[rank].info
-        message = f"Ray could not run the call: {error}"
-        one = RankFailure(
-            info.rank, info.node_ip, info.pid, "raised", run.task.call.name, type(error).__name__, message
-        )
-        self._see(run, failure.Observed(one), self._timeouts.drain_s)
-        self._advance()
+            self._runner.begin(task, task.request)
 
     def _on_lifetime(self, rank: int, future: Future) -> None:
         error = future.exception()
@@ -349,7 +271,7 @@ class Supervisor:
         if not self._is_usable():
             self._drop_kept()  # what it held is nowhere else: there is nothing to keep the others for
             return
-        run = self._run
+        run = self._runner.run
         doing = "idle" if run is None else run.phase(rank)
         seen = failure.saw_death(self._members[rank].info, doing, error, self._renewal.explain())
         if run is None:
@@ -358,47 +280,8 @@ class Supervisor:
         run.finished.add(rank)
         # Of a lost connection Ray tells a second or two later, after a look for its cause: the peers had their while.
         is_old = isinstance(error, ray.exceptions.ActorUnavailableError)
-        self._see(run, seen, 0.0 if is_old else _AFTER_DEATH_S)
+        self._runner.see(run, seen, 0.0 if is_old else _AFTER_DEATH_S)
         self._advance()
-
-    def _see(self, run: Run, observed: failure.Observed, patience_s: float) -> None:
-        """Note a failure. Its peers get a while to finish: what they say tells a bad input from a broken rank."""
-        run.seen.append(observed)
-        until = time.monotonic() + patience_s
-        run.drain_until = until if run.drain_until is None else min(run.drain_until, until)
-
-    def _step_done(self, run: Run) -> None:
-        task = run.task
-        if run.more and task.next_request is not None:
-            self._begin(task, task.next_request)
-            return
-        if task.keep_step is not None:
-            for rank in range(len(self._members)):
-                task.call.rank_finished(rank, None)
-        self._run = None
-        task.call.end(None)
-
-    def _conclude(self, run: Run) -> None:
-        """End a call that failed or is late: leave the group READY where that is safe, else break it."""
-        everyone = len(run.finished) == len(self._members)
-        if everyone and not run.seen:
-            self._step_done(run)  # late, but done before it was stopped
-            return
-        if not run.is_freed and not everyone:
-            run.describe_late(self._members)
-            if self._can_free(run):
-                self._questions.free(run)
-                return
-        what = f"{run.task.call.name} on {self.name}"
-        if self._head.is_silent():
-            what += f" ({self._head.gone()})"
-        error = failure.judge(run.seen, what, run.is_late, run.arrived)
-        is_intact = failure.leaves_intact(run.task.call.name, run.seen, len(self._members))
-        if everyone and is_intact and not run.is_freed:
-            self._run = None
-            run.task.call.end(failure.typed_error(run.seen, error))
-        else:
-            self._break(run.seen, error, keep=everyone and run.holds_one_model and self._can_rejoin())
 
     def _can_rejoin(self) -> bool:
         """Whether ranks that are all there can meet again: an aborted NCCL collective may have left anything."""
@@ -409,14 +292,12 @@ class Supervisor:
             and all(one.info.device == "cpu" for one in self._members)
         )
 
-    def _can_free(self, run: Run) -> bool:
-        """Whether the ranks that have not finished would, if nobody waited for anybody any more."""
-        late = run.unfinished(self._members)
-        return self._can_rejoin() and (run.stacks is None or all(run.waits(rank) for rank in late))
+    def _remark(self) -> str:
+        return f" ({self._head.gone()})" if self._head.is_silent() else ""
 
-    def _break(self, seen: Sequence[failure.Observed], error: GroupError, *, keep: bool = False) -> None:
+    def _break(self, seen: Sequence[failure.Observed], error: GroupError, keep: bool = False) -> None:
         """Fail the current call and those behind it; stop every rank and give everything back, unless `keep`."""
-        run, self._run = self._run, None
+        run, self._runner.run = self._runner.run, None
         self._is_kept, self._kept_until = keep, time.monotonic() + self._timeouts.keep_s
         # A twin: the traceback of the one that the user is given would keep the user's frames, and so the group, alive.
         self._cause = failure.twin(error)
@@ -434,13 +315,13 @@ class Supervisor:
         who = source or "interrupt()"
         error = CallCancelledError(f"{who} cancelled the call before any rank of {self.name} began it")
         num_cancelled = self._waiting.fail(error)
-        if self._run is None:
+        if self._runner.run is None:
             stopping.set_result(num_cancelled)
             return
-        call = self._run.task.call
+        call = self._runner.run.task.call
         call.when_done(lambda _: stopping.set_result(num_cancelled))
         if source:
-            left_s = max(0.0, self._run.deadline - time.monotonic())
+            left_s = max(0.0, self._runner.run.deadline - time.monotonic())
             tell(
                 f"{source}: {self.name} stops when the running {call.name} has ended (deadline in {left_s:.0f} s); "
                 f"queued calls cancelled: {num_cancelled}; once more stops the ranks now, and their weights are lost"
@@ -448,7 +329,7 @@ class Supervisor:
 
     def _abandon(self, reason: str) -> None:
         if self._is_usable():
-            doing = "idle" if self._run is None else f"in {self._run.task.call.name}"
+            doing = "idle" if self._runner.run is None else f"in {self._runner.run.task.call.name}"
             self._break([], GroupError(f"{self.name} was stopped by {reason} ({doing})"))
 
     def _taken_over(self) -> None:
@@ -468,10 +349,10 @@ class Supervisor:
         """Shut down: stop the ranks, well where they are idle, and wait until Ray says that they are gone."""
         if self._is_closing:
             return
-        was_idle = self._run is None and self._cause is None and self._has_ranks()
+        was_idle = self._runner.run is None and self._cause is None and self._has_ranks()
         self._is_closing = True
         error = GroupBrokenError(f"{self.name} was shut down before this call ended")
-        run, self._run = self._run, None
+        run, self._runner.run = self._runner.run, None
         if run is not None:
             run.task.call.end(error)
         self._waiting.fail(error)
@@ -514,8 +395,3 @@ class Supervisor:
         while self._has_ranks() and time.monotonic() < until:
             with contextlib.suppress(queue.Empty):
                 self._events.get(timeout=0.1)()
-
-
-def _stored(packed: Packed) -> Any:
-    """Put a large argument into the object store once; a small one travels inside the call."""
-    return packed if packed.num_bytes <= _INLINE_BYTES else ray.put(packed)
