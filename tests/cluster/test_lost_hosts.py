@@ -32,7 +32,9 @@ def lost(rays: RayHosts, driver: Driver, checkpoint: Path) -> Iterator[int]:
     driver.run(jobs.await_nodes, 3)
 
 
-@pytest.mark.parametrize("in_collective", [False, True], ids=["own work", "collective"])
+@pytest.mark.parametrize(
+    "in_collective", [pytest.param(False, id="own work", marks=pytest.mark.full), pytest.param(True, id="collective")]
+)
 def test_a_node_that_dies_in_a_call_is_named_at_once(
     rays: RayHosts, driver: Driver, lost: int, in_collective: bool
 ) -> None:
