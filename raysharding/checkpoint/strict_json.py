@@ -7,9 +7,10 @@ import math
 import re
 from typing import Any, Final, NoReturn
 
-_SUSPECT: Final = re.compile(rb"\\u[dD][89a-fA-F]|\d{100}|[eE]\+?\d{3}")
-"""What is looked at once more: half a surrogate pair can only come from an escape, and a number that no double holds
-has a hundred digits, or a three-digit exponent."""
+_HALF_PAIR: Final = re.compile(r"\\u[dD][89a-fA-F]")
+"""Half a surrogate pair can only come from an escape; whole ones may, and are looked at once more."""
+_MAX_DIGITS: Final = 300
+"""Of a whole number that fits a double for certain."""
 
 
 def parse_object(data: bytes) -> dict[str, Any]:
@@ -25,11 +26,15 @@ def parse_object(data: bytes) -> dict[str, Any]:
     try:
         # str first: json.loads(bytes) would guess at UTF-16 and UTF-32, which other readers of the format do not.
         text = data.decode("utf-8")
-        parsed = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
-        if _SUSPECT.search(data):
-            json.loads(text, parse_int=_finite, parse_float=_finite)
-            if not is_text(json.dumps(parsed, ensure_ascii=False)):
-                raise ValueError("holds a string that is not Unicode text")
+        parsed = json.loads(
+            text,
+            object_pairs_hook=_unique,
+            parse_constant=_refuse_constant,
+            parse_float=_finite,
+            parse_int=_whole,
+        )
+        if _HALF_PAIR.search(text) and not is_text(json.dumps(parsed, ensure_ascii=False)):
+            raise ValueError("holds a string that is not Unicode text")
     except RecursionError:
         raise ValueError("is nested too deep") from None
     except UnicodeDecodeError as error:
@@ -70,3 +75,9 @@ def _finite(text: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"holds the number {text[:20]}..., which no double can hold")
     return number
+
+
+def _whole(text: str) -> int:
+    if len(text) > _MAX_DIGITS:
+        _finite(text)
+    return int(text)

@@ -97,7 +97,7 @@ def test_a_file_without_permission_is_named(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
-def test_twenty_thousand_tensors_open_in_half_a_second(tmp_path: Path) -> None:
+def test_twenty_thousand_tensors_take_little_more_than_their_json(tmp_path: Path) -> None:
     header = {
         f"model.layers.{i // 100}.mlp.experts.{i % 100}.weight": {
             "dtype": "BF16",
@@ -110,16 +110,20 @@ def test_twenty_thousand_tensors_open_in_half_a_second(tmp_path: Path) -> None:
     with open(tmp_path / "x.safetensors", "wb") as file:
         file.write(len(data).to_bytes(8, "little") + data)
         file.truncate(8 + len(data) + 20_000 * 8192)
-    (tmp_path / "model.safetensors.index.json").write_text(
-        json.dumps({"weight_map": dict.fromkeys(header, "x.safetensors")})
-    )
-    seconds = []
-    for _ in range(3):
+    index = json.dumps({"weight_map": dict.fromkeys(header, "x.safetensors")})
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    ours, floors = [], []
+    for _ in range(5):
         start = time.process_time()  # CPU time: other tests may run beside this one
         checkpoint = open_checkpoint(tmp_path)
-        seconds.append(time.process_time() - start)
+        ours.append(time.process_time() - start)
+        start = time.process_time()
+        # As every reader must that refuses keys given twice.
+        json.loads(data, object_pairs_hook=dict), json.loads(index, object_pairs_hook=dict)
+        floors.append(time.process_time() - start)
     assert len(checkpoint.tensors) == 20_000
-    assert min(seconds) < 0.5
+    # 0.5 s and 2.1 to 2.9 times the floor where this was written.
+    assert min(ours) < 6 * min(floors)
     start = time.process_time()
     assert Checkpoint.from_json(checkpoint.to_json()) == checkpoint
     assert time.process_time() - start < 1.0
