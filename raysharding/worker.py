@@ -176,6 +176,7 @@ class Worker:
                 mark_recovery(error, usable=not moved and self.phase == "plan", torn=moved or self.phase != "plan")
                 raise
             self.module.eval()
+            self.whole = True
         return self.load_report
 
     def _plan_optimizer(self, checkpoint: str) -> OptimizerLoad | None:
@@ -406,8 +407,10 @@ class Worker:
         self.phase = "ready"
         self.num_changes += name in _CHANGING
 
-    def _written(self) -> int:
-        return 0 if self._module is None else written(self._module, self.optimizer)
+    def _written(self) -> tuple[int, int]:
+        """What changes when module or optimizer do: in-place writes, and another optimizer."""
+        count = 0 if self._module is None else written(self._module, self.optimizer)
+        return count, id(self.optimizer)
 
     def _follow(self, progress: Callable[[int, int], None] | None) -> Callable[[str, int, int, str], None]:
         """A progress callback that keeps `status` current and passes the bytes on."""

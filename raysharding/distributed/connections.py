@@ -4,7 +4,8 @@ Note [Cutting]: `ProcessGroup.abort()` on gloo unblocks nothing, and neither doe
 hold the group. But gloo's sockets are ordinary ones of this process: after `shutdown(2)` on them a thread that waits
 in a collective gets "Connection closed by peer" within milliseconds, on this rank and on those at the other ends.
 A process has other connections too (Ray's, a user's), which must not be touched. A connection belongs to the process
-group, or to its store, where both of its ends are ranks: `between` keeps those, and no rank can tell on its own.
+group, or to its store, where its ends are two ranks: `between` keeps those, and no rank can tell on its own. (A
+protocol of a user's own between two ranks would be cut, too.)
 """
 
 from __future__ import annotations
@@ -20,10 +21,7 @@ Connection = tuple[Address, Address]
 
 def connections() -> list[Connection]:
     """Return this process's established TCP connections. Safe from any thread."""
-    found = []
-    for _, connection in _open_sockets():
-        found.append(connection)
-    return found
+    return [connection for _, connection in _open_sockets()]
 
 
 def between(by_rank: Mapping[int, Collection[Connection]]) -> dict[int, list[Connection]]:
@@ -32,8 +30,9 @@ def between(by_rank: Mapping[int, Collection[Connection]]) -> dict[int, list[Con
     Args:
         by_rank: What `connections` returned on each rank.
     """
-    known = {connection for some in by_rank.values() for connection in some}
-    return {rank: [one for one in some if one[::-1] in known] for rank, some in by_rank.items()}
+    ends = {connection: rank for rank, some in by_rank.items() for connection in some}
+    # One whose both ends are one rank's is a user's own.
+    return {rank: [one for one in some if ends.get(one[::-1], rank) != rank] for rank, some in by_rank.items()}
 
 
 def cut(chosen: Collection[Connection]) -> int:

@@ -83,6 +83,12 @@ def record_execution_order(module: nn.Module, groups: Sequence[tuple[str, ...]])
         module.register_forward_hook(_ender(order))
 
 
+def forget_execution_order(module: nn.Module) -> None:
+    """Forget what has run since the last check, where ranks were stopped at different places; no collective."""
+    if module in _orders:
+        _orders[module].restart()
+
+
 def last_execution_order(module: nn.Module) -> tuple[int, ...]:
     """Indices of the groups that the last forward of a root ran, with repeats; the root's own is behind the others'.
 

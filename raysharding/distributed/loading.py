@@ -192,6 +192,8 @@ class _Load:
     def _stream(self, stream: BucketStream, plan: LoadPlan) -> Exception | None:
         """Move every bucket."""
         started = perf_counter()
+        # From here on what was there may be overwritten, also before the first bucket is told of.
+        self.progress("stream", 0, 0, "")
         error = self._read_and_stream(stream, plan) if plan.checkpoint is not None else stream.run(None)
         figures = self.figures
         figures.stream_s = perf_counter() - started

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from raysharding.config import Sharding
+from raysharding.distributed.execution import forget_execution_order
 from raysharding.distributed.gradient_sync import fsdp_groups
 from raysharding.distributed.mesh import init_mesh
 from raysharding.distributed.recovery import recover
@@ -41,6 +42,7 @@ def rejoin(module: nn.Module, mesh: DeviceMesh, sharding: Sharding) -> None:
     # Only now: what an aborted backward left may have to be reduced before it is dropped.
     if not recover(module, in_backward=True):
         raise RuntimeError("this torch cannot reset a module after an aborted backward")
+    forget_execution_order(module)
 
 
 def _group_names(mesh: DeviceMesh) -> list[str]:

@@ -71,7 +71,7 @@ class Request:
 
 
 class RankActor:
-    """One rank. Created by `ranks.start_actors` with `max_restarts=0`: recovery is the whole group's."""
+    """One rank. Created by `start.start_actors` with `max_restarts=0`: recovery is the whole group's."""
 
     def __init__(self, lease_s: float | None = None, owns_room: bool = False) -> None:
         """Start.
@@ -87,7 +87,7 @@ class RankActor:
         self._lease.renew(lease_s)
         end_with_head()
         self._record: GroupRecord | None = None
-        self._last_raised: dict[int, Raised | None] = {}
+        self._last_outcome: dict[int, Outcome] = {}
         self._work_thread = 0
         self._control_threads: set[int] = set()
         self._stacks_descriptor = testify()
@@ -116,10 +116,10 @@ class RankActor:
         self._fence.wait_closed(epoch)
 
     @ray.method(concurrency_group="control")
-    def renew(self, epoch: int, lease_s: float | None) -> None:
+    def renew(self, epoch: int, number: int, lease_s: float | None) -> None:
         """Begin the rank's lease anew; see `lease.py`."""
         if self._fence.is_open(epoch):
-            self._lease.renew(lease_s)
+            self._lease.renew(lease_s, (epoch, number))
 
     @ray.method(concurrency_group="control")
     def keep(self, epoch: int, record: GroupRecord) -> None:
@@ -135,7 +135,7 @@ class RankActor:
 
     @ray.method(concurrency_group="control")
     def take_over(self) -> int:
-        """Begin the epoch of another driver. One actor of the group is asked; the others are told by `admit`."""
+        """Give out the epoch of another driver. One actor of the group is asked; `admit` tells it to all of them."""
         return self._fence.next()
 
     @ray.method(concurrency_group="control")
@@ -144,10 +144,10 @@ class RankActor:
         self._fence.admit(epoch)
 
     @ray.method(concurrency_group="control")
-    def last_raised(self, epoch: int) -> Raised | None:
-        """Return what the last command of the drivers before this epoch raised; `None` if it ended well."""
-        before = [one for one in self._last_raised if one < epoch]
-        return self._last_raised[max(before)] if before else None
+    def last_outcome(self, epoch: int) -> Outcome:
+        """Return how the last command of the drivers before this epoch ended."""
+        before = [one for one in self._last_outcome if one < epoch]
+        return self._last_outcome[max(before)] if before else Outcome(self._commands.stamp())
 
     @ray.method(concurrency_group="control")
     def end(self) -> None:
@@ -215,15 +215,17 @@ class RankActor:
         if not self._fence.is_open(epoch):
             return Outcome(self._commands.stamp(), raised=self._describe(taken_over("the group"), stage)), None
         try:
-            self._last_raised[epoch] = None
             more, value = self._commands.run(request.method, own, shared)
             stage = "output"
             packed = _pack_output(value, request)
         except (Exception, SystemExit) as error:  # noqa: BLE001
             # The boundary: whatever user code raised goes to the driver as data. `sys.exit()` would end the actor.
-            raised = self._last_raised[epoch] = self._describe(error, stage)
-            return Outcome(self._commands.stamp(), raised=raised), None
-        return Outcome(self._commands.stamp(), more=more), packed
+            outcome = Outcome(self._commands.stamp(), raised=self._describe(error, stage))
+            packed = None
+        else:
+            outcome = Outcome(self._commands.stamp(), more=more)
+        self._last_outcome[epoch] = outcome
+        return outcome, packed
 
     def _end(self, lease_s: float) -> None:
         """End this process: nobody has renewed its lease. `sys.exit` would wait for the work thread."""

@@ -17,6 +17,7 @@ from raysharding.group.handle import driver_handle
 from raysharding.group.inspection import read_log, read_stacks
 from raysharding.group.keeping import update_record
 from raysharding.group.launched import Launched
+from raysharding.group.locate import anchored
 from raysharding.group.preflight import PreflightReport
 from raysharding.group.ranks import RankInfo
 from raysharding.group.restart import RestartReport, restart
@@ -41,7 +42,7 @@ class Administration:
             launched: Loaded ranks.
         """
         self._spec = spec
-        self._origin = spec.checkpoint
+        self._origin = anchored(spec.checkpoint)
         self._optimizer = spec.optimizer
         self._restarting = threading.Lock()
         self._finalizer: Any = None

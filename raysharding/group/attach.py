@@ -11,10 +11,12 @@ failed in a way after which the earlier driver would have stopped the ranks, the
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
+from ray._private import state as ray_state
 from ray.util.placement_group import remove_placement_group
 
 from raysharding.config import Timeouts
@@ -41,6 +43,8 @@ from raysharding.group.start import Started
 from raysharding.group.supervision import Supervisor
 
 _ANSWER_S = 30.0
+_RESTART_S = 10.0
+_LOOK_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -66,14 +70,16 @@ def attach(name: str, timeouts: Timeouts | None) -> Attached:
     remove_orphans()
     answer_s = _ANSWER_S if timeouts is None else min(_ANSWER_S, timeouts.call_s)
     keeper = _find(name)
+    if not _has_started(keeper):
+        raise _unfinished(name)
     record: GroupRecord | None = _ask(name, keeper, "record", answer_s)
     if record is None:
-        raise ValueError(f"name={name!r}: the group is still being made by its driver; attach when it is READY")
+        raise _unfinished(name)
     spec: GroupSpec = record.spec.unpack()
     spec = spec if timeouts is None else replace(spec, timeouts=timeouts)
     members = _take_over(name, keeper, record, answer_s)
     release = record.reservation.release
-    supervisor = Supervisor(f"group {name!r}", members, spec.timeouts, release, spec.lifetime)
+    supervisor = Supervisor(f"group {name!r}", members, spec.timeouts, release, spec.lifetime, is_loaded=True)
     supervisor.started()
     channel = Channel(members, supervisor, spec.timeouts, spec.max_output_bytes)
     try:
@@ -92,11 +98,13 @@ def attach(name: str, timeouts: Timeouts | None) -> Attached:
 
 def _take_over(name: str, keeper: Any, record: GroupRecord, answer_s: float) -> tuple[Member, ...]:
     """Make every rank obey this driver, and no earlier one."""
+    # Found before the epoch is asked for, and told to all at once: between the first rank that obeys and the last, a
+    # call of the earlier driver would begin on some ranks only.
+    actors = [_actor(name, one) for one in record.actor_names]
     epoch: int = _ask(name, keeper, "take_over", answer_s)
     members = []
-    described = zip(record.ranks, record.stacks_descriptors, record.log_paths, record.actor_names, strict=True)
-    for info, descriptor, log_paths, one in described:
-        actor = _actor(name, one)
+    described = zip(record.ranks, actors, record.stacks_descriptors, record.log_paths, record.actor_names, strict=True)
+    for info, actor, descriptor, log_paths, one in described:
         members.append(Member(info, actor, work_thread(actor), descriptor, log_paths, one, epoch))
     answers = ask_all(members, "admit", epoch, within_s=answer_s)
     for rank, reason in sorted(answers.silent.items()):
@@ -109,11 +117,12 @@ def _settle(channel: Channel) -> bool:
     values = Collect(lambda call: call.values())
     epoch = channel.members[0].epoch
     has_optimizer: list[bool] = channel.submit_same("attach", collect=values).result()
-    answers = ask_all(channel.members, "last_raised", epoch, within_s=_ANSWER_S)
+    said = ask_all(channel.members, "last_outcome", epoch, within_s=_ANSWER_S).said
     infos = channel.ranks
-    seen = [failure.saw_raise(infos[rank], raised) for rank, raised in answers.said.items() if raised is not None]
+    seen = [failure.saw_raise(infos[rank], one.raised) for rank, one in said.items() if one.raised is not None]
     name = channel.supervisor.name
-    if seen and not failure.leaves_intact(seen[0].failure.phase, seen, len(infos)):
+    one_model = len({one.stamp for one in said.values()}) == 1
+    if seen and not failure.leaves_intact(seen[0].failure.phase, seen, len(infos), one_model=one_model):
         raise failure.broken(
             name, failure.judge(seen, f"the last call of the driver before this one, on {name}", False)
         )
@@ -122,11 +131,23 @@ def _settle(channel: Channel) -> bool:
 
 def _find(name: str) -> Any:
     """The actor that keeps a group's record."""
-    left = actor_names(name)
-    if not left:
-        names = ", ".join(map(repr, group_names())) or "none"
-        raise ValueError(f"name={name!r}: no group of that name is on the cluster; groups there are: {names}")
-    return _actor(name, actor_name(name, 0))
+    until = time.monotonic() + _RESTART_S
+    while left := actor_names(name):
+        # Where it is missing, a driver may be restarting the group: its actors go, and come again.
+        if actor_name(name, 0) in left or time.monotonic() > until:
+            return _actor(name, actor_name(name, 0))
+        time.sleep(_LOOK_S)
+    names = ", ".join(map(repr, group_names())) or "none"
+    raise ValueError(f"name={name!r}: no group of that name is on the cluster; groups there are: {names}")
+
+
+def _has_started(actor: Any) -> bool:
+    """Whether an actor's process is up, as far as Ray says."""
+    return ray_state.actors(actor_id=actor._actor_id.hex()).get("State") in ("ALIVE", None)
+
+
+def _unfinished(name: str) -> ValueError:
+    return ValueError(f"name={name!r}: the group is still being made by its driver; attach when it is READY")
 
 
 def _actor(group: str, name: str) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 from raysharding.batch import RankBatch
 from raysharding.config import Timeouts
+from raysharding.errors import GroupBrokenError
 from raysharding.group.actor import Request
 from raysharding.group.call import Call, Collect
 from raysharding.group.packing import Packed
@@ -49,6 +50,8 @@ class Channel:
             as_refs: Leave the results in the object store as plain objects.
         """
         self.supervisor.refuse_if_unusable()
+        if len(batches) != len(self.members):
+            raise GroupBrokenError(f"{method}: the number of ranks changed while the call was made; call again")
         own, shared = pack_batches(method, batches, *extra)
         request = Request(method, "ref" if as_refs else "value", self.max_output_bytes)
         call = Call(method, len(self.members), collect, self.timeouts.call_s, self.supervisor)

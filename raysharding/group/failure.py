@@ -99,10 +99,18 @@ def all_recovered(seen: Sequence[Observed]) -> bool:
     return all(one is not None and not one.lost_peers and one.recovered for one in raised)
 
 
-def leaves_intact(call: str, seen: Sequence[Observed], world_size: int) -> bool:
-    """Whether the group is READY after these failures, all ranks having ended their part of the call."""
-    # A user's function may do different things on different ranks; here no rank waits for another any more.
-    is_own = call == "call" and all_recovered(seen)
+def leaves_intact(call: str, seen: Sequence[Observed], world_size: int, *, one_model: bool) -> bool:
+    """Whether the group is READY after these failures, all ranks having ended their part of the call.
+
+    Args:
+        call: Its name.
+        seen: The failures.
+        world_size: Number of ranks.
+        one_model: Whether what the ranks hold now is one model.
+    """
+    # A user's function may do different things on different ranks; here no rank waits for another any more. But some
+    # may have taken the optimizer step that the one which failed did not come to.
+    is_own = call == "call" and all_recovered(seen) and one_model
     return output_only(seen) or all_alike(seen, world_size) or is_own
 
 

@@ -13,13 +13,13 @@ class Fence:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._epoch = 0
+        self._given = 0
 
     def next(self) -> int:
-        """Begin a new epoch and return it."""
+        """Return the epoch of a driver that comes now; it begins with `admit`."""
         with self._changed:
-            self._epoch += 1
-            self._changed.notify_all()
-            return self._epoch
+            self._given = max(self._given, self._epoch) + 1
+            return self._given
 
     def admit(self, epoch: int) -> None:
         """Obey the driver of this epoch from now on, unless a later one is here already."""
@@ -30,15 +30,6 @@ class Fence:
     def is_open(self, epoch: int) -> bool:
         """Whether the driver of this epoch is the one to obey."""
         return epoch >= self._epoch
-
-    def check(self, epoch: int) -> None:
-        """Refuse an earlier driver.
-
-        Raises:
-            GroupTakenOverError: Another driver has come since.
-        """
-        if not self.is_open(epoch):
-            raise taken_over("the group")
 
     def wait_closed(self, epoch: int) -> None:
         """Block until a later driver comes, or the process ends: no deadline, the caller's thread is there for that."""

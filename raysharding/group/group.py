@@ -6,7 +6,7 @@ import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from raysharding.group.group_plan import GroupPlan
 from raysharding.group.handle import handle
 from raysharding.group.interrupts import UndoneByInterrupt
 from raysharding.group.launch import launch
+from raysharding.group.locate import anchored
 from raysharding.group.planning import plan_group
 from raysharding.group.progress import ProgressOption
 from raysharding.group.results import FullStateDict, collect_outputs, collect_rank0, collect_returns
@@ -31,10 +32,6 @@ from raysharding.group.rooms import NodeRoom
 from raysharding.group.spec import GroupSpec
 from raysharding.worker import check_mode
 
-if TYPE_CHECKING:
-    pass
-
-_STATUS_S = 2.0
 GIB = 1 << 30
 
 
@@ -44,8 +41,9 @@ class ShardedModelGroup(Administration):
     `forward`, `train_step`, `call`, `state_dict`, `save`, `status` and `shutdown` are handles: `group.forward(...)`
     blocks and returns the result, `group.forward.remote(...)` returns a `Call`. Calls run in the order of their
     submission, each under `Timeouts.call_s`; `status` and `shutdown` do not queue behind them. When a rank dies,
-    hangs, or raises alone, the call raises a `GroupError`, the other ranks are stopped, everything is given back, and
-    later calls raise `GroupBrokenError`.
+    hangs, or raises alone, the call raises a `GroupError`, and later calls raise `GroupBrokenError`. The other ranks
+    are stopped and everything is given back, at once or, where `restart` could go on with what they hold, after
+    `Timeouts.keep_s`.
 
     Ctrl-C while a call blocks the main thread (`group.x(...)`, `Call.result`, `per_rank`, `stream`) cancels the calls
     in the queue (`CallCancelledError`), waits for the running one, raises KeyboardInterrupt and leaves the group READY.
@@ -333,7 +331,7 @@ class ShardedModelGroup(Administration):
             PlanError: It does not fit: the group is READY, with the weights and the optimizer that it had.
             GroupError: A rank died, hung or raised after bytes had moved: what was there is overwritten in part.
         """
-        target = os.fspath(path) if "://" in os.fspath(path) else os.path.abspath(os.fspath(path))
+        target = anchored(os.fspath(path))
         stall_s = self._channel.timeouts.load_stall_s
         call = self._channel.submit_same("load", target, deadline_s=stall_s, watch=True)
         call.when_done(partial(self._note_origin, weakref.ref(self), target))

@@ -13,7 +13,7 @@ from raysharding.group.commands import Assignment
 from raysharding.group.connect import connect
 from raysharding.group.keeping import keep_record
 from raysharding.group.launched import Launched
-from raysharding.group.locate import local_path, open_here, open_on_a_node
+from raysharding.group.locate import anchored, local_path, open_here, open_on_a_node
 from raysharding.group.naming import check_free
 from raysharding.group.placement import (
     Reservation,
@@ -59,7 +59,7 @@ def launch(spec: GroupSpec) -> Launched:
         seen = None if preflight is None else preflight.finish()
         launched = Launched(channel, started, reservation, report, bounds, seen)
         if spec.name is not None:
-            keep_record(launched, spec, spec.checkpoint)
+            keep_record(launched, spec, anchored(spec.checkpoint))
     except BaseException:
         channel.supervisor.shutdown()
         raise

@@ -36,20 +36,26 @@ class RankLease:
         self._lock = threading.Lock()
         self._lease_s: float | None = None
         self._left_s = 0.0
+        self._order = (0, 0)
         self._thread: threading.Thread | None = None
 
-    def renew(self, lease_s: float | None) -> None:
+    def renew(self, lease_s: float | None, order: tuple[int, int] = (0, 0)) -> None:
         """Begin the lease anew.
 
         Args:
             lease_s: Its length from now; `None`: no lease any more.
+            order: The driver's epoch and number of this renewal: control calls may overtake each other, and of two
+                that do the later one stands.
         """
         with self._lock:
+            if order < self._order:
+                return
+            self._order = order
             self._left_s = 0.0 if lease_s is None else lease_s
             self._lease_s = lease_s
-        if lease_s is not None and self._thread is None:
-            self._thread = threading.Thread(target=self._watch, name="raysharding-lease", daemon=True)
-            self._thread.start()
+            if lease_s is not None and self._thread is None:
+                self._thread = threading.Thread(target=self._watch, name="raysharding-lease", daemon=True)
+                self._thread.start()
 
     def _watch(self) -> None:
         while True:
@@ -83,6 +89,7 @@ class Renewal:
         self._renewed_at = time.monotonic()
         self._longest_gap_s = 0.0
         self._asked: dict[int, ray.ObjectRef] = {}
+        self._number = 0
         if lease_s is not None:
             threading.Thread(target=self._loop, name="raysharding-renewal", daemon=True).start()
 
@@ -107,6 +114,7 @@ class Renewal:
         while not self._is_stopped and self._has_ray():
             lease_s = self._lease_s
             self._changed.clear()
+            self._number += 1
             for rank, member in enumerate(self._members):
                 self._renew(rank, member, lease_s)
             now = time.monotonic()
@@ -122,4 +130,4 @@ class Renewal:
         # A rank that has not read the last renewal yet needs no other, unless this one says something new.
         if before is not None and lease_s is not None and not ray.wait([before], timeout=0)[0]:
             return
-        self._asked[rank] = member.actor.renew.remote(member.epoch, lease_s)
+        self._asked[rank] = member.actor.renew.remote(member.epoch, self._number, lease_s)

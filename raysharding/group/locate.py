@@ -23,6 +23,11 @@ def local_path(checkpoint: str) -> str | None:
     return unquote(parts.path) if parts.scheme == "file" else None
 
 
+def anchored(checkpoint: str) -> str:
+    """Return a path that means the same wherever the program goes: absolute, or the URI that it is."""
+    return checkpoint if "://" in checkpoint else os.path.abspath(checkpoint)
+
+
 def open_here(checkpoint: str) -> Checkpoint | None:
     """Open a checkpoint in this process; `None` where this machine does not see the path.
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 from ray._private.state import available_resources_per_node
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
 from raysharding.config import Placement
 from raysharding.errors import PlacementError
@@ -31,6 +31,11 @@ class Reservation:
     """Resources of one rank."""
     is_ours: bool
     """Whether the group made it, so removes it."""
+
+    def node_ip(self, bundle: int) -> str:
+        """Return the address of the node that Ray chose for a bundle, `unknown` where it does not say."""
+        node_id = placement_group_table(self.placement_group)["bundles_to_node_id"].get(bundle)
+        return next((one["NodeManagerAddress"] for one in ray.nodes() if one["NodeID"] == node_id), "unknown")
 
     def release(self) -> None:
         """Give the resources back, where they are ours to give."""

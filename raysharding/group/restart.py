@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from raysharding.errors import RayshardingError
+from raysharding.group.interrupts import UndoneByInterrupt
 from raysharding.group.launch import launch, rendezvous
 from raysharding.group.launched import Launched
 from raysharding.group.spec import GroupSpec
@@ -77,11 +78,14 @@ def restart(
         kept = "every rank is alive and holds its shards; only the process group was made anew"
         return Restarted(launched, RestartReport("in place", kept, None, num_ranks, time.monotonic() - begun))
     source = origin if checkpoint is None else checkpoint
-    again = replace(spec, checkpoint=source, world_size=world_size or num_ranks, optimizer=optimizer)
+    again = replace(
+        spec, checkpoint=source, world_size=num_ranks if world_size is None else world_size, optimizer=optimizer
+    )
     again.check()
     supervisor.give_up("is being restarted")
-    fresh = launch(again)
-    supervisor.shutdown()
+    with UndoneByInterrupt():
+        fresh = launch(again)
+    supervisor.shut_down_soon()  # its ranks are gone; what could fail here would leave the new ones to nobody
     now = len(fresh.channel.members)
     return Restarted(fresh, RestartReport("reloaded", why, source, now, time.monotonic() - begun))
 
@@ -97,7 +101,7 @@ def _why_reload(launched: Launched, checkpoint: str | None, world_size: int | No
         cause = supervisor.cause
         lost = [failure for failure in (cause.failures.values() if cause else ()) if failure.kind in ("died", "hung")]
         if lost:
-            return f"{lost[0]}: its shards are nowhere else"
+            return f"{lost[0]}: its shards went with it"
         return "the failure left weights or optimizer changed in part, or ranks that had to be stopped"
     return None
 
@@ -111,5 +115,8 @@ def _meet_again(spec: GroupSpec, launched: Launched) -> str | None:
         rendezvous(channel, launched.started, spec.placement)
     except RayshardingError as error:
         return f"the ranks could not meet again: {error}"
+    except BaseException:
+        channel.supervisor.give_up("was interrupted while it restarted")
+        raise
     channel.supervisor.started()
     return None

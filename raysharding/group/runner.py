@@ -167,7 +167,9 @@ class Runner:
                 return
         what = f"{run.task.call.name} on {self._name}{self._hooks.remark()}"
         error = failure.judge(run.seen, what, run.is_late, run.arrived)
-        is_intact = failure.leaves_intact(run.task.call.name, run.seen, len(self._members))
+        is_intact = failure.leaves_intact(
+            run.task.call.name, run.seen, len(self._members), one_model=run.holds_one_model
+        )
         if everyone and is_intact and not run.is_freed:
             self.run = None
             run.task.call.end(failure.typed_error(run.seen, error))

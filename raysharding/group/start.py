@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,8 @@ from raysharding.group.actor import CONCURRENCY_GROUPS, ActorInfo, RankActor
 from raysharding.group.naming import Lifetime, name_taken
 from raysharding.group.placement import Reservation
 from raysharding.group.ranks import Member, RankInfo, work_thread
+
+_PID = re.compile(r"\bpid: (\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,7 @@ def start_actors(
     try:
         # One by one: those before the one that fails must be stopped.
         actors.extend(_start(reservation, bundle, device_type, placement, lifetime) for bundle in range(world_size))
-        infos = probe(actors, start_s, checkpoint_path)
+        infos = probe(actors, start_s, checkpoint_path, reservation.node_ip)
         if not any(info.sees_checkpoint for info in infos):
             nodes = ", ".join(sorted({info.node_ip for info in infos}))
             raise CheckpointError(f"not visible on the nodes of the ranks: {nodes}", path=checkpoint_path)
@@ -97,8 +100,16 @@ def _start(reservation: Reservation, bundle: int, device_type: str, placement: P
         raise name_taken(str(lifetime.name)) from error
 
 
-def probe(actors: Sequence[Any], start_s: float, checkpoint_path: str | None) -> list[ActorInfo]:
+def probe(
+    actors: Sequence[Any], start_s: float, checkpoint_path: str | None, node_ip: Callable[[int], str]
+) -> list[ActorInfo]:
     """Ask every actor where it runs, once it has started; see `start_actors`.
+
+    Args:
+        actors: By bundle.
+        start_s: Deadline for all of them.
+        checkpoint_path: See `start_actors`.
+        node_ip: Says where a bundle lies: an actor that did not start cannot.
 
     Raises:
         GroupError: An actor died while it started.
@@ -113,20 +124,22 @@ def probe(actors: Sequence[Any], start_s: float, checkpoint_path: str | None) ->
         ready, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, until - time.monotonic()))
         if not ready:
             message = f"{len(actors)} actors did not all start within {start_s:g} s; raise Timeouts.start_s"
-            late = {refs.index(ref): _failed(refs.index(ref), "hung", "", "does not answer yet") for ref in pending}
+            indexes = [refs.index(ref) for ref in pending]
+            late = {index: _failed(index, node_ip(index), "hung", "", "does not answer yet") for index in indexes}
             raise CallTimeoutError(message, primary=next(iter(late.values())), failures=late)
         index = refs.index(ready[0])
         try:
             infos[index] = ray.get(ready[0])
         except ray.exceptions.RayError as error:
-            failed = _failed(index, "died", type(error).__name__, str(error))
+            failed = _failed(index, node_ip(index), "died", type(error).__name__, str(error))
             raise GroupError("an actor could not start", primary=failed, failures={index: failed}) from error
     return [infos[index] for index in range(len(actors))]
 
 
-def _failed(index: int, kind: FailureKind, error_type: str, message: str) -> RankFailure:
+def _failed(index: int, node_ip: str, kind: FailureKind, error_type: str, message: str) -> RankFailure:
     """Describe an actor that did not start; ranks are numbered later, so this is its bundle's number."""
-    return RankFailure(index, "unknown", 0, kind, "start", error_type, message)
+    told = _PID.search(message)  # Ray knows it where there was a process
+    return RankFailure(index, node_ip, int(told[1]) if told else 0, kind, "start", error_type, message)
 
 
 def rank_order(infos: Sequence[ActorInfo], driver_node: str) -> list[int]:

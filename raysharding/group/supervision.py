@@ -51,6 +51,8 @@ class Supervisor:
         timeouts: Timeouts,
         release: Callable[[], None],
         lifetime: Lifetime,
+        *,
+        is_loaded: bool = False,
     ) -> None:
         """Start the thread.
 
@@ -60,13 +62,15 @@ class Supervisor:
             timeouts: Deadlines.
             release: Gives the placement group back; called once, after the actors were stopped.
             lifetime: What the ranks hang on: a group with a name outlives this driver.
+            is_loaded: Whether the ranks hold a model already, so need no lease of a group that is being made.
         """
         self.name = name
         self._members = members
         self._timeouts = timeouts
         self._lifetime = lifetime
         self._teardown = Teardown(members, release)
-        self._renewal = Renewal(members, lifetime.starting_lease_s, self._teardown.has_ray)
+        lease_s = lifetime.lease_s if is_loaded else lifetime.starting_lease_s
+        self._renewal = Renewal(members, lease_s, self._teardown.has_ray)
         self._head = Head(head_address())
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         hooks = Hooks(self._watch, self._advance, self._on_death, self._break, self._can_rejoin, self._remark)
@@ -76,6 +80,7 @@ class Supervisor:
         self._is_started = False
         self._is_kept = False
         self._kept_until = 0.0
+        self._reviver: int | None = None
         self._cause: GroupError | None = None
         self._dead: set[int] = set()
         self._is_dropped = False
@@ -105,7 +110,7 @@ class Supervisor:
 
     def started(self) -> None:
         """Leave STARTING: the model is loaded."""
-        self._is_started = True
+        self._is_started, self._reviver = True, None
         self._renewal.change(self._lifetime.lease_s)
 
     @property
@@ -114,15 +119,19 @@ class Supervisor:
         return self._is_kept
 
     def revive(self) -> bool:
-        """Leave BROKEN for STARTING where the ranks were kept: they are to meet again. Return whether they were."""
+        """Leave BROKEN for STARTING where the ranks were kept: they are to meet again. Return whether they were.
+
+        Until `started`, calls of the thread that revives are taken, and no others.
+        """
         with self._kept_lock:
-            if not self._is_kept or self._is_closing:
+            if not self._is_kept or self._dead or self._is_closing:
                 return False
+            self._reviver = threading.get_ident()
             self._cause, self._is_kept, self._is_started = None, False, False
             return True
 
     def give_up(self, why: str) -> None:
-        """Stop all ranks and give everything back, as a failure would; the group is BROKEN then. At most 10 s.
+        """Stop all ranks and give everything back, as a failure would; the group is BROKEN then. At most 20 s.
 
         Args:
             why: What calls get to hear, where no failure came first.
@@ -142,6 +151,8 @@ class Supervisor:
             raise GroupBrokenError(f"{self.name} is shut down; make a new group")
         if self._cause is not None:
             raise failure.broken(self.name, self._cause)
+        if self._reviver not in (None, threading.get_ident()):
+            raise GroupBrokenError(f"{self.name} is being restarted: its ranks have not met again yet")
 
     def submit(self, task: Task) -> None:
         """Queue a call behind those before it; waits while the queued arguments weigh more than 256 MiB.
@@ -204,7 +215,8 @@ class Supervisor:
 
     def leave(self) -> None:
         """The program ends: so does the group, unless it has a name."""
-        if self._lifetime.name is None:
+        # What a broken one holds, no other driver could use.
+        if self._lifetime.name is None or self._cause is not None:
             self.shutdown()
         else:
             self.detach()
@@ -267,8 +279,10 @@ class Supervisor:
     def _on_death(self, rank: int, error: BaseException) -> None:
         if rank in self._dead:
             return
-        self._dead.add(rank)
-        if not self._is_usable():
+        with self._kept_lock:
+            self._dead.add(rank)
+            is_usable = self._is_usable()
+        if not is_usable:
             self._drop_kept()  # what it held is nowhere else: there is nothing to keep the others for
             return
         run = self._runner.run
@@ -298,9 +312,10 @@ class Supervisor:
     def _break(self, seen: Sequence[failure.Observed], error: GroupError, keep: bool = False) -> None:
         """Fail the current call and those behind it; stop every rank and give everything back, unless `keep`."""
         run, self._runner.run = self._runner.run, None
-        self._is_kept, self._kept_until = keep, time.monotonic() + self._timeouts.keep_s
-        # A twin: the traceback of the one that the user is given would keep the user's frames, and so the group, alive.
-        self._cause = failure.twin(error)
+        with self._kept_lock:
+            self._is_kept, self._kept_until = keep, time.monotonic() + self._timeouts.keep_s
+            # A twin: the traceback of the one that the user is given would keep the user's frames, and so the group.
+            self._cause = failure.twin(error)
         try:
             if not keep:
                 self._stop()
@@ -334,8 +349,8 @@ class Supervisor:
 
     def _taken_over(self) -> None:
         """Leave the ranks to the driver that has attached to them."""
+        self._teardown.let_go()
         if self._is_usable():
-            self._teardown.let_go()
             self._break([], taken_over(self.name))
             if self._is_dropped:
                 self._close()

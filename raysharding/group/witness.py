@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass
 
 _SIGNAL = signal.SIGRTMIN + 7  # nobody's: Ray, torch and Python leave the real-time signals alone
+_MEMORY_NAME = "raysharding-stacks"
 _PRINT_S = 0.4
 _POLL_S = 0.01
 _MAX_CHARS = 20_000
@@ -37,7 +38,7 @@ class Sighting:
 
 def testify() -> int:
     """Make this process print its stacks when a witness asks, and return the descriptor that it prints into."""
-    descriptor = os.memfd_create("raysharding-stacks")
+    descriptor = os.memfd_create(_MEMORY_NAME)
     faulthandler.register(_SIGNAL, file=descriptor, all_threads=True)
     return descriptor
 
@@ -56,6 +57,9 @@ def look(pid: int, descriptor: int) -> Sighting:
     if state in _STATES:
         return Sighting(_STATES[state], "")
     printed = f"/proc/{pid}/fd/{descriptor}"
+    if _MEMORY_NAME not in os.readlink(printed):
+        # The signal ends a process that does not expect it, such as another one that has got the number since.
+        raise ProcessLookupError(f"process {pid} is no rank")
     before = os.stat(printed).st_size
     os.kill(pid, _SIGNAL)
     size, until = before, time.monotonic() + _PRINT_S

@@ -125,7 +125,7 @@ ROWS = {
     ),
     15: Row(
         "one path, different files on different nodes",
-        ("tests/cluster/test_several_hosts.py::test_other_files_under_the_same_path_are_refused",),
+        ("tests/cluster/test_groups_over_hosts.py::test_other_files_under_the_same_path_are_refused",),
     ),
     16: Row(
         "disk full on save",
@@ -200,8 +200,8 @@ ROWS = {
     25: Row(
         "the host name is a loopback address; several interfaces; one firewalled",
         (
-            "tests/cluster/test_several_hosts.py::test_groups_meet_where_host_names_mislead",
-            "tests/cluster/test_several_hosts.py::test_a_firewalled_host_is_named_within_the_deadline",
+            "tests/cluster/test_groups_over_hosts.py::test_groups_meet_where_host_names_mislead",
+            "tests/cluster/test_groups_over_hosts.py::test_a_firewalled_host_is_named_within_the_deadline",
             "tests/group/test_preflight.py::test_a_cluster_over_loopback_addresses_is_no_cluster",
             "tests/group/test_preflight.py::test_an_interface_that_leads_nowhere_is_named",
         ),

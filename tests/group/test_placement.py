@@ -124,8 +124,9 @@ def test_an_actor_that_died_is_reported_while_another_still_starts() -> None:
     begun = time.monotonic()
     try:
         with pytest.raises(GroupError, match="could not start") as caught:
-            probe(actors, 60, None)
+            probe(actors, 60, None, lambda bundle: f"node of {bundle}")
         assert list(caught.value.failures) == [1]
+        assert caught.value.failures[1].node_ip == "node of 1"
         assert time.monotonic() - begun < 30
     finally:
         for actor in actors:
