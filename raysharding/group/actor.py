@@ -147,7 +147,9 @@ class RankActor:
     def last_outcome(self, epoch: int) -> Outcome:
         """Return how the last command of the drivers before this epoch ended."""
         before = [one for one in self._last_outcome if one < epoch]
-        return self._last_outcome[max(before)] if before else Outcome(self._commands.stamp())
+        return (
+            self._last_outcome[max(before)] if before else Outcome(self._commands.stamp(self._commands.num_changes()))
+        )
 
     @ray.method(concurrency_group="control")
     def end(self) -> None:
@@ -212,18 +214,19 @@ class RankActor:
         """
         self._work_thread = threading.get_ident()
         stage: Stage = "run"
+        before = self._commands.num_changes()
         if not self._fence.is_open(epoch):
-            return Outcome(self._commands.stamp(), raised=self._describe(taken_over("the group"), stage)), None
+            return Outcome(self._commands.stamp(before), raised=self._describe(taken_over("the group"), stage)), None
         try:
             more, value = self._commands.run(request.method, own, shared)
             stage = "output"
             packed = _pack_output(value, request)
         except (Exception, SystemExit) as error:  # noqa: BLE001
             # The boundary: whatever user code raised goes to the driver as data. `sys.exit()` would end the actor.
-            outcome = Outcome(self._commands.stamp(), raised=self._describe(error, stage))
+            outcome = Outcome(self._commands.stamp(before), raised=self._describe(error, stage))
             packed = None
         else:
-            outcome = Outcome(self._commands.stamp(), more=more)
+            outcome = Outcome(self._commands.stamp(before), more=more)
         self._last_outcome[epoch] = outcome
         return outcome, packed
 

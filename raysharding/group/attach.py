@@ -36,6 +36,7 @@ from raysharding.group.naming import (
     placement_groups,
     remove_orphans,
 )
+from raysharding.group.outcome import one_model
 from raysharding.group.ranks import Member, work_thread
 from raysharding.group.record import GroupRecord
 from raysharding.group.spec import GroupSpec
@@ -121,8 +122,8 @@ def _settle(channel: Channel) -> bool:
     infos = channel.ranks
     seen = [failure.saw_raise(infos[rank], one.raised) for rank, one in said.items() if one.raised is not None]
     name = channel.supervisor.name
-    one_model = len({one.stamp for one in said.values()}) == 1
-    if seen and not failure.leaves_intact(seen[0].failure.phase, seen, len(infos), one_model=one_model):
+    is_one = one_model(one.stamp for one in said.values())
+    if seen and not failure.leaves_intact(seen[0].failure.phase, seen, len(infos), one_model=is_one):
         raise failure.broken(
             name, failure.judge(seen, f"the last call of the driver before this one, on {name}", False)
         )

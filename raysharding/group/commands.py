@@ -229,10 +229,14 @@ class RankCommands:
         """Whether the module is right for later calls, after an exception that every rank raised."""
         return self._rank_worker is None or self._rank_worker.usable
 
-    def stamp(self) -> Stamp:
-        """Return what the rank holds. Before there is a model, no rank holds any."""
+    def num_changes(self) -> int:
+        """Return how often weights or optimizer have been changed."""
+        return 0 if self._rank_worker is None else self._rank_worker.num_changes
+
+    def stamp(self, before: int) -> Stamp:
+        """Return what has become of the model since `num_changes` was `before`. Without one, no rank holds any."""
         worker = self._rank_worker
-        return Stamp(whole=False, num_changes=0) if worker is None else Stamp(worker.whole, worker.num_changes)
+        return Stamp(whole=worker is not None and worker.whole, num_changes=self.num_changes() - before)
 
     def phase(self) -> str:
         """Return what the command is doing, more finely than its name in a load or save."""

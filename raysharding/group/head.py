@@ -8,11 +8,14 @@ gives a group up before Ray ends the program, and a rank whose head is gone ends
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import socket
+import struct
 import threading
 import time
+from typing import Any
 
 import ray
 
@@ -22,6 +25,7 @@ HEAD_GONE_S = 10.0
 """Silence after which a driver gives its groups up."""
 CUT_OFF_S = 75.0
 """Silence after which a rank ends itself: by then Ray has given its node up, or ended its driver."""
+_UNREACHABLE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ECONNREFUSED, errno.ENETDOWN, errno.ETIMEDOUT)
 _ASK_S = 1.0
 _ANSWER_S = 5.0
 
@@ -36,6 +40,7 @@ class Head:
             address: `host:port` of the head.
         """
         self.address = address
+        self._endpoint = _endpoint(address)
         self._probe: socket.socket | None = None
         self._asked = 0.0
         self._refused = False
@@ -48,12 +53,12 @@ class Head:
             Seconds since the head last answered.
         """
         now = time.monotonic()
-        if now - self._looked > _ANSWER_S:
-            self._heard = now  # this process itself was stopped: it cannot know
+        if self._endpoint is None or now - self._looked > _ANSWER_S:
+            self._heard = now  # nobody to ask, or this process itself was stopped: it cannot know
         self._looked = now
         if self._probe is not None:
             self._take_answer(now)
-        if self._probe is None and now - self._asked >= _ASK_S:
+        if self._probe is None and self._endpoint is not None and now - self._asked >= _ASK_S:
             self._ask(now)
         return now - self._heard
 
@@ -76,16 +81,21 @@ class Head:
             self._probe = None
 
     def _ask(self, now: float) -> None:
-        host, _, port = self.address.rpartition(":")
+        assert self._endpoint is not None
+        family, address = self._endpoint
         self._asked = now
-        self._probe = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        self._probe = socket.socket(family, socket.SOCK_STREAM)
         self._probe.setblocking(False)
+        # Closed by a reset: a port that waits out its time, once a second for each rank, would run out in the end.
+        self._probe.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         try:
-            self._probe.connect((host.strip("[]"), int(port)))
+            self._probe.connect(address)
         except BlockingIOError:
             pass
-        except OSError:  # no route to it
-            self._refused = True
+        except OSError as error:
+            # No route to it. What this machine lacks, ports or memory, says nothing of the head.
+            self._refused = error.errno in _UNREACHABLE
+            self._heard = self._heard if self._refused else now
             self.close()
         # Where it is near it has answered already.
         if self._probe is not None:
@@ -102,6 +112,16 @@ class Head:
         elif now - self._asked > _ANSWER_S:
             self._refused = True
             self.close()
+
+
+def _endpoint(address: str) -> tuple[int, Any] | None:
+    """Look a name up, once: asking a name server may take long. `None` where nobody knows it, so nobody is asked."""
+    host, _, port = address.rpartition(":")
+    try:
+        family, _, _, _, endpoint = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+    except (OSError, ValueError):
+        return None
+    return family, endpoint
 
 
 def head_address() -> str:

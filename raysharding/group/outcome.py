@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -66,12 +66,21 @@ class Raised:
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """What a rank's weights and optimizer state are. Ranks whose stamps are equal and whole hold one model."""
+    """What a command did to a rank's weights and optimizer state.
+
+    Ranks that held one model before it hold one after it where their stamps are equal and whole.
+    """
 
     whole: bool
-    """Whether no change was left half-way."""
+    """Whether no change was left half-way, by this command or an earlier one."""
     num_changes: int
-    """How often they were changed."""
+    """How often the command changed them."""
+
+
+def one_model(stamps: Iterable[Stamp]) -> bool:
+    """Whether ranks with these stamps hold one model, if they held one before."""
+    kinds = set(stamps)
+    return len(kinds) == 1 and all(stamp.whole for stamp in kinds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +88,7 @@ class Outcome:
     """The end of one call on one rank."""
 
     stamp: Stamp
-    """What the rank holds now."""
+    """What it did to what the rank holds."""
     raised: Raised | None = None
     """The exception, `None` after success."""
     more: bool = False

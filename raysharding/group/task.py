@@ -10,7 +10,7 @@ from raysharding.distributed.connections import Connection
 from raysharding.group.actor import Request
 from raysharding.group.call import Call
 from raysharding.group.failure import Observed, saw_hang, saw_stop
-from raysharding.group.outcome import Stacks, Stamp
+from raysharding.group.outcome import Stacks, Stamp, one_model
 from raysharding.group.packing import Packed
 from raysharding.group.ranks import Member
 from raysharding.group.witness import Sighting
@@ -107,8 +107,7 @@ class Run:
     @property
     def holds_one_model(self) -> bool:
         """Whether what the finished ranks hold is one model, none of it changed in part."""
-        stamps = set(self.stamps.values())
-        return len(stamps) == 1 and all(stamp.whole for stamp in stamps)
+        return one_model(self.stamps.values())
 
     def phase(self, rank: int) -> str:
         """Return what a rank was doing, as far as the driver knows."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from raysharding import (
@@ -117,6 +118,62 @@ def test_a_rank_that_fails_alone_costs_no_weights(checkpoint: Path, reference: n
         torch.testing.assert_close(handle(Split(BATCH)), one.model(BATCH).detach(), rtol=1e-5, atol=1e-6)
 
 
+def make_blocks() -> Callable[[], nn.Module]:
+    """Return a callable whose module has FSDP groups inside the root; the last one can be told to fail on rank 1."""
+
+    def build() -> nn.Module:
+        import torch
+        import torch.distributed as dist
+        from torch import nn
+
+        class Block(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.linear = nn.Linear(8, 8)
+                self.fails = False
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                if self.fails and dist.get_rank() == 1:
+                    raise RuntimeError("rank 1 alone")
+                return x + torch.tanh(self.linear(x))
+
+        class Blocks(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layers = nn.ModuleList([Block(), Block()])
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                for layer in self.layers:
+                    x = layer(x)
+                return x
+
+        return Blocks()
+
+    return build
+
+
+def test_groups_inside_the_root_go_on_where_they_were_cut(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    save_file(make_blocks()().state_dict(), tmp_path / "model.safetensors")
+
+    def set_failing(fails: bool) -> None:
+        from raysharding import current_worker
+
+        current_worker().module.layers[1].fails = fails  # type: ignore[index,union-attr]
+
+    options: dict[str, Any] = {"model": make_blocks(), "timeouts": QUICK, "optimizer": ADAM}
+    with make_group(tmp_path / "model.safetensors", **options) as group:
+        before = [train(group) for _ in range(2)]
+        group.call(set_failing, True)
+        with pytest.raises(GroupError, match="rank 1 raised"):
+            train(group)
+        assert group.restart().how == "in place"
+        group.call(set_failing, False)
+        after = [train(group) for _ in range(2)]
+    with make_group(tmp_path / "model.safetensors", **options) as group:
+        assert [train(group) for _ in range(4)] == pytest.approx([*before, *after], abs=1e-6)
+
+
 def test_ranks_that_wait_for_each_other_are_freed_and_go_on(checkpoint: Path, reference: nn.Module) -> None:
     def miss_each_other() -> None:
         import torch
@@ -163,26 +220,31 @@ def test_a_death_loads_the_last_save(checkpoint: Path, reference: nn.Module, tmp
 
 
 def test_weights_changed_in_part_are_loaded_again(checkpoint: Path, reference: nn.Module) -> None:
-    def half() -> None:
+    def half(others: str) -> None:
         import torch
         import torch.distributed as dist
 
         from raysharding import current_worker
 
+        if dist.get_rank() == 1 and others == "go on":
+            raise RuntimeError("before its step")
         with torch.no_grad():
             for parameter in current_worker().module.parameters():
                 parameter.add_(1.0)
-        if dist.get_rank() == 1:
-            raise RuntimeError("half-way")
-        dist.barrier()  # rank 1 never comes: the test is about just that
+        if others == "wait":
+            if dist.get_rank() == 1:
+                raise RuntimeError("half-way")
+            dist.barrier()  # rank 1 never comes: the test is about just that
 
     with make_group(checkpoint, timeouts=QUICK) as group:
-        with pytest.raises(GroupError, match="rank 1 raised"):
-            group.call(half)
-        report = group.restart()
-        assert (report.how, report.checkpoint) == ("reloaded", str(checkpoint))
-        assert "changed in part" in report.why
-        torch.testing.assert_close(group.forward(Split(BATCH)), reference(BATCH))
+        for others in ("wait", "go on"):
+            with pytest.raises(GroupError, match="rank 1 raised"):
+                group.call(half, others)
+            assert group.state is GroupState.BROKEN, "the ranks hold parts of two models"
+            report = group.restart()
+            assert (report.how, report.checkpoint) == ("reloaded", str(checkpoint))
+            assert "changed in part" in report.why
+            torch.testing.assert_close(group.forward(Split(BATCH)), reference(BATCH))
 
 
 def test_what_restart_refuses(checkpoint: Path, tmp_path: Path) -> None:
