@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from raysharding import CheckpointError, GroupError, Placement, PlacementError, Timeouts
 from raysharding.group.actor import ActorInfo
-from raysharding.group.locate import first_answer, open_here, open_on_a_node
+from raysharding.group.locate import first_answer
 from raysharding.group.placement import choose_num_threads
 from raysharding.group.start import probe, rank_order
 from tests.group.conftest import NUM_CPUS, make_group
@@ -84,17 +84,9 @@ def test_a_path_that_no_node_sees_fails_before_anything_is_placed(checkpoint: Pa
         make_group(checkpoint.with_name("nothing.safetensors"))
 
 
-def test_a_path_that_only_a_node_sees_is_opened_there(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = open_here(str(checkpoint))
-    monkeypatch.setattr(os.path, "exists", lambda path: False)  # in the driver; the nodes' processes see it
-    assert open_here(str(checkpoint)) is None
-    assert open_on_a_node(str(checkpoint), start_s=30) == here
-
-
 def test_a_node_that_crashes_does_not_hide_another_that_answers() -> None:
     @ray.remote(max_retries=0, num_cpus=1)
     def answer(after_s: float) -> int:
-        import os
         import time
 
         time.sleep(after_s)
@@ -109,7 +101,6 @@ def test_a_node_that_crashes_does_not_hide_another_that_answers() -> None:
 def test_an_actor_that_died_is_reported_while_another_still_starts() -> None:
     class Starts:
         def __init__(self, dies: bool) -> None:
-            import os
             import time
 
             if dies:

@@ -67,7 +67,9 @@ def to_target(fault: str = "none") -> Callable[..., torch.Tensor]:
         if here and fault == "raise in loss":
             raise RuntimeError("rank 1 alone")
         if not output.requires_grad:
-            return torch.nn.functional.mse_loss(output, x[:, :4])  # a trial run, which finds out what the loss does
+            return torch.nn.functional.mse_loss(
+                output[:, :4], x[:, :4]
+            )  # a trial run, which finds out what the loss does
         if here and fault == "raise in backward":
 
             def refuse(_: Any) -> None:
@@ -76,7 +78,7 @@ def to_target(fault: str = "none") -> Callable[..., torch.Tensor]:
             output.register_hook(refuse)
         if here and fault == "die in backward":
             output.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
-        return torch.nn.functional.mse_loss(output, x[:, :4])
+        return torch.nn.functional.mse_loss(output[:, :4], x[:, :4])
 
     return loss
 
