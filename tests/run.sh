@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
 # Makes the environment (.venv at the repository root), then runs ruff, mypy and pytest.
 # Usage: bash tests/run.sh [--all] [pytest arguments, e.g. -k plan or -m gpu]
-# Without --all or a -m of your own, the tests marked `full` are left out: the larger cases of the grids. On two quiet
-# cores the quick run takes about 10 minutes, --all about 35.
+# Without --all or a -m of your own, the tests marked `full` are left out: the larger cases of the grids.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
