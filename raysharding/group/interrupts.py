@@ -14,6 +14,7 @@ A group that is still being made has no weights to keep, so there the first inte
 
 from __future__ import annotations
 
+import abc
 import concurrent.futures
 import signal
 import threading
@@ -39,7 +40,7 @@ class Interruptible(Protocol):
         """Stop the ranks now."""
 
 
-class _Handler:
+class _Handler(abc.ABC):
     """Stands before the program's SIGINT handler inside a `with`, in the main thread; elsewhere it does nothing."""
 
     def __init__(self) -> None:
@@ -59,8 +60,9 @@ class _Handler:
         if self._installed is not None and signal.getsignal(signal.SIGINT) is self._installed:
             signal.signal(signal.SIGINT, self._previous)
 
+    @abc.abstractmethod
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        raise NotImplementedError
+        """Handle SIGINT in the place of `_previous`."""
 
 
 class HeldInterrupts(_Handler):
