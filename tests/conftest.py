@@ -17,16 +17,26 @@ from safetensors.torch import save_file
 from torch import nn
 
 from raysharding import ShardedModelGroup
+from tests import forking
 
 NUM_CPUS = 8
 RELEASE_S = 10.0
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[None]:
+def worker_python() -> Iterator[Path]:
+    """The Python of Ray's workers, also named to drivers in processes of their own: see `tests.forking`."""
+    with forking.worker_python() as program:
+        yield program
+
+
+@pytest.fixture(scope="session")
+def cluster(worker_python: Path) -> Iterator[None]:
     """A local cluster with room for eight ranks, whatever the machine has."""
-    # "local": never a cluster that somebody else runs on this machine.
-    ray.init("local", num_cpus=NUM_CPUS, include_dashboard=False, log_to_driver=False)
+    options: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False}
+    with forking.ray_starts_with(worker_python):
+        # "local": never a cluster that somebody else runs on this machine.
+        ray.init("local", num_cpus=NUM_CPUS, runtime_env=forking.runtime_env(), **options)
     yield
     ray.shutdown()
 

@@ -20,7 +20,15 @@ from typing import Any
 
 # Imports of torch and transformers take a rank 3 to 10 s of a core. Ranks are forked from a process that has done
 # nothing but these imports: no thread, no group, no tensor, and so nothing that a fork would spoil.
-PRELOADED = ["raysharding.distributed", "raysharding.models", "tests.preloaded", "tests.spawn"]
+# What is not installed here is passed over.
+PRELOADED = [
+    "raysharding.distributed",
+    "raysharding.models",
+    "tests.spawn",
+    "torch._dynamo",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
+]
 
 PEER_GRACE_S = 3.0
 """How long the other ranks may go on after one failed: long enough to report an error that they share."""

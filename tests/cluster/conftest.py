@@ -28,7 +28,7 @@ def require_hosts() -> None:
 
 
 @pytest.fixture(scope="session")
-def rays() -> Iterator[RayHosts]:
+def rays(worker_python: Path) -> Iterator[RayHosts]:
     """A cluster with its head on host 0; its driver sees no checkpoint, see `checkpoint`."""
     require_hosts()
     with Hosts(3) as hosts:

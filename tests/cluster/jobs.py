@@ -13,16 +13,16 @@ from torch import nn
 
 from raysharding import Loading, Placement, ShardedModelGroup, Split, Timeouts
 from raysharding.group import Call
-from raysharding.group.connect import connect
 from raysharding.group.ranks import RankInfo
+from tests.forking import runtime_env
 
 _group: ShardedModelGroup | None = None
 _call: Call | None = None
 
 
 def join() -> dict[str, str]:
-    """Connect to Ray as a group does; returns address → id of the nodes."""
-    connect()
+    """Connect to the cluster; returns address → id of the nodes."""
+    ray.init(runtime_env=runtime_env())
     return {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 

@@ -37,7 +37,7 @@ DEATH_S = 2.0
 STALL_S = 3.0
 CALL_S = 3.0
 HANG_S = 2.0
-PLACE_S = 30.0
+PLACE_S = 12.0
 RENDEZVOUS_S = 5.0
 ROWS = torch.randn(7, WIDTH)
 
@@ -60,7 +60,7 @@ PHASES = (*OUTSIDE[:2], *INSIDE, "close")
 
 SAID = {"place": {"start", "serve_store", "join"}, "rendezvous": {"join"}, "save, half": {"save"}}
 """Phase → what the error may call it, where that is not the phase itself. `start` has no rank's own word yet."""
-IN_LOAD = {"load", "plan", "stream", "finalize"}
+IN_LOAD = {"memory_need", "load", "plan", "stream", "finalize"}
 """What is known of a rank that died is what it last said of itself, up to 0.2 s before."""
 
 

@@ -89,8 +89,10 @@ LARGER_THAN_THE_STORE = """
 import sys, ray, torch
 from raysharding import Out, Split
 from tests.conftest import make_group
+from tests.forking import runtime_env
 
-ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=80_000_000)
+options = {"include_dashboard": False, "log_to_driver": False, "runtime_env": runtime_env()}
+ray.init("local", num_cpus=1, object_store_memory=80_000_000, **options)
 with make_group(sys.argv[1], world_size=1) as group:
     large = torch.arange(50_000_000, dtype=torch.float32)
     try:
@@ -103,7 +105,7 @@ with make_group(sys.argv[1], world_size=1) as group:
 """
 
 
-@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.usefixtures("nothing_left", "worker_python")
 def test_values_larger_than_the_object_store_arrive_or_are_refused(checkpoint: Path) -> None:
     command = [sys.executable, "-c", LARGER_THAN_THE_STORE, str(checkpoint)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)

@@ -26,9 +26,10 @@ START_S = 60.0
 PROLOGUE = """
 import json, os, sys, time, torch, ray
 from raysharding import *
+from tests.forking import runtime_env
 from tests.group.conftest import make_mlp
 
-ray.init(address=sys.argv[1], log_to_driver=False)
+ray.init(address=sys.argv[1], log_to_driver=False, runtime_env=runtime_env())
 
 def tell(**what):
     print(json.dumps(what), flush=True)

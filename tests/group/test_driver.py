@@ -25,7 +25,7 @@ RELEASE_S = 10.0
 
 
 @pytest.fixture(scope="module")
-def standing() -> Iterator[StandingCluster]:
+def standing(worker_python: Path) -> Iterator[StandingCluster]:
     with standing_cluster() as cluster:
         yield cluster
 
@@ -299,7 +299,7 @@ time.sleep(1000)
 
 
 @pytest.mark.full
-def test_a_stopped_job_leaves_nothing(checkpoint: Path) -> None:
+def test_a_stopped_job_leaves_nothing(worker_python: Path, checkpoint: Path) -> None:
     with standing_cluster(dashboard=True) as cluster, Driver(cluster, checkpoint, WATCH) as watch:
         ray_cli = str(Path(sys.executable).with_name("ray"))
         environment = cluster.environment | {"RAY_ADDRESS": cluster.dashboard, "PYTHONPATH": str(ROOT)}

@@ -100,11 +100,12 @@ import ray
 from ray.cluster_utils import Cluster
 from raysharding import Placement, ShardedModelGroup
 from tests.group.conftest import make_mlp
+from tests.forking import runtime_env
 from tests.group.test_inspection import print_and_sleep
 
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
 second = cluster.add_node(num_cpus=1)
-ray.init(address=cluster.address, log_to_driver=False)
+ray.init(address=cluster.address, log_to_driver=False, runtime_env=runtime_env())
 spread = Placement(strategy="STRICT_SPREAD")
 group = ShardedModelGroup.from_checkpoint(sys.argv[1], model=make_mlp(), world_size=2, device="cpu", placement=spread)
 group.call(print_and_sleep, 0.0)
@@ -125,6 +126,7 @@ cluster.shutdown()
 """
 
 
+@pytest.mark.usefixtures("worker_python")
 @pytest.mark.full
 def test_of_a_rank_on_another_node(checkpoint: Path) -> None:
     command = [sys.executable, "-c", ON_ANOTHER_NODE, str(checkpoint)]

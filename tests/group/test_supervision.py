@@ -145,12 +145,13 @@ def test_a_function_that_fails_on_one_rank_alone_leaves_the_group_ready(group: S
 NEW_RAY = """
 import sys, time, ray
 from raysharding import ShardedModelGroup
+from tests.forking import runtime_env
 from tests.group.conftest import make_mlp
 
-ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+ray.init("local", runtime_env=runtime_env(), num_cpus=1, include_dashboard=False, log_to_driver=False)
 group = ShardedModelGroup.from_checkpoint(sys.argv[1], model=make_mlp(), world_size=1, device="cpu")
 ray.shutdown()
-ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+ray.init("local", runtime_env=runtime_env(), num_cpus=1, include_dashboard=False, log_to_driver=False)
 begun = time.monotonic()
 group.shutdown()
 assert time.monotonic() - begun < 3, "nothing is left to wait for"
@@ -159,6 +160,7 @@ ray.shutdown()
 """
 
 
+@pytest.mark.usefixtures("worker_python")
 def test_a_group_whose_ray_is_gone_is_shut_down_at_once(checkpoint: Path) -> None:
     command = [sys.executable, "-c", NEW_RAY, str(checkpoint)]
     root = Path(__file__).resolve().parents[2]
