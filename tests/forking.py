@@ -169,6 +169,8 @@ def _take_over(order: dict[str, Any], files: list[int]) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, tuple(order["nofile"]))
     os.environ.clear()
     os.environ.update(order["environment"])
+    own = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[1:] = list(dict.fromkeys([*own, *sys.path[1:]]))
 
 
 if __name__ == "__main__":

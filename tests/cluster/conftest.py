@@ -14,6 +14,7 @@ from torch import nn
 
 from cluster.local.hosts import Host, Hosts, why_unavailable
 from cluster.local.ray_hosts import RayHosts
+from tests.clock import now
 from tests.cluster import jobs
 from tests.cluster.driver import Driver
 
@@ -95,11 +96,11 @@ def rank_pids(host: Host) -> list[int]:
 
 def assert_released(*hosts: Host, within_s: float = RELEASE_S) -> float:
     """Wait until the hosts have no ranks; returns how long it took."""
-    begun = time.monotonic()
+    begun = now()
     while left := {host.name: rank_pids(host) for host in hosts if rank_pids(host)}:
-        assert time.monotonic() - begun < within_s, f"ranks after {within_s:g} s: {left}"
+        assert now() - begun < within_s, f"ranks after {within_s:g} s: {left}"
         time.sleep(0.05)
-    return time.monotonic() - begun
+    return now() - begun
 
 
 def firewall(host: Host) -> None:
@@ -120,6 +121,6 @@ def no_firewall(host: Host) -> None:
 
 def ended(process: subprocess.Popen[bytes], within_s: float) -> float:
     """Wait for a process; returns how long it took."""
-    begun = time.monotonic()
+    begun = now()
     process.wait(timeout=within_s)
-    return time.monotonic() - begun
+    return now() - begun

@@ -14,6 +14,7 @@ from torch import nn
 from raysharding import Loading, Placement, ShardedModelGroup, Split, Timeouts
 from raysharding.group import Call
 from raysharding.group.ranks import RankInfo
+from tests.clock import now
 from tests.forking import runtime_env
 
 _group: ShardedModelGroup | None = None
@@ -28,9 +29,9 @@ def join() -> dict[str, str]:
 
 def await_nodes(number: int) -> None:
     """Wait until Ray knows so many nodes that are alive and free."""
-    until = time.monotonic() + 60
+    until = now() + 60
     while len([node for node in ray.nodes() if node["Alive"]]) != number:
-        assert time.monotonic() < until, f"not {number} nodes: {ray.nodes()}"
+        assert now() < until, f"not {number} nodes: {ray.nodes()}"
         time.sleep(0.1)
 
 
@@ -137,8 +138,8 @@ def watch_load(checkpoint: str) -> LoadSeen:
     pause_s, sights, done = 0.0, 0, 0
     while not call.wait(0.02):
         if call.progress[0] != done:
-            now, done = time.monotonic(), call.progress[0]
-            pause_s, moved, sights = max(pause_s, now - moved), now, sights + 1
+            now_s, done = time.monotonic(), call.progress[0]
+            pause_s, moved, sights = max(pause_s, now_s - moved), now_s, sights + 1
     call.result()
     return LoadSeen(time.monotonic() - begun, pause_s, sights)
 
@@ -165,17 +166,17 @@ def failure() -> tuple[float, BaseException | None]:
     try:
         _call.result(timeout_s=200)
     except Exception as error:
-        return time.time(), error
-    return time.time(), None
+        return now(), error
+    return now(), None
 
 
 def state_within(state: str, seconds: float) -> tuple[float, str]:
     """Wait until the group is in a state; returns the clock and why it is broken."""
-    until = time.monotonic() + seconds
+    until = now() + seconds
     while group().state.value != state:
-        assert time.monotonic() < until, f"still {group().state} after {seconds:g} s"
+        assert now() < until, f"still {group().state} after {seconds:g} s"
         time.sleep(0.01)
-    seen = time.time()
+    seen = now()
     try:
         group().forward(torch.ones(1, 8))
     except Exception as error:

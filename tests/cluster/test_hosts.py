@@ -120,6 +120,7 @@ def test_hosts_have_names_and_loopbacks_of_their_own(tmp_path: Path) -> None:
 
 def test_nothing_is_left_after_an_error() -> None:
     pids = []
+    before = leftovers(os.getpid())
 
     def fail_on_hosts() -> None:
         with Hosts(2, rate_mbit=100) as hosts:
@@ -130,7 +131,7 @@ def test_nothing_is_left_after_an_error() -> None:
 
     with pytest.raises(ZeroDivisionError):
         fail_on_hosts()
-    assert leftovers(os.getpid()) == []
+    assert leftovers(os.getpid()) == before, "the hosts of the other tests, where they ran first"
     assert not is_sleeping(pids[0])
 
 
@@ -155,9 +156,10 @@ def test_nothing_is_left_after_sigterm() -> None:
 
 
 def test_a_failing_command_is_named_and_leaves_nothing() -> None:
+    before = leftovers(os.getpid())
     with pytest.raises(HostsError, match=r"`tc .* failed with \d+: .+"), Hosts(2, rate_mbit=1e-9):
         pass
-    assert leftovers(os.getpid()) == []
+    assert leftovers(os.getpid()) == before
     with pytest.raises(ValueError, match="num_hosts=0"):
         Hosts(0)
     with pytest.raises(ValueError, match="rate_mbit=-1"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from cluster.local.hosts import Hosts
 from cluster.local.ray_hosts import RayHosts
 from raysharding import GroupError
 from raysharding.group.head import HEAD_GONE_S
+from tests.clock import now
 from tests.cluster import jobs
 from tests.cluster.conftest import assert_released, ended, rank_pids, require_hosts
 from tests.cluster.driver import Driver
@@ -35,7 +35,7 @@ def test_the_head_dies(tmp_path: Path, with_rank: bool) -> None:
         )
         assert (hosts[0].address in {info.node_ip for info in ranks}) == with_rank
         driver.run(jobs.begin_waiting, True)
-        killed = time.time()
+        killed = now()
         hosts[0].kill()
         when, error = driver.run(jobs.failure)
         assert isinstance(error, GroupError)

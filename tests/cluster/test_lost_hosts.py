@@ -11,6 +11,7 @@ import pytest
 from cluster.local.ray_hosts import RayHosts
 from raysharding import CallTimeoutError, GroupError, Timeouts
 from raysharding.group.head import CUT_OFF_S
+from tests.clock import now
 from tests.cluster import jobs
 from tests.cluster.conftest import assert_released, rank_pids
 from tests.cluster.driver import Driver
@@ -41,7 +42,7 @@ def test_a_node_that_dies_in_a_call_is_named_at_once(
     host = rays.hosts[lost]
     driver.run(jobs.begin_waiting, in_collective)
     time.sleep(0.5)
-    killed = time.time()
+    killed = now()
     host.kill()
     ended, error = driver.run(jobs.failure)
     assert isinstance(error, GroupError)
@@ -54,7 +55,7 @@ def test_a_node_that_dies_in_a_call_is_named_at_once(
 
 
 def test_a_node_that_dies_breaks_an_idle_group(rays: RayHosts, driver: Driver, lost: int) -> None:
-    killed = time.time()
+    killed = now()
     rays.hosts[lost].kill()
     seen, why = driver.run(jobs.state_within, "broken", 5.0)
     assert seen - killed < 2.0
@@ -65,7 +66,7 @@ def test_a_node_that_dies_breaks_an_idle_group(rays: RayHosts, driver: Driver, l
 def test_a_host_that_is_cut_off_is_a_hang(rays: RayHosts, driver: Driver, lost: int) -> None:
     host = rays.hosts[lost]
     driver.run(jobs.begin_waiting, True)
-    begun = time.time()
+    begun = now()
     host.cut()
     ended, error = driver.run(jobs.failure)
     assert isinstance(error, CallTimeoutError)
@@ -84,8 +85,8 @@ def test_a_host_that_is_cut_off_is_a_hang(rays: RayHosts, driver: Driver, lost: 
 def test_ranks_that_are_cut_off_for_good_end_themselves(rays: RayHosts, driver: Driver, lost: int) -> None:
     host = rays.hosts[lost]
     host.cut()
-    cut = time.monotonic()
+    cut, cut_clock = now(), time.monotonic()
     while rank_pids(host):
-        assert time.monotonic() - cut < CUT_OFF_S + 15.0
+        assert now() - cut < CUT_OFF_S + 15.0
         time.sleep(0.5)
-    assert time.monotonic() - cut > CUT_OFF_S - 5.0
+    assert time.monotonic() - cut_clock > CUT_OFF_S - 5.0

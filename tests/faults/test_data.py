@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import struct
-import time
 from pathlib import Path
 
 import pytest
 
 from raysharding import CheckpointError, Loading, Timeouts
+from tests.clock import now
 from tests.conftest import make_group, rank_processes
 from tests.faults.trap import BUCKET_BYTES, slow_reads
 
@@ -47,10 +47,10 @@ def test_a_wrong_file_is_refused_before_there_is_an_actor(how: str, checkpoint: 
     path = tmp_path / "model.safetensors"
     path.write_bytes(spoil(checkpoint.read_bytes(), how))
     before = rank_processes()
-    begun = time.monotonic()
+    begun = now()
     with pytest.raises(CheckpointError) as caught:
         make_group(path)
-    assert time.monotonic() - begun < 2
+    assert now() - begun < 2
     assert caught.value.path == str(path)
     if how in ("unknown dtype", "shape overflow"):
         assert caught.value.tensor == "0.bias"
@@ -66,7 +66,7 @@ def test_a_file_that_changes_while_it_is_streamed(many_buckets: Path, tmp_path: 
         if done and not changed_at:
             data = bytearray(path.read_bytes())
             data[-1] ^= 1
-            changed_at.append(time.monotonic())
+            changed_at.append(now())
             path.write_bytes(data)
 
     with pytest.raises(CheckpointError, match=r"changed|replaced") as caught:
@@ -79,4 +79,4 @@ def test_a_file_that_changes_while_it_is_streamed(many_buckets: Path, tmp_path: 
         )
     assert caught.value.path == str(path)
     assert changed_at
-    assert time.monotonic() - changed_at[0] < 10
+    assert now() - changed_at[0] < 10

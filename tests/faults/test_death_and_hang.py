@@ -27,6 +27,7 @@ from raysharding import (
 from raysharding.checkpoint import open_checkpoint
 from raysharding.group import GroupState
 from raysharding.group.channel import Channel
+from tests.clock import now
 from tests.conftest import RELEASE_S, make_group, rank_processes
 from tests.faults.trap import BUCKET_BYTES, NUM_LAYERS, WIDTH, Fault, How, Trap, signal_rank
 
@@ -160,10 +161,10 @@ def use(phase: str, trap: Trap, checkpoint: Path, target: Path) -> None:
 
 def assert_broken(group: ShardedModelGroup, error: GroupError) -> None:
     assert group.state is GroupState.BROKEN
-    begun = time.monotonic()
+    begun = now()
     with pytest.raises(GroupBrokenError, match="is broken and refuses calls") as caught:
         group.forward(Split(ROWS))
-    assert time.monotonic() - begun < 0.5
+    assert now() - begun < 0.5
     assert caught.value.primary == error.primary
 
 
@@ -193,7 +194,7 @@ def struck_in_place(how: How, rank: int, checkpoint: Path) -> tuple[GroupError, 
         while not over.is_set():
             seen.extend(rank_processes() - before - set(seen))
             if len(seen) > rank:
-                struck_at.append(time.time())
+                struck_at.append(now())
                 signal_rank(seen[rank], how)
                 return
             time.sleep(0.01)
@@ -209,7 +210,7 @@ def struck_in_place(how: How, rank: int, checkpoint: Path) -> tuple[GroupError, 
     finally:
         over.set()
         watcher.join()
-    seconds = time.time() - struck_at[0]
+    seconds = now() - struck_at[0]
     check_words(caught.value, None, SAID["place"])
     return caught.value, seconds
 
@@ -220,7 +221,7 @@ def struck_in_rendezvous(how: How, rank: int, checkpoint: Path) -> tuple[GroupEr
     submit_each = Channel.submit_each
 
     def strike(pid: int) -> None:
-        struck_at.append(time.time())
+        struck_at.append(now())
         signal_rank(pid, how)
 
     def submit(channel: Channel, method: str, *args: Any, **options: Any) -> Any:
@@ -237,7 +238,7 @@ def struck_in_rendezvous(how: How, rank: int, checkpoint: Path) -> tuple[GroupEr
         patch.setattr(Channel, "submit_each", submit)
         with pytest.raises((GroupError, RendezvousError)) as caught:
             make_group(checkpoint, world_size=WORLD_SIZE, model=trapless(), timeouts=timeouts)
-    seconds = time.time() - struck_at[0]
+    seconds = now() - struck_at[0]
     error = caught.value
     if isinstance(error, RendezvousError):
         # What the ranks that did come say: who did not.
@@ -256,13 +257,13 @@ def closed_with(how: How, rank: int, checkpoint: Path) -> None:
     ports = listening(pids)
     assert ports
     signal_rank(pids[rank], how)
-    begun = time.monotonic()
+    begun = now()
     group.shutdown()
-    assert time.monotonic() - begun < RELEASE_S
+    assert now() - begun < RELEASE_S
     assert group.state is GroupState.CLOSED
     # Ray says that an actor is dead a little before its process is gone.
     while left := [one for one in psutil.net_connections("tcp") if one.pid in pids or is_listening(one, ports)]:
-        assert time.monotonic() - begun < RELEASE_S, left
+        assert now() - begun < RELEASE_S, left
         time.sleep(0.05)
     assert not any(psutil.pid_exists(pid) for pid in pids)
 

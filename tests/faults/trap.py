@@ -17,6 +17,8 @@ from typing import Literal
 
 from torch import nn
 
+from tests.clock import now
+
 How = Literal["kill", "stop", "segfault", "hold the GIL"]
 
 WIDTH = 32
@@ -49,12 +51,12 @@ class Trap:
 
     @property
     def struck_at(self) -> float:
-        """`time.time()` of the fault."""
+        """`now()` of the fault."""
         return float(self._clock.read_text())
 
     def since(self) -> float:
         """Seconds from the fault until now."""
-        return time.time() - self.struck_at
+        return now() - self.struck_at
 
     def model(self) -> Callable[[], nn.Module]:
         """Return the model callable that sets the trap on every rank."""
@@ -68,11 +70,12 @@ def striker(how: How, clock: str) -> Callable[[], None]:
         import ctypes
         import os
         import signal
-        import time
+
+        from tests.clock import now
 
         # Whole before it is seen, and seen before the process is gone.
         with open(clock + "-partial", "w") as file:
-            file.write(repr(time.time()))
+            file.write(repr(now()))
         os.rename(clock + "-partial", clock)
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -122,7 +125,6 @@ def slow_reads(seconds_per_read: float) -> Callable[[], nn.Module]:
     width, num_layers = WIDTH, NUM_LAYERS
 
     def build() -> nn.Module:
-        import time
         from typing import Any
 
         from torch import nn

@@ -20,12 +20,15 @@ from typing import Any
 
 import psutil
 
+from tests.clock import now
+
 ROOT = Path(__file__).resolve().parents[2]
-START_S = 60.0
+START_S = 120.0
 
 PROLOGUE = """
 import json, os, sys, time, torch, ray
 from raysharding import *
+from tests.clock import now
 from tests.forking import runtime_env
 from tests.group.conftest import make_mlp
 
@@ -82,14 +85,14 @@ def standing_cluster(num_cpus: int = 8, *, dashboard: bool = False) -> Iterator[
 
 
 def _wait_until_it_answers(head: subprocess.Popen[bytes], port: int, scratch: Path) -> None:
-    until = time.monotonic() + START_S
+    until = now() + START_S
     while True:
         with contextlib.suppress(OSError):
             socket.create_connection(("127.0.0.1", port), timeout=1.0).close()
             if "Ray runtime started" in (scratch / "start.log").read_text():
                 return
         assert head.poll() is None, (scratch / "start.log").read_text()
-        assert time.monotonic() < until, (scratch / "start.log").read_text()
+        assert now() < until, (scratch / "start.log").read_text()
         time.sleep(0.1)
 
 
@@ -145,9 +148,9 @@ class Driver:
 
     def kill(self, number: int = signal.SIGKILL) -> float:
         """Send it a signal, and return the clock of that."""
-        now = time.monotonic()
+        sent = now()
         self.process.send_signal(number)
-        return now
+        return sent
 
     def __enter__(self) -> Driver:
         return self
@@ -162,9 +165,9 @@ def seconds_until_gone(pids: list[int], since: float, at_most_s: float) -> dict[
     while len(gone) < len(pids):
         for pid in pids:
             if pid not in gone and not _runs(pid):
-                gone[pid] = time.monotonic() - since
+                gone[pid] = now() - since
         left = [pid for pid in pids if pid not in gone]
-        assert not left or time.monotonic() - since < at_most_s, f"{left} still run; gone: {gone}"
+        assert not left or now() - since < at_most_s, f"{left} still run; gone: {gone}"
         time.sleep(0.02)
     return gone
 

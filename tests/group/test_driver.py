@@ -18,6 +18,7 @@ import pytest
 
 from raysharding import Timeouts
 from raysharding.group import GroupState
+from tests.clock import now
 from tests.group.conftest import make_group
 from tests.group.standing import PROLOGUE, ROOT, Driver, StandingCluster, seconds_until_gone, standing_cluster
 
@@ -33,14 +34,14 @@ def standing(worker_python: Path) -> Iterator[StandingCluster]:
 WATCH = """
 from ray.util.placement_group import placement_group_table
 sys.stdin.readline()
-begun = time.monotonic()
+begun = now()
 while True:
     held = [one for one in placement_group_table().values() if one["state"] != "REMOVED"]
     free, total = ray.available_resources().get("CPU", 0), ray.cluster_resources()["CPU"]
     if not held and free == total:
         tell(free=True, named=ray.util.list_named_actors(all_namespaces=True))
         sys.stdin.readline()
-    if time.monotonic() - begun > 20:
+    if now() - begun > 20:
         tell(free=False, held=held, cpus=free)
         break
     time.sleep(0.05)
@@ -90,7 +91,7 @@ def test_a_driver_that_is_killed_leaves_nothing(standing: StandingCluster, check
         print("seconds until the ranks were gone: collective, GIL, stopped:", [round(gone[pid], 2) for pid in pids])
         watch.say("go")
         assert watch.hear()["free"]
-        assert time.monotonic() - since < RELEASE_S
+        assert now() - since < RELEASE_S
     for port in ports:
         with socket.socket() as again:
             again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -123,7 +124,7 @@ def test_a_frozen_driver_frees_its_ranks_when_the_lease_runs_out(standing: Stand
         assert min(gone.values()) > 2.0 * 2 / 3, "not before: the last renewal was a third of the lease ago at most"
         watch.say("go")
         assert watch.hear()["free"], "the placement group, too, while the driver is frozen"
-        assert time.monotonic() - since < 4.0 + RELEASE_S
+        assert now() - since < 4.0 + RELEASE_S
         time.sleep(1.0)
         driver.kill(signal.SIGCONT)
         heard = driver.hear()
@@ -143,8 +144,8 @@ def test_a_lease_raises_no_alarm(checkpoint: Path) -> None:
 
     with make_group(checkpoint, timeouts=Timeouts(lease_s=1.0)) as group:
         call = group.call.remote(time.sleep, 4.0)
-        until = time.monotonic() + 3.0
-        while time.monotonic() < until:
+        until = now() + 3.0
+        while now() < until:
             pass
         call.result()
         assert group.call(hold_the_gil, 3.0) == [0, 0]
@@ -166,9 +167,9 @@ time.sleep(1000)
 """
 
 ATTACHED = """
-begun = time.monotonic()
+begun = now()
 group = ShardedModelGroup.attach("llama")
-attach_s = time.monotonic() - begun
+attach_s = now() - begun
 trained, state = torch.load(sys.argv[2] + ".trained"), group.state_dict()
 tell(
     pids=[one.pid for one in group.ranks],
@@ -201,11 +202,11 @@ def test_a_restarted_kernel_finds_its_group_again(standing: StandingCluster, che
             assert heard["shape"] == [3, 4]
             assert heard["state"] == "ready"
             assert second.hear()["shut"]
-            since = time.monotonic()
+            since = now()
             seconds_until_gone(pids, since, RELEASE_S)
             watch.say("go")
             assert watch.hear() == {"free": True, "named": []}
-            assert time.monotonic() - since < RELEASE_S
+            assert now() - since < RELEASE_S
 
 
 EXITS = """
@@ -219,7 +220,7 @@ def test_a_lease_ends_a_named_group_whose_driver_has_gone(standing: StandingClus
         pids = driver.hear()["pids"]
         driver.hear()
         assert driver.process.wait(30) == 0
-        since = time.monotonic()  # it renews until it begins to exit, which takes a while
+        since = now()  # it renews until it begins to exit, which takes a while
         gone = seconds_until_gone(pids, since, 6.0 + 2.0)
         print("seconds until the ranks were gone:", gone)
         assert min(gone.values()) > 0.5, "the end of its driver alone does not end it"
@@ -250,7 +251,7 @@ def test_a_named_group_that_was_being_made_does_not_outlive_its_driver(
         since = driver.kill()
         watch.say("go")
         assert watch.hear() == {"free": True, "named": []}
-        took_s = time.monotonic() - since
+        took_s = now() - since
         print(f"free after {took_s:.2f} s")
         assert 1.0 < took_s < RELEASE_S
 
@@ -312,17 +313,17 @@ def test_a_stopped_job_leaves_nothing(worker_python: Path, checkpoint: Path) -> 
 
         program = shlex.join([sys.executable, "-c", PROLOGUE + JOB, cluster.address, str(checkpoint)])
         job("submit", "--no-wait", "--submission-id", "tested", "--", *shlex.split(program))
-        until = time.monotonic() + 60
+        until = now() + 60
         while '"pids":' not in (said := job("logs", "tested")):
-            assert time.monotonic() < until, said
+            assert now() < until, said
             time.sleep(0.5)
         found = re.search(r'"pids": \[(.*?)\]', said)
         assert found is not None, said
         pids = [int(pid) for pid in found[1].split(",")]
-        since = time.monotonic()
+        since = now()
         job("stop", "--no-wait", "tested")
         gone = seconds_until_gone(pids, since, RELEASE_S)
         print("seconds until the ranks were gone:", gone)
         watch.say("go")
         assert watch.hear()["free"]
-        assert time.monotonic() - since < RELEASE_S
+        assert now() - since < RELEASE_S

@@ -7,21 +7,22 @@ import time
 from collections.abc import Callable
 
 from raysharding.group.head import Head
+from tests.clock import now
 
 
 def wait_until(is_so: Callable[[], bool], within_s: float) -> float:
-    begun = time.monotonic()
+    begun = now()
     while not is_so():
-        assert time.monotonic() - begun < within_s
+        assert now() - begun < within_s
         time.sleep(0.02)
-    return time.monotonic() - begun
+    return now() - begun
 
 
 def test_a_head_that_answers_is_never_silent() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         head = Head(f"127.0.0.1:{listener.getsockname()[1]}")
-        until = time.monotonic() + 2.5
-        while time.monotonic() < until:
+        until = now() + 2.5
+        while now() < until:
             assert head.silent_s() < 1.5
             assert not head.is_silent()
             time.sleep(0.05)

@@ -29,6 +29,7 @@ from raysharding import (
     Timeouts,
 )
 from raysharding.group import GroupState
+from tests.clock import now
 from tests.group.conftest import make_group, rank_processes
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -187,10 +188,10 @@ def test_ranks_that_wait_for_each_other_are_freed_and_go_on(checkpoint: Path, re
             dist.recv(torch.zeros(1), src=0)
 
     with make_group(checkpoint, timeouts=Timeouts(call_s=1.5)) as group:
-        begun = time.monotonic()
+        begun = now()
         with pytest.raises(CallTimeoutError, match="all ranks wait in collectives, so not in the same one") as caught:
             group.call(miss_each_other)
-        assert time.monotonic() - begun < 1.5 + 2.0
+        assert now() - begun < 1.5 + 2.0
         assert sorted(caught.value.failures) == [0, 1]
         assert all("miss_each_other" in failure.traceback for failure in caught.value.failures.values())
         assert group.restart().how == "in place"
@@ -280,8 +281,8 @@ def test_ranks_are_kept_for_a_while_only(checkpoint: Path) -> None:
         with pytest.raises(GroupError, match="rank 1 raised"):
             group.call(alone, PerRank(["wait", "raise"]))
         assert pids <= rank_processes()
-        until = time.monotonic() + 1.0 + 5.0
+        until = now() + 1.0 + 5.0
         while pids & rank_processes():
-            assert time.monotonic() < until
+            assert now() < until
             time.sleep(0.05)
         assert group.restart().how == "reloaded"

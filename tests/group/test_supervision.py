@@ -29,6 +29,7 @@ from raysharding import (
     Timeouts,
 )
 from raysharding.group import Call, GroupState
+from tests.clock import now
 from tests.group.conftest import make_group
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -55,10 +56,10 @@ def wait_in_collective(group: ShardedModelGroup, first: str) -> Call:
 
 
 def failure_of(call: Call, within_s: float) -> GroupError:
-    begun = time.monotonic()
+    begun = now()
     with pytest.raises(GroupError) as caught:
         call.result(timeout_s=30)
-    assert time.monotonic() - begun < within_s
+    assert now() - begun < within_s
     again = pickle.loads(pickle.dumps(caught.value))
     assert again.primary == caught.value.primary
     return caught.value
@@ -66,10 +67,10 @@ def failure_of(call: Call, within_s: float) -> GroupError:
 
 def assert_broken(group: ShardedModelGroup, error: GroupError) -> None:
     assert group.state is GroupState.BROKEN
-    begun = time.monotonic()
+    begun = now()
     with pytest.raises(GroupBrokenError, match="is broken and refuses calls") as caught:
         group.forward(Split(torch.zeros(2, 8)))
-    assert time.monotonic() - begun < 0.5
+    assert now() - begun < 0.5
     assert caught.value.primary == error.primary
     assert group.status()["state"] == "broken"
 
@@ -100,8 +101,8 @@ def killed_in_a_call(checkpoint: Path) -> ShardedModelGroup:
 def test_a_rank_killed_while_idle(checkpoint: Path) -> None:
     group = make_group(checkpoint, timeouts=QUICK)
     os.kill(group.ranks[0].pid, signal.SIGKILL)
-    until = time.monotonic() + 2.0
-    while group.state is not GroupState.BROKEN and time.monotonic() < until:
+    until = now() + 2.0
+    while group.state is not GroupState.BROKEN and now() < until:
         time.sleep(0.01)
     with pytest.raises(GroupBrokenError) as caught:
         group.call(lambda: 1)
