@@ -73,25 +73,26 @@ def _all_gather(mine: torch.Tensor, group: dist.ProcessGroup | None) -> list[byt
     return list(map(_bytes, gathered))
 
 
-def broadcast_json(value: Any, group: dist.ProcessGroup | None = None) -> Any:
-    """Send rank 0's JSON value to every rank; collective over `group`.
+def broadcast_json(value: Any, group: dist.ProcessGroup | None = None, source: int = 0) -> Any:
+    """Send one rank's JSON value to every rank; collective over `group`.
 
     Args:
-        value: Rank 0's value; ignored on the other ranks.
+        value: The source's value; ignored on the other ranks.
         group: Process group, the default group if `None`.
+        source: Who sends: a rank in `group`.
 
     Returns:
-        Rank 0's value, on every rank.
+        The source's value, on every rank.
     """
     device = metadata_device(group)
-    data = _encode(value if dist.get_rank(group) == 0 else None)
-    found = _broadcast(_tensor(data, _BROADCAST_BYTES, device), group)
+    data = _encode(value if dist.get_rank(group) == source else None)
+    found = _broadcast(_tensor(data, _BROADCAST_BYTES, device), group, source)
     if (length := _length(found)) > _BROADCAST_BYTES:
-        # The others must post a buffer of exactly rank 0's length, or the second broadcast never completes.
-        found = _broadcast(_tensor(data, length, device), group)
+        # The others must post a buffer of exactly the source's length, or the second broadcast never completes.
+        found = _broadcast(_tensor(data, length, device), group, source)
     return _decode(found)
 
 
-def _broadcast(mine: torch.Tensor, group: dist.ProcessGroup | None) -> bytes:
-    dist.broadcast(mine, group_src=0, group=group)
+def _broadcast(mine: torch.Tensor, group: dist.ProcessGroup | None, source: int) -> bytes:
+    dist.broadcast(mine, group_src=source, group=group)
     return _bytes(mine)

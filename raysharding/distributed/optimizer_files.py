@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ from raysharding.config import Loading
 from raysharding.distributed.agreement import agree, from_rank_0
 from raysharding.distributed.file_writing import write_tensors
 from raysharding.distributed.loading import Progress, load_checkpoint
-from raysharding.distributed.optimizer_snapshot import OptimizerSnapshot, parameter_names
+from raysharding.distributed.optimizer_snapshot import OptimizerSnapshot
 from raysharding.distributed.report import LoadReport
 from raysharding.distributed.tensor_table import TensorTable
 from raysharding.errors import CheckpointError, PlanError
@@ -138,7 +138,7 @@ class OptimizerLoad:
         target = OptimizerSnapshot.from_outline(from_rank_0(partial(_read_outline, module, directory)), module)
         misfit: PlanError | None = None
         try:
-            misfit = _misfit(target, OptimizerSnapshot.of(module, optimizer))
+            misfit = target.misfit(OptimizerSnapshot.of(module, optimizer), "saved")
         except ValueError as error:
             misfit = PlanError(str(error))
         # Each rank was given its own optimizer: one that differs must not leave the others in the load.
@@ -150,7 +150,7 @@ class OptimizerLoad:
         table = TensorTable(self.target.tensors)
         options = replace(loading or Loading(), dtype=None, strict=True, key_mapping=None, mmap=False)
         report = load_checkpoint(table, self.directory, loading=options, progress=progress, stall_s=stall_s)
-        _apply(self.module, self.optimizer, self.target, table.tensors)
+        self.target.apply(self.module, self.optimizer, table.tensors)
         return report
 
 
@@ -177,40 +177,3 @@ def _read_outline(module: nn.Module, directory: str) -> Any:
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise CheckpointError(f"is not what raysharding writes ({error!r})", path=path) from error
     return fields["outline"]
-
-
-def _misfit(saved: OptimizerSnapshot, current: OptimizerSnapshot) -> PlanError | None:
-    """Compare param groups."""
-    problems = []
-    if saved.optimizer != current.optimizer:
-        problems.append(f"the state of {saved.optimizer} was saved, the optimizer is {current.optimizer}")
-    if len(saved.groups) != len(current.groups):
-        problems.append(f"{len(saved.groups)} param groups were saved, the optimizer has {len(current.groups)}")
-    for index, (old, new) in enumerate(zip(saved.groups, current.groups, strict=False)):
-        held = set(old["params"]), set(new["params"])
-        problems += [
-            f"param group {index}: {fqn} was saved, the optimizer has it not" for fqn in sorted(held[0] - held[1])
-        ]
-        problems += [f"param group {index}: {fqn} was not saved" for fqn in sorted(held[1] - held[0])]
-    return PlanError("the saved optimizer state does not fit the optimizer:", problems=problems) if problems else None
-
-
-def _apply(
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    target: OptimizerSnapshot,
-    tensors: Mapping[str, torch.Tensor],
-) -> None:
-    """Put loaded state into the optimizer, past its own `load_state_dict`, which casts to the parameters' dtype."""
-    parameters = {fqn: parameter for parameter, fqn in parameter_names(module).items()}
-    optimizer.state.clear()
-    for fqn, held in target.state(tensors).items():
-        optimizer.state[parameters[fqn]] = held
-    for old, group in zip(target.groups, optimizer.param_groups, strict=True):
-        for key, value in old.items():
-            if key == "params":
-                continue
-            if isinstance(group.get(key), torch.Tensor):
-                group[key].fill_(value)  # a captured graph holds on to the tensor
-            else:
-                group[key] = value

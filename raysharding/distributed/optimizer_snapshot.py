@@ -123,6 +123,47 @@ class OptimizerSnapshot:
             state[fqn][name] = tensor
         return state
 
+    def misfit(self, current: OptimizerSnapshot, told: str) -> PlanError | None:
+        """What keeps this snapshot from being put into an optimizer: class and param groups are compared.
+
+        Args:
+            current: Of that optimizer.
+            told: What this snapshot was: `saved`, `held`.
+        """
+        problems = []
+        if self.optimizer != current.optimizer:
+            problems.append(f"the state of {self.optimizer} was {told}, the optimizer is {current.optimizer}")
+        if len(self.groups) != len(current.groups):
+            problems.append(f"{len(self.groups)} param groups were {told}, the optimizer has {len(current.groups)}")
+        for index, (old, new) in enumerate(zip(self.groups, current.groups, strict=False)):
+            held, has = set(old["params"]), set(new["params"])
+            where = f"param group {index}"
+            problems += [f"{where}: {fqn} was {told}, the optimizer has it not" for fqn in sorted(held - has)]
+            problems += [f"{where}: {fqn} was not {told}" for fqn in sorted(has - held)]
+        message = f"the {told} optimizer state does not fit the optimizer:"
+        return PlanError(message, problems=problems) if problems else None
+
+    def apply(self, module: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Put all into an optimizer that fits, past its own `load_state_dict`, which casts to the parameters' dtype.
+
+        Args:
+            module: The sharded root module.
+            optimizer: Gets state and hyperparameters; what it had is dropped.
+            tensors: `FQN/name` → what comes in the place of this snapshot's tensors.
+        """
+        parameters = {fqn: parameter for parameter, fqn in parameter_names(module).items()}
+        optimizer.state.clear()
+        for fqn, held in self.state(tensors).items():
+            optimizer.state[parameters[fqn]] = held
+        for old, group in zip(self.groups, optimizer.param_groups, strict=True):
+            for key, value in old.items():
+                if key == "params":
+                    continue
+                if isinstance(group.get(key), torch.Tensor):
+                    group[key].fill_(value)  # a captured graph holds on to the tensor
+                else:
+                    group[key] = value
+
 
 def split_state(
     state: Mapping[str, Mapping[str, Any]],

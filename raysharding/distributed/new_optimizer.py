@@ -1,0 +1,34 @@
+"""An optimizer over the shards of a module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from raysharding.distributed.sharded_module import reshard
+
+
+def make_optimizer(
+    module: nn.Module, factory: Callable[..., torch.optim.Optimizer], kwargs: Mapping[str, Any] | None = None
+) -> torch.optim.Optimizer:
+    """Make `factory(parameters, **kwargs)` over the parameters that require gradients; each rank alone, no collective.
+
+    Args:
+        module: The sharded root module.
+        factory: A class, or any callable.
+        kwargs: Given to it after the parameters.
+
+    Raises:
+        ValueError: `factory` did not return a torch optimizer.
+    """
+    # After a forward the root's full parameters are registered; an optimizer must hold the shards.
+    reshard(module)
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    optimizer = factory(parameters, **(kwargs or {}))
+    if not callable(getattr(optimizer, "step", None)) or not hasattr(optimizer, "zero_grad"):
+        kind = type(optimizer).__name__
+        raise ValueError(f"the optimizer factory returned a {kind}; return a torch.optim.Optimizer")
+    return optimizer
