@@ -325,9 +325,10 @@ class Timeouts:
     drain_s: float = 5.0
     """How long ranks may take to finish after another rank failed, before they are stopped. Default 5."""
     keep_s: float = 8.0
-    """How long the ranks of a broken group are kept where none is lost and none was changed in part, for `restart()` to
-    go on with what they hold; then they are stopped, as all others are at once. 0: not at all. Give more in a notebook,
-    where a person decides. Default 8, so that a failed group has given everything back within 10 s."""
+    """How long the ranks of a broken group are kept where none was changed in part, and none is lost or others hold the
+    same shards, for `restart()` to go on with what they hold; then they are stopped, as all others are at once. 0: not
+    at all. Give more in a notebook, where a person decides. Default 8, so that a failed group has given everything back
+    within 10 s."""
     lease_s: float | None = None
     """How long ranks outlive a driver that does not run: one that is frozen (SIGSTOP, a paused machine), or the dead
     one of a named group. The driver renews the lease three times in that time; when it runs out the ranks end, and

@@ -20,26 +20,32 @@ from raysharding.distributed.agreement import agree
 from raysharding.distributed.forwarding import Forwarding
 from raysharding.distributed.gathering import gather_state_dict
 from raysharding.distributed.gradients import clip_grad_norm_
+from raysharding.distributed.input_device import move_inputs
 from raysharding.distributed.loading import load_checkpoint
 from raysharding.distributed.loss_call import LossFunction
+from raysharding.distributed.memory import resident_bytes
 from raysharding.distributed.mesh import init_mesh
+from raysharding.distributed.new_optimizer import make_optimizer
 from raysharding.distributed.optimizer_files import OptimizerLoad, has_optimizer_state
 from raysharding.distributed.recovery import recover_after
 from raysharding.distributed.rejoining import rejoin
+from raysharding.distributed.replicating import copy_replicas
 from raysharding.distributed.report import LoadReport, SaveReport
 from raysharding.distributed.saving import save_checkpoint
-from raysharding.distributed.sharded_module import reshard, shard_module
+from raysharding.distributed.sharded_module import shard_module
 from raysharding.distributed.training import is_recoverable, is_torn, mark_recovery, train_step
 from raysharding.distributed.versions import written
 from raysharding.errors import CheckpointError
 from raysharding.models import build_module
 from raysharding.outputs import RankOutput
-from raysharding.tree import map_leaves
 
 Phase = Literal["rendezvous", "plan", "stream", "finalize", "ready", "forward", "train_step", "call", "save", "closed"]
 
 # Calls that leave other weights, or another optimizer, than they found. `call(fn)` may: that is seen by what it wrote.
 _CHANGING = ("load", "set_optimizer", "train_step")
+
+# What gives a module values before it is cut: of ranks that are there already nobody would take part in that.
+_VALUELESS: dict[str, Any] = {"sync_module_states": False, "param_init_fn": None}
 
 _current: list[Worker] = []
 
@@ -120,6 +126,8 @@ class Worker:
         checkpoint: Checkpoint,
         sharding: Sharding | None = None,
         loading: Loading | None = None,
+        *,
+        is_copy: bool = False,
     ) -> None:
         """Build the module on meta and shard it; allocates nothing. Collective: it makes the mesh's process groups.
 
@@ -128,13 +136,15 @@ class Worker:
             checkpoint: What is in the files; the same on every rank.
             sharding: See `Sharding`.
             loading: See `Loading`; used here for the dtype, and by `load`.
+            is_copy: This rank is new among ranks that `rejoin` meanwhile; `copy_replicas` brings it their values.
         """
         with self._running("plan", "build"):
             self.checkpoint = checkpoint
             self.sharding, self.loading = sharding or Sharding(), loading or Loading()
             self._mesh = init_mesh(self.device.type, self.sharding)
             module = build_module(model, checkpoint, self.loading.dtype)
-            self._module = shard_module(module, self._mesh, self.sharding)
+            sharding = replace(self.sharding, **_VALUELESS) if is_copy else self.sharding
+            self._module = shard_module(module, self._mesh, sharding)
             self._forwarding = Forwarding(self._module)
 
     def rejoin(self) -> None:
@@ -146,6 +156,20 @@ class Worker:
         with self._running("rendezvous", "rejoin"):
             rejoin(self.module, self.mesh, self.sharding)
             self.usable = True
+
+    def copy_replicas(self, sources: Mapping[int, int], factory: Callable[..., torch.optim.Optimizer] | None) -> None:
+        """Give new ranks weights, modes and optimizer of their replicas (HSDP). Collective.
+
+        Args:
+            sources: New rank → the rank that it copies.
+            factory: Makes the optimizer on the new ranks.
+
+        Raises:
+            PlanError: On every rank: a module or an optimizer is not what a new rank makes.
+        """
+        with self._running("plan", "copy_replicas"):
+            copied = (self.module, self.mesh, self.optimizer, sources, factory)
+            self.optimizer = copy_replicas(*copied, progress=self._follow(None))
 
     def load(self, path: str | None = None, progress: Callable[[int, int], None] | None = None) -> LoadReport:
         """Stream a checkpoint into the module, and into the optimizer what a save of ours holds of one. Collective.
@@ -214,14 +238,7 @@ class Worker:
             PlanError: The saved state is not this optimizer's.
         """
         with self._running("call", "set_optimizer"):
-            # After a forward the root's full parameters are registered; an optimizer must hold the shards.
-            reshard(self.module)
-            parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-            optimizer = factory(parameters, **(kwargs or {}))
-            if not callable(getattr(optimizer, "step", None)) or not hasattr(optimizer, "zero_grad"):
-                kind = type(optimizer).__name__
-                raise ValueError(f"the optimizer factory returned a {kind}; return a torch.optim.Optimizer")
-            self.optimizer = optimizer
+            self.optimizer = make_optimizer(self.module, factory, kwargs)
             if restore and self.checkpoint is not None:
                 state = self._plan_optimizer(self.checkpoint.path)
                 if state is not None:
@@ -378,7 +395,7 @@ class Worker:
             "last_tensor": self.last_tensor,
             "last_call": self.last_call,
             "usable": self.usable,
-            "host_bytes": _resident_bytes(),
+            "host_bytes": resident_bytes(),
             "peak_host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             "device_bytes": torch.cuda.memory_allocated(self.device) if on_cuda else 0,
             "peak_device_bytes": torch.cuda.max_memory_allocated(self.device) if on_cuda else 0,
@@ -427,18 +444,11 @@ class Worker:
 
     def _on_device(self, batch: RankBatch) -> RankBatch:
         """The batch with its tensors where the module computes."""
-        return batch if self.device.type == "cpu" else _moved(batch, self.device)
+        return batch if self.device.type == "cpu" else batch.replaced(lambda value: move_inputs(value, self.device))
 
     def _wants(self, out: Out | None) -> bool:
         """Whether the caller wants this rank's output."""
         return out is None or (out.kind != "none" and (out.kind != "rank0" or self.rank == 0))
-
-
-def _moved(batch: RankBatch, device: torch.device) -> RankBatch:
-    def move(_: str, leaf: Any) -> Any:
-        return leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
-
-    return batch.replaced(lambda value: map_leaves(move, value))
 
 
 def check_mode(mode: str | None, *, default: str) -> None:
@@ -454,9 +464,3 @@ def check_mode(mode: str | None, *, default: str) -> None:
 def _is_training(mode: str | None, *, default: str) -> bool:
     check_mode(mode, default=default)
     return (mode or default) == "train"
-
-
-def _resident_bytes() -> int:
-    """Memory of this process that is in RAM now."""
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1]) * resource.getpagesize()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import resource
 from pathlib import Path
 
 import torch
@@ -26,6 +27,12 @@ def host_memory_bytes() -> int:
             return sum(int(number) << 10 for number in _RSS.findall(status.read()))
     except OSError:
         return 0
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM now, mapped files included."""
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * resource.getpagesize()
 
 
 def available_bytes() -> int:

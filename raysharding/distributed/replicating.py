@@ -2,11 +2,11 @@
 
 Note [Copying a replica]: a rank that takes a lost one's place has a module as it was built, on meta. The lowest rank
 that is left of its replicate group tells what it holds, as JSON: names, shapes and dtypes of its tensors, which of them
-require gradients, each submodule's mode, and all of the optimizer but its tensors. The new rank compares that with what
-it has built itself: where they differ, by what a user's function did to the module say, every rank raises, and nothing
-has moved. Then the bytes go, in buckets, through the replicate group. So the copy is that of the other replica bit for
-bit, buffers included, which in train mode (BatchNorm) may be each rank's own. The state of random generators is not
-copied, and neither are gradients: the ranks that are left drop theirs when they meet again.
+require gradients, each submodule's mode and plain attributes, and all of the optimizer but its tensors. The new rank
+compares that with what it has built itself: where they differ, by what a user's function did to the module say, every
+rank raises, and nothing has moved. Then the bytes go, in buckets, through the replicate group. So the copy is that of
+the other replica bit for bit, buffers included, which in train mode (BatchNorm) may be each rank's own. The state of
+random generators is not copied, and neither are gradients: the ranks that are left drop theirs when they meet again.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ from raysharding.distributed.tensor_table import TensorTable
 from raysharding.errors import PlanError
 
 _MAX_PROBLEMS = 20
+_PLAIN = (bool, int, float, str, type(None))
+"""Values of a module's attributes that compare: how far a drop-out goes, what a forward has counted."""
 
 Optimizer = torch.optim.Optimizer | None
 
@@ -156,8 +158,10 @@ class _Copy:
             assert self._target is not None, "just made"
             self._state = TensorTable(self._target.tensors)
             materialize(self._state, device)
-        state = {} if self._state is None or self._target is None else self._state.tensors
-        named = {**module_tensors(self.module), **{key: state[key] for key in (self._target.tensors if state else ())}}
+        named = module_tensors(self.module)
+        if self._state is not None and self._target is not None:
+            state = self._state.tensors
+            named |= {key: state[key] for key in self._target.tensors}
         self._tensors = [local_tensor(tensor) for tensor in named.values()]
         for (name, whole), tensor, num_bytes in zip(named.items(), self._tensors, outline["num_bytes"], strict=True):
             if tensor.nbytes != num_bytes or not tensor.is_contiguous():
@@ -166,7 +170,7 @@ class _Copy:
     def _make_optimizer(self, outline: Mapping[str, Any], factory: Callable[..., Any] | None) -> None:
         kind = outline["optimizer"]
         if factory is None:
-            raise PlanError(f"the ranks have an optimizer, a {kind}, that a call(fn) made: no new rank can make it")
+            raise PlanError(f"the ranks have an optimizer ({kind}) that a call(fn) made: no new rank can make it")
         self.optimizer = make_optimizer(self.module, factory)
         self._target = OptimizerSnapshot.from_outline(outline, self.module)
         misfit = self._target.misfit(OptimizerSnapshot.of(self.module, self.optimizer), "held")
@@ -217,6 +221,12 @@ def _shape_of(module: nn.Module) -> dict[str, list[Any]]:
             for name, tensor in module_tensors(module).items()
         ],
         "persistent": [[name] for name in sorted(persistent_names(module))],
+        "attributes": [
+            [f"{name}{attribute}", repr(value)]
+            for name, submodule in named_submodules(module)
+            for attribute, value in vars(submodule).items()
+            if isinstance(value, _PLAIN) and attribute != "training" and not attribute.startswith("_")
+        ],
     }
 
 
@@ -228,7 +238,7 @@ def _differences(built: Mapping[str, Sequence[Any]], found: Mapping[str, Sequenc
             if mine.get(name) != theirs.get(name):
                 now, then = (side.get(name, "not there") for side in (theirs, mine))
                 yield f"{what}: {name or 'the root'} is {now} on the rank that is left, {then} when built anew"
-        if list(mine) != list(theirs) and {*mine} == {*theirs}:
+        if what == "tensors" and list(mine) != list(theirs) and {*mine} == {*theirs}:
             yield f"{what}: they have another order"
 
 

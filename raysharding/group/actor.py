@@ -144,6 +144,11 @@ class RankActor:
         self._fence.admit(epoch)
 
     @ray.method(concurrency_group="control")
+    def checkpoint(self) -> bytes:
+        """Return what the module was built for, the headers of the files: what a new rank builds its own from."""
+        return self._commands.checkpoint()
+
+    @ray.method(concurrency_group="control")
     def last_outcome(self, epoch: int) -> Outcome:
         """Return how the last command of the drivers before this epoch ended."""
         before = [one for one in self._last_outcome if one < epoch]

@@ -119,9 +119,12 @@ class Administration:
 
         Where every rank is alive and none was changed in part (one raised while others waited for it, or all wait for
         each other), the ranks meet in a new process group around the shards and the optimizer that they hold: nothing
-        is lost or read. On CPUs only: an aborted NCCL collective may have left anything. Else new ranks are placed on
-        what nodes there are, and load the last complete `save` or `load` of this group, or the checkpoint that it was
-        made from, with the optimizer's state where that save holds it.
+        is lost or read. Where ranks died or hang, and others hold every shard (`Sharding(replicate_size=)`, one model
+        among those that are left), new ranks take the lost ones' places and copy weights, buffers, modes and optimizer
+        from their replicas; no file is read either. Random generators of new ranks begin anew, and hooks that a `call`
+        registered are not there. Both on CPUs only: an aborted NCCL collective may have left
+        anything. Else new ranks are placed on what nodes there are, and load the last complete `save` or `load` of this
+        group, or the checkpoint that it was made from, with the optimizer's state where that save holds it.
 
         Args:
             checkpoint: Load this one instead, also where nothing is lost.

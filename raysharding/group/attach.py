@@ -31,6 +31,7 @@ from raysharding.group.naming import (
     NAMESPACE,
     actor_name,
     actor_names,
+    bundle_of,
     check_name,
     group_names,
     placement_groups,
@@ -39,6 +40,7 @@ from raysharding.group.naming import (
 from raysharding.group.outcome import one_model
 from raysharding.group.ranks import Member, work_thread
 from raysharding.group.record import GroupRecord
+from raysharding.group.replicas import Replicas
 from raysharding.group.spec import GroupSpec
 from raysharding.group.start import Started
 from raysharding.group.supervision import Supervisor
@@ -80,7 +82,8 @@ def attach(name: str, timeouts: Timeouts | None) -> Attached:
     spec = spec if timeouts is None else replace(spec, timeouts=timeouts)
     members = _take_over(name, keeper, record, answer_s)
     release = record.reservation.release
-    supervisor = Supervisor(f"group {name!r}", members, spec.timeouts, release, spec.lifetime, is_loaded=True)
+    options: dict[str, Any] = {"replicas": Replicas.of(spec.sharding, len(members)), "is_loaded": True}
+    supervisor = Supervisor(f"group {name!r}", members, spec.timeouts, release, spec.lifetime, **options)
     supervisor.started()
     channel = Channel(members, supervisor, spec.timeouts, spec.max_output_bytes)
     try:
@@ -106,7 +109,8 @@ def _take_over(name: str, keeper: Any, record: GroupRecord, answer_s: float) -> 
     members = []
     described = zip(record.ranks, actors, record.stacks_descriptors, record.log_paths, record.actor_names, strict=True)
     for info, actor, descriptor, log_paths, one in described:
-        members.append(Member(info, actor, work_thread(actor), descriptor, log_paths, one, epoch))
+        run, bundle = work_thread(actor), bundle_of(one)
+        members.append(Member(info, actor, run, descriptor, log_paths, one, bundle, epoch))
     answers = ask_all(members, "admit", epoch, within_s=answer_s)
     for rank, reason in sorted(answers.silent.items()):
         raise _remove(name, f"rank {rank} {reason}")

@@ -24,6 +24,9 @@ from raysharding.worker import Worker
 NEXT = "_next"
 """What the commands of a call's later steps end in."""
 
+_STREAMING = ("load", "save", "copy_replicas")
+"""Commands that have phases of their own."""
+
 Mode = Literal["train", "eval"] | None
 """Mode of the modules in a call; `None`: the call's own default."""
 
@@ -72,6 +75,20 @@ class Assignment:
     """Longest silence of a peer in a load or save."""
 
 
+@dataclass(frozen=True, slots=True)
+class Blueprint:
+    """What a rank builds its module from that is new among ranks which have theirs."""
+
+    model: Any
+    """As `from_checkpoint` was given it."""
+    checkpoint: bytes
+    """What `Checkpoint.to_json` gave."""
+    sharding: Sharding
+    """How the module is cut."""
+    loading: Loading
+    """How it was loaded."""
+
+
 class RankCommands:
     """Runs commands on the work thread. Not a collective unless its driver sends the command to every rank."""
 
@@ -108,10 +125,11 @@ class RankCommands:
         self._server, address = serve_store(node_ip, timeout_s=timeout_s)
         return address
 
-    def join(self, place: Assignment, address: StoreAddress) -> None:
+    def join(self, place: Assignment, address: StoreAddress, blueprint: Blueprint | None) -> None:
         """Take the assigned place: devices, threads, process group. All ranks, together.
 
-        A rank that has a module takes it along from the process group that it is in.
+        A rank that has a module takes it along from the process group that it is in. Meanwhile one that is new among
+        those builds its own from the blueprint: all of them make the mesh, in the same order.
         """
         leave_process_group()
         device = torch.device(place.device)
@@ -132,9 +150,17 @@ class RankCommands:
             server=self._server,
         )
         if self._rank_worker is None:
-            self._rank_worker = Worker(place.rank, place.world_size, place.local_rank, device, stall_s=place.stall_s)
+            worker = Worker(place.rank, place.world_size, place.local_rank, device, stall_s=place.stall_s)
+            self._rank_worker = worker
+            if blueprint is not None:
+                opened = Checkpoint.from_json(blueprint.checkpoint)
+                worker.build(blueprint.model, opened, blueprint.sharding, blueprint.loading, is_copy=True)
         else:
             self._rank_worker.rejoin()
+
+    def copy_replicas(self, sources: Mapping[int, int], factory: Callable[..., torch.optim.Optimizer] | None) -> None:
+        """Give new ranks what their replicas hold. All ranks, together."""
+        self._worker.copy_replicas(sources, factory)
 
     def attach(self) -> bool:
         """Say whether there is an optimizer, once the command of an earlier driver has ended."""
@@ -215,6 +241,12 @@ class RankCommands:
             self._rank_worker.close()
         leave_process_group()
 
+    def checkpoint(self) -> bytes:
+        """Return what the module was built for. Safe from any thread."""
+        checkpoint = self._worker.checkpoint
+        assert checkpoint is not None, "build comes before checkpoint"
+        return checkpoint.to_json()
+
     def progress(self) -> tuple[str, int, int]:
         """Return phase, bytes done and bytes in all. Safe from any thread while a command runs."""
         worker = self._rank_worker
@@ -223,7 +255,7 @@ class RankCommands:
     def tensor(self) -> str | None:
         """Return the tensor that a load or save touched last."""
         worker = self._rank_worker
-        return worker.last_tensor or None if worker is not None and self._doing in ("load", "save") else None
+        return worker.last_tensor or None if worker is not None and self._doing in _STREAMING else None
 
     def is_usable(self) -> bool:
         """Whether the module is right for later calls, after an exception that every rank raised."""
@@ -241,7 +273,7 @@ class RankCommands:
     def phase(self) -> str:
         """Return what the command is doing, more finely than its name in a load or save."""
         worker = self._rank_worker
-        return worker.phase if worker is not None and self._doing in ("load", "save") else self._doing
+        return worker.phase if worker is not None and self._doing in _STREAMING else self._doing
 
     def status(self) -> dict[str, Any]:
         """Return what `Worker.status` says. Safe from any thread while a command runs."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 
 from raysharding.checkpoint import Checkpoint
 from raysharding.config import Placement
 from raysharding.distributed import LoadReport
 from raysharding.group import fit
 from raysharding.group.channel import Channel
-from raysharding.group.commands import Assignment
+from raysharding.group.commands import Assignment, Blueprint
 from raysharding.group.connect import connect
 from raysharding.group.keeping import keep_record
 from raysharding.group.launched import Launched
@@ -24,6 +25,7 @@ from raysharding.group.placement import (
 )
 from raysharding.group.preflight_run import Preflight
 from raysharding.group.progress import ProgressOption, follow
+from raysharding.group.replicas import Replicas
 from raysharding.group.spec import GroupSpec
 from raysharding.group.start import Started, start_actors
 from raysharding.group.supervision import Supervisor
@@ -102,15 +104,25 @@ def _place(
         path = local_path(opened.files[0].path)
         started = start_actors(reservation, world_size, device_type, placement, timeouts.start_s, path, spec.lifetime)
         name = f"group {secrets.token_hex(3)}" if spec.name is None else f"group {spec.name!r}"
-        supervisor = Supervisor(name, started.members, timeouts, reservation.release, spec.lifetime)
+        replicas = Replicas.of(spec.sharding, world_size)
+        supervisor = Supervisor(name, started.members, timeouts, reservation.release, spec.lifetime, replicas=replicas)
     except BaseException:
         reservation.release()
         raise
     return Channel(started.members, supervisor, timeouts, spec.max_output_bytes), started, reservation
 
 
-def rendezvous(channel: Channel, started: Started, placement: Placement) -> None:
-    """Let every rank join a new process group through rank 0's store, with its module where it has one."""
+def rendezvous(
+    channel: Channel, started: Started, placement: Placement, blueprints: Mapping[int, Blueprint] | None = None
+) -> None:
+    """Let every rank join a new process group through rank 0's store, with its module where it has one.
+
+    Args:
+        channel: The way to the ranks.
+        started: Their actors.
+        placement: CPUs of a rank.
+        blueprints: Rank → what it builds its module from, where it is new among ranks that have theirs.
+    """
     timeouts, ranks = channel.timeouts, channel.ranks
     deadline_s = timeouts.rendezvous_s + _GRACE_S
     hosts = [(ranks[0].node_ip, timeouts.rendezvous_s), *[(None, 0.0)] * (len(ranks) - 1)]
@@ -130,4 +142,8 @@ def rendezvous(channel: Channel, started: Started, placement: Placement) -> None
         )
         for info, visible in zip(ranks, started.visible_gpus, strict=True)
     ]
-    channel.submit_each("join", [(place, address) for place in places], deadline_s=deadline_s).result()
+    found = blueprints or {}
+    deadline_s += timeouts.start_s if found else 0.0  # to build a module, after they have met
+    channel.submit_each(
+        "join", [(place, address, found.get(place.rank)) for place in places], deadline_s=deadline_s
+    ).result()

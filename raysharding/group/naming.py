@@ -64,6 +64,11 @@ def actor_name(group: str, bundle: int) -> str:
     return f"{group}/{bundle}"
 
 
+def bundle_of(name: str) -> int:
+    """Return the bundle of an actor that `actor_name` has named."""
+    return int(name.rpartition("/")[2])
+
+
 def check_name(name: str | None) -> None:
     """Check a group's name without asking Ray.
 

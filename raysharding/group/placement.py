@@ -136,6 +136,22 @@ def reserve(world_size: int, device_type: str, placement: Placement, place_s: fl
     return reservation
 
 
+def wait_placed(reservation: Reservation, world_size: int, placement: Placement, place_s: float) -> None:
+    """Wait until all bundles lie on nodes: Ray lays those of a lost node elsewhere, where there is room.
+
+    Args:
+        reservation: One that was ready.
+        world_size: Number of ranks.
+        placement: As it was reserved.
+        place_s: Deadline.
+
+    Raises:
+        PlacementError: There was no room before the deadline. The rest stays reserved.
+    """
+    if not _wait_ready(reservation.placement_group, place_s):
+        raise _placement_error(world_size, reservation.need, placement, place_s)
+
+
 def _wait_ready(made: Any, place_s: float) -> bool:
     """Wait in slices: Ray's own wait does not see Ctrl-C before its end."""
     until = time.monotonic() + place_s

@@ -49,6 +49,7 @@ class Questions:
         self._watch = watch
         self._current = current
         self._advance = advance
+        self._noted: dict[int, list[Connection]] = {}
         self._here = ray.get_runtime_context().get_node_id()
 
     def progress(self, run: Run, dead: Collection[int]) -> None:
@@ -109,21 +110,36 @@ class Questions:
             run.drain_until = time.monotonic()
         self._advance()
 
-    def free(self, run: Run) -> None:
+    def free(self, run: Run, lost: Collection[int]) -> None:
         """End the collectives of a failed call, so that the ranks keep what they hold; see `distributed.connections`.
 
         All ranks cut their connections: of the peers of one, some wait for ranks that wait for it.
+
+        Args:
+            run: The call.
+            lost: Ranks that are dead or hang. Which connections to them there are, `note_connections` has found out.
         """
         run.connections = {}
         run.drain_until, run.witnesses_at = time.monotonic() + _FREED_S, None
-        self._ask(run, range(len(self._members)), "connections", self._on_connections)
+        living = [rank for rank in range(len(self._members)) if rank not in lost]
+        self._ask(run, living, "connections", partial(self._on_connections, len(living)))
 
-    def _on_connections(self, run: Run, rank: int, found: list[Connection]) -> None:
+    def _on_connections(self, num_living: int, run: Run, rank: int, found: list[Connection]) -> None:
         assert run.connections is not None, "asked by free()"
         run.connections[rank] = found
-        if len(run.connections) == len(self._members):
-            for each, chosen in between(run.connections).items():
-                self._members[each].actor.cut.remote(chosen)
+        if len(run.connections) == num_living:
+            for each, chosen in between({**self._noted, **run.connections}).items():
+                if each in run.connections:
+                    self._members[each].actor.cut.remote(chosen)
+
+    def note_connections(self) -> None:
+        """While all ranks are well: ask for their connections, for when one of them cannot say any more."""
+        for rank, member in enumerate(self._members):
+            self._watch(member.actor.connections.remote().future(), partial(self._on_noted, rank))
+
+    def _on_noted(self, rank: int, future: Future) -> None:
+        if future.exception() is None:
+            self._noted[rank] = future.result()
 
     def _ask(self, run: Run, ranks: Iterable[int], question: str, then: Callable[[Run, int, Any], None]) -> None:
         for rank in ranks:

@@ -40,6 +40,8 @@ class Member:
     """Files on its node that it prints into, stdout and stderr."""
     name: str | None = None
     """The actor's, in a group with a name."""
+    bundle: int = 0
+    """Its place in the placement group."""
     epoch: int = 0
     """This driver's; a rank refuses the commands of a driver that another has followed."""
 

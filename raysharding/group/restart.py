@@ -1,4 +1,7 @@
-"""Making a broken group whole: its ranks meet again around the shards they hold, or new ones load a checkpoint."""
+"""Making a broken group whole: its ranks meet again around the shards they hold, or new ones load a checkpoint.
+
+Between the two, where replicas hold what lost ranks held: see `replacing.py`.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +11,32 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from raysharding.errors import RayshardingError
+from raysharding.group.answers import ask_all
 from raysharding.group.interrupts import UndoneByInterrupt
 from raysharding.group.launch import launch, rendezvous
 from raysharding.group.launched import Launched
+from raysharding.group.replacing import replace_lost
+from raysharding.group.replicas import Replicas
 from raysharding.group.spec import GroupSpec
 from raysharding.group.state import GroupState
+
+_ANSWER_S = 5.0
+_SETTLE_GRACE_S = 2.0
 
 
 @dataclass(frozen=True)
 class RestartReport:
     """What `restart` did."""
 
-    how: Literal["in place", "reloaded"]
-    """`in place`: the same processes met again, with weights and optimizer as they were before the failed call;
-    `reloaded`: new processes loaded a checkpoint."""
+    how: Literal["in place", "replicas", "reloaded"]
+    """`in place`: the same processes met again, with the weights and the optimizer that they hold; `replicas`: new ones
+    took lost ranks' places and copied those from ranks that hold the same shards (HSDP); `reloaded`: new processes
+    loaded a checkpoint. But for `reloaded`, what is there is what was before the failed call, unless `why` says that
+    all of the ranks that were left had ended it."""
     why: str
     """What decided that."""
     checkpoint: str | None
-    """What was loaded; `None` in place."""
+    """What was loaded; `None` where nothing was."""
     world_size: int
     """Number of ranks now."""
     seconds: float
@@ -73,18 +84,22 @@ def restart(
     num_ranks = len(launched.channel.members)
     why = _why_reload(launched, checkpoint, world_size)
     if why is None:
-        why = _meet_again(spec, launched)
-    if why is None:
-        kept = "every rank is alive and holds its shards; only the process group was made anew"
-        return Restarted(launched, RestartReport("in place", kept, None, num_ranks, time.monotonic() - begun))
+        restarted = _go_on(replace(spec, optimizer=optimizer), launched, origin, begun)
+        if isinstance(restarted, Restarted):
+            return restarted
+        why = restarted
     source = origin if checkpoint is None else checkpoint
     again = replace(
         spec, checkpoint=source, world_size=num_ranks if world_size is None else world_size, optimizer=optimizer
     )
     again.check()
     supervisor.give_up("is being restarted")
-    with UndoneByInterrupt():
-        fresh = launch(again)
+    try:
+        with UndoneByInterrupt():
+            fresh = launch(again)
+    except Exception as error:
+        error.add_note(f"raysharding: restart had to load files: {why}")
+        raise
     supervisor.shut_down_soon()  # its ranks are gone; what could fail here would leave the new ones to nobody
     now = len(fresh.channel.members)
     return Restarted(fresh, RestartReport("reloaded", why, source, now, time.monotonic() - begun))
@@ -97,26 +112,47 @@ def _why_reload(launched: Launched, checkpoint: str | None, world_size: int | No
         return "a checkpoint was given"
     if world_size not in (None, len(launched.channel.members)):
         return "another number of ranks was given"
-    if not supervisor.keeps_ranks:
+    survivors = supervisor.survivors
+    survivors.wait_settled(launched.channel.timeouts.drain_s + _SETTLE_GRACE_S)
+    if not survivors.is_kept:
         cause = supervisor.cause
         lost = [failure for failure in (cause.failures.values() if cause else ()) if failure.kind in ("died", "hung")]
-        if lost:
-            return f"{lost[0]}: its shards went with it"
-        return "the failure left weights or optimizer changed in part, or ranks that had to be stopped"
+        return f"{lost[0]}: {survivors.remains.why_not}" if lost else survivors.remains.why_not
     return None
 
 
-def _meet_again(spec: GroupSpec, launched: Launched) -> str | None:
-    """Make a new process group around the ranks' shards. Return why that failed, `None` where it did not."""
-    channel = launched.channel
-    if not channel.supervisor.revive():
-        return "a rank died after the failure"
+def _go_on(spec: GroupSpec, launched: Launched, origin: str, begun: float) -> Restarted | str:
+    """Go on with what the ranks hold that are left. Return why that failed, where it did."""
+    supervisor, members = launched.channel.supervisor, launched.channel.members
+    left = [member for member in members if member.info.rank not in supervisor.survivors.remains.lost]
+    # The driver may not have heard yet of one that died a moment ago.
+    silent = ask_all(left, "progress", within_s=_ANSWER_S).silent
+    remains = supervisor.revive([left[index].info.rank for index in silent])
+    if remains is None:
+        return "a rank died, or does not answer, after the failure"
     try:
-        rendezvous(channel, launched.started, spec.placement)
-    except RayshardingError as error:
-        return f"the ranks could not meet again: {error}"
+        with UndoneByInterrupt():
+            lost = remains.lost
+            again = replace_lost(spec, launched, lost, origin) if lost else _meet_again(spec, launched)
+    except (RayshardingError, ValueError) as error:
+        what = "lost ranks could not be replaced" if remains.lost else "the ranks could not meet again"
+        return f"{what}: {error}"
     except BaseException:
-        channel.supervisor.give_up("was interrupted while it restarted")
+        supervisor.give_up("was interrupted while it restarted")
         raise
-    channel.supervisor.started()
-    return None
+    done = f"; all of them had ended {remains.done}, and its change is there" if remains.done else ""
+    if not remains.lost:
+        why = f"every rank is alive and holds its shards{done}; only the process group was made anew"
+        return Restarted(again, RestartReport("in place", why, None, len(members), time.monotonic() - begun))
+    supervisor.shut_down_soon()  # it has let go of the ranks
+    copied = Replicas.of(spec.sharding, len(members)).sources(remains.lost)
+    pairs = ", ".join(f"rank {rank} from rank {source}" for rank, source in copied.items())
+    why = f"the ranks that were left held every shard{done}; new processes copied them: {pairs}"
+    return Restarted(again, RestartReport("replicas", why, None, len(members), time.monotonic() - begun))
+
+
+def _meet_again(spec: GroupSpec, launched: Launched) -> Launched:
+    """Make a new process group around the ranks' shards."""
+    rendezvous(launched.channel, launched.started, spec.placement)
+    launched.channel.supervisor.started()
+    return launched

@@ -18,6 +18,8 @@ from raysharding.group.outcome import Outcome
 from raysharding.group.packing import Packed
 from raysharding.group.questions import POLL_S, Future, Questions
 from raysharding.group.ranks import Member
+from raysharding.group.replicas import Replicas
+from raysharding.group.survivors import BUSY, TORN, Remains
 from raysharding.group.task import Run, Task
 
 _INLINE_BYTES = 64 << 10
@@ -33,10 +35,12 @@ class Hooks:
     """Do what has become due, of the call and of those behind it."""
     died: Callable[[int, BaseException], None]
     """Hear that a rank is gone, and why Ray says so."""
-    broke: Callable[[Sequence[failure.Observed], GroupError, bool], None]
-    """Break the group: failures, error, whether the ranks hold one model and are kept."""
-    can_rejoin: Callable[[], bool]
-    """Say whether ranks that hold one model could meet again."""
+    broke: Callable[[Sequence[failure.Observed], GroupError, Remains], None]
+    """Break the group: failures, error, what is left of it."""
+    settled: Callable[[Remains], None]
+    """Hear what is left after all, where that was not known when the group broke."""
+    why_not: Callable[[Collection[int]], str]
+    """Say why the ranks could not meet again without these, if they held one model; empty where they could."""
     remark: Callable[[], str]
     """Say what else is wrong, for an error's first line; empty where nothing is."""
 
@@ -44,33 +48,46 @@ class Hooks:
 class Runner:
     """The call that the ranks work on."""
 
-    def __init__(self, name: str, members: Sequence[Member], timeouts: Timeouts, hooks: Hooks) -> None:
+    def __init__(
+        self, name: str, members: Sequence[Member], timeouts: Timeouts, replicas: Replicas, hooks: Hooks
+    ) -> None:
         """Run nothing yet.
 
         Args:
             name: The group's name in errors.
             members: By rank.
             timeouts: Deadlines.
+            replicas: Who holds what.
             hooks: The supervision's part.
         """
         self.run: Run | None = None
+        self.replicas_differ = False
+        self._replicas = replicas
+        self._is_started = False
         self._name = name
         self._members = members
         self._timeouts = timeouts
         self._hooks = hooks
-        self._questions = Questions(members, hooks.watch, lambda: self.run, hooks.advance)
+        self._failed: Run | None = None
+        self._questions = Questions(members, hooks.watch, lambda: self.run or self._failed, hooks.advance)
         self._numbers = 0
+
+    def note_start(self) -> None:
+        """The ranks are well and hold the model: note what will be needed to free them of one that is lost."""
+        self._is_started = True
+        if self._replicas.are_several:
+            self._questions.note_connections()
 
     def check(self, dead: Collection[int]) -> None:
         """Do what is due: end the step, ask late ranks, stop waiting."""
-        run = self.run
+        run, now = self.run, time.monotonic()
         if run is None:
+            self._settle(dead, now)
             return
-        now = time.monotonic()
         everyone = len(run.finished) == len(self._members)
         if run.drain_until is not None:
-            if everyone or now >= run.drain_until:
-                self._conclude(run)
+            if not run.awaited(self._members) or now >= run.drain_until:
+                self._conclude(run, dead)
             elif run.witnesses_at is not None and now >= run.witnesses_at:
                 self._questions.witnesses(run)
         elif everyone:
@@ -101,7 +118,7 @@ class Runner:
         return [_stored(own)] * len(self._members) if isinstance(own, Packed) else [_stored(one) for one in own]
 
     def _on_outcome(self, number: int, rank: int, value: Any, future: Future) -> None:
-        run = self.run
+        run = self.run or self._failed
         if run is None or run.number != number:
             return
         error = future.exception()
@@ -111,7 +128,7 @@ class Runner:
         outcome: Outcome = future.result()
         run.finished.add(rank)
         run.stamps[rank] = outcome.stamp
-        if run.is_freed:
+        if run.is_freed or run is self._failed:
             pass  # what it raises is our own doing
         elif outcome.raised is not None:
             self.see(run, failure.saw_raise(self._members[rank].info, outcome.raised), self._timeouts.drain_s)
@@ -127,6 +144,8 @@ class Runner:
         """Handle Ray's own word on a call: the actor is gone, or the call never reached our code."""
         if isinstance(error, ray.exceptions.RayActorError):
             self._hooks.died(rank, error)
+            return
+        if run is self._failed:
             return
         run.finished.add(rank)
         info = self._members[rank].info
@@ -148,13 +167,19 @@ class Runner:
         if run.more and task.next_request is not None:
             self.begin(task, task.next_request)
             return
+        self._compare_replicas(run)
         if task.keep_step is not None:
             for rank in range(len(self._members)):
                 task.call.rank_finished(rank, None)
         self.run = None
         task.call.end(None)
 
-    def _conclude(self, run: Run) -> None:
+    def _compare_replicas(self, run: Run) -> None:
+        """A user's function may change one copy of a shard, and leave the group READY: then no copy is another's."""
+        if self._is_started:  # before, some may have a model and others none yet
+            self.replicas_differ = self.replicas_differ or not self._replicas.are_alike(run.stamps)
+
+    def _conclude(self, run: Run, dead: Collection[int]) -> None:
         """End a call that failed or is late: leave the group READY where that is safe, else break it."""
         everyone = len(run.finished) == len(self._members)
         if everyone and not run.seen:
@@ -162,24 +187,56 @@ class Runner:
             return
         if not run.is_freed and not everyone:
             run.describe_late(self._members)
-            if self._can_free(run):
-                self._questions.free(run)
+            run.given_up = self._hung(run)
+            if run.awaited(self._members) and not self._hooks.why_not({*dead, *run.given_up}):
+                self._questions.free(run, {*dead, *run.given_up})
                 return
         what = f"{run.task.call.name} on {self._name}{self._hooks.remark()}"
         error = failure.judge(run.seen, what, run.is_late, run.arrived)
         is_intact = failure.leaves_intact(
-            run.task.call.name, run.seen, len(self._members), one_model=run.holds_one_model
+            run.task.call.name, run.seen, len(self._members), one_model=run.holds_one_model()
         )
         if everyone and is_intact and not run.is_freed:
             self.run = None
+            self._compare_replicas(run)
             run.task.call.end(failure.typed_error(run.seen, error))
         else:
-            self._hooks.broke(run.seen, error, everyone and run.holds_one_model and self._hooks.can_rejoin())
+            remains = self._remains(run, dead)
+            if remains.pending:
+                self._failed, run.settled_by = run, time.monotonic() + self._timeouts.drain_s
+            self._hooks.broke(run.seen, error, remains)
 
-    def _can_free(self, run: Run) -> bool:
-        """Whether the ranks that have not finished would, if nobody waited for anybody any more."""
-        late = run.unfinished(self._members)
-        return self._hooks.can_rejoin() and (run.stacks is None or all(run.waits(rank) for rank in late))
+    def _settle(self, dead: Collection[int], now: float) -> None:
+        """Of a failed call: see whether the ranks that were at work when it was given up have ended their part."""
+        run = self._failed
+        if run is None:
+            return
+        run.finished.update(dead)
+        if now >= run.settled_by:
+            run.given_up.update(run.unfinished(self._members))
+        if not run.awaited(self._members):
+            self._failed = None
+            self._hooks.settled(self._remains(run, dead))
+
+    def _hung(self, run: Run) -> set[int]:
+        """Late ranks that would not end their part if nobody waited for anybody any more, as far as is known."""
+        if run.stacks is None:
+            return set()
+        return {rank for rank in run.unfinished(self._members) if not run.waits(rank)}
+
+    def _remains(self, run: Run, dead: Collection[int]) -> Remains:
+        """What is left. Of several replicas ranks may be at work yet: they end it soon, for nobody answers them."""
+        lost = frozenset({*dead, *run.given_up})
+        pending = frozenset(run.awaited(self._members))
+        why_not = self._hooks.why_not(lost)
+        if pending and self._replicas.are_several and not why_not:
+            return Remains(lost, "", pending)
+        if not why_not and self._hooks.why_not(lost := lost | pending):
+            why_not = BUSY
+        if not why_not and not run.holds_one_model(lost):
+            why_not = TORN
+        changed = any(stamp.num_changes for rank, stamp in run.stamps.items() if rank not in lost)
+        return Remains(lost, why_not, done=run.task.call.name if changed else "")
 
 
 def _stored(packed: Packed) -> Any:

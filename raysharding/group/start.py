@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import ray
@@ -71,6 +72,52 @@ def start_actors(
         for actor in actors:
             ray.kill(actor, no_restart=True)
         raise
+
+
+def start_in_place_of(
+    members: Sequence[Member],
+    lost: Collection[int],
+    reservation: Reservation,
+    placement: Placement,
+    start_s: float,
+    lifetime: Lifetime,
+) -> dict[int, Member]:
+    """Start actors in the bundles of CPU ranks that are gone; see `start_actors`. Bundles may lie on other nodes now.
+
+    Args:
+        members: All ranks of before.
+        lost: Those that are gone.
+        reservation: Theirs.
+        placement: CPUs and runtime environment of a rank.
+        start_s: Deadline for all new actors to answer.
+        lifetime: What the actors hang on.
+
+    Returns:
+        Lost rank → its new member.
+    """
+    ranks = sorted(lost)
+    bundles = [members[rank].bundle for rank in ranks]
+    actors: list[Any] = []
+    try:
+        actors.extend(_start(reservation, bundle, "cpu", placement, lifetime) for bundle in bundles)
+        infos = probe(actors, start_s, None, lambda index: reservation.node_ip(bundles[index]))
+    except BaseException:
+        for actor in actors:
+            ray.kill(actor, no_restart=True)
+        raise
+    taken = {(one.info.node_id, one.info.local_rank) for one in members if one.info.rank not in lost}
+    found = {}
+    for rank, bundle, actor, info in zip(ranks, bundles, actors, infos, strict=True):
+        local_rank = next(number for number in count() if (info.node_id, number) not in taken)
+        taken.add((info.node_id, local_rank))
+        described = RankInfo(rank, info.node_id, info.node_ip, info.pid, local_rank, "cpu")
+        found[rank] = _member(described, actor, info, bundle, lifetime)
+    return found
+
+
+def _member(described: RankInfo, actor: Any, info: ActorInfo, bundle: int, lifetime: Lifetime) -> Member:
+    name = lifetime.actor_name(bundle)
+    return Member(described, actor, work_thread(actor), info.stacks_descriptor, info.log_paths, name, bundle)
 
 
 def _start(reservation: Reservation, bundle: int, device_type: str, placement: Placement, lifetime: Lifetime) -> Any:
@@ -170,8 +217,7 @@ def number_actors(actors: Sequence[Any], infos: Sequence[ActorInfo], device_type
         gpus.setdefault(info.node_id, []).extend(info.gpu_ids)
         device = f"cuda:{local_rank}" if device_type == "cuda" else "cpu"
         described = RankInfo(rank, info.node_id, info.node_ip, info.pid, local_rank, device)
-        run, name = work_thread(actors[index]), lifetime.actor_name(index)
-        members.append(Member(described, actors[index], run, info.stacks_descriptor, info.log_paths, name))
+        members.append(_member(described, actors[index], info, index, lifetime))
     is_cuda = device_type == "cuda"
     visible = tuple(",".join(gpus[member.info.node_id]) if is_cuda else "" for member in members)
     return Started(tuple(members), visible)

@@ -14,7 +14,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 import ray
@@ -30,8 +30,10 @@ from raysharding.group.lease import Renewal
 from raysharding.group.naming import Lifetime
 from raysharding.group.questions import Future
 from raysharding.group.ranks import Member
+from raysharding.group.replicas import Replicas
 from raysharding.group.runner import Hooks, Runner
 from raysharding.group.state import GroupState
+from raysharding.group.survivors import NOTHING, STOPPED, Remains, Survivors
 from raysharding.group.task import Task
 from raysharding.group.teardown import Teardown, close_at_exit
 from raysharding.group.waiting import WaitingCalls
@@ -52,6 +54,7 @@ class Supervisor:
         release: Callable[[], None],
         lifetime: Lifetime,
         *,
+        replicas: Replicas | None = None,
         is_loaded: bool = False,
     ) -> None:
         """Start the thread.
@@ -62,10 +65,11 @@ class Supervisor:
             timeouts: Deadlines.
             release: Gives the placement group back; called once, after the actors were stopped.
             lifetime: What the ranks hang on: a group with a name outlives this driver.
+            replicas: Which ranks hold the same shard. Default: none do.
             is_loaded: Whether the ranks hold a model already, so need no lease of a group that is being made.
         """
         self.name = name
-        self._members = members
+        self.members = self._members = tuple(members)
         self._timeouts = timeouts
         self._lifetime = lifetime
         self._teardown = Teardown(members, release)
@@ -73,16 +77,16 @@ class Supervisor:
         self._renewal = Renewal(members, lease_s, self._teardown.has_ray)
         self._head = Head(head_address())
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        hooks = Hooks(self._watch, self._advance, self._on_death, self._break, self._can_rejoin, self._remark)
-        self._runner = Runner(name, members, timeouts, hooks)
+        replicas = Replicas(len(members), len(members)) if replicas is None else replicas
+        self.survivors = Survivors(replicas, timeouts.keep_s)
+        hooks = Hooks(
+            self._watch, self._advance, self._on_death, self._break, self._settled, self._why_not, self._remark
+        )
+        self._runner = Runner(name, members, timeouts, replicas, hooks)
         self._waiting = WaitingCalls()
-        self._kept_lock = threading.Lock()
         self._is_started = False
-        self._is_kept = False
-        self._kept_until = 0.0
         self._reviver: int | None = None
         self._cause: GroupError | None = None
-        self._dead: set[int] = set()
         self._is_dropped = False
         self._is_closing = False
         self._is_closed = threading.Event()
@@ -112,23 +116,31 @@ class Supervisor:
         """Leave STARTING: the model is loaded."""
         self._is_started, self._reviver = True, None
         self._renewal.change(self._lifetime.lease_s)
+        self._events.put(self._runner.note_start)
 
-    @property
-    def keeps_ranks(self) -> bool:
-        """Whether the ranks of a broken group still hold one model, so that they need only meet again."""
-        return self._is_kept
-
-    def revive(self) -> bool:
-        """Leave BROKEN for STARTING where the ranks were kept: they are to meet again. Return whether they were.
+    def revive(self, silent: Collection[int] = ()) -> Remains | None:
+        """Leave BROKEN for STARTING where ranks were kept: they are to meet again.
 
         Until `started`, calls of the thread that revives are taken, and no others.
+
+        Args:
+            silent: Ranks that have not answered just now: they are given up, too.
+
+        Returns:
+            What there is to go on with; `None` where too little is left.
         """
-        with self._kept_lock:
-            if not self._is_kept or self._dead or self._is_closing:
-                return False
-            self._reviver = threading.get_ident()
-            self._cause, self._is_kept, self._is_started = None, False, False
-            return True
+        with self.survivors.lock:
+            remains = None if self._is_closing else self.survivors.take(silent)
+            if remains is not None:
+                self._reviver = threading.get_ident()
+                self._cause, self._is_started = None, False
+        if remains is not None:
+            self._teardown.stop_some(remains.lost - self.survivors.dead)
+        return remains
+
+    def let_go(self) -> None:
+        """Leave the ranks to another supervision, which has begun; this one stops nothing any more."""
+        self._teardown.let_go()
 
     def give_up(self, why: str) -> None:
         """Stop all ranks and give everything back, as a failure would; the group is BROKEN then. At most 20 s.
@@ -253,7 +265,7 @@ class Supervisor:
         """Seconds until something is due."""
         run = self._runner.run
         if run is None:
-            return _TICK_S if not self._is_kept else max(0.0, min(_TICK_S, self._kept_until - time.monotonic()))
+            return min(_TICK_S, self.survivors.left_s) if self.survivors.is_kept else _TICK_S
         return min(_TICK_S, max(0.0, run.due - time.monotonic()))
 
     def _advance(self) -> None:
@@ -262,9 +274,9 @@ class Supervisor:
             self._break([], GroupError(f"{self.name}: Ray was shut down under the group"))
         if self._is_usable() and self._head.silent_s() > HEAD_GONE_S:
             self._break([], GroupError(f"{self.name}: {self._head.gone()}"))
-        if self._is_kept and time.monotonic() >= self._kept_until:
+        if self.survivors.is_kept and not self.survivors.left_s:
             self._drop_kept()
-        self._runner.check(self._dead)
+        self._runner.check(self.survivors.dead)
         while self._runner.run is None and self._waiting and self._is_usable():
             task = self._waiting.take()
             self._runner.begin(task, task.request)
@@ -277,19 +289,20 @@ class Supervisor:
             self._on_death(rank, error)
 
     def _on_death(self, rank: int, error: BaseException) -> None:
-        if rank in self._dead:
-            return
-        with self._kept_lock:
-            self._dead.add(rank)
+        with self.survivors.lock:
+            if not self.survivors.hear_death(rank):
+                return
             is_usable = self._is_usable()
         if not is_usable:
-            self._drop_kept()  # what it held is nowhere else: there is nothing to keep the others for
+            if self.survivors.remains.why_not:
+                self._drop_kept()  # what it held is nowhere else: there is nothing to keep the others for
             return
         run = self._runner.run
         doing = "idle" if run is None else run.phase(rank)
         seen = failure.saw_death(self._members[rank].info, doing, error, self._renewal.explain())
         if run is None:
-            self._break([seen], failure.judge([seen], self.name, timed_out=False))
+            remains = Remains(frozenset(self.survivors.dead), self._why_not(self.survivors.dead))
+            self._break([seen], failure.judge([seen], self.name, timed_out=False), remains)
             return
         run.finished.add(rank)
         # Of a lost connection Ray tells a second or two later, after a look for its cause: the peers had their while.
@@ -297,32 +310,40 @@ class Supervisor:
         self._runner.see(run, seen, 0.0 if is_old else _AFTER_DEATH_S)
         self._advance()
 
-    def _can_rejoin(self) -> bool:
-        """Whether ranks that are all there can meet again: an aborted NCCL collective may have left anything."""
-        return (
-            bool(self._timeouts.keep_s)
-            and self._is_started
-            and not self._dead
-            and all(one.info.device == "cpu" for one in self._members)
-        )
+    def _why_not(self, lost: Collection[int]) -> str:
+        """Why ranks that hold one model could not meet again without `lost`; empty where they could."""
+        if not self._is_started:
+            return STOPPED
+        if any(one.info.device != "cpu" for one in self._members):
+            return "the ranks are on GPUs: an aborted NCCL collective may have left anything"
+        return self.survivors.why_not(lost, self._runner.replicas_differ)
 
     def _remark(self) -> str:
         return f" ({self._head.gone()})" if self._head.is_silent() else ""
 
-    def _break(self, seen: Sequence[failure.Observed], error: GroupError, keep: bool = False) -> None:
-        """Fail the current call and those behind it; stop every rank and give everything back, unless `keep`."""
+    def _break(self, seen: Sequence[failure.Observed], error: GroupError, remains: Remains = NOTHING) -> None:
+        """Fail the current call and those behind it; stop every rank and give everything back, or those of no use."""
         run, self._runner.run = self._runner.run, None
-        with self._kept_lock:
-            self._is_kept, self._kept_until = keep, time.monotonic() + self._timeouts.keep_s
+        with self.survivors.lock:
+            self.survivors.keep(remains)
             # A twin: the traceback of the one that the user is given would keep the user's frames, and so the group.
             self._cause = failure.twin(error)
         try:
-            if not keep:
+            if remains.why_not:
                 self._stop()
+            else:
+                self._teardown.stop_some(remains.lost - self.survivors.dead)
         finally:
             if run is not None:
                 run.task.call.end(failure.typed_error(seen, error))
             self._waiting.fail(failure.broken(self.name, error))
+
+    def _settled(self, remains: Remains) -> None:
+        self.survivors.settle(remains)
+        if remains.why_not:
+            self._drop_kept()
+        elif self.survivors.is_kept:
+            self._teardown.stop_some(remains.lost - self.survivors.dead)
 
     def _interrupt(self, source: str, stopping: Stopping) -> None:
         if not self._is_started and self._is_usable():
@@ -348,9 +369,9 @@ class Supervisor:
             self._break([], GroupError(f"{self.name} was stopped by {reason} ({doing})"))
 
     def _taken_over(self) -> None:
-        """Leave the ranks to the driver that has attached to them."""
+        """Leave the ranks to the driver that has attached to them, or to the supervision that follows this one."""
         self._teardown.let_go()
-        if self._is_usable():
+        if self._is_usable() and self._reviver is None:
             self._break([], taken_over(self.name))
             if self._is_dropped:
                 self._close()
@@ -389,9 +410,7 @@ class Supervisor:
 
     def _drop_kept(self) -> None:
         """Stop ranks that were kept for a restart, unless one has begun."""
-        with self._kept_lock:
-            is_kept, self._is_kept = self._is_kept, False
-        if is_kept:
+        if self.survivors.drop():
             self._stop()
 
     def _stop(self) -> None:
@@ -401,7 +420,7 @@ class Supervisor:
     def _has_ranks(self) -> bool:
         """Whether there may be ranks left that are this driver's to stop."""
         is_ours = self._teardown.has_ray() and not self._teardown.is_let_go
-        return is_ours and len(self._dead) < len(self._members)
+        return is_ours and len(self.survivors.dead) < len(self._members)
 
     def _stop_all(self) -> None:
         """Stop the ranks, and wait until Ray says that they are gone."""

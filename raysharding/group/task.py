@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -87,6 +88,10 @@ class Run:
     """Which ranks waited for which then, as the end of a sentence."""
     moved: dict[int, tuple[str, int]] = field(default_factory=dict)
     """Phase and bytes of each rank, as last reported."""
+    given_up: set[int] = field(default_factory=set)
+    """Late ranks that wait for nobody, so hang."""
+    settled_by: float = math.inf
+    """Clock until which ranks may end their part after the call has failed."""
     asked: set[int] = field(default_factory=set)
     """Ranks that owe an answer about their progress."""
     next_poll: float = 0.0
@@ -104,10 +109,9 @@ class Run:
         """Whether the ranks' connections are being cut, so that what they raise from now on means nothing."""
         return self.connections is not None
 
-    @property
-    def holds_one_model(self) -> bool:
-        """Whether what the finished ranks hold is one model, none of it changed in part."""
-        return one_model(self.stamps.values())
+    def holds_one_model(self, lost: Collection[int] = ()) -> bool:
+        """Whether what the finished ranks hold, lost ones left out, is one model, none of it changed in part."""
+        return one_model(stamp for rank, stamp in self.stamps.items() if rank not in lost)
 
     def phase(self, rank: int) -> str:
         """Return what a rank was doing, as far as the driver knows."""
@@ -116,6 +120,10 @@ class Run:
     def unfinished(self, members: Sequence[Member]) -> list[int]:
         """Return the ranks whose part has not ended."""
         return [rank for rank in range(len(members)) if rank not in self.finished]
+
+    def awaited(self, members: Sequence[Member]) -> list[int]:
+        """Return the ranks whose part has not ended, but for those that were given up."""
+        return [rank for rank in self.unfinished(members) if rank not in self.given_up]
 
     def waits(self, rank: int) -> bool:
         """Whether a rank has said that it waits for others."""

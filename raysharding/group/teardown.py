@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import ray
@@ -88,9 +88,17 @@ class Teardown:
             for member in self._members:
                 member.actor.end.remote()  # goes from process to process; Ray's head has no part in it
 
+    def stop_some(self, ranks: Collection[int]) -> None:
+        """Stop some actors and keep the others; waits for nothing."""
+        if ranks and not self._is_stopped and self.has_ray():
+            threading.Thread(target=self._kill, args=(ranks,), name="stop lost ranks", daemon=True).start()
+
+    def _kill(self, ranks: Collection[int]) -> None:
+        for rank in ranks:
+            ray.kill(self._members[rank].actor, no_restart=True)
+
     def _stop(self) -> None:
-        for member in self._members:
-            ray.kill(member.actor, no_restart=True)
+        self._kill(range(len(self._members)))
         self._release()
 
 

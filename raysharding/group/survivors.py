@@ -1,0 +1,145 @@
+"""`Survivors`: which ranks of a group are gone, and whether the others are kept for a restart, and until when."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+
+from raysharding.group.replicas import Replicas
+
+_POLL_S = 0.02
+
+TORN = "the failure left weights or optimizer changed in part"
+BUSY = "ranks that had not ended their part of the call had to be stopped"
+STOPPED = "its ranks were stopped"
+
+
+@dataclass(frozen=True, slots=True)
+class Remains:
+    """What a failure has left of a group."""
+
+    lost: frozenset[int] = frozenset()
+    """Ranks that are gone, or that hang and are stopped."""
+    why_not: str = STOPPED
+    """Why the others cannot go on with what they hold; empty where they can."""
+    pending: frozenset[int] = frozenset()
+    """Ranks whose part of the failed call has not ended yet: until it has, nobody knows what they hold."""
+    done: str = ""
+    """The failed call, where all of the others had ended it and its change is in what they hold."""
+
+
+NOTHING = Remains()
+"""All ranks are stopped."""
+
+
+class Survivors:
+    """The supervision thread changes it; `revive` and the properties are for any thread."""
+
+    def __init__(self, replicas: Replicas, keep_s: float) -> None:
+        """All ranks are there.
+
+        Args:
+            replicas: Who holds what.
+            keep_s: How long ranks are kept.
+        """
+        self.lock = threading.Lock()
+        self.replicas = replicas
+        self.dead: set[int] = set()
+        self.remains = Remains(why_not="the group had not failed")
+        self._keep_s = keep_s
+        self._until = 0.0
+        self._is_kept = False
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether ranks of a broken group wait for a restart."""
+        return self._is_kept
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until kept ranks are to be stopped."""
+        return max(0.0, self._until - time.monotonic())
+
+    def why_not(self, lost: Collection[int], replicas_differ: bool) -> str:
+        """Why the group cannot do without these ranks and the dead ones; empty where it can.
+
+        Args:
+            lost: The ranks.
+            replicas_differ: Whether a call has changed some copies of a shard and not the others.
+        """
+        if why_lost := self._why_lost({*self.dead, *lost}):
+            return why_lost
+        if (self.dead or lost) and replicas_differ:
+            return "a call had changed some copies of a shard and not the others, so none can be taken for another"
+        return "" if self._keep_s else "Timeouts(keep_s=0) keeps no ranks"
+
+    def _why_lost(self, lost: Collection[int]) -> str:
+        shard = self.replicas.bare_shard(lost)
+        if shard is None:
+            return ""
+        copies = f", and so did every other rank that held shard {shard}" if self.replicas.are_several else ""
+        return f"its shards went with it{copies}"
+
+    def hear_death(self, rank: int) -> bool:
+        """With the lock held: note that a rank's process is gone. Return whether that is news: it may be given up.
+
+        Kept ranks whose shards are not all there any more are to be stopped: `remains` says why not, then.
+        """
+        is_news = rank not in self.dead and rank not in self.remains.lost
+        self.dead.add(rank)
+        if is_news and self._is_kept:
+            lost = self.remains.lost | {rank}
+            self.remains = replace(self.remains, lost=lost, why_not=self._why_lost(lost))
+        return is_news
+
+    def keep(self, remains: Remains) -> None:
+        """With the lock held: the group is broken: keep the ranks that are not lost, where they can go on."""
+        self.remains = remains
+        self._is_kept, self._until = not remains.why_not, time.monotonic() + self._keep_s
+
+    def wait_settled(self, timeout_s: float) -> None:
+        """Wait until it is known what kept ranks hold."""
+        _wait_until(lambda: not (self._is_kept and self.remains.pending), timeout_s)
+
+    def wait_gone(self, ranks: Collection[int], timeout_s: float) -> bool:
+        """Wait until Ray says that ranks which were given up are gone; return whether they are."""
+        return _wait_until(lambda: self.dead.issuperset(ranks), timeout_s)
+
+    def settle(self, remains: Remains) -> None:
+        """What kept ranks hold is known now, or too late."""
+        with self.lock:
+            if self._is_kept:
+                self.remains = remains
+
+    def drop(self) -> bool:
+        """Keep the ranks no longer, unless a restart has begun; return whether they were kept."""
+        with self.lock:
+            was_kept, self._is_kept = self._is_kept, False
+            if was_kept and not self.remains.why_not:
+                why = f"the ranks that were left were kept for Timeouts(keep_s={self._keep_s:g}) only"
+                self.remains = Remains(self.remains.lost, why)
+            return was_kept
+
+    def take(self, silent: Collection[int]) -> Remains | None:
+        """For a restart, with the lock held: what there is to go on with, `None` where the ranks cannot.
+
+        Args:
+            silent: Ranks that have not answered just now: they are lost, too.
+        """
+        lost = self.remains.lost | self.dead | frozenset(silent)
+        is_known = self._is_kept and not self.remains.why_not and not self.remains.pending
+        if not is_known or not self.replicas.covers(lost):
+            return None
+        self.remains, self._is_kept = replace(self.remains, lost=lost), False
+        return self.remains
+
+
+def _wait_until(is_so: Callable[[], bool], timeout_s: float) -> bool:
+    until = time.monotonic() + timeout_s
+    while not is_so():
+        if time.monotonic() > until:
+            return False
+        time.sleep(_POLL_S)
+    return True
