@@ -263,7 +263,7 @@ def test_a_transformers_model_is_built_anew_from_the_headers_alone(name: str, tm
     losses = []
     for is_disturbed in (False, True):
         with ShardedModelGroup.from_checkpoint(tmp_path / "model", **options) as group:
-            call = {key: Split(value) for key, value in batch.items()}
+            call: dict[str, Any] = {key: Split(value) for key, value in batch.items()}
             found = [group.train_step(**call) for _ in range(2)]
             group.forward(**call)
             if is_disturbed:
