@@ -62,6 +62,7 @@ def test_bench(checkpoint: Path, tmp_path: Path) -> None:
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.full
 def test_loading_in_fresh_processes(checkpoint: Path) -> None:
     words = ("--mode", "fresh", "--rounds", "1", "--world-size", "1", "--arms", "torch,scatter", "--json")
     done = run("tests/bench/loading.py", "--checkpoint", str(checkpoint), *words)
@@ -76,7 +77,7 @@ def test_loading_in_fresh_processes(checkpoint: Path) -> None:
     assert "torch ÷ scatter" in done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.full), signal.SIGINT])
 def test_signal_ends_the_ranks(checkpoint: Path, number: signal.Signals) -> None:
     words = (sys.executable, "-m", "raysharding", "bench", str(checkpoint), "--world-size", "1", "--rounds", "1000")
     process = subprocess.Popen(words, cwd=ROOT, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)

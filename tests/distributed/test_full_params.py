@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.checks import run_checks
+from tests.grid import grid_of
 from tests.spawn import run_ranks
 
 EVERYWHERE = (
@@ -54,7 +55,7 @@ def outcomes(world_size: int) -> list[dict[str, str]]:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("world_size", "name"), [(size, name) for size, names in CHECKS.items() for name in names])
+@pytest.mark.parametrize(("world_size", "name"), grid_of(CHECKS, full=(4,)))
 def test_on_ranks(world_size: int, name: str) -> None:
     for rank, outcome in enumerate(outcomes(world_size)):
         assert not outcome[name], f"rank {rank} of {world_size}:\n{outcome[name]}"

@@ -354,7 +354,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_dcp(directory, {"whole": cut(whole), "columns": cut(half, (), (700,)), "t": [((0, 0), half.t())]})
 
 
-@pytest.mark.parametrize("form", ["safe", "bin"])
+@pytest.mark.parametrize("form", ["safe", pytest.param("bin", marks=pytest.mark.full)])
 def test_memory_is_bounded(large: Path, form: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", MEASURE, str(large), str(tmp_path), form]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=True)

@@ -21,13 +21,14 @@ CHECKS = (
 
 
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("world_size", world_sizes(2, 3, full=(1, 4)))
+@pytest.mark.parametrize("world_size", world_sizes(3, full=(1, 2, 4)))
 def test_state_dicts(world_size: int, tmp_path: Path) -> None:
     for outcomes in run_ranks(world_size, run_checks, CHECKS, tmp_path, timeout_s=140):
         failed = "\n".join(f"{name}\n{text}" for name, text in outcomes.items() if text)
         assert not failed, failed
 
 
+@pytest.mark.full
 @pytest.mark.timeout(200)
 def test_saved_at_four_ranks_loads_at_any_and_back(tmp_path: Path) -> None:
     run_ranks(4, optimizer_checks.save_all, tmp_path, "4")

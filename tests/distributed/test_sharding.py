@@ -29,7 +29,7 @@ CHECKS = (
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("world_size", world_sizes(1, 3, full=(2, 4)))
+@pytest.mark.parametrize("world_size", world_sizes(3, full=(1, 2, 4)))
 def test_distribution(world_size: int, tmp_path: Path) -> None:
     for outcomes in run_ranks(world_size, run_checks, CHECKS, tmp_path, timeout_s=110):
         failed = "\n".join(f"{name}\n{text}" for name, text in outcomes.items() if text)

@@ -255,7 +255,7 @@ def run_all() -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("world_size", world_sizes(2, 3, full=(1, 4)))
+@pytest.mark.parametrize("world_size", world_sizes(3, full=(1, 2, 4)))
 def test_gradients(world_size: int) -> None:
     run_ranks(world_size, run_all, timeout_s=110)
 

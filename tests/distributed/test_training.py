@@ -124,7 +124,7 @@ def run_all(names: list[str], fewer: list[int]) -> list[str]:
 FEWER = [
     pytest.param(1, [], marks=pytest.mark.full),
     (2, [1]),
-    (3, []),
+    pytest.param(3, [], marks=pytest.mark.full),
     pytest.param(4, [1, 3], marks=pytest.mark.full),
 ]
 """World sizes, and batches with fewer rows than that."""
