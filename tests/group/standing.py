@@ -160,12 +160,19 @@ class Driver:
 
 
 def seconds_until_gone(pids: list[int], since: float, at_most_s: float) -> dict[int, float]:
-    """Wait until processes have ended; return for each how long that took. A zombie has ended."""
+    """Wait until processes have ended; return for each how long that took from here on. A zombie has ended.
+
+    Args:
+        pids: The processes.
+        since: What `now()` was when they were to end.
+        at_most_s: Longest time from then.
+    """
     gone: dict[int, float] = {}
+    begun = time.monotonic()  # may be compared with what it is at least, which `now` may not
     while len(gone) < len(pids):
         for pid in pids:
             if pid not in gone and not _runs(pid):
-                gone[pid] = now() - since
+                gone[pid] = time.monotonic() - begun
         left = [pid for pid in pids if pid not in gone]
         assert not left or now() - since < at_most_s, f"{left} still run; gone: {gone}"
         time.sleep(0.02)
