@@ -69,7 +69,7 @@ class Supervisor:
             is_loaded: Whether the ranks hold a model already, so need no lease of a group that is being made.
         """
         self.name = name
-        self.members = self._members = tuple(members)
+        self.members = tuple(members)
         self._timeouts = timeouts
         self._lifetime = lifetime
         self._teardown = Teardown(members, release)
@@ -299,7 +299,7 @@ class Supervisor:
             return
         run = self._runner.run
         doing = "idle" if run is None else run.phase(rank)
-        seen = failure.saw_death(self._members[rank].info, doing, error, self._renewal.explain())
+        seen = failure.saw_death(self.members[rank].info, doing, error, self._renewal.explain())
         if run is None:
             remains = Remains(frozenset(self.survivors.dead), self._why_not(self.survivors.dead))
             self._break([seen], failure.judge([seen], self.name, timed_out=False), remains)
@@ -314,7 +314,7 @@ class Supervisor:
         """Why ranks that hold one model could not meet again without `lost`; empty where they could."""
         if not self._is_started:
             return STOPPED
-        if any(one.info.device != "cpu" for one in self._members):
+        if any(one.info.device != "cpu" for one in self.members):
             return "the ranks are on GPUs: an aborted NCCL collective may have left anything"
         return self.survivors.why_not(lost, self._runner.replicas_differ)
 
@@ -420,7 +420,7 @@ class Supervisor:
     def _has_ranks(self) -> bool:
         """Whether there may be ranks left that are this driver's to stop."""
         is_ours = self._teardown.has_ray() and not self._teardown.is_let_go
-        return is_ours and len(self.survivors.dead) < len(self._members)
+        return is_ours and len(self.survivors.dead) < len(self.members)
 
     def _stop_all(self) -> None:
         """Stop the ranks, and wait until Ray says that they are gone."""
