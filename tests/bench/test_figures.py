@@ -127,6 +127,7 @@ def check_floors(directories: dict[str, str]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.full
 def test_floors_move_the_bytes_of_the_shards(tmp_path: Path) -> None:
     for kind, size_gib in (("dense", 0.01), ("odd", 0.022), ("fp32", 0.01)):
         make(kind, tmp_path / kind, size_gib)

@@ -106,6 +106,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {kind: root / kind for kind in TINY_GIB}
 
 
+@pytest.mark.full
 @pytest.mark.timeout(120)
 def test_every_peer_loads_the_same_bits_on_two_ranks(directories: dict[str, Path]) -> None:
     for wrong, (difference, largest), raised in run_ranks(2, check_everything, directories, timeout_s=110):

@@ -215,6 +215,7 @@ tell(ready=True)
 """
 
 
+@pytest.mark.full
 def test_a_lease_ends_a_named_group_whose_driver_has_gone(standing: StandingCluster, checkpoint: Path) -> None:
     with Driver(standing, checkpoint, WATCH) as watch, Driver(standing, checkpoint, EXITS) as driver:
         pids = driver.hear()["pids"]
@@ -243,6 +244,7 @@ time.sleep(1000)
 """
 
 
+@pytest.mark.full
 def test_a_named_group_that_was_being_made_does_not_outlive_its_driver(
     standing: StandingCluster, checkpoint: Path
 ) -> None:
@@ -278,6 +280,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.full
 def test_a_placement_group_that_a_killed_driver_waited_for_is_found_and_removed(
     standing: StandingCluster, checkpoint: Path
 ) -> None:

@@ -227,6 +227,7 @@ with ShardedModelGroup.from_checkpoint(sys.argv[1], model=make_mlp(), world_size
 """
 
 
+@pytest.mark.full
 def test_in_a_terminal_which_signals_every_process(checkpoint: Path) -> None:
     """Ctrl-C reaches the whole process group: driver, Ray, ranks."""
     root = Path(__file__).resolve().parents[2]

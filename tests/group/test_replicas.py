@@ -177,6 +177,7 @@ def test_a_stopped_rank_is_given_up_and_copied(copied: Copied, undisturbed: list
         assert found == undisturbed[:4]
 
 
+@pytest.mark.full
 def test_what_no_replica_holds_is_loaded_again(copied: Copied) -> None:
     with make_hsdp(copied) as group:
         kill_idle(group, 1, 3)
@@ -186,6 +187,7 @@ def test_what_no_replica_holds_is_loaded_again(copied: Copied) -> None:
         assert "every other rank that held shard 1" in report.why or "a rank died" in report.why
 
 
+@pytest.mark.full
 def test_ranks_that_are_at_work_are_waited_for(copied: Copied) -> None:
     """An error comes within 2 s of a death; the others may be far from their next collective."""
 

@@ -161,6 +161,7 @@ ray.shutdown()
 """
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("worker_python")
 def test_a_group_whose_ray_is_gone_is_shut_down_at_once(checkpoint: Path) -> None:
     command = [sys.executable, "-c", NEW_RAY, str(checkpoint)]
