@@ -30,6 +30,9 @@ def described_fields(class_name: str) -> dict[str, bool]:
     return found
 
 
+DEADLINES = [field.name for field in dataclasses.fields(Timeouts) if field.name not in ("keep_s", "lease_s")]
+
+
 @pytest.mark.parametrize("config_type", CONFIGS)
 def test_every_field_is_described(config_type: type) -> None:
     fields = described_fields(config_type.__name__)
@@ -87,7 +90,9 @@ def test_defaults_are_valid_frozen_and_picklable(config_type: type[Any]) -> None
         (Timeouts, "call_s", "5", "positive number of seconds"),
         (Timeouts, "call_s", float("inf"), "a deadline is finite"),
         (Placement, "cpus_per_rank", -1.0, "0 or more"),
-        *((Timeouts, field.name, 0.0, "positive number of seconds") for field in dataclasses.fields(Timeouts)),
+        (Timeouts, "keep_s", -1.0, "from 0 on"),
+        (Timeouts, "lease_s", 0.5, "1 second or more"),
+        *((Timeouts, name, 0.0, "positive number of seconds") for name in DEADLINES),
     ],
 )
 def test_bad_value_is_refused_with_the_cure(config_type: type[Any], name: str, value: object, cure: str) -> None:
