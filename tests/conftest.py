@@ -42,6 +42,10 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if any(report.failed for report in reports) and share > STOLEN_SHARE:
         _again.append(f"{item.nodeid}: {share:.0%} of the time was stolen")
         item._initrequest()  # type: ignore[attr-defined]  # what makes its fixtures anew
+        # The time-out of the first try has been used up, in part or whole.
+        item.ihook.pytest_timeout_cancel_timer(item=item)
+        timeout: Any = item.config.pluginmanager.get_plugin("timeout")
+        item.ihook.pytest_timeout_set_timer(item=item, settings=timeout._get_item_settings(item))
         reports = runtestprotocol(item, log=False, nextitem=nextitem)
     for report in reports:
         item.ihook.pytest_runtest_logreport(report=report)
