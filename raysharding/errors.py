@@ -18,11 +18,23 @@ Errors that a user would catch by a builtin type inherit from that type too.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 FailureKind = Literal["raised", "died", "hung", "collateral"]
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring, _SHORT.maxlong, _SHORT.maxother = 200, 80, 80
+
+
+def shown(value: object) -> str:
+    """The `repr` of a value from outside, for a message: long ones are cut in the middle, deep ones at the depth of 6.
+
+    A header may name a tensor by a million digits; `repr` of a deep list could overflow the stack.
+    """
+    return _SHORT.repr(value)
 
 
 class RayshardingError(Exception):
@@ -64,7 +76,7 @@ class CheckpointError(RayshardingError, ValueError):
         self.tensor = tensor
 
     def __str__(self) -> str:
-        where = [part for part in (self.path, self.tensor and f"tensor {self.tensor!r}") if part]
+        where = [part for part in (self.path, self.tensor and f"tensor {shown(self.tensor)}") if part]
         return f"{': '.join(where)}: {self.message}" if where else self.message
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import pickle
 from collections.abc import Callable
 
@@ -24,6 +25,7 @@ from raysharding.errors import (
     RankFailure,
     RayshardingError,
     RendezvousError,
+    shown,
 )
 
 DIED = RankFailure(
@@ -132,3 +134,21 @@ def test_rank_failure_names_the_tensor() -> None:
         "rank 1 (node 10.0.0.2, pid 4321) died in stream at tensor 'model.layers.0.mlp.up_proj.weight': "
         "killed by signal 9"
     )
+
+
+@pytest.mark.parametrize(
+    "value", ["9" * 10_000, 10**3000, json.loads("[" * 500 + "]" * 500), {"k" * 999: ["v" * 999] * 99}]
+)
+def test_a_hostile_value_is_shown_in_short(value: object) -> None:
+    assert 0 < len(shown(value)) < 2000
+    assert len(str(CheckpointError("bad", path="/a", tensor=str(shown(value))))) < 300
+
+
+def test_a_long_name_is_whole_in_the_error_and_short_in_its_text() -> None:
+    error = CheckpointError("is truncated", path="/models/a", tensor="a." * 3000 + "weight")
+    assert error.tensor == "a." * 3000 + "weight"
+    assert len(str(error)) < 300
+    assert str(error).startswith("/models/a: tensor 'a.a.")
+    assert str(error).endswith("weight': is truncated")
+    usual = "model.language_model.layers.17.block_sparse_moe.experts.63.down_proj.weight_scale_inv"
+    assert usual in str(CheckpointError("bad", tensor=usual))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -22,7 +21,7 @@ from raysharding.checkpoint.local_storage import LocalStorage
 from raysharding.checkpoint.strict_json import is_text
 from raysharding.checkpoint.tiling import tiling_problem
 from raysharding.checkpoint.uri import is_remote
-from raysharding.errors import CheckpointError
+from raysharding.errors import CheckpointError, shown
 
 METADATA_NAME: Final = ".metadata"
 MAX_METADATA_BYTES: Final = 1 << 30
@@ -210,10 +209,11 @@ def _read_items(storage: Mapping[Any, Any]) -> dict[tuple[str, tuple[int, ...] |
         if not isinstance(key, str):
             raise ValueError(f"an index names {_short(key)}, not a key")
         if not isinstance(name, str) or not _is_plain_name(name):
-            what = f"{key!r} is in the file {_short(name)}: only plain names of files beside {METADATA_NAME} are read"
+            what = f"{shown(key)} is in the file {_short(name)}: only plain names of files beside "
+            what += f"{METADATA_NAME} are read"
             raise ValueError(what)
         if place.get("transform_descriptors"):
-            what = f"{key!r} went through {_short(place['transform_descriptors'])}: save without stream extensions"
+            what = f"{shown(key)} went through {_short(place['transform_descriptors'])}: save without stream extensions"
             raise ValueError(what)
         where = _number(place.get("offset"), "offset"), _number(place.get("length"), "length")
         items[key, None if offset is None else _size(offset)] = Item(name, *where)
@@ -305,4 +305,4 @@ def _dict(value: Any, what: str) -> dict[Any, Any]:
 
 
 def _short(value: Any) -> str:
-    return f"an object of {value.kind}" if isinstance(value, Record) else reprlib.repr(value)
+    return f"an object of {value.kind}" if isinstance(value, Record) else shown(value)

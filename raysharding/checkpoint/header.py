@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -17,7 +16,7 @@ import torch
 
 from raysharding.checkpoint.strict_json import is_text, parse_object
 from raysharding.checkpoint.tensor_info import DTYPE_OF_NAME, SUB_BYTE_NAMES, TensorInfo
-from raysharding.errors import CheckpointError
+from raysharding.errors import CheckpointError, shown
 
 MAX_HEADER_BYTES: Final = 100_000_000
 """Longest header that is read; the safetensors library has the same cap."""
@@ -25,10 +24,6 @@ MAX_DIMS: Final = 64
 """Most dimensions of a tensor that torch and numpy can work with."""
 _MAX_INT64: Final = (1 << 63) - 1
 _LENGTH_BYTES: Final = 8
-
-_SHORT: Final = reprlib.Repr()
-"""Shows a value from a hostile header, cut off in length and in depth, where `repr` itself could overflow the stack."""
-_SHORT.maxstring = 80
 
 
 @dataclass(frozen=True)
@@ -111,7 +106,7 @@ def _check_metadata(path: str, metadata: Any) -> dict[str, str]:
         raise CheckpointError(f"__metadata__ is a JSON {type(metadata).__name__}, not an object", path=path)
     for key, value in metadata.items():
         if not isinstance(value, str) or not is_text(value):
-            what = f"__metadata__ maps {key!r} to {_SHORT.repr(value)}, which is not a string of Unicode text"
+            what = f"__metadata__ maps {shown(key)} to {shown(value)}, which is not a string of Unicode text"
             raise CheckpointError(what, path=path)
     return metadata
 
@@ -142,12 +137,12 @@ def _check_dtype(name: Any) -> torch.dtype:
         return dtype
     if isinstance(name, str) and name in SUB_BYTE_NAMES:
         raise ValueError(f"dtype {name} is unsupported: its elements are narrower than a byte")
-    raise ValueError(f"dtype {_SHORT.repr(name)} is unknown; known are {', '.join(DTYPE_OF_NAME)}")
+    raise ValueError(f"dtype {shown(name)} is unknown; known are {', '.join(DTYPE_OF_NAME)}")
 
 
 def _check_shape(shape: Any, dtype: torch.dtype) -> tuple[int, ...]:
     if not isinstance(shape, list) or not all(map(_is_size, shape)):
-        raise ValueError(f"shape {_SHORT.repr(shape)} is not a list of integers from 0 to 2**63 - 1")
+        raise ValueError(f"shape {shown(shape)} is not a list of integers from 0 to 2**63 - 1")
     if len(shape) > MAX_DIMS:
         raise ValueError(f"has {len(shape)} dimensions; at most {MAX_DIMS} are possible")
     # Dimensions of 0 are left out: strides are computed without them, and would overflow all the same.
@@ -158,7 +153,7 @@ def _check_shape(shape: Any, dtype: torch.dtype) -> tuple[int, ...]:
 
 def _check_offsets(offsets: Any) -> tuple[int, int]:
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)):
-        raise ValueError(f"data_offsets {_SHORT.repr(offsets)} are not two integers from 0 to 2**63 - 1")
+        raise ValueError(f"data_offsets {shown(offsets)} are not two integers from 0 to 2**63 - 1")
     return offsets[0], offsets[1]
 
 
@@ -179,7 +174,7 @@ def _check_tiling(path: str, tensors: list[TensorInfo], start: int, num_bytes: i
             what = f"begins at byte {info.offset}, but {previous} ends at {position}: a hole between them"
             raise CheckpointError(what, path=path, tensor=info.name)
         position += info.num_bytes
-        previous = f"tensor {info.name!r}"
+        previous = f"tensor {shown(info.name)}"
     if position > num_bytes:
         what = f"ends at byte {position}, but the file has {num_bytes}: it is truncated"
         raise CheckpointError(what, path=path, tensor=_first_cut(tensors, num_bytes))

@@ -14,7 +14,7 @@ from raysharding.checkpoint.commit import find_set_aside, is_staging_path
 from raysharding.checkpoint.storage import Storage, read_bytes, require_file
 from raysharding.checkpoint.strict_json import parse_object
 from raysharding.checkpoint.uri import is_remote, join_path, normal_path, split_path
-from raysharding.errors import CheckpointError
+from raysharding.errors import CheckpointError, shown
 
 INDEX_NAME: Final = "model.safetensors.index.json"
 SINGLE_NAME: Final = "model.safetensors"
@@ -223,7 +223,7 @@ def _read_index(storage: Storage, path: str) -> FileSet:
     names: dict[str, str] = {}
     for tensor, name in weight_map.items():
         if not isinstance(name, str):
-            raise CheckpointError(f"index maps it to {name!r}, not to a file name", path=path, tensor=tensor)
+            raise CheckpointError(f"index maps it to {shown(name)}, not to a file name", path=path, tensor=tensor)
         names.setdefault(name, tensor)
     for name, tensor in names.items():
         _check_name(path, name, tensor)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Self
@@ -21,7 +20,7 @@ from raysharding.checkpoint.index import MANIFEST_NAME
 from raysharding.checkpoint.strict_json import parse_object
 from raysharding.checkpoint.uri import join_path
 from raysharding.checkpoint.writer import FileWriter
-from raysharding.errors import CheckpointError
+from raysharding.errors import CheckpointError, shown
 
 FORMAT_VERSION: Final = 1
 """The only one so far."""
@@ -121,11 +120,11 @@ class Manifest:
         """
         version, algorithm = fields.get("format_version"), fields.get("algorithm")
         if type(version) is not int or version != FORMAT_VERSION or algorithm != ALGORITHM:
-            what = f"is of format_version {_short(version)} with algorithm {_short(algorithm)}, but only "
+            what = f"is of format_version {shown(version)} with algorithm {shown(algorithm)}, but only "
             what += f"{FORMAT_VERSION} with {ALGORITHM!r} is known: upgrade raysharding, or remove the file"
             raise CheckpointError(what, path=path)
         files = {
-            name: ManifestFile(*_fields(entry, "header_sha256", _SHA256, path, f"file {_short(name)}: ", None))
+            name: ManifestFile(*_fields(entry, "header_sha256", _SHA256, path, f"file {shown(name)}: ", None))
             for name, entry in _object(fields, "files", path).items()
         }
         tensors = {}
@@ -207,38 +206,33 @@ def mismatches(manifest: Manifest, checksums: Checksums, tensors: Iterable[str] 
     for name in manifest.tensors if tensors is None else tensors:
         expected = manifest.tensors.get(name)
         if expected is None:
-            lines.append(f"tensor {name!r}: is not in {MANIFEST_NAME}")
+            lines.append(f"tensor {shown(name)}: is not in {MANIFEST_NAME}")
             continue
         found = checksums.value(name, expected.num_bytes)
         if found != expected.crc32:
             what = checksums.problem(name, expected.num_bytes) if found is None else f"found {found:08x}"
-            lines.append(
-                f"tensor {name!r}: {ALGORITHM} of {expected.num_bytes} bytes: expected {expected.crc32:08x}, {what}"
-            )
+            wanted = f"{ALGORITHM} of {expected.num_bytes} bytes: expected {expected.crc32:08x}"
+            lines.append(f"tensor {shown(name)}: {wanted}, {what}")
     return lines
 
 
 def _object(fields: Mapping[str, Any], key: str, path: str) -> dict[str, Any]:
     value = fields.get(key)
     if not isinstance(value, dict):
-        raise CheckpointError(f"{key} is {_short(value)}, not an object", path=path)
+        raise CheckpointError(f"{key} is {shown(value)}, not an object", path=path)
     return value
 
 
 def _fields(entry: Any, key: str, form: re.Pattern[str], path: str, where: str, tensor: str | None) -> tuple[int, str]:
     """`num_bytes` and the digest under `key`, checked."""
     if not isinstance(entry, dict) or entry.keys() != {"num_bytes", key}:
-        what = f"{where}{_short(entry)} is not an object of num_bytes and {key}"
+        what = f"{where}{shown(entry)} is not an object of num_bytes and {key}"
         raise CheckpointError(what, path=path, tensor=tensor)
     num_bytes, digest = entry["num_bytes"], entry[key]
     # `type`, not isinstance: JSON's true is a Python int too.
     if type(num_bytes) is not int or not 0 <= num_bytes < 1 << 63:
-        what = f"{where}num_bytes {_short(num_bytes)} is not an integer from 0 to 2**63 - 1"
+        what = f"{where}num_bytes {shown(num_bytes)} is not an integer from 0 to 2**63 - 1"
         raise CheckpointError(what, path=path, tensor=tensor)
     if not isinstance(digest, str) or form.fullmatch(digest) is None:
-        raise CheckpointError(f"{where}{key} {_short(digest)} is not {form.pattern}", path=path, tensor=tensor)
+        raise CheckpointError(f"{where}{key} {shown(digest)} is not {form.pattern}", path=path, tensor=tensor)
     return num_bytes, digest
-
-
-def _short(value: Any) -> str:
-    return reprlib.repr(value)

@@ -7,6 +7,8 @@ import math
 import re
 from typing import Any, Final, NoReturn
 
+from raysharding.errors import shown
+
 _HALF_PAIR: Final = re.compile(r"\\u[dD][89a-fA-F]")
 """Half a surrogate pair can only come from an escape; whole ones may, and are looked at once more."""
 _MAX_DIGITS: Final = 300
@@ -58,11 +60,11 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
-                raise ValueError(f"gives the key {key!r} twice")
+                raise ValueError(f"gives the key {shown(key)} twice")
             seen.add(key)
     for key in result:
         if not is_text(key):
-            raise ValueError(f"has the key {key!r}, which is not Unicode text")
+            raise ValueError(f"has the key {shown(key)}, which is not Unicode text")
     return result
 
 

@@ -249,7 +249,7 @@ GOOD: dict[str, Any] = {"format_version": 1, "algorithm": "crc32", "files": {"f"
         ({"files": [FILE]}, r"files is \[.*, not an object", None),
         ({"files": {"f": 1}}, "file 'f': 1 is not an object of num_bytes and header_sha256", None),
         ({"files": {"f": FILE | {"num_bytes": "1"}}}, "file 'f': num_bytes '1' is not an integer", None),
-        ({"files": {"f": FILE | {"header_sha256": "0" * 63}}}, "header_sha256 '0*[.]{3}0*' is not", None),
+        ({"files": {"f": FILE | {"header_sha256": "0" * 63}}}, "header_sha256 '0{63}' is not", None),
         ({"files": {"f": FILE | {"header_sha256": "0" * 64 + "\n"}}}, "header_sha256 .* is not", None),
         ({"tensors": []}, r"tensors is \[\], not an object", None),
         ({"tensors": {"t": []}}, r"\[\] is not an object of num_bytes and crc32", "t"),
