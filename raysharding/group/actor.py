@@ -10,9 +10,9 @@ import os
 import sys
 import threading
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
-from typing import Any, Literal
+from typing import Any
 
 import ray
 from ray.util.placement_group import remove_placement_group
@@ -24,6 +24,7 @@ from raysharding.group.describe import tell
 from raysharding.group.fence import Fence, taken_over
 from raysharding.group.head import end_with_head
 from raysharding.group.lease import RankLease
+from raysharding.group.order import INLINE_BYTES, Order, Request, unseal
 from raysharding.group.outcome import Outcome, Progress, Raised, Stacks, Stage, record_exception
 from raysharding.group.packing import AsValue, Packed, pack
 from raysharding.group.record import GroupRecord
@@ -34,8 +35,6 @@ from raysharding.group.witness import Sighting, look, testify
 CONCURRENCY_GROUPS = {"work": 1, "control": 5}
 
 _GIVE_BACK_S = 2.0
-
-OutputMode = Literal["value", "ref"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +55,6 @@ class ActorInfo:
     """What `witness.look` needs."""
     log_paths: tuple[str, ...] = ()
     """Files on its node that it prints into, stdout and stderr."""
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What to run, and what to do with the result."""
-
-    method: str
-    """Name of a method of `RankCommands`."""
-    output: OutputMode
-    """`value`: the result as `Packed`; `ref`: as an object that `ray.get` turns into the result itself."""
-    max_output_bytes: int | None
-    """Cap on the packed result, `None` for results that are bounded otherwise."""
 
 
 class RankActor:
@@ -203,37 +190,39 @@ class RankActor:
         cut(chosen)
 
     @ray.method(concurrency_group="work")
-    def run(
-        self, epoch: int, request: Request, own: Packed, shared: Packed | None
-    ) -> tuple[Outcome, Packed | AsValue | None]:
+    def run(self, sealed: bytes, *beside: Packed) -> tuple[bytes, Packed | AsValue | None]:
         """Run one command.
 
         Args:
-            epoch: The driver's.
-            request: What to run.
-            own: Packed `(args, kwargs)` of this rank.
-            shared: Packed tuple of values that all ranks share, which stand in `own` as `commands.Shared` marks.
+            sealed: From `order.seal`, as is `beside`.
+            beside: Its large parts, which Ray has fetched.
 
         Returns:
-            How it ended, and its packed result; two Ray objects, so that the driver fetches results it needs only.
+            The pickled `Outcome`, a small result in it, and the result else: two Ray objects, so that the driver
+            fetches large results only if it needs them.
         """
         self._work_thread = threading.get_ident()
+        order = unseal(sealed, beside)
+        if not self._fence.is_open(order.epoch):
+            stamp = self._commands.stamp(self._commands.num_changes())
+            return Outcome(stamp, raised=self._describe(taken_over("the group"), "run")).to_bytes(), None
+        outcome, result = self._run(order)
+        self._last_outcome[order.epoch] = outcome
+        if isinstance(result, Packed) and result.num_bytes <= INLINE_BYTES:
+            return replace(outcome, value=result).to_bytes(), None
+        return replace(outcome, is_beside=result is not None).to_bytes(), result
+
+    def _run(self, order: Order) -> tuple[Outcome, Packed | AsValue | None]:
         stage: Stage = "run"
         before = self._commands.num_changes()
-        if not self._fence.is_open(epoch):
-            return Outcome(self._commands.stamp(before), raised=self._describe(taken_over("the group"), stage)), None
         try:
-            more, value = self._commands.run(request.method, own, shared)
+            more, value = self._commands.run(order.request.method, order.own, order.shared)
             stage = "output"
-            packed = _pack_output(value, request)
+            result = _pack_output(value, order.request)
         except (Exception, SystemExit) as error:  # noqa: BLE001
             # The boundary: whatever user code raised goes to the driver as data. `sys.exit()` would end the actor.
-            outcome = Outcome(self._commands.stamp(before), raised=self._describe(error, stage))
-            packed = None
-        else:
-            outcome = Outcome(self._commands.stamp(before), more=more)
-        self._last_outcome[epoch] = outcome
-        return outcome, packed
+            return Outcome(self._commands.stamp(before), raised=self._describe(error, stage)), None
+        return Outcome(self._commands.stamp(before), more=more), result
 
     def _end(self, lease_s: float) -> None:
         """End this process: nobody has renewed its lease. `sys.exit` would wait for the work thread."""

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NoReturn, ParamSpec, Self
+from typing import Any, Generic, NoReturn, ParamSpec, Self, TypeAlias
 
 import ray
 
@@ -17,6 +17,19 @@ from raysharding.group.interrupts import HeldInterrupts, Interruptible
 from raysharding.group.packing import Packed
 
 P = ParamSpec("P")
+
+
+Sent: TypeAlias = Packed | ray.ObjectRef | None
+"""A rank's result: a small one itself, a large one's place in the object store."""
+
+
+def fetched(sent: Sent, timeout_s: float) -> Any:
+    """Bring a rank's result to this process, where it is not here yet.
+
+    Raises:
+        ray.exceptions.RayError: It is lost, or did not arrive within `timeout_s`.
+    """
+    return ray.get(sent, timeout=timeout_s) if isinstance(sent, ray.ObjectRef) else sent
 
 
 def _as_sent(_: int, value: Any) -> Any:
@@ -59,7 +72,7 @@ class Call:
         self._fetch_s = fetch_s
         self._changed = threading.Condition()
         self._order: list[int] = []
-        self._refs: dict[int, Any] = {}
+        self._sent: dict[int, Sent] = {}
         self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._collecting = threading.Lock()
         self._collected: list[Any] = []
@@ -183,11 +196,8 @@ class Call:
             GroupError: The value was lost with the node that held it, or cannot be unpickled in this process.
             CallTimeoutError: It did not arrive within `Timeouts.call_s`.
         """
-        ref = self._refs[rank]
-        if ref is None:
-            return None
         try:
-            packed = ray.get(ref, timeout=self._fetch_s)
+            packed = fetched(self._sent[rank], self._fetch_s)
         except ray.exceptions.GetTimeoutError as error:
             message = f"the result of {self.name} on rank {rank} did not arrive within {self._fetch_s:g} s"
             raise CallTimeoutError(message) from error
@@ -206,9 +216,9 @@ class Call:
         """Fetch what every rank sent, by rank, once the call has ended; see `value`."""
         return [self.value(rank) for rank in range(self._world_size)]
 
-    def refs(self) -> Sequence[Any]:
-        """ObjectRefs of the ranks' values, by rank, once the call has ended."""
-        return [self._refs[rank] for rank in range(self._world_size)]
+    def sent(self) -> Sequence[Sent]:
+        """What the ranks sent, by rank, once the call has ended; nothing is fetched."""
+        return [self._sent[rank] for rank in range(self._world_size)]
 
     def keep_alive(self, owner: object) -> Self:
         """Hold the group until the call ends: a group that nobody holds is shut down, and its calls with it."""
@@ -221,10 +231,10 @@ class Call:
         """Run `fn` with this call when it has ended, well or not, on the thread that ends it."""
         self._ended.add_done_callback(lambda _: fn(self))
 
-    def rank_finished(self, rank: int, ref: Any) -> None:
-        """Supervision: a rank's part has succeeded and left its value at `ref`."""
+    def rank_finished(self, rank: int, sent: Sent) -> None:
+        """Supervision: a rank's part has succeeded."""
         with self._changed:
-            self._refs[rank] = ref
+            self._sent[rank] = sent
             self._order.append(rank)
             self._changed.notify_all()
 
@@ -245,10 +255,12 @@ class Call:
 
     def _wait(self, timeout_s: float | None) -> None:
         with HeldInterrupts(self._group):
-            concurrent.futures.wait([self._ended], timeout_s)
-            if not self._ended.done():
-                raise self._too_slow(timeout_s)
-            self._ended.result()
+            try:
+                error = self._ended.exception(timeout_s)
+            except concurrent.futures.TimeoutError:
+                raise self._too_slow(timeout_s) from None
+            if error is not None:
+                raise error
 
     def _too_slow(self, timeout_s: float | None) -> TimeoutError:
         return TimeoutError(f"{self.name} has not finished after {timeout_s:g} s; it still runs: ask again, or wait")

@@ -9,8 +9,8 @@ from typing import Any
 from raysharding.batch import RankBatch
 from raysharding.config import Timeouts
 from raysharding.errors import GroupBrokenError
-from raysharding.group.actor import Request
 from raysharding.group.call import Call, Collect
+from raysharding.group.order import Request
 from raysharding.group.packing import Packed
 from raysharding.group.ranks import Member, RankInfo
 from raysharding.group.results import collect_rank0

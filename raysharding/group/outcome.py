@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ray import cloudpickle
 
 from raysharding.errors import RayshardingError
+from raysharding.group.packing import Packed
 
 Stage = Literal["run", "output"]
 
@@ -93,6 +94,20 @@ class Outcome:
     """The exception, `None` after success."""
     more: bool = False
     """Whether the same call has more to give (`state_dict`, a bucket at a time)."""
+    value: Packed | None = None
+    """Its packed result, where that is small; `None` where it is `None`."""
+    is_beside: bool = False
+    """Whether the result is an object of its own, as large ones and those that the user wants as references are."""
+
+    def to_bytes(self) -> bytes:
+        """Pickle it: Ray takes bytes as they are; see `order.py`."""
+        parts = (self.stamp, self.raised, self.more, self.value, self.is_beside)
+        return pickle.dumps(parts, pickle.HIGHEST_PROTOCOL)
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Outcome:
+        """Rebuild what `to_bytes` gave."""
+        return Outcome(*pickle.loads(data))
 
 
 @dataclass(frozen=True, slots=True)

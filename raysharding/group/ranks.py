@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import ray
+
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
@@ -45,10 +47,10 @@ class Member:
     epoch: int = 0
     """This driver's; a rank refuses the commands of a driver that another has followed."""
 
-    def start(self, request: Any, own: Any, shared: Any) -> tuple[Any, Any]:
-        """Have the work thread run a command; see `RankActor.run`."""
-        outcome, value = self.run.remote(self.epoch, request, own, shared)
-        return outcome, value
+    def start(self, sealed: tuple[Any, ...]) -> tuple[ray.ObjectRef, ray.ObjectRef]:
+        """Have the work thread run a command from `order.seal`; returns where `RankActor.run` leaves its results."""
+        outcome, result = self.run.remote(*sealed)
+        return outcome, result
 
 
 def work_thread(actor: Any) -> Any:

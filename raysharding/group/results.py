@@ -10,7 +10,7 @@ import torch
 
 from raysharding.batch import Out, PerRank
 from raysharding.errors import GroupError
-from raysharding.group.call import Call, Collect
+from raysharding.group.call import Call, Collect, Sent, fetched
 from raysharding.outputs import RankOutput, select_output
 
 collect_all = Collect(lambda call: call.values())
@@ -50,7 +50,7 @@ def _collect_refs(rows: Sequence[int]) -> Collect:
     """References to what the ranks with rows sent; `ray.get` gives the values."""
 
     def join(call: Call) -> PerRank:
-        return PerRank([None if rows and not rows[rank] else ref for rank, ref in enumerate(call.refs())])
+        return PerRank([None if rows and not rows[rank] else ref for rank, ref in enumerate(call.sent())])
 
     return Collect(join)
 
@@ -72,10 +72,10 @@ class FullStateDict:
         self._tensors: dict[str, torch.Tensor] = {}
         self._lost: GroupError | None = None
 
-    def keep(self, ref: Any) -> None:
+    def keep(self, sent: Sent) -> None:
         """Take the next bucket."""
         try:
-            packed = ray.get(ref, timeout=self._fetch_s)
+            packed = fetched(sent, self._fetch_s)
         except ray.exceptions.RayError as error:
             self._lost = GroupError(f"a bucket of the state dict did not reach the driver: {error}")
             return

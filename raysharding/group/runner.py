@@ -13,7 +13,7 @@ import ray
 from raysharding.config import Timeouts
 from raysharding.errors import GroupError, RankFailure
 from raysharding.group import failure
-from raysharding.group.actor import Request
+from raysharding.group.order import Request, seal, store
 from raysharding.group.outcome import Outcome
 from raysharding.group.packing import Packed
 from raysharding.group.questions import POLL_S, Future, Questions
@@ -21,8 +21,6 @@ from raysharding.group.ranks import Member
 from raysharding.group.replicas import Replicas
 from raysharding.group.survivors import BUSY, TORN, Remains
 from raysharding.group.task import Run, Task
-
-_INLINE_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -104,20 +102,23 @@ class Runner:
         self.run = run = Run(task, self._numbers, begun=now, deadline=now + task.deadline_s, next_poll=now + POLL_S)
         try:
             # Large arguments are stored before any rank is asked: a full store must not leave some ranks at work.
-            parts = self._parts(task.own)
-            common = None if task.shared is None else _stored(task.shared)
+            orders = self._orders(task, request)
         except ray.exceptions.RayError as error:
             self.run = None
             task.call.end(GroupError(f"cannot store the arguments of {task.call.name}: {error}"))
             return
-        for rank, member in enumerate(self._members):
-            outcome, value = member.start(request, parts[rank], common)
-            self._hooks.watch(outcome.future(), partial(self._on_outcome, run.number, rank, value))
+        begun = [member.start(order) for member, order in zip(self._members, orders, strict=True)]
+        for rank, (outcome, result) in enumerate(begun):
+            self._hooks.watch(outcome.future(), partial(self._on_outcome, run.number, rank, result))
 
-    def _parts(self, own: Packed | Sequence[Packed]) -> list[Any]:
-        return [_stored(own)] * len(self._members) if isinstance(own, Packed) else [_stored(one) for one in own]
+    def _orders(self, task: Task, request: Request) -> Sequence[tuple[Any, ...]]:
+        epoch = self._members[0].epoch  # one driver's, so the same of all
+        shared = None if task.shared is None else store(task.shared)
+        if isinstance(task.own, Packed):
+            return [seal(epoch, request, store(task.own), shared)] * len(self._members)
+        return [seal(epoch, request, store(own), shared) for own in task.own]
 
-    def _on_outcome(self, number: int, rank: int, value: Any, future: Future) -> None:
+    def _on_outcome(self, number: int, rank: int, result: ray.ObjectRef, future: Future) -> None:
         run = self.run or self._failed
         if run is None or run.number != number:
             return
@@ -125,7 +126,7 @@ class Runner:
         if error is not None:
             self._on_task_error(run, rank, error)
             return
-        outcome: Outcome = future.result()
+        outcome = Outcome.from_bytes(future.result())
         run.finished.add(rank)
         run.stamps[rank] = outcome.stamp
         if run.is_freed or run is self._failed:
@@ -134,10 +135,11 @@ class Runner:
             self.see(run, failure.saw_raise(self._members[rank].info, outcome.raised), self._timeouts.drain_s)
         else:
             run.more = outcome.more if rank == 0 else run.more
+            sent = result if outcome.is_beside else outcome.value
             if run.task.keep_step is None:
-                run.task.call.rank_finished(rank, value)
+                run.task.call.rank_finished(rank, sent)
             elif rank == 0:
-                run.task.keep_step(value)
+                run.task.keep_step(sent)
         self._hooks.advance()
 
     def _on_task_error(self, run: Run, rank: int, error: BaseException) -> None:
@@ -237,8 +239,3 @@ class Runner:
             why_not = TORN
         changed = any(stamp.num_changes for rank, stamp in run.stamps.items() if rank not in lost)
         return Remains(lost, why_not, done=run.task.call.name if changed else "")
-
-
-def _stored(packed: Packed) -> Any:
-    """Put a large argument into the object store once; a small one travels inside the call."""
-    return packed if packed.num_bytes <= _INLINE_BYTES else ray.put(packed)

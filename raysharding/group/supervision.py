@@ -250,7 +250,7 @@ class Supervisor:
                 try:
                     event = self._events.get(timeout=self._patience())
                 except queue.Empty:
-                    event = self._advance
+                    event = self._tick
                 event()
         except Exception as error:
             # A thread that died in silence would hang every caller.
@@ -268,16 +268,24 @@ class Supervisor:
             return min(_TICK_S, self.survivors.left_s) if self.survivors.is_kept else _TICK_S
         return min(_TICK_S, max(0.0, run.due - time.monotonic()))
 
-    def _advance(self) -> None:
-        """Do what is due: end the current step, stop late ranks, begin the next call."""
+    def _tick(self) -> None:
+        self._has_ray()
+        self._advance()
+
+    def _has_ray(self) -> bool:
+        """Whether Ray is there yet; else the group breaks. Asked before a call: that would start another Ray."""
         if self._is_usable() and not self._teardown.has_ray():
             self._break([], GroupError(f"{self.name}: Ray was shut down under the group"))
+        return self._is_usable()
+
+    def _advance(self) -> None:
+        """Do what is due: end the current step, stop late ranks, begin the next call."""
         if self._is_usable() and self._head.silent_s() > HEAD_GONE_S:
             self._break([], GroupError(f"{self.name}: {self._head.gone()}"))
         if self.survivors.is_kept and not self.survivors.left_s:
             self._drop_kept()
         self._runner.check(self.survivors.dead)
-        while self._runner.run is None and self._waiting and self._is_usable():
+        while self._runner.run is None and self._waiting and self._has_ray():
             task = self._waiting.take()
             self._runner.begin(task, task.request)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from raysharding.distributed.connections import Connection
-from raysharding.group.actor import Request
-from raysharding.group.call import Call
+from raysharding.group.call import Call, Sent
 from raysharding.group.failure import Observed, saw_hang, saw_stop
+from raysharding.group.order import Request
 from raysharding.group.outcome import Stacks, Stamp, one_model
 from raysharding.group.packing import Packed
 from raysharding.group.ranks import Member
@@ -20,8 +20,8 @@ from raysharding.group.witness import Sighting
 class Continue(Protocol):
     """Takes rank 0's value of one step of a call that comes in steps."""
 
-    def __call__(self, ref: Any) -> None:
-        """Keep the value at `ref`. Runs on the supervision thread."""
+    def __call__(self, sent: Sent) -> None:
+        """Keep what was sent. Runs on the supervision thread."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import ray
 
-from raysharding.group.actor import Request
+from raysharding.group.order import Request, seal
 from raysharding.group.packing import pack
 from raysharding.group.ranks import Member
 
@@ -62,7 +62,7 @@ class Teardown:
     def leave(self) -> None:
         """Let idle ranks leave the process group; those that do not within 2 s are stopped all the same."""
         request, nothing = Request("close", "value", None), pack(((), {}), "close")
-        refs = [member.start(request, nothing, None)[0] for member in self._members]
+        refs = [member.start(seal(member.epoch, request, nothing, None))[0] for member in self._members]
         ray.wait(refs, num_returns=len(refs), timeout=_LEAVE_S)
 
     def let_go(self) -> None:

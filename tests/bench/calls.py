@@ -6,7 +6,9 @@ and differences are taken within a round.
 
     empty      `group.call(nothing, out=Out.none())`, one after the other, seconds for each
     plain      the same command packed and sent to the same actors by hand, waited for with `ray.get`
+    bare       an empty method of as many actors that do nothing else: Ray's own part
     supervised empty − plain: what the supervision adds to a call
+    command    plain − bare: what packing and running a command adds to Ray's part
     steps      `group.call(step)`, one call for each step
     looped     the same number of the same steps in one call
     overhead   steps ÷ looped − 1
@@ -30,14 +32,14 @@ from torch import nn
 from raysharding import Out, Placement, ShardedModelGroup
 from raysharding.batch import deal
 from raysharding.bench.ratios import Figure
-from raysharding.group.actor import Request
+from raysharding.group.order import Request, seal
 from raysharding.group.sending import pack_batches
 
 NUM_CPUS = 8
 MATRIX = 256
 LIMITS_MS = {2: 1.5, 16: 6.0}
 """World size → longest empty call, as issue 5 asks."""
-BASES = {"empty": "plain", "steps": "looped"}
+BASES = {"empty": "plain", "plain": "bare", "steps": "looped"}
 """Arm → what it is compared with."""
 
 
@@ -52,10 +54,11 @@ def measure(group: ShardedModelGroup, rounds: int, calls: int, steps: int, step_
         step_s: Length of a step on an idle machine.
     """
     repeats = max(group.call(_calibrate(step_s)))
-    work, nothing = _work(repeats), _nothing()
+    work, nothing, bare = _work(repeats), _nothing(), _bare(len(group.ranks))
     arms: dict[str, Callable[[], float]] = {
         "empty": lambda: _each(lambda: group.call(nothing, out=Out.none()), calls),
         "plain": lambda: _each(_plain(group, nothing), calls),
+        "bare": lambda: _each(bare, calls),
         "steps": lambda: _each(lambda: group.call(work, 1, out=Out.none()), steps),
         "looped": lambda: _each(lambda: group.call(work, steps, out=Out.none()), 1) / steps,
     }
@@ -68,6 +71,7 @@ def measure(group: ShardedModelGroup, rounds: int, calls: int, steps: int, step_
     pairs = {name: list(zip(seconds[name], seconds[base], strict=True)) for name, base in BASES.items()}
     figures = {name: Figure.of(values) for name, values in seconds.items()}
     figures["supervised"] = Figure.of([own - base for own, base in pairs["empty"]])
+    figures["command"] = Figure.of([own - base for own, base in pairs["plain"]])
     figures["overhead"] = Figure.of([own / base - 1 for own, base in pairs["steps"]])
     return figures
 
@@ -124,9 +128,22 @@ def _plain(group: ShardedModelGroup, fn: Callable[[], None]) -> Callable[[], obj
 
     def call() -> object:
         own, _ = pack_batches("call", deal((), {}, len(members)), fn, Out.none())
-        return ray.get([member.start(request, own, None)[0] for member in members])
+        sealed = seal(members[0].epoch, request, own, None)
+        return ray.get([member.start(sealed)[0] for member in members])
 
     return call
+
+
+def _bare(num_actors: int) -> Callable[[], object]:
+    """Return a function that calls an empty method of so many actors."""
+    actors = [ray.remote(_Bare).options(num_cpus=0).remote() for _ in range(num_actors)]
+    ray.get([actor.nothing.remote() for actor in actors])
+    return lambda: ray.get([actor.nothing.remote() for actor in actors])
+
+
+class _Bare:
+    def nothing(self) -> None:
+        pass
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -8,8 +8,8 @@ from tests.bench.calls import lines, measure
 
 def test_figures(group: ShardedModelGroup) -> None:
     found = measure(group, rounds=2, calls=5, steps=2, step_s=0.01)
-    assert list(found) == ["empty", "plain", "steps", "looped", "supervised", "overhead"]
-    assert all(found[name].low > 0 for name in ("empty", "plain", "steps", "looped"))
+    assert list(found) == ["empty", "plain", "bare", "steps", "looped", "supervised", "command", "overhead"]
+    assert all(found[name].low > 0 for name in ("empty", "plain", "bare", "steps", "looped"))
     assert found["steps"].low > found["empty"].low, "a step takes longer than nothing"
     assert all(figure.num_rounds == 2 for figure in found.values())
     block = "\n".join(lines(2, found, 0.0, 0.0))
