@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,6 +28,12 @@ STOLEN_SHARE = 0.1
 """Above this part of a test's time, summed over the CPUs, a failure may be the machine's."""
 
 _again: list[str] = []
+
+
+def pytest_configure() -> None:
+    """Let Ctrl-C reach what tests start: of a shell that runs pytest in the background they would inherit to ignore it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool:

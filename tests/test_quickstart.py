@@ -92,6 +92,7 @@ def cluster() -> Iterator[tuple[str, dict[str, str]]]:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(240)
 def test_quickstart_as_a_job(cluster: tuple[str, dict[str, str]]) -> None:
     address, environment = cluster

@@ -14,7 +14,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, 
 from raysharding.distributed.process_group import serve_store
 
 ROOT = Path(__file__).resolve().parents[1]
-UNPICKLING = {"raysharding/group/packing.py", "raysharding/group/outcome.py"}
+UNPICKLING = {f"raysharding/group/{name}.py" for name in ("order", "outcome", "packing")}
 """What ranks and driver send each other over Ray; no file and no socket of ours is read there."""
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from raysharding import ShardedModelGroup
 from tests.bench.calls import lines, measure
 
 
+@pytest.mark.full
 def test_figures(group: ShardedModelGroup) -> None:
     found = measure(group, rounds=2, calls=5, steps=2, step_s=0.01)
     assert list(found) == ["empty", "plain", "bare", "steps", "looped", "supervised", "command", "overhead"]

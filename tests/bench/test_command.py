@@ -95,6 +95,7 @@ def test_signal_ends_the_ranks(checkpoint: Path, number: signal.Signals) -> None
         process.communicate()
 
 
+@pytest.mark.full
 def test_killed_command_leaves_no_rank(checkpoint: Path) -> None:
     words = (sys.executable, "-m", "raysharding", "bench", str(checkpoint), "--world-size", "1", "--rounds", "1000")
     process = subprocess.Popen(words, cwd=ROOT, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)

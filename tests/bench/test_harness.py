@@ -39,6 +39,7 @@ def no_process_left() -> Iterator[None]:
     assert not left, f"still there: {left}"
 
 
+@pytest.mark.full
 def test_ranks_go_on_after_an_arm_that_refuses(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_set, "DRAIN_S", 1.0)
     with no_process_left(), RankSet(setup(checkpoint), 2, keep_memory=True) as ranks:
@@ -67,6 +68,7 @@ def test_rank_that_dies_shows_its_log(checkpoint: Path) -> None:
         ranks.load("dies")
 
 
+@pytest.mark.full
 def test_rank_that_hangs_is_ended(checkpoint: Path) -> None:
     with (
         no_process_left(),
@@ -85,6 +87,7 @@ def test_setup_that_refuses_is_one_error(checkpoint: Path) -> None:
         raise AssertionError("the ranks started")
 
 
+@pytest.mark.full
 def test_ranks_end_when_their_driver_is_killed(checkpoint: Path) -> None:
     with RankSet(setup(checkpoint), 1, keep_memory=False) as ranks:
         (process,) = ranks._processes

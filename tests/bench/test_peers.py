@@ -119,6 +119,7 @@ def test_every_peer_loads_the_same_bits_on_two_ranks(directories: dict[str, Path
         assert "nothing" not in raised.values()
 
 
+@pytest.mark.full
 @pytest.mark.timeout(120)
 def test_every_peer_loads_the_same_bits_on_four_ranks(directories: dict[str, Path]) -> None:
     # Without the two that take seconds to import: the benchmark itself compares all arms' bytes at W = 4.

@@ -24,6 +24,7 @@ def test_table_relates_seconds_to_what_the_link_needs() -> None:
     assert row[-2:] == ["1.500", "3.158"]
 
 
+@pytest.mark.full
 @pytest.mark.timeout(100)
 def test_a_load_over_slow_links(tmp_path: Path) -> None:
     arguments = ["--hosts", "2", "--rate-mbit", "400", "--kind", "odd", "--size-gib", "0.025", "--rounds", "1"]

@@ -97,6 +97,7 @@ def test_a_file_without_permission_is_named(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
+@pytest.mark.full
 def test_the_time_to_open_grows_with_the_tensors_alone(tmp_path: Path) -> None:
     few, many = make_headers(tmp_path / "few", 2_000), make_headers(tmp_path / "many", 20_000)
     seconds: dict[Path, list[float]] = {few: [], many: []}

@@ -143,7 +143,12 @@ with FileReader(checkpoint, options) as reader:
 
 
 @pytest.mark.parametrize(
-    "fault", [None, Fault("stall"), Fault("stall", after_bytes=-1)], ids=["right", "stall", "mute"]
+    "fault",
+    [
+        pytest.param(None, id="right", marks=pytest.mark.full),
+        pytest.param(Fault("stall"), id="stall", marks=pytest.mark.full),
+        pytest.param(Fault("stall", after_bytes=-1), id="mute"),
+    ],
 )
 def test_a_process_ends_cleanly_with_a_request_still_under_way(uri: str, s3: S3Server, fault: Fault | None) -> None:
     root = Path(__file__).resolve().parents[2]

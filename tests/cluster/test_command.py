@@ -19,6 +19,7 @@ print(sorted(node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]
 """
 
 
+@pytest.mark.full
 @pytest.mark.timeout(240)
 def test_a_program_runs_on_two_hosts_and_nothing_is_left() -> None:
     require_hosts()

@@ -98,6 +98,7 @@ def test_a_firewalled_host_is_named_within_the_deadline(driver: Driver, rays: Ra
     assert_released(*rays.hosts)
 
 
+@pytest.mark.full
 def test_a_load_over_slow_links_moves_and_raises_no_alarm(driver: Driver, rays: RayHosts, tmp_path: Path) -> None:
     width = 1 << 20
     stall_s = 1.5

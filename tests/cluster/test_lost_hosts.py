@@ -54,6 +54,7 @@ def test_a_node_that_dies_in_a_call_is_named_at_once(
     assert_released(*rays.hosts)
 
 
+@pytest.mark.full
 def test_a_node_that_dies_breaks_an_idle_group(rays: RayHosts, driver: Driver, lost: int) -> None:
     killed = now()
     rays.hosts[lost].kill()

@@ -133,6 +133,7 @@ def measure_state_dict() -> list[dict[str, Any]]:
     )
 
 
+@pytest.mark.full
 @pytest.mark.timeout(90)
 def test_a_state_dict_larger_than_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 holds its ring and one item (36 MiB are the largest), the others their ring; 192 MiB travel."""

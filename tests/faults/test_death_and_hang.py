@@ -58,6 +58,11 @@ INSIDE = {
 
 OUTSIDE = ("place", "rendezvous", "close")
 PHASES = (*OUTSIDE[:2], *INSIDE, "close")
+QUICK_PHASES: dict[How, tuple[str, ...]] = {
+    "kill": ("rendezvous", "stream", "forward", "save, half"),
+    "stop": ("stream", "forward"),
+}
+"""Phases of the quick cut, which differ most; a stopped rank costs its deadline each time besides."""
 
 SAID = {"place": {"start", "serve_store", "join"}, "rendezvous": {"join"}, "save, half": {"save"}}
 """Phase → what the error may call it, where that is not the phase itself. `start` has no rank's own word yet."""
@@ -66,12 +71,11 @@ IN_LOAD = {"memory_need", "load", "plan", "stream", "finalize"}
 
 
 def cases(how: How) -> list[Any]:
-    """The whole grid, all but a diagonal of it marked `full`."""
+    """The whole grid, all but a part of a diagonal marked `full`."""
     grid = []
     for index, phase in enumerate(PHASES):
         for rank in range(WORLD_SIZE):
-            # A stopped rank costs its deadline each time: of those the quick cut has three.
-            is_quick = rank == index % WORLD_SIZE and (how == "kill" or phase in ("stream", "forward", "close"))
+            is_quick = rank == index % WORLD_SIZE and phase in QUICK_PHASES[how]
             marks = () if is_quick else pytest.mark.full
             grid.append(pytest.param(phase, rank, marks=marks, id=f"{phase}-{rank}"))
     return grid

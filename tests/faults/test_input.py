@@ -105,6 +105,7 @@ with make_group(sys.argv[1], world_size=1) as group:
 """
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("nothing_left", "worker_python")
 def test_values_larger_than_the_object_store_arrive_or_are_refused(checkpoint: Path) -> None:
     command = [sys.executable, "-c", LARGER_THAN_THE_STORE, str(checkpoint)]

@@ -161,7 +161,8 @@ def test_a_call_of_an_earlier_driver_that_hangs(doomed: ShardedModelGroup) -> No
     assert "doomed" not in names()
 
 
-@pytest.mark.parametrize("bundle", [0, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("bundle", [0, 1])
+@pytest.mark.full
 def test_a_group_with_a_dead_rank_is_removed(doomed: ShardedModelGroup, bundle: int) -> None:
     victim = next(one for one in doomed._channel.members if one.name == f"doomed/{bundle}")
     # As if no driver had been there to see it.

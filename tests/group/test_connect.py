@@ -40,7 +40,7 @@ def connect(environment: dict[str, str]) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("variable", ["RAY_TMPDIR", "TMPDIR"])
+@pytest.mark.parametrize("variable", ["RAY_TMPDIR", pytest.param("TMPDIR", marks=pytest.mark.full)])
 def test_the_address_file_of_a_cluster_that_died(variable: str, dead_address: str, tmp_path: Path) -> None:
     left = tmp_path / "ray" / "ray_current_cluster"
     left.parent.mkdir()
@@ -50,6 +50,7 @@ def test_the_address_file_of_a_cluster_that_died(variable: str, dead_address: st
     assert "ray stop" in said
 
 
+@pytest.mark.full
 def test_an_address_in_the_environment(dead_address: str) -> None:
     said = connect({"RAY_ADDRESS": dead_address})
     assert f"{dead_address}, which RAY_ADDRESS names" in said

@@ -133,6 +133,7 @@ def test_a_frozen_driver_frees_its_ranks_when_the_lease_runs_out(standing: Stand
         assert "its lease of 2 s had run out: this driver did not run for" in heard["error"]
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("nothing_left")
 def test_a_lease_raises_no_alarm(checkpoint: Path) -> None:
     """Calls much longer than the lease, a driver whose main thread computes, a rank that was stopped for a while."""
@@ -186,6 +187,7 @@ sys.stdin.readline()
 """
 
 
+@pytest.mark.full
 def test_a_restarted_kernel_finds_its_group_again(standing: StandingCluster, checkpoint: Path) -> None:
     with Driver(standing, checkpoint, WATCH) as watch:
         with Driver(standing, checkpoint, TRAINED) as first:

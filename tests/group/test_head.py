@@ -6,6 +6,8 @@ import socket
 import time
 from collections.abc import Callable
 
+import pytest
+
 from raysharding.group.head import Head
 from tests.clock import now
 
@@ -18,6 +20,7 @@ def wait_until(is_so: Callable[[], bool], within_s: float) -> float:
     return now() - begun
 
 
+@pytest.mark.full
 def test_a_head_that_answers_is_never_silent() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         head = Head(f"127.0.0.1:{listener.getsockname()[1]}")

@@ -52,6 +52,7 @@ def test_of_ranks_that_work(group: ShardedModelGroup) -> None:
     assert group.stacks().keys() == {0, 1}
 
 
+@pytest.mark.full
 def test_of_a_rank_that_does_not_answer(group: ShardedModelGroup) -> None:
     call = group.call.remote(hold_the_gil, 4)
     time.sleep(0.3)

@@ -80,7 +80,14 @@ def uneven(tmp_path_factory: pytest.TempPathFactory) -> Path:
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 CASES: list[Any] = [
     pytest.param(3, Sharding(), None, torch.optim.AdamW, id="uneven"),
-    pytest.param(4, Sharding(replicate_size=2, ignored_modules="plain"), torch.bfloat16, torch.optim.AdamW, id="hsdp"),
+    pytest.param(
+        4,
+        Sharding(replicate_size=2, ignored_modules="plain"),
+        torch.bfloat16,
+        torch.optim.AdamW,
+        id="hsdp",
+        marks=pytest.mark.full,
+    ),
     pytest.param(2, Sharding(wrap=["Linear"]), torch.float64, SGD, id="sgd", marks=pytest.mark.full),
     pytest.param(7, Sharding(), torch.bfloat16, torch.optim.Adagrad, id="empty-shards", marks=pytest.mark.full),
 ]

@@ -144,6 +144,7 @@ cluster.shutdown()
 """
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)  # a cluster of its own: 30 s where the machine is idle
 def test_a_cluster_over_loopback_addresses_is_no_cluster(checkpoint: Path) -> None:
     # Two raylets with addresses of their own, which are real, and which no other machine could reach.

@@ -160,6 +160,7 @@ def test_a_lost_rank_is_copied_from_its_replica_one_fault_after_the_other(
         assert found == undisturbed[:6], "the optimizer has gone on as if nothing had happened"
 
 
+@pytest.mark.full
 def test_a_stopped_rank_is_given_up_and_copied(copied: Copied, undisturbed: list[float]) -> None:
     with make_hsdp(copied, timeouts=Timeouts(drain_s=1.0, call_s=6.0)) as group:
         found = [train(group) for _ in range(2)]

@@ -95,7 +95,7 @@ def assert_same(group: ShardedModelGroup, oracle: OneProcess) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("replicate_size", [1, 2])
+@pytest.mark.parametrize("replicate_size", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_a_rank_that_fails_alone_costs_no_weights(checkpoint: Path, reference: nn.Module, replicate_size: int) -> None:
     sharding, size = Sharding(replicate_size=replicate_size), 3 if replicate_size == 1 else 2
     one = OneProcess(reference)
@@ -155,6 +155,7 @@ def make_blocks() -> Callable[[], nn.Module]:
     return build
 
 
+@pytest.mark.full
 def test_groups_inside_the_root_go_on_where_they_were_cut(tmp_path: Path) -> None:
     torch.manual_seed(0)
     save_file(make_blocks()().state_dict(), tmp_path / "model.safetensors")
@@ -268,6 +269,7 @@ def test_what_restart_refuses(checkpoint: Path, tmp_path: Path) -> None:
         group.restart()
 
 
+@pytest.mark.full
 def test_ranks_are_kept_for_a_while_only(checkpoint: Path) -> None:
     def alone(what: str) -> None:
         import torch.distributed as dist

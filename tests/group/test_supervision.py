@@ -170,6 +170,7 @@ def test_a_group_whose_ray_is_gone_is_shut_down_at_once(checkpoint: Path) -> Non
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.full
 def test_a_rank_that_sleeps_past_the_deadline(checkpoint: Path) -> None:
     group = make_group(checkpoint, timeouts=Timeouts(call_s=1.5))
     call = wait_in_collective(group, "sleep")
@@ -197,6 +198,7 @@ def test_a_stopped_rank_is_hung_and_removed(checkpoint: Path) -> None:
     assert sorted(error.failures) == [1]
 
 
+@pytest.mark.full
 def test_a_thread_that_holds_the_gil_is_shown(checkpoint: Path) -> None:
     def hold(what: str) -> None:
         import ctypes
@@ -264,6 +266,7 @@ def many_buckets(tmp_path: Path) -> Path:
 SMALL_BUCKETS = Loading("scatter", bucket_bytes=4096)
 
 
+@pytest.mark.full
 def test_a_slow_disk_that_gives_bytes_is_no_hang(many_buckets: Path) -> None:
     timeouts = Timeouts(load_stall_s=1.5)
     with make_group(many_buckets, model=slow_disk(0.25), loading=SMALL_BUCKETS, timeouts=timeouts) as group:

@@ -39,7 +39,10 @@ def train_one_process(model: nn.Module, batch: dict[str, torch.Tensor]) -> list[
     return losses
 
 
-@pytest.mark.parametrize(("name", "world_size"), [("llama", 2), ("t5", 3), ("mixtral", 2)])
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [("llama", 2), *(pytest.param(*one, marks=pytest.mark.full) for one in (("t5", 3), ("mixtral", 2)))],
+)
 def test_a_model_equals_one_process(name: str, world_size: int, tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "model", CASES[name])
     reference = reference_of(name, tmp_path / "model").eval()
