@@ -31,7 +31,7 @@ _again: list[str] = []
 
 
 def pytest_configure() -> None:
-    """Let Ctrl-C reach what tests start: of a shell that runs pytest in the background they would inherit to ignore it."""
+    """Let Ctrl-C reach what tests start: from a pytest in the background they would inherit to ignore it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
