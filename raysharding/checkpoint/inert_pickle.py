@@ -11,7 +11,7 @@ import io
 import pickle
 import struct
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from raysharding.errors import CheckpointError
 
@@ -39,11 +39,16 @@ class Record:
 
     __slots__ = ("args", "state")
 
-    def __init__(self, *args: Any) -> None:
-        self.args = args
-        """Arguments of the call."""
-        self.state: Any = None
-        """What `__setstate__` would have been given; `None` where it was not to be called."""
+    args: tuple[Any, ...]
+    """Arguments of the call."""
+    state: Any
+    """What `__setstate__` would have been given; `None` where it was not to be called."""
+
+    def __new__(cls, *args: Any) -> Self:
+        """Keep the arguments. Not in `__init__`: a pickle may make an object by `__new__` alone and give it no state."""
+        record = super().__new__(cls)
+        record.args, record.state = args, None
+        return record
 
     def __setstate__(self, state: Any) -> None:
         self.state = state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import pickletools
 from collections.abc import Iterator
 from copy import deepcopy
 from itertools import product
@@ -81,6 +82,16 @@ def test_any_bytes_of_metadata(checkpoint: Path, edits: list[tuple[str, float, b
         tried(checkpoint)
     finally:
         (checkpoint / ".metadata").write_bytes(good)
+
+
+def test_a_record_without_a_state(checkpoint: Path) -> None:
+    good = (checkpoint / ".metadata").read_bytes()
+    states = [place or 0 for op, _, place in pickletools.genops(good) if op.name == "BUILD"]
+    assert len(states) > 5
+    for place in states:
+        # BUILD takes a state and an object, and leaves the object: POP leaves one that has been given no state.
+        (checkpoint / ".metadata").write_bytes(good[:place] + pickle.POP + good[place + 1 :])
+        tried(checkpoint)
 
 
 @many
