@@ -12,6 +12,7 @@ from typing import Any
 import ray
 
 from raysharding.distributed.connections import Connection, between
+from raysharding.group.events import Future
 from raysharding.group.outcome import Progress, Stacks
 from raysharding.group.ranks import Member
 from raysharding.group.task import Run
@@ -23,8 +24,6 @@ POLL_S = 0.2
 _SILENT_S = 0.4
 _ANSWER_S = 1.0
 _FREED_S = 0.8
-
-Future = concurrent.futures.Future[Any]
 
 
 class Questions:

@@ -13,10 +13,11 @@ import ray
 from raysharding.config import Timeouts
 from raysharding.errors import GroupError, RankFailure
 from raysharding.group import failure
+from raysharding.group.events import Future
 from raysharding.group.order import Request, seal, store
 from raysharding.group.outcome import Outcome
 from raysharding.group.packing import Packed
-from raysharding.group.questions import POLL_S, Future, Questions
+from raysharding.group.questions import POLL_S, Questions
 from raysharding.group.ranks import Member
 from raysharding.group.replicas import Replicas
 from raysharding.group.survivors import BUSY, TORN, Remains

@@ -1,17 +1,9 @@
-"""One thread per group: sends the calls out one after the other, and decides what became of them.
-
-Note [One queue]: everything that happens (a call is submitted, a rank finishes, raises, dies, answers a question)
-becomes an event in one queue, and only the supervision thread acts on events. So there is one order of events, the
-first failure is the first event, and no lock guards the state machine. Ray's futures put the events in; they fire
-while ranks are idle too, because each actor's `lifetime` call is outstanding as long as the actor lives.
-"""
+"""`Supervisor`: sends a group's calls out one after the other, and decides what became of them; see `events.py`."""
 
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import math
-import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -23,12 +15,12 @@ from raysharding.config import Timeouts
 from raysharding.errors import CallCancelledError, GroupBrokenError, GroupError
 from raysharding.group import failure
 from raysharding.group.describe import tell
+from raysharding.group.events import Events, Future
 from raysharding.group.fence import taken_over
 from raysharding.group.head import HEAD_GONE_S, Head, head_address
 from raysharding.group.interrupts import HeldInterrupts, PutOffInterrupts, Stopping
 from raysharding.group.lease import Renewal
 from raysharding.group.naming import Lifetime
-from raysharding.group.questions import Future
 from raysharding.group.ranks import Member
 from raysharding.group.replicas import Replicas
 from raysharding.group.runner import Hooks, Runner
@@ -76,11 +68,11 @@ class Supervisor:
         lease_s = lifetime.lease_s if is_loaded else lifetime.starting_lease_s
         self._renewal = Renewal(members, lease_s, self._teardown.has_ray)
         self._head = Head(head_address())
-        self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._events = Events(f"supervise {name}", self._patience, self._tick, self._on_failed)
         replicas = Replicas(len(members), len(members)) if replicas is None else replicas
         self.survivors = Survivors(replicas, timeouts.keep_s)
         hooks = Hooks(
-            self._watch, self._advance, self._on_death, self._break, self._settled, self._why_not, self._remark
+            self._events.watch, self._advance, self._on_death, self._break, self._settled, self._why_not, self._remark
         )
         self._runner = Runner(name, members, timeouts, replicas, hooks)
         self._waiting = WaitingCalls()
@@ -89,11 +81,9 @@ class Supervisor:
         self._cause: GroupError | None = None
         self._is_dropped = False
         self._is_closing = False
-        self._is_closed = threading.Event()
-        self._thread = threading.Thread(target=self._loop, name=f"supervise {name}", daemon=True)
         for rank, member in enumerate(members):
-            self._watch(member.actor.lifetime.remote(member.epoch).future(), partial(self._on_lifetime, rank))
-        self._thread.start()
+            self._events.watch(member.actor.lifetime.remote(member.epoch).future(), partial(self._on_lifetime, rank))
+        self._events.start()
         close_at_exit(self)
 
     @property
@@ -150,7 +140,7 @@ class Supervisor:
         """
         done = threading.Event()
         self._events.put(partial(self._give_up, GroupError(f"{self.name}: {why}"), done))
-        if threading.current_thread() is not self._thread:
+        if not self._events.is_own_thread():
             done.wait(2 * _RELEASE_S)
 
     def refuse_if_unusable(self) -> None:
@@ -200,7 +190,7 @@ class Supervisor:
         """
         until = math.inf if timeout_s is None else time.monotonic() + timeout_s
         # A supervision that has ended acts on no event any more.
-        while not stopping.done() and not self._is_closed.is_set():
+        while not stopping.done() and not self._events.is_closed():
             left = until - time.monotonic()
             if left <= 0:
                 raise TimeoutError(f"{self.name}: the running call has not ended after {timeout_s:g} s; it still runs")
@@ -213,8 +203,8 @@ class Supervisor:
     def shutdown(self) -> None:
         """Stop all ranks and give everything back; returns when it is, or after 20 s. May be called many times."""
         self.shut_down_soon()
-        if threading.current_thread() is not self._thread:
-            self._is_closed.wait(2 * _RELEASE_S)
+        if not self._events.is_own_thread():
+            self._events.wait_closed(2 * _RELEASE_S)
 
     def shut_down_soon(self) -> None:
         """Begin `shutdown` without waiting for its end."""
@@ -240,26 +230,11 @@ class Supervisor:
     def _is_usable(self) -> bool:
         return self._cause is None and not self._is_closing
 
-    def _watch(self, future: Future, then: Callable[[Future], None]) -> None:
-        """Turn the end of `future`, well or not, into an event."""
-        future.add_done_callback(lambda future: self._events.put(partial(then, future)))
-
-    def _loop(self) -> None:
+    def _on_failed(self, error: Exception) -> None:
         try:
-            while not self._is_closed.is_set():
-                try:
-                    event = self._events.get(timeout=self._patience())
-                except queue.Empty:
-                    event = self._tick
-                event()
-        except Exception as error:
-            # A thread that died in silence would hang every caller.
-            try:
-                self._break([], GroupError(f"{self.name}: supervision failed: {type(error).__name__}: {error}"))
-            finally:
-                self._is_closing = True
-                self._is_closed.set()
-            raise
+            self._break([], GroupError(f"{self.name}: supervision failed: {type(error).__name__}: {error}"))
+        finally:
+            self._is_closing = True
 
     def _patience(self) -> float:
         """Seconds until something is due."""
@@ -405,7 +380,7 @@ class Supervisor:
                 self._teardown.leave()
             self._stop_all()
         finally:
-            self._is_closed.set()
+            self._events.close()
 
     def _give_up(self, error: GroupError, done: threading.Event) -> None:
         try:
@@ -435,5 +410,4 @@ class Supervisor:
         self._stop()
         until = time.monotonic() + _RELEASE_S
         while self._has_ranks() and time.monotonic() < until:
-            with contextlib.suppress(queue.Empty):
-                self._events.get(timeout=0.1)()
+            self._events.act(0.1)
