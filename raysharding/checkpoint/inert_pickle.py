@@ -45,7 +45,7 @@ class Record:
     """What `__setstate__` would have been given; `None` where it was not to be called."""
 
     def __new__(cls, *args: Any) -> Self:
-        """Keep the arguments; not in `__init__`: a pickle can make an object by `__new__` alone and give it no state."""
+        """Keep the arguments; not in `__init__`: a pickle can make an object by `__new__` alone."""
         record = super().__new__(cls)
         record.args, record.state = args, None
         return record
