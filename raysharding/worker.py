@@ -34,7 +34,7 @@ from raysharding.distributed.report import LoadReport, SaveReport
 from raysharding.distributed.saving import save_checkpoint
 from raysharding.distributed.sharded_module import shard_module
 from raysharding.distributed.training import is_recoverable, is_torn, mark_recovery, train_step
-from raysharding.distributed.versions import written
+from raysharding.distributed.versions import Version, version
 from raysharding.errors import CheckpointError
 from raysharding.models import build_module
 from raysharding.outputs import RankOutput
@@ -318,19 +318,19 @@ class Worker:
         """
         name = getattr(fn, "__qualname__", type(fn).__name__)
         with self._running("call", f"call({name})"):
-            before = self._written()
+            before = self._version()
             _current.append(self)
             try:
                 value = fn(*args, **(kwargs or {}))
             except (Exception, SystemExit) as error:
                 # A backward that `fn` ran may have been cut short; FSDP2 would leave later gradients unreduced.
                 if self._module is not None:
-                    torn = self._written() != before
+                    torn = self._version() != before
                     mark_recovery(error, recover_after(error, self._module, in_backward=True), torn=torn)
                 raise
             finally:
                 _current.pop()
-            self.num_changes += self._written() != before
+            self.num_changes += self._version() != before
             return value
 
     def state_dict(self, keys: Sequence[str] | None = None) -> Iterator[dict[str, torch.Tensor]]:
@@ -424,10 +424,8 @@ class Worker:
         self.phase = "ready"
         self.num_changes += name in _CHANGING
 
-    def _written(self) -> tuple[int, int]:
-        """What changes when module or optimizer do: in-place writes, and another optimizer."""
-        count = 0 if self._module is None else written(self._module, self.optimizer)
-        return count, id(self.optimizer)
+    def _version(self) -> Version | None:
+        return None if self._module is None else version(self._module, self.optimizer)
 
     def _follow(self, progress: Callable[[int, int], None] | None) -> Callable[[str, int, int, str], None]:
         """A progress callback that keeps `status` current and passes the bytes on."""

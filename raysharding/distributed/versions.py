@@ -1,6 +1,8 @@
-"""Whether anybody wrote to a module or its optimizer in place: torch counts that in every tensor."""
+"""Whether anybody changed a module or its optimizer: torch counts the writes to every tensor, the rest is compared."""
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -10,10 +12,23 @@ from raysharding.distributed.gradient_sync import fsdp_groups
 from raysharding.distributed.layout import module_tensors
 
 
-def written(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
-    """Count the in-place writes to this rank's shards, buffers and optimizer state so far; no collective.
+class Version(NamedTuple):
+    """What a rank holds, as far as two states of it can be told apart."""
 
-    Two equal counts have no write between them, but for what went through `.data` or a pointer, which nobody counts.
+    writes: int
+    """In-place writes to this rank's shards, buffers and optimizer state so far."""
+    trained: tuple[bool, ...]
+    """Which tensors require gradients."""
+    optimizer: int
+    """The optimizer's identity; it may be replaced."""
+    hyperparameters: tuple[str, ...]
+    """The optimizer's, group by group: a schedule sets them, and no tensor is written."""
+
+
+def version(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Version:
+    """Say what this rank holds; no collective.
+
+    Two equal versions have no change between them, but for what went through `.data` or a pointer, which nobody counts.
 
     Args:
         module: The root module.
@@ -23,12 +38,26 @@ def written(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
     # Of sharded parameters only the shard counts: what is registered in between is a gathered copy.
     whole = [tensor for tensor in module_tensors(module).values() if not isinstance(tensor, DTensor)]
     kept = [] if optimizer is None else [value for state in optimizer.state.values() for value in state.values()]
-    return sum(_version(tensor) for tensor in (*sharded, *whole, *kept) if isinstance(tensor, torch.Tensor))
+    return Version(
+        sum(_writes(tensor) for tensor in (*sharded, *whole, *kept) if isinstance(tensor, torch.Tensor)),
+        tuple(tensor.requires_grad for tensor in (*sharded, *whole)),
+        id(optimizer),
+        () if optimizer is None else tuple(map(_hyperparameters, optimizer.param_groups)),
+    )
 
 
-def _version(tensor: torch.Tensor) -> int:
+def _hyperparameters(group: dict[str, Any]) -> str:
+    return repr([(name, _plain(value)) for name, value in group.items() if name != "params"])
+
+
+def _plain(value: Any) -> Any:
+    # A tensor's value may be on a GPU: to read it would wait for all that was queued there.
+    return (id(value), _writes(value)) if isinstance(value, torch.Tensor) else value
+
+
+def _writes(tensor: torch.Tensor) -> int:
     if isinstance(tensor, DTensor):
         # Writes to a DTensor are counted by itself, those to what `to_local` gives by the tensor inside.
-        return tensor._version + _version(tensor._local_tensor)
+        return tensor._version + _writes(tensor._local_tensor)
     # An inference tensor has no counter, and nobody can write to it outside inference mode.
     return 0 if tensor.is_inference() else tensor._version

@@ -136,6 +136,11 @@ class RankActor:
         return self._commands.checkpoint()
 
     @ray.method(concurrency_group="control")
+    def num_changes(self) -> int:
+        """Return how often weights or optimizer have been changed since the module was built."""
+        return self._commands.num_changes()
+
+    @ray.method(concurrency_group="control")
     def last_outcome(self, epoch: int) -> Outcome:
         """Return how the last command of the drivers before this epoch ended."""
         before = [one for one in self._last_outcome if one < epoch]

@@ -45,6 +45,8 @@ class Administration:
         self._origin = anchored(spec.checkpoint)
         self._optimizer = spec.optimizer
         self._restarting = threading.Lock()
+        self._taking = threading.Lock()
+        self._is_shut = False
         self._finalizer: Any = None
         self._take(launched)
 
@@ -150,8 +152,13 @@ class Administration:
                 optimizer=self._optimizer,
             )
             if again.launched is not self._launched:
-                self._take(again.launched)
-                self._origin = again.report.checkpoint or self._origin
+                with self._taking:
+                    if not self._is_shut:
+                        self._take(again.launched)
+                        self._origin = again.report.checkpoint or self._origin
+                if self._is_shut:
+                    again.launched.channel.supervisor.shutdown()
+                    again.launched.channel.supervisor.refuse_if_unusable()
         return again.report
 
     def stacks(self) -> dict[int, str]:
@@ -208,8 +215,11 @@ class Administration:
 
     @driver_handle
     def shutdown(self) -> None:
-        """Stop all ranks and give everything back. May be called many times; a running call fails."""
-        self._supervisor.shutdown()
+        """Stop all ranks and give everything back. May be called many times; a running call fails, and a restart."""
+        with self._taking:
+            self._is_shut = True
+            supervisor = self._supervisor  # of ranks that a restart has made, or has not given to this object yet
+        supervisor.shutdown()
 
     def __enter__(self) -> Self:
         return self

@@ -37,7 +37,7 @@ from raysharding.group.naming import (
     placement_groups,
     remove_orphans,
 )
-from raysharding.group.outcome import one_model
+from raysharding.group.outcome import Stamp, one_model
 from raysharding.group.ranks import Member, work_thread
 from raysharding.group.record import GroupRecord
 from raysharding.group.replicas import Replicas
@@ -121,7 +121,9 @@ def _settle(channel: Channel) -> bool:
     """Wait for the earlier driver's last command, and judge it; return whether the ranks have an optimizer."""
     values = Collect(lambda call: call.values())
     epoch = channel.members[0].epoch
-    has_optimizer: list[bool] = channel.submit_same("attach", collect=values).result()
+    held: list[tuple[bool, Stamp]] = channel.submit_same("attach", collect=values).result()
+    # What the drivers before this one saw of it went with them.
+    channel.supervisor.survivors.compare(dict(enumerate(stamp for _, stamp in held)))
     said = ask_all(channel.members, "last_outcome", epoch, within_s=_ANSWER_S).said
     infos = channel.ranks
     seen = [failure.saw_raise(infos[rank], one.raised) for rank, one in said.items() if one.raised is not None]
@@ -131,7 +133,7 @@ def _settle(channel: Channel) -> bool:
         raise failure.broken(
             name, failure.judge(seen, f"the last call of the driver before this one, on {name}", False)
         )
-    return has_optimizer[0]
+    return held[0][0]
 
 
 def _find(name: str) -> Any:

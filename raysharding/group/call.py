@@ -49,8 +49,8 @@ class Collect:
 class Call:
     """A call that all ranks run together, in the order in which the group's calls were submitted.
 
-    A failure is raised by `result()`, `per_rank()`, `stream()` and `await`, each time the same error. Results stay in
-    Ray's object store until they are asked for, and as long as the `Call` lives.
+    A failure is raised by `result()`, `per_rank()`, `stream()` and `await`, each time the same error. As long as the
+    `Call` lives, results over 48 KiB stay in Ray's object store until they are asked for, smaller ones in the driver.
     """
 
     def __init__(

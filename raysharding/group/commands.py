@@ -158,13 +158,19 @@ class RankCommands:
         else:
             self._rank_worker.rejoin()
 
-    def copy_replicas(self, sources: Mapping[int, int], factory: Callable[..., torch.optim.Optimizer] | None) -> None:
-        """Give new ranks what their replicas hold. All ranks, together."""
+    def copy_replicas(
+        self,
+        sources: Mapping[int, int],
+        counts: Mapping[int, int],
+        factory: Callable[..., torch.optim.Optimizer] | None,
+    ) -> None:
+        """Give new ranks what their replicas hold, and have changed so often. All ranks, together."""
         self._worker.copy_replicas(sources, factory)
+        self._worker.num_changes = counts.get(self._worker.rank, self._worker.num_changes)
 
-    def attach(self) -> bool:
-        """Say whether there is an optimizer, once the command of an earlier driver has ended."""
-        return self._worker.optimizer is not None
+    def attach(self) -> tuple[bool, Stamp]:
+        """Say whether there is an optimizer, and what all earlier commands have done to the rank."""
+        return self._worker.optimizer is not None, self.stamp(0)
 
     def look(self, node_ip: str, with_gpus: bool) -> NodeFacts:
         """Say what this process sees of its node. Each rank alone, before it joins."""

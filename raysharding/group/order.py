@@ -15,8 +15,9 @@ import ray
 
 from raysharding.group.packing import Packed
 
-INLINE_BYTES = 64 << 10
-"""Longest value that travels inside Ray's message; Ray's own limit, for everything in one, is 100 KiB for an object."""
+INLINE_BYTES = 48 << 10
+"""Longest value that travels inside Ray's message. Two of them, with what is around them, stay below the 100 KiB of
+which Ray would make an object of its own, rank by rank, while some ranks are at work already."""
 
 OutputMode = Literal["value", "ref"]
 

@@ -49,7 +49,8 @@ def replace_lost(spec: GroupSpec, launched: Launched, lost: Collection[int], ori
         The group's parts, READY. The old supervision has let go of them.
 
     Raises:
-        RayshardingError: It could not be done. The ranks are stopped, or the old supervision's to stop.
+        Exception: It could not be done (a `RayshardingError`, or Ray's own). The ranks are stopped, or the old
+            supervision's to stop.
     """
     old = launched.channel
     if not old.supervisor.survivors.wait_gone(lost, _GONE_S):
@@ -58,9 +59,7 @@ def replace_lost(spec: GroupSpec, launched: Launched, lost: Collection[int], ori
     source = old.members[min(sources.values())]
     checkpoint: bytes = _ask(source, "checkpoint")
     wait_placed(launched.reservation, len(old.members), spec.placement, spec.timeouts.place_s)
-    fresh = start_in_place_of(
-        old.members, lost, launched.reservation, spec.placement, spec.timeouts.start_s, spec.lifetime
-    )
+    fresh = start_in_place_of(old.members, lost, launched.reservation, spec)
     try:
         supervisor = _take_over(spec, launched, fresh)
     except BaseException:
@@ -107,8 +106,10 @@ def _fill(
         Preflight(channel).nodes()  # a new rank may be on a node that the group was not on
     blueprint = Blueprint(spec.model, checkpoint, spec.sharding, spec.loading)
     rendezvous(channel, started, spec.placement, dict.fromkeys(sources, blueprint))
-    stall_s = spec.timeouts.load_stall_s
-    channel.submit_same("copy_replicas", dict(sources), spec.optimizer, deadline_s=stall_s, watch=True).result()
+    # So that a driver which attaches later finds the copies alike; see `Survivors.compare`.
+    counts = {rank: _ask(members[source], "num_changes") for rank, source in sources.items()}
+    arguments = (dict(sources), counts, spec.optimizer)
+    channel.submit_same("copy_replicas", *arguments, deadline_s=spec.timeouts.load_stall_s, watch=True).result()
     made = (launched.load_report, launched.bounds, launched.preflight_report)
     return Launched(channel, started, launched.reservation, *made)
 

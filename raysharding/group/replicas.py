@@ -47,6 +47,8 @@ class Replicas:
 
     def are_alike(self, stamps: Mapping[int, Stamp]) -> bool:
         """Whether a call did the same to every copy of a shard, by what the ranks say of it."""
+        if not all(stamp.whole for stamp in stamps.values()):
+            return False  # two that were torn may have been torn at different places
         kinds = {(rank % self.num_shards, stamp) for rank, stamp in stamps.items()}
         return len(kinds) == len({shard for shard, _ in kinds})
 

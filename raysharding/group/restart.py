@@ -113,7 +113,7 @@ def _why_reload(launched: Launched, checkpoint: str | None, world_size: int | No
     if world_size not in (None, len(launched.channel.members)):
         return "another number of ranks was given"
     survivors = supervisor.survivors
-    survivors.wait_settled(launched.channel.timeouts.drain_s + _SETTLE_GRACE_S)
+    survivors.wait_settled(launched.channel.timeouts.drain_s + _SETTLE_GRACE_S, 2 * _ANSWER_S)
     if not survivors.is_kept:
         cause = supervisor.cause
         lost = [failure for failure in (cause.failures.values() if cause else ()) if failure.kind in ("died", "hung")]
@@ -129,14 +129,15 @@ def _go_on(spec: GroupSpec, launched: Launched, origin: str, begun: float) -> Re
     silent = ask_all(left, "progress", within_s=_ANSWER_S).silent
     remains = supervisor.revive([left[index].info.rank for index in silent])
     if remains is None:
-        return "a rank died, or does not answer, after the failure"
+        return supervisor.survivors.remains.why_not or "a rank died, or does not answer, after the failure"
     try:
         with UndoneByInterrupt():
             lost = remains.lost
             again = replace_lost(spec, launched, lost, origin) if lost else _meet_again(spec, launched)
-    except (RayshardingError, ValueError) as error:
+    except Exception as error:  # noqa: BLE001 - whatever it was, one of Ray's own say: the files are left
         what = "lost ranks could not be replaced" if remains.lost else "the ranks could not meet again"
-        return f"{what}: {error}"
+        said = str(error) if isinstance(error, RayshardingError) else f"{type(error).__name__}: {error}"
+        return f"{what}: {said}"
     except BaseException:
         supervisor.give_up("was interrupted while it restarted")
         raise

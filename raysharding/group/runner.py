@@ -19,8 +19,7 @@ from raysharding.group.outcome import Outcome
 from raysharding.group.packing import Packed
 from raysharding.group.questions import POLL_S, Questions
 from raysharding.group.ranks import Member
-from raysharding.group.replicas import Replicas
-from raysharding.group.survivors import BUSY, TORN, Remains
+from raysharding.group.survivors import BUSY, TORN, Remains, Survivors
 from raysharding.group.task import Run, Task
 
 
@@ -48,7 +47,7 @@ class Runner:
     """The call that the ranks work on."""
 
     def __init__(
-        self, name: str, members: Sequence[Member], timeouts: Timeouts, replicas: Replicas, hooks: Hooks
+        self, name: str, members: Sequence[Member], timeouts: Timeouts, survivors: Survivors, hooks: Hooks
     ) -> None:
         """Run nothing yet.
 
@@ -56,12 +55,12 @@ class Runner:
             name: The group's name in errors.
             members: By rank.
             timeouts: Deadlines.
-            replicas: Who holds what.
+            survivors: Who holds what; told where copies of a shard differ.
             hooks: The supervision's part.
         """
         self.run: Run | None = None
-        self.replicas_differ = False
-        self._replicas = replicas
+        self._survivors = survivors
+        self._replicas = survivors.replicas
         self._is_started = False
         self._name = name
         self._members = members
@@ -180,7 +179,7 @@ class Runner:
     def _compare_replicas(self, run: Run) -> None:
         """A user's function may change one copy of a shard, and leave the group READY: then no copy is another's."""
         if self._is_started:  # before, some may have a model and others none yet
-            self.replicas_differ = self.replicas_differ or not self._replicas.are_alike(run.stamps)
+            self._survivors.compare(run.stamps)
 
     def _conclude(self, run: Run, dead: Collection[int]) -> None:
         """End a call that failed or is late: leave the group READY where that is safe, else break it."""
@@ -228,7 +227,10 @@ class Runner:
         return {rank for rank in run.unfinished(self._members) if not run.waits(rank)}
 
     def _remains(self, run: Run, dead: Collection[int]) -> Remains:
-        """What is left. Of several replicas ranks may be at work yet: they end it soon, for nobody answers them."""
+        """What is left. Of several replicas ranks may be at work yet: they end it soon, for nobody answers them.
+
+        Until they have, what they hold is not asked: `_settle` comes here again, and nothing is taken before.
+        """
         lost = frozenset({*dead, *run.given_up})
         pending = frozenset(run.awaited(self._members))
         why_not = self._hooks.why_not(lost)

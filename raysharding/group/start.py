@@ -16,9 +16,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from raysharding.config import Placement
 from raysharding.errors import CallTimeoutError, CheckpointError, FailureKind, GroupError, RankFailure
 from raysharding.group.actor import CONCURRENCY_GROUPS, ActorInfo, RankActor
+from raysharding.group.describe import tell
+from raysharding.group.locate import local_path
 from raysharding.group.naming import Lifetime, name_taken
 from raysharding.group.placement import Reservation
 from raysharding.group.ranks import Member, RankInfo, work_thread
+from raysharding.group.spec import GroupSpec
 
 _PID = re.compile(r"\bpid: (\d+)")
 
@@ -75,12 +78,7 @@ def start_actors(
 
 
 def start_in_place_of(
-    members: Sequence[Member],
-    lost: Collection[int],
-    reservation: Reservation,
-    placement: Placement,
-    start_s: float,
-    lifetime: Lifetime,
+    members: Sequence[Member], lost: Collection[int], reservation: Reservation, spec: GroupSpec
 ) -> dict[int, Member]:
     """Start actors in the bundles of CPU ranks that are gone; see `start_actors`. Bundles may lie on other nodes now.
 
@@ -88,23 +86,24 @@ def start_in_place_of(
         members: All ranks of before.
         lost: Those that are gone.
         reservation: Theirs.
-        placement: CPUs and runtime environment of a rank.
-        start_s: Deadline for all new actors to answer.
-        lifetime: What the actors hang on.
+        spec: What the group was asked to be.
 
     Returns:
         Lost rank → its new member.
     """
-    ranks = sorted(lost)
+    ranks, lifetime = sorted(lost), spec.lifetime
     bundles = [members[rank].bundle for rank in ranks]
     actors: list[Any] = []
     try:
-        actors.extend(_start(reservation, bundle, "cpu", placement, lifetime) for bundle in bundles)
-        infos = probe(actors, start_s, None, lambda index: reservation.node_ip(bundles[index]))
+        actors.extend(_start(reservation, bundle, "cpu", spec.placement, lifetime) for bundle in bundles)
+        path = local_path(spec.checkpoint)
+        infos = probe(actors, spec.timeouts.start_s, path, lambda index: reservation.node_ip(bundles[index]), ranks)
     except BaseException:
         for actor in actors:
             ray.kill(actor, no_restart=True)
         raise
+    if ranks[0] == 0 and not infos[0].sees_checkpoint:
+        tell(f"rank 0 is on {infos[0].node_ip} now, where {path} is not: a save leaves out what is not weights")
     taken = {(one.info.node_id, one.info.local_rank) for one in members if one.info.rank not in lost}
     found = {}
     for rank, bundle, actor, info in zip(ranks, bundles, actors, infos, strict=True):
@@ -148,7 +147,11 @@ def _start(reservation: Reservation, bundle: int, device_type: str, placement: P
 
 
 def probe(
-    actors: Sequence[Any], start_s: float, checkpoint_path: str | None, node_ip: Callable[[int], str]
+    actors: Sequence[Any],
+    start_s: float,
+    checkpoint_path: str | None,
+    node_ip: Callable[[int], str],
+    numbers: Sequence[int] | None = None,
 ) -> list[ActorInfo]:
     """Ask every actor where it runs, once it has started; see `start_actors`.
 
@@ -156,13 +159,15 @@ def probe(
         actors: By bundle.
         start_s: Deadline for all of them.
         checkpoint_path: See `start_actors`.
-        node_ip: Says where a bundle lies: an actor that did not start cannot.
+        node_ip: Says where an actor's bundle lies: one that did not start cannot.
+        numbers: What an error calls the actors: their ranks, where they have any. Default: 0, 1, ...
 
     Raises:
         GroupError: An actor died while it started.
         CallTimeoutError: Actors did not answer in time.
     """
     until = time.monotonic() + start_s
+    numbers = range(len(actors)) if numbers is None else numbers
     refs = [actor.probe.remote(checkpoint_path) for actor in actors]
     infos: dict[int, ActorInfo] = {}
     pending = list(refs)
@@ -172,21 +177,22 @@ def probe(
         if not ready:
             message = f"{len(actors)} actors did not all start within {start_s:g} s; raise Timeouts.start_s"
             indexes = [refs.index(ref) for ref in pending]
-            late = {index: _failed(index, node_ip(index), "hung", "", "does not answer yet") for index in indexes}
+            absent = [_failed(numbers[one], node_ip(one), "hung", "", "does not answer yet") for one in indexes]
+            late = {one.rank: one for one in absent}
             raise CallTimeoutError(message, primary=next(iter(late.values())), failures=late)
         index = refs.index(ready[0])
         try:
             infos[index] = ray.get(ready[0])
         except ray.exceptions.RayError as error:
-            failed = _failed(index, node_ip(index), "died", type(error).__name__, str(error))
-            raise GroupError("an actor could not start", primary=failed, failures={index: failed}) from error
+            failed = _failed(numbers[index], node_ip(index), "died", type(error).__name__, str(error))
+            raise GroupError("an actor could not start", primary=failed, failures={failed.rank: failed}) from error
     return [infos[index] for index in range(len(actors))]
 
 
-def _failed(index: int, node_ip: str, kind: FailureKind, error_type: str, message: str) -> RankFailure:
-    """Describe an actor that did not start; ranks are numbered later, so this is its bundle's number."""
+def _failed(number: int, node_ip: str, kind: FailureKind, error_type: str, message: str) -> RankFailure:
+    """Describe an actor that did not start; where ranks are numbered later, by its bundle's number."""
     told = _PID.search(message)  # Ray knows it where there was a process
-    return RankFailure(index, node_ip, int(told[1]) if told else 0, kind, "start", error_type, message)
+    return RankFailure(number, node_ip, int(told[1]) if told else 0, kind, "start", error_type, message)
 
 
 def rank_order(infos: Sequence[ActorInfo], driver_node: str) -> list[int]:

@@ -74,11 +74,12 @@ class Supervisor:
         hooks = Hooks(
             self._events.watch, self._advance, self._on_death, self._break, self._settled, self._why_not, self._remark
         )
-        self._runner = Runner(name, members, timeouts, replicas, hooks)
+        self._runner = Runner(name, members, timeouts, self.survivors, hooks)
         self._waiting = WaitingCalls()
         self._is_started = False
         self._reviver: int | None = None
         self._cause: GroupError | None = None
+        self._revived_from: GroupError | None = None
         self._is_dropped = False
         self._is_closing = False
         for rank, member in enumerate(members):
@@ -104,7 +105,7 @@ class Supervisor:
 
     def started(self) -> None:
         """Leave STARTING: the model is loaded."""
-        self._is_started, self._reviver = True, None
+        self._is_started, self._reviver, self._revived_from = True, None, None
         self._renewal.change(self._lifetime.lease_s)
         self._events.put(self._runner.note_start)
 
@@ -123,7 +124,7 @@ class Supervisor:
             remains = None if self._is_closing else self.survivors.take(silent)
             if remains is not None:
                 self._reviver = threading.get_ident()
-                self._cause, self._is_started = None, False
+                self._revived_from, self._cause, self._is_started = self._cause, None, False
         if remains is not None:
             self._teardown.stop_some(remains.lost - self.survivors.dead)
         return remains
@@ -299,7 +300,7 @@ class Supervisor:
             return STOPPED
         if any(one.info.device != "cpu" for one in self.members):
             return "the ranks are on GPUs: an aborted NCCL collective may have left anything"
-        return self.survivors.why_not(lost, self._runner.replicas_differ)
+        return self.survivors.why_not(lost)
 
     def _remark(self) -> str:
         return f" ({self._head.gone()})" if self._head.is_silent() else ""
@@ -385,7 +386,8 @@ class Supervisor:
     def _give_up(self, error: GroupError, done: threading.Event) -> None:
         try:
             if self._is_usable():
-                self._break([], error)
+                # Of a restart that came to nothing: what broke the group in the first place is what calls are to hear.
+                self._break([], error if self._is_started or self._revived_from is None else self._revived_from)
             self._drop_kept()
             self._stop_all()
         finally:

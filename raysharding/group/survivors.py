@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
+from raysharding.group.outcome import Stamp
 from raysharding.group.replicas import Replicas
 
 _POLL_S = 0.02
@@ -51,6 +52,7 @@ class Survivors:
         self._keep_s = keep_s
         self._until = 0.0
         self._is_kept = False
+        self._copies_differ = False
 
     @property
     def is_kept(self) -> bool:
@@ -62,25 +64,22 @@ class Survivors:
         """Seconds until kept ranks are to be stopped."""
         return max(0.0, self._until - time.monotonic())
 
-    def why_not(self, lost: Collection[int], replicas_differ: bool) -> str:
-        """Why the group cannot do without these ranks and the dead ones; empty where it can.
+    def compare(self, stamps: Mapping[int, Stamp]) -> None:
+        """Note what a call did to the ranks: what made copies of a shard differ is never undone, as far as we know."""
+        self._copies_differ = self._copies_differ or not self.replicas.are_alike(stamps)
 
-        Args:
-            lost: The ranks.
-            replicas_differ: Whether a call has changed some copies of a shard and not the others.
-        """
-        if why_lost := self._why_lost({*self.dead, *lost}):
-            return why_lost
-        if (self.dead or lost) and replicas_differ:
-            return "a call had changed some copies of a shard and not the others, so none can be taken for another"
-        return "" if self._keep_s else "Timeouts(keep_s=0) keeps no ranks"
+    def why_not(self, lost: Collection[int]) -> str:
+        """Why the group cannot do without these ranks and the dead ones; empty where it can."""
+        return self._why_lost({*self.dead, *lost}) or ("" if self._keep_s else "Timeouts(keep_s=0) keeps no ranks")
 
     def _why_lost(self, lost: Collection[int]) -> str:
         shard = self.replicas.bare_shard(lost)
-        if shard is None:
-            return ""
-        copies = f", and so did every other rank that held shard {shard}" if self.replicas.are_several else ""
-        return f"its shards went with it{copies}"
+        if shard is not None:
+            copies = f", and so did every other rank that held shard {shard}" if self.replicas.are_several else ""
+            return f"its shards went with it{copies}"
+        if lost and self._copies_differ:
+            return "a call had changed some copies of a shard and not the others, so none can be taken for another"
+        return ""
 
     def hear_death(self, rank: int) -> bool:
         """With the lock held: note that a rank's process is gone. Return whether that is news: it may be given up.
@@ -99,8 +98,10 @@ class Survivors:
         self.remains = remains
         self._is_kept, self._until = not remains.why_not, time.monotonic() + self._keep_s
 
-    def wait_settled(self, timeout_s: float) -> None:
-        """Wait until it is known what kept ranks hold."""
+    def wait_settled(self, timeout_s: float, then_s: float) -> None:
+        """Wait until it is known what kept ranks hold; they are kept meanwhile, and `then_s` longer."""
+        with self.lock:
+            self._until = max(self._until, time.monotonic() + timeout_s + then_s)
         _wait_until(lambda: not (self._is_kept and self.remains.pending), timeout_s)
 
     def wait_gone(self, ranks: Collection[int], timeout_s: float) -> bool:
@@ -130,7 +131,7 @@ class Survivors:
         """
         lost = self.remains.lost | self.dead | frozenset(silent)
         is_known = self._is_kept and not self.remains.why_not and not self.remains.pending
-        if not is_known or not self.replicas.covers(lost):
+        if not is_known or self._why_lost(lost):
             return None
         self.remains, self._is_kept = replace(self.remains, lost=lost), False
         return self.remains

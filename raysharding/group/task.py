@@ -111,7 +111,9 @@ class Run:
 
     def holds_one_model(self, lost: Collection[int] = ()) -> bool:
         """Whether what the finished ranks hold, lost ones left out, is one model, none of it changed in part."""
-        return one_model(stamp for rank, stamp in self.stamps.items() if rank not in lost)
+        left = self.finished - set(lost)
+        # Of one whose part Ray could not run there is no stamp: it holds what it held before.
+        return left <= self.stamps.keys() and one_model(self.stamps[rank] for rank in left)
 
     def phase(self, rank: int) -> str:
         """Return what a rank was doing, as far as the driver knows."""

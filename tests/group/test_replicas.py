@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ import torch
 
 from raysharding import (
     CallTimeoutError,
-    GroupBrokenError,
     GroupError,
     PerRank,
     ShardedModelGroup,
@@ -33,57 +30,11 @@ from raysharding.group.replicas import Replicas
 from raysharding.group.restart import RestartReport
 from tests.distributed.fidelity import CASES, batch_of, make_checkpoint
 from tests.group.conftest import make_group
+from tests.group.hsdp import ADAM, BATCH, HSDP, QUICK, Copied, kill, kill_idle, make_hsdp, train
 from tests.group.standing import ROOT
 from tests.models.architectures import ARCHITECTURES
 
 pytestmark = [pytest.mark.usefixtures("nothing_left"), pytest.mark.timeout(240)]
-
-BATCH = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
-ADAM = partial(torch.optim.AdamW, lr=1e-2)
-HSDP = Sharding(replicate_size=2)
-QUICK = Timeouts(drain_s=1.0, call_s=60.0)
-
-
-def to_target(dying: int | None = None) -> Callable[..., torch.Tensor]:
-    """Return a loss that pickles by value; the backward pass of one rank may end its process."""
-
-    def loss(output: Any, x: Any) -> Any:
-        import os
-        import signal
-
-        import torch
-        import torch.distributed as dist
-
-        if output.requires_grad and dist.get_rank() == dying:
-            output.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
-        return torch.nn.functional.mse_loss(output[:, :4], x[:, :4])
-
-    return loss
-
-
-def train(group: ShardedModelGroup, dying: int | None = None) -> float:
-    return float(group.train_step(Split(BATCH), loss=to_target(dying))["loss"])
-
-
-@pytest.fixture(scope="session")
-def undisturbed(cluster: None, checkpoint: Path) -> list[float]:
-    """Losses of a group to which nothing happens."""
-    with make_group(checkpoint, world_size=4, sharding=HSDP, optimizer=ADAM) as group:
-        return [train(group) for _ in range(8)]
-
-
-class Copied:
-    """A checkpoint of one test's own, which it takes away when the group has been made: a reload would fail."""
-
-    def __init__(self, checkpoint: Path, folder: Path) -> None:
-        self.path = folder / "model.safetensors"
-        shutil.copy(checkpoint, self.path)
-
-    def take_away(self) -> None:
-        self.path.rename(self.path.with_suffix(".gone"))
-
-    def bring_back(self) -> None:
-        self.path.with_suffix(".gone").rename(self.path)
 
 
 @pytest.fixture
@@ -91,27 +42,11 @@ def copied(checkpoint: Path, tmp_path: Path) -> Copied:
     return Copied(checkpoint, tmp_path)
 
 
-def make_hsdp(copied: Copied, **options: Any) -> ShardedModelGroup:
-    """Four ranks: 0 and 2 hold one half of the model, 1 and 3 the other."""
-    options = {"timeouts": QUICK, "optimizer": ADAM, "sharding": HSDP, "world_size": 4, **options}
-    group = make_group(copied.path, **options)
-    copied.take_away()
-    return group
-
-
-def kill(group: ShardedModelGroup, *ranks: int, by: signal.Signals = signal.SIGKILL) -> None:
-    for rank in ranks:
-        os.kill(group.ranks[rank].pid, by)
-
-
-def kill_idle(group: ShardedModelGroup, *ranks: int) -> None:
-    kill(group, *ranks)
-    until = time.monotonic() + 2.0
-    while group.state is not GroupState.BROKEN:
-        assert time.monotonic() < until
-        time.sleep(0.01)
-    with pytest.raises(GroupBrokenError, match=rf"rank [{''.join(map(str, ranks))}] died"):
-        group.call(int)
+@pytest.fixture(scope="session")
+def undisturbed(cluster: None, checkpoint: Path) -> list[float]:
+    """Losses of a group to which nothing happens."""
+    with make_group(checkpoint, world_size=4, sharding=HSDP, optimizer=ADAM) as group:
+        return [train(group) for _ in range(8)]
 
 
 def assert_replaced(report: RestartReport, replaced: dict[int, int], before: list[int], group: Any) -> None:
