@@ -10,6 +10,7 @@ go does not end itself.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -83,6 +84,7 @@ class Renewal:
         """
         self._members = members
         self._lease_s = lease_s
+        self._told_s: float | None = math.nan
         self._has_ray = has_ray
         self._changed = threading.Event()
         self._is_stopped = False
@@ -90,8 +92,9 @@ class Renewal:
         self._longest_gap_s = 0.0
         self._asked: dict[int, ray.ObjectRef] = {}
         self._number = 0
+        self._thread = threading.Thread(target=self._loop, name="raysharding-renewal", daemon=True)
         if lease_s is not None:
-            threading.Thread(target=self._loop, name="raysharding-renewal", daemon=True).start()
+            self._thread.start()
 
     def change(self, lease_s: float | None) -> None:
         """Give the ranks another lease, at once; `None`: none any more."""
@@ -99,9 +102,20 @@ class Renewal:
         self._changed.set()
 
     def stop(self) -> None:
-        """Renew no more."""
+        """Renew no more; but a change of a moment ago is still told."""
         self._is_stopped = True
         self._changed.set()
+
+    def wait_heard(self, timeout_s: float) -> None:
+        """After `stop`: wait until the ranks have heard the last of it, or the time is over.
+
+        Ranks that go on without this driver would end themselves by the lease that they had before.
+        """
+        until = time.monotonic() + timeout_s
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+        if asked := list(self._asked.values()):
+            ray.wait(asked, num_returns=len(asked), timeout=max(0.0, until - time.monotonic()))
 
     def explain(self) -> str:
         """Say, for the error of a rank that died, that the lease had run out; empty where it had not."""
@@ -111,12 +125,15 @@ class Renewal:
         return f"; its lease of {self._lease_s:g} s had run out: this driver did not run for {gap_s:.1f} s"
 
     def _loop(self) -> None:
-        while not self._is_stopped and self._has_ray():
+        while self._has_ray():
             lease_s = self._lease_s
             self._changed.clear()
+            if self._is_stopped and lease_s == self._told_s:
+                return
             self._number += 1
             for rank, member in enumerate(self._members):
                 self._renew(rank, member, lease_s)
+            self._told_s = lease_s
             now = time.monotonic()
             self._longest_gap_s = max(self._longest_gap_s, now - self._renewed_at)
             self._renewed_at = now

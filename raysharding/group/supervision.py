@@ -33,6 +33,7 @@ from raysharding.group.waiting import WaitingCalls
 _TICK_S = 1.0
 _AFTER_DEATH_S = 0.5
 _RELEASE_S = 10.0
+_HEARD_S = 2.0
 
 
 class Supervisor:
@@ -215,6 +216,7 @@ class Supervisor:
         """End the supervision and leave the ranks as they are, for another driver."""
         self._teardown.let_go()
         self.shutdown()
+        self._renewal.wait_heard(_HEARD_S)
 
     def leave(self) -> None:
         """The program ends: so does the group, unless it has a name."""

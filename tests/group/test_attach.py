@@ -28,6 +28,7 @@ from raysharding import (
     Timeouts,
 )
 from raysharding.group import GroupState
+from raysharding.group.lease import Renewal
 from tests.clock import now
 from tests.group.conftest import make_group
 
@@ -171,6 +172,17 @@ def test_a_group_with_a_dead_rank_is_removed(doomed: ShardedModelGroup, bundle: 
     time.sleep(1.0)
     with pytest.raises(GroupBrokenError, match=rf"'doomed' is broken: its actor 'doomed/{bundle}' is gone; it was"):
         ShardedModelGroup.attach("doomed")
+
+
+def test_a_driver_that_leaves_at_once_leaves_no_lease_behind(doomed: ShardedModelGroup) -> None:
+    renewal = Renewal(doomed._channel.members, 1.0, lambda: True)
+    renewal._number = 1000  # after those of the group's own
+    time.sleep(0.5)
+    renewal.change(None)
+    renewal.stop()
+    renewal.wait_heard(5.0)
+    time.sleep(2.0)
+    assert doomed.call(int) == [0, 0]
 
 
 @pytest.mark.full
