@@ -29,7 +29,7 @@ done
 
 # The whole suite goes in two lanes side by side. Tests of clusters wait much, for deadlines and for processes to start,
 # and have bounds on seconds; all others compute, and have the time that those leave: Ray runs its ranks at nice 15.
-clusters=(tests/bench tests/cluster tests/faults tests/group tests/test_quickstart.py)
+clusters=(tests/bench/test_calls.py tests/cluster tests/faults tests/group tests/test_quickstart.py)
 log=$(mktemp)
 nice -n 19 pytest -q "${cut[@]}" -p no:cacheprovider tests "${clusters[@]/#/--ignore=}" >"$log" 2>&1 &
 others=$!
