@@ -9,7 +9,7 @@ and differences are taken within a round.
     bare       an empty method of as many actors that do nothing else: Ray's own part
     supervised empty − plain: what the supervision adds to a call
     command    plain − bare: what packing and running a command adds to Ray's part
-    steps      `group.call(step)`, one call for each step
+    steps      `group.call(step)`, one call for each step, which ends in an all-reduce of one number
     looped     the same number of the same steps in one call
     overhead   steps ÷ looped − 1
 """
@@ -109,15 +109,19 @@ def _calibrate(step_s: float) -> Callable[[], int]:
 
 
 def _work(repeats: int) -> Callable[[int], None]:
-    """Return a function that computes for a number of steps."""
+    """Return a function that computes for a number of steps; the ranks meet at the end of each, as in training."""
     size = MATRIX
 
     def work(steps: int) -> None:
         import torch
+        import torch.distributed as dist
 
-        matrix = torch.ones(size, size)
-        for _ in range(steps * repeats):
-            matrix @ matrix
+        matrix, loss = torch.ones(size, size), torch.ones(1)
+        for _ in range(steps):
+            for _ in range(repeats):
+                matrix @ matrix
+            # Without it ranks that loop would not wait for the slowest one of each step, which is no part of a call.
+            dist.all_reduce(loss)
 
     return work
 
