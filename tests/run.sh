@@ -37,6 +37,7 @@ trap 'kill "$others" 2>/dev/null; rm -f "$log"' EXIT
 failed=0
 pytest -q "${cut[@]}" "${clusters[@]}" || failed=$?
 wait "$others" || failed=$?
+trap 'rm -f "$log"' EXIT
 printf '\nbeside them, all tests but those of clusters:\n'
 cat "$log"
 exit "$failed"
