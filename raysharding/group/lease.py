@@ -84,7 +84,7 @@ class Renewal:
         """
         self._members = members
         self._lease_s = lease_s
-        self._told_s: float | None = math.nan
+        self._told_s: float | None = math.nan  # equal to nothing: nothing has been told yet
         self._has_ray = has_ray
         self._changed = threading.Event()
         self._is_stopped = False
