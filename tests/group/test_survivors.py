@@ -149,6 +149,28 @@ def raise_on(failing: int) -> None:
         raise ValueError("bad data on this rank")
 
 
+def train_one_copy() -> None:
+    import torch
+    import torch.distributed as dist
+
+    from raysharding import current_worker
+
+    if dist.get_rank() == 2:
+        with torch.no_grad():
+            next(current_worker().module.parameters()).add_(1.0)
+
+
+def test_a_driver_that_attaches_knows_whether_copies_differ(checkpoint: Path, tmp_path: Path) -> None:
+    with make_hsdp(Copied(checkpoint, tmp_path), name="twins") as first:
+        kill_idle(first, 1)
+        assert first.restart().how == "replicas"
+        with ShardedModelGroup.attach("twins") as second:
+            assert second._supervisor.survivors.why_not([0]) == "", "a rank that was copied has changed as often"
+            second.call(train_one_copy)
+            with ShardedModelGroup.attach("twins") as third:
+                assert "some copies of a shard" in third._supervisor.survivors.why_not([0])
+
+
 def test_what_broke_the_group_is_told_also_after_a_restart_that_failed(checkpoint: Path, tmp_path: Path) -> None:
     copied = Copied(checkpoint, tmp_path)
 
