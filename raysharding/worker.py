@@ -101,6 +101,7 @@ class Worker:
         self.usable = True
         self.whole = True
         self.num_changes = 0
+        self._seen: Version | None = None  # at the end of the last `call`, if nothing has run since
         self._stall_s = stall_s
         self._module: nn.Module | None = None
         self._mesh: DeviceMesh | None = None
@@ -317,8 +318,9 @@ class Worker:
                 later calls are right.
         """
         name = getattr(fn, "__qualname__", type(fn).__name__)
+        seen = self._seen
         with self._running("call", f"call({name})"):
-            before = self._version()
+            before = self._version() if seen is None else seen
             _current.append(self)
             try:
                 value = fn(*args, **(kwargs or {}))
@@ -330,7 +332,8 @@ class Worker:
                 raise
             finally:
                 _current.pop()
-            self.num_changes += self._version() != before
+            self._seen = self._version()
+            self.num_changes += self._seen != before
             return value
 
     def state_dict(self, keys: Sequence[str] | None = None) -> Iterator[dict[str, torch.Tensor]]:
@@ -412,7 +415,7 @@ class Worker:
         if self.device.type == "cuda":
             # The current device is a thread's own, and this may be another thread than the last call's.
             torch.cuda.set_device(self.device)
-        self.phase, self.last_call = phase, name
+        self.phase, self.last_call, self._seen = phase, name, None
         try:
             yield
         except BaseException as error:

@@ -15,7 +15,7 @@ from raysharding.distributed.process_group import serve_store
 
 ROOT = Path(__file__).resolve().parents[1]
 UNPICKLING = {f"raysharding/group/{name}.py" for name in ("order", "outcome", "packing")}
-"""What ranks and driver send each other over Ray; no file and no socket of ours is read there."""
+"""What ranks and driver send each other, over Ray or signed (see `group/line.py`); no file is read there."""
 
 
 def calls() -> Iterator[tuple[str, str, ast.Call]]:

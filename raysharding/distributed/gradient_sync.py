@@ -14,14 +14,14 @@ from raysharding.distributed.layout import named_submodules
 
 def fsdp_groups(module: nn.Module) -> list[Any]:
     """FSDP2's own group objects of a module and what is in it, each once, outer ones first; no collective."""
-    groups: dict[int, Any] = {}
-    for _, submodule in named_submodules(module):
-        if isinstance(submodule, FSDPModule):
-            # torch has no public way to read the flags that its setters set.
-            group = submodule._get_fsdp_state()._fsdp_param_group
-            if group is not None:
-                groups[id(group)] = group
-    return list(groups.values())
+    found = (fsdp_group(submodule) for _, submodule in named_submodules(module))
+    return list({id(group): group for group in found if group is not None}.values())
+
+
+def fsdp_group(module: nn.Module) -> Any:
+    """FSDP2's own group object of one module, which others may share; `None` where it has none."""
+    # torch has no public way to read the flags that its setters set.
+    return module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
 
 
 def syncs_gradients(module: nn.Module) -> bool:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from raysharding.distributed.gradient_sync import fsdp_groups
-from raysharding.distributed.layout import module_tensors
+from raysharding.distributed.gradient_sync import fsdp_group
+from raysharding.distributed.layout import named_submodules
 
 
 class Version(NamedTuple):
@@ -34,16 +35,26 @@ def version(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Versi
         module: The root module.
         optimizer: Over its parameters, where there is one.
     """
-    sharded = [parameter.sharded_param for group in fsdp_groups(module) for parameter in group.fsdp_params]
-    # Of sharded parameters only the shard counts: what is registered in between is a gathered copy.
-    whole = [tensor for tensor in module_tensors(module).values() if not isinstance(tensor, DTensor)]
+    held = list(_held(module))
     kept = [] if optimizer is None else [value for state in optimizer.state.values() for value in state.values()]
     return Version(
-        sum(_writes(tensor) for tensor in (*sharded, *whole, *kept) if isinstance(tensor, torch.Tensor)),
-        tuple(tensor.requires_grad for tensor in (*sharded, *whole)),
+        sum(_writes(tensor) for tensor in (*held, *kept) if isinstance(tensor, torch.Tensor)),
+        tuple(tensor.requires_grad for tensor in held),
         id(optimizer),
         () if optimizer is None else tuple(map(_hyperparameters, optimizer.param_groups)),
     )
+
+
+def _held(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Shards, and what is not sharded. Tied ones come more than once: one walk, for each call asks."""
+    for _, submodule in named_submodules(module):
+        group = fsdp_group(submodule)
+        if group is not None:
+            yield from (parameter.sharded_param for parameter in group.fsdp_params)
+        # Of sharded parameters only the shard counts: what is registered in between is a gathered copy.
+        for tensor in (*submodule._parameters.values(), *submodule._buffers.values()):
+            if tensor is not None and not isinstance(tensor, DTensor):
+                yield tensor
 
 
 def _hyperparameters(group: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
@@ -24,15 +25,17 @@ from raysharding.group.describe import tell
 from raysharding.group.fence import Fence, taken_over
 from raysharding.group.head import end_with_head
 from raysharding.group.lease import RankLease
-from raysharding.group.order import INLINE_BYTES, Order, Request, unseal
+from raysharding.group.line import RankLine
+from raysharding.group.order import RESULT_BYTES, Order, Request, numbered, split, unseal
 from raysharding.group.outcome import Outcome, Progress, Raised, Stacks, Stage, record_exception
 from raysharding.group.packing import AsValue, Packed, pack
 from raysharding.group.record import GroupRecord
 from raysharding.group.witness import Sighting, look, testify
+from raysharding.group.work_thread import WorkThread
 
-# One thread: torch's current device is per thread, and collectives must run in the driver's order. Control threads:
-# one for `lifetime`, the others for questions, of which one may be stuck behind a slow answer.
-CONCURRENCY_GROUPS = {"work": 1, "control": 5}
+# Control threads: one for `lifetime`, the others for questions, of which one may be stuck behind a slow answer. What
+# is large for the work thread, or from it, goes through a thread of its own.
+CONCURRENCY_GROUPS = {"freight": 1, "control": 5}
 
 _GIVE_BACK_S = 2.0
 
@@ -75,9 +78,10 @@ class RankActor:
         end_with_head()
         self._record: GroupRecord | None = None
         self._last_outcome: dict[int, Outcome] = {}
-        self._work_thread = 0
+        self._results: dict[tuple[int, int], Packed | AsValue | None] = {}
         self._control_threads: set[int] = set()
         self._stacks_descriptor = testify()
+        self._work = WorkThread(self._serve)
 
     @ray.method(concurrency_group="control")
     def probe(self, checkpoint_path: str | None) -> ActorInfo:
@@ -168,7 +172,7 @@ class RankActor:
         """Format the stacks of all threads but those that only serve Ray and the driver, the work thread's first."""
         self._control_threads.add(threading.get_ident())
         frames = sys._current_frames()
-        work = frames.pop(self._work_thread, None)
+        work = frames.pop(self._work.ident, None)
         parts = [] if work is None else ["work thread:\n" + "".join(traceback.format_stack(work))]
         for ident, frame in frames.items():
             if ident not in self._control_threads and not _is_rays_own(frame):
@@ -194,28 +198,50 @@ class RankActor:
         """End collectives that wait for ranks which will not come; see Note [Cutting] in `distributed.connections`."""
         cut(chosen)
 
-    @ray.method(concurrency_group="work")
-    def run(self, sealed: bytes, *beside: Packed) -> tuple[bytes, Packed | AsValue | None]:
-        """Run one command.
+    @ray.method(concurrency_group="control")
+    def connect(self, epoch: int, address: tuple[str, int], key: bytes, timeout_s: float) -> None:
+        """Take orders from the driver that listens at an address; see `lines.py`."""
+        line = RankLine(address, key, timeout_s)
+        if self._fence.is_open(epoch):
+            self._work.obey(line)
+        else:
+            line.close()
 
-        Args:
-            sealed: From `order.seal`, as is `beside`.
-            beside: Its large parts, which Ray has fetched.
+    @ray.method(concurrency_group="freight")
+    def deliver(self, frame: bytes, *beside: Packed) -> None:
+        """Run the order of a frame whose large parts Ray has fetched."""
+        self._work.deliver(frame, beside)
 
-        Returns:
-            The pickled `Outcome`, a small result in it, and the result else: two Ray objects, so that the driver
-            fetches large results only if it needs them.
-        """
-        self._work_thread = threading.get_ident()
-        order = unseal(sealed, beside)
+    @ray.method(concurrency_group="freight", num_returns=2)
+    def take(self, epoch: int, number: int) -> tuple[None, Packed | AsValue | None]:
+        """Return a large result, behind an object that says that it is stored: the driver fetches it if it needs it."""
+        return None, self._results.pop((epoch, number))
+
+    def _serve(self, frame: bytes, beside: Sequence[Packed]) -> bytes:
+        """Run the order of a frame; returns the frame of its outcome. On the work thread."""
+        number, sealed = split(frame)
+        # The driver has taken what it wanted of those before.
+        self._results.clear()
+        try:
+            order = unseal(sealed, beside)
+        except Exception as error:  # noqa: BLE001 - of a driver with other code, say; without an answer it would wait
+            return numbered(number, self._refusal(error).to_bytes())
+        return numbered(number, self._obey(order, number).to_bytes())
+
+    def _obey(self, order: Order, number: int) -> Outcome:
         if not self._fence.is_open(order.epoch):
-            stamp = self._commands.stamp(self._commands.num_changes())
-            return Outcome(stamp, raised=self._describe(taken_over("the group"), "run")).to_bytes(), None
+            return self._refusal(taken_over("the group"))
         outcome, result = self._run(order)
         self._last_outcome[order.epoch] = outcome
-        if isinstance(result, Packed) and result.num_bytes <= INLINE_BYTES:
-            return replace(outcome, value=result).to_bytes(), None
-        return replace(outcome, is_beside=result is not None).to_bytes(), result
+        if isinstance(result, Packed) and result.num_bytes <= RESULT_BYTES:
+            return replace(outcome, value=result)
+        if result is not None:
+            self._results[order.epoch, number] = result
+        return replace(outcome, is_beside=result is not None)
+
+    def _refusal(self, error: BaseException) -> Outcome:
+        stamp = self._commands.stamp(self._commands.num_changes())
+        return Outcome(stamp, raised=self._describe(error, "run"))
 
     def _run(self, order: Order) -> tuple[Outcome, Packed | AsValue | None]:
         stage: Stage = "run"

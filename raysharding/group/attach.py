@@ -20,7 +20,7 @@ from ray._private import state as ray_state
 from ray.util.placement_group import remove_placement_group
 
 from raysharding.config import Timeouts
-from raysharding.errors import CallTimeoutError, GroupBrokenError, GroupError
+from raysharding.errors import CallTimeoutError, GroupBrokenError, GroupError, RendezvousError
 from raysharding.group import failure
 from raysharding.group.answers import ask_all
 from raysharding.group.call import Collect
@@ -38,7 +38,7 @@ from raysharding.group.naming import (
     remove_orphans,
 )
 from raysharding.group.outcome import Stamp, one_model
-from raysharding.group.ranks import Member, work_thread
+from raysharding.group.ranks import Member
 from raysharding.group.record import GroupRecord
 from raysharding.group.replicas import Replicas
 from raysharding.group.spec import GroupSpec
@@ -87,8 +87,9 @@ def attach(name: str, timeouts: Timeouts | None) -> Attached:
     supervisor.started()
     channel = Channel(members, supervisor, spec.timeouts, spec.max_output_bytes)
     try:
+        supervisor.open_lines()
         has_optimizer = _settle(channel)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, RendezvousError):  # this driver's own trouble; another may have the group
         supervisor.detach()
         raise
     except BaseException:
@@ -109,8 +110,7 @@ def _take_over(name: str, keeper: Any, record: GroupRecord, answer_s: float) -> 
     members = []
     described = zip(record.ranks, actors, record.stacks_descriptors, record.log_paths, record.actor_names, strict=True)
     for info, actor, descriptor, log_paths, one in described:
-        run, bundle = work_thread(actor), bundle_of(one)
-        members.append(Member(info, actor, run, descriptor, log_paths, one, bundle, epoch))
+        members.append(Member(info, actor, descriptor, log_paths, one, bundle_of(one), epoch))
     answers = ask_all(members, "admit", epoch, within_s=answer_s)
     for rank, reason in sorted(answers.silent.items()):
         raise _remove(name, f"rank {rank} {reason}")

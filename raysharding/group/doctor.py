@@ -57,6 +57,7 @@ def _diagnose() -> PreflightReport:
     preflight = Preflight(Channel(started.members, supervisor, _TIMEOUTS, 1 << 20), thorough=True)
     preflight.add(findings)
     try:
+        supervisor.open_lines()
         preflight.nodes(with_gpus=True)
         rendezvous(preflight.channel, started, Placement())
         preflight.link()

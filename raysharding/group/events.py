@@ -2,8 +2,9 @@
 
 Note [One queue]: everything that happens (a call is submitted, a rank finishes, raises, dies, answers a question)
 becomes an event in one queue, and only the supervision thread acts on events. So there is one order of events, the
-first failure is the first event, and no lock guards the state machine. Ray's futures put the events in; they fire
-while ranks are idle too, because each actor's `lifetime` call is outstanding as long as the actor lives.
+first failure is the first event, and no lock guards the state machine. What comes over a rank's line is put in by the
+thread itself, which waits at all lines and at the queue at once; the rest by Ray's futures, which fire while ranks are
+idle too, because each actor's `lifetime` call is outstanding as long as the actor lives.
 
 It is a thread of its own, not the one that waits for a call, though that would save each call two hand-overs: where the
 program has a signal handler that raises (an alarm, a third Ctrl-C), Python raises in the main thread anywhere, and so
@@ -12,10 +13,13 @@ might leave the state machine between two states.
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import contextlib
-import queue
+import selectors
+import socket
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -25,7 +29,10 @@ Future = concurrent.futures.Future[Any]
 
 
 class Events:
-    """The queue and its thread, which ends with `close`. All methods but `act` are for any thread."""
+    """The queue and its thread, which ends with `close`.
+
+    All methods but `act`, `attend` and `leave` are for any thread; those are for events.
+    """
 
     def __init__(
         self, name: str, patience: Callable[[], float], tick: Callable[[], None], failed: Callable[[Exception], None]
@@ -38,7 +45,12 @@ class Events:
             tick: Run when they have passed.
             failed: Run before the thread ends by an exception of its own, which would hang every caller in silence.
         """
-        self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._queue: collections.deque[Callable[[], None]] = collections.deque()
+        self._bell, self._button = socket.socketpair()
+        self._bell.setblocking(False)
+        self._button.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._bell, selectors.EVENT_READ, self._on_bell)
         self._patience = patience
         self._tick = tick
         self._failed = failed
@@ -51,11 +63,33 @@ class Events:
 
     def put(self, event: Callable[[], None]) -> None:
         """Have `event` run on the thread, after all that was put before; it must not wait for long."""
-        self._queue.put(event)
+        self._queue.append(event)
+        with contextlib.suppress(OSError):  # it has been rung often enough, or nobody is there any more
+            self._button.send(b"\0")
 
     def watch(self, future: Future, then: Callable[[Future], None]) -> None:
         """Turn the end of `future`, well or not, into an event."""
-        future.add_done_callback(lambda future: self._queue.put(partial(then, future)))
+        future.add_done_callback(lambda future: self.put(partial(then, future)))
+
+    def attend(self, connection: socket.socket, then: Callable[[], None], *, wants_room: bool = False) -> None:
+        """Turn what arrives at a connection into events, which have to take it in.
+
+        Args:
+            connection: A socket that does not block.
+            then: The event.
+            wants_room: Whether room to send is one, too; may be asked for later, and no more.
+        """
+        mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if wants_room else 0)
+        key = self._selector.get_map().get(connection)
+        event = partial(self._queue.append, then)
+        if key is None:
+            self._selector.register(connection, mask, event)
+        elif key.events != mask:
+            self._selector.modify(connection, mask, event)
+
+    def leave(self, connection: socket.socket) -> None:
+        """Attend to a connection no more."""
+        self._selector.unregister(connection)
 
     def is_own_thread(self) -> bool:
         """Whether the caller runs inside an event, and so must not wait for one."""
@@ -63,8 +97,9 @@ class Events:
 
     def act(self, timeout_s: float) -> None:
         """Inside an event that has to wait: act on the next one, if one comes in time."""
-        with contextlib.suppress(queue.Empty):
-            self._queue.get(timeout=timeout_s)()
+        event = self._next(timeout_s)
+        if event is not None:
+            event()
 
     def close(self) -> None:
         """End the thread after the event that runs; later events are not acted on."""
@@ -78,17 +113,32 @@ class Events:
         """Wait until nobody acts on events any more; return whether it came to that."""
         return self._closed.wait(timeout_s)
 
+    def _on_bell(self) -> None:
+        self._bell.recv(1 << 10)
+
+    def _next(self, timeout_s: float) -> Callable[[], None] | None:
+        """Take the next event out of the queue; `None` where there was none in time."""
+        until = time.monotonic() + timeout_s
+        while not self._queue:
+            ready = self._selector.select(max(0.0, until - time.monotonic()))
+            if not ready:
+                return None
+            for key, _ in ready:
+                key.data()
+        return self._queue.popleft()
+
     def _loop(self) -> None:
         try:
             while not self._closed.is_set():
-                try:
-                    event = self._queue.get(timeout=self._patience())
-                except queue.Empty:
-                    event = self._tick
-                event()
+                event = self._next(self._patience())
+                (self._tick if event is None else event)()
         except Exception as error:
             try:
                 self._failed(error)
             finally:
                 self._closed.set()
             raise
+        finally:
+            self._selector.close()
+            self._bell.close()
+            self._button.close()

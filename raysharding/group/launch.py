@@ -53,6 +53,7 @@ def launch(spec: GroupSpec) -> Launched:
         fit.check_fit(spec.model, opened, spec.sharding, spec.loading)
     channel, started, reservation = _place(spec, opened, world_size, device_type)
     try:
+        channel.supervisor.open_lines()
         preflight = Preflight(channel) if spec.preflight else None
         if preflight is not None:
             preflight.nodes()

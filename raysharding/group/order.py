@@ -1,12 +1,9 @@
-"""What travels to a rank for one command: one pickle inside Ray's own message, and beside it what is too large.
-
-Ray serializes every argument and every result of a call by itself, which takes longer than all else that an empty call
-does; bytes it takes as they are. So a rank is sent bytes, and sends bytes.
-"""
+"""What travels to a rank for one command: a frame over its line, and over Ray what is too large for a frame."""
 
 from __future__ import annotations
 
 import pickle
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,9 +12,10 @@ import ray
 
 from raysharding.group.packing import Packed
 
-INLINE_BYTES = 48 << 10
-"""Longest value that travels inside Ray's message. Two of them, with what is around them, stay below the 100 KiB of
-which Ray would make an object of its own, rank by rank, while some ranks are at work already."""
+ORDER_BYTES = 256 << 10
+"""Longest argument in a frame: the driver sends it to every rank, while Ray sends a stored one once to every node."""
+RESULT_BYTES = 48 << 10
+"""Longest result that travels in the frame: the driver holds it until it is asked for, Ray a stored one on its node."""
 
 OutputMode = Literal["value", "ref"]
 
@@ -48,19 +46,22 @@ class Order:
     """Packed tuple of values that all ranks share, which stand in `own` as `commands.Shared` marks."""
 
 
+_NUMBER = struct.Struct("!Q")
+
+
 def store(packed: Packed) -> Packed | ray.ObjectRef:
-    """Put a large value into the object store once; a small one travels inside the order.
+    """Put a large argument into the object store once; a small one travels in the frame.
 
     Raises:
         ray.exceptions.RayError: The store is full.
     """
-    return packed if packed.num_bytes <= INLINE_BYTES else ray.put(packed)
+    return packed if packed.num_bytes <= ORDER_BYTES else ray.put(packed)
 
 
 def seal(
     epoch: int, request: Request, own: Packed | ray.ObjectRef, shared: Packed | ray.ObjectRef | None
-) -> tuple[Any, ...]:
-    """Return the arguments of `RankActor.run`; see `Order`.
+) -> tuple[bytes, list[ray.ObjectRef]]:
+    """Return an order as bytes, and what is to be fetched before it can be read; see `Order`.
 
     Args:
         epoch: The driver's.
@@ -68,14 +69,30 @@ def seal(
         own: As `store` returned it.
         shared: As `store` returned it; `None`: the ranks share nothing.
     """
-    inside = [None if isinstance(part, ray.ObjectRef) else part for part in (own, shared)]
     beside = [part for part in (own, shared) if isinstance(part, ray.ObjectRef)]
-    return pickle.dumps((epoch, request, *inside), pickle.HIGHEST_PROTOCOL), *beside
+    # Plain tuples: to pickle a dataclass and back costs as much as all the rest of it.
+    asked = request.method, request.output, request.max_output_bytes
+    return pickle.dumps((epoch, asked, _inside(own), _inside(shared)), pickle.HIGHEST_PROTOCOL), beside
+
+
+def _inside(part: Packed | ray.ObjectRef | None) -> tuple[Any, ...] | None:
+    return (part.stream, part.buffers) if isinstance(part, Packed) else None
 
 
 def unseal(sealed: bytes, beside: Sequence[Packed]) -> Order:
     """Put together on the rank what `seal` took apart."""
-    epoch, request, own, shared = pickle.loads(sealed)
+    epoch, asked, own, shared = pickle.loads(sealed)
     rest = list(beside)
-    own = rest.pop(0) if own is None else own
-    return Order(epoch, request, own, rest.pop(0) if rest else shared)
+    first = rest.pop(0) if own is None else Packed(*own)
+    second = None if shared is None else Packed(*shared)
+    return Order(epoch, Request(*asked), first, rest.pop(0) if rest else second)
+
+
+def numbered(number: int, data: bytes) -> bytes:
+    """Return the frame of an order, or of the outcome of the one with this number."""
+    return _NUMBER.pack(number) + data
+
+
+def split(frame: bytes) -> tuple[int, bytes]:
+    """Return what `numbered` was given."""
+    return _NUMBER.unpack_from(frame)[0], frame[_NUMBER.size :]

@@ -100,14 +100,16 @@ class Outcome:
     """Whether the result is an object of its own, as large ones and those that the user wants as references are."""
 
     def to_bytes(self) -> bytes:
-        """Pickle it: Ray takes bytes as they are; see `order.py`."""
-        parts = (self.stamp, self.raised, self.more, self.value, self.is_beside)
-        return pickle.dumps(parts, pickle.HIGHEST_PROTOCOL)
+        """Pickle it."""
+        stamp = self.stamp.whole, self.stamp.num_changes
+        value = None if self.value is None else (self.value.stream, self.value.buffers)
+        return pickle.dumps((stamp, self.raised, self.more, value, self.is_beside), pickle.HIGHEST_PROTOCOL)
 
     @staticmethod
     def from_bytes(data: bytes) -> Outcome:
         """Rebuild what `to_bytes` gave."""
-        return Outcome(*pickle.loads(data))
+        stamp, raised, more, value, is_beside = pickle.loads(data)
+        return Outcome(Stamp(*stamp), raised, more, None if value is None else Packed(*value), is_beside)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import ray
-
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
@@ -28,14 +26,12 @@ class RankInfo:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A rank and its actor."""
+    """A rank and its actor. Calls reach it by its line, which is the supervision's; see `lines.py`."""
 
     info: RankInfo
     """Where it runs."""
     actor: Any
     """Ray's handle of its `RankActor`."""
-    run: Any
-    """The actor's `run` method, bound to the work thread and its two results."""
     stacks_descriptor: int
     """What `witness.look` needs to read its stacks."""
     log_paths: tuple[str, ...] = ()
@@ -46,13 +42,3 @@ class Member:
     """Its place in the placement group."""
     epoch: int = 0
     """This driver's; a rank refuses the commands of a driver that another has followed."""
-
-    def start(self, sealed: tuple[Any, ...]) -> tuple[ray.ObjectRef, ray.ObjectRef]:
-        """Have the work thread run a command from `order.seal`; returns where `RankActor.run` leaves its results."""
-        outcome, result = self.run.remote(*sealed)
-        return outcome, result
-
-
-def work_thread(actor: Any) -> Any:
-    """Return an actor's `run` method, bound to the work thread and its two results."""
-    return actor.run.options(concurrency_group="work", num_returns=2)

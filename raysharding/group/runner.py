@@ -6,17 +6,17 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import ray
 
 from raysharding.config import Timeouts
 from raysharding.errors import GroupError, RankFailure
 from raysharding.group import failure
+from raysharding.group.call import Sent
 from raysharding.group.events import Future
-from raysharding.group.order import Request, seal, store
+from raysharding.group.order import Request, numbered, seal, split, store
 from raysharding.group.outcome import Outcome
-from raysharding.group.packing import Packed
+from raysharding.group.packing import Packed, pack
 from raysharding.group.questions import POLL_S, Questions
 from raysharding.group.ranks import Member
 from raysharding.group.survivors import BUSY, TORN, Remains, Survivors
@@ -29,6 +29,10 @@ class Hooks:
 
     watch: Callable[[Future, Callable[[Future], None]], None]
     """Make the end of a future an event."""
+    send: Callable[[int, bytes], None]
+    """Send a rank a frame; one that cannot be reached any more dies soon, or is given up."""
+    has_ray: Callable[[], bool]
+    """Whether Ray is there yet, which would be started anew by what it is asked; else the group breaks."""
     advance: Callable[[], None]
     """Do what has become due, of the call and of those behind it."""
     died: Callable[[int, BaseException], None]
@@ -69,6 +73,8 @@ class Runner:
         self._failed: Run | None = None
         self._questions = Questions(members, hooks.watch, lambda: self.run or self._failed, hooks.advance)
         self._numbers = 0
+        self._last_number: int | None = None
+        self.leaving: set[int] = set()
 
     def note_start(self) -> None:
         """The ranks are well and hold the model: note what will be needed to free them of one that is lost."""
@@ -107,26 +113,66 @@ class Runner:
             self.run = None
             task.call.end(GroupError(f"cannot store the arguments of {task.call.name}: {error}"))
             return
-        begun = [member.start(order) for member, order in zip(self._members, orders, strict=True)]
-        for rank, (outcome, result) in enumerate(begun):
-            self._hooks.watch(outcome.future(), partial(self._on_outcome, run.number, rank, result))
+        for rank, (sealed, beside) in enumerate(orders):
+            self._send(run.number, rank, sealed, beside)
 
-    def _orders(self, task: Task, request: Request) -> Sequence[tuple[Any, ...]]:
+    def leave(self) -> None:
+        """Have idle ranks leave the process group: `leaving` has those that have not yet. No call comes after it."""
+        self._numbers += 1
+        self._last_number, self.leaving = self._numbers, set(range(len(self._members)))
+        sealed, _ = seal(self._members[0].epoch, Request("close", "value", None), pack(((), {}), "close"), None)
+        for rank in range(len(self._members)):
+            self._hooks.send(rank, numbered(self._numbers, sealed))
+
+    def _send(self, number: int, rank: int, sealed: bytes, beside: Sequence[ray.ObjectRef]) -> None:
+        frame = numbered(number, sealed)
+        if beside:
+            # Ray brings the large parts to the rank, and the frame with them.
+            delivered = self._members[rank].actor.deliver.remote(frame, *beside).future()
+            self._hooks.watch(delivered, partial(self._on_carried, number, rank, lambda: None))
+        else:
+            self._hooks.send(rank, frame)
+
+    def _orders(self, task: Task, request: Request) -> Sequence[tuple[bytes, Sequence[ray.ObjectRef]]]:
         epoch = self._members[0].epoch  # one driver's, so the same of all
         shared = None if task.shared is None else store(task.shared)
         if isinstance(task.own, Packed):
             return [seal(epoch, request, store(task.own), shared)] * len(self._members)
         return [seal(epoch, request, store(own), shared) for own in task.own]
 
-    def _on_outcome(self, number: int, rank: int, result: ray.ObjectRef, future: Future) -> None:
-        run = self.run or self._failed
-        if run is None or run.number != number:
+    def hear(self, rank: int, frame: bytes) -> None:
+        """Take in what a rank says of its part of a call."""
+        number, said = split(frame)
+        if number == self._last_number:
+            self.leaving.discard(rank)
             return
-        error = future.exception()
-        if error is not None:
+        outcome = Outcome.from_bytes(said)
+        if not outcome.is_beside:
+            self._on_outcome(number, rank, outcome, outcome.value)
+            return
+        if not self._hooks.has_ray():
+            return
+        # The rank has packed it; until Ray has stored it, it is no result.
+        stored, result = self._members[rank].actor.take.remote(self._members[rank].epoch, number)
+        then = partial(self._on_outcome, number, rank, outcome, result)
+        self._hooks.watch(stored.future(), partial(self._on_carried, number, rank, then))
+
+    def _on_carried(self, number: int, rank: int, then: Callable[[], None], future: Future) -> None:
+        """Ray has carried something large, or could not."""
+        error, run = future.exception(), self._run_of(number)
+        if error is None:
+            then()
+        elif run is not None:
             self._on_task_error(run, rank, error)
+
+    def _run_of(self, number: int) -> Run | None:
+        run = self.run or self._failed
+        return run if run is not None and run.number == number else None
+
+    def _on_outcome(self, number: int, rank: int, outcome: Outcome, sent: Sent) -> None:
+        run = self._run_of(number)
+        if run is None:
             return
-        outcome = Outcome.from_bytes(future.result())
         run.finished.add(rank)
         run.stamps[rank] = outcome.stamp
         if run.is_freed or run is self._failed:
@@ -135,7 +181,6 @@ class Runner:
             self.see(run, failure.saw_raise(self._members[rank].info, outcome.raised), self._timeouts.drain_s)
         else:
             run.more = outcome.more if rank == 0 else run.more
-            sent = result if outcome.is_beside else outcome.value
             if run.task.keep_step is None:
                 run.task.call.rank_finished(rank, sent)
             elif rank == 0:

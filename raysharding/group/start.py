@@ -20,7 +20,7 @@ from raysharding.group.describe import tell
 from raysharding.group.locate import local_path
 from raysharding.group.naming import Lifetime, name_taken
 from raysharding.group.placement import Reservation
-from raysharding.group.ranks import Member, RankInfo, work_thread
+from raysharding.group.ranks import Member, RankInfo
 from raysharding.group.spec import GroupSpec
 
 _PID = re.compile(r"\bpid: (\d+)")
@@ -116,7 +116,7 @@ def start_in_place_of(
 
 def _member(described: RankInfo, actor: Any, info: ActorInfo, bundle: int, lifetime: Lifetime) -> Member:
     name = lifetime.actor_name(bundle)
-    return Member(described, actor, work_thread(actor), info.stacks_descriptor, info.log_paths, name, bundle)
+    return Member(described, actor, info.stacks_descriptor, info.log_paths, name, bundle)
 
 
 def _start(reservation: Reservation, bundle: int, device_type: str, placement: Placement, lifetime: Lifetime) -> Any:

@@ -20,6 +20,7 @@ from raysharding.group.fence import taken_over
 from raysharding.group.head import HEAD_GONE_S, Head, head_address
 from raysharding.group.interrupts import HeldInterrupts, PutOffInterrupts, Stopping
 from raysharding.group.lease import Renewal
+from raysharding.group.lines import Lines, open_lines
 from raysharding.group.naming import Lifetime
 from raysharding.group.ranks import Member
 from raysharding.group.replicas import Replicas
@@ -34,6 +35,8 @@ _TICK_S = 1.0
 _AFTER_DEATH_S = 0.5
 _RELEASE_S = 10.0
 _HEARD_S = 2.0
+_LEAVE_S = 2.0
+_SILENT_LINE_S = 5.0
 
 
 class Supervisor:
@@ -72,8 +75,18 @@ class Supervisor:
         self._events = Events(f"supervise {name}", self._patience, self._tick, self._on_failed)
         replicas = Replicas(len(members), len(members)) if replicas is None else replicas
         self.survivors = Survivors(replicas, timeouts.keep_s)
+        self._lines = Lines(self._events, lambda *heard: self._runner.hear(*heard), self._on_broken_line)
+        self._cut_off: dict[int, tuple[float, OSError]] = {}
         hooks = Hooks(
-            self._events.watch, self._advance, self._on_death, self._break, self._settled, self._why_not, self._remark
+            self._events.watch,
+            self._lines.send,
+            self._has_ray,
+            self._advance,
+            self._on_death,
+            self._break,
+            self._settled,
+            self._why_not,
+            self._remark,
         )
         self._runner = Runner(name, members, timeouts, self.survivors, hooks)
         self._waiting = WaitingCalls()
@@ -87,6 +100,16 @@ class Supervisor:
             self._events.watch(member.actor.lifetime.remote(member.epoch).future(), partial(self._on_lifetime, rank))
         self._events.start()
         close_at_exit(self)
+
+    def open_lines(self) -> None:
+        """Have the ranks connect to this process: no call goes out before. At most `Timeouts.rendezvous_s`.
+
+        Raises:
+            RendezvousError: A rank cannot reach this process, or did not in time.
+            GroupError: A rank is gone, or the group was stopped meanwhile.
+        """
+        opened = open_lines(self.members, self._timeouts.rendezvous_s, self.refuse_if_unusable)
+        self._events.put(partial(self._lines.take, opened))
 
     @property
     def state(self) -> GroupState:
@@ -234,6 +257,7 @@ class Supervisor:
         return self._cause is None and not self._is_closing
 
     def _on_failed(self, error: Exception) -> None:
+        self._lines.close()
         try:
             self._break([], GroupError(f"{self.name}: supervision failed: {type(error).__name__}: {error}"))
         finally:
@@ -251,7 +275,7 @@ class Supervisor:
         self._advance()
 
     def _has_ray(self) -> bool:
-        """Whether Ray is there yet; else the group breaks. Asked before a call: that would start another Ray."""
+        """Whether Ray is there yet; else the group breaks."""
         if self._is_usable() and not self._teardown.has_ray():
             self._break([], GroupError(f"{self.name}: Ray was shut down under the group"))
         return self._is_usable()
@@ -262,10 +286,15 @@ class Supervisor:
             self._break([], GroupError(f"{self.name}: {self._head.gone()}"))
         if self.survivors.is_kept and not self.survivors.left_s:
             self._drop_kept()
+        self._give_up_cut_off()
         self._runner.check(self.survivors.dead)
-        while self._runner.run is None and self._waiting and self._has_ray():
+        while self._runner.run is None and self._waiting and self._may_begin():
             task = self._waiting.take()
             self._runner.begin(task, task.request)
+
+    def _may_begin(self) -> bool:
+        """Whether the next call may go out. What Ray is to carry would start another Ray where this one is gone."""
+        return self._has_ray() if self._waiting.next_is_large() else self._is_usable()
 
     def _on_lifetime(self, rank: int, future: Future) -> None:
         error = future.exception()
@@ -295,6 +324,18 @@ class Supervisor:
         is_old = isinstance(error, ray.exceptions.ActorUnavailableError)
         self._runner.see(run, seen, 0.0 if is_old else _AFTER_DEATH_S)
         self._advance()
+
+    def _on_broken_line(self, rank: int, error: OSError) -> None:
+        # Most often the rank has just died, or obeys another driver now, and Ray tells in a moment; if it is there.
+        self._has_ray()
+        self._cut_off[rank] = time.monotonic() + _SILENT_LINE_S, error
+
+    def _give_up_cut_off(self) -> None:
+        """A rank that lives and cannot be reached any more is lost, as a dead one is."""
+        for rank, (until, error) in list(self._cut_off.items()):
+            if time.monotonic() >= until:
+                del self._cut_off[rank]
+                self._on_death(rank, ConnectionError(f"its connection to the driver broke: {error}"))
 
     def _why_not(self, lost: Collection[int]) -> str:
         """Why ranks that hold one model could not meet again without `lost`; empty where they could."""
@@ -380,10 +421,18 @@ class Supervisor:
         self._waiting.fail(error)
         try:
             if was_idle:
-                self._teardown.leave()
+                self._leave()
             self._stop_all()
         finally:
+            self._lines.close()
             self._events.close()
+
+    def _leave(self) -> None:
+        """Let idle ranks leave the process group; those that do not within 2 s are stopped all the same."""
+        self._runner.leave()
+        until = time.monotonic() + _LEAVE_S
+        while self._runner.leaving - self.survivors.dead and time.monotonic() < until:
+            self._events.act(0.1)
 
     def _give_up(self, error: GroupError, done: threading.Event) -> None:
         try:

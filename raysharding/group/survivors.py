@@ -66,7 +66,8 @@ class Survivors:
 
     def compare(self, stamps: Mapping[int, Stamp]) -> None:
         """Note what a call did to the ranks: what made copies of a shard differ is never undone, as far as we know."""
-        self._copies_differ = self._copies_differ or not self.replicas.are_alike(stamps)
+        if self.replicas.are_several and not self._copies_differ:
+            self._copies_differ = not self.replicas.are_alike(stamps)
 
     def why_not(self, lost: Collection[int]) -> str:
         """Why the group cannot do without these ranks and the dead ones; empty where it can."""

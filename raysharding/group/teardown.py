@@ -1,4 +1,4 @@
-"""Taking a group down: ranks leave, actors are stopped, the placement group goes back, and at exit nothing stays."""
+"""Taking a group down: actors are stopped, the placement group goes back, and at exit nothing stays."""
 
 from __future__ import annotations
 
@@ -10,11 +10,8 @@ from typing import Protocol
 
 import ray
 
-from raysharding.group.order import Request, seal
-from raysharding.group.packing import pack
 from raysharding.group.ranks import Member
 
-_LEAVE_S = 2.0
 _STOP_S = 3.0
 
 
@@ -58,12 +55,6 @@ class Teardown:
     def has_ray(self) -> bool:
         """Whether the Ray that runs the ranks is still connected; after a new `ray.init()` it is not."""
         return _ray_session() == self._session
-
-    def leave(self) -> None:
-        """Let idle ranks leave the process group; those that do not within 2 s are stopped all the same."""
-        request, nothing = Request("close", "value", None), pack(((), {}), "close")
-        refs = [member.start(seal(member.epoch, request, nothing, None))[0] for member in self._members]
-        ray.wait(refs, num_returns=len(refs), timeout=_LEAVE_S)
 
     def let_go(self) -> None:
         """Leave the actors and the placement group to another driver: `stop` will do nothing."""

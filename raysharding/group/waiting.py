@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 
 from raysharding.errors import GroupError
+from raysharding.group.order import ORDER_BYTES
 from raysharding.group.task import Task
 
 _MAX_BYTES = 256 << 20
@@ -26,6 +27,10 @@ class WaitingCalls:
     def is_full(self) -> bool:
         """Whether a caller has to wait before it adds another call."""
         return self.num_bytes >= _MAX_BYTES
+
+    def next_is_large(self) -> bool:
+        """Whether Ray is to carry part of the first call; there is one."""
+        return self._tasks[0].num_bytes > ORDER_BYTES
 
     def wait_for_room(self, is_open: Callable[[], bool]) -> None:
         """Wait until the queue is not full, or `is_open` says that nobody will empty it.

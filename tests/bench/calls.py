@@ -5,7 +5,7 @@ local Ray cluster. Arms are interleaved: one round is one measurement of each, i
 and differences are taken within a round.
 
     empty      `group.call(nothing, out=Out.none())`, one after the other, seconds for each
-    plain      the same command packed and sent to the same actors by hand, waited for with `ray.get`
+    plain      the same command packed and sent to as many other ranks by hand, over lines that nobody supervises
     bare       an empty method of as many actors that do nothing else: Ray's own part
     supervised empty − plain: what the supervision adds to a call
     command    plain − bare: what packing and running a command adds to Ray's part
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import select
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -32,7 +33,10 @@ from torch import nn
 from raysharding import Out, Placement, ShardedModelGroup
 from raysharding.batch import deal
 from raysharding.bench.ratios import Figure
-from raysharding.group.order import Request, seal
+from raysharding.group.lines import open_lines
+from raysharding.group.order import Request, numbered, seal, split
+from raysharding.group.outcome import Outcome
+from raysharding.group.packing import Packed
 from raysharding.group.sending import pack_batches
 
 NUM_CPUS = 8
@@ -43,11 +47,14 @@ BASES = {"empty": "plain", "plain": "bare", "steps": "looped"}
 """Arm → what it is compared with."""
 
 
-def measure(group: ShardedModelGroup, rounds: int, calls: int, steps: int, step_s: float) -> dict[str, Figure]:
+def measure(
+    group: ShardedModelGroup, plain: Plain, rounds: int, calls: int, steps: int, step_s: float
+) -> dict[str, Figure]:
     """Measure all arms round by round.
 
     Args:
         group: Idle ranks.
+        plain: As many others.
         rounds: Measurements of each arm.
         calls: Empty calls in one measurement.
         steps: Steps in one measurement.
@@ -57,7 +64,7 @@ def measure(group: ShardedModelGroup, rounds: int, calls: int, steps: int, step_
     work, nothing, bare = _work(repeats), _nothing(), _bare(len(group.ranks))
     arms: dict[str, Callable[[], float]] = {
         "empty": lambda: _each(lambda: group.call(nothing, out=Out.none()), calls),
-        "plain": lambda: _each(_plain(group, nothing), calls),
+        "plain": lambda: _each(lambda: plain.call(nothing), calls),
         "bare": lambda: _each(bare, calls),
         "steps": lambda: _each(lambda: group.call(work, 1, out=Out.none()), steps),
         "looped": lambda: _each(lambda: group.call(work, steps, out=Out.none()), 1) / steps,
@@ -126,16 +133,45 @@ def _work(repeats: int) -> Callable[[int], None]:
     return work
 
 
-def _plain(group: ShardedModelGroup, fn: Callable[[], None]) -> Callable[[], object]:
-    """Return a function that runs a call's command on the ranks without the supervision."""
-    members, request = group._channel.members, Request("call", "value", None)
+class Plain:
+    """Ranks of a group whose supervision has let go of them, and lines to them that nobody supervises."""
 
-    def call() -> object:
-        own, _ = pack_batches("call", deal((), {}, len(members)), fn, Out.none())
-        sealed = seal(members[0].epoch, request, own, None)
-        return ray.get([member.start(sealed)[0] for member in members])
+    def __init__(self, group: ShardedModelGroup) -> None:
+        """Take the ranks over; `close` stops them."""
+        self._reservation = group._launched.reservation
+        members, supervisor = group._channel.members, group._channel.supervisor
+        supervisor.let_go()
+        supervisor.shutdown()
+        self._lines = open_lines(members, 30.0, lambda: None)
+        self._members, self._number = members, 0
+        self._poll = select.poll()
+        for line in self._lines:
+            self._poll.register(line.connection, select.POLLIN)
+        self._by_descriptor = {line.connection.fileno(): line for line in self._lines}
 
-    return call
+    def close(self) -> None:
+        """Stop the ranks and give their room back."""
+        for line, member in zip(self._lines, self._members, strict=True):
+            line.close()
+            ray.kill(member.actor, no_restart=True)
+        self._reservation.release()
+
+    def call(self, fn: Callable[[], None]) -> None:
+        """Run a call's command on all ranks."""
+        own, _ = pack_batches("call", deal((), {}, len(self._members)), fn, Out.none())
+        assert isinstance(own, Packed), "the ranks share it"
+        sealed, _ = seal(self._members[0].epoch, Request("call", "value", None), own, None)
+        self._number += 1
+        for line in self._lines:
+            assert line.send(numbered(self._number, sealed)), "an empty call is small"
+        waiting = len(self._lines)
+        while waiting:
+            for descriptor, _ in self._poll.poll():
+                for frame in self._by_descriptor[descriptor].receive():
+                    number, said = split(frame)
+                    assert number == self._number
+                    assert Outcome.from_bytes(said).raised is None
+                    waiting -= 1
 
 
 def _bare(num_actors: int) -> Callable[[], object]:
@@ -165,15 +201,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
             path = Path(folder, "model.safetensors")
             save_file(nn.Linear(8, 8).state_dict(), path)
             for world_size in options.world_sizes:
-                placement = Placement(cpus_per_rank=min(1.0, NUM_CPUS / world_size))
-                with ShardedModelGroup.from_checkpoint(
-                    path, model=_model(), world_size=world_size, device="cpu", placement=placement
-                ) as group:
+                placement = Placement(cpus_per_rank=min(0.5, NUM_CPUS / world_size / 2))
+                with _group(path, world_size, placement) as group, _group(path, world_size, placement) as other:
+                    plain = Plain(other)
                     load = os.getloadavg()[0]
-                    found = measure(group, options.rounds, options.calls, options.steps, options.step_ms / 1000)
+                    found = measure(group, plain, options.rounds, options.calls, options.steps, options.step_ms / 1000)
+                    plain.close()
                 print("\n".join(lines(world_size, found, load, os.getloadavg()[0])), flush=True)
     finally:
         ray.shutdown()
+
+
+def _group(path: Path, world_size: int, placement: Placement) -> ShardedModelGroup:
+    return ShardedModelGroup.from_checkpoint(
+        path, model=_model(), world_size=world_size, device="cpu", placement=placement
+    )
 
 
 def _model() -> Callable[[], nn.Module]:

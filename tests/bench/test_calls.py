@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from raysharding import ShardedModelGroup
-from tests.bench.calls import lines, measure
+from tests.bench.calls import Plain, lines, measure
+from tests.conftest import make_group
 
 
 @pytest.mark.full
-def test_figures(group: ShardedModelGroup) -> None:
-    found = measure(group, rounds=2, calls=5, steps=2, step_s=0.01)
+def test_figures(group: ShardedModelGroup, checkpoint: Path) -> None:
+    with make_group(checkpoint) as other:
+        plain = Plain(other)
+        found = measure(group, plain, rounds=2, calls=5, steps=2, step_s=0.01)
+        plain.close()
     assert list(found) == ["empty", "plain", "bare", "steps", "looped", "supervised", "command", "overhead"]
     assert all(found[name].low > 0 for name in ("empty", "plain", "bare", "steps", "looped"))
     assert found["steps"].low > found["empty"].low, "a step takes longer than nothing"

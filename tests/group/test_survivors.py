@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
 import threading
 import time
 from pathlib import Path
@@ -17,7 +16,7 @@ import torch
 from raysharding import CheckpointError, GroupBrokenError, GroupError, ShardedModelGroup, Timeouts
 from raysharding.group import GroupState
 from raysharding.group.call import Call, Collect
-from raysharding.group.order import INLINE_BYTES, Request, seal, store, unseal
+from raysharding.group.order import ORDER_BYTES, RESULT_BYTES, Request, seal, store, unseal
 from raysharding.group.outcome import Outcome, Stamp
 from raysharding.group.packing import Packed
 from raysharding.group.replicas import Replicas
@@ -84,13 +83,12 @@ def packed(num_bytes: int) -> Packed:
 
 
 @pytest.mark.usefixtures("cluster")
-@pytest.mark.parametrize("own_bytes", [1, INLINE_BYTES, INLINE_BYTES + 1])
-@pytest.mark.parametrize("shared_bytes", [None, 1, INLINE_BYTES, INLINE_BYTES + 1])
-def test_an_order_arrives_whole_and_ray_stores_none_of_it_by_itself(own_bytes: int, shared_bytes: int | None) -> None:
+@pytest.mark.parametrize("own_bytes", [1, ORDER_BYTES, ORDER_BYTES + 1])
+@pytest.mark.parametrize("shared_bytes", [None, 1, ORDER_BYTES, ORDER_BYTES + 1])
+def test_an_order_arrives_whole_and_ray_stores_what_is_large(own_bytes: int, shared_bytes: int | None) -> None:
     own, shared = packed(own_bytes), None if shared_bytes is None else packed(shared_bytes)
-    sealed, *beside = seal(3, REQUEST, store(own), None if shared is None else store(shared))
-    assert len(sealed) < 100 << 10, "Ray's max_direct_call_object_size"
-    assert len(beside) == (own_bytes > INLINE_BYTES) + ((shared_bytes or 0) > INLINE_BYTES)
+    sealed, beside = seal(3, REQUEST, store(own), None if shared is None else store(shared))
+    assert len(beside) == (own_bytes > ORDER_BYTES) + ((shared_bytes or 0) > ORDER_BYTES)
     order = unseal(sealed, ray.get(beside))
     assert (order.epoch, order.request, order.own.num_bytes) == (3, REQUEST, own_bytes)
     assert (None if order.shared is None else order.shared.num_bytes) == shared_bytes
@@ -100,10 +98,9 @@ def test_an_outcome_is_the_same_after_its_trip() -> None:
     for outcome in (Outcome(SAME), Outcome(TORN, more=True, is_beside=True), Outcome(OTHER, value=Packed(b"x", ()))):
         assert Outcome.from_bytes(outcome.to_bytes()) == outcome
         assert isinstance(outcome.to_bytes(), bytes)
-        assert pickle.loads(outcome.to_bytes())[0] == outcome.stamp
 
 
-@pytest.mark.parametrize("num_bytes", [0, INLINE_BYTES // 2, INLINE_BYTES, 3 * INLINE_BYTES])
+@pytest.mark.parametrize("num_bytes", [0, RESULT_BYTES // 2, RESULT_BYTES, 3 * RESULT_BYTES])
 def test_results_of_every_size_arrive(group: ShardedModelGroup, num_bytes: int) -> None:
     def make(size: int) -> Any:
         import torch
