@@ -157,6 +157,35 @@ class RankBatch:
         """Whether this rank has no rows of its own, only the dummy row that keeps it in step with the others."""
         return self.num_rows == 0
 
+    def parts(self, num_parts: int) -> list[RankBatch]:
+        """Cut the rows of every rank into parts, each a call of its own, whose sizes differ by one row at most.
+
+        Args:
+            num_parts: How many, 1 or more; fewer come where no rank has so many rows.
+
+        Raises:
+            ValueError: There are no rows to cut, or `num_parts` is not positive.
+        """
+        check_num_parts(num_parts, self.num_rows)
+        if num_parts == 1 or self.num_rows is None:
+            return [self]
+        cut = [split_rows(rows, num_parts) for rows in self.rows]
+        own, start = split_rows(self.num_rows, num_parts), 0
+        parts = []
+        for index, taken in enumerate(own):
+            rows = tuple(one[index] for one in cut)
+            if any(rows):
+                parts.append(self._part(start if taken else 0, taken, rows))
+            start += taken
+        return parts
+
+    def _part(self, start: int, num_rows: int, rows: tuple[int, ...]) -> RankBatch:
+        def take(_: str, leaf: Any) -> Any:
+            return leaf.rows(start, max(num_rows, 1)) if isinstance(leaf, Split) else leaf
+
+        part = self.replaced(lambda value: map_leaves(take, value, leaf=Split))
+        return replace(part, num_rows=num_rows, rows=rows)
+
     def resized(self, num_rows: int) -> RankBatch:
         """Return the same call on this rank's first `num_rows` rows (row 0 repeated where it has fewer)."""
 
@@ -172,6 +201,21 @@ class RankBatch:
             self,
             wrapped_args=tuple(change(value) for value in self.wrapped_args),
             wrapped_kwargs={key: change(value) for key, value in self.wrapped_kwargs.items()},
+        )
+
+
+def check_num_parts(num_parts: int, num_rows: int | None) -> None:
+    """Refuse to cut what has no rows.
+
+    Raises:
+        ValueError: `num_parts` is not positive, or over 1 for a call without a `Split`.
+    """
+    if num_parts < 1:
+        raise ValueError(f"gradient_accumulation_steps={num_parts}: give 1 or more")
+    if num_parts > 1 and num_rows is None:
+        raise ValueError(
+            f"gradient_accumulation_steps={num_parts} takes the rows of a batch in parts, and this call has no Split: "
+            "give Split(rows), or call forward_backward for each part"
         )
 
 

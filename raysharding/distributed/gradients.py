@@ -45,6 +45,19 @@ def clip_grad_norm_(module: nn.Module, max_norm: float | None, norm_type: float 
     return norm
 
 
+def scale_gradients(module: nn.Module, factor: float) -> None:
+    """Multiply all gradients by a number; no collective.
+
+    Args:
+        module: The sharded root module, after a backward outside `no_sync`.
+        factor: The same on every rank.
+    """
+    reshard(module)  # as in `clip_grad_norm_`
+    grads = [grad for several in _local_gradients(module).values() for grad in several]
+    if factor != 1.0:
+        _scale(grads, torch.tensor(factor))
+
+
 def check_norm(max_norm: float | None, norm_type: float) -> None:
     """Refuse bounds and powers that no norm has.
 

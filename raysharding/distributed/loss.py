@@ -8,7 +8,7 @@ label, and who honours the argument, is found by running the loss (`probe.py`), 
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -84,11 +84,26 @@ class LossWeight:
     """The count of all ranks, for a model that divides by it; `None` for the others."""
     factor: float
     """What to multiply the rank's loss with. 0 for a rank without counted items."""
-    total: int
-    """Counted items of all ranks; 0 where the caller's loss function counts for itself."""
+    total: int | None
+    """What counts on all ranks together, in the loss's own unit; `None` where the loss counts for itself, or is a
+    sum."""
+    is_sum: bool = False
+    """Whether the loss of the whole is the sum of the parts' losses."""
 
 
-def weigh(module: nn.Module, batch: RankBatch, loss: LossFunction | None = None) -> LossWeight:
+class LossShare(NamedTuple):
+    """A rank's part of a batch's loss."""
+
+    value: torch.Tensor
+    """0-dim, fp32, with its graph. The ranks' values add up to the loss of the batch."""
+    weight: float | None
+    """What the loss of the batch weighs beside those of other batches: the number of its counted items, which may be
+    0, the same on every rank. `None`: the loss is a sum, and such losses are added."""
+
+
+def weigh(
+    module: nn.Module, batch: RankBatch, loss: LossFunction | None = None, *, may_be_empty: bool = False
+) -> LossWeight:
     """Find this rank's weight in the batch's loss; collective over the default group.
 
     The first call for a model (and for each kind of labels and loss function) runs some forwards more, ten at most,
@@ -99,24 +114,27 @@ def weigh(module: nn.Module, batch: RankBatch, loss: LossFunction | None = None)
         module: The sharded root module.
         batch: This rank's part of the call.
         loss: The caller's loss function, or `None` for the model's own.
+        may_be_empty: Whether it is no error that no label of the whole batch counts. Default: it is.
 
     Raises:
         ValueError: On every rank, when no label of the whole batch counts, labels differ in kind, the caller gives
             `num_items_in_batch`, or the loss is no mean over labels or rows and no sum.
     """
-    return _weight(_agree(module, batch, loss), is_dummy=batch.is_dummy)
+    return _weight(_agree(module, batch, loss), batch.is_dummy, may_be_empty)
 
 
-def _weight(agreed: _Agreed, *, is_dummy: bool) -> LossWeight:
+def _weight(agreed: _Agreed, is_dummy: bool, may_be_empty: bool) -> LossWeight:
     traits = agreed.traits
     if traits.returns_pair:
-        return LossWeight(num_items_in_batch=None, factor=float(not is_dummy), total=0)
-    if sum(agreed.items()) == 0:
+        return LossWeight(num_items_in_batch=None, factor=float(not is_dummy), total=None)
+    if sum(agreed.items()) == 0 and not may_be_empty:
         raise ValueError(_nothing_counted(agreed.labels.kind, traits))
     local, total = agreed.items()[dist.get_rank()], agreed.total
     if traits.honours_count:
-        return LossWeight(num_items_in_batch=total, factor=float(local > 0), total=total)
-    return LossWeight(num_items_in_batch=None, factor=local / total, total=total)
+        return LossWeight(num_items_in_batch=max(total, 1), factor=float(local > 0), total=total)
+    if traits.weighing is Weighing.SUM:
+        return LossWeight(num_items_in_batch=None, factor=float(local), total=None, is_sum=True)
+    return LossWeight(num_items_in_batch=None, factor=local / max(total, 1), total=total)
 
 
 def _nothing_counted(kind: LabelKind, traits: LossTraits) -> str:
@@ -128,7 +146,9 @@ def _nothing_counted(kind: LabelKind, traits: LossTraits) -> str:
     return f"no label counts: all labels of the batch{where} are masked, so its mean loss is undefined; skip this batch"
 
 
-def loss_share(module: nn.Module, batch: RankBatch, loss: LossFunction | None = None) -> torch.Tensor:
+def loss_share(
+    module: nn.Module, batch: RankBatch, loss: LossFunction | None = None, *, may_be_empty: bool = False
+) -> LossShare:
     """Run the forward and return this rank's share of the batch's loss; the shares of all ranks add up to it.
 
     Collective: every rank calls it with its part of one call, in the same mode.
@@ -139,24 +159,28 @@ def loss_share(module: nn.Module, batch: RankBatch, loss: LossFunction | None = 
         loss: `None`: the output's `.loss`. Else called as `loss_call.call_loss` says; it returns a scalar, the mean
             over counted labels (rows, where there are no labels) or over rows, a sum, or a pair (sum, count), taken
             as it is. Labels are what the call or the loss names `labels`, masked by -100.
+        may_be_empty: As for `weigh`; the loss of a batch in which nothing counts is 0 then, and so are its gradients.
 
     Returns:
-        0-dim fp32 tensor with its graph; exactly 0, with zero gradients, on a rank without counted items.
+        The share; exactly 0, with zero gradients, on a rank without counted items.
 
     Raises:
         ValueError: On every rank, when there is no loss, it is not a scalar, nothing counts, or as for `weigh`.
     """
     agreed = _agree(module, batch, loss)
-    weight = _weight(agreed, is_dummy=batch.is_dummy)
+    weight = _weight(agreed, batch.is_dummy, may_be_empty)
     args, kwargs = batch.args, batch.kwargs
     if weight.factor == 0:
         args, kwargs = agreed.labels.harmless(args, kwargs)
     if weight.num_items_in_batch is not None:
         kwargs["num_items_in_batch"] = weight.num_items_in_batch
     output, result = run_loss(module, args, kwargs, loss)
-    share = loss_of(output).float() * weight.factor if loss is None else _share_of(module, result, weight)
-    if weight.factor == 0 and not bool(torch.isfinite(share)):
-        return _zero_of(output, share)
+    if loss is None:
+        share = LossShare(loss_of(output).float() * weight.factor, None if weight.is_sum else float(weight.total or 0))
+    else:
+        share = _share_of(module, result, weight, may_be_empty)
+    if weight.factor == 0 and not bool(torch.isfinite(share.value)):
+        return share._replace(value=_zero_of(output, share.value))
     return share
 
 
@@ -169,7 +193,9 @@ def _zero_of(output: Any, share: torch.Tensor) -> torch.Tensor:
     return torch.stack(parts).sum() if parts else share
 
 
-def _share_of(module: nn.Module, result: torch.Tensor | tuple[torch.Tensor, float], weight: LossWeight) -> torch.Tensor:
+def _share_of(
+    module: nn.Module, result: torch.Tensor | tuple[torch.Tensor, float], weight: LossWeight, may_be_empty: bool
+) -> LossShare:
     """Weigh what the caller's loss function returned; collective, and the same on every rank."""
     is_pair = isinstance(result, tuple)
     # Of a dummy, and where labels were replaced by harmless ones, nothing counts.
@@ -182,15 +208,15 @@ def _share_of(module: nn.Module, result: torch.Tensor | tuple[torch.Tensor, floa
         raise ValueError(
             "the loss returned (sum, count) on some ranks and a mean on others; return one kind everywhere"
         )
-    if not isinstance(result, tuple) and weight.total:
-        return result.float() * weight.factor
+    if not isinstance(result, tuple) and (weight.total is not None or weight.is_sum):
+        return LossShare(result.float() * weight.factor, None if weight.total is None else float(weight.total))
     if not isinstance(result, tuple):
         # What was found out about it holds no longer; the next call probes it anew.
         forget(module)
         raise ValueError("the loss returned (sum, count) in an earlier call and a mean now; return one kind always")
-    if total <= 0:
+    if total < 0 or (total == 0 and not may_be_empty):
         raise ValueError(f"the counts that the loss returned add up to {total:g}; skip a batch in which nothing counts")
-    return result[0].float() * (1.0 / total if weight.factor else 0.0)
+    return LossShare(result[0].float() * (1.0 / total if weight.factor and total else 0.0), total)
 
 
 def reduce_loss(module: nn.Module, batch: RankBatch, loss: torch.Tensor) -> torch.Tensor:

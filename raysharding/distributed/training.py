@@ -1,14 +1,18 @@
-"""One optimizer step over a batch that is dealt out to all ranks, equal to the step one process would take."""
+"""Training steps over batches that are dealt out to all ranks, equal to those that one process would take."""
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from raysharding.batch import RankBatch
+from raysharding.distributed.accumulation import Accumulation
 from raysharding.distributed.execution import check_execution_order
-from raysharding.distributed.gradient_sync import drop_unreduced_gradients
+from raysharding.distributed.gradient_sync import drop_unreduced_gradients, no_sync
 from raysharding.distributed.gradients import clip_grad_norm_
 from raysharding.distributed.layout import unwrapped
 from raysharding.distributed.loss import loss_share
@@ -32,11 +36,13 @@ def train_step(
     loss: LossFunction | None = None,
     max_grad_norm: float | None = None,
     training: bool = True,
+    gradient_accumulation_steps: int = 1,
 ) -> dict[str, float]:
     """Forward, backward and one optimizer step; collective, every rank calls it with its own batch.
 
+    `zero_grad`, `forward_backward` of each part of the batch, and `optim_step`; the gradients stay until the next step.
     Loss, gradient norm and update are those of one process on all rows, whatever the number of ranks and however
-    labels are masked. Gradients of earlier calls are dropped first. Wire: FSDP's own traffic and a few numbers.
+    labels are masked. Wire: FSDP's own traffic, gradients reduced once, and a few numbers.
 
     Args:
         module: The sharded root module.
@@ -45,57 +51,146 @@ def train_step(
         loss: See `loss.loss_share`. Default: the output's `.loss`.
         max_grad_norm: Clip to this global 2-norm, above 0. Default: only measure.
         training: Train mode rather than eval mode. Default train. Each submodule's own mode is put back.
+        gradient_accumulation_steps: Parts that the rows are taken in, one after the other, for less memory: activations
+            are those of one part, but between parts each rank holds full, unsharded gradients. Default 1.
 
     Returns:
         `loss` of the whole batch and `grad_norm` before clipping, equal on every rank.
 
     Raises:
-        ValueError: On every rank, when `max_grad_norm` is not positive.
+        ValueError: On every rank, when `max_grad_norm` is not positive, or there are no rows to take in parts.
         Exception: Whatever the model, the loss or the optimizer raised. If all ranks raise it alike, the module has
             been reset and later steps are right, unless a note on the exception says otherwise (`is_recoverable`).
     """
-    if max_grad_norm is not None and not max_grad_norm > 0:
-        # To some it means "do not clip", and a norm of 0 would be a step that learns nothing.
-        raise ValueError(f"max_grad_norm={max_grad_norm!r}: give a positive number, or None to only measure")
+    check_max_grad_norm(max_grad_norm)
+    parts = batch.parts(gradient_accumulation_steps)
+    done = Accumulation()
+    zero_grad(module, optimizer)
+    for part in parts:
+        is_last = part is parts[-1]
+        forward_backward(module, part, done, loss=loss, training=training, sync=is_last, may_be_empty=len(parts) > 1)
+    return optim_step(module, optimizer, done, max_grad_norm=max_grad_norm)
+
+
+def zero_grad(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Drop all gradients, also those that were not reduced yet; no collective.
+
+    Args:
+        module: The sharded root module.
+        optimizer: What else it may hold. Default: nothing.
+    """
+    module = unwrapped(module)
+    # A forward before this may have left full parameters registered; gradients hang on the shards.
+    reshard(module)
+    if optimizer is not None:
+        optimizer.zero_grad(set_to_none=True)
+    # Parameters that the optimizer leaves out would add up over the steps and into the norm.
+    module.zero_grad(set_to_none=True)
+    drop_unreduced_gradients(module)
+
+
+def forward_backward(
+    module: nn.Module,
+    batch: RankBatch,
+    done: Accumulation,
+    *,
+    loss: LossFunction | None = None,
+    training: bool = True,
+    sync: bool = True,
+    may_be_empty: bool = True,
+) -> dict[str, float]:
+    """Run forward and backward; collective, every rank calls it with its own batch.
+
+    The gradients are added to those of earlier passes. Wire: FSDP's own traffic, and a few numbers.
+
+    Args:
+        module: The sharded root module.
+        batch: This rank's part, from `deal`.
+        done: The passes since the last update; this one is noted there.
+        loss: See `loss.loss_share`. Default: the output's `.loss`.
+        training: As for `train_step`.
+        sync: Whether to reduce the gradients, those of earlier passes with them: the last pass before an update has to.
+            Without it each rank holds full, unsharded gradients. Default yes.
+        may_be_empty: Whether a batch in which nothing counts adds nothing, rather than being an error. Default it may.
+
+    Returns:
+        `loss` of this whole batch, equal on every rank; NaN where nothing counts in it.
+
+    Raises:
+        ValueError: On every rank, as `loss_share`, or when the loss is of another kind than in earlier passes.
+        Exception: Whatever the model or the loss raised. The gradients of all passes are dropped then.
+    """
     module = unwrapped(module)
     progress = _Progress()
+    with _recovering(module, progress), module_mode(module, training=training):
+        if not done.num_passes:
+            reshard(module)  # gradients hang on the shards
+        share = loss_share(module, batch, loss, may_be_empty=may_be_empty)
+        check_execution_order(module)
+        scale = done.scale(share)
+        progress.in_backward = True
+        with contextlib.nullcontext() if sync else no_sync(module):
+            # FSDP averages gradients over all ranks; the shares of the loss have to be added up.
+            torch.autograd.backward(share.value * (scale * dist.get_world_size()))
+        total = share.value.detach().clone()
+        # Every rank adds its share, empty ranks a zero: a rank that skipped it would leave the others waiting.
+        dist.all_reduce(total)
+        value = float(total)
+    done.add(value, share.weight, is_reduced=sync)
+    return {"loss": float("nan") if share.weight == 0 else value}
+
+
+def optim_step(
+    module: nn.Module, optimizer: torch.optim.Optimizer, done: Accumulation, *, max_grad_norm: float | None = None
+) -> dict[str, float]:
+    """Update the parameters with the gradients that are there; collective. The gradients stay.
+
+    Args:
+        module: The sharded root module.
+        optimizer: Over the module's parameters.
+        done: The passes that the gradients are of; none, where they are somebody else's.
+        max_grad_norm: As for `train_step`.
+
+    Returns:
+        `loss` over the rows of all passes, where there were any, and `grad_norm` before clipping, equal on every rank.
+
+    Raises:
+        ValueError: On every rank, when `max_grad_norm` is not positive, when the last pass did not reduce the
+            gradients, or when nothing counted in any of them. The gradients are dropped.
+        Exception: Whatever the optimizer raised. See `train_step`.
+    """
+    check_max_grad_norm(max_grad_norm)
+    module = unwrapped(module)
+    progress = _Progress()
+    with _recovering(module, progress):
+        done.finish(module)
+        # Its all-reduce ends on no rank until all have come so far: a rank that fails or dies earlier leaves no other
+        # one updated.
+        grad_norm = float(clip_grad_norm_(module, max_grad_norm))
+        progress.in_optimizer = True
+        optimizer.step()
+    return {**({"loss": done.loss()} if done.num_passes else {}), "grad_norm": grad_norm}
+
+
+def check_max_grad_norm(max_grad_norm: float | None) -> None:
+    """Refuse a bound that no step has.
+
+    Raises:
+        ValueError: It is not positive: to some it means "do not clip", and a norm of 0 would learn nothing.
+    """
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ValueError(f"max_grad_norm={max_grad_norm!r}: give a positive number, or None to only measure")
+
+
+@contextlib.contextmanager
+def _recovering(module: nn.Module, progress: _Progress) -> Iterator[None]:
+    """After an exception: make the module right again, and say on the exception whether it is."""
     try:
-        with module_mode(module, training=training):
-            return _step(module, optimizer, batch, loss, max_grad_norm, progress)
+        yield
     except Exception as error:
         usable = recover_after(error, module, in_backward=progress.in_backward) and not progress.in_optimizer
         mark_recovery(error, usable, torn=progress.in_optimizer)
         raise
-
-
-def _step(
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batch: RankBatch,
-    loss: LossFunction | None,
-    max_grad_norm: float | None,
-    progress: _Progress,
-) -> dict[str, float]:
-    # A forward before this one may have left full parameters registered; gradients hang on the shards.
-    reshard(module)
-    optimizer.zero_grad(set_to_none=True)
-    # Parameters that the optimizer leaves out would add up over the steps and into the norm.
-    module.zero_grad(set_to_none=True)
-    drop_unreduced_gradients(module)
-    share = loss_share(module, batch, loss)
-    check_execution_order(module)
-    progress.in_backward = True
-    # FSDP averages gradients over all ranks; the shares of the loss have to be added up.
-    torch.autograd.backward(share * dist.get_world_size())
-    grad_norm = clip_grad_norm_(module, max_grad_norm)
-    total = share.detach().clone()
-    # Every rank adds its share, empty ranks a zero: a rank that skipped it would leave the others waiting. Before the
-    # update: it ends on no rank until all have come so far, so a rank that fails or dies earlier leaves no other one
-    # updated.
-    dist.all_reduce(total)
-    progress.in_backward, progress.in_optimizer = False, True
-    optimizer.step()
-    return {"loss": float(total), "grad_norm": float(grad_norm)}
 
 
 _UNUSABLE = "raysharding: this rank's module or optimizer was left half-way; restart the group before the next step"

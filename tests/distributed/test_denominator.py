@@ -79,7 +79,7 @@ class Fickle:
 def step_loss(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Any = None) -> float:
     """The sum of the ranks' shares; the gradients must be finite."""
     module.zero_grad()
-    share = loss_share(module, deal(args, kwargs, dist.get_world_size())[dist.get_rank()], loss)
+    share = loss_share(module, deal(args, kwargs, dist.get_world_size())[dist.get_rank()], loss).value
     share.backward()
     assert all(item.grad is None or bool(item.grad.isfinite().all()) for item in module.parameters())
     total = share.detach().clone()
