@@ -211,9 +211,23 @@ class RankCommands:
         output = self._worker.forward(batch, mode, out)
         return output.value if out is not None and out.kind == "refs" else output
 
-    def train_step(self, batch: RankBatch, loss: Any, max_grad_norm: float | None, mode: Mode) -> dict[str, float]:
+    def train_step(
+        self, batch: RankBatch, loss: Any, max_grad_norm: float | None, mode: Mode, gradient_accumulation_steps: int
+    ) -> dict[str, float]:
         """Take one optimizer step. All ranks, together."""
-        return self._worker.train_step(batch, loss, max_grad_norm, mode)
+        return self._worker.train_step(batch, loss, max_grad_norm, mode, gradient_accumulation_steps)
+
+    def forward_backward(self, batch: RankBatch, loss: Any, mode: Mode, sync: bool) -> dict[str, float]:
+        """Add a batch's gradients. All ranks, together."""
+        return self._worker.forward_backward(batch, loss, mode, sync=sync)
+
+    def optim_step(self, max_grad_norm: float | None) -> dict[str, float]:
+        """Update the parameters. All ranks, together."""
+        return self._worker.optim_step(max_grad_norm)
+
+    def zero_grad(self) -> None:
+        """Drop the gradients. All ranks."""
+        self._worker.zero_grad()
 
     def call(self, batch: RankBatch, fn: Callable[..., Any], out: Out | None) -> Any:
         """Run the user's function inside the process group. All ranks. A rank with a dummy row has no result."""

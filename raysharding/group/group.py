@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, Self
 
 import torch
 from torch import nn
 
-from raysharding.batch import Out, RankBatch, check_out, deal
+from raysharding.batch import Out, check_out, deal
 from raysharding.config import Loading, Placement, Sharding, Timeouts
-from raysharding.distributed.gradients import check_norm
-from raysharding.group.administration import Administration
-from raysharding.group.admission import check_batches
 from raysharding.group.attach import attach
 from raysharding.group.call import Call, Collect
 from raysharding.group.commands import Mode
-from raysharding.group.fit import check_optimizer
 from raysharding.group.group_plan import GroupPlan
 from raysharding.group.handle import handle
 from raysharding.group.interrupts import UndoneByInterrupt
@@ -27,23 +23,24 @@ from raysharding.group.launch import launch
 from raysharding.group.locate import anchored
 from raysharding.group.planning import plan_group
 from raysharding.group.progress import ProgressOption
-from raysharding.group.results import FullStateDict, collect_outputs, collect_rank0, collect_returns
+from raysharding.group.results import FullStateDict, collect_outputs, collect_returns
 from raysharding.group.rooms import NodeRoom
 from raysharding.group.spec import GroupSpec
+from raysharding.group.training import Training
 from raysharding.worker import check_mode
 
 GIB = 1 << 30
 
 
-class ShardedModelGroup(Administration):
+class ShardedModelGroup(Training):
     """A model sharded over one Ray actor per rank. Made by `from_checkpoint`; a context manager.
 
-    `forward`, `train_step`, `call`, `state_dict`, `save`, `status` and `shutdown` are handles: `group.forward(...)`
-    blocks and returns the result, `group.forward.remote(...)` returns a `Call`. Calls run in the order of their
-    submission, each under `Timeouts.call_s`; `status` and `shutdown` do not queue behind them. When a rank dies,
-    hangs, or raises alone, the call raises a `GroupError`, and later calls raise `GroupBrokenError`. The other ranks
-    are stopped and everything is given back, at once or, where `restart` could go on with what they hold, after
-    `Timeouts.keep_s`.
+    `forward`, `train_step`, `forward_backward`, `optim_step`, `zero_grad`, `call`, `state_dict`, `save`, `load`,
+    `status` and `shutdown` are handles: `group.forward(...)` blocks and returns the result, `group.forward.remote(...)`
+    returns a `Call`. Calls run in the order of their submission, each under `Timeouts.call_s`; `status` and `shutdown`
+    do not queue behind them. When a rank dies, hangs, or raises alone, the call raises a `GroupError`, and later calls
+    raise `GroupBrokenError`. The other ranks are stopped and everything is given back, at once or, where `restart`
+    could go on with what they hold, after `Timeouts.keep_s`.
 
     Ctrl-C while a call blocks the main thread (`group.x(...)`, `Call.result`, `per_rank`, `stream`) cancels the calls
     in the queue (`CallCancelledError`), waits for the running one, raises KeyboardInterrupt and leaves the group READY.
@@ -232,40 +229,6 @@ class ShardedModelGroup(Administration):
         return call.keep_alive(self)
 
     @handle
-    def train_step(
-        self,
-        /,
-        *args: Any,
-        loss: Callable[..., Any] | None = None,
-        max_grad_norm: float | None = None,
-        mode: Mode = None,
-        **kwargs: Any,
-    ) -> Call:
-        """Take one optimizer step on a batch: the step that one process would take on the same rows.
-
-        Args:
-            *args: The model's arguments, as for `forward`.
-            loss: `loss(output, *args, **kwargs)` → a mean, or (sum, count). Default: the output's own `.loss`.
-            max_grad_norm: Clip gradients to this global norm. Default: no clipping.
-            mode: `"eval"` trains with the modules in eval mode: no drop-out, BatchNorm's stored statistics. Default
-                train.
-            **kwargs: As `args`.
-
-        Returns:
-            `{"loss": float, "grad_norm": float}`; `grad_norm` is the norm before clipping.
-
-        Raises:
-            ValueError: No optimizer is set, the batch is not valid, or a bad `mode`. After a `call`, whose function may
-                have set the optimizer, only the ranks know whether there is one: then a `GroupError` says so.
-        """
-        if not self._may_have_optimizer:
-            raise ValueError("train_step needs an optimizer: call group.set_optimizer(torch.optim.AdamW, lr=...) first")
-        check_mode(mode, default="train")
-        batches = self._deal("train_step", args, kwargs)
-        extra = (loss, max_grad_norm, mode)
-        return self._channel.submit_batches("train_step", batches, *extra, collect=collect_rank0).keep_alive(self)
-
-    @handle
     def call(self, fn: Callable[..., Any], /, *args: Any, out: Out | None = None, **kwargs: Any) -> Call:
         """Run `fn(*args, **kwargs)` on every rank inside the process group.
 
@@ -338,25 +301,6 @@ class ShardedModelGroup(Administration):
         return call.keep_alive(self)
 
     @handle
-    def clip_grad_norm_(self, max_norm: float | None, norm_type: float = 2.0) -> Call:
-        """Scale all gradients so that their global norm is at most `max_norm`.
-
-        For gradients that a `call(fn)` left; `train_step(max_grad_norm=...)` clips its own.
-
-        Args:
-            max_norm: Upper bound; `None` only measures.
-            norm_type: p of the p-norm, above 0; `inf` for the largest magnitude.
-
-        Returns:
-            The norm before clipping, that of one process, as a float.
-
-        Raises:
-            ValueError: `norm_type` is not positive, or `max_norm` negative or NaN.
-        """
-        check_norm(max_norm, norm_type)
-        return self._channel.submit_same("clip_grad_norm_", max_norm, norm_type).keep_alive(self)
-
-    @handle
     def state_dict(self, keys: str | Sequence[str] | None = None) -> Call:
         """Gather full tensors to the driver, a bucket at a time.
 
@@ -373,26 +317,3 @@ class ShardedModelGroup(Administration):
         wanted = None if keys is None else [keys] if isinstance(keys, str) else list(keys)
         collect = Collect(kept.collect)
         return self._channel.submit_same("state_dict", wanted, keep_step=kept.keep, collect=collect).keep_alive(self)
-
-    def set_optimizer(self, factory: Callable[..., torch.optim.Optimizer], **kwargs: Any) -> None:
-        """Make the optimizer on every rank, in place of an earlier one; blocks.
-
-        Args:
-            factory: An optimizer class, or a callable that takes the parameters and returns an optimizer.
-            **kwargs: Given to `factory` after the parameters.
-
-        Raises:
-            ValueError: Not a factory.
-            TypeError: It cannot be pickled.
-        """
-        check_optimizer(factory)
-        self._channel.submit_same("set_optimizer", factory, kwargs, False).result()
-        self._optimizer = partial(factory, **kwargs)
-        self._may_have_optimizer = True
-        self._update_record()
-
-    def _deal(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[RankBatch]:
-        """Deal a batch out, and refuse one that some ranks could not compute while others wait for them."""
-        batches = deal(args, kwargs, self.world_size)
-        check_batches(method, batches, self._launched.bounds)
-        return batches
