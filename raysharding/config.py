@@ -317,7 +317,7 @@ class Timeouts:
     start_s: float = 180.0
     """Until every actor process is up with its imports done. Default 180."""
     rendezvous_s: float = 120.0
-    """Until all ranks have joined the process group. Default 120."""
+    """Until all ranks have connected to the driver; then until they have joined the process group. Default 120."""
     load_stall_s: float = 120.0
     """Longest time of a load (or save) without a byte of progress. Default 120."""
     call_s: float = 1800.0

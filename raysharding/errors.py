@@ -29,6 +29,14 @@ _SHORT = reprlib.Repr()
 _SHORT.maxstring, _SHORT.maxlong, _SHORT.maxother = 200, 80, 80
 
 
+def said(error: BaseException) -> str:
+    """What an exception says. A user's own `__str__` may raise anything, which must not hide the exception."""
+    try:
+        return str(error)
+    except Exception as raised:  # noqa: BLE001
+        return f"(its __str__ raised {type(raised).__name__})"
+
+
 def shown(value: object) -> str:
     """The `repr` of a value from outside, for a message: long ones are cut in the middle, deep ones at the depth of 6.
 

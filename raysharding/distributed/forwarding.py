@@ -58,7 +58,7 @@ class Forwarding:
             if batch.rows:
                 value, reduced = self._reduce(value, batch)
                 local = self._settle(value, batch)
-        except Exception as error:
+        except BaseException as error:
             mark_recovery(error, recover_after(error, self._module, in_backward=False), torn=False)
             raise
         return RankOutput(map_leaves(_to_cpu, value) if keep else None, reduced, local)

@@ -187,7 +187,7 @@ def _recovering(module: nn.Module, progress: _Progress) -> Iterator[None]:
     """After an exception: make the module right again, and say on the exception whether it is."""
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
         usable = recover_after(error, module, in_backward=progress.in_backward) and not progress.in_optimizer
         mark_recovery(error, usable, torn=progress.in_optimizer)
         raise

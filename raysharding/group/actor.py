@@ -1,7 +1,7 @@
 """The Ray actor of one rank: one thread that works, a few that answer while it works.
 
 The work thread runs `commands.RankCommands`; what it raises or returns crosses to the driver as typed data
-(`Outcome`, `Packed`), because an exception that Ray cannot pickle, or a result larger than memory, must not kill it.
+(`Outcome`, `Packed`), because an exception that does not pickle, or a result larger than memory, must not end it.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ class RankActor:
         """Take orders from the driver that listens at an address; see `lines.py`."""
         line = RankLine(address, key, timeout_s)
         if self._fence.is_open(epoch):
-            self._work.obey(line)
+            self._work.obey(epoch, line)
         else:
             line.close()
 
@@ -250,13 +250,13 @@ class RankActor:
             more, value = self._commands.run(order.request.method, order.own, order.shared)
             stage = "output"
             result = _pack_output(value, order.request)
-        except (Exception, SystemExit) as error:  # noqa: BLE001
-            # The boundary: whatever user code raised goes to the driver as data. `sys.exit()` would end the actor.
+        except BaseException as error:  # noqa: BLE001
+            # The boundary: whatever user code raised, `sys.exit()` too, goes to the driver as data.
             return Outcome(self._commands.stamp(before), raised=self._describe(error, stage)), None
         return Outcome(self._commands.stamp(before), more=more), result
 
     def _end(self, lease_s: float) -> None:
-        """End this process: nobody has renewed its lease. `sys.exit` would wait for the work thread."""
+        """End this process: nobody has renewed its lease. `sys.exit` ends a thread only."""
         tell(f"the driver has not renewed this rank's lease of {lease_s:g} s: the rank ends, pid {os.getpid()}")
         if self._room is not None:
             giving = threading.Thread(target=remove_placement_group, args=(self._room,), daemon=True)

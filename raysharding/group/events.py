@@ -20,6 +20,7 @@ import selectors
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -55,6 +56,9 @@ class Events:
         self._tick = tick
         self._failed = failed
         self._closed = threading.Event()
+        self._ended = threading.Event()
+        # Not by the thread at its end: another may be about to ring.
+        weakref.finalize(self, self._button.close)
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
 
     def start(self) -> None:
@@ -110,8 +114,8 @@ class Events:
         return self._closed.is_set()
 
     def wait_closed(self, timeout_s: float) -> bool:
-        """Wait until nobody acts on events any more; return whether it came to that."""
-        return self._closed.wait(timeout_s)
+        """Wait until the thread has ended; return whether it has."""
+        return self._ended.wait(timeout_s)
 
     def _on_bell(self) -> None:
         self._bell.recv(1 << 10)
@@ -141,4 +145,4 @@ class Events:
         finally:
             self._selector.close()
             self._bell.close()
-            self._button.close()
+            self._ended.set()

@@ -20,6 +20,10 @@ GREETING_BYTES = 32
 _HEADER = struct.Struct("!Q32s")
 _NUMBER = struct.Struct("!cQ")
 _CHUNK = 256 << 10
+_MAX_FRAME_BYTES = 16 << 20
+"""Far above what either end sends: the length of a frame is read before its signature can be."""
+_LIVENESS = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6, "TCP_USER_TIMEOUT": 60_000}
+"""In seconds, but for the last, which is in ms: how long sent bytes may stay without an answer of the other machine."""
 
 _End = Literal[b"d", b"r"]
 """Who speaks: the driver, or the rank."""
@@ -62,6 +66,8 @@ class _Reader:
         self._rest += data
         while len(self._rest) >= _HEADER.size:
             num_bytes, signature = _HEADER.unpack_from(self._rest)
+            if num_bytes > _MAX_FRAME_BYTES:
+                raise ConnectionAbortedError(f"a frame of {num_bytes} bytes was announced; the other end sends none")
             end = _HEADER.size + num_bytes
             if len(self._rest) < end:
                 return
@@ -78,6 +84,11 @@ def _sign(key: bytes, end: _End, number: int, data: bytes) -> bytes:
 
 
 def _tune(connection: socket.socket) -> None:
+    # So that a way between them that is cut, or has forgotten a connection on which nothing came for long, breaks it.
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _LIVENESS.items():
+        if hasattr(socket, option):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
     # An order is smaller than a segment: without this the kernel may keep it back until the last one was acknowledged.
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 

@@ -10,12 +10,14 @@ the key that the driver gave it through Ray, good for one connection; others are
 frames] in `line.py` for what comes after.
 
 A line that breaks says nothing by itself: it does so whenever a rank dies, a moment before Ray tells, and when another
-driver takes the group over. Only if Ray has not said anything after a while the rank is lost.
+driver takes the group over. Only if Ray has not said anything after 1.5 s the rank counts as out of reach, and is
+stopped: a process that it has forked may keep its death from Ray, or the network may have cut the line.
 """
 
 from __future__ import annotations
 
 import hmac
+import math
 import secrets
 import selectors
 import socket
@@ -33,49 +35,63 @@ from raysharding.group.line import GREETING_BYTES, KEY_BYTES, Line, greeting
 from raysharding.group.ranks import Member
 
 _LOOK_S = 0.1
+_SILENT_S = 1.5
 
 
 class Lines:
     """The lines to a group's ranks. Used by the supervision thread."""
 
-    def __init__(
-        self, events: Events, heard: Callable[[int, bytes], None], broken: Callable[[int, OSError], None]
-    ) -> None:
+    def __init__(self, events: Events, heard: Callable[[int, bytes], None], broken: Callable[[], object]) -> None:
         """No lines yet.
 
         Args:
             events: Waits for what comes in.
             heard: Is given each frame of a rank.
-            broken: Is told, once, of a rank whose line is gone.
+            broken: Is told that a rank's line is gone.
         """
         self._events = events
         self._heard = heard
         self._broken = broken
         self._lines: dict[int, Line] = {}
+        self._broken_lines: dict[int, tuple[float, OSError]] = {}
 
     def take(self, opened: Sequence[Line]) -> None:
         """Use these, by rank."""
         for rank, line in enumerate(opened):
-            self._lines[rank] = line
             self._events.attend(line.connection, partial(self._on_ready, rank))
+            self._lines[rank] = line
 
-    def send(self, rank: int, frame: bytes) -> None:
-        """Send a frame; waits for nothing. A rank whose line is gone gets none: `broken` was told, or is told now."""
+    def send(self, rank: int, frame: bytes) -> bool:
+        """Send a frame; waits for nothing. Return whether there is a line to that rank."""
         line = self._lines.get(rank)
         if line is None:
-            return
+            return False
         try:
             is_sent = line.send(frame)
         except OSError as error:
             self._lose(rank, error)
-            return
+            return False
         if not is_sent:
             self._events.attend(line.connection, partial(self._on_ready, rank), wants_room=True)
+        return True
+
+    def out_of_reach(self) -> dict[int, OSError]:
+        """Take out the ranks whose lines have been broken for so long that Ray would have told why."""
+        now = time.monotonic()
+        due = {rank: error for rank, (until, error) in self._broken_lines.items() if now >= until}
+        for rank in due:
+            del self._broken_lines[rank]
+        return due
+
+    def patience_s(self) -> float:
+        """Seconds until another rank counts as out of reach."""
+        return min((until - time.monotonic() for until, _ in self._broken_lines.values()), default=math.inf)
 
     def close(self) -> None:
         """Close all of them."""
         for rank in list(self._lines):
             self._forget(rank)
+        self._broken_lines.clear()
 
     def _on_ready(self, rank: int) -> None:
         line = self._lines.get(rank)
@@ -93,7 +109,8 @@ class Lines:
 
     def _lose(self, rank: int, error: OSError) -> None:
         self._forget(rank)
-        self._broken(rank, error)
+        self._broken_lines[rank] = time.monotonic() + _SILENT_S, error
+        self._broken()
 
     def _forget(self, rank: int) -> None:
         line = self._lines.pop(rank)

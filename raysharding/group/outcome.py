@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 from ray import cloudpickle
 
-from raysharding.errors import RayshardingError
+from raysharding.errors import RayshardingError, said
 from raysharding.group.packing import Packed
 
 Stage = Literal["run", "output"]
@@ -27,6 +27,11 @@ _CONNECTION_MARKS = (
     "NCCL communicator was aborted",
     "ncclRemoteError",
 )
+
+# What a rank raised is read on the thread that watches all others, and is shown to people.
+_MAX_MESSAGE_CHARS = 64 << 10
+_MAX_TRACEBACK_CHARS = 256 << 10
+_MAX_PICKLE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +57,7 @@ class Raised:
     tensor: str | None
     """The tensor it last touched, in a load or save."""
     pickled: bytes | None
-    """The exception itself, `None` where it does not survive pickling."""
+    """The exception itself, `None` where it does not survive pickling, or is over 1 MiB."""
 
     def exception(self) -> BaseException | None:
         """Rebuild the exception, `None` where this process cannot (a class it does not have, say)."""
@@ -148,8 +153,8 @@ def record_exception(error: BaseException, *, stage: Stage, phase: str, tensor: 
     is_builtin = cls.__module__ == "builtins"
     return Raised(
         error_type=cls.__qualname__ if is_builtin else f"{cls.__module__}.{cls.__qualname__}",
-        message=str(error),
-        traceback="".join(traceback.format_exception(error)),
+        message=said(error)[:_MAX_MESSAGE_CHARS],
+        traceback="".join(traceback.format_exception(error))[-_MAX_TRACEBACK_CHARS:],
         stage=stage,
         is_connection=is_connection_error(error),
         lost_peers=has_lost_peers(error),
@@ -169,7 +174,7 @@ def has_lost_peers(error: BaseException) -> bool:
     """Whether torch.distributed says that a peer or the store has gone, so that no later collective can work."""
     return any(
         isinstance(one, (dist.DistNetworkError, dist.DistStoreError))
-        or (isinstance(one, RuntimeError) and any(mark in str(one) for mark in _CONNECTION_MARKS))
+        or (isinstance(one, RuntimeError) and any(mark in said(one) for mark in _CONNECTION_MARKS))
         for one in _causes(error)
     )
 
@@ -184,6 +189,8 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 def _pickle_exception(error: BaseException) -> bytes | None:
     try:
         data: bytes = cloudpickle.dumps(error)
+        if len(data) > _MAX_PICKLE_BYTES:
+            return None
         rebuilt: Any = pickle.loads(data)
     except Exception:  # noqa: BLE001  an exception may hold anything; its type, message and traceback are kept as text
         return None

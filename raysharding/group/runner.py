@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import ray
@@ -15,7 +15,7 @@ from raysharding.group import failure
 from raysharding.group.call import Sent
 from raysharding.group.events import Future
 from raysharding.group.order import Request, numbered, seal, split, store
-from raysharding.group.outcome import Outcome
+from raysharding.group.outcome import Outcome, record_exception
 from raysharding.group.packing import Packed, pack
 from raysharding.group.questions import POLL_S, Questions
 from raysharding.group.ranks import Member
@@ -29,8 +29,8 @@ class Hooks:
 
     watch: Callable[[Future, Callable[[Future], None]], None]
     """Make the end of a future an event."""
-    send: Callable[[int, bytes], None]
-    """Send a rank a frame; one that cannot be reached any more dies soon, or is given up."""
+    send: Callable[[int, bytes], bool]
+    """Send a rank a frame; return whether it is within reach. One that is not dies soon, or is stopped."""
     has_ray: Callable[[], bool]
     """Whether Ray is there yet, which would be started anew by what it is asked; else the group breaks."""
     advance: Callable[[], None]
@@ -119,17 +119,17 @@ class Runner:
     def leave(self) -> None:
         """Have idle ranks leave the process group: `leaving` has those that have not yet. No call comes after it."""
         self._numbers += 1
-        self._last_number, self.leaving = self._numbers, set(range(len(self._members)))
+        self._last_number = self._numbers
         sealed, _ = seal(self._members[0].epoch, Request("close", "value", None), pack(((), {}), "close"), None)
-        for rank in range(len(self._members)):
-            self._hooks.send(rank, numbered(self._numbers, sealed))
+        frame = numbered(self._numbers, sealed)
+        self.leaving = {rank for rank in range(len(self._members)) if self._hooks.send(rank, frame)}
 
     def _send(self, number: int, rank: int, sealed: bytes, beside: Sequence[ray.ObjectRef]) -> None:
         frame = numbered(number, sealed)
         if beside:
             # Ray brings the large parts to the rank, and the frame with them.
             delivered = self._members[rank].actor.deliver.remote(frame, *beside).future()
-            self._hooks.watch(delivered, partial(self._on_carried, number, rank, lambda: None))
+            self._hooks.watch(delivered, partial(self._on_delivered, number, rank))
         else:
             self._hooks.send(rank, frame)
 
@@ -154,15 +154,21 @@ class Runner:
             return
         # The rank has packed it; until Ray has stored it, it is no result.
         stored, result = self._members[rank].actor.take.remote(self._members[rank].epoch, number)
-        then = partial(self._on_outcome, number, rank, outcome, result)
-        self._hooks.watch(stored.future(), partial(self._on_carried, number, rank, then))
+        self._hooks.watch(stored.future(), partial(self._on_stored, number, rank, outcome, result))
 
-    def _on_carried(self, number: int, rank: int, then: Callable[[], None], future: Future) -> None:
-        """Ray has carried something large, or could not."""
+    def _on_stored(self, number: int, rank: int, outcome: Outcome, result: ray.ObjectRef, future: Future) -> None:
         error, run = future.exception(), self._run_of(number)
-        if error is None:
-            then()
-        elif run is not None:
+        if isinstance(error, ray.exceptions.RayActorError):
+            self._hooks.died(rank, error)
+        elif error is not None and run is not None:
+            raised = record_exception(error, stage="output", phase=run.task.call.name, tensor=None, recovered=True)
+            self._on_outcome(number, rank, replace(outcome, raised=raised), None)
+        else:
+            self._on_outcome(number, rank, outcome, result)
+
+    def _on_delivered(self, number: int, rank: int, future: Future) -> None:
+        error, run = future.exception(), self._run_of(number)
+        if error is not None and run is not None:
             self._on_task_error(run, rank, error)
 
     def _run_of(self, number: int) -> Run | None:
@@ -188,7 +194,7 @@ class Runner:
         self._hooks.advance()
 
     def _on_task_error(self, run: Run, rank: int, error: BaseException) -> None:
-        """Handle Ray's own word on a call: the actor is gone, or the call never reached our code."""
+        """Ray could not bring a rank its arguments: the actor is gone, or they are."""
         if isinstance(error, ray.exceptions.RayActorError):
             self._hooks.died(rank, error)
             return
@@ -196,7 +202,7 @@ class Runner:
             return
         run.finished.add(rank)
         info = self._members[rank].info
-        message = f"Ray could not run the call: {error}"
+        message = f"Ray could not bring the rank its arguments: {error}"
         one = RankFailure(
             info.rank, info.node_ip, info.pid, "raised", run.task.call.name, type(error).__name__, message
         )

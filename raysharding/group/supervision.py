@@ -36,7 +36,6 @@ _AFTER_DEATH_S = 0.5
 _RELEASE_S = 10.0
 _HEARD_S = 2.0
 _LEAVE_S = 2.0
-_SILENT_LINE_S = 5.0
 
 
 class Supervisor:
@@ -75,8 +74,8 @@ class Supervisor:
         self._events = Events(f"supervise {name}", self._patience, self._tick, self._on_failed)
         replicas = Replicas(len(members), len(members)) if replicas is None else replicas
         self.survivors = Survivors(replicas, timeouts.keep_s)
-        self._lines = Lines(self._events, lambda *heard: self._runner.hear(*heard), self._on_broken_line)
-        self._cut_off: dict[int, tuple[float, OSError]] = {}
+        self._lines = Lines(self._events, lambda *heard: self._runner.hear(*heard), self._has_ray)
+        self._unreachable: dict[int, str] = {}
         hooks = Hooks(
             self._events.watch,
             self._lines.send,
@@ -257,18 +256,19 @@ class Supervisor:
         return self._cause is None and not self._is_closing
 
     def _on_failed(self, error: Exception) -> None:
-        self._lines.close()
         try:
             self._break([], GroupError(f"{self.name}: supervision failed: {type(error).__name__}: {error}"))
         finally:
             self._is_closing = True
+            self._lines.close()
 
     def _patience(self) -> float:
         """Seconds until something is due."""
         run = self._runner.run
+        longest_s = max(0.0, min(_TICK_S, self._lines.patience_s()))
         if run is None:
-            return min(_TICK_S, self.survivors.left_s) if self.survivors.is_kept else _TICK_S
-        return min(_TICK_S, max(0.0, run.due - time.monotonic()))
+            return min(longest_s, self.survivors.left_s) if self.survivors.is_kept else longest_s
+        return min(longest_s, max(0.0, run.due - time.monotonic()))
 
     def _tick(self) -> None:
         self._has_ray()
@@ -286,7 +286,7 @@ class Supervisor:
             self._break([], GroupError(f"{self.name}: {self._head.gone()}"))
         if self.survivors.is_kept and not self.survivors.left_s:
             self._drop_kept()
-        self._give_up_cut_off()
+        self._stop_unreachable()
         self._runner.check(self.survivors.dead)
         while self._runner.run is None and self._waiting and self._may_begin():
             task = self._waiting.take()
@@ -314,7 +314,8 @@ class Supervisor:
             return
         run = self._runner.run
         doing = "idle" if run is None else run.phase(rank)
-        seen = failure.saw_death(self.members[rank].info, doing, error, self._renewal.explain())
+        note = self._renewal.explain() or self._unreachable.get(rank, "")
+        seen = failure.saw_death(self.members[rank].info, doing, error, note)
         if run is None:
             remains = Remains(frozenset(self.survivors.dead), self._why_not(self.survivors.dead))
             self._break([seen], failure.judge([seen], self.name, timed_out=False), remains)
@@ -325,17 +326,12 @@ class Supervisor:
         self._runner.see(run, seen, 0.0 if is_old else _AFTER_DEATH_S)
         self._advance()
 
-    def _on_broken_line(self, rank: int, error: OSError) -> None:
-        # Most often the rank has just died, or obeys another driver now, and Ray tells in a moment; if it is there.
-        self._has_ray()
-        self._cut_off[rank] = time.monotonic() + _SILENT_LINE_S, error
-
-    def _give_up_cut_off(self) -> None:
-        """A rank that lives and cannot be reached any more is lost, as a dead one is."""
-        for rank, (until, error) in list(self._cut_off.items()):
-            if time.monotonic() >= until:
-                del self._cut_off[rank]
-                self._on_death(rank, ConnectionError(f"its connection to the driver broke: {error}"))
+    def _stop_unreachable(self) -> None:
+        """A rank that cannot be reached any more is lost: it is stopped, and Ray tells of its death."""
+        for rank, error in self._lines.out_of_reach().items():
+            if rank not in self.survivors.dead:
+                self._unreachable[rank] = f"; its connection to the driver had broken before: {error}"
+                self._teardown.stop_some([rank])
 
     def _why_not(self, lost: Collection[int]) -> str:
         """Why ranks that hold one model could not meet again without `lost`; empty where they could."""
@@ -398,6 +394,7 @@ class Supervisor:
     def _taken_over(self) -> None:
         """Leave the ranks to the driver that has attached to them, or to the supervision that follows this one."""
         self._teardown.let_go()
+        self._lines.close()  # the ranks hang up, which says nothing of them
         if self._is_usable() and self._reviver is None:
             self._break([], taken_over(self.name))
             if self._is_dropped:

@@ -112,7 +112,7 @@ class Run:
     def holds_one_model(self, lost: Collection[int] = ()) -> bool:
         """Whether what the finished ranks hold, lost ones left out, is one model, none of it changed in part."""
         left = self.finished - set(lost)
-        # Of one whose part Ray could not run there is no stamp: it holds what it held before.
+        # Of one that Ray could not bring its arguments there is no stamp: it holds what it held before.
         return left <= self.stamps.keys() and one_model(self.stamps[rank] for rank in left)
 
     def phase(self, rank: int) -> str:

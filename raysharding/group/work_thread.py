@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import os
 import selectors
 import socket
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 
 from raysharding.group.line import RankLine
@@ -35,19 +37,36 @@ class WorkThread:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._bell, selectors.EVENT_READ)
         self._newest: RankLine | None = None
+        self._epoch = 0
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._loop, name="raysharding-work", daemon=True)
         self._thread.start()
+        # Of a rank that dies the driver would hear nothing as long as a process that it has forked holds its line.
+        os.register_at_fork(after_in_child=self._let_go)
+
+    def _let_go(self) -> None:
+        """In a forked child, where this thread is not: close its copies of the lines."""
+        for line in (self._line, self._newest, *self._new_lines):
+            if line is not None:
+                line.close()
 
     @property
     def ident(self) -> int:
         """The thread's, as `sys._current_frames` knows it."""
         return self._thread.ident or 0
 
-    def obey(self, line: RankLine) -> None:
-        """Take orders from this line, and from no earlier one; a command that runs is run to its end."""
+    def obey(self, epoch: int, line: RankLine) -> None:
+        """Take orders from this line, and from no earlier one; a command that runs is run to its end.
+
+        Args:
+            epoch: Of its driver. Nothing happens where the line of a later driver has come already.
+            line: It.
+        """
         with self._lock:
-            before, self._newest = self._newest, line
+            if epoch < self._epoch:
+                line.close()
+                return
+            before, self._newest, self._epoch = self._newest, line, epoch
             self._new_lines.append(line)
         if before is not None:
             before.hang_up()
@@ -63,16 +82,24 @@ class WorkThread:
             self._button.send(b"\0")
 
     def _loop(self) -> None:
-        while True:
-            order = self._next()
-            if order is None:
-                continue
-            reply = self._run(*order)
-            try:
-                if self._line is not None:
-                    self._line.send(reply)
-            except OSError:
-                self._drop_line()  # the driver is gone, and what it wanted to know with it
+        try:
+            while True:
+                self._work()
+        except BaseException:  # noqa: BLE001
+            # A rank that obeys nobody any more would be a hang. Ray tells of its end.
+            traceback.print_exc()
+            os._exit(1)
+
+    def _work(self) -> None:
+        order = self._next()
+        if order is None:
+            return
+        reply = self._run(*order)
+        try:
+            if self._line is not None:
+                self._line.send(reply)
+        except OSError:
+            self._drop_line()  # the driver is gone, and what it wanted to know with it
 
     def _next(self) -> tuple[bytes, Sequence[Packed]] | None:
         """Wait until something comes; `None`: it was no order."""

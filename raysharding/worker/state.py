@@ -22,6 +22,7 @@ from raysharding.distributed.memory import resident_bytes
 from raysharding.distributed.report import LoadReport
 from raysharding.distributed.training import is_recoverable, is_torn
 from raysharding.distributed.versions import Version, version
+from raysharding.errors import said
 
 Phase = Literal[
     "rendezvous",
@@ -72,7 +73,8 @@ class RankState:
         self.num_changes = 0
         self.accumulation = Accumulation()
         self._is_spent = True  # whether the last update has taken all gradients that there are
-        self._seen: Version | None = None  # at the end of the last `call`, if nothing has run since
+        # At the end of the last `call`, if nothing has run since: what a thread of its own writes is the next one's.
+        self._seen: Version | None = None
         self._stall_s = stall_s
         self._module: nn.Module | None = None
         self._mesh: DeviceMesh | None = None
@@ -120,7 +122,7 @@ class RankState:
     def _running(self, phase: Phase, name: str) -> Iterator[None]:
         """Name the call for `status`; the phase stays after an exception, so that the report of it can say where."""
         if self.device.type == "cuda":
-            # The current device is a thread's own, and this may be another thread than the last call's.
+            # The current device is a thread's own, and who owns the worker may use another thread than for `build`.
             torch.cuda.set_device(self.device)
         self.phase, self.last_call, self._seen = phase, name, None
         try:
@@ -130,7 +132,7 @@ class RankState:
             # Most errors have dropped the gradients; the next pass drops the others.
             self.accumulation, self._is_spent = Accumulation(), True
             self.whole = self.whole and not is_torn(error)
-            if "mixed torch.Tensor and DTensor" in str(error):
+            if "mixed torch.Tensor and DTensor" in said(error):
                 error.add_note(_NOT_GATHERED)
             raise
         self.phase = "ready"

@@ -185,7 +185,7 @@ class Worker(TrainingRank):
             _current.append(self)
             try:
                 value = fn(*args, **(kwargs or {}))
-            except (Exception, SystemExit) as error:
+            except BaseException as error:
                 # A backward that `fn` ran may have been cut short; FSDP2 would leave later gradients unreduced.
                 if self._module is not None:
                     torn = self._version() != before
