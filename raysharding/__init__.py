@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from raysharding.batch import Out, PerRank, Split
     from raysharding.config import Loading, Placement, Sharding, Timeouts
-    from raysharding.distributed import LoadReport, SaveReport
+    from raysharding.distributed import LoadReport, ParamGroups, SaveReport
     from raysharding.errors import (
         CallCancelledError,
         CallTimeoutError,
@@ -45,6 +45,7 @@ __all__ = [
     "Loading",
     "Out",
     "OutputTooLargeError",
+    "ParamGroups",
     "PerRank",
     "Placement",
     "PlacementError",
@@ -65,7 +66,7 @@ __all__ = [
 _HOMES = {
     "batch": ("Out", "PerRank", "Split"),
     "config": ("Loading", "Placement", "Sharding", "Timeouts"),
-    "distributed": ("LoadReport", "SaveReport"),
+    "distributed": ("LoadReport", "ParamGroups", "SaveReport"),
     "errors": (
         "CallCancelledError",
         "CallTimeoutError",

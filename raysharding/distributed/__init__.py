@@ -34,6 +34,7 @@ from raysharding.distributed.materializing import materialize
 from raysharding.distributed.merging import merge_fsdp_weights
 from raysharding.distributed.mesh import init_mesh
 from raysharding.distributed.optimizer_files import load_optimizer_state
+from raysharding.distributed.param_groups import ParamGroups
 from raysharding.distributed.report import LoadReport, SaveReport
 from raysharding.distributed.saving import save_checkpoint
 from raysharding.distributed.sharded_module import reshard, shard_module
@@ -50,6 +51,7 @@ from raysharding.distributed.training import train_step
 # This library's own.
 __all__ = [
     "LoadReport",
+    "ParamGroups",
     "SaveReport",
     "distribute_state_dict",
     "gather_state_dict",

@@ -21,6 +21,7 @@ from torch import nn
 from raysharding.config import Loading, Sharding
 from raysharding.distributed.layout import ShardMap, TensorLayout, local_tensor, module_tensors, tensor_layout
 from raysharding.distributed.memory import available_bytes
+from raysharding.distributed.param_groups import call_factory
 from raysharding.distributed.plan import BUCKET_BYTES
 from raysharding.distributed.ring import RING_SIZE
 from raysharding.distributed.sharded_module import is_offloaded, mixed_precision_policy
@@ -28,8 +29,8 @@ from raysharding.errors import PlanError
 from raysharding.models import ignored_parameters, is_cut, stays_in_full_precision
 
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
-Trained = tuple[tuple[tuple[int, ...], torch.dtype], ...]
-"""Local shape and dtype of each tensor that gets a gradient."""
+Trained = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+"""FQN, local shape and dtype of each tensor that gets a gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,7 @@ def footprints(
             continue
         if trained not in states:
             states[trained] = _optimizer_bytes(optimizer, trained)
-        gradients = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in trained)
+        gradients = sum(torch.Size(shape).numel() * dtype.itemsize for _, shape, dtype in trained)
         found[index] = Footprint(parameters, buffers, gradients, states[trained])
     return found
 
@@ -137,7 +138,7 @@ def _sums(tensors: Sequence[HeldTensor], shard_index: int) -> tuple[int, int, Tr
         parameters += num_bytes if tensor.is_parameter else 0
         buffers += 0 if tensor.is_parameter else num_bytes
         if tensor.is_trained:
-            trained.append((shape, tensor.layout.dtype))
+            trained.append((tensor.layout.fqn, shape, tensor.layout.dtype))
     return parameters, buffers, tuple(trained)
 
 
@@ -151,18 +152,18 @@ def _local_shape(layout: TensorLayout, shard_index: int) -> tuple[int, ...]:
 
 def _optimizer_bytes(factory: OptimizerFactory, trained: Trained) -> int | None:
     """Bytes of the state that one step makes, on tensors without memory; `None` where the step needs values."""
-    parameters = [nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")) for shape, dtype in trained]
-    if not parameters:
+    if not trained:
         return 0
+    named = [(fqn, nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))) for fqn, shape, dtype in trained]
     try:
-        optimizer = factory(parameters)
+        optimizer = call_factory(factory, named)
     except Exception as error:  # whatever the user's code raises: it keeps its traceback as the cause
         name = getattr(factory, "__qualname__", repr(factory))
         raise PlanError(f"optimizer={name} raised {type(error).__name__}: {error}") from error
     for group in optimizer.param_groups:
         # Kernels for meta exist only one tensor a time; which kernel runs does not change the state.
         group.update({name: False for name in ("fused", "foreach") if name in group})
-    for parameter in parameters:
+    for _, parameter in named:
         parameter.grad = torch.empty_like(parameter)
     try:
         optimizer.step()

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from raysharding.distributed.param_groups import call_factory
 from raysharding.distributed.sharded_module import reshard
+from raysharding.models import clean_name
 
 
 def make_optimizer(
@@ -18,7 +20,7 @@ def make_optimizer(
 
     Args:
         module: The sharded root module.
-        factory: A class, or any callable.
+        factory: A class, or any callable that takes parameters; or a `ParamGroups`.
         kwargs: Given to it after the parameters.
 
     Raises:
@@ -26,8 +28,8 @@ def make_optimizer(
     """
     # After a forward the root's full parameters are registered; an optimizer must hold the shards.
     reshard(module)
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    optimizer = factory(parameters, **(kwargs or {}))
+    named = [(clean_name(name), one) for name, one in module.named_parameters() if one.requires_grad]
+    optimizer = call_factory(factory, named, kwargs)
     if not callable(getattr(optimizer, "step", None)) or not hasattr(optimizer, "zero_grad"):
         kind = type(optimizer).__name__
         raise ValueError(f"the optimizer factory returned a {kind}; return a torch.optim.Optimizer")

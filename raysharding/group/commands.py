@@ -211,6 +211,11 @@ class RankCommands:
         output = self._worker.forward(batch, mode, out)
         return output.value if out is not None and out.kind == "refs" else output
 
+    def generate(self, batch: RankBatch, mode: Mode, out: Out | None) -> Any:
+        """Generate token ids. All ranks, together."""
+        output = self._worker.generate(batch, mode, out)
+        return output.value if out is not None and out.kind == "refs" else output
+
     def train_step(
         self, batch: RankBatch, loss: Any, max_grad_norm: float | None, mode: Mode, gradient_accumulation_steps: int
     ) -> dict[str, float]:

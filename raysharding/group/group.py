@@ -13,6 +13,7 @@ from torch import nn
 
 from raysharding.batch import Out, check_out, deal
 from raysharding.config import Loading, Placement, Sharding, Timeouts
+from raysharding.distributed.generating import check_generation
 from raysharding.group.attach import attach
 from raysharding.group.call import Call, Collect
 from raysharding.group.commands import Mode
@@ -23,7 +24,7 @@ from raysharding.group.launch import launch
 from raysharding.group.locate import anchored
 from raysharding.group.planning import plan_group
 from raysharding.group.progress import ProgressOption
-from raysharding.group.results import FullStateDict, collect_outputs, collect_returns
+from raysharding.group.results import FullStateDict, collect_generated, collect_outputs, collect_returns
 from raysharding.group.rooms import NodeRoom
 from raysharding.group.spec import GroupSpec
 from raysharding.group.training import Training
@@ -35,12 +36,12 @@ GIB = 1 << 30
 class ShardedModelGroup(Training):
     """A model sharded over one Ray actor per rank. Made by `from_checkpoint`; a context manager.
 
-    `forward`, `train_step`, `forward_backward`, `optim_step`, `zero_grad`, `call`, `state_dict`, `save`, `load`,
-    `status` and `shutdown` are handles: `group.forward(...)` blocks and returns the result, `group.forward.remote(...)`
-    returns a `Call`. Calls run in the order of their submission, each under `Timeouts.call_s`; `status` and `shutdown`
-    do not queue behind them. When a rank dies, hangs, or raises alone, the call raises a `GroupError`, and later calls
-    raise `GroupBrokenError`. The other ranks are stopped and everything is given back, at once or, where `restart`
-    could go on with what they hold, after `Timeouts.keep_s`.
+    `forward`, `generate`, `train_step`, `forward_backward`, `optim_step`, `zero_grad`, `call`, `state_dict`, `save`,
+    `load`, `status` and `shutdown` are handles: `group.forward(...)` blocks and returns the result, and
+    `group.forward.remote(...)` returns a `Call`. Calls run in the order of their submission, each under
+    `Timeouts.call_s`; `status` and `shutdown` do not queue behind them. When a rank dies, hangs, or raises alone, the
+    call raises a `GroupError`, and later calls raise `GroupBrokenError`. The other ranks are stopped and everything is
+    given back, at once or, where `restart` could go on with what they hold, after `Timeouts.keep_s`.
 
     Ctrl-C while a call blocks the main thread (`group.x(...)`, `Call.result`, `per_rank`, `stream`) cancels the calls
     in the queue (`CallCancelledError`), waits for the running one, raises KeyboardInterrupt and leaves the group READY.
@@ -84,7 +85,8 @@ class ShardedModelGroup(Training):
             loading: How the bytes travel. Default `Loading()`.
             placement: Where the ranks run. Default `Placement()`.
             timeouts: Deadlines. Default `Timeouts()`.
-            optimizer: Factory of the optimizer, called with the parameters; `set_optimizer` sets it later.
+            optimizer: Factory of the optimizer, called with the parameters, or a `ParamGroups`; `set_optimizer` sets it
+                later.
             preflight: Before bytes move, check that versions agree on all nodes, that their interfaces can meet, the
                 process group's first collectives, and free memory. Default yes; `False` where you know better.
             max_output_bytes: Cap on what one rank sends back for one call, in bytes. Default 2 GiB.
@@ -226,6 +228,37 @@ class ShardedModelGroup(Training):
         batches = self._deal("forward", args, kwargs)
         collect, as_refs = collect_outputs(out, batches[0].rows, batches[0].dim), out == Out.refs()
         call = self._channel.submit_batches("forward", batches, mode, out, collect=collect, as_refs=as_refs)
+        return call.keep_alive(self)
+
+    @handle
+    def generate(self, /, *args: Any, mode: Mode = None, out: Out | None = None, **kwargs: Any) -> Call:
+        """Generate token ids, by transformers' own `generate` on every rank with its rows.
+
+        Every token is a forward of all ranks, until the last of them has finished its rows. Greedy and beam search give
+        what one process gives; samples are drawn on each rank, from `torch.manual_seed` of rank 0 on.
+
+        Args:
+            *args: As for `forward`: the prompt, usually `input_ids=Split(ids)`.
+            mode: As for `forward`.
+            out: As for `forward`.
+            **kwargs: The arguments of transformers' `generate`: `max_new_tokens=`, `do_sample=`, `generation_config=`.
+
+        Returns:
+            Ids, int64 [rows, length], prompts first where the model is no encoder-decoder; rows that ended early are
+            padded at the end.
+
+        Raises:
+            ValueError: As for `forward`, or an argument that ranks in step do not have: `streamer`, `assistant_model`,
+                `return_dict_in_generate`, `synced_gpus`.
+            GroupError: The model cannot generate, or raised. The encoder of an encoder-decoder is called outside the
+                root's forward: such models need `Sharding(wrap="none")`, which the error says.
+        """
+        check_mode(mode, default="eval")
+        check_out(out)
+        check_generation(kwargs)
+        batches = self._deal("generate", args, kwargs)
+        collect, as_refs = collect_generated(out, batches[0].rows), out == Out.refs()
+        call = self._channel.submit_batches("generate", batches, mode, out, collect=collect, as_refs=as_refs)
         return call.keep_alive(self)
 
     @handle

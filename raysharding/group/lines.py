@@ -136,7 +136,7 @@ def open_lines(members: Sequence[Member], within_s: float, check: Callable[[], N
     until = time.monotonic() + within_s
     keys = [secrets.token_bytes(KEY_BYTES) for _ in members]
     waiting = {greeting(key): rank for rank, key in enumerate(keys)}
-    host = ray.util.get_node_ip_address()
+    host = _own_address()
     with listen(host) as listener, _Door(listener) as door:
         address: tuple[str, int] = host, listener.getsockname()[1]
         asked = {
@@ -152,6 +152,15 @@ def open_lines(members: Sequence[Member], within_s: float, check: Callable[[], N
                 what = f"ranks {late} did not connect to this driver at {host}:{address[1]} within {within_s:g} s"
                 raise RendezvousError(f"{what}; raise Timeouts.rendezvous_s, or open the driver's ports to them")
         return [Line(connection, keys[rank]) for rank, connection in sorted(door.take().items())]
+
+
+def _own_address() -> str:
+    """The address of this process's node, as the cluster knows it.
+
+    `ray.util.get_node_ip_address` of a driver takes what another node of this machine has left in Ray's folder.
+    """
+    node_id = ray.get_runtime_context().get_node_id()
+    return str(next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == node_id))
 
 
 def _still_asked(asked: dict[ray.ObjectRef, Member], address: tuple[str, int]) -> dict[ray.ObjectRef, Member]:

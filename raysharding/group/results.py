@@ -26,6 +26,22 @@ def collect_outputs(out: Out | None, rows: Sequence[int], dim: int) -> Collect:
     return Collect(lambda call: select_output(out, call.values(), rows, dim), _own_output)
 
 
+def collect_generated(out: Out | None, rows: Sequence[int]) -> Collect:
+    """Join the ranks' token ids; several sequences of a row follow each other, as in one process."""
+    if out is not None and out.kind == "refs":
+        return _collect_refs(rows)
+
+    def join(call: Call) -> Any:
+        ids = select_output(out, call.values(), rows, 0)
+        return PerRank([_flat(one) for one in ids]) if isinstance(ids, PerRank) else _flat(ids)
+
+    return Collect(join, lambda rank, sent: _flat(_own_output(rank, sent)))
+
+
+def _flat(ids: Any) -> Any:
+    return ids.flatten(0, 1) if isinstance(ids, torch.Tensor) and ids.ndim == 3 else ids
+
+
 def collect_returns(out: Out | None, rows: Sequence[int]) -> Collect:
     """Give back what the user's function returned on the ranks: a list, unless `out` says otherwise.
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 
 from raysharding.batch import RankBatch, check_num_parts, deal
 from raysharding.distributed.gradients import check_norm
+from raysharding.distributed.param_groups import bound
 from raysharding.distributed.training import check_max_grad_norm
 from raysharding.group.administration import Administration
 from raysharding.group.admission import check_batches
@@ -148,7 +148,8 @@ class Training(Administration):
         """Make the optimizer on every rank, in place of an earlier one; blocks.
 
         Args:
-            factory: An optimizer class, or a callable that takes the parameters and returns an optimizer.
+            factory: An optimizer class, a callable that takes the parameters and returns an optimizer, or a
+                `ParamGroups`, for hyperparameters by the names of parameters.
             **kwargs: Given to `factory` after the parameters.
 
         Raises:
@@ -157,7 +158,7 @@ class Training(Administration):
         """
         check_optimizer(factory)
         self._channel.submit_same("set_optimizer", factory, kwargs, False).result()
-        self._optimizer = partial(factory, **kwargs)
+        self._optimizer = bound(factory, kwargs)
         self._may_have_optimizer = True
         self._update_record()
 

@@ -31,6 +31,7 @@ Phase = Literal[
     "finalize",
     "ready",
     "forward",
+    "generate",
     "train_step",
     "forward_backward",
     "optim_step",

@@ -14,6 +14,7 @@ from raysharding.checkpoint import Checkpoint
 from raysharding.config import Loading, Sharding
 from raysharding.distributed.forwarding import Forwarding
 from raysharding.distributed.gathering import gather_state_dict
+from raysharding.distributed.generating import generate
 from raysharding.distributed.loading import load_checkpoint
 from raysharding.distributed.mesh import init_mesh
 from raysharding.distributed.recovery import recover_after
@@ -170,6 +171,20 @@ class Worker(TrainingRank):
                 training=is_training(mode, default="eval"),
                 keep=self._wants(out) and not batch.is_dummy,
             )
+
+    def generate(
+        self, batch: RankBatch, mode: Literal["train", "eval"] | None = None, out: Out | None = None
+    ) -> RankOutput:
+        """Generate token ids for this rank's part of the batch; see `distributed.generating`. Collective.
+
+        Args:
+            batch: From `deal`.
+            mode: As for `forward`.
+            out: As for `forward`.
+        """
+        with self._running("generate", "generate"):
+            training, keep = is_training(mode, default="eval"), self._wants(out) and not batch.is_dummy
+            return generate(self.module, self._on_device(batch), training=training, keep=keep)
 
     def call(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Run `fn(*args, **kwargs)` with `current_worker()` set to this worker, and return what it returns.

@@ -16,10 +16,13 @@ from tests.cluster import jobs
 from tests.cluster.conftest import assert_released, ended, rank_pids, require_hosts
 from tests.cluster.driver import Driver
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.full]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("worker_python")]
 
 
-@pytest.mark.parametrize("with_rank", [True, False], ids=["a rank with it", "the head alone"])
+@pytest.mark.parametrize(
+    "with_rank",
+    [pytest.param(True, marks=pytest.mark.full, id="a rank with it"), pytest.param(False, id="the head alone")],
+)
 def test_the_head_dies(tmp_path: Path, with_rank: bool) -> None:
     require_hosts()
     save_file(jobs.make_mlp()().state_dict(), tmp_path / "model.safetensors")

@@ -173,7 +173,7 @@ def test_the_driver_listens_only_while_its_ranks_come(checkpoint: Path, monkeypa
     with make_group(checkpoint):
         assert listening() == before
     hosts = {host for host, _ in seen[0] - before}
-    assert hosts == {ray.util.get_node_ip_address()}, "one address, not all"
+    assert hosts == {ray.nodes()[0]["NodeManagerAddress"]}, "one address, not all"
 
 
 @pytest.mark.usefixtures("cluster")

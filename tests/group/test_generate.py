@@ -1,0 +1,154 @@
+"""`generate`: the ids that transformers gives in one process, whatever ranks finish first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+import transformers
+
+from raysharding import GroupError, Out, PerRank, ShardedModelGroup, Sharding, Split
+from raysharding.group import GroupState
+from tests.conftest import make_group
+from tests.distributed.fidelity import CASES, make_checkpoint
+from tests.models.architectures import ARCHITECTURES
+
+pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.timeout(240)]
+
+VOCAB = 64
+PROMPTS = torch.randint(3, VOCAB, (5, 4), generator=torch.Generator().manual_seed(3))
+
+
+def reference_of(name: str, directory: Path) -> Any:
+    model = getattr(transformers, ARCHITECTURES[CASES[name].architecture].model).from_pretrained(directory)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("generate") / "llama"
+    make_checkpoint(path, CASES["llama"])
+    return path
+
+
+@pytest.fixture(scope="module")
+def llama(cluster: None, directory: Path) -> Iterator[ShardedModelGroup]:
+    with ShardedModelGroup.from_checkpoint(directory, world_size=3, device="cpu") as group:
+        yield group
+
+
+def ended_early(reference: Any) -> int:
+    """A token with which, as the end of a text, some rows end early and others do not."""
+    ids = reference.generate(PROMPTS, max_new_tokens=12, do_sample=False)[:, 4:]
+    for token in ids.unique().tolist():
+        ends = [row.tolist().index(token) if token in row else 12 for row in ids]
+        if len(set(ends)) > 2 and min(ends) < 6:
+            return int(token)
+    raise AssertionError("no token ends some rows early")
+
+
+def test_greedy_and_beams_equal_one_process(llama: ShardedModelGroup, directory: Path) -> None:
+    reference = reference_of("llama", directory)
+    end = ended_early(reference)
+    for options in (
+        {"max_new_tokens": 6, "do_sample": False},
+        {"max_new_tokens": 12, "do_sample": False, "eos_token_id": end, "pad_token_id": 1},
+        {"max_new_tokens": 12, "do_sample": False, "eos_token_id": [end, 2]},
+        {"max_new_tokens": 5, "num_beams": 3, "do_sample": False},
+        {"max_new_tokens": 5, "num_beams": 4, "num_return_sequences": 2, "do_sample": False},
+    ):
+        for rows in (5, 2):
+            expected = reference.generate(PROMPTS[:rows], **options)
+            found = llama.generate(Split(PROMPTS[:rows]), **options)
+            assert torch.equal(found, expected), (options, rows, found, expected)
+
+
+def test_prompts_that_are_padded_on_the_left(llama: ShardedModelGroup, directory: Path) -> None:
+    mask = torch.ones_like(PROMPTS)
+    mask[1, :2] = mask[4, :3] = 0
+    options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
+    expected = reference_of("llama", directory).generate(input_ids=PROMPTS, attention_mask=mask, **options)
+    assert torch.equal(llama.generate(input_ids=Split(PROMPTS), attention_mask=Split(mask), **options), expected)
+
+
+def test_what_comes_back_is_as_for_forward(llama: ShardedModelGroup) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
+    whole = llama.generate(Split(PROMPTS), **options)
+    parts = llama.generate(Split(PROMPTS), out=Out.per_rank(), **options)
+    assert isinstance(parts, PerRank)
+    assert torch.equal(torch.cat(list(parts)), whole)
+    refs = llama.generate(Split(PROMPTS), out=Out.refs(), **options)
+    assert torch.equal(torch.cat(ray.get(list(refs))), whole)
+    assert llama.generate(Split(PROMPTS), out=Out.none(), **options) is None
+    assert torch.equal(llama.generate(PROMPTS, **options), whole), "rank 0 answers, without a Split"
+    streamed = dict(llama.generate.remote(Split(PROMPTS), **options).stream())
+    assert torch.equal(torch.cat([streamed[rank] for rank in range(3)]), whole)
+
+
+def test_samples_differ_over_ranks_and_repeat_with_the_seed(llama: ShardedModelGroup) -> None:
+    same = PROMPTS[:1].repeat(6, 1)
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": True, "top_k": 0, "temperature": 5.0}
+
+    def seed() -> None:
+        import torch
+
+        torch.manual_seed(5)
+
+    llama.call(seed)
+    first = llama.generate(Split(same), **options)
+    second = llama.generate(Split(same), **options)
+    assert len({tuple(row.tolist()) for row in first}) == 6, "every row is a sample of its own"
+    assert not torch.equal(first, second)
+    llama.call(seed)
+    assert torch.equal(llama.generate(Split(same), **options), first)
+
+
+def test_a_train_step_after_it_is_right(llama: ShardedModelGroup, directory: Path) -> None:
+    """Nothing of generating stays: no cache, no mode, no gathered parameters."""
+    llama.set_optimizer(torch.optim.SGD, lr=0.0)
+    reference = reference_of("llama", directory)
+    llama.generate(Split(PROMPTS), max_new_tokens=4, do_sample=False)
+    step = llama.train_step(input_ids=Split(PROMPTS), labels=Split(PROMPTS), mode="eval")
+    assert step["loss"] == pytest.approx(reference(input_ids=PROMPTS, labels=PROMPTS).loss.item(), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"return_dict_in_generate": True}, "only the token ids come back"),
+        ({"synced_gpus": True}, "kept in step as it is"),
+        ({"mode": "fast"}, "mode='fast'"),
+    ],
+)
+def test_what_ranks_in_step_do_not_have_is_refused(
+    llama: ShardedModelGroup, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        llama.generate(Split(PROMPTS), **options)
+    assert llama.state is GroupState.READY
+
+
+def test_ids_that_the_model_does_not_have_are_refused(llama: ShardedModelGroup) -> None:
+    with pytest.raises(ValueError, match=r"generate: input_ids holds .* the model has the ids"):
+        llama.generate(input_ids=Split(PROMPTS + 100_000))
+
+
+def test_a_model_that_cannot_generate_says_so(checkpoint: Path) -> None:
+    with make_group(checkpoint) as group:
+        with pytest.raises(GroupError, match=r"has no generate\(\): it is for transformers' generative models"):
+            group.generate(Split(torch.zeros(2, 8)))
+        assert group.state is GroupState.READY
+
+
+@pytest.mark.full
+def test_an_encoder_decoder_too(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "model", CASES["t5"])
+    expected = reference_of("t5", tmp_path / "model").generate(PROMPTS, max_new_tokens=6, do_sample=False)
+    # Its encoder is called by itself, outside the root's forward.
+    sharding = Sharding(wrap="none")
+    with ShardedModelGroup.from_checkpoint(tmp_path / "model", world_size=2, device="cpu", sharding=sharding) as group:
+        assert torch.equal(group.generate(Split(PROMPTS), max_new_tokens=6, do_sample=False), expected)
