@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from raysharding.batch import Out, PerRank, Split
     from raysharding.config import Loading, Placement, Sharding, Timeouts
-    from raysharding.distributed import LoadReport, ParamGroups, SaveReport
+    from raysharding.distributed import LoadReport, ParamGroups, SaveReport, Scheduled
     from raysharding.errors import (
         CallCancelledError,
         CallTimeoutError,
@@ -55,6 +55,7 @@ __all__ = [
     "RayshardingError",
     "RendezvousError",
     "SaveReport",
+    "Scheduled",
     "ShardedModelGroup",
     "Sharding",
     "Split",
@@ -66,7 +67,7 @@ __all__ = [
 _HOMES = {
     "batch": ("Out", "PerRank", "Split"),
     "config": ("Loading", "Placement", "Sharding", "Timeouts"),
-    "distributed": ("LoadReport", "ParamGroups", "SaveReport"),
+    "distributed": ("LoadReport", "ParamGroups", "SaveReport", "Scheduled"),
     "errors": (
         "CallCancelledError",
         "CallTimeoutError",

@@ -37,6 +37,7 @@ from raysharding.distributed.optimizer_files import load_optimizer_state
 from raysharding.distributed.param_groups import ParamGroups
 from raysharding.distributed.report import LoadReport, SaveReport
 from raysharding.distributed.saving import save_checkpoint
+from raysharding.distributed.schedules import Scheduled
 from raysharding.distributed.sharded_module import reshard, shard_module
 from raysharding.distributed.sharding import (
     DistModule,
@@ -53,6 +54,7 @@ __all__ = [
     "LoadReport",
     "ParamGroups",
     "SaveReport",
+    "Scheduled",
     "distribute_state_dict",
     "gather_state_dict",
     "init_mesh",

@@ -11,7 +11,7 @@ Note: what is exact, and what is not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,14 +21,14 @@ from torch import nn
 from raysharding.config import Loading, Sharding
 from raysharding.distributed.layout import ShardMap, TensorLayout, local_tensor, module_tensors, tensor_layout
 from raysharding.distributed.memory import available_bytes
-from raysharding.distributed.param_groups import call_factory
+from raysharding.distributed.param_groups import OptimizerFactory
 from raysharding.distributed.plan import BUCKET_BYTES
 from raysharding.distributed.ring import RING_SIZE
+from raysharding.distributed.schedules import call_factory
 from raysharding.distributed.sharded_module import is_offloaded, mixed_precision_policy
 from raysharding.errors import PlanError
 from raysharding.models import ignored_parameters, is_cut, stays_in_full_precision
 
-OptimizerFactory = Callable[..., torch.optim.Optimizer]
 Trained = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
 """FQN, local shape and dtype of each tensor that gets a gradient."""
 

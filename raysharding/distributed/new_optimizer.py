@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from raysharding.distributed.param_groups import call_factory
+from raysharding.distributed.schedules import call_factory
 from raysharding.distributed.sharded_module import reshard
 from raysharding.models import clean_name
 
@@ -20,7 +20,7 @@ def make_optimizer(
 
     Args:
         module: The sharded root module.
-        factory: A class, or any callable that takes parameters; or a `ParamGroups`.
+        factory: A class, or any callable that takes parameters; or a `ParamGroups` or `Scheduled`.
         kwargs: Given to it after the parameters.
 
     Raises:
@@ -29,7 +29,7 @@ def make_optimizer(
     # After a forward the root's full parameters are registered; an optimizer must hold the shards.
     reshard(module)
     named = [(clean_name(name), one) for name, one in module.named_parameters() if one.requires_grad]
-    optimizer = call_factory(factory, named, kwargs)
+    optimizer = call_factory(factory, named, **(kwargs or {}))
     if not callable(getattr(optimizer, "step", None)) or not hasattr(optimizer, "zero_grad"):
         kind = type(optimizer).__name__
         raise ValueError(f"the optimizer factory returned a {kind}; return a torch.optim.Optimizer")

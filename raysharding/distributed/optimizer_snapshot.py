@@ -9,6 +9,7 @@ Note: three kinds of values.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from raysharding.distributed.schedules import schedule_of
 from raysharding.distributed.sharded_module import reshard
 from raysharding.distributed.tensor_table import meta_like
 from raysharding.errors import PlanError
@@ -41,6 +43,8 @@ class OptimizerSnapshot:
     """FQNs of the parameters that have state, in the optimizer's order."""
     optimizer: str = ""
     """Name of the optimizer's class; empty where only a state dict is known."""
+    schedule: tuple[str, Mapping[str, Any]] | None = None
+    """Name of the class of its schedule, and the state of that; `None` where it has none."""
 
     @classmethod
     def of(cls, module: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerSnapshot:
@@ -59,7 +63,9 @@ class OptimizerSnapshot:
                 if parameter in optimizer.state:
                     state[fqn] = optimizer.state[parameter]
         values, tensors = split_state(state)
-        return cls(tuple(groups), values, tensors, tuple(state), type(optimizer).__name__)
+        schedule = schedule_of(optimizer)
+        held = None if schedule is None else (type(schedule).__name__, schedule.state_dict())
+        return cls(tuple(groups), values, tensors, tuple(state), type(optimizer).__name__, held)
 
     def outline(self) -> dict[str, Any]:
         """What there is, as JSON: enough to make a like optimizer's state without its tensors' contents.
@@ -69,6 +75,7 @@ class OptimizerSnapshot:
         """
         return {
             "optimizer": self.optimizer,
+            "schedule": encode(self.schedule, "the schedule"),
             "groups": [encode(group, "param_groups") for group in self.groups],
             "names": list(self.names),
             "values": {
@@ -103,7 +110,8 @@ class OptimizerSnapshot:
             raise PlanError("the optimizer's state does not fit the module:", problems=problems)
         values = {fqn: {name: decode(value) for name, value in held.items()} for fqn, held in outline["values"].items()}
         groups = tuple(decode(group) for group in outline["groups"])
-        return cls(groups, values, tensors, tuple(outline["names"]), outline["optimizer"])
+        schedule = decode(outline.get("schedule"))  # saves of before have none
+        return cls(groups, values, tensors, tuple(outline["names"]), outline["optimizer"], schedule)
 
     def state(self, tensors: Mapping[str, Any], *, on_cpu: bool = False) -> dict[str, dict[str, Any]]:
         """FQN → name → value, with the given tensors in the place of this snapshot's.
@@ -140,6 +148,11 @@ class OptimizerSnapshot:
             where = f"param group {index}"
             problems += [f"{where}: {fqn} was {told}, the optimizer has it not" for fqn in sorted(held - has)]
             problems += [f"{where}: {fqn} was not {told}" for fqn in sorted(has - held)]
+        kinds = [None if one.schedule is None else one.schedule[0] for one in (self, current)]
+        if kinds[0] not in (None, kinds[1]):
+            problems.append(
+                f"the schedule {kinds[0]} was {told}, the optimizer has {kinds[1] or 'none'}: see Scheduled"
+            )
         message = f"the {told} optimizer state does not fit the optimizer:"
         return PlanError(message, problems=problems) if problems else None
 
@@ -163,6 +176,9 @@ class OptimizerSnapshot:
                     group[key].fill_(value)  # a captured graph holds on to the tensor
                 else:
                     group[key] = value
+        schedule = schedule_of(optimizer)
+        if schedule is not None and self.schedule is not None:
+            schedule.load_state_dict(dict(self.schedule[1]))
 
 
 def split_state(
@@ -233,6 +249,8 @@ def encode(value: Any, where: str) -> Any:
         return [encode(item, where) for item in value]
     if isinstance(value, tuple):
         return {_KIND: "tuple", "items": [encode(item, where) for item in value]}
+    if isinstance(value, Counter):
+        return {_KIND: "counter", "items": sorted(value.elements())}  # milestones of a schedule
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return {_KIND: "dict", "items": {key: encode(item, f"{where}: {key}") for key, item in value.items()}}
     if isinstance(value, torch.Tensor) and value.ndim == 0 and not value.is_complex():
@@ -251,6 +269,8 @@ def decode(value: Any) -> Any:
         return tuple(decode(item) for item in value["items"])
     if value[_KIND] == "float":
         return float(value["item"])
+    if value[_KIND] == "counter":
+        return Counter(value["items"])
     if value[_KIND] == "dict":
         return {key: decode(item) for key, item in value["items"].items()}
     if value[_KIND] != "tensor":

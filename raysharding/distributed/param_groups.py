@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 _NAMES_SHOWN = 3
+
+OptimizerFactory = Callable[..., torch.optim.Optimizer]
+"""An optimizer class, or what makes one from parameters; `ParamGroups` and `Scheduled` are given names, too."""
 
 Rule = str | Callable[[str], bool]
 """Which FQNs: a regular expression that is searched for in them, or a function of them."""
@@ -24,9 +26,7 @@ class ParamGroups:
         ParamGroups(torch.optim.AdamW, {r"bias$|norm": {"weight_decay": 0.0}, "embed": {"lr": 1e-5}}, lr=1e-4)
     """
 
-    def __init__(
-        self, factory: Callable[..., torch.optim.Optimizer], rules: Mapping[Rule, Mapping[str, Any]], **kwargs: Any
-    ) -> None:
+    def __init__(self, factory: OptimizerFactory, rules: Mapping[Rule, Mapping[str, Any]], **kwargs: Any) -> None:
         """Check the rules.
 
         Args:
@@ -77,26 +77,6 @@ class ParamGroups:
         name = getattr(self.factory, "__name__", repr(self.factory))
         options = "".join(f", {key}={value!r}" for key, value in self.kwargs.items())
         return f"ParamGroups({name}, {self.rules!r}{options})"
-
-
-def call_factory(
-    factory: Callable[..., torch.optim.Optimizer],
-    named: Iterable[tuple[str, nn.Parameter]],
-    kwargs: Mapping[str, Any] | None = None,
-) -> torch.optim.Optimizer:
-    """Call a factory with what it takes: names and parameters, or parameters alone."""
-    if isinstance(factory, ParamGroups):
-        return factory(named, **(kwargs or {}))
-    return factory([parameter for _, parameter in named], **(kwargs or {}))
-
-
-def bound(
-    factory: Callable[..., torch.optim.Optimizer], kwargs: Mapping[str, Any]
-) -> Callable[..., torch.optim.Optimizer]:
-    """Return a factory that needs these keywords no more."""
-    if isinstance(factory, ParamGroups):
-        return ParamGroups(factory.factory, factory.rules, **{**factory.kwargs, **kwargs})
-    return partial(factory, **kwargs) if kwargs else factory
 
 
 def _check(rule: Any, options: Any) -> None:

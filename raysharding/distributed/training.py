@@ -18,6 +18,7 @@ from raysharding.distributed.layout import unwrapped
 from raysharding.distributed.loss import loss_share
 from raysharding.distributed.loss_call import LossFunction
 from raysharding.distributed.recovery import module_mode, recover_after
+from raysharding.distributed.schedules import step_schedule
 from raysharding.distributed.sharded_module import reshard
 
 
@@ -55,7 +56,7 @@ def train_step(
             are those of one part, but between parts each rank holds full, unsharded gradients. Default 1.
 
     Returns:
-        `loss` of the whole batch and `grad_norm` before clipping, equal on every rank.
+        `loss` of the whole batch and `grad_norm` before clipping, equal on every rank; with a schedule also `lr`.
 
     Raises:
         ValueError: On every rank, when `max_grad_norm` is not positive, or there are no rows to take in parts.
@@ -152,7 +153,8 @@ def optim_step(
         max_grad_norm: As for `train_step`.
 
     Returns:
-        `loss` over the rows of all passes, where there were any, and `grad_norm` before clipping, equal on every rank.
+        `loss` over the rows of all passes, where there were any, and `grad_norm` before clipping, equal on every rank;
+        with a schedule also `lr`, the learning rate of this update.
 
     Raises:
         ValueError: On every rank, when `max_grad_norm` is not positive, when the last pass did not reduce the
@@ -169,7 +171,9 @@ def optim_step(
         grad_norm = float(clip_grad_norm_(module, max_grad_norm))
         progress.in_optimizer = True
         optimizer.step()
-    return {**({"loss": done.loss()} if done.num_passes else {}), "grad_norm": grad_norm}
+        loss = done.loss() if done.num_passes else None
+        rate = step_schedule(optimizer, loss)
+    return {**({} if loss is None else {"loss": loss}), "grad_norm": grad_norm, **rate}
 
 
 def check_max_grad_norm(max_grad_norm: float | None) -> None:

@@ -220,8 +220,6 @@ class RankActor:
     def _serve(self, frame: bytes, beside: Sequence[Packed]) -> bytes:
         """Run the order of a frame; returns the frame of its outcome. On the work thread."""
         number, sealed = split(frame)
-        # The driver has taken what it wanted of those before.
-        self._results.clear()
         try:
             order = unseal(sealed, beside)
         except Exception as error:  # noqa: BLE001 - of a driver with other code, say; without an answer it would wait
@@ -231,6 +229,7 @@ class RankActor:
     def _obey(self, order: Order, number: int) -> Outcome:
         if not self._fence.is_open(order.epoch):
             return self._refusal(taken_over("the group"))
+        self._results.clear()  # the driver has taken what it wanted of those before
         outcome, result = self._run(order)
         self._last_outcome[order.epoch] = outcome
         if isinstance(result, Packed) and result.num_bytes <= RESULT_BYTES:

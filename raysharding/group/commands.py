@@ -202,6 +202,10 @@ class RankCommands:
         """Make the optimizer. All ranks, together."""
         self._worker.set_optimizer(factory, dict(kwargs), restore=restore)
 
+    def set_scheduler(self, schedule: Callable[..., Any]) -> None:
+        """Give the optimizer a schedule. All ranks."""
+        self._worker.set_scheduler(schedule)
+
     def clip_grad_norm_(self, max_norm: float | None, norm_type: float) -> float:
         """Clip the gradients and return their norm. All ranks, together."""
         return self._worker.clip_grad_norm_(max_norm, norm_type)

@@ -72,7 +72,8 @@ class Runner:
         self._hooks = hooks
         self._failed: Run | None = None
         self._questions = Questions(members, hooks.watch, lambda: self.run or self._failed, hooks.advance)
-        self._numbers = 0
+        # No other driver's: what Ray brings late of an earlier one's is refused by number, too.
+        self._numbers = members[0].epoch << 32
         self._last_number: int | None = None
         self.leaving: set[int] = set()
 

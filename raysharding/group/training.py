@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from raysharding.batch import RankBatch, check_num_parts, deal
 from raysharding.distributed.gradients import check_norm
-from raysharding.distributed.param_groups import bound
+from raysharding.distributed.schedules import Schedule, bound, check_schedule, rescheduled
 from raysharding.distributed.training import check_max_grad_norm
 from raysharding.group.administration import Administration
 from raysharding.group.admission import check_batches
@@ -148,8 +149,8 @@ class Training(Administration):
         """Make the optimizer on every rank, in place of an earlier one; blocks.
 
         Args:
-            factory: An optimizer class, a callable that takes the parameters and returns an optimizer, or a
-                `ParamGroups`, for hyperparameters by the names of parameters.
+            factory: An optimizer class, a callable that takes the parameters and returns an optimizer, a
+                `ParamGroups`, for hyperparameters by the names of parameters, or a `Scheduled`.
             **kwargs: Given to `factory` after the parameters.
 
         Raises:
@@ -160,6 +161,28 @@ class Training(Administration):
         self._channel.submit_same("set_optimizer", factory, kwargs, False).result()
         self._optimizer = bound(factory, kwargs)
         self._may_have_optimizer = True
+        self._update_record()
+
+    def set_scheduler(self, schedule: Schedule, **kwargs: Any) -> None:
+        """Give the optimizer a learning-rate schedule, which takes a step with every update; blocks.
+
+        It is saved, loaded, copied and made anew with the optimizer; `train_step` and `optim_step` say the `lr` of
+        their update then. `optimizer=Scheduled(...)` gives one from the start.
+
+        Args:
+            schedule: A class of `torch.optim.lr_scheduler`, or a callable that takes the optimizer and returns one.
+            **kwargs: Given to `schedule` after the optimizer.
+
+        Raises:
+            ValueError: No optimizer is set, or no schedule was given.
+            TypeError: It cannot be pickled.
+            GroupError: It cannot be made; the group is READY, with the schedule that it had.
+        """
+        self._require_optimizer("set_scheduler")
+        check_schedule(schedule)
+        whole = partial(schedule, **kwargs) if kwargs else schedule
+        self._channel.submit_same("set_scheduler", whole).result()
+        self._optimizer = None if self._optimizer is None else rescheduled(self._optimizer, whole)
         self._update_record()
 
     def _require_optimizer(self, method: str) -> None:

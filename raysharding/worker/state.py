@@ -41,7 +41,7 @@ Phase = Literal[
 ]
 
 # Calls that leave other weights, or another optimizer, than they found. `call(fn)` may: that is seen by what it wrote.
-_CHANGING = ("load", "set_optimizer", "train_step", "optim_step")
+_CHANGING = ("load", "set_optimizer", "set_scheduler", "train_step", "optim_step")
 
 _NOT_GATHERED = (
     "raysharding: a module computed with its shard: its parameters were used outside its own forward, so FSDP never "

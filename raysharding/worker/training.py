@@ -14,6 +14,7 @@ from raysharding.distributed.gradients import clip_grad_norm_
 from raysharding.distributed.loss_call import LossFunction
 from raysharding.distributed.new_optimizer import make_optimizer
 from raysharding.distributed.optimizer_files import OptimizerLoad, has_optimizer_state
+from raysharding.distributed.schedules import Schedule, attach_schedule
 from raysharding.distributed.training import forward_backward, optim_step, train_step, zero_grad
 from raysharding.errors import CheckpointError
 from raysharding.worker.state import RankState, is_training
@@ -49,6 +50,19 @@ class TrainingRank(RankState):
                 state = self._plan_optimizer(self.checkpoint.path)
                 if state is not None:
                     state.run(self.loading, self._follow(None), self._stall_s)
+
+    def set_scheduler(self, schedule: Schedule) -> None:
+        """Give the optimizer a learning-rate schedule, in place of an earlier one; see `distributed.schedules`.
+
+        Args:
+            schedule: Makes it for the optimizer.
+
+        Raises:
+            ValueError: No optimizer is set, or what was made is no schedule.
+        """
+        optimizer = self._require_optimizer("set_scheduler")
+        with self._running("call", "set_scheduler"):
+            attach_schedule(optimizer, schedule)
 
     def _plan_optimizer(self, checkpoint: str) -> OptimizerLoad | None:
         """What a checkpoint holds of the optimizer's state; `None` where it has none, or there is no optimizer."""

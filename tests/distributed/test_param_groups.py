@@ -16,7 +16,7 @@ from raysharding.distributed.footprint import footprints, held_tensors
 from raysharding.distributed.mesh import init_mesh
 from raysharding.distributed.new_optimizer import make_optimizer
 from raysharding.distributed.optimizer_snapshot import OptimizerSnapshot
-from raysharding.distributed.param_groups import bound
+from raysharding.distributed.schedules import bound
 from raysharding.distributed.sharded_module import shard_module
 from raysharding.distributed.training import train_step
 from tests.distributed.test_training import Pair, batch_of

@@ -27,8 +27,11 @@ from raysharding import (
     Split,
     Timeouts,
 )
+from raysharding.batch import RankBatch
 from raysharding.group import GroupState
 from raysharding.group.lease import Renewal
+from raysharding.group.order import Request, numbered, seal
+from raysharding.group.sending import pack_same
 from tests.clock import now
 from tests.group.conftest import make_group
 
@@ -137,6 +140,23 @@ def test_the_call_of_an_earlier_driver_ends_first(lasting: tuple[int, ...]) -> N
         group.call(lambda: 1 / 0)
     again = ShardedModelGroup.attach("llama")
     assert again.call(work, 0.0) == [7, 7]
+
+
+def test_what_ray_brings_late_of_an_earlier_driver_is_nobodys_answer(lasting: tuple[int, ...]) -> None:
+    """The rank refuses it, and tells the driver that it obeys: by a number that is none of that one's calls."""
+    first = ShardedModelGroup.attach("llama")
+    assert first.call(work, 0.0) == [7, 7]
+    channel = first._channel
+    own = pack_same("call", RankBatch((0.0,)), work, None)
+    sealed, _ = seal(channel.members[0].epoch, Request("call", "value", None), own, None)
+    late = numbered(channel.supervisor._runner._numbers, sealed)
+    group = ShardedModelGroup.attach("llama")
+    call = group.call.remote(work, 0.5)
+    ray.get([member.actor.deliver.remote(late) for member in group._channel.members])
+    assert call.result() == [7, 7]
+    assert [group.call(work, 0.0) for _ in range(4)] == [[7, 7]] * 4
+    numbers = [one._channel.supervisor._runner._numbers for one in (first, group)]
+    assert abs(numbers[0] - numbers[1]) > 1 << 31, "no two drivers count through the same numbers"
 
 
 def test_a_call_of_an_earlier_driver_that_hangs(doomed: ShardedModelGroup) -> None:

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from raysharding import CheckpointError, GroupError, ShardedModelGroup, Split
+from raysharding import CheckpointError, GroupError, Scheduled, ShardedModelGroup, Split
 from raysharding.group import GroupState
 from tests.conftest import make_group, make_mlp
+from tests.group.hsdp import Copied, kill_idle, make_hsdp
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -23,6 +24,15 @@ def masked_mean() -> Callable[..., Any]:
 
     def loss(output: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor) -> Any:
         return (output.square().mean(dim=1) * counts).sum(), counts.sum()
+
+    return loss
+
+
+def mean_square() -> Callable[..., torch.Tensor]:
+    """Another, over all rows."""
+
+    def loss(output: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return output.square().mean()
 
     return loss
 
@@ -171,3 +181,44 @@ def test_what_the_driver_can_see_is_refused_there(checkpoint: Path, rows: torch.
         with pytest.raises(ValueError, match="this call has no Split"):
             group.train_step(rows, gradient_accumulation_steps=2)
         assert group.state is GroupState.READY
+
+
+def halving() -> Callable[..., Any]:
+    """A schedule that pickles by value."""
+
+    def schedule(optimizer: torch.optim.Optimizer) -> Any:
+        from torch.optim.lr_scheduler import ExponentialLR
+
+        return ExponentialLR(optimizer, 0.5)
+
+    return schedule
+
+
+def test_a_schedule_goes_where_its_optimizer_goes(checkpoint: Path, rows: torch.Tensor, tmp_path: Path) -> None:
+    """Through a save, into a group of another size, into ranks that replace lost ones, and back by a restart."""
+    step: dict[str, Any] = {"loss": mean_square()}
+    with make_hsdp(Copied(checkpoint, tmp_path)) as group:
+        group.set_scheduler(halving())
+        rates = [group.train_step(Split(rows), **step)["lr"] for _ in range(2)]
+        group.forward_backward(Split(rows), **step)
+        rates.append(group.optim_step()["lr"])
+        assert rates == [1e-2, 5e-3, 2.5e-3]
+        group.save(tmp_path / "saved")
+        expected = [group.train_step(Split(rows), **step) for _ in range(2)]
+        kill_idle(group, 1)
+        assert group.restart().how == "replicas"
+        assert group.train_step(Split(rows), **step)["lr"] == pytest.approx(1e-2 / 32)
+        group.load(tmp_path / "saved")
+        assert [group.train_step(Split(rows), **step) for _ in range(2)] == expected
+        assert group.restart(tmp_path / "saved").how == "reloaded"
+        assert [group.train_step(Split(rows), **step) for _ in range(2)] == expected
+        with pytest.raises(ValueError, match="schedule=3: give a class of"):
+            group.set_scheduler(3)  # type: ignore[arg-type]
+        with pytest.raises(GroupError, match="unexpected keyword argument 'gamma'"):
+            group.set_scheduler(halving(), gamma=3)
+        assert group.state is GroupState.READY
+    optimizer = Scheduled(torch.optim.AdamW, halving(), lr=7.0)  # what was saved wins
+    with make_group(tmp_path / "saved", world_size=3, optimizer=optimizer) as other:
+        found = [other.train_step(Split(rows), **step) for _ in range(2)]
+        for mine, theirs in zip(found, expected, strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-4)
