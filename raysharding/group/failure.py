@@ -15,12 +15,14 @@ from raysharding.errors import (
     GroupTakenOverError,
     RankFailure,
     RayshardingError,
+    RendezvousError,
 )
 from raysharding.group.outcome import Raised, Stacks
 from raysharding.group.ranks import RankInfo
 from raysharding.group.witness import Sighting
 
 _MAX_DEATH_CHARS = 600
+_ABSENCE = f"{RendezvousError.__module__}.{RendezvousError.__qualname__}"
 
 E = TypeVar("E", bound=GroupError)
 
@@ -128,6 +130,9 @@ def judge(seen: Sequence[Observed], what: str, timed_out: bool, arrivals: str = 
         timed_out: Whether the call's deadline passed first.
         arrivals: Which ranks wait for which, as the end of a sentence.
     """
+    if any(one.failure.kind == "died" for one in seen):
+        # Who did not come was dead: that is the cause, though the ranks that waited may have spoken first.
+        seen = [replace(one, follows=one.follows or _misses_ranks(one)) for one in seen]
     primary = next((one for one in seen if not one.follows), seen[0])
     failures = {one.failure.rank: _beside(one, primary) for one in seen}
     failures[primary.failure.rank] = primary.failure
@@ -135,6 +140,10 @@ def judge(seen: Sequence[Observed], what: str, timed_out: bool, arrivals: str = 
     message = f"{what}: rank {first.rank} {first.kind}, {_count(failures.values())}{arrivals}"
     cls = CallTimeoutError if timed_out else GroupError
     return cls(message, primary=first, failures=dict(sorted(failures.items())))
+
+
+def _misses_ranks(one: Observed) -> bool:
+    return one.raised is not None and one.raised.error_type == _ABSENCE
 
 
 def twin(error: E) -> E:

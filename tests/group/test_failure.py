@@ -47,6 +47,19 @@ def test_a_lost_connection_that_arrives_first_is_not_the_cause() -> None:
     assert died.failure.message == "killed by signal 9"
 
 
+def test_ranks_that_say_who_did_not_come_follow_the_one_that_died() -> None:
+    """They may be heard before Ray has told of the death."""
+    absent = RendezvousError("rank 0 did not come", missing_ranks=[0])
+    died = saw_death(info(0), "join", RuntimeError("gone"))
+    seen = [saw_raise(info(2), raised(absent)), died]
+    error = judge(seen, "join", timed_out=False)
+    assert error.primary == died.failure
+    assert error.failures[2].kind == "collateral"
+    assert typed_error(seen, error) is error
+    alone = judge(seen[:1], "join", timed_out=False)
+    assert isinstance(typed_error(seen[:1], alone), RendezvousError)
+
+
 def test_of_two_causes_the_first_is_primary_and_the_other_keeps_its_kind() -> None:
     first, second = saw_raise(info(2), raised(KeyError("a"))), saw_death(info(0), "call", RuntimeError("gone"))
     error = judge([first, second], "call", timed_out=False)
