@@ -56,15 +56,11 @@ class ScheduledPair(Pair):
     def both(self, rows: dict[str, torch.Tensor]) -> dict[str, float]:
         case = CASES["token_mean"]
         rate = self.twin_optimizer.param_groups[0]["lr"]
-        self.twin.train()
-        self.twin_optimizer.zero_grad()
-        loss = case.reference(self.twin, rows)
-        loss.backward()
-        self.twin_optimizer.step()
-        self.twin_schedule.step(*([loss.item()] if self.kind == "plateau" else []))
+        loss, _ = self.twin_step(case, rows, None)
+        self.twin_schedule.step(*([loss] if self.kind == "plateau" else []))
         said = train_step(self.module, self.optimizer, batch_of(rows), loss=case.loss)
         assert said["lr"] == pytest.approx(rate, rel=1e-6)
-        assert said["loss"] == pytest.approx(loss.item(), abs=1e-5)
+        assert said["loss"] == pytest.approx(loss, abs=1e-5)
         return said
 
 

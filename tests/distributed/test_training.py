@@ -55,7 +55,7 @@ class Pair:
         self.optimizer = OPTIMIZERS[optimizer](self.module.parameters())
         self.twin_optimizer = OPTIMIZERS[optimizer](self.twin.parameters())
 
-    def step(self, case: Case, rows: dict[str, torch.Tensor], max_grad_norm: float | None) -> None:
+    def step(self, case: Case, rows: dict[str, torch.Tensor], max_grad_norm: float | None, num_parts: int = 1) -> None:
         metrics = train_step(
             self.module,
             self.optimizer,
@@ -63,17 +63,27 @@ class Pair:
             loss=case.loss,
             max_grad_norm=max_grad_norm,
             training=case.training,
+            gradient_accumulation_steps=num_parts,
         )
+        self.agree(metrics, self.twin_step(case, rows, max_grad_norm))
+
+    def twin_step(self, case: Case, rows: dict[str, torch.Tensor], max_grad_norm: float | None) -> tuple[float, float]:
+        """Loss and gradient norm of the twin's step on all rows at once."""
         self.twin.train(case.training)
         self.twin_optimizer.zero_grad()
         loss = case.reference(self.twin, rows)
         loss.backward()
         norm = nn.utils.clip_grad_norm_(self.twin.parameters(), max_grad_norm or math.inf)
         self.twin_optimizer.step()
+        return loss.item(), norm.item()
+
+    @staticmethod
+    def agree(metrics: dict[str, float], expected: tuple[float, float]) -> None:
+        loss, norm = expected
         assert type(metrics["loss"]) is float
         assert type(metrics["grad_norm"]) is float
-        assert abs(metrics["loss"] - loss.item()) < TOLERANCE, (metrics, loss.item())
-        assert abs(metrics["grad_norm"] - norm.item()) < TOLERANCE * max(1.0, norm.item()), (metrics, norm.item())
+        assert abs(metrics["loss"] - loss) < TOLERANCE, (metrics, expected)
+        assert abs(metrics["grad_norm"] - norm) < TOLERANCE * max(1.0, norm), (metrics, expected)
 
     def compare(self) -> None:
         reshard(self.module)
