@@ -112,6 +112,17 @@ def schedule_of(optimizer: torch.optim.Optimizer) -> LRScheduler | None:
     return getattr(optimizer, _ATTRIBUTE, None)
 
 
+def check_schedule_has_loss(optimizer: torch.optim.Optimizer, loss: float | None) -> None:
+    """Before an update: refuse one whose schedule could not take its step after it.
+
+    Raises:
+        ValueError: The schedule looks at the loss (`ReduceLROnPlateau`), and there is none.
+    """
+    schedule = schedule_of(optimizer)
+    if loss is None and isinstance(schedule, ReduceLROnPlateau):
+        raise ValueError(f"{type(schedule).__name__} looks at the loss, and gradients of a call(fn) come with none")
+
+
 def step_schedule(optimizer: torch.optim.Optimizer, loss: float | None) -> dict[str, float]:
     """After an update: take the schedule's step.
 
@@ -121,17 +132,13 @@ def step_schedule(optimizer: torch.optim.Optimizer, loss: float | None) -> dict[
 
     Returns:
         `lr`, the first param group's learning rate in that update; nothing where there is no schedule.
-
-    Raises:
-        ValueError: The schedule looks at the loss, and there is none.
     """
     schedule = schedule_of(optimizer)
     if schedule is None:
         return {}
     used = float(optimizer.param_groups[0]["lr"])
     if isinstance(schedule, ReduceLROnPlateau):
-        if loss is None:
-            raise ValueError(f"{type(schedule).__name__} looks at the loss, and gradients of a call(fn) come with none")
+        assert loss is not None, "check_schedule_has_loss comes before the update"
         schedule.step(loss)
     else:
         schedule.step()

@@ -18,7 +18,7 @@ from raysharding.distributed.layout import unwrapped
 from raysharding.distributed.loss import loss_share
 from raysharding.distributed.loss_call import LossFunction
 from raysharding.distributed.recovery import module_mode, recover_after
-from raysharding.distributed.schedules import step_schedule
+from raysharding.distributed.schedules import check_schedule_has_loss, step_schedule
 from raysharding.distributed.sharded_module import reshard
 
 
@@ -157,8 +157,9 @@ def optim_step(
         with a schedule also `lr`, the learning rate of this update.
 
     Raises:
-        ValueError: On every rank, when `max_grad_norm` is not positive, when the last pass did not reduce the
-            gradients, or when nothing counted in any of them. The gradients are dropped.
+        ValueError: On every rank, when `max_grad_norm` is not positive; or, and then the gradients are dropped, when
+            the last pass did not reduce them, nothing counted in any pass, or the schedule looks at a loss that there
+            is not.
         Exception: Whatever the optimizer raised. See `train_step`.
     """
     check_max_grad_norm(max_grad_norm)
@@ -166,12 +167,13 @@ def optim_step(
     progress = _Progress()
     with _recovering(module, progress):
         done.finish(module)
+        loss = done.loss() if done.num_passes else None
+        check_schedule_has_loss(optimizer, loss)
         # Its all-reduce ends on no rank until all have come so far: a rank that fails or dies earlier leaves no other
         # one updated.
         grad_norm = float(clip_grad_norm_(module, max_grad_norm))
         progress.in_optimizer = True
         optimizer.step()
-        loss = done.loss() if done.num_passes else None
         rate = step_schedule(optimizer, loss)
     return {**({} if loss is None else {"loss": loss}), "grad_norm": grad_norm, **rate}
 

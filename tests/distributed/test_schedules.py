@@ -14,13 +14,14 @@ from torch.optim import lr_scheduler
 from raysharding import ParamGroups, Scheduled
 from raysharding.config import Sharding
 from raysharding.distributed import load_checkpoint, load_optimizer_state, save_checkpoint
+from raysharding.distributed.accumulation import Accumulation
 from raysharding.distributed.mesh import init_mesh
 from raysharding.distributed.new_optimizer import make_optimizer
 from raysharding.distributed.schedules import attach_schedule, bound, schedule_of
 from raysharding.distributed.sharded_module import shard_module
-from raysharding.distributed.training import train_step
+from raysharding.distributed.training import is_recoverable, is_torn, optim_step, train_step
 from raysharding.errors import PlanError
-from tests.distributed.test_training import Pair, batch_of
+from tests.distributed.test_training import Pair, batch_of, full
 from tests.distributed.training_cases import CASES
 from tests.spawn import run_ranks
 
@@ -132,3 +133,19 @@ def test_parts_go_together() -> None:
         Scheduled(ADAM, first)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="the schedule's factory returned a int"):
         attach_schedule(optimizer, lambda optimizer: 3)  # type: ignore[arg-type, return-value]
+
+
+def update_without_a_loss() -> None:
+    pair = ScheduledPair("plateau")
+    before = [full(one).clone() for one in pair.module.parameters()]
+    for one in pair.module.parameters():
+        one.grad = torch.ones_like(one)
+    with pytest.raises(ValueError, match="ReduceLROnPlateau looks at the loss") as caught:
+        optim_step(pair.module, pair.optimizer, Accumulation())
+    assert is_recoverable(caught.value)
+    assert not is_torn(caught.value)
+    assert all(torch.equal(full(one), old) for one, old in zip(pair.module.parameters(), before, strict=True))
+
+
+def test_a_schedule_that_lacks_a_loss_is_refused_before_the_update() -> None:
+    run_ranks(2, update_without_a_loss)
