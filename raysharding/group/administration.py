@@ -102,7 +102,7 @@ class Administration:
             `state`, `cause` (what broke the group, or `None`), and `ranks`: one dict per rank with where it runs,
             `answers` (`False` where it said nothing within 2 s), and what `Worker.status` says.
         """
-        cause = self._supervisor.cause
+        cause = self._supervisor.standing.cause
         return {
             "name": self._supervisor.name,
             "state": self.state.value,
@@ -112,7 +112,7 @@ class Administration:
 
     def memory_summary(self) -> str:
         """Return a table of the memory that each rank holds."""
-        self._supervisor.refuse_if_unusable()
+        self._supervisor.standing.refuse_if_unusable()
         return describe.memory_table(self._ask_status())
 
     @driver_handle
@@ -158,7 +158,7 @@ class Administration:
                         self._origin = again.report.checkpoint or self._origin
                 if self._is_shut:
                     again.launched.channel.supervisor.shutdown()
-                    again.launched.channel.supervisor.refuse_if_unusable()
+                    again.launched.channel.supervisor.standing.refuse_if_unusable()
         return again.report
 
     def stacks(self) -> dict[int, str]:
@@ -171,7 +171,7 @@ class Administration:
         Raises:
             GroupBrokenError: The group is broken (its error holds the stacks) or shut down.
         """
-        self._supervisor.refuse_if_unusable()
+        self._supervisor.standing.refuse_if_unusable()
         return read_stacks(self._channel.members)
 
     def logs(self, rank: int, num_lines: int = 100) -> str:
@@ -208,7 +208,7 @@ class Administration:
             TimeoutError: `timeout_s` passed; the running call still runs, those behind it are cancelled.
             GroupBrokenError: The group is broken or shut down.
         """
-        self._supervisor.refuse_if_unusable()
+        self._supervisor.standing.refuse_if_unusable()
         stopping = self._supervisor.interrupt_soon("")
         self._supervisor.wait_stopped(stopping, timeout_s)
         return stopping.result(0) if stopping.done() else 0

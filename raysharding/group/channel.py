@@ -49,7 +49,7 @@ class Channel:
             collect: Makes the result.
             as_refs: Leave the results in the object store as plain objects.
         """
-        self.supervisor.refuse_if_unusable()
+        self.supervisor.standing.refuse_if_unusable()
         if len(batches) != len(self.members):
             raise GroupBrokenError(f"{method}: the number of ranks changed while the call was made; call again")
         own, shared = pack_batches(method, batches, *extra)
@@ -77,7 +77,7 @@ class Channel:
             keep_step: Takes the values of a command in steps, whose later steps are the command `<method>_next`.
             collect: Makes the result. Default: what rank 0 sent.
         """
-        self.supervisor.refuse_if_unusable()
+        self.supervisor.standing.refuse_if_unusable()
         own = pack_same(method, *args)
         return self._submit_own(method, own, collect, deadline_s, watch, keep_step)
 

@@ -75,7 +75,7 @@ def restart(
     begun = time.monotonic()
     supervisor = launched.channel.supervisor
     if supervisor.state is GroupState.CLOSED:
-        supervisor.refuse_if_unusable()
+        supervisor.standing.refuse_if_unusable()
     if supervisor.state in (GroupState.READY, GroupState.BUSY) and checkpoint is None and world_size is None:
         raise ValueError(
             f"{supervisor.name} is {supervisor.state.value}: there is nothing to restart. Give checkpoint= to go back "
@@ -115,7 +115,7 @@ def _why_reload(launched: Launched, checkpoint: str | None, world_size: int | No
     survivors = supervisor.survivors
     survivors.wait_settled(launched.channel.timeouts.drain_s + _SETTLE_GRACE_S, 2 * _ANSWER_S)
     if not survivors.is_kept:
-        cause = supervisor.cause
+        cause = supervisor.standing.cause
         lost = [failure for failure in (cause.failures.values() if cause else ()) if failure.kind in ("died", "hung")]
         return f"{lost[0]}: {survivors.remains.why_not}" if lost else survivors.remains.why_not
     return None

@@ -25,7 +25,7 @@ from raysharding.group.naming import Lifetime
 from raysharding.group.ranks import Member
 from raysharding.group.replicas import Replicas
 from raysharding.group.runner import Hooks, Runner
-from raysharding.group.state import GroupState
+from raysharding.group.state import GroupState, Standing
 from raysharding.group.survivors import NOTHING, STOPPED, Remains, Survivors
 from raysharding.group.task import Task
 from raysharding.group.teardown import Teardown, close_at_exit
@@ -65,6 +65,7 @@ class Supervisor:
         """
         self.name = name
         self.members = tuple(members)
+        self.standing = Standing(name)
         self._timeouts = timeouts
         self._lifetime = lifetime
         self._teardown = Teardown(members, release)
@@ -89,12 +90,6 @@ class Supervisor:
         )
         self._runner = Runner(name, members, timeouts, self.survivors, hooks)
         self._waiting = WaitingCalls()
-        self._is_started = False
-        self._reviver: int | None = None
-        self._cause: GroupError | None = None
-        self._revived_from: GroupError | None = None
-        self._is_dropped = False
-        self._is_closing = False
         for rank, member in enumerate(members):
             self._events.watch(member.actor.lifetime.remote(member.epoch).future(), partial(self._on_lifetime, rank))
         self._events.start()
@@ -107,28 +102,17 @@ class Supervisor:
             RendezvousError: A rank cannot reach this process, or did not in time.
             GroupError: A rank is gone, or the group was stopped meanwhile.
         """
-        opened = open_lines(self.members, self._timeouts.rendezvous_s, self.refuse_if_unusable)
+        opened = open_lines(self.members, self._timeouts.rendezvous_s, self.standing.refuse_if_unusable)
         self._events.put(partial(self._lines.take, opened))
 
     @property
     def state(self) -> GroupState:
         """The group's state now."""
-        if self._is_closing:
-            return GroupState.CLOSED
-        if self._cause is not None:
-            return GroupState.BROKEN
-        if not self._is_started:
-            return GroupState.STARTING
-        return GroupState.BUSY if self._runner.run is not None or self._waiting else GroupState.READY
-
-    @property
-    def cause(self) -> GroupError | None:
-        """The error that broke the group."""
-        return self._cause
+        return self.standing.state(is_busy=self._runner.run is not None or bool(self._waiting))
 
     def started(self) -> None:
         """Leave STARTING: the model is loaded."""
-        self._is_started, self._reviver, self._revived_from = True, None, None
+        self.standing.start()
         self._renewal.change(self._lifetime.lease_s)
         self._events.put(self._runner.note_start)
 
@@ -144,10 +128,9 @@ class Supervisor:
             What there is to go on with; `None` where too little is left.
         """
         with self.survivors.lock:
-            remains = None if self._is_closing else self.survivors.take(silent)
+            remains = None if self.standing.is_closing else self.survivors.take(silent)
             if remains is not None:
-                self._reviver = threading.get_ident()
-                self._revived_from, self._cause, self._is_started = self._cause, None, False
+                self.standing.revive()
         if remains is not None:
             self._teardown.stop_some(remains.lost - self.survivors.dead)
         return remains
@@ -167,19 +150,6 @@ class Supervisor:
         if not self._events.is_own_thread():
             done.wait(2 * _RELEASE_S)
 
-    def refuse_if_unusable(self) -> None:
-        """Raise what a call of a broken or closed group gets.
-
-        Raises:
-            GroupBrokenError: The group is broken (with the cause) or shut down.
-        """
-        if self._is_closing:
-            raise GroupBrokenError(f"{self.name} is shut down; make a new group")
-        if self._cause is not None:
-            raise failure.broken(self.name, self._cause)
-        if self._reviver not in (None, threading.get_ident()):
-            raise GroupBrokenError(f"{self.name} is being restarted: its ranks have not met again yet")
-
     def submit(self, task: Task) -> None:
         """Queue a call behind those before it; waits while the queued arguments weigh more than 256 MiB.
 
@@ -188,9 +158,9 @@ class Supervisor:
         """
         if self._waiting.is_full():
             with HeldInterrupts(self):
-                self._waiting.wait_for_room(self._is_usable)
+                self._waiting.wait_for_room(lambda: self.standing.is_usable)
         with PutOffInterrupts():
-            self._waiting.add(task, self.refuse_if_unusable)
+            self._waiting.add(task, self.standing.refuse_if_unusable)
             self._events.put(self._advance)
 
     def interrupt_soon(self, source: str) -> Stopping:
@@ -243,7 +213,7 @@ class Supervisor:
     def leave(self) -> None:
         """The program ends: so does the group, unless it has a name."""
         # What a broken one holds, no other driver could use.
-        if self._lifetime.name is None or self._cause is not None:
+        if self._lifetime.name is None or self.standing.cause is not None:
             self.shutdown()
         else:
             self.detach()
@@ -252,14 +222,11 @@ class Supervisor:
         """The group's object is gone: shut down, but for a named group, which this driver goes on to keep alive."""
         self._events.put(self._drop)
 
-    def _is_usable(self) -> bool:
-        return self._cause is None and not self._is_closing
-
     def _on_failed(self, error: Exception) -> None:
         try:
             self._break([], GroupError(f"{self.name}: supervision failed: {type(error).__name__}: {error}"))
         finally:
-            self._is_closing = True
+            self.standing.is_closing = True
             self._lines.close()
 
     def _patience(self) -> float:
@@ -276,13 +243,13 @@ class Supervisor:
 
     def _has_ray(self) -> bool:
         """Whether Ray is there yet; else the group breaks."""
-        if self._is_usable() and not self._teardown.has_ray():
+        if self.standing.is_usable and not self._teardown.has_ray():
             self._break([], GroupError(f"{self.name}: Ray was shut down under the group"))
-        return self._is_usable()
+        return self.standing.is_usable
 
     def _advance(self) -> None:
         """Do what is due: end the current step, stop late ranks, begin the next call."""
-        if self._is_usable() and self._head.silent_s() > HEAD_GONE_S:
+        if self.standing.is_usable and self._head.silent_s() > HEAD_GONE_S:
             self._break([], GroupError(f"{self.name}: {self._head.gone()}"))
         if self.survivors.is_kept and not self.survivors.left_s:
             self._drop_kept()
@@ -294,7 +261,7 @@ class Supervisor:
 
     def _may_begin(self) -> bool:
         """Whether the next call may go out. What Ray is to carry would start another Ray where this one is gone."""
-        return self._has_ray() if self._waiting.next_is_large() else self._is_usable()
+        return self._has_ray() if self._waiting.next_is_large() else self.standing.is_usable
 
     def _on_lifetime(self, rank: int, future: Future) -> None:
         error = future.exception()
@@ -307,7 +274,7 @@ class Supervisor:
         with self.survivors.lock:
             if not self.survivors.hear_death(rank):
                 return
-            is_usable = self._is_usable()
+            is_usable = self.standing.is_usable
         if not is_usable:
             if self.survivors.remains.why_not:
                 self._drop_kept()  # what it held is nowhere else: there is nothing to keep the others for
@@ -335,7 +302,7 @@ class Supervisor:
 
     def _why_not(self, lost: Collection[int]) -> str:
         """Why ranks that hold one model could not meet again without `lost`; empty where they could."""
-        if not self._is_started:
+        if not self.standing.is_started:
             return STOPPED
         if any(one.info.device != "cpu" for one in self.members):
             return "the ranks are on GPUs: an aborted NCCL collective may have left anything"
@@ -349,8 +316,7 @@ class Supervisor:
         run, self._runner.run = self._runner.run, None
         with self.survivors.lock:
             self.survivors.keep(remains)
-            # A twin: the traceback of the one that the user is given would keep the user's frames, and so the group.
-            self._cause = failure.twin(error)
+            self.standing.fail(error)
         try:
             if remains.why_not:
                 self._stop()
@@ -369,7 +335,7 @@ class Supervisor:
             self._teardown.stop_some(remains.lost - self.survivors.dead)
 
     def _interrupt(self, source: str, stopping: Stopping) -> None:
-        if not self._is_started and self._is_usable():
+        if not self.standing.is_started and self.standing.is_usable:
             self._abandon(source)
         who = source or "interrupt()"
         error = CallCancelledError(f"{who} cancelled the call before any rank of {self.name} began it")
@@ -387,7 +353,7 @@ class Supervisor:
             )
 
     def _abandon(self, reason: str) -> None:
-        if self._is_usable():
+        if self.standing.is_usable:
             doing = "idle" if self._runner.run is None else f"in {self._runner.run.task.call.name}"
             self._break([], GroupError(f"{self.name} was stopped by {reason} ({doing})"))
 
@@ -395,22 +361,22 @@ class Supervisor:
         """Leave the ranks to the driver that has attached to them, or to the supervision that follows this one."""
         self._teardown.let_go()
         self._lines.close()  # the ranks hang up, which says nothing of them
-        if self._is_usable() and self._reviver is None:
+        if self.standing.is_usable and not self.standing.is_restarting:
             self._break([], taken_over(self.name))
-            if self._is_dropped:
+            if self.standing.is_dropped:
                 self._close()
 
     def _drop(self) -> None:
-        self._is_dropped = True
-        if self._lifetime.name is None or self._cause is not None:
+        self.standing.is_dropped = True
+        if self._lifetime.name is None or self.standing.cause is not None:
             self._close()
 
     def _close(self) -> None:
         """Shut down: stop the ranks, well where they are idle, and wait until Ray says that they are gone."""
-        if self._is_closing:
+        if self.standing.is_closing:
             return
-        was_idle = self._runner.run is None and self._cause is None and self._has_ranks()
-        self._is_closing = True
+        was_idle = self._runner.run is None and self.standing.cause is None and self._has_ranks()
+        self.standing.is_closing = True
         error = GroupBrokenError(f"{self.name} was shut down before this call ended")
         run, self._runner.run = self._runner.run, None
         if run is not None:
@@ -433,9 +399,8 @@ class Supervisor:
 
     def _give_up(self, error: GroupError, done: threading.Event) -> None:
         try:
-            if self._is_usable():
-                # Of a restart that came to nothing: what broke the group in the first place is what calls are to hear.
-                self._break([], error if self._is_started or self._revived_from is None else self._revived_from)
+            if self.standing.is_usable:
+                self._break([], self.standing.first_cause(error))
             self._drop_kept()
             self._stop_all()
         finally:
