@@ -88,6 +88,24 @@ class CheckpointError(RayshardingError, ValueError):
         return f"{': '.join(where)}: {self.message}" if where else self.message
 
 
+class DataError(RayshardingError, ValueError):
+    """Data to train on that is missing, damaged, or not what a resumed run was fed before.
+
+    Args:
+        message: What is wrong, with the value found and what was expected.
+        path: File or directory at fault, where there is one.
+    """
+
+    _fields = ("message", "path")
+
+    def __init__(self, message: str, *, path: str | None = None) -> None:
+        super().__init__(message)
+        self.path = path
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.message}" if self.path else self.message
+
+
 class PlanError(RayshardingError, ValueError):
     """Model and checkpoint do not fit together. All mismatches of all ranks are listed at once.
 

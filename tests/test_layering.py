@@ -39,13 +39,16 @@ FLOORS = {
     "config": _floor(1, "torch", "frozen dataclasses: Sharding, Loading, Placement, Timeouts"),
     "batch": _floor(1, "torch numpy", "Split, PerRank, Out; rows dealt out over the ranks"),
     "checkpoint": _floor(1, "torch safetensors pyarrow", "what is in the files; byte readers; the safetensors writer"),
+    "data": _floor(2, "torch pyarrow numpy", "rows to train on: where they are, their order, who takes which"),
     "outputs": _floor(2, "torch", "the ranks' outputs put together again, in row order"),
     "models": _floor(2, "torch transformers", "config.json or a callable → module on meta; key mapping, wrap plan"),
     "distributed": _floor(
-        3, "torch accelerate", "the SPMD layer: mesh, FSDP2, plan, transports, loading, saving, training"
+        3, "torch accelerate numpy", "the SPMD layer: mesh, FSDP2, plan, transports, loading, saving, training"
     ),
     "worker": _floor(4, "torch", "everything that one rank does"),
-    "group": _floor(5, "torch ray numpy tqdm", "placement, supervision, calls; the only user of ray"),
+    "group": _floor(
+        5, "torch ray numpy tqdm matplotlib mlflow wandb", "placement, supervision, calls; the only user of ray"
+    ),
     "bench": _floor(5, "torch matplotlib", "times loads beside floors, in processes of its own, without Ray"),
     "__main__": _floor(7, "", "`python -m raysharding`"),
     "cli": _floor(6, "torch ray tqdm", "the command line"),
@@ -129,12 +132,12 @@ def test_package_keeps_its_floors() -> None:
         ("config", "from raysharding.batch import Split", "batch is on 1"),
         ("distributed.mesh", "from ..group import Call", "floor 3 may import only from lower floors"),
         ("distributed.mesh", "from raysharding import Split", "__init__ is on 6"),
-        ("distributed.mesh", "import ray", "distributed may use accelerate, torch"),
+        ("distributed.mesh", "import ray", "distributed may use accelerate, numpy, torch"),
         ("worker", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import ray.util", "worker may use torch"),
         (
             "distributed.fsdp",
             "import importlib\nimportlib.import_module('transformers')",
-            "distributed may use accelerate, torch",
+            "distributed may use accelerate, numpy, torch",
         ),
         ("errors", "import torch", "the standard library only"),
         ("helpers", "", "not in the floor table"),

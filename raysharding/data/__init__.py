@@ -1,0 +1,26 @@
+"""Rows to train on: where they are, in which order they come, and which rank takes which. No collectives, no Ray.
+
+What a step is fed depends on data, batch size and seed alone, never on the number of ranks: `order.py` says how.
+"""
+
+from raysharding.data.batches import StepBatch, epoch_batches
+from raysharding.data.collate import Collate, default_collate
+from raysharding.data.parquet import ParquetFiles, ParquetPath
+from raysharding.data.prefetch import Prefetch
+from raysharding.data.source import BlockSource, Reader, Rows, SequenceRows, Stream, rows_of
+
+__all__ = [
+    "BlockSource",
+    "Collate",
+    "ParquetFiles",
+    "ParquetPath",
+    "Prefetch",
+    "Reader",
+    "Rows",
+    "SequenceRows",
+    "StepBatch",
+    "Stream",
+    "default_collate",
+    "epoch_batches",
+    "rows_of",
+]

@@ -1,0 +1,29 @@
+"""Rows of Arrow's columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+
+def arrow_rows(batch: Any) -> list[dict[str, Any]]:
+    """Return the rows of a RecordBatch: name → number, text, or array for a list of numbers."""
+    columns = {name: _values(column) for name, column in zip(batch.schema.names, batch.columns, strict=True)}
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def _values(column: Any) -> Sequence[Any]:
+    import pyarrow as arrow
+
+    kind = column.type
+    is_list = arrow.types.is_list(kind) or arrow.types.is_large_list(kind)
+    if not is_list or column.null_count or not arrow.types.is_primitive(kind.value_type) or column.flatten().null_count:
+        values: Sequence[Any] = column.to_pylist()
+        return values
+    flat = column.flatten().to_numpy(zero_copy_only=False)
+    offsets = np.asarray(column.offsets) - column.offsets[0].as_py()
+    # Copies: an array of pyarrow's is read-only, and would keep its whole chunk alive.
+    return [flat[start:stop].copy() for start, stop in pairwise(offsets)]

@@ -1,0 +1,120 @@
+"""From a step's rows to the arguments of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch.utils.data import default_collate as stack
+
+from raysharding.batch import RankBatch, Split
+from raysharding.tree import leaves
+
+Collate: TypeAlias = Callable[[list[Any]], Any]
+"""Takes a list of rows; returns a mapping of the model's keyword arguments, a tuple of its positional ones, or the one
+tensor that it takes, each with as many rows."""
+
+
+def default_collate(rows: list[Any]) -> Any:
+    """Stack rows by torch's own rule, column by column.
+
+    Lists of numbers are tensors of them; whole numbers become int64, as losses and embeddings take them, and float64
+    becomes torch's default dtype.
+
+    Raises:
+        ValueError: A column whose rows have different shapes, or no tensor in it: names it.
+    """
+    tensors = [_as_tensors(row) for row in rows]
+    try:
+        return stack(tensors)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"{_misfit(tensors) or error}; give collate= a function that makes a batch of rows, such as "
+                         "transformers' DataCollatorWithPadding(tokenizer)") from error  # fmt: skip
+
+
+def _as_tensors(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _as_tensors(one) for name, one in value.items()}
+    if isinstance(value, list) and all(isinstance(one, int | float | list) for one in value):
+        value = _tensor(value)
+    elif isinstance(value, tuple):
+        return tuple(_as_tensors(one) for one in value)
+    elif isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
+        value = torch.tensor(value)
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.dtype in (torch.int32, torch.int16, torch.int8, torch.uint8):
+        return value.long()
+    return value.to(torch.get_default_dtype()) if value.dtype is torch.float64 else value
+
+
+def _tensor(value: list[Any]) -> Any:
+    try:
+        return torch.tensor(value)
+    except (ValueError, TypeError):
+        return value  # lists of unequal lengths: torch's stack names what is wrong
+
+
+def _misfit(rows: Sequence[Any]) -> str:
+    """Name the first column that does not stack; empty where none is seen."""
+    for path, first in leaves(rows[0], "row"):
+        for row in rows[1:]:
+            other = dict(leaves(row, "row")).get(path)
+            if other is None or getattr(first, "shape", None) != getattr(other, "shape", None):
+                return f"{path} does not stack: {_shown(first)} in one row, {_shown(other)} in another"
+    return ""
+
+
+def _shown(value: Any) -> str:
+    return f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"{type(value).__name__} {value!r:.40}"
+
+
+@dataclass(frozen=True)
+class Collator:
+    """Makes this rank's part of a call of its rows of a step."""
+
+    collate: Collate
+    """The user's, or `default_collate`."""
+    rank: int
+    """This rank."""
+
+    def batch(self, rows: list[Any], counts: tuple[int, ...]) -> RankBatch:
+        """Return the batch.
+
+        Args:
+            rows: Its rows; a row of anybody's where it has none.
+            counts: Every rank's number of rows.
+
+        Raises:
+            ValueError: The collate function did not return as many rows as it got, or nothing that a model takes.
+        """
+        made = self.collate(rows)
+        args: tuple[Any, ...] = ()
+        kwargs: Mapping[str, Any] = {}
+        if isinstance(made, Mapping):
+            kwargs = {str(name): _split(value) for name, value in made.items()}
+        elif isinstance(made, tuple | list):
+            args = tuple(_split(value) for value in made)
+        else:
+            args = (_split(made),)
+        found = {name: one.num_rows(name) for name, one in [*_named(args), *kwargs.items()] if isinstance(one, Split)}
+        if not found:
+            raise ValueError(f"collate returned a {type(made).__name__} without a tensor: nothing for the model")
+        wrong = {name: number for name, number in found.items() if number != len(rows)}
+        if wrong:
+            raise ValueError(f"collate made {wrong} rows of {len(rows)}: every tensor needs one row for each row given")
+        return RankBatch(args, kwargs, num_rows=counts[self.rank], rows=counts)
+
+
+def _named(args: Sequence[Any]) -> list[tuple[str, Any]]:
+    return [(f"args[{index}]", value) for index, value in enumerate(args)]
+
+
+def _split(value: Any) -> Any:
+    """A value whose leaves are all tensors holds rows; any other goes to the model as it is."""
+    found = [leaf for _, leaf in leaves(value)]
+    is_rows = bool(found) and all(isinstance(leaf, torch.Tensor | np.ndarray) for leaf in found)
+    return Split(value) if is_rows else value

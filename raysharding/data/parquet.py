@@ -1,0 +1,219 @@
+"""Parquet files as blocks of rows, read through pyarrow from local disks and object stores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Self
+
+import numpy as np
+
+from raysharding.checkpoint.arrow_systems import connect
+from raysharding.checkpoint.remote_options import DEFAULT_REMOTE
+from raysharding.checkpoint.uri import is_remote, normal_path
+from raysharding.data.arrow_rows import arrow_rows
+from raysharding.data.source import BlockSource, Reader
+from raysharding.errors import DataError
+
+_CHUNK_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class ParquetPath:
+    """Parquet files that have not been looked at."""
+
+    path: str
+    """A file, or a directory of `.parquet` files: a local path or a URI."""
+    columns: tuple[str, ...] | None = None
+    """Columns to read; `None` for all."""
+
+
+@dataclass(frozen=True)
+class ParquetFiles(BlockSource):
+    """The row groups of Parquet files. A reader holds a chunk of 1024 rows, decoded, and what pyarrow buffers."""
+
+    directory: str
+    """What the files' names are seen from, as the user gave it."""
+    files: tuple[str, ...]
+    """Paths inside the file system, sorted."""
+    groups: tuple[tuple[int, ...], ...]
+    """File → rows of each row group."""
+    columns: tuple[str, ...] | None
+    """Columns to read."""
+    _opened: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @classmethod
+    def open(cls, source: ParquetPath) -> Self:
+        """List the files and read their footers. One rank calls it.
+
+        Raises:
+            DataError: Nothing is there, it is no Parquet file, the files' columns differ, or one is asked for that
+                there is not.
+        """
+        directory = normal_path(source.path)
+        found = cls(directory, _list(directory), (), source.columns)
+        groups, names = [], None
+        for file in found.files:
+            metadata = found._metadata(file)
+            groups.append(tuple(metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)))
+            here = metadata.schema.to_arrow_schema().names
+            names = here if names is None else names
+            if here != names:
+                raise DataError(f"has the columns {here}, but {found.files[0]} has {names}", path=file)
+        missing = [name for name in source.columns or () if name not in (names or ())]
+        if missing:
+            raise DataError(f"has no column {', '.join(map(repr, missing))}: it has {names}", path=directory)
+        if not any(map(sum, groups)):
+            raise DataError("has no rows", path=directory)
+        return cls(directory, found.files, tuple(groups), source.columns)
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Self:
+        """Take what `as_dict` gave on another rank."""
+        groups, columns = tuple(map(tuple, fields["groups"])), fields["columns"]
+        return cls(fields["directory"], tuple(fields["files"]), groups, None if columns is None else tuple(columns))
+
+    def as_dict(self) -> dict[str, Any]:
+        """The source as a JSON value."""
+        return {
+            "directory": self.directory,
+            "files": list(self.files),
+            "groups": [list(rows) for rows in self.groups],
+            "columns": None if self.columns is None else list(self.columns),
+        }
+
+    def check_seen(self) -> None:
+        """Refuse files that this process does not see as rank 0 does. Reads one footer.
+
+        Raises:
+            DataError: The first file is not there, or another one.
+        """
+        metadata = self._metadata(self.files[0])
+        rows = tuple(metadata.row_group(index).num_rows for index in range(metadata.num_row_groups))
+        if rows != self.groups[0]:
+            raise DataError(
+                f"has row groups of {rows} rows here, and of {self.groups[0]} on rank 0", path=self.files[0]
+            )
+
+    @property
+    def block_rows(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Rows of each row group of each file."""
+        return np.array([rows for file in self.groups for rows in file], dtype=np.int64)
+
+    def read(self, block: int) -> Reader:
+        """Return a reader at a row group's first row.
+
+        Raises:
+            DataError: The file is gone, or damaged.
+        """
+        for file, groups in zip(self.files, self.groups, strict=True):
+            if block < len(groups):
+                return _GroupReader(self, file, block)
+            block -= len(groups)
+        raise AssertionError("a block that there is not")
+
+    def open_file(self, file: str) -> Any:
+        """Return a `pyarrow.parquet.ParquetFile`, its footer read at most once."""
+        import pyarrow.parquet as parquet
+
+        with _said(file):
+            opened = _system(self.directory).open_input_file(file)
+            return parquet.ParquetFile(opened, metadata=self._opened.get(file), pre_buffer=False)
+
+    def _metadata(self, file: str) -> Any:
+        if file not in self._opened:
+            with self.open_file(file) as opened:
+                self._opened[file] = opened.metadata
+        return self._opened[file]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.as_dict()
+
+    def __setstate__(self, fields: Mapping[str, Any]) -> None:
+        self.__dict__.update(type(self).from_dict(fields).__dict__)
+
+
+class _GroupReader(Reader):
+    """Reads a row group chunk by chunk."""
+
+    def __init__(self, source: ParquetFiles, file: str, group: int) -> None:
+        self._file = file
+        self._opened = source.open_file(file)
+        columns = None if source.columns is None else list(source.columns)
+        # Threads of pyarrow's own would take the cores that compute.
+        self._chunks = self._opened.iter_batches(_CHUNK_ROWS, row_groups=[group], columns=columns, use_threads=False)
+        self._chunk: Any = None
+        self._next = 0
+
+    def take(self, num_rows: int) -> list[Any]:
+        taken: list[Any] = []
+        for start, length in self._advance(num_rows):
+            taken.extend(arrow_rows(self._chunk.slice(start, length)))
+        return taken
+
+    def skip(self, num_rows: int) -> None:
+        for _ in self._advance(num_rows):
+            pass
+
+    def _advance(self, num_rows: int) -> Iterator[tuple[int, int]]:
+        """Go on by so many rows; yield those of each chunk, while it is the current one."""
+        while num_rows:
+            if self._chunk is None or self._next == self._chunk.num_rows:
+                with _said(self._file):
+                    self._chunk, self._next = next(self._chunks, None), 0
+                if self._chunk is None:
+                    raise DataError("ended before its last row: was it written anew meanwhile?", path=self._file)
+            length = min(num_rows, self._chunk.num_rows - self._next)
+            yield self._next, length
+            self._next += length
+            num_rows -= length
+
+    def close(self) -> None:
+        self._opened.close()
+
+
+def _list(directory: str) -> tuple[str, ...]:
+    """Paths of the Parquet files, sorted."""
+    import pyarrow.fs as arrow_fs
+
+    inside = _inside(directory)
+    with _said(directory):
+        system = _system(directory)
+        info = system.get_file_info(inside)
+        if info.type == arrow_fs.FileType.File:
+            return (inside,)
+        if info.type == arrow_fs.FileType.NotFound:
+            raise DataError("is not there, as rank 0 sees it", path=directory)
+        found = system.get_file_info(arrow_fs.FileSelector(inside, recursive=True))
+    hidden = ("_", ".")
+    files = [one.path for one in found if one.is_file and one.path.endswith(".parquet")]
+    shown = [path for path in files if not path.rpartition("/")[2].startswith(hidden)]
+    if not shown:
+        raise DataError("holds no .parquet file", path=directory)
+    return tuple(sorted(shown))
+
+
+@lru_cache(maxsize=8)
+def _system(directory: str) -> Any:
+    if is_remote(directory):
+        return connect(directory, DEFAULT_REMOTE)[0]
+    import pyarrow.fs as arrow_fs
+
+    return arrow_fs.LocalFileSystem()
+
+
+def _inside(directory: str) -> str:
+    return str(connect(directory, DEFAULT_REMOTE)[1]) if is_remote(directory) else directory
+
+
+@contextmanager
+def _said(path: str) -> Iterator[None]:
+    """Make what pyarrow raises a `DataError` that names the file."""
+    import pyarrow as arrow
+
+    try:
+        yield
+    except (OSError, arrow.ArrowException) as error:
+        raise DataError(f"cannot be read: {str(error).strip()}", path=path) from error

@@ -1,0 +1,141 @@
+"""The order of rows: every row once an epoch, the same batches at every world size, exact after a resume."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raysharding.data import BlockSource, Reader, SequenceRows, Stream, epoch_batches
+from raysharding.data.order import WINDOW_ROWS, Order
+
+
+@dataclass
+class Blocks(BlockSource):
+    """Rows are their own numbers; notes which blocks are read."""
+
+    sizes: list[int]
+    opened: set[int] = field(default_factory=set)
+
+    @property
+    def block_rows(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        return np.array(self.sizes, dtype=np.int64)
+
+    def read(self, block: int) -> Reader:
+        self.opened.add(block)
+        first = sum(self.sizes[:block])
+        return Numbers(list(range(first, first + self.sizes[block])))
+
+
+class Numbers(Reader):
+    def __init__(self, rows: list[int]) -> None:
+        self.rows = rows
+
+    def take(self, num_rows: int) -> list[int]:
+        assert num_rows <= len(self.rows), "more than the block has"
+        taken, self.rows = self.rows[:num_rows], self.rows[num_rows:]
+        return taken
+
+    def skip(self, num_rows: int) -> None:
+        self.take(num_rows)
+
+
+def batches_of(source: Any, batch_size: int, world_size: int, **options: Any) -> list[list[int]]:
+    """The whole batches of an epoch, put together from what each rank takes."""
+    shares = [list(epoch_batches(source, batch_size, rank, world_size, **options)) for rank in range(world_size)]
+    assert len({len(share) for share in shares}) == 1, "ranks take different numbers of steps"
+    whole = []
+    for ranks in zip(*shares, strict=True):
+        assert len({(one.step, one.counts) for one in ranks}) == 1
+        for rank, one in enumerate(ranks):
+            assert len(one.rows) == max(one.counts[rank], 1)
+        whole.append([row for rank, one in enumerate(ranks) if one.counts[rank] for row in one.rows])
+    return whole
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    sizes=st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(any),
+    batch_size=st.integers(1, 20),
+    world_size=st.integers(1, 7),
+    shuffle=st.booleans(),
+    seed=st.integers(0, 3),
+    epoch=st.integers(0, 2),
+    data=st.data(),
+)
+def test_every_row_once_and_batches_do_not_depend_on_the_ranks(
+    sizes: list[int], batch_size: int, world_size: int, shuffle: bool, seed: int, epoch: int, data: st.DataObject
+) -> None:
+    options = {"shuffle": shuffle, "seed": seed, "epoch": epoch}
+    alone = batches_of(Blocks(sizes), batch_size, 1, **options)
+    assert sorted(row for batch in alone for row in batch) == list(range(sum(sizes)))
+    assert all(len(batch) == batch_size for batch in alone[:-1])
+    assert batches_of(Blocks(sizes), batch_size, world_size, **options) == alone
+    first = data.draw(st.integers(0, len(alone)))
+    assert batches_of(Blocks(sizes), batch_size, world_size, first_step=first, **options) == alone[first:]
+
+
+def test_in_order_is_in_order() -> None:
+    assert batches_of(Blocks([3, 0, 5]), 3, 2) == [[0, 1, 2], [3, 4, 5], [6, 7]]
+
+
+def test_rows_of_a_batch_are_dealt_as_a_split_is() -> None:
+    shares = [[one.counts for one in epoch_batches(Blocks([8]), 5, rank, 3)] for rank in range(3)]
+    assert shares == [[(2, 2, 1), (1, 1, 1)]] * 3
+
+
+def test_seed_and_epoch_make_other_orders() -> None:
+    def order(**options: int) -> list[list[int]]:
+        return batches_of(SequenceRows(list(range(100))), 10, 2, shuffle=True, **options)
+
+    assert order(seed=1) == order(seed=1)
+    assert len({str(order(seed=seed, epoch=epoch)) for seed in range(2) for epoch in range(3)}) == 6
+
+
+def test_single_rows_are_shuffled_as_a_whole() -> None:
+    """Of 2,000 rows in a random order, neighbours are neighbours again by chance only, and go to any step."""
+    taken = [row for batch in batches_of(SequenceRows(list(range(2000))), 20, 1, shuffle=True) for row in batch]
+    assert sum(abs(a - b) == 1 for a, b in pairwise(taken)) < 20
+    assert abs(np.corrcoef(np.arange(2000), taken)[0, 1]) < 0.1
+
+
+def test_a_batch_of_a_large_block_holds_rows_of_all_its_parts() -> None:
+    size = 4 * WINDOW_ROWS
+    batch = batches_of(Blocks([size]), 16, 1, shuffle=True)[0]
+    assert len({row * 16 // size for row in batch}) >= 8
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_rank_reads_its_own_stretch_of_blocks(world_size: int) -> None:
+    """Shuffled: each block is read by one rank, but for those at the seams."""
+    sources = [Blocks([16] * 64) for _ in range(world_size)]
+    for rank, source in enumerate(sources):
+        assert list(epoch_batches(source, 16, rank, world_size, shuffle=True, seed=3))
+    assert sum(len(source.opened) for source in sources) <= 64 + 2 * world_size
+    assert max(len(source.opened) for source in sources) <= 64 // world_size + 2
+
+
+def test_a_resume_reads_nothing_that_came_before() -> None:
+    source = Blocks([10] * 20)
+    batches = epoch_batches(source, 10, 0, 1, first_step=18)
+    assert [one.rows[0] for one in batches] == [180, 190]
+    assert source.opened == {18, 19}
+
+
+def test_an_iterable_is_run_through_by_every_rank() -> None:
+    assert batches_of(Stream(lambda: iter(range(8))), 3, 2) == [[0, 1, 2], [3, 4, 5], [6, 7]]
+    assert batches_of(Stream(range(8)), 3, 3, first_step=1) == [[3, 4, 5], [6, 7]]
+    with pytest.raises(ValueError, match="shuffle it yourself"):
+        list(epoch_batches(Stream(range(8)), 3, 0, 1, shuffle=True))
+
+
+def test_the_windows_of_a_lane_are_bounded() -> None:
+    order = Order([10 * WINDOW_ROWS], 2, shuffle=True, seed=0, epoch=0)
+    windows = list(order.lane_windows(0, 0))
+    assert max(window.stop - window.start for window, _ in windows) == WINDOW_ROWS
+    assert sum(len(places) for _, places in windows) == order.lane_rows(0)

@@ -1,0 +1,138 @@
+"""Parquet files as rows: real files of pyarrow, on disk and in an S3 server."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from raysharding.data import ParquetFiles, ParquetPath, epoch_batches
+from raysharding.errors import DataError
+from tests.s3 import S3Server, s3, s3_server
+
+__all__ = ["s3", "s3_server"]
+
+
+def table(first: int, num_rows: int) -> pa.Table:
+    numbers = range(first, first + num_rows)
+    return pa.table(
+        {
+            "number": pa.array(numbers, pa.int64()),
+            "ids": pa.array(
+                [[number, number + 1, number + 2][: number % 4] for number in numbers], pa.list_(pa.int32())
+            ),
+            "text": [f"row {number}" for number in numbers],
+            "weight": [None if number % 5 == 0 else number / 2 for number in numbers],
+            "nested": [[[number], [1, 2]] for number in numbers],
+        }
+    )
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """Two files with 70 rows in row groups of 16."""
+    folder = tmp_path / "data"
+    (folder / "more").mkdir(parents=True)
+    pq.write_table(table(0, 40), folder / "a.parquet", row_group_size=16)
+    pq.write_table(table(40, 30), folder / "more" / "b.parquet", row_group_size=16)
+    (folder / "_metadata.parquet").write_bytes(b"hidden")
+    (folder / "notes.txt").write_text("not data")
+    return folder
+
+
+def opened(path: Path | str, *columns: str) -> ParquetFiles:
+    return ParquetFiles.open(ParquetPath(str(path), columns or None))
+
+
+def rows_of(source: ParquetFiles, batch_size: int = 7, **options: Any) -> list[dict[str, Any]]:
+    return [row for rank in range(2) for one in epoch_batches(source, batch_size, rank, 2, **options)
+            if one.counts[rank] for row in one.rows]  # fmt: skip
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_rows_are_those_that_were_written(directory: Path, shuffle: bool) -> None:
+    rows = sorted(rows_of(opened(directory), shuffle=shuffle), key=lambda row: row["number"])
+    expected = pa.concat_tables([table(0, 40), table(40, 30)]).to_pylist()
+    assert [{**row, "ids": list(row["ids"])} for row in rows] == expected
+    assert all(isinstance(row["ids"], np.ndarray) and row["ids"].flags.writeable for row in rows)
+
+
+def test_blocks_are_row_groups(directory: Path) -> None:
+    assert list(opened(directory).block_rows) == [16, 16, 8, 16, 14]
+
+
+def test_chosen_columns_alone_are_read(directory: Path) -> None:
+    assert set(rows_of(opened(directory, "number", "text"))[0]) == {"number", "text"}
+
+
+def test_it_crosses_to_other_ranks(directory: Path) -> None:
+    source = opened(directory, "number")
+    for copy in (pickle.loads(pickle.dumps(source)), ParquetFiles.from_dict(source.as_dict())):
+        assert copy == source
+        copy.check_seen()
+        assert len(rows_of(copy)) == 70
+
+
+def test_large_row_groups_come_in_chunks(tmp_path: Path) -> None:
+    pq.write_table(table(0, 5000), tmp_path / "one.parquet")
+    source = opened(tmp_path / "one.parquet", "number")
+    reader = source.read(0)
+    reader.skip(1500)
+    assert [row["number"] for row in reader.take(1000)] == list(range(1500, 2500))
+    reader.close()
+    numbers = [row["number"] for row in rows_of(source, 32, shuffle=True)]
+    assert sorted(numbers) == list(range(5000))
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda folder: folder / "absent.parquet", "is not there, as rank 0 sees it"),
+        (lambda folder: folder / "notes.txt", "cannot be read: .*Parquet"),
+        (lambda folder: (folder / "empty").mkdir() or folder / "empty", "holds no .parquet file"),
+    ],
+)
+def test_what_is_no_data_is_named(directory: Path, make: Any, said: str) -> None:
+    path = make(directory)
+    with pytest.raises(DataError, match=said) as caught:
+        opened(path)
+    assert str(path) in str(caught.value)
+
+
+def test_files_that_differ_are_refused(directory: Path) -> None:
+    pq.write_table(pa.table({"number": [1]}), directory / "z.parquet")
+    with pytest.raises(DataError, match=r"z.parquet: has the columns \['number'\], but .*a.parquet has"):
+        opened(directory)
+    with pytest.raises(DataError, match="has no column 'label': it has"):
+        opened(directory / "a.parquet", "label")
+
+
+def test_no_rows_are_refused(tmp_path: Path) -> None:
+    pq.write_table(table(0, 0), tmp_path / "none.parquet")
+    with pytest.raises(DataError, match="has no rows"):
+        opened(tmp_path)
+
+
+def test_a_file_that_changes_meanwhile_is_an_error(directory: Path) -> None:
+    source = opened(directory)
+    pq.write_table(table(0, 40), directory / "a.parquet", row_group_size=20)
+    with pytest.raises(DataError, match=r"has row groups of \(20, 20\) rows here, and of \(16, 16, 8\) on rank 0"):
+        ParquetFiles.from_dict(source.as_dict()).check_seen()
+    damaged = bytearray((directory / "more" / "b.parquet").read_bytes())
+    damaged[4:200] = bytes(196)
+    (directory / "more" / "b.parquet").write_bytes(damaged)
+    with pytest.raises(DataError, match=r"b\.parquet"):
+        rows_of(opened(directory))
+
+
+def test_an_object_store(directory: Path, s3: S3Server) -> None:
+    source = opened(s3.upload(directory / "more", "rows"))
+    assert sorted(row["number"] for row in rows_of(source, shuffle=True)) == list(range(40, 70))
+    s3.delete("rows/b.parquet")
+    with pytest.raises(DataError, match="cannot be read"):
+        rows_of(source)
