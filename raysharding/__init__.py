@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         CallCancelledError,
         CallTimeoutError,
         CheckpointError,
+        DataError,
         GroupBrokenError,
         GroupError,
         GroupTakenOverError,
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
         RayshardingError,
         RendezvousError,
     )
-    from raysharding.group import Call, ShardedModelGroup
+    from raysharding.group import Call, FitReport, FitStep, ShardedModelGroup
     from raysharding.worker import current_worker
 
 __version__ = "0.1.0"
@@ -38,6 +39,9 @@ __all__ = [
     "CallCancelledError",
     "CallTimeoutError",
     "CheckpointError",
+    "DataError",
+    "FitReport",
+    "FitStep",
     "GroupBrokenError",
     "GroupError",
     "GroupTakenOverError",
@@ -72,6 +76,7 @@ _HOMES = {
         "CallCancelledError",
         "CallTimeoutError",
         "CheckpointError",
+        "DataError",
         "GroupBrokenError",
         "GroupError",
         "GroupTakenOverError",
@@ -83,7 +88,7 @@ _HOMES = {
         "RayshardingError",
         "RendezvousError",
     ),
-    "group": ("Call", "ShardedModelGroup"),
+    "group": ("Call", "FitReport", "FitStep", "ShardedModelGroup"),
     "worker": ("current_worker",),
 }
 _MODULE_OF = {name: f"{__name__}.{module}" for module, names in _HOMES.items() for name in names}

@@ -79,6 +79,9 @@ class Sharding:
     such modules in training. As accelerate's field, and torch's `apply_activation_checkpointing`."""
     activation_checkpointing_offload: bool = False
     """Move those inputs to host memory until backward; pinned where there is CUDA. Default no. As accelerate's."""
+    compile: bool | str = False
+    """`torch.compile` for the FSDP groups that have modules inside, each by itself: `True`, or the name of a backend
+    (`"inductor"` is torch's own). The first calls take minutes on a large model. Default no."""
     forward_prefetch: bool | int = False
     """How many groups ahead of the running one are gathered in forward, in the order of the first forward, which later
     ones must keep; `True` is 1. Default none: FSDP2 overlaps the next all-gather by itself on a GPU, and FSDP1's
@@ -131,6 +134,9 @@ class Sharding:
         _require(is_choice, "activation_checkpointing", chosen, cure)
         _require_bool("activation_checkpointing_offload", self.activation_checkpointing_offload)
         is_used = not self.activation_checkpointing_offload or chosen is not False
+        backend: object = self.compile
+        is_backend = isinstance(backend, bool) or (isinstance(backend, str) and backend != "")
+        _require(is_backend, "compile", backend, "give True, False, or the name of a backend of torch.compile")
         cure = "it moves what activation_checkpointing saves: set that too"
         _require(is_used, "activation_checkpointing_offload", self.activation_checkpointing_offload, cure)
 

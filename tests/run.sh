@@ -29,9 +29,23 @@ done
 
 # The whole suite goes in two lanes side by side. Tests of clusters wait much, for deadlines and for processes to start,
 # and have bounds on seconds; all others compute, and have the time that those leave: Ray runs its ranks at nice 15.
-clusters=(tests/bench/test_calls.py tests/cluster tests/faults tests/group tests/test_quickstart.py)
+# These end first, and then take some of those, in clusters of their own.
+clusters=(tests/bench/test_calls.py tests/faults tests/group)
+later=(tests/cluster tests/test_quickstart.py)
+apart=("${clusters[@]}" "${later[@]}")
 log=$(mktemp)
-nice -n 19 pytest -q "${cut[@]}" -p no:cacheprovider tests "${clusters[@]/#/--ignore=}" >"$log" 2>&1 &
+beside() {
+  local failed=0 child
+  trap 'kill "$child"; exit 143' TERM
+  nice -n 19 pytest -q "${cut[@]}" -p no:cacheprovider tests "${apart[@]/#/--ignore=}" &
+  child=$!
+  wait "$child" || failed=$?
+  pytest -q "${cut[@]}" -p no:cacheprovider "${later[@]}" &
+  child=$!
+  wait "$child" || failed=$?
+  return "$failed"
+}
+beside >"$log" 2>&1 &
 others=$!
 trap 'kill "$others" 2>/dev/null; rm -f "$log"' EXIT
 failed=0

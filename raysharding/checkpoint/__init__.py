@@ -20,6 +20,7 @@ from raysharding.checkpoint.index import INDEX_NAME, MANIFEST_NAME, SINGLE_NAME
 from raysharding.checkpoint.manifest import Manifest, check_manifest, mismatches, read_manifest, write_manifest
 from raysharding.checkpoint.mounts import file_system_type
 from raysharding.checkpoint.reader import FileReader
+from raysharding.checkpoint.retention import check_numbered, remove_older
 from raysharding.checkpoint.state_dict_file import read_state_dict
 from raysharding.checkpoint.tensor_info import TensorInfo
 from raysharding.checkpoint.torch_file import TorchFileWriter
@@ -44,6 +45,7 @@ __all__ = [
     "TorchFileWriter",
     "check_destination",
     "check_manifest",
+    "check_numbered",
     "commit_files",
     "commit_staging",
     "create_staging",
@@ -59,6 +61,7 @@ __all__ = [
     "read_dcp_metadata",
     "read_manifest",
     "read_state_dict",
+    "remove_older",
     "remove_staging",
     "staging_path",
     "write_file",

@@ -60,6 +60,22 @@ def agree(error: BaseException | None, value: Any = None, group: dist.ProcessGro
     return [outcome["value"] for outcome in outcomes]
 
 
+def agree_all_went_well(error: BaseException | None) -> None:
+    """As `agree`, of nothing but whether; collective over the default group. One small all-reduce where all is well.
+
+    Args:
+        error: What went wrong on this rank, or `None`.
+
+    Raises:
+        Exception: As from `agree`.
+    """
+    failed = torch.tensor([error is not None], dtype=torch.uint8, device=metadata_device())
+    # For steps that are many: every rank comes here, whatever happened to it.
+    dist.all_reduce(failed, op=dist.ReduceOp.MAX)
+    if failed.item():
+        agree(error)
+
+
 def from_rank_0(make: Callable[[], Any]) -> Any:
     """Make a JSON value on rank 0 alone, and give it to every rank; collective over the default group.
 

@@ -52,10 +52,10 @@ def total_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
 
 
-def _plan_files(tensors: Mapping[str, torch.Tensor], directory: str) -> FilePlan:
+def _plan_files(tensors: Mapping[str, torch.Tensor], directory: str, group: dist.ProcessGroup | None) -> FilePlan:
     """Deal the tensors over files and the files over the ranks that see the directory."""
     # On another node the path may be another disk. Every rank answers, so that all make the same plan.
-    sees = agree(None, os.path.isdir(directory))
+    sees = agree(None, os.path.isdir(directory), group)
     able = [rank for rank, answer in enumerate(sees) if answer]
     total = total_bytes(tensors)
     num_files = 1 if total <= SMALL_BYTES else max(len(able), -(-total // MAX_FILE_BYTES))
@@ -93,6 +93,7 @@ def write_tensors(
     device: torch.device,
     stall_s: float,
     on_round: Callable[[int], None],
+    group: dist.ProcessGroup | None = None,
 ) -> Written:
     """Write tensors as one or more checkpoint files, whole; collective: every rank calls it.
 
@@ -102,18 +103,19 @@ def write_tensors(
         device: Of the messages.
         stall_s: Longest wait for one round of messages.
         on_round: Called on every rank after each round with the bytes written so far.
+        group: Of all ranks. Default: the default group.
 
     Raises:
         CheckpointError: On every rank: the disk is full or failed.
     """
-    plan = _plan_files(tensors, directory)
+    plan = _plan_files(tensors, directory, group)
     with ExitStack() as open_files:
         writers = _Writers(plan, tensors, directory, open_files)
-        agree(writers.error)
-        gather = Gather(tensors, plan.destinations(), writers.write, device, stall_s)
+        agree(writers.error, group=group)
+        gather = Gather(tensors, plan.destinations(), writers.write, device, stall_s, group=group)
         gather.run(on_round)
         # A full disk on one rank is everybody's failure; before this the others would go on to the commit.
-        return Written(plan, gather.wire_bytes, agree(writers.error or writers.close(), writers.written))
+        return Written(plan, gather.wire_bytes, agree(writers.error or writers.close(), writers.written, group))
 
 
 class _Writers:

@@ -74,6 +74,8 @@ class Gather:
     """Longest wait for one round."""
     bucket_bytes: int = GATHER_BUCKET_BYTES
     """Bytes in flight in one round, all destinations together."""
+    group: dist.ProcessGroup | None = None
+    """Of all ranks; the default group if `None`."""
     wire_bytes: int = field(default=0, init=False)
     """Bytes that this rank sent."""
 
@@ -130,12 +132,13 @@ class Gather:
                         buffer[section.offset + offset :][:length].copy_(piece)
                     continue
                 staged += pieces  # must live until the round's wait
-                ops += [dist.P2POp(dist.isend, piece, destination) for piece in pieces]
+                ops += [dist.P2POp(dist.isend, piece, destination, self.group) for piece in pieces]
                 self.wire_bytes += section.num_bytes
             elif rank == destination:
                 memory = buffer[section.offset :]
                 ops += [
-                    dist.P2POp(dist.irecv, memory[offset:][:length], sender) for offset, length, _ in section.messages
+                    dist.P2POp(dist.irecv, memory[offset:][:length], sender, self.group)
+                    for offset, length, _ in section.messages
                 ]
         return ops
 

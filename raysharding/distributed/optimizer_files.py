@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -40,9 +40,24 @@ FORMAT_VERSION = 1
 
 
 def write_optimizer(
-    snapshot: OptimizerSnapshot, staging: str, device: torch.device, stall_s: float, on_round: Callable[[int], None]
+    tensors: Mapping[str, torch.Tensor],
+    outline: Mapping[str, Any],
+    staging: str,
+    device: torch.device,
+    stall_s: float,
+    on_round: Callable[[int], None],
+    group: dist.ProcessGroup | None = None,
 ) -> Exception | None:
     """Write an optimizer's state into a save that is being made; collective.
+
+    Args:
+        tensors: Of its snapshot.
+        outline: Of its snapshot.
+        staging: Where the save is being made.
+        device: See `write_tensors`; so are the others.
+        stall_s: Longest wait for one round of messages.
+        on_round: Called with the bytes written so far.
+        group: Of all ranks.
 
     Returns:
         What went wrong on this rank after the tensors were written, to be told to all.
@@ -57,14 +72,14 @@ def write_optimizer(
             os.mkdir(directory)
         except OSError as raised:
             error = CheckpointError(f"cannot make a directory: {raised.strerror}", path=directory)
-    agree(error)
-    written = write_tensors(snapshot.tensors, directory, device, stall_s, on_round)
+    agree(error, group=group)
+    written = write_tensors(tensors, directory, device, stall_s, on_round, group)
     if dist.get_rank() != 0:
         return None
     try:
         written.finish(directory)
-        outline = {"format_version": FORMAT_VERSION, "outline": snapshot.outline()}
-        write_file(directory, OUTLINE_NAME, json.dumps(outline).encode("ascii"))
+        found = {"format_version": FORMAT_VERSION, "outline": outline}
+        write_file(directory, OUTLINE_NAME, json.dumps(found).encode("ascii"))
     except Exception as raised:  # noqa: BLE001 - the other ranks wait to hear of it
         return raised
     return None
@@ -79,7 +94,7 @@ def has_optimizer_state(checkpoint: str | os.PathLike[str]) -> bool:
     Raises:
         CheckpointError: The path cannot be looked at.
     """
-    path = join_path(_folder(checkpoint), OUTLINE_NAME)
+    path = join_path(beside(checkpoint, FOLDER), OUTLINE_NAME)
     return storage_of(path).find(path).kind != "missing"
 
 
@@ -134,7 +149,7 @@ class OptimizerLoad:
         cls, module: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: str | os.PathLike[str]
     ) -> OptimizerLoad:
         """Read and compare all but the tensors; collective. Raises as `load_optimizer_state` before data moves."""
-        directory = _folder(checkpoint)
+        directory = beside(checkpoint, FOLDER)
         target = OptimizerSnapshot.from_outline(from_rank_0(partial(_read_outline, module, directory)), module)
         misfit: PlanError | None = None
         try:
@@ -154,10 +169,10 @@ class OptimizerLoad:
         return report
 
 
-def _folder(checkpoint: str | os.PathLike[str]) -> str:
-    """Where the optimizer's files lie, beside the model's."""
+def beside(checkpoint: str | os.PathLike[str], folder: str) -> str:
+    """Where a folder of a save lies, beside the model's files."""
     path = normal_path(os.fspath(checkpoint))
-    return join_path(split_path(path)[0] if path.endswith((".safetensors", ".json")) else path, FOLDER)
+    return join_path(split_path(path)[0] if path.endswith((".safetensors", ".json")) else path, folder)
 
 
 def _read_outline(module: nn.Module, directory: str) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 
@@ -10,18 +12,26 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from raysharding.checkpoint import Checkpoint, commit_staging, create_staging, remove_staging, write_file
+from raysharding.checkpoint import (
+    Checkpoint,
+    check_numbered,
+    commit_staging,
+    create_staging,
+    remove_older,
+    remove_staging,
+    write_file,
+)
 from raysharding.checkpoint.uri import is_remote
 from raysharding.distributed.agreement import agree, from_rank_0
 from raysharding.distributed.file_writing import Written, total_bytes, write_tensors
-from raysharding.distributed.gathering import saved_tensors
 from raysharding.distributed.layout import message_device, unwrapped
 from raysharding.distributed.loading import Progress, silent
 from raysharding.distributed.memory import MemoryPeak
 from raysharding.distributed.optimizer_files import write_optimizer
-from raysharding.distributed.optimizer_state import agreed_snapshot
 from raysharding.distributed.report import SaveReport
+from raysharding.distributed.save_contents import SaveContents
 from raysharding.distributed.sharded_module import reshard
+from raysharding.distributed.training_files import Position, write_training
 from raysharding.errors import CheckpointError
 from raysharding.models import write_config_files
 
@@ -31,7 +41,9 @@ def save_checkpoint(
     path: str | os.PathLike[str],
     *,
     optimizer: torch.optim.Optimizer | None = None,
+    position: Position | None = None,
     overwrite: bool = False,
+    keep_last: int | None = None,
     source: Checkpoint | None = None,
     progress: Progress | None = None,
     stall_s: float = 120.0,
@@ -48,8 +60,12 @@ def save_checkpoint(
             ones once; of buffers that differ between ranks (BatchNorm), rank 0's.
         path: The directory to make, on a file system that rank 0 sees.
         optimizer: Also save its state, by FQN, in the folder `optimizer`: `load_optimizer_state` brings it back at any
-            world size. It is written as the model is, so no rank holds it whole. Default: the model alone.
+            world size. It is written as the model is, so no rank holds it whole. Beside it, in the folder `training`,
+            lie every rank's random generators. Default: the model alone.
+        position: Where a run over data stands; saved with the optimizer. Default: there is none.
         overwrite: Replace a checkpoint that is there.
+        keep_last: Of the saves beside this one whose names differ in the last number alone (`step-100`), how many stay,
+            this one with them; older ones are removed after the commit. Default: all.
         source: Where the model came from: its tokenizer and other small files are copied, where rank 0 sees them.
         progress: Called on every rank as `progress("save", bytes_done, bytes_total, "")`.
         stall_s: Longest wait for one round of messages, in seconds.
@@ -59,84 +75,145 @@ def save_checkpoint(
         a rank.
 
     Raises:
+        ValueError: On every rank: a bad `keep_last`.
         CheckpointError: On every rank: the destination is refused, or the disk is full or failed. What was at `path`
             is untouched then, and the temporary directory is gone.
         PlanError: On every rank: the optimizer's state cannot be saved, or differs between ranks.
     """
-    started = perf_counter()
+    destination = Destination(os.fspath(path), overwrite, keep_last, source)
+    return begin_save(module, destination, optimizer, position, stall_s).run(progress)
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Where a save goes."""
+
+    path: str
+    """The directory to make."""
+    overwrite: bool = False
+    """Whether to replace a checkpoint that is there."""
+    keep_last: int | None = None
+    """How many saves of a row stay; `None`: all."""
+    source: Checkpoint | None = None
+    """Whose small files are copied."""
+
+    def __post_init__(self) -> None:
+        """Refuse a number of saves that cannot be kept.
+
+        Raises:
+            ValueError: It is not positive, or the path has no number for others to be older than.
+        """
+        if self.keep_last is None:
+            return
+        if type(self.keep_last) is not int or self.keep_last < 1:
+            raise ValueError(f"keep_last={self.keep_last!r}: give 1 or more, or None to keep all")
+        check_numbered(self.path)
+
+
+@dataclass(frozen=True)
+class Save:
+    """A save whose temporary directory is there, and whose contents are fixed."""
+
+    module: nn.Module
+    """The sharded module; its configuration is written."""
+    destination: Destination
+    """Where it goes."""
+    contents: SaveContents
+    """What is written."""
+    staging: str
+    """The temporary directory."""
+    device: torch.device
+    """Of the messages."""
+    stall_s: float
+    """Longest wait for one round of messages."""
+    begun: float
+    """Clock when it was asked for."""
+    group: dist.ProcessGroup | None = None
+    """Of all ranks; the default group if `None`."""
+
+    def run(self, progress: Progress | None = None) -> SaveReport:
+        """Write and commit; collective over `group`. See `save_checkpoint`."""
+        peak = MemoryPeak(self.device)
+        contents, total = self.contents, self.contents.num_bytes
+
+        def on_round(done: int) -> None:
+            peak.sample()
+            (progress or silent)("save", done, total, "")
+
+        try:
+            written = write_tensors(contents.tensors, self.staging, self.device, self.stall_s, on_round, self.group)
+            agree(self._on_rank_0(partial(self._finish, written)), group=self.group)
+            self._write_state(on_round)
+            agree(self._on_rank_0(self._commit), group=self.group)
+        except BaseException as error:
+            self._discard(error)
+            raise
+        figures = agree(None, {"wire_bytes": written.wire_bytes, "host_bytes": peak.host_bytes}, self.group)
+        return SaveReport(
+            path=self.destination.path,
+            num_tensors=contents.num_tensors,
+            num_bytes=total,
+            num_files=len(written.plan.files),
+            seconds=perf_counter() - self.begun,
+            wire_bytes=sum(figure["wire_bytes"] for figure in figures),
+            peak_extra_bytes=tuple(figure["host_bytes"] for figure in figures),
+        )
+
+    def _write_state(self, on_round: Callable[[int], None]) -> None:
+        """The optimizer's state, and where the run stands; collective."""
+        contents, first = self.contents, total_bytes(self.contents.tensors)
+        if contents.outline is None or contents.training is None:
+            return
+        options = (self.staging, self.device, self.stall_s, lambda done: on_round(first + done), self.group)
+        agree(write_optimizer(contents.state, contents.outline, *options), group=self.group)
+        agree(self._on_rank_0(partial(write_training, self.staging, contents.training)), group=self.group)
+
+    def _on_rank_0(self, do: Callable[[], None]) -> Exception | None:
+        """Do what rank 0 alone does. Whatever goes wrong is returned, for all."""
+        if dist.get_rank() == 0:
+            try:
+                do()
+            except Exception as error:  # noqa: BLE001 - the other ranks wait to hear of it
+                return error
+        return None
+
+    def _finish(self, written: Written) -> None:
+        """Index, manifest, config and small files."""
+        written.finish(self.staging)
+        write_config_files(self.module, self.staging)
+        _copy_sidecars(self.staging, self.destination.source)
+
+    def _commit(self) -> None:
+        """Make the staged directory the checkpoint, and remove older ones."""
+        where = self.destination
+        commit_staging(self.staging, where.path, overwrite=where.overwrite)
+        if where.keep_last is not None:
+            remove_older(where.path, where.keep_last)
+
+    def _discard(self, error: BaseException) -> None:
+        """Rank 0 removes what was written; a failure to do so is noted on the error that is already on its way."""
+        if dist.get_rank() == 0:
+            try:
+                remove_staging(self.staging)
+            except CheckpointError as left:
+                error.add_note(str(left))
+
+
+def begin_save(
+    module: nn.Module,
+    destination: Destination,
+    optimizer: torch.optim.Optimizer | None,
+    position: Position | None,
+    stall_s: float,
+) -> Save:
+    """Look at what is to be saved, and make the temporary directory; collective. See `save_checkpoint`."""
+    begun = perf_counter()
     module = unwrapped(module)
     reshard(module)
-    tensors = saved_tensors(module)
-    snapshot = agreed_snapshot(module, optimizer)
-    state = {} if snapshot is None else snapshot.tensors
-    total = total_bytes(tensors) + total_bytes(state)
-    device = message_device(module)
-    peak = MemoryPeak(device)
-
-    def on_round(done: int) -> None:
-        peak.sample()
-        (progress or silent)("save", done, total, "")
-
-    staging = _create_staging(path, overwrite)
-    try:
-        written = write_tensors(tensors, staging, device, stall_s, on_round)
-        error = _finish(module, written, staging, source)
-        if snapshot is not None:
-            agree(error)
-            first = total_bytes(tensors)
-            error = write_optimizer(snapshot, staging, device, stall_s, lambda done: on_round(first + done))
-        agree(error or _commit(staging, os.fspath(path), overwrite))
-    except BaseException as error:
-        _discard(staging, error)
-        raise
-    figures = agree(None, {"wire_bytes": written.wire_bytes, "host_bytes": peak.host_bytes})
-    return SaveReport(
-        path=os.fspath(path),
-        num_tensors=len(tensors) + len(state),
-        num_bytes=total,
-        num_files=len(written.plan.files),
-        seconds=perf_counter() - started,
-        wire_bytes=sum(figure["wire_bytes"] for figure in figures),
-        peak_extra_bytes=tuple(figure["host_bytes"] for figure in figures),
-    )
-
-
-def _create_staging(path: str | os.PathLike[str], overwrite: bool) -> str:
-    """Rank 0 makes the temporary directory; every rank learns its path."""
-    return str(from_rank_0(partial(create_staging, path, overwrite=overwrite)))
-
-
-def _discard(staging: str, error: BaseException) -> None:
-    """Rank 0 removes what was written; a failure to do so is noted on the error that is already on its way."""
-    if dist.get_rank() == 0:
-        try:
-            remove_staging(staging)
-        except CheckpointError as left:
-            error.add_note(str(left))
-
-
-def _finish(module: nn.Module, written: Written, staging: str, source: Checkpoint | None) -> Exception | None:
-    """Rank 0: index, manifest, config and small files. Whatever goes wrong is returned, for all."""
-    if dist.get_rank() != 0:
-        return None
-    try:
-        written.finish(staging)
-        write_config_files(module, staging)
-        _copy_sidecars(staging, source)
-    except Exception as error:  # noqa: BLE001 - the other ranks wait to hear of it
-        return error
-    return None
-
-
-def _commit(staging: str, path: str, overwrite: bool) -> Exception | None:
-    """Rank 0: make the staged directory the checkpoint."""
-    if dist.get_rank() != 0:
-        return None
-    try:
-        commit_staging(staging, path, overwrite=overwrite)
-    except Exception as error:  # noqa: BLE001 - the other ranks wait to hear of it
-        return error
-    return None
+    contents = SaveContents.of(module, optimizer, position)
+    # Rank 0 makes it; every rank learns its path.
+    staging = str(from_rank_0(partial(create_staging, destination.path, overwrite=destination.overwrite)))
+    return Save(module, destination, contents, staging, message_device(module), stall_s, begun)
 
 
 _NOT_COPIED = "config.json"

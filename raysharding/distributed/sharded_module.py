@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from raysharding.config import Sharding
 from raysharding.distributed.activation_checkpointing import checkpoint_activations
+from raysharding.distributed.compiling import compile_blocks
 from raysharding.distributed.execution import record_execution_order
 from raysharding.distributed.first_values import FirstValues
 from raysharding.distributed.full_precision import keep_full_precision
@@ -106,6 +107,7 @@ def shard_groups(
     device = _device_of(mesh)
     ignored = ignored_modules(module, sharding)
     make_contiguous(module)  # a shard must be one range of memory
+    compile_blocks(module, groups, sharding)
     checkpoint_activations(module, groups, sharding)
     values = None
     if sharding.param_init_fn is not None or sharding.sync_module_states:

@@ -1,8 +1,9 @@
 """The model as a group of Ray actors: placement, rendezvous, supervision, calls. The only package that imports Ray."""
 
 from raysharding.group.call import Call, Handle
+from raysharding.group.fit_report import FitReport, FitStep
 from raysharding.group.group import ShardedModelGroup
 from raysharding.group.ranks import RankInfo
 from raysharding.group.state import GroupState
 
-__all__ = ["Call", "GroupState", "Handle", "RankInfo", "ShardedModelGroup"]
+__all__ = ["Call", "FitReport", "FitStep", "GroupState", "Handle", "RankInfo", "ShardedModelGroup"]

@@ -21,6 +21,7 @@ from ray.util.placement_group import remove_placement_group
 from raysharding.distributed.connections import Connection, connections, cut
 from raysharding.errors import OutputTooLargeError
 from raysharding.group.commands import RankCommands
+from raysharding.group.dataset import hold
 from raysharding.group.describe import tell
 from raysharding.group.fence import Fence, taken_over
 from raysharding.group.head import end_with_head
@@ -29,6 +30,7 @@ from raysharding.group.line import RankLine
 from raysharding.group.order import RESULT_BYTES, Order, Request, numbered, split, unseal
 from raysharding.group.outcome import Outcome, Progress, Raised, Stacks, Stage, record_exception
 from raysharding.group.packing import AsValue, Packed, pack
+from raysharding.group.pending import SaveStatus
 from raysharding.group.record import GroupRecord
 from raysharding.group.witness import Sighting, look, testify
 from raysharding.group.work_thread import WorkThread
@@ -123,6 +125,16 @@ class RankActor:
     def record(self) -> GroupRecord | None:
         """Return what was kept; `None` while the group is being made."""
         return self._record
+
+    @ray.method(concurrency_group="control")
+    def save_status(self) -> SaveStatus:
+        """Say how a save in the background fares."""
+        return self._commands.save_status()
+
+    @ray.method(concurrency_group="control")
+    def hold(self, key: str, refs: Sequence[ray.ObjectRef] | None) -> None:
+        """Keep references to a dataset's blocks; see `dataset.hold`."""
+        hold(key, refs)
 
     @ray.method(concurrency_group="control")
     def take_over(self) -> int:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from raysharding.group import describe
 from raysharding.group.answers import ask_all
-from raysharding.group.call import Call
 from raysharding.group.channel import Channel
 from raysharding.group.handle import driver_handle
 from raysharding.group.inspection import read_log, read_stacks
@@ -215,11 +214,18 @@ class Administration:
 
     @driver_handle
     def shutdown(self) -> None:
-        """Stop all ranks and give everything back. May be called many times; a running call fails, and a restart."""
-        with self._taking:
-            self._is_shut = True
-            supervisor = self._supervisor  # of ranks that a restart has made, or has not given to this object yet
-        supervisor.shutdown()
+        """Stop all ranks and give everything back. May be called many times; a running call fails, and a restart.
+
+        A save in the background is waited for, `Timeouts.load_stall_s` at most; what it failed of is raised then.
+        """
+        try:
+            if self.state in (GroupState.READY, GroupState.BUSY):
+                self._channel.pending.wait(self._channel.timeouts.load_stall_s)
+        finally:
+            with self._taking:
+                self._is_shut = True
+                supervisor = self._supervisor  # of ranks that a restart has made, or has not given to this object yet
+            supervisor.shutdown()
 
     def __enter__(self) -> Self:
         return self
@@ -256,10 +262,7 @@ class Administration:
             for one in self.ranks
         ]
 
-    @staticmethod
-    def _note_origin(group: weakref.ref[Administration], path: str, call: Call) -> None:
-        """Remember the newest files that hold the group's model: what a restart would load."""
-        owner = group()
-        if owner is not None and call.succeeded():
-            owner._origin = path
-            owner._update_record()
+    @property
+    def name(self) -> str:
+        """What errors call the group."""
+        return self._supervisor.name

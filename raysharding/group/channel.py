@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from raysharding.batch import RankBatch
@@ -12,6 +12,7 @@ from raysharding.errors import GroupBrokenError
 from raysharding.group.call import Call, Collect
 from raysharding.group.order import Request
 from raysharding.group.packing import Packed
+from raysharding.group.pending import PendingSave
 from raysharding.group.ranks import Member, RankInfo
 from raysharding.group.results import collect_rank0
 from raysharding.group.sending import pack_batches, pack_same
@@ -32,6 +33,9 @@ class Channel:
     max_output_bytes: int
     """Cap on one rank's result."""
 
+    pending: PendingSave = field(default_factory=PendingSave)
+    """The save in the background."""
+
     @property
     def ranks(self) -> tuple[RankInfo, ...]:
         """Where each rank runs."""
@@ -49,7 +53,7 @@ class Channel:
             collect: Makes the result.
             as_refs: Leave the results in the object store as plain objects.
         """
-        self.supervisor.standing.refuse_if_unusable()
+        self._refuse()
         if len(batches) != len(self.members):
             raise GroupBrokenError(f"{method}: the number of ranks changed while the call was made; call again")
         own, shared = pack_batches(method, batches, *extra)
@@ -77,7 +81,7 @@ class Channel:
             keep_step: Takes the values of a command in steps, whose later steps are the command `<method>_next`.
             collect: Makes the result. Default: what rank 0 sent.
         """
-        self.supervisor.standing.refuse_if_unusable()
+        self._refuse()
         own = pack_same(method, *args)
         return self._submit_own(method, own, collect, deadline_s, watch, keep_step)
 
@@ -94,6 +98,11 @@ class Channel:
         """
         own = [pack_same(method, *one) for one in args]
         return self._submit_own(method, own, collect, deadline_s, watch=False, keep_step=None)
+
+    def _refuse(self) -> None:
+        """Raise what a call cannot begin after."""
+        self.supervisor.standing.refuse_if_unusable()
+        self.pending.raise_failed()
 
     def _submit_own(
         self,

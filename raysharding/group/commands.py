@@ -12,14 +12,19 @@ import torch
 from raysharding.batch import Out, RankBatch
 from raysharding.checkpoint import Checkpoint
 from raysharding.config import Loading, Sharding
+from raysharding.distributed.evaluating import EvaluationPlan
+from raysharding.distributed.fitting import FitPlan
 from raysharding.distributed.footprint import MemoryNeed, memory_need
 from raysharding.distributed.link_check import LinkTimes, measure_link
 from raysharding.distributed.process_group import StoreAddress, join_process_group, leave_process_group, serve_store
+from raysharding.distributed.training_files import Position
+from raysharding.errors import GroupError, RayshardingError, said
 from raysharding.group.node_facts import NodeFacts, facts_here
 from raysharding.group.outcome import Stamp
 from raysharding.group.packing import Packed
+from raysharding.group.pending import SaveStatus
 from raysharding.models import InputBounds
-from raysharding.worker import Worker
+from raysharding.worker import FitStart, FitSteps, Worker
 
 NEXT = "_next"
 """What the commands of a call's later steps end in."""
@@ -96,6 +101,7 @@ class RankCommands:
         self._server: Any = None
         self._rank_worker: Worker | None = None
         self._buckets: Iterator[Mapping[str, torch.Tensor]] = iter(())
+        self._evaluation: Iterator[dict[str, float] | None] = iter(())
         self._doing = "start"
 
     def run(self, method: str, own: Packed, shared: Packed | None) -> tuple[bool, Any]:
@@ -234,6 +240,28 @@ class RankCommands:
         """Update the parameters. All ranks, together."""
         return self._worker.optim_step(max_grad_norm)
 
+    def fit_begin(self, plan: FitPlan, position: Position | None, resume: bool) -> FitStart:
+        """Look at the data of a run, and find where it begins. All ranks, together."""
+        return self._worker.fit_begin(plan, position, resume=resume)
+
+    def fit_steps(self, num_steps: int) -> FitSteps:
+        """Take steps of the run. All ranks, together."""
+        return self._worker.fit_steps(num_steps)
+
+    def evaluate(self, plan: EvaluationPlan) -> Step:
+        """Begin to compute loss and metrics over data. All ranks, together."""
+        self._evaluation = self._worker.evaluate(plan)
+        return self.evaluate_next(plan)
+
+    def evaluate_next(self, plan: EvaluationPlan) -> Step:
+        """Go on with some batches: the value after the last is the result. All ranks, together."""
+        values = next(self._evaluation)
+        return Step(values, more=values is None)
+
+    def fit_end(self) -> None:
+        """Let go of the run's data. All ranks."""
+        self._worker.fit_end()
+
     def zero_grad(self) -> None:
         """Drop the gradients. All ranks."""
         self._worker.zero_grad()
@@ -247,9 +275,10 @@ class RankCommands:
         is_wanted = kind != "none" and (kind != "rank0" or self._worker.rank == 0)
         return value if is_wanted else None
 
-    def save(self, path: str, overwrite: bool, optimizer: bool) -> Any:
+    def save(self, path: str, overwrite: bool, optimizer: bool, keep_last: int | None, async_save: bool) -> Any:
         """Save the model and return rank 0's report. All ranks, together."""
-        report = self._worker.save(path, overwrite, optimizer=optimizer)
+        options: dict[str, Any] = {"optimizer": optimizer, "keep_last": keep_last, "async_save": async_save}
+        report = self._worker.save(path, overwrite, **options)
         return report if self._worker.rank == 0 else None
 
     def state_dict(self, keys: Sequence[str] | None) -> Step:
@@ -275,6 +304,15 @@ class RankCommands:
         checkpoint = self._worker.checkpoint
         assert checkpoint is not None, "build comes before checkpoint"
         return checkpoint.to_json()
+
+    def save_status(self) -> SaveStatus:
+        """Return how a save in the background fares. Safe from any thread while a command runs."""
+        if self._rank_worker is None:
+            return SaveStatus(is_saving=False, error=None)
+        is_saving, error = self._rank_worker.save_status()
+        if error is None or isinstance(error, RayshardingError):
+            return SaveStatus(is_saving, error)
+        return SaveStatus(is_saving, GroupError(f"{type(error).__name__}: {said(error)}"))
 
     def progress(self) -> tuple[str, int, int]:
         """Return phase, bytes done and bytes in all. Safe from any thread while a command runs."""

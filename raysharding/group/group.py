@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Literal, Self
 
 import torch
@@ -15,25 +13,24 @@ from raysharding.batch import Out, check_out, deal
 from raysharding.config import Loading, Placement, Sharding, Timeouts
 from raysharding.distributed.generating import check_generation
 from raysharding.group.attach import attach
-from raysharding.group.call import Call, Collect
+from raysharding.group.call import Call
 from raysharding.group.commands import Mode
+from raysharding.group.fitting import Fitting
 from raysharding.group.group_plan import GroupPlan
 from raysharding.group.handle import handle
 from raysharding.group.interrupts import UndoneByInterrupt
 from raysharding.group.launch import launch
-from raysharding.group.locate import anchored
 from raysharding.group.planning import plan_group
 from raysharding.group.progress import ProgressOption
-from raysharding.group.results import FullStateDict, collect_generated, collect_outputs, collect_returns
+from raysharding.group.results import collect_generated, collect_outputs, collect_returns
 from raysharding.group.rooms import NodeRoom
 from raysharding.group.spec import GroupSpec
-from raysharding.group.training import Training
 from raysharding.worker import check_mode
 
 GIB = 1 << 30
 
 
-class ShardedModelGroup(Training):
+class ShardedModelGroup(Fitting):
     """A model sharded over one Ray actor per rank. Made by `from_checkpoint`; a context manager.
 
     `forward`, `generate`, `train_step`, `forward_backward`, `optim_step`, `zero_grad`, `call`, `state_dict`, `save`,
@@ -65,6 +62,7 @@ class ShardedModelGroup(Training):
         preflight: bool = True,
         max_output_bytes: int = 2 * GIB,
         name: str | None = None,
+        max_restarts: int = 0,
         progress: ProgressOption = None,
     ) -> Self:
         """Place a group on the cluster, load a checkpoint into it, and return it READY.
@@ -93,6 +91,8 @@ class ShardedModelGroup(Training):
             name: Lets the group outlive this driver, under a name that `attach` finds it by. It ends by `shutdown()`,
                 with which a `with` block ends, too, or by its lease (`Timeouts.lease_s`); neither when its object is
                 dropped nor when the program exits. Default: no name; the group goes with the driver.
+            max_restarts: How often `fit` restarts a group that broke, and goes on from its last save. Default: never;
+                `fit` raises then.
             progress: `None`: a bar in a terminal or notebook; `True` or `False`; or a callable that is given bytes
                 done and bytes in all.
 
@@ -120,6 +120,7 @@ class ShardedModelGroup(Training):
             progress=progress,
             name=name,
             preflight=preflight,
+            max_restarts=max_restarts,
         )
         # Nothing is loaded yet that a wait for the next call boundary could save: one Ctrl-C undoes all.
         with UndoneByInterrupt():
@@ -288,65 +289,3 @@ class ShardedModelGroup(Training):
         call = self._channel.submit_batches("call", batches, fn, out, collect=collect, as_refs=as_refs)
         self._may_have_optimizer = True
         return call.keep_alive(self)
-
-    @handle
-    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False, optimizer: bool = True) -> Call:
-        """Save the model as a standard Hugging Face directory; each rank writes its own part.
-
-        Args:
-            path: Directory to make, on a file system that all ranks' nodes share.
-            overwrite: Replace an existing directory. The old one stays whole until the new one is.
-            optimizer: Also the optimizer's state, where one is set: in the folder `optimizer`, for `load` and for
-                `from_checkpoint(..., optimizer=...)` at any world size. Default yes.
-
-        Returns:
-            A `SaveReport`.
-
-        Raises:
-            CheckpointError: The directory exists, or cannot be written.
-        """
-        target = os.path.abspath(os.fspath(path))
-        stall_s = self._channel.timeouts.load_stall_s
-        call = self._channel.submit_same("save", target, overwrite, optimizer, deadline_s=stall_s, watch=True)
-        call.when_done(partial(self._note_origin, weakref.ref(self), target))
-        return call.keep_alive(self)
-
-    @handle
-    def load(self, path: str | os.PathLike[str]) -> Call:
-        """Load another checkpoint of the same model into the group, in place.
-
-        Args:
-            path: A directory, file, index json or URI, as for `from_checkpoint`, that rank 0's node can read. A save
-                of ours with an optimizer's state brings that back, too, where an optimizer is set.
-
-        Returns:
-            The `LoadReport` of the weights.
-
-        Raises:
-            CheckpointError: It cannot be found or trusted.
-            PlanError: It does not fit: the group is READY, with the weights and the optimizer that it had.
-            GroupError: A rank died, hung or raised after bytes had moved: what was there is overwritten in part.
-        """
-        target = anchored(os.fspath(path))
-        stall_s = self._channel.timeouts.load_stall_s
-        call = self._channel.submit_same("load", target, deadline_s=stall_s, watch=True)
-        call.when_done(partial(self._note_origin, weakref.ref(self), target))
-        return call.keep_alive(self)
-
-    @handle
-    def state_dict(self, keys: str | Sequence[str] | None = None) -> Call:
-        """Gather full tensors to the driver, a bucket at a time.
-
-        Args:
-            keys: FQNs to gather, or one FQN. Default: all.
-
-        Returns:
-            FQN → full CPU tensor, tied names included. The driver holds all of them; no rank does.
-
-        Raises:
-            GroupError: The model has no tensor of that name; the group stays READY.
-        """
-        kept = FullStateDict(self._channel.timeouts.call_s)
-        wanted = None if keys is None else [keys] if isinstance(keys, str) else list(keys)
-        collect = Collect(kept.collect)
-        return self._channel.submit_same("state_dict", wanted, keep_step=kept.keep, collect=collect).keep_alive(self)

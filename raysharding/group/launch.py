@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from raysharding.checkpoint import Checkpoint
 from raysharding.config import Placement
 from raysharding.distributed import LoadReport
-from raysharding.group import fit
+from raysharding.group import checks
 from raysharding.group.channel import Channel
 from raysharding.group.commands import Assignment, Blueprint
 from raysharding.group.connect import connect
@@ -42,7 +42,7 @@ def launch(spec: GroupSpec) -> Launched:
     opened = open_here(spec.checkpoint)
     if opened is not None:
         # Before Ray is started: nothing of it is needed to know.
-        fit.check_fit(spec.model, opened, spec.sharding, spec.loading)
+        checks.check_fit(spec.model, opened, spec.sharding, spec.loading)
     connect()
     device_type = choose_device_type(spec.device)
     if spec.name is not None:
@@ -50,7 +50,7 @@ def launch(spec: GroupSpec) -> Launched:
     world_size = choose_world_size(spec.world_size, device_type, spec.placement)
     if opened is None:
         opened = open_on_a_node(spec.checkpoint, spec.timeouts.start_s)
-        fit.check_fit(spec.model, opened, spec.sharding, spec.loading)
+        checks.check_fit(spec.model, opened, spec.sharding, spec.loading)
     channel, started, reservation = _place(spec, opened, world_size, device_type)
     try:
         channel.supervisor.open_lines()

@@ -9,7 +9,7 @@ from torch import nn
 
 from raysharding.checkpoint import Checkpoint, open_checkpoint
 from raysharding.distributed.footprint import footprints, gathered_bytes, load_bytes, planned_tensors
-from raysharding.group import fit
+from raysharding.group import checks
 from raysharding.group.connect import join_announced
 from raysharding.group.group_plan import GroupPlan, NodePlan, RankPlan, rank_plan, size
 from raysharding.group.locate import open_here, open_on_a_node
@@ -32,7 +32,7 @@ def plan_group(spec: GroupSpec, nodes: Sequence[NodeRoom] | None) -> GroupPlan:
     if nodes is None:
         nodes = rooms_of_cluster(spec.placement, _ANSWER_S) if has_cluster else rooms_here()
     device_type, world_size = _choose(spec, nodes)
-    module = fit.fitted_module(spec.model, opened, spec.loading)
+    module = checks.fitted_module(spec.model, opened, spec.loading)
     need = rank_need(device_type, spec.placement)
     placed = assign(world_size, nodes, need, spec.placement.strategy)
     ranks = _ranks(spec, opened, module, device_type, [nodes[index].name for index in placed], world_size)

@@ -11,6 +11,7 @@ import torch
 from raysharding.batch import Out, PerRank
 from raysharding.errors import GroupError
 from raysharding.group.call import Call, Collect, Sent, fetched
+from raysharding.group.packing import Packed
 from raysharding.outputs import RankOutput, select_output
 
 collect_all = Collect(lambda call: call.values())
@@ -73,6 +74,23 @@ def _collect_refs(rows: Sequence[int]) -> Collect:
 
 def _own_output(_: int, sent: RankOutput) -> Any:
     return sent.value
+
+
+class LastValue:
+    """Of a command in steps, what rank 0 sent with the last."""
+
+    def __init__(self) -> None:
+        """Nothing came yet."""
+        self._sent: Sent = None
+
+    def keep(self, sent: Sent) -> None:
+        """Take the next value."""
+        self._sent = sent
+
+    def collect(self, call: Call) -> Any:
+        """Return the last."""
+        assert isinstance(self._sent, Packed), "small values come as they are"
+        return self._sent.unpack()
 
 
 class FullStateDict:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raysharding.config import Loading, Placement, Sharding, Timeouts
-from raysharding.group import fit
+from raysharding.group import checks
 from raysharding.group.naming import Lifetime, check_name
 from raysharding.group.placement import check_world_size
 from raysharding.group.progress import ProgressOption
@@ -43,6 +43,8 @@ class GroupSpec:
     """Name under which the group outlives its driver; `None`: it does not."""
     preflight: bool = True
     """Whether nodes and links are looked at before bytes move."""
+    max_restarts: int = 0
+    """How often `fit` restarts a group that broke."""
 
     @property
     def lifetime(self) -> Lifetime:
@@ -56,10 +58,12 @@ class GroupSpec:
             ValueError: A field of the wrong type or value; names what to give.
             TypeError: The model or the optimizer's factory cannot be pickled.
         """
-        fit.check_configs(self.sharding, self.loading, self.placement, self.timeouts, self.max_output_bytes)
+        checks.check_configs(self.sharding, self.loading, self.placement, self.timeouts, self.max_output_bytes)
         check_world_size(self.world_size)
-        fit.check_factories(self.model, self.optimizer)
+        checks.check_factories(self.model, self.optimizer)
         check_name(self.name)
+        if type(self.max_restarts) is not int or self.max_restarts < 0:
+            raise ValueError(f"max_restarts={self.max_restarts!r}: give a whole number, 0 or more")
         if self.name is not None and self.placement.placement_group is not None:
             raise ValueError(
                 f"name={self.name!r} with a placement group of yours: it may go before the group does; leave one out"

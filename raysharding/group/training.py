@@ -12,17 +12,17 @@ from raysharding.batch import RankBatch, check_num_parts, deal
 from raysharding.distributed.gradients import check_norm
 from raysharding.distributed.schedules import Schedule, bound, check_schedule, rescheduled
 from raysharding.distributed.training import check_max_grad_norm
-from raysharding.group.administration import Administration
 from raysharding.group.admission import check_batches
 from raysharding.group.call import Call
+from raysharding.group.checks import check_optimizer
 from raysharding.group.commands import Mode
-from raysharding.group.fit import check_optimizer
 from raysharding.group.handle import handle
 from raysharding.group.results import collect_rank0
+from raysharding.group.storing import Storing
 from raysharding.worker import check_mode
 
 
-class Training(Administration):
+class Training(Storing):
     """What `ShardedModelGroup` trains with."""
 
     @handle

@@ -1,6 +1,7 @@
-"""Floor 4: everything that one rank does with a model; state → training → worker."""
+"""Floor 4: everything that one rank does with a model; state → training → fitting → worker."""
 
+from raysharding.worker.fitting import FitStart, FitSteps
 from raysharding.worker.state import check_mode
 from raysharding.worker.worker import Worker, current_worker
 
-__all__ = ["Worker", "check_mode", "current_worker"]
+__all__ = ["FitStart", "FitSteps", "Worker", "check_mode", "current_worker"]

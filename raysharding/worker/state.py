@@ -16,11 +16,13 @@ from raysharding.batch import RankBatch
 from raysharding.checkpoint import Checkpoint
 from raysharding.config import Loading, Sharding
 from raysharding.distributed.accumulation import Accumulation
+from raysharding.distributed.async_saving import AsyncSaver
 from raysharding.distributed.forwarding import Forwarding
 from raysharding.distributed.input_device import move_inputs
 from raysharding.distributed.memory import resident_bytes
 from raysharding.distributed.report import LoadReport
 from raysharding.distributed.training import is_recoverable, is_torn
+from raysharding.distributed.training_files import Position
 from raysharding.distributed.versions import Version, version
 from raysharding.errors import said
 
@@ -30,6 +32,7 @@ Phase = Literal[
     "stream",
     "finalize",
     "ready",
+    "fit",
     "forward",
     "generate",
     "train_step",
@@ -41,7 +44,7 @@ Phase = Literal[
 ]
 
 # Calls that leave other weights, or another optimizer, than they found. `call(fn)` may: that is seen by what it wrote.
-_CHANGING = ("load", "set_optimizer", "set_scheduler", "train_step", "optim_step")
+_CHANGING = ("load", "set_optimizer", "set_scheduler", "train_step", "optim_step", "fit_step")
 
 _NOT_GATHERED = (
     "raysharding: a module computed with its shard: its parameters were used outside its own forward, so FSDP never "
@@ -64,6 +67,8 @@ class RankState:
         self.loading = Loading()
         self.optimizer: torch.optim.Optimizer | None = None
         self.load_report: LoadReport | None = None
+        self.position: Position | None = None
+        self._saver = AsyncSaver()
         self.phase: Phase = "rendezvous"
         self.bytes_done = 0
         self.bytes_total = 0

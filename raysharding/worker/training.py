@@ -16,6 +16,7 @@ from raysharding.distributed.new_optimizer import make_optimizer
 from raysharding.distributed.optimizer_files import OptimizerLoad, has_optimizer_state
 from raysharding.distributed.schedules import Schedule, attach_schedule
 from raysharding.distributed.training import forward_backward, optim_step, train_step, zero_grad
+from raysharding.distributed.training_files import load_training
 from raysharding.errors import CheckpointError
 from raysharding.worker.state import RankState, is_training
 
@@ -37,8 +38,8 @@ class TrainingRank(RankState):
         Args:
             factory: A class, or any callable.
             kwargs: Given to it after the parameters.
-            restore: Also bring back its state, where the loaded checkpoint is a save of ours that holds it. Collective
-                then.
+            restore: Also bring back its state, the random generators and the position in the data, where the loaded
+                checkpoint is a save of ours that holds them. Collective then.
 
         Raises:
             ValueError: `factory` did not return a torch optimizer.
@@ -50,6 +51,7 @@ class TrainingRank(RankState):
                 state = self._plan_optimizer(self.checkpoint.path)
                 if state is not None:
                     state.run(self.loading, self._follow(None), self._stall_s)
+                    self.position = load_training(self.checkpoint.path)
 
     def set_scheduler(self, schedule: Schedule) -> None:
         """Give the optimizer a learning-rate schedule, in place of an earlier one; see `distributed.schedules`.
@@ -101,7 +103,7 @@ class TrainingRank(RankState):
         """
         optimizer = self._require_optimizer("train_step")
         with self._running("train_step", "train_step"):
-            self.accumulation, self._is_spent = Accumulation(), True
+            self._begin_update()
             return train_step(
                 self.module,
                 optimizer,
@@ -152,8 +154,12 @@ class TrainingRank(RankState):
         with self._running("call", "zero_grad"):
             self._drop_gradients()
 
-    def _drop_gradients(self) -> None:
+    def _begin_update(self) -> None:
+        """Gradients of passes before this are nobody's any more."""
         self.accumulation, self._is_spent = Accumulation(), True
+
+    def _drop_gradients(self) -> None:
+        self._begin_update()
         zero_grad(self.module, self.optimizer)
 
     def _require_optimizer(self, method: str) -> torch.optim.Optimizer:

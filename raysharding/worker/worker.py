@@ -21,13 +21,14 @@ from raysharding.distributed.recovery import recover_after
 from raysharding.distributed.rejoining import rejoin
 from raysharding.distributed.replicating import copy_replicas
 from raysharding.distributed.report import LoadReport, SaveReport
-from raysharding.distributed.saving import save_checkpoint
+from raysharding.distributed.saving import Destination, begin_save
 from raysharding.distributed.sharded_module import shard_module
 from raysharding.distributed.training import mark_recovery
+from raysharding.distributed.training_files import load_training
 from raysharding.models import build_module
 from raysharding.outputs import RankOutput
+from raysharding.worker.fitting import FittingRank
 from raysharding.worker.state import is_training
-from raysharding.worker.training import TrainingRank
 
 # What gives a module values before it is cut: of ranks that are there already nobody would take part in that.
 _VALUELESS: dict[str, Any] = {"sync_module_states": False, "param_init_fn": None}
@@ -46,7 +47,7 @@ def current_worker() -> Worker:
     return _current[-1]
 
 
-class Worker(TrainingRank):
+class Worker(FittingRank):
     """One rank: its part of the module, its optimizer, and the calls on them.
 
     The process group is initialised before and destroyed after by whoever owns the worker. Every method but `status`
@@ -96,6 +97,7 @@ class Worker(TrainingRank):
         """
         with self._running("rendezvous", "rejoin"):
             rejoin(self.module, self.mesh, self.sharding)
+            self._saver.lose_group()
             # Passes of a call that failed may be in the gradients of some ranks only.
             self._drop_gradients()
             self.usable = True
@@ -117,6 +119,8 @@ class Worker(TrainingRank):
     def load(self, path: str | None = None, progress: Callable[[int, int], None] | None = None) -> LoadReport:
         """Stream a checkpoint into the module, and into the optimizer what a save of ours holds of one. Collective.
 
+        With the optimizer's state come back the random generators and the position in the data.
+
         Args:
             path: Another checkpoint of the same model, which rank 0 can read. Default: the one that the module was
                 built for.
@@ -136,8 +140,10 @@ class Worker(TrainingRank):
                 origin = self.checkpoint if path is None else path
                 self.load_report = load_checkpoint(self.module, origin, loading=self.loading, **options)
                 moved = True
+                self.position = None
                 if state is not None:
                     state.run(self.loading, **options)
+                    self.position = load_training(path or self.checkpoint.path)
             except Exception as error:
                 # Once bytes moved, what was there is overwritten in part.
                 mark_recovery(error, usable=not moved and self.phase == "plan", torn=moved or self.phase != "plan")
@@ -237,28 +243,42 @@ class Worker(TrainingRank):
         progress: Callable[[int, int], None] | None = None,
         *,
         optimizer: bool = True,
-    ) -> SaveReport:
+        keep_last: int | None = None,
+        async_save: bool = False,
+    ) -> SaveReport | None:
         """Write a standard Hugging Face directory; see `distributed.save_checkpoint`. Collective.
 
         Args:
             path: The directory to make.
             overwrite: Replace what is there.
-            optimizer: Also the optimizer's state, where one is set.
+            optimizer: Also the optimizer's state, random generators and position, where an optimizer is set.
+            keep_last: Of the saves beside this one, how many stay.
+            async_save: Return when the shards are copied to host memory, and write in the background.
             progress: Called with (bytes done, bytes in all) as they are written.
+
+        Returns:
+            `None` for a save in the background.
         """
         with self._running("save", "save"):
-            return save_checkpoint(
-                self.module,
-                path,
-                optimizer=self.optimizer if optimizer else None,
-                overwrite=overwrite,
-                source=self.checkpoint,
-                progress=self._follow(progress),
-                stall_s=self._stall_s,
-            )
+            # One at a time; of how it ended the driver has heard from `save_status`.
+            self._saver.settle()
+            destination = Destination(path, overwrite, keep_last, self.checkpoint)
+            state = self.optimizer if optimizer else None
+            if async_save:
+                self._saver.save(
+                    self.module, destination, optimizer=state, position=self.position, stall_s=self._stall_s
+                )
+                return None
+            save = begin_save(self.module, destination, state, self.position, self._stall_s)
+            return save.run(self._follow(progress))
+
+    def save_status(self) -> tuple[bool, BaseException | None]:
+        """Return whether a save is under way in the background, and what the last one failed of. From any thread."""
+        return self._saver.is_saving, self._saver.error
 
     def close(self) -> None:
         """Let go of module and optimizer. No collective: works when peers are gone."""
+        self.fit_end()
         self._module = self._mesh = self._forwarding = self.optimizer = None
         self.phase = "closed"
 

@@ -1,0 +1,229 @@
+"""`Feed`: each rank's own rows of the batches that one process would take, read ahead; as many on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from raysharding.batch import RankBatch
+from raysharding.data import (
+    BlockSource,
+    Collate,
+    ParquetFiles,
+    ParquetPath,
+    Prefetch,
+    Rows,
+    StepBatch,
+    default_collate,
+    epoch_batches,
+)
+from raysharding.data.collate import Collator
+from raysharding.distributed.agreement import agree, from_rank_0
+from raysharding.distributed.input_device import move_inputs
+from raysharding.distributed.metadata import metadata_device
+from raysharding.distributed.training_files import Position
+from raysharding.errors import DataError
+
+
+@dataclass(frozen=True)
+class FeedPlan:
+    """What data is taken, and how. Picklable; the same on every rank."""
+
+    source: Rows | ParquetPath
+    """Where the rows are."""
+    batch_size: int
+    """Rows of a step, all ranks together."""
+    epochs: int = 1
+    """How often the data is gone through."""
+    max_steps: int | None = None
+    """Steps after which the run ends, however much data is left; `None`: no such end."""
+    shuffle: bool = False
+    """Whether rows come in a random order; see `data.order`."""
+    seed: int = 0
+    """Of that order."""
+    collate: Collate | None = None
+    """Makes the model's arguments of rows; `None`: `default_collate`."""
+    prefetch: int = 2
+    """Batches that are read ahead."""
+    stall_s: float = 120.0
+    """Longest wait for a batch, in seconds."""
+
+    def __post_init__(self) -> None:
+        """Refuse what no run can do."""
+        for name in ("batch_size", "epochs", "prefetch"):
+            check_whole(name, getattr(self, name), least=1)
+        check_whole("seed", self.seed, least=0)
+        if self.max_steps is not None:
+            check_whole("max_steps", self.max_steps, least=1)
+
+
+def check_whole(name: str, value: Any, *, least: int) -> None:
+    """Refuse what is no whole number.
+
+    Raises:
+        ValueError: It is not, or less than `least`.
+    """
+    if type(value) is not int or value < least:
+        raise ValueError(f"{name}={value!r}: give a whole number, {least} or more")
+
+
+class Feed:
+    """A run over data. Every rank makes one, with the same plan, and takes the same steps."""
+
+    def __init__(self, plan: FeedPlan, device: torch.device, position: Position | None = None) -> None:
+        """Look at the data; collective.
+
+        Args:
+            plan: What to take.
+            device: Where the module computes.
+            position: Where to go on; `None`: at the beginning.
+
+        Raises:
+            DataError: On every rank: the data cannot be read, or is not what the position was counted in.
+        """
+        self._plan = plan
+        self._device = device
+        self._source = _opened(plan.source)
+        num_rows = int(self._source.block_rows.sum()) if isinstance(self._source, BlockSource) else None
+        begun = Position(0, 0, 0, plan.batch_size, plan.shuffle, plan.seed, num_rows)
+        self.position = begun if position is None else _checked(position, begun)
+        self._collator = Collator(plan.collate or default_collate, dist.get_rank())
+        self._ahead: Prefetch[StepBatch | RankBatch] | None = None
+
+    @property
+    def total_steps(self) -> int | None:
+        """Steps of the whole run, those before `position` with them; `None` where the rows cannot be counted."""
+        if self.position.num_rows is None:
+            return self._plan.max_steps
+        # What came before the position may have been a run with other epochs: only what is left is this one's.
+        in_epoch = -(-self.position.num_rows // self._plan.batch_size)
+        left = (self._plan.epochs - self.position.epoch) * in_epoch - self.position.step
+        total = self.position.num_steps + max(left, 0)
+        return total if self._plan.max_steps is None else min(total, self._plan.max_steps)
+
+    def close(self) -> None:
+        """Stop reading ahead. No collective."""
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
+
+    def _is_over(self) -> bool:
+        is_enough = self._plan.max_steps is not None and self.position.num_steps >= self._plan.max_steps
+        return is_enough or self.position.epoch >= self._plan.epochs
+
+    def next(self) -> RankBatch | None:
+        """Return this rank's next batch, on its device; `None` at the end. Collective: no rank goes on alone.
+
+        The position is that of before, until `advance`.
+
+        Raises:
+            DataError: On every rank: the batch could not be made on some rank.
+        """
+        while not self._is_over():
+            batch: RankBatch | None = None
+            error: Exception | None = None
+            try:
+                batch = self._take()
+            except Exception as raised:  # noqa: BLE001 - the other ranks wait to hear of it
+                error = self._said(raised)
+            if _all_have_one(batch, error):
+                assert batch is not None
+                return batch.replaced(lambda value: move_inputs(value, self._device))
+            self.close()
+            if not self.position.step:
+                raise DataError("data has no rows")
+            self.position = replace(self.position, epoch=self.position.epoch + 1, step=0)
+        self.close()
+        return None
+
+    def advance(self) -> None:
+        """The batch has been trained on."""
+        where = self.position
+        self.position = replace(where, step=where.step + 1, num_steps=where.num_steps + 1)
+
+    def _said(self, raised: Exception) -> DataError:
+        """What keeps a rank from its batch, as every rank is told."""
+        if isinstance(raised, DataError):
+            return raised
+        error = DataError(
+            f"the batch of epoch {self.position.epoch}, step {self.position.step} could not be made: "
+            f"{type(raised).__name__}: {raised}"
+        )
+        error.__cause__ = raised
+        return error
+
+    def _take(self) -> RankBatch | None:
+        if self._ahead is None:
+            self._ahead = Prefetch(self._items(), self._plan.prefetch)
+        try:
+            item = self._ahead.take(self._plan.stall_s)
+        except StopIteration:
+            return None
+        return item if isinstance(item, RankBatch) else self._collator.batch(item.rows, item.counts)
+
+    def _items(self) -> Iterator[StepBatch | RankBatch]:
+        """What the thread makes.
+
+        A collate function of the user's may draw random numbers, from the generators that the model draws from, too:
+        it runs between the steps, where it does so in the same order every time.
+        """
+        where = self.position
+        batches = epoch_batches(
+            self._source,
+            where.batch_size,
+            dist.get_rank(),
+            dist.get_world_size(),
+            shuffle=where.shuffle,
+            seed=where.seed,
+            epoch=where.epoch,
+            first_step=where.step,
+        )
+        for batch in batches:
+            yield batch if self._plan.collate else self._collator.batch(batch.rows, batch.counts)
+
+
+def _opened(source: Rows | ParquetPath) -> Rows:
+    """Files are listed once, by rank 0: ranks that listed them while they are written would differ."""
+    if not isinstance(source, ParquetPath):
+        return source
+    files = ParquetFiles.from_dict(from_rank_0(lambda: ParquetFiles.open(source).as_dict()))
+    error: Exception | None = None
+    try:
+        files.check_seen()
+    except DataError as raised:
+        error = raised
+    # A rank that cannot read them must not leave the others in the first step.
+    agree(error)
+    return files
+
+
+def _checked(position: Position, begun: Position) -> Position:
+    """Refuse to go on in other data, where a step number means other rows."""
+    for name in ("batch_size", "shuffle", "seed", "num_rows"):
+        was, now = getattr(position, name), getattr(begun, name)
+        if was != now:
+            raise DataError(
+                f"the run that is to be resumed had {name}={was!r}, and this one has {name}={now!r}, so its step "
+                f"{position.num_steps} means other rows: pass the same, or resume=False to begin anew"
+            )
+    return position
+
+
+def _all_have_one(batch: RankBatch | None, error: Exception | None) -> bool:
+    """Whether every rank has a batch; `False` where none has."""
+    flags = torch.tensor([batch is not None, error is not None], dtype=torch.int32, device=metadata_device())
+    # A rank without a batch that left here alone would leave the others in the forward.
+    dist.all_reduce(flags)
+    have, failed = flags.tolist()
+    if failed:
+        agree(error)
+    if have not in (0, dist.get_world_size()):
+        raise DataError(
+            f"the data ended on {dist.get_world_size() - have} ranks while others have rows: an iterable must give the "
+            "same rows, in the same order, on every rank"
+        )
+    return bool(have)

@@ -1,0 +1,260 @@
+"""`FitRun`: the driver's part of a run over data: how many steps at a time, saves, restarts, and what is told.
+
+The ranks take some steps on each call, as many as half a second holds, so that the way to the driver and back costs
+a run with quick steps nothing; no call goes over a step that is to be saved.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from raysharding.distributed.fitting import FitPlan, StepFigures
+from raysharding.distributed.training_files import Position
+from raysharding.errors import CheckpointError, GroupError
+from raysharding.group.answers import ask_all
+from raysharding.group.call import Call, Collect
+from raysharding.group.callbacks import RayGauges
+from raysharding.group.channel import Channel
+from raysharding.group.dataset import DatasetBlocks, Given
+from raysharding.group.describe import tell
+from raysharding.group.fit_report import FitReport, FitStep
+from raysharding.group.progress import StepBar
+from raysharding.group.results import collect_all, collect_rank0
+from raysharding.group.state import GroupState
+from raysharding.group.training import Training
+from raysharding.worker import FitStart, FitSteps
+
+_CALL_S = 0.5
+_MAX_STEPS = 200
+_HOLD_S = 30.0
+_STEP_NAME = re.compile(r"step-\d+")
+
+Callback = Callable[[FitStep], object]
+"""Called on the driver after each step; one that has `close` is closed at the end."""
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """What the driver does beside the steps."""
+
+    save_to: str | None
+    """Directory of the saves; `None`: none."""
+    save_every: int | None
+    """Steps between two saves; `None`: one at the end."""
+    keep_last: int | None
+    """Saves that are kept; `None`: all."""
+    async_save: bool
+    """Whether saves are written in the background."""
+    resume: bool
+    """Whether to go on where the last run stands."""
+    callbacks: Sequence[Callback]
+    """Told of each step."""
+    progress: bool | None
+    """Whether to show a bar; `None`: where somebody looks."""
+
+    def __post_init__(self) -> None:
+        """Refuse what no run can do."""
+        for name in ("save_every", "keep_last"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"{name}={value!r}: give a whole number, 1 or more")
+            if value is not None and self.save_to is None:
+                raise ValueError(f"{name}={value}, but nothing is saved: say where by save_to=")
+        if self.save_to is not None and not self.resume and os.path.isdir(self.save_to):
+            there = sorted(name for name in os.listdir(self.save_to) if _STEP_NAME.fullmatch(name))
+            if there:
+                what = f"holds the saves of an earlier run ({', '.join(there[-3:])}): go on with it by resume=True, or "
+                raise CheckpointError(f"{what}save to another directory", path=self.save_to)
+
+
+class FitRun:
+    """One call of `fit`."""
+
+    def __init__(
+        self,
+        group: Training,
+        channel: Callable[[], Channel],
+        plan: FitPlan,
+        data: Given,
+        options: FitOptions,
+        max_restarts: int,
+    ) -> None:
+        """Begin nothing yet.
+
+        Args:
+            group: Whose model.
+            channel: Gives the way to its ranks, which a restart changes.
+            plan: What the ranks do.
+            data: What they read.
+            options: What the driver does.
+            max_restarts: How often the group is restarted.
+        """
+        self._group = group
+        self._channel = channel
+        self._plan = plan
+        self._data = data
+        self._options = options
+        self._callbacks: list[Callback] = [RayGauges(group.name), *options.callbacks]
+        self._max_restarts = max_restarts
+        self._begun: Position | None = None
+        self._position: Position | None = None
+        self._total: int | None = None
+        self._history: dict[str, list[float]] = {}
+        self._num_rows = self._num_tokens = self._num_restarts = 0
+        self._wait_s = self._save_s = 0.0
+        self._step_s = _CALL_S
+        self._saves: list[str] = []
+
+    def run(self) -> FitReport:
+        """Take all steps; see `ShardedModelGroup.fit`."""
+        started = time.monotonic()
+        try:
+            self._begin(None, resume=self._options.resume)
+            with StepBar(self._total, self._place.num_steps, self._options.progress) as bar:
+                self._steps_and_restarts(bar)
+            self._group.wait_for_save()
+        finally:
+            self._end()
+        return FitReport(
+            num_steps=self._place.num_steps,
+            first_step=self._first_step,
+            history={name: tuple(values) for name, values in self._history.items()},
+            num_rows=self._num_rows,
+            num_tokens=self._num_tokens,
+            seconds=time.monotonic() - started,
+            wait_s=self._wait_s,
+            save_s=self._save_s,
+            num_restarts=self._num_restarts,
+            saved=self._saves[-1] if self._saves else None,
+        )
+
+    @property
+    def _place(self) -> Position:
+        assert self._position is not None, "_begin comes first"
+        return self._position
+
+    @property
+    def _first_step(self) -> int:
+        assert self._begun is not None, "_begin comes first"
+        return self._begun.num_steps
+
+    def _begin(self, position: Position | None, *, resume: bool) -> None:
+        """Have the ranks look at the data."""
+        if isinstance(self._data.source, DatasetBlocks):
+            self._hold(self._data.source.key, self._data.refs)
+        start: FitStart = self._submit("fit_begin", self._plan, position, resume).result()
+        self._position, self._total = start.position, start.total_steps
+        self._begun = self._begun or start.position
+
+    def _submit(self, method: str, *args: Any, collect: Collect = collect_rank0) -> Call:
+        """Submit a command to the ranks, as they are now."""
+        return self._channel().submit_same(method, *args, collect=collect)
+
+    def _hold(self, key: str, refs: Sequence[object] | None) -> None:
+        answers = ask_all(self._channel().members, "hold", key, refs, within_s=_HOLD_S)
+        if answers.silent and refs is not None:
+            rank, why = next(iter(answers.silent.items()))
+            raise GroupError(f"rank {rank} cannot be given the dataset: {why}")
+
+    def _end(self) -> None:
+        """Have the ranks let go of the data, where there are any."""
+        if self._group.state in (GroupState.READY, GroupState.BUSY):
+            with suppress(GroupError):  # of a group that breaks in this moment the next call tells
+                self._submit("fit_end").result()
+            if isinstance(self._data.source, DatasetBlocks):
+                self._hold(self._data.source.key, None)
+        for callback in self._callbacks:
+            close = getattr(callback, "close", None)
+            if close is not None:
+                close()
+
+    def _steps_and_restarts(self, bar: StepBar) -> None:
+        while True:
+            try:
+                self._steps(bar)
+                return
+            except GroupError as error:
+                if self._group.state is not GroupState.BROKEN or self._num_restarts >= self._max_restarts:
+                    raise
+                self._restart(error)
+                bar.go_back(self._place.num_steps)
+
+    def _restart(self, error: GroupError) -> None:
+        """Make the group whole, and go back to where the ranks stand then."""
+        self._num_restarts += 1
+        cause = str(error).partition("\n")[0]
+        tell(f"fit: {cause}; restart {self._num_restarts} of {self._max_restarts}")
+        done = self._group.restart()
+        # A checkpoint that this run did not write says nothing of its steps.
+        is_anew = done.how == "reloaded" and done.checkpoint not in self._saves
+        self._begin(self._begun if is_anew else None, resume=True)
+        for values in self._history.values():
+            del values[self._place.num_steps - self._first_step :]
+        tell(f"fit: goes on after step {self._place.num_steps} ({done.how}: {done.why})")
+
+    def _steps(self, bar: StepBar) -> None:
+        """Take steps to the end of the run, and save."""
+        is_over = False
+        while not is_over:
+            asked = time.monotonic()
+            replies: list[FitSteps] = self._submit("fit_steps", self._num_next(), collect=collect_all).result()
+            seconds = time.monotonic() - asked
+            is_over, self._position = replies[0].is_over, replies[0].position
+            if replies[0].steps:
+                self._step_s = seconds / len(replies[0].steps)
+                self._note(replies, seconds, bar)
+            if self._options.save_to is not None and self._is_due(is_over=is_over):
+                self._save()
+
+    def _num_next(self) -> int:
+        """How many steps the ranks take before the driver hears of them."""
+        number = max(1, min(_MAX_STEPS, int(_CALL_S / max(self._step_s, 1e-6))))
+        every = self._options.save_every
+        return number if every is None else min(number, every - self._place.num_steps % every)
+
+    def _note(self, replies: Sequence[FitSteps], seconds: float, bar: StepBar) -> None:
+        """Keep what the steps said, and tell it."""
+        steps = list(zip(*(reply.steps for reply in replies), strict=True))
+        first = self._place.num_steps - len(steps)
+        rows, tokens = _sums(step for ranks in steps for step in ranks)
+        self._num_rows, self._num_tokens = self._num_rows + rows, self._num_tokens + tokens
+        self._wait_s += max(sum(step.wait_s for step in reply.steps) for reply in replies)
+        for number, ranks in enumerate(steps, first + 1):
+            for name, value in ranks[0].metrics.items():
+                self._history.setdefault(name, []).append(value)
+            own_rows, own_tokens = _sums(ranks)
+            rates = rows / seconds, tokens / seconds
+            told = FitStep(number, ranks[0].epoch, ranks[0].metrics, own_rows, own_tokens, *rates)
+            bar.step(told)
+            for callback in self._callbacks:
+                callback(told)
+
+    def _is_due(self, *, is_over: bool) -> bool:
+        every, done = self._options.save_every, self._place.num_steps
+        path = self._path()
+        is_new = path not in self._saves[-1:] and done > self._first_step
+        return is_new and (is_over or (every is not None and not done % every))
+
+    def _path(self) -> str:
+        return os.path.join(str(self._options.save_to), f"step-{self._place.num_steps}")
+
+    def _save(self) -> None:
+        begun = time.monotonic()
+        path = self._path()
+        # A run that has gone back comes to the same steps again.
+        is_again = self._options.resume or self._num_restarts > 0
+        options = self._options
+        self._group.save(path, overwrite=is_again, keep_last=options.keep_last, async_save=options.async_save)
+        self._saves.append(path)
+        self._save_s += time.monotonic() - begun
+
+
+def _sums(steps: Iterable[StepFigures]) -> tuple[int, int]:
+    found = list(steps)
+    return sum(step.num_rows for step in found), sum(step.num_tokens for step in found)

@@ -1,0 +1,167 @@
+"""`Fitting`: training over data, in one call."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from raysharding.data import Collate
+from raysharding.distributed.evaluating import EvaluationPlan
+from raysharding.distributed.feeding import FeedPlan
+from raysharding.distributed.fitting import FitPlan
+from raysharding.distributed.training import check_max_grad_norm
+from raysharding.group.call import Call, Collect
+from raysharding.group.dataset import given
+from raysharding.group.fit_report import FitReport
+from raysharding.group.fit_run import Callback, FitOptions, FitRun
+from raysharding.group.handle import driver_handle, handle
+from raysharding.group.results import LastValue
+from raysharding.group.training import Training
+
+
+class Fitting(Training):
+    """What `ShardedModelGroup` trains over data with."""
+
+    @driver_handle
+    def fit(
+        self,
+        data: Any,
+        *,
+        batch_size: int,
+        epochs: int = 1,
+        max_steps: int | None = None,
+        shuffle: bool = False,
+        seed: int = 0,
+        columns: Sequence[str] | None = None,
+        collate: Collate | None = None,
+        loss: Callable[..., Any] | None = None,
+        max_grad_norm: float | None = None,
+        gradient_accumulation_steps: int = 1,
+        prefetch: int = 2,
+        save_to: str | os.PathLike[str] | None = None,
+        save_every: int | None = None,
+        keep_last: int | None = None,
+        async_save: bool = False,
+        resume: bool = False,
+        callbacks: Sequence[Callback] = (),
+        progress: bool | None = None,
+    ) -> FitReport:
+        """Train over data: each rank reads its own rows, and the steps are those that one process would take.
+
+        What a step is fed depends on data, batch size and seed, and not on the number of ranks. Ctrl-C ends the run
+        after the steps under way (half a second of them), with the group READY; `resume=True` goes on from there. A
+        group that breaks is restarted up to `max_restarts` times (see `from_checkpoint`); the run goes on from its last
+        save, or its beginning.
+
+        Args:
+            data: A `ray.data.Dataset`, whose blocks are computed once, in the object store; a Parquet file or a
+                directory of them, as a path or URI that all ranks' nodes read; a list of rows, or anything with `len`
+                and `[number]`; a mapping of names to columns; an iterable that pickles, or a function that returns one,
+                which every rank runs through. A row is usually a mapping of names to numbers, lists or tensors.
+            batch_size: Rows of a step, all ranks together. The last step of an epoch has what is left.
+            epochs: How often the data is gone through.
+            max_steps: Steps after which the run ends, those before a resume with them. Default: no such end.
+            shuffle: Whether rows come in a random order, which differs from epoch to epoch: single rows of a list; of
+                Parquet files and datasets row groups or blocks, their rows in windows of 512, and every batch holds
+                rows of as many places as it has. Not for an iterable.
+            seed: Of that order.
+            columns: Columns of Parquet files or datasets to read. Default: all.
+            collate: Makes a batch of a list of rows: a mapping of the model's keyword arguments, a tuple of its
+                positional ones, or one tensor; transformers' data collators do. It runs between the steps. Default:
+                rows are stacked column by column.
+            loss: As for `train_step`.
+            max_grad_norm: As for `train_step`.
+            gradient_accumulation_steps: As for `train_step`: parts that a batch is taken in.
+            prefetch: Batches that each rank reads ahead.
+            save_to: Directory of saves, `step-<number>` each, on a file system that all ranks' nodes share. Default:
+                nothing is saved.
+            save_every: Steps between two saves; one more comes at the end. Default: only that.
+            keep_last: Saves that are kept; older ones are removed. Default: all.
+            async_save: Write saves in the background, while the ranks train on; see `save`. Default no.
+            resume: Go on where the last run stands: in this group, or in the save that it was made from.
+            callbacks: Each is given a `FitStep` after every step, on the driver; one with a `close` method is closed
+                at the end.
+            progress: Whether to show a bar. Default: in a terminal or notebook.
+
+        Returns:
+            What became of it: losses, rates, restarts, the last save.
+
+        Raises:
+            ValueError: A bad argument, no optimizer, or `resume=True` where there is nothing to go on with.
+            TypeError: `data` is none, or does not pickle.
+            DataError: The data cannot be read, has no rows, or is not what a resumed run was fed before. The group is
+                READY.
+            CheckpointError: A save failed, or `save_to` holds the saves of another run.
+            GroupError: Ranks failed, more often than `max_restarts` allows.
+        """
+        self._require_optimizer("fit")
+        check_max_grad_norm(max_grad_norm)
+        found = given(data, columns)
+        feed = FeedPlan(
+            source=found.source,
+            batch_size=batch_size,
+            epochs=epochs,
+            max_steps=max_steps,
+            shuffle=shuffle,
+            seed=seed,
+            collate=collate,
+            prefetch=prefetch,
+            stall_s=self._channel.timeouts.load_stall_s,
+        )
+        plan = FitPlan(feed, loss, max_grad_norm, gradient_accumulation_steps)
+        target = None if save_to is None else os.path.abspath(os.fspath(save_to))
+        options = FitOptions(target, save_every, keep_last, async_save, resume, callbacks, progress)
+        return FitRun(self, lambda: self._channel, plan, found, options, self._spec.max_restarts).run()
+
+    @handle
+    def evaluate(
+        self,
+        data: Any,
+        *,
+        batch_size: int,
+        metrics: Mapping[str, Callable[..., Any]] | None = None,
+        loss: Callable[..., Any] | None = None,
+        with_loss: bool = True,
+        max_steps: int | None = None,
+        columns: Sequence[str] | None = None,
+        collate: Collate | None = None,
+        prefetch: int = 2,
+    ) -> Call:
+        """Compute loss and metrics over data in eval mode, without gradients: those of one process on the same rows.
+
+        Args:
+            data: As for `fit`, but for a `ray.data.Dataset`: save that as Parquet, or give its rows.
+            batch_size: Rows of a forward, all ranks together.
+            metrics: Name → `metric(output, ...)`, which takes of the batch's arguments those that it names, and returns
+                (sum, count) over its rows: the value is the sum of all sums by that of all counts. Runs on the ranks.
+            loss: As for `train_step`.
+            with_loss: Whether to compute the loss; without it rows need no labels. Default yes.
+            max_steps: Batches after which to end. Default: all.
+            columns: As for `fit`.
+            collate: As for `fit`.
+            prefetch: As for `fit`.
+
+        Returns:
+            `{"loss": float, <metric>: float, ..., "num_rows": float}`; NaN where nothing counted.
+
+        Raises:
+            ValueError: A bad argument.
+            TypeError: `data` is none, or does not pickle.
+            GroupError: The data cannot be read (`DataError` on every rank: the group is READY), or ranks failed.
+        """
+        found = given(data, columns)
+        if found.refs:
+            raise ValueError("evaluate takes no ray.data.Dataset yet: write_parquet it, or give its rows")
+        feed = FeedPlan(
+            source=found.source,
+            batch_size=batch_size,
+            max_steps=max_steps,
+            collate=collate,
+            prefetch=prefetch,
+            stall_s=self._channel.timeouts.load_stall_s,
+        )
+        plan = EvaluationPlan(feed, loss, with_loss, dict(metrics or {}))
+        last = LastValue()
+        call = self._channel.submit_same("evaluate", plan, keep_step=last.keep, collect=Collect(last.collect))
+        return call.keep_alive(self)

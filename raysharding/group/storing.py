@@ -1,0 +1,149 @@
+"""`Storing`: a group's model to files and from files, and its tensors to the driver."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+from functools import partial
+
+import ray
+
+from raysharding.distributed.saving import Destination
+from raysharding.errors import GroupError
+from raysharding.group.administration import Administration
+from raysharding.group.call import Call, Collect
+from raysharding.group.handle import driver_handle, handle
+from raysharding.group.locate import anchored
+from raysharding.group.results import FullStateDict
+
+
+class Storing(Administration):
+    """What `ShardedModelGroup` saves and loads with."""
+
+    @handle
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        overwrite: bool = False,
+        optimizer: bool = True,
+        keep_last: int | None = None,
+        async_save: bool = False,
+    ) -> Call:
+        """Save the model as a standard Hugging Face directory; each rank writes its own part.
+
+        Args:
+            path: Directory to make, on a file system that all ranks' nodes share.
+            overwrite: Replace an existing directory. The old one stays whole until the new one is.
+            optimizer: Also the optimizer's state, where one is set: in the folder `optimizer`, for `load` and for
+                `from_checkpoint(..., optimizer=...)` at any world size; and beside it random generators and, of a
+                `fit`, the position in the data. Default yes.
+            keep_last: Of the saves beside this one whose names differ in the last number alone (`step-100`), how many
+                stay, this one with them; older ones are removed. Default: all.
+            async_save: Return as soon as each rank has copied its shards to host memory, and write in the background:
+                the model may be trained on meanwhile. One save at a time: the next waits for it. What it fails of is
+                raised by the next call of the group. `wait_for_save` and `shutdown` wait for it. Default no.
+
+        Returns:
+            A `SaveReport`; `None` for one in the background.
+
+        Raises:
+            ValueError: A bad `keep_last`.
+            CheckpointError: The directory exists, or cannot be written.
+        """
+        target = os.path.abspath(os.fspath(path))
+        stall_s = self._channel.timeouts.load_stall_s
+        Destination(target, overwrite, keep_last)  # refuses what is wrong
+        self.wait_for_save()
+        what = (target, overwrite, optimizer, keep_last, async_save)
+        call = self._channel.submit_same("save", *what, deadline_s=stall_s, watch=True)
+        noted = self._follow_save if async_save else self._note_origin
+        call.when_done(partial(noted, weakref.ref(self), target))
+        return call.keep_alive(self)
+
+    @handle
+    def load(self, path: str | os.PathLike[str]) -> Call:
+        """Load another checkpoint of the same model into the group, in place.
+
+        Args:
+            path: A directory, file, index json or URI, as for `from_checkpoint`, that rank 0's node can read. A save
+                of ours with an optimizer's state brings that back, too, where an optimizer is set.
+
+        Returns:
+            The `LoadReport` of the weights.
+
+        Raises:
+            CheckpointError: It cannot be found or trusted.
+            PlanError: It does not fit: the group is READY, with the weights and the optimizer that it had.
+            GroupError: A rank died, hung or raised after bytes had moved: what was there is overwritten in part.
+        """
+        target = anchored(os.fspath(path))
+        stall_s = self._channel.timeouts.load_stall_s
+        call = self._channel.submit_same("load", target, deadline_s=stall_s, watch=True)
+        call.when_done(partial(self._note_origin, weakref.ref(self), target))
+        return call.keep_alive(self)
+
+    @handle
+    def state_dict(self, keys: str | Sequence[str] | None = None) -> Call:
+        """Gather full tensors to the driver, a bucket at a time.
+
+        Args:
+            keys: FQNs to gather, or one FQN. Default: all.
+
+        Returns:
+            FQN → full CPU tensor, tied names included. The driver holds all of them; no rank does.
+
+        Raises:
+            GroupError: The model has no tensor of that name; the group stays READY.
+        """
+        kept = FullStateDict(self._channel.timeouts.call_s)
+        wanted = None if keys is None else [keys] if isinstance(keys, str) else list(keys)
+        collect = Collect(kept.collect)
+        return self._channel.submit_same("state_dict", wanted, keep_step=kept.keep, collect=collect).keep_alive(self)
+
+    @driver_handle
+    def wait_for_save(self, timeout_s: float | None = None) -> None:
+        """Wait until the save that `save(async_save=True)` has begun is committed; at once where there is none.
+
+        Args:
+            timeout_s: How long. Default: `Timeouts.load_stall_s`.
+
+        Raises:
+            CheckpointError: It failed: what was at its place is untouched.
+            GroupError: It was lost with its ranks.
+            TimeoutError: It is not done in time, and goes on.
+        """
+        self._channel.pending.wait(self._channel.timeouts.load_stall_s if timeout_s is None else timeout_s)
+
+    @staticmethod
+    def _follow_save(group: weakref.ref[Storing], path: str, call: Call) -> None:
+        """The ranks write in the background now: hear how that ends."""
+        owner = group()
+        if owner is None or not call.succeeded():
+            return
+        actor = owner._channel.members[0].actor
+
+        def ask() -> ray.ObjectRef:
+            if not ray.is_initialized():  # what it is asked would start another one
+                raise GroupError("Ray was shut down under the group")
+            return actor.save_status.remote()
+
+        def saved(path: str) -> None:
+            left = group()
+            if left is not None:
+                left._set_origin(path)
+
+        owner._channel.pending.begin(path, ask, saved)
+
+    def _set_origin(self, path: str) -> None:
+        """Remember the newest files that hold the group's model: what a restart would load."""
+        self._origin = path
+        self._update_record()
+
+    @staticmethod
+    def _note_origin(group: weakref.ref[Storing], path: str, call: Call) -> None:
+        """Remember the files of a save or load that went well."""
+        owner = group()
+        if owner is not None and call.succeeded():
+            owner._set_origin(path)

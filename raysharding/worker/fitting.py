@@ -1,0 +1,111 @@
+"""`FittingRank`: a rank that trains over data, and knows where the run stands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from raysharding.distributed.evaluating import Evaluation, EvaluationPlan
+from raysharding.distributed.fitting import Fit, FitPlan, StepFigures
+from raysharding.distributed.training_files import Position
+from raysharding.worker.training import TrainingRank
+
+_BATCHES_A_STEP = 8
+
+
+@dataclass(frozen=True)
+class FitStart:
+    """A run that is about to go on."""
+
+    position: Position
+    """Where it stands."""
+    total_steps: int | None
+    """Steps of the whole run; `None` where nobody knows."""
+
+
+@dataclass(frozen=True)
+class FitSteps:
+    """Some steps, as one rank saw them."""
+
+    steps: tuple[StepFigures, ...]
+    """In order; fewer than asked for at the end of the run."""
+    position: Position
+    """Where the run stands after them."""
+    is_over: bool
+    """Whether there are no more."""
+
+
+class FittingRank(TrainingRank):
+    """A rank that trains over data."""
+
+    _fit: Fit | None = None
+
+    def fit_begin(self, plan: FitPlan, position: Position | None, *, resume: bool) -> FitStart:
+        """Look at the data, and find where to begin. Collective.
+
+        Args:
+            plan: The run.
+            position: Where to go on; `None` with `resume`: where the last run stands.
+            resume: Whether to go on; otherwise the run begins anew.
+
+        Raises:
+            ValueError: No optimizer is set, or there is no run to resume.
+            DataError: On every rank: the data cannot be read, or is not what the run was fed before.
+        """
+        self._require_optimizer("fit")
+        with self._running("fit", "fit"):
+            self.fit_end()
+            found = position or self.position if resume else None
+            if resume and found is None:
+                raise ValueError(
+                    "resume=True, but there is no run to go on with: load a checkpoint that fit saved, or leave it out"
+                )
+            self._fit = Fit(plan, self.device, found)
+            self.position = self._fit.position
+            return FitStart(self.position, self._fit.feed.total_steps)
+
+    def fit_steps(self, num_steps: int) -> FitSteps:
+        """Take steps, as many as are left at most. Collective.
+
+        Args:
+            num_steps: How many.
+        """
+        optimizer = self._require_optimizer("fit")
+        assert self._fit is not None, "fit_begin comes before fit_steps"
+        steps: list[StepFigures] = []
+        for _ in range(num_steps):
+            with self._running("train_step", "fit_step"):
+                self._begin_update()
+                figures = self._fit.step(self.module, optimizer)
+                self.position = self._fit.position
+            if figures is None:
+                return FitSteps(tuple(steps), self.position, is_over=True)
+            steps.append(figures)
+        return FitSteps(tuple(steps), self._fit.position, is_over=False)
+
+    def evaluate(self, plan: EvaluationPlan) -> Iterator[dict[str, float] | None]:
+        """Compute loss and metrics over data; see `distributed.evaluating`. Collective: every rank iterates to the end.
+
+        Args:
+            plan: The run.
+
+        Yields:
+            `None` after every few batches, in the end the values.
+        """
+        with self._running("forward", "evaluate"):
+            run = Evaluation(plan, self.device)
+        try:
+            is_over = False
+            while not is_over:
+                with self._running("forward", "evaluate"):
+                    is_over = not all(run.step(self.module) for _ in range(_BATCHES_A_STEP))
+                    values = run.values() if is_over else None
+                yield values
+        finally:
+            run.feed.close()
+
+    def fit_end(self) -> None:
+        """Let go of the data. Each rank alone."""
+        if self._fit is not None:
+            self._fit.feed.close()
+            self._fit = None

@@ -1,0 +1,129 @@
+"""Saves in the background: what was there when they began, while training goes on, and their failures."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from raysharding import CheckpointError, ShardedModelGroup, Split
+from raysharding.group import GroupState
+from tests.conftest import make_group
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+BATCH = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+ADAMW = partial(torch.optim.AdamW, lr=1e-2)
+
+
+def mean_square() -> Callable[..., torch.Tensor]:
+    def loss(output: torch.Tensor, *_: Any) -> torch.Tensor:
+        return output.square().mean()
+
+    return loss
+
+
+def train(group: ShardedModelGroup) -> dict[str, float]:
+    metrics: dict[str, float] = group.train_step(Split(BATCH), loss=mean_square())
+    return metrics
+
+
+@pytest.fixture(scope="module")
+def trained(cluster: None, checkpoint: Path) -> Iterator[ShardedModelGroup]:
+    with make_group(checkpoint, optimizer=ADAMW) as group:
+        yield group
+
+
+def same(path: Path, weights: dict[str, torch.Tensor]) -> bool:
+    found = load_file(path / "model.safetensors")
+    return found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
+
+
+def test_it_holds_what_was_there_when_it_began(trained: ShardedModelGroup, tmp_path: Path) -> None:
+    train(trained)
+    before = trained.state_dict()
+    assert trained.save(tmp_path / "saved", async_save=True) is None
+    after = [train(trained) for _ in range(5)]
+    trained.wait_for_save()
+    assert same(tmp_path / "saved", before)
+    with make_group(tmp_path / "saved", optimizer=ADAMW, world_size=3) as again:
+        assert [train(again) for _ in range(5)] == [pytest.approx(one, rel=1e-5) for one in after]
+
+
+def test_one_at_a_time_and_in_order(trained: ShardedModelGroup, tmp_path: Path) -> None:
+    weights = []
+    for number in range(4):
+        train(trained)
+        weights.append(trained.state_dict())
+        trained.save(tmp_path / f"step-{number}", async_save=True, keep_last=2)
+    assert trained.save(tmp_path / "last").num_files == 1
+    assert sorted(os.listdir(tmp_path)) == ["last", "step-2", "step-3"]
+    assert same(tmp_path / "step-2", weights[2])
+    assert same(tmp_path / "step-3", weights[3])
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "disk"
+    path.mkdir()
+    if os.geteuid() or subprocess.call(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(path)]):
+        pytest.skip("needs root, and a kernel that mounts a tmpfs")
+    yield path
+    subprocess.run(["umount", str(path)], check=True)
+
+
+def test_a_failure_is_raised_by_the_next_call_once(trained: ShardedModelGroup, small_disk: Path) -> None:
+    target = small_disk / "saved"
+    trained.save(target, optimizer=False)
+    old = {name: value.clone() for name, value in load_file(target / "model.safetensors").items()}
+    (small_disk / "filler").write_bytes(b"x" * (os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_bsize))
+    trained.save(target, overwrite=True, async_save=True)
+    until = time.monotonic() + 20
+
+    def train_on() -> None:
+        while time.monotonic() < until:
+            train(trained)
+
+    with pytest.raises(CheckpointError, match=r"cannot be (made|written)") as caught:
+        train_on()
+    assert f"the save to {target}, in the background" in "".join(caught.value.__notes__)
+    train(trained)
+    assert trained.state is GroupState.READY
+    assert sorted(os.listdir(small_disk)) == ["filler", "saved"]
+    assert same(target, old)
+
+
+def test_a_place_that_is_taken_is_refused_at_once(trained: ShardedModelGroup, tmp_path: Path) -> None:
+    trained.save(tmp_path / "saved")
+    with pytest.raises(CheckpointError, match="exists already"):
+        trained.save(tmp_path / "saved", async_save=True)
+    with pytest.raises(ValueError, match="has none"):
+        trained.save(tmp_path / "unnumbered", keep_last=1)
+    train(trained)
+
+
+def test_shutdown_waits_for_it(checkpoint: Path, tmp_path: Path) -> None:
+    with make_group(checkpoint) as group:
+        weights = group.state_dict()
+        group.save(tmp_path / "saved", async_save=True)
+    assert same(tmp_path / "saved", weights)
+    assert os.listdir(tmp_path) == ["saved"]
+
+
+def test_a_restart_loads_a_save_that_was_committed(checkpoint: Path, tmp_path: Path) -> None:
+    with make_group(checkpoint, optimizer=ADAMW) as group:
+        train(group)
+        weights = group.state_dict()
+        group.save(tmp_path / "saved", async_save=True)
+        group.wait_for_save()
+        train(group)
+        assert group.restart(world_size=1).checkpoint == str(tmp_path / "saved")
+        assert all(torch.equal(value, weights[name]) for name, value in group.state_dict().items())
