@@ -148,7 +148,8 @@ class Fitting(Training):
         Raises:
             ValueError: A bad argument.
             TypeError: `data` is none, or does not pickle.
-            GroupError: The data cannot be read (`DataError` on every rank: the group is READY), or ranks failed.
+            DataError: The data cannot be read, or has no rows. The group is READY.
+            GroupError: The model or a metric raised, or ranks failed.
         """
         found = given(data, columns)
         if found.refs:

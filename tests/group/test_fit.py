@@ -275,3 +275,35 @@ def test_the_report_is_for_people_too(fresh: ShardedModelGroup, parquet: Path, t
     report.plot(tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert report.as_dict()["num_steps"] == 8
+
+
+def near() -> Callable[..., Any]:
+    """A metric that pickles by value: rows whose target is met within 0.5."""
+
+    def metric(output: torch.Tensor, target: torch.Tensor) -> Any:
+        return ((output.mean(dim=1) - target).abs() < 0.5).sum(), len(target)
+
+    return metric
+
+
+def test_evaluation_is_that_of_one_process(
+    fresh: ShardedModelGroup, parquet: Path, rows: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    module = make_mlp()()
+    module.load_state_dict(fresh.state_dict())
+    batch = collate()(rows)
+    with torch.no_grad():
+        output = module(batch["input"])
+    expected = {
+        "loss": pytest.approx(regression()(output, target=batch["target"]).item(), rel=1e-5),
+        "near": pytest.approx(float(near()(output, batch["target"])[0]) / NUM_ROWS),
+        "num_rows": NUM_ROWS,
+    }
+    options: dict[str, Any] = {"loss": regression(), "collate": collate(), "metrics": {"near": near()}}
+    for data, batch_size in ((parquet, 1), (rows, 7), (parquet, 50)):
+        assert fresh.evaluate(data, batch_size=batch_size, **options) == expected
+    call = fresh.evaluate.remote(parquet, batch_size=2, **options)
+    assert call.result() == expected
+    with pytest.raises(DataError, match=r"absent\.parquet: is not there"):
+        fresh.evaluate(tmp_path / "absent.parquet", batch_size=2, **options)
+    assert fresh.state is GroupState.READY
