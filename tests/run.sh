@@ -31,7 +31,7 @@ done
 # and have bounds on seconds; all others compute, and have the time that those leave: Ray runs its ranks at nice 15.
 # These end first, and then take some of those, in clusters of their own.
 clusters=(tests/bench/test_calls.py tests/faults tests/group)
-later=(tests/cluster tests/test_quickstart.py)
+later=(tests/cluster tests/test_finetune.py tests/test_quickstart.py)
 apart=("${clusters[@]}" "${later[@]}")
 log=$(mktemp)
 beside() {

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import LlamaForCausalLM
 
 
@@ -43,6 +44,7 @@ def main(checkpoint: str, parquet: str, batch_size: int, num_steps: int) -> None
             optimizer.step()
             total = loss.detach()
             dist.all_reduce(total)
+            assert isinstance(norm, DTensor)
             total.item(), norm.full_tensor().item()  # what one logs
 
     run(3)

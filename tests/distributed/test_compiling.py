@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from tests.spawn import run_ranks
 _graphs: list[torch.fx.GraphModule] = []
 
 
-def note_graph(graph: torch.fx.GraphModule, _: object) -> object:
+def note_graph(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., Any]:
     _graphs.append(graph)
     return graph.forward
 
@@ -30,8 +32,8 @@ def train_compiled(backend: str, sharding: Sharding) -> None:
         pair.step(case, case.rows(), 0.5)
     pair.compare()
     assert backend != "noting" or _graphs, "nothing was compiled"
-    assert "forward" in vars(pair.module.model.layers[0]), "the blocks are compiled"  # type: ignore[union-attr,index]
-    assert "forward" not in vars(pair.module.model.embed_tokens)  # type: ignore[union-attr,arg-type]
+    assert "forward" in vars(pair.module.get_submodule("model.layers.0")), "the blocks are compiled"
+    assert "forward" not in vars(pair.module.get_submodule("model.embed_tokens"))
 
 
 @pytest.mark.timeout(180)
