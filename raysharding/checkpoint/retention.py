@@ -27,8 +27,8 @@ def check_numbered(path: str | os.PathLike[str]) -> None:
 def remove_older(path: str | os.PathLike[str], keep_last: int) -> None:
     """Remove saves beside `path` whose names differ from its in the last number alone, the smallest numbers first.
 
-    What is not a save of ours (it lacks a manifest), has a larger number, or cannot be removed, stays; the last is
-    warned of. A directory is renamed before anything in it goes: no reader finds half a checkpoint.
+    What is not a save of ours (it lacks a manifest), is a symlink, has a larger number, or cannot be removed, stays; the
+    last is warned of. A directory is renamed before anything in it goes: no reader finds half a checkpoint.
 
     Args:
         path: The save that was made last; it stays.
@@ -40,9 +40,11 @@ def remove_older(path: str | os.PathLike[str], keep_last: int) -> None:
     older = []
     for other in os.listdir(parent):
         found = _split(other)
-        is_alike = found is not None and (found[0], found[2]) == (own[0], own[2]) and found[1] < own[1]
-        if found is not None and is_alike and os.path.isfile(os.path.join(parent, other, MANIFEST_NAME)):
-            older.append((found[1], os.path.join(parent, other)))
+        if found is None or (found[0], found[2]) != (own[0], own[2]) or found[1] >= own[1]:
+            continue
+        old = os.path.join(parent, other)
+        if os.path.isfile(os.path.join(old, MANIFEST_NAME)) and not os.path.islink(old):
+            older.append((found[1], old))
     older.sort()
     for _, old in older[: max(0, len(older) + 1 - keep_last)]:
         try:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from raysharding.distributed.report import SaveReport
+from raysharding.distributed.save_contents import HostMemory
 from raysharding.distributed.saving import Destination, Save, begin_save
 from raysharding.distributed.training_files import Position
 
@@ -25,6 +26,7 @@ class AsyncSaver:
     def __init__(self) -> None:
         """Nothing is being saved."""
         self._group: dist.ProcessGroup | None = None
+        self._memory = HostMemory()
         self._thread: threading.Thread | None = None
         self._path = ""
         self._report: SaveReport | None = None
@@ -41,6 +43,8 @@ class AsyncSaver:
     ) -> None:
         """Copy what is to be saved, and begin to write it; collective. The module may change when this returns.
 
+        Memory: the shards of this rank once more, in host memory, which is kept for the next save.
+
         Args:
             module: See `save_checkpoint`; so are the others.
             destination: Where it goes.
@@ -56,7 +60,7 @@ class AsyncSaver:
         save = begin_save(module, destination, optimizer, position, stall_s)
         if self._group is None:
             self._group = dist.new_group(backend="gloo")
-        copy = replace(save, contents=save.contents.copied(), group=self._group, device=torch.device("cpu"))
+        copy = replace(save, contents=save.contents.copied(self._memory), group=self._group, device=torch.device("cpu"))
         self._report, self._error, self._path = None, None, destination.path
         self._thread = threading.Thread(target=self._run, args=(copy,), name="raysharding-save", daemon=True)
         self._thread.start()
