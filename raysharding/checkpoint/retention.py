@@ -27,8 +27,8 @@ def check_numbered(path: str | os.PathLike[str]) -> None:
 def remove_older(path: str | os.PathLike[str], keep_last: int) -> None:
     """Remove saves beside `path` whose names differ from its in the last number alone, the smallest numbers first.
 
-    What is not a save of ours (it lacks a manifest), is a symlink, has a larger number, or cannot be removed, stays; the
-    last is warned of. A directory is renamed before anything in it goes: no reader finds half a checkpoint.
+    What is not a save of ours (it lacks a manifest), is a symlink, has a larger number, or cannot be removed, stays;
+    the last is warned of. A directory is renamed before anything in it goes: no reader finds half a checkpoint.
 
     Args:
         path: The save that was made last; it stays.

@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import torch
 
@@ -30,11 +30,15 @@ class FileWriter:
     The header is written at once, the tensors' bytes as they come, from any thread and in any order; `close` and
     `abort` come after all of them. Holds no buffer: bytes go from the caller's memory to the file.
 
+    Several processes of one host may fill a file: one makes it, the others join; before it closes, it merges what they
+    say that they wrote.
+
     Args:
         path: The file to make; it must not exist yet.
         tensors: (name, dtype, full shape) of each tensor. They are laid out in this order, wider dtypes first, so that
             every tensor is aligned to its element.
         metadata: `__metadata__` of the file.
+        join: Fill a file that another process has made of the same tensors; the header is not written.
 
     Raises:
         CheckpointError: a name that is given twice or reserved, a dtype that safetensors lacks, or a file that cannot
@@ -46,6 +50,8 @@ class FileWriter:
         path: str,
         tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]],
         metadata: Mapping[str, str] = _PYTORCH_METADATA,
+        *,
+        join: bool = False,
     ) -> None:
         header, infos = _lay_out(path, tensors, metadata)
         self.path = path
@@ -60,16 +66,25 @@ class FileWriter:
         """Of the tensors' bytes, as they were given to `write_at`; whole after `close`."""
         self._lock = threading.Lock()
         self._written = _Intervals()
+        self._is_guest = join
         self._descriptor: int | None = None
         try:
-            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            self._descriptor = os.open(path, os.O_WRONLY | (0 if join else os.O_CREAT | os.O_EXCL), 0o666)
         except OSError as error:
-            raise CheckpointError(f"cannot be made: {error.strerror}", path=path) from error
+            raise CheckpointError(f"cannot be {'opened' if join else 'made'}: {error.strerror}", path=path) from error
         try:
-            self._write(memoryview(header), 0, None)
+            if not join:
+                self._write(memoryview(header), 0, None)
         except BaseException:
             self.abort()
             raise
+
+    @property
+    def inode(self) -> tuple[int, int]:
+        """Device and inode of the open file, by which processes of a host know that they write into one."""
+        assert self._descriptor is not None, "inode of a file that is closed"
+        found = os.fstat(self._descriptor)
+        return found.st_dev, found.st_ino
 
     def write_at(self, name: str, byte_offset: int, buffer: memoryview | torch.Tensor) -> None:
         """Write a part of one tensor. Thread-safe.
@@ -92,8 +107,22 @@ class FileWriter:
             self.checksums.add(name, byte_offset + start, part)
             self._write(part, info.offset + byte_offset + start, name)
 
+    def written(self) -> dict[str, Any]:
+        """What this process has written, for `merge` in the one that made the file: a JSON value."""
+        with self._lock:
+            return {"ranges": self._written.ranges(), "checksums": self.checksums.pieces()}
+
+    def merge(self, written: Mapping[str, Any]) -> None:
+        """Take what `written` gave in a process that joined."""
+        self.checksums.merge(written["checksums"])
+        with self._lock:
+            for begin, end in written["ranges"]:
+                self._written.add(begin, end)
+
     def close(self) -> None:
         """Check that every byte was written once, put the file on the disk, and close it. Idempotent.
+
+        One that joined only closes: the file is its maker's.
 
         Raises:
             CheckpointError: a tensor lacks bytes, or the disk is full or failed. The file is then removed.
@@ -101,8 +130,9 @@ class FileWriter:
         if self._descriptor is None:
             return
         try:
-            self._require_complete()
-            os.fsync(self._descriptor)
+            if not self._is_guest:
+                self._require_complete()
+                os.fsync(self._descriptor)
         except OSError as error:
             self.abort()
             raise disk_error(error, self.path, None) from error
@@ -118,7 +148,8 @@ class FileWriter:
             return
         descriptor, self._descriptor = self._descriptor, None
         os.close(descriptor)
-        os.unlink(self.path)
+        if not self._is_guest:
+            os.unlink(self.path)
 
     def __enter__(self) -> Self:
         return self
@@ -171,6 +202,10 @@ class _Intervals:
             end = self._end_of.pop(end)
         self._end_of[begin] = end
         self._begin_of[end] = begin
+
+    def ranges(self) -> list[list[int]]:
+        """The merged ranges: [begin, end] each."""
+        return [[begin, end] for begin, end in self._end_of.items()]
 
     def is_exactly(self, begin: int, end: int) -> bool:
         """Whether the range was written from end to end, no byte twice, and nothing beside it."""

@@ -15,6 +15,7 @@ from raysharding.checkpoint import FileWriter, Manifest, file_names, plan_files,
 from raysharding.config import MIB
 from raysharding.distributed.agreement import agree
 from raysharding.distributed.gathering import Gather
+from raysharding.distributed.shared_ring import host_identity
 from raysharding.distributed.source import as_bytes
 from raysharding.errors import CheckpointError
 
@@ -111,15 +112,22 @@ def write_tensors(
     plan = _plan_files(tensors, directory, group)
     with ExitStack() as open_files:
         writers = _Writers(plan, tensors, directory, open_files)
-        agree(writers.error, group=group)
-        gather = Gather(tensors, plan.destinations(), writers.write, device, stall_s, group=group)
+        made = agree(writers.error, {"host": host_identity(), "inodes": writers.inodes()}, group)
+        joined = agree(None, writers.join(made), group)
+        beside = {rank: {*owners, rank} for rank, owners in enumerate(joined)}
+        gather = Gather(tensors, plan.destinations(), writers.write, device, stall_s, group=group, beside=beside)
         gather.run(on_round)
         # A full disk on one rank is everybody's failure; before this the others would go on to the commit.
+        writers.merge(agree(writers.error, writers.for_others(), group))
         return Written(plan, gather.wire_bytes, agree(writers.error or writers.close(), writers.written, group))
 
 
 class _Writers:
     """This rank's open files. After the first error it takes bytes and drops them, so that no sender is left.
+
+    Its own files, and those of other ranks of its host, where the path leads to the same files: what it holds of them
+    it writes itself, and no message carries it. On other hosts it does not, whatever the file system: two clients of a
+    network's may overwrite each other's pages.
 
     Every exception is kept and handed to `agree`: one that left the gather here would leave the other ranks in it.
     """
@@ -130,17 +138,63 @@ class _Writers:
         self.error: Exception | None = None
         self.written: dict[str, Any] = {}
         """Manifest of this rank's files, after `close`."""
-        self._files: list[FileWriter] = []
+        self._plan = plan
+        self._tensors = tensors
+        self._directory = directory
+        self._open_files = open_files
+        self._rank = dist.get_rank()
+        self._files: dict[int, FileWriter] = {}
+        self._guests: dict[int, FileWriter] = {}
         self._file_of: dict[str, FileWriter] = {}
-        for index in plan.of_rank(dist.get_rank()):
-            layout = [(name, tensors[name].dtype, tuple(tensors[name].shape)) for name in plan.names[index]]
+        try:
+            self._files = {index: self._open(index) for index in plan.of_rank(self._rank)}
+        except CheckpointError as error:
+            self.error = error
+
+    def _open(self, index: int, *, join: bool = False) -> FileWriter:
+        names = self._plan.names[index]
+        layout = [(name, self._tensors[name].dtype, tuple(self._tensors[name].shape)) for name in names]
+        path = os.path.join(self._directory, self._plan.files[index])
+        writer = self._open_files.enter_context(FileWriter(path, layout, join=join))
+        self._file_of.update(dict.fromkeys(names, writer))
+        return writer
+
+    def inodes(self) -> dict[str, list[int]]:
+        """Number of each of its own files → device and inode."""
+        return {} if self.error else {str(index): list(writer.inode) for index, writer in self._files.items()}
+
+    def join(self, made: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Open the files of ranks of this host.
+
+        Args:
+            made: By rank: its host and its files.
+
+        Returns:
+            Ranks all of whose files this one writes into.
+        """
+        joined = []
+        for rank, one in enumerate(made):
+            if rank == self._rank or one["host"] != made[self._rank]["host"]:
+                continue
             try:
-                writer = open_files.enter_context(FileWriter(os.path.join(directory, plan.files[index]), layout))
-            except CheckpointError as error:
-                self.error = error
-                return
-            self._files.append(writer)
-            self._file_of.update(dict.fromkeys(plan.names[index], writer))
+                guests = {int(index): self._open(int(index), join=True) for index in one["inodes"]}
+            except CheckpointError:
+                continue  # it does not see them: then it sends, as from another host
+            if all(list(guest.inode) == one["inodes"][str(index)] for index, guest in guests.items()):
+                self._guests.update(guests)
+                joined.append(rank)
+        return joined
+
+    def for_others(self) -> dict[str, Any]:
+        """What it wrote into other ranks' files: number of the file → `FileWriter.written`."""
+        return {str(index): guest.written() for index, guest in self._guests.items()}
+
+    def merge(self, others: Sequence[Mapping[str, Any]]) -> None:
+        """Take what others wrote into its own files."""
+        for other in others:
+            for index, written in other.items():
+                if int(index) in self._files:
+                    self._files[int(index)].merge(written)
 
     def write(self, name: str, first: int, values: torch.Tensor) -> None:
         """The gather's sink."""
@@ -153,9 +207,9 @@ class _Writers:
     def close(self) -> Exception | None:
         """Put every file on the disk and fill `written`; the first failure is returned."""
         try:
-            for writer in self._files:
+            for writer in (*self._guests.values(), *self._files.values()):
                 writer.close()
-            self.written = Manifest.of_files(self._files).as_dict()
+            self.written = Manifest.of_files(self._files.values()).as_dict()
         except Exception as error:  # noqa: BLE001 - see the class
             return error
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -59,7 +59,8 @@ class Gather:
     """Brings tensors to the ranks that asked for them. Every rank makes it with equal arguments and calls `run` once.
 
     In round k each destination's k-th bucket is on its way: every rank sends its sections, the destination receives
-    them and hands the segments to its sink. Large segments leave from the shard itself, small ones packed.
+    them and hands the segments to its sink. Large segments leave from the shard itself, small ones packed. A rank that
+    stands beside the destination hands its segments to a sink of its own instead, and sends nothing.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -76,6 +77,8 @@ class Gather:
     """Bytes in flight in one round, all destinations together."""
     group: dist.ProcessGroup | None = None
     """Of all ranks; the default group if `None`."""
+    beside: Mapping[int, Set[int]] = field(default_factory=dict)
+    """Rank → destinations beside which it stands; the same on every rank."""
     wire_bytes: int = field(default=0, init=False)
     """Bytes that this rank sent."""
 
@@ -94,7 +97,7 @@ class Gather:
         delivered = 0
         rounds = max((len(plan.buckets) for plan in self._plans.values()), default=0)
         own = self._plans.get(self._shards.rank)
-        size = own.max_bucket_bytes if own is not None else 0
+        size = own.max_bucket_bytes if own is not None and self._receives() else 0
         buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
         for index in range(rounds):
             staged: list[torch.Tensor] = []
@@ -102,6 +105,7 @@ class Gather:
             for rank, plan in self._plans.items():
                 if index < len(plan.buckets):
                     ops += self._messages(rank, plan.buckets[index], buffer, staged)
+                    self._hand_over(rank, plan.buckets[index])
             # One batch a round, in the same order on all ranks: every send finds its receive posted.
             for work in dist.batch_isend_irecv(ops) if ops else []:
                 work.wait(timedelta(seconds=self.timeout_s))
@@ -112,6 +116,26 @@ class Gather:
             )
             if on_round is not None:
                 on_round(delivered)
+
+    def _is_beside(self, sender: int, destination: int) -> bool:
+        return destination in self.beside.get(sender, ())
+
+    def _receives(self) -> bool:
+        """Whether this rank gets anything but by its own hand, or another's beside it."""
+        rank = self._shards.rank
+        senders = {self._sender(section) for bucket in self._plans[rank].buckets for section in bucket.sections}
+        return any(not self._is_beside(sender, rank) for sender in senders)
+
+    def _hand_over(self, destination: int, bucket: Bucket) -> None:
+        """Give a sink what this rank holds of a bucket, where it stands beside the destination."""
+        if not self._is_beside(self._shards.rank, destination):
+            return
+        placer, plan = self._placers[destination], self._plans[destination]
+        for section in bucket.sections:
+            if self._sender(section) == self._shards.rank:
+                for segment in section.segments:
+                    values = placer.values(segment).cpu()
+                    self.sink(plan.tensors[segment.tensor].layout.fqn, segment.start, values)
 
     def _sender(self, section: Section) -> int:
         """The one rank that sends a section: its first holder; rank 0 for what all hold."""
@@ -125,6 +149,8 @@ class Gather:
         rank = self._shards.rank
         for section in bucket.sections:
             sender = self._sender(section)
+            if self._is_beside(sender, destination):
+                continue
             if rank == sender:
                 pieces = self._pieces(destination, section)
                 if rank == destination:
@@ -157,9 +183,11 @@ class Gather:
         return pieces
 
     def _deliver(self, bucket: Bucket, buffer: torch.Tensor) -> None:
-        host = buffer[: bucket.num_bytes].cpu()
+        host = buffer[: bucket.num_bytes].cpu()  # empty, where nothing is received
         plan = self._plans[self._shards.rank]
         for section in bucket.sections:
+            if self._is_beside(self._sender(section), self._shards.rank):
+                continue
             for segment in section.segments:
                 start = section.offset + segment.offset
                 planned = plan.tensors[segment.tensor]

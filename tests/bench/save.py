@@ -24,10 +24,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from raysharding.bench.counters import MemorySampler
 from raysharding.bench.ratios import Figure
@@ -84,12 +84,12 @@ def copy(module: nn.Module, path: Path, memory: list[torch.Tensor]) -> Seconds:
     return timed("copy", run, path)
 
 
-def dcp_save(module: nn.Module, path: Path) -> Seconds:
+def consolidated(module: nn.Module, path: Path) -> Seconds:
     names = list(module.state_dict())
     writer = HuggingFaceStorageWriter(
         str(path), fqn_to_index_mapping=dict.fromkeys(names, 1), save_distributed=True, enable_consolidation=True
     )
-    return timed("dcp", lambda: dcp.save(module.state_dict(), storage_writer=writer), path)
+    return timed("dcp", lambda: dcp_save(module.state_dict(), storage_writer=writer), path)
 
 
 def gather(module: nn.Module, path: Path) -> Seconds:
@@ -128,7 +128,7 @@ def rounds_on_ranks(num_layers: int, rounds: int, root: Path) -> list[Seconds]:
         ours,
         partial(background, saver=saver),
         partial(copy, memory=memory),
-        dcp_save,
+        consolidated,
         gather,
     ]
     found = []
