@@ -20,7 +20,7 @@ from raysharding.checkpoint.index import INDEX_NAME, MANIFEST_NAME, SINGLE_NAME
 from raysharding.checkpoint.manifest import Manifest, check_manifest, mismatches, read_manifest, write_manifest
 from raysharding.checkpoint.mounts import file_system_type
 from raysharding.checkpoint.reader import FileReader
-from raysharding.checkpoint.retention import check_numbered, remove_older
+from raysharding.checkpoint.retention import check_numbered, newest_after, remove_older
 from raysharding.checkpoint.state_dict_file import read_state_dict
 from raysharding.checkpoint.tensor_info import TensorInfo
 from raysharding.checkpoint.torch_file import TorchFileWriter
@@ -56,6 +56,7 @@ __all__ = [
     "make_directory",
     "mismatches",
     "new_token",
+    "newest_after",
     "open_checkpoint",
     "plan_files",
     "read_dcp_metadata",

@@ -37,16 +37,8 @@ def remove_older(path: str | os.PathLike[str], keep_last: int) -> None:
     parent, name = os.path.split(os.path.realpath(path))
     own = _split(name)
     assert own is not None, "check_numbered comes first"
-    older = []
-    for other in os.listdir(parent):
-        found = _split(other)
-        if found is None or (found[0], found[2]) != (own[0], own[2]) or found[1] >= own[1]:
-            continue
-        old = os.path.join(parent, other)
-        if os.path.isfile(os.path.join(old, MANIFEST_NAME)) and not os.path.islink(old):
-            older.append((found[1], old))
-    older.sort()
-    for _, old in older[: max(0, len(older) + 1 - keep_last)]:
+    older = [old for number, old in _alike(parent, own) if number < own[1]]
+    for old in older[: max(0, len(older) + 1 - keep_last)]:
         try:
             hidden = staging_path(old, new_token())
             os.rename(old, hidden)
@@ -54,6 +46,33 @@ def remove_older(path: str | os.PathLike[str], keep_last: int) -> None:
         except OSError as error:
             what = f"{path} is saved, but the older {old} could not be removed: {error.strerror}"
             warnings.warn(what, RuntimeWarning, stacklevel=2)
+
+
+def newest_after(path: str) -> str:
+    """Return the newest save beside one that is gone, whose name differs in a larger last number alone.
+
+    A save that removes older ones may be committed when who asked for it dies, or has not heard of it yet.
+
+    Args:
+        path: A save. Where it is there, or nothing follows it, it is returned itself.
+    """
+    parent, name = os.path.split(path)
+    own = _split(name)
+    if own is None or os.path.exists(path) or not os.path.isdir(parent):
+        return path
+    newer = [other for number, other in _alike(parent, own) if number > own[1]]
+    return newer[-1] if newer else path
+
+
+def _alike(parent: str, own: tuple[str, int, str]) -> list[tuple[int, str]]:
+    """Number and path of the saves in a directory that are named alike, by number."""
+    found = []
+    for name in os.listdir(parent):
+        split, path = _split(name), os.path.join(parent, name)
+        is_alike = split is not None and (split[0], split[2]) == (own[0], own[2])
+        if split is not None and is_alike and os.path.isfile(os.path.join(path, MANIFEST_NAME)):
+            found += [] if os.path.islink(path) else [(split[1], path)]
+    return sorted(found)
 
 
 def _split(name: str) -> tuple[str, int, str] | None:

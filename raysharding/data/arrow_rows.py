@@ -2,15 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 
-def arrow_rows(batch: Any) -> list[dict[str, Any]]:
-    """Return the rows of a RecordBatch: name → number, text, or array for a list of numbers."""
+class ArrowRows(Sequence[dict[str, Any]]):
+    """Rows of RecordBatches, made when they are asked for: as Python's objects they take many times the memory."""
+
+    def __init__(self, batches: Sequence[Any]) -> None:
+        """Keep the batches.
+
+        Args:
+            batches: Of one schema.
+        """
+        self._batches = [batch for batch in batches if batch.num_rows]
+
+    def __len__(self) -> int:
+        return sum(batch.num_rows for batch in self._batches)
+
+    def __getitem__(self, index: Any) -> Any:
+        for batch in self._batches:
+            if index < batch.num_rows:
+                return _rows(batch.slice(index, 1))[0]
+            index -= batch.num_rows
+        raise IndexError(index)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for batch in self._batches:
+            yield from _rows(batch)
+
+
+def _rows(batch: Any) -> list[dict[str, Any]]:
+    """Rows of a RecordBatch: name → number, text, or array for a list of numbers."""
     columns = {name: _values(column) for name, column in zip(batch.schema.names, batch.columns, strict=True)}
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 

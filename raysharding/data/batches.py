@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -34,8 +34,10 @@ def epoch_batches(
     seed: int = 0,
     epoch: int = 0,
     first_step: int = 0,
-) -> Iterator[StepBatch]:
+) -> Iterator[StepBatch | None]:
     """Yield what a rank takes in each step; as many steps on every rank. No rank needs to hear of another.
+
+    Before that comes a `None` for each step of a `Stream` that is passed over, which may take long.
 
     Args:
         source: The rows.
@@ -63,8 +65,12 @@ def epoch_batches(
         yield StepBatch(step, rows or _first_row(source), order.rows_by_rank(step, world_size))
 
 
-def _stream(source: Stream, batch_size: int, rank: int, world_size: int, first_step: int) -> Iterator[StepBatch]:
-    rows = islice(iter(source), first_step * batch_size, None)
+def _stream(source: Stream, batch_size: int, rank: int, world_size: int, first_step: int) -> Iterator[StepBatch | None]:
+    rows = iter(source)
+    for _ in range(first_step):
+        for _ in islice(rows, batch_size):
+            pass
+        yield None
     step = first_step
     while batch := list(islice(rows, batch_size)):
         counts = split_rows(len(batch), world_size)
@@ -81,7 +87,7 @@ class _Cursor:
         self._reader: Reader | None = None
         self._block, self._next = -1, 0
 
-    def take(self, piece: Piece) -> list[Any]:
+    def take(self, piece: Piece) -> Sequence[Any]:
         if self._reader is None or piece.block != self._block or piece.start < self._next:
             self.close()
             self._reader, self._block, self._next = self._source.read(piece.block), piece.block, 0
@@ -132,6 +138,6 @@ def _first_row(source: BlockSource) -> list[Any]:
     block = next(block for block, rows in enumerate(source.block_rows) if rows)
     reader = source.read(block)
     try:
-        return reader.take(1)
+        return list(reader.take(1))
     finally:
         reader.close()

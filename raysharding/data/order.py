@@ -7,8 +7,8 @@ Note [Lanes]:
     and that sequence is turned by a random number of rows and cut into B equal parts, the lanes. Row i of every step
     comes from lane i. A rank has neighbouring lanes, so it reads one stretch of the sequence, its own row groups, and
     nothing else; and since lanes belong to the batch and not to the ranks, W ranks train on the batches that one
-    process does. Within a lane, rows of one block are shuffled in windows of `WINDOW_ROWS`, which is what a lane
-    holds in memory. Every row comes once an epoch; lanes differ by one row at most, so the last step may be smaller.
+    process does. Within a lane, rows of one block are shuffled in windows of `WINDOW_ROWS`, which a lane holds, as
+    Arrow's columns. Every row comes once an epoch; lanes differ by one row at most, so the last step may be smaller.
 """
 
 from __future__ import annotations

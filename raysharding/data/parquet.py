@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -13,11 +13,13 @@ import numpy as np
 from raysharding.checkpoint.arrow_systems import connect
 from raysharding.checkpoint.remote_options import DEFAULT_REMOTE
 from raysharding.checkpoint.uri import is_remote, normal_path
-from raysharding.data.arrow_rows import arrow_rows
+from raysharding.data.arrow_rows import ArrowRows
 from raysharding.data.source import BlockSource, Reader
 from raysharding.errors import DataError
 
-_CHUNK_ROWS = 1024
+_CHUNK_ROWS = 256
+_HANDLES = 32
+_BUFFER_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class ParquetPath:
 
 @dataclass(frozen=True)
 class ParquetFiles(BlockSource):
-    """The row groups of Parquet files. A reader holds a chunk of 1024 rows, decoded, and what pyarrow buffers."""
+    """The row groups of Parquet files. A reader holds a chunk of 256 rows, decoded, and what pyarrow buffers."""
 
     directory: str
     """What the files' names are seen from, as the user gave it."""
@@ -43,6 +45,7 @@ class ParquetFiles(BlockSource):
     columns: tuple[str, ...] | None
     """Columns to read."""
     _opened: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _handles: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def open(cls, source: ParquetPath) -> Self:
@@ -115,18 +118,34 @@ class ParquetFiles(BlockSource):
         raise AssertionError("a block that there is not")
 
     def open_file(self, file: str) -> Any:
-        """Return a `pyarrow.parquet.ParquetFile`, its footer read at most once."""
+        """Return a `pyarrow.parquet.ParquetFile`; its footer, and its descriptor, are shared by all that read it."""
         import pyarrow.parquet as parquet
 
         with _said(file):
-            opened = _system(self.directory).open_input_file(file)
-            return parquet.ParquetFile(opened, metadata=self._opened.get(file), pre_buffer=False)
+            opened = self._handle(file)
+            # Pages as they come: a reader would hold whole column chunks, and there is one for each row of a batch.
+            return parquet.ParquetFile(
+                opened, metadata=self._footer(file, opened), pre_buffer=False, buffer_size=_BUFFER_BYTES
+            )
+
+    def _footer(self, file: str, opened: Any) -> Any:
+        import pyarrow.parquet as parquet
+
+        if file not in self._opened:
+            self._opened[file] = parquet.read_metadata(opened)
+        return self._opened[file]
 
     def _metadata(self, file: str) -> Any:
-        if file not in self._opened:
-            with self.open_file(file) as opened:
-                self._opened[file] = opened.metadata
-        return self._opened[file]
+        with _said(file):
+            return self._footer(file, self._handle(file))
+
+    def _handle(self, file: str) -> Any:
+        """An open file that readers share; one that is dropped here closes with the last of them."""
+        if file not in self._handles:
+            while len(self._handles) >= _HANDLES:
+                self._handles.pop(next(iter(self._handles)))
+            self._handles[file] = _system(self.directory).open_input_file(file)
+        return self._handles[file]
 
     def __getstate__(self) -> dict[str, Any]:
         return self.as_dict()
@@ -147,11 +166,8 @@ class _GroupReader(Reader):
         self._chunk: Any = None
         self._next = 0
 
-    def take(self, num_rows: int) -> list[Any]:
-        taken: list[Any] = []
-        for start, length in self._advance(num_rows):
-            taken.extend(arrow_rows(self._chunk.slice(start, length)))
-        return taken
+    def take(self, num_rows: int) -> Sequence[Any]:
+        return ArrowRows([self._chunk.slice(start, length) for start, length in self._advance(num_rows)])
 
     def skip(self, num_rows: int) -> None:
         for _ in self._advance(num_rows):

@@ -65,6 +65,8 @@ class Prefetch(Generic[T]):
             end = _End(None)
         except Exception as error:  # noqa: BLE001 - it is the taker's
             end = _End(error)
+        except BaseException as error:  # noqa: BLE001 - a SystemExit here would end this thread alone, in silence
+            end = _End(RuntimeError(f"the data raised {type(error).__name__}: {error}"))
         finally:
             close = getattr(self._items, "close", None)
             if close is not None:

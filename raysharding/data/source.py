@@ -15,8 +15,8 @@ class Reader(ABC):
     """Reads one block's rows in order. Never asked for more rows than the block has."""
 
     @abstractmethod
-    def take(self, num_rows: int) -> list[Any]:
-        """Return the next rows."""
+    def take(self, num_rows: int) -> Sequence[Any]:
+        """Return the next rows, as one holds them who will want each of them once."""
 
     @abstractmethod
     def skip(self, num_rows: int) -> None:
@@ -112,6 +112,13 @@ def rows_of(data: Any) -> Rows:
     """
     if isinstance(data, BlockSource | Stream):
         return data
+    if hasattr(data, "to_pylist") or hasattr(data, "iloc"):
+        cure = "table.to_pylist()" if hasattr(data, "to_pylist") else 'frame.to_dict("records")'
+        raise TypeError(
+            f"data is a {type(data).__name__}, which has columns: give its rows, {cure}, or its Parquet file"
+        )
+    if isinstance(data, set | frozenset):
+        raise TypeError("data is a set, whose order differs between processes: give a list")
     if isinstance(data, Mapping):
         return SequenceRows(_columns(data))
     if isinstance(data, torch.Tensor | np.ndarray) or (hasattr(data, "__len__") and hasattr(data, "__getitem__")):

@@ -8,7 +8,9 @@ would match each other's messages.
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,26 @@ from raysharding.distributed.save_contents import HostMemory
 from raysharding.distributed.saving import Destination, Save, begin_save
 from raysharding.distributed.training_files import Position
 
+_KEPT = 64
+
+
+@dataclass
+class BackgroundSave:
+    """One save, as its thread sees it; each field is one assignment, and any thread may read it."""
+
+    path: str
+    """Where it goes."""
+    bytes_done: int = 0
+    """Bytes written, all ranks together."""
+    bytes_total: int = 0
+    """Bytes in all."""
+    is_done: bool = False
+    """Whether it has ended, well or not."""
+    report: SaveReport | None = None
+    """What it gave, once it is committed."""
+    error: BaseException | None = None
+    """What it failed of."""
+
 
 class AsyncSaver:
     """One save at a time, in the background. Every rank makes one, and calls it alike."""
@@ -28,9 +50,8 @@ class AsyncSaver:
         self._group: dist.ProcessGroup | None = None
         self._memory = HostMemory()
         self._thread: threading.Thread | None = None
-        self._path = ""
-        self._report: SaveReport | None = None
-        self._error: BaseException | None = None
+        self._saves: dict[int, BackgroundSave] = {}
+        self._last = 0
 
     def save(
         self,
@@ -40,7 +61,7 @@ class AsyncSaver:
         optimizer: torch.optim.Optimizer | None = None,
         position: Position | None = None,
         stall_s: float = 120.0,
-    ) -> None:
+    ) -> int:
         """Copy what is to be saved, and begin to write it; collective. The module may change when this returns.
 
         Memory: the shards of this rank once more, in host memory, which is kept for the next save.
@@ -52,60 +73,76 @@ class AsyncSaver:
             position: Where a run over data stands.
             stall_s: Longest wait for one round of messages, in seconds.
 
+        Returns:
+            Its number, for `status`.
+
         Raises:
-            CheckpointError: On every rank: the save before this one failed, or the destination is refused.
+            CheckpointError: On every rank: the destination is refused.
             PlanError: On every rank, as from `save_checkpoint`.
         """
-        self.wait()
+        self.settle()
         save = begin_save(module, destination, optimizer, position, stall_s)
         if self._group is None:
-            self._group = dist.new_group(backend="gloo")
-        copy = replace(save, contents=save.contents.copied(self._memory), group=self._group, device=torch.device("cpu"))
-        self._report, self._error, self._path = None, None, destination.path
-        self._thread = threading.Thread(target=self._run, args=(copy,), name="raysharding-save", daemon=True)
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=stall_s))
+        contents = save.contents.copied(self._memory)
+        copy = replace(save, contents=contents, group=self._group, device=torch.device("cpu"))
+        self._last += 1
+        entry = self._saves[self._last] = BackgroundSave(destination.path)
+        self._saves.pop(self._last - _KEPT, None)
+        self._thread = threading.Thread(target=_run, args=(copy, entry), name="raysharding-save", daemon=True)
         self._thread.start()
+        return self._last
 
     @property
-    def is_saving(self) -> bool:
-        """Whether a save is under way."""
-        return self._thread is not None and self._thread.is_alive()
+    def last_committed(self) -> str | None:
+        """Path of the last save, if that is committed."""
+        last = self._saves.get(self._last)
+        return None if last is None or last.report is None else last.path
 
-    @property
-    def error(self) -> BaseException | None:
-        """What the last save failed of, until `wait` has raised it."""
-        return None if self.is_saving else self._error
+    def status(self, number: int) -> BackgroundSave | None:
+        """Return how a save fares; `None` for one that there is not. From any thread."""
+        return self._saves.get(number)
+
+    def settle(self, on_wait: Callable[[BackgroundSave], None] | None = None) -> None:
+        """Wait for the save under way, which its own deadlines bound; how it ended, `status` says.
+
+        Args:
+            on_wait: Called now and then meanwhile.
+        """
+        thread = self._thread
+        while thread is not None and thread.is_alive():
+            thread.join(0.1)
+            if on_wait is not None:
+                on_wait(self._saves[self._last])
+
+    def wait(self) -> SaveReport | None:
+        """Wait for the save under way. All ranks hear alike.
+
+        Returns:
+            The last save's report; `None` where there was none.
+
+        Raises:
+            Exception: What it failed of.
+        """
+        self.settle()
+        last = self._saves.get(self._last)
+        if last is not None and last.error is not None:
+            raise last.error
+        return None if last is None else last.report
 
     def lose_group(self) -> None:
         """The process groups were destroyed, and with them a save under way: that fails by itself."""
         self._group = None
 
-    def settle(self) -> None:
-        """Wait for the save under way, and forget how it ended."""
-        if self._thread is not None:
-            self._thread.join()
-        self._thread, self._report, self._error = None, None, None
 
-    def wait(self) -> SaveReport | None:
-        """Wait for the save under way, which its own deadlines bound. All ranks hear alike.
+def _run(save: Save, entry: BackgroundSave) -> None:
+    def follow(_phase: str, done: int, total: int, _tensor: str) -> None:
+        entry.bytes_done, entry.bytes_total = done, total
 
-        Returns:
-            Its report, where there was one.
-
-        Raises:
-            Exception: What it failed of, once.
-        """
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join()
-        error, self._error = self._error, None
-        if error is not None:
-            error.add_note(f"raysharding: from the save to {self._path} in the background")
-            raise error
-        report, self._report = self._report, None
-        return report
-
-    def _run(self, save: Save) -> None:
-        try:
-            self._report = save.run()
-        except BaseException as error:  # noqa: BLE001 - `wait` raises it
-            self._error = error
+    try:
+        entry.report = save.run(follow)
+    except BaseException as error:  # noqa: BLE001 - `wait` raises it, and `status` tells it
+        error.__traceback__ = None  # its frames would hold the copies
+        error.add_note(f"raysharding: from the save to {entry.path}, in the background")
+        entry.error = error
+    entry.is_done = True

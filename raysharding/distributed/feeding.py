@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -51,6 +52,8 @@ class FeedPlan:
     """Batches that are read ahead."""
     stall_s: float = 120.0
     """Longest wait for a batch, in seconds."""
+    run: str = ""
+    """Names a run that begins; one that goes on keeps its name."""
 
     def __post_init__(self) -> None:
         """Refuse what no run can do."""
@@ -89,10 +92,11 @@ class Feed:
         self._device = device
         self._source = _opened(plan.source)
         num_rows = int(self._source.block_rows.sum()) if isinstance(self._source, BlockSource) else None
-        begun = Position(0, 0, 0, plan.batch_size, plan.shuffle, plan.seed, num_rows)
+        layout = _layout(self._source) if plan.shuffle else ""
+        begun = Position(0, 0, 0, plan.batch_size, plan.shuffle, plan.seed, num_rows, layout, plan.run)
         self.position = begun if position is None else _checked(position, begun)
         self._collator = Collator(plan.collate or default_collate, dist.get_rank())
-        self._ahead: Prefetch[StepBatch | RankBatch] | None = None
+        self._ahead: Prefetch[StepBatch | RankBatch | None] | None = None
 
     @property
     def total_steps(self) -> int | None:
@@ -160,12 +164,13 @@ class Feed:
         if self._ahead is None:
             self._ahead = Prefetch(self._items(), self._plan.prefetch)
         try:
-            item = self._ahead.take(self._plan.stall_s)
+            while (item := self._ahead.take(self._plan.stall_s)) is None:
+                pass  # rows that are passed over: each of these is a sign of life
         except StopIteration:
             return None
         return item if isinstance(item, RankBatch) else self._collator.batch(item.rows, item.counts)
 
-    def _items(self) -> Iterator[StepBatch | RankBatch]:
+    def _items(self) -> Iterator[StepBatch | RankBatch | None]:
         """What the thread makes.
 
         A collate function of the user's may draw random numbers, from the generators that the model draws from, too:
@@ -183,7 +188,10 @@ class Feed:
             first_step=where.step,
         )
         for batch in batches:
-            yield batch if self._plan.collate else self._collator.batch(batch.rows, batch.counts)
+            if batch is None or self._plan.collate is not None:
+                yield batch
+            else:
+                yield self._collator.batch(batch.rows, batch.counts)
 
 
 def _opened(source: Rows | ParquetPath) -> Rows:
@@ -201,9 +209,14 @@ def _opened(source: Rows | ParquetPath) -> Rows:
     return files
 
 
+def _layout(source: Rows) -> str:
+    """Digest of the sizes of blocks: rows that lie in others come in another order."""
+    return sha256(source.block_rows.tobytes()).hexdigest()[:16] if isinstance(source, BlockSource) else ""
+
+
 def _checked(position: Position, begun: Position) -> Position:
     """Refuse to go on in other data, where a step number means other rows."""
-    for name in ("batch_size", "shuffle", "seed", "num_rows"):
+    for name in ("batch_size", "shuffle", "seed", "num_rows", "layout"):
         was, now = getattr(position, name), getattr(begun, name)
         if was != now:
             raise DataError(

@@ -21,6 +21,8 @@ from raysharding.checkpoint import (
     remove_staging,
     write_file,
 )
+from raysharding.checkpoint.index import list_sidecar_files, read_sidecar
+from raysharding.checkpoint.location import storage_of
 from raysharding.checkpoint.uri import is_remote
 from raysharding.distributed.agreement import agree, from_rank_0
 from raysharding.distributed.file_writing import Written, total_bytes, write_tensors
@@ -80,7 +82,8 @@ def save_checkpoint(
             is untouched then, and the temporary directory is gone.
         PlanError: On every rank: the optimizer's state cannot be saved, or differs between ranks.
     """
-    destination = Destination(os.fspath(path), overwrite, keep_last, source)
+    sidecars = None if source is None else source.directory
+    destination = Destination(os.fspath(path), overwrite, keep_last, sidecars)
     return begin_save(module, destination, optimizer, position, stall_s).run(progress)
 
 
@@ -94,8 +97,8 @@ class Destination:
     """Whether to replace a checkpoint that is there."""
     keep_last: int | None = None
     """How many saves of a row stay; `None`: all."""
-    source: Checkpoint | None = None
-    """Whose small files are copied."""
+    sidecars: str | None = None
+    """Directory, a normal path, whose small files are copied."""
 
     def __post_init__(self) -> None:
         """Refuse a number of saves that cannot be kept.
@@ -181,7 +184,7 @@ class Save:
         """Index, manifest, config and small files."""
         written.finish(self.staging)
         write_config_files(self.module, self.staging)
-        _copy_sidecars(self.staging, self.destination.source)
+        _copy_sidecars(self.staging, self.destination.sidecars)
 
     def _commit(self) -> None:
         """Make the staged directory the checkpoint, and remove older ones."""
@@ -221,10 +224,11 @@ _NOT_COPIED = "config.json"
 stays: the ranks that cannot see it built the model without."""
 
 
-def _copy_sidecars(staging: str, source: Checkpoint | None) -> None:
-    """Copy the source's small files, wherever it is; a local one may be out of rank 0's sight, and is left then."""
-    if source is None or not (is_remote(source.directory) or os.path.isdir(source.directory)):
+def _copy_sidecars(staging: str, directory: str | None) -> None:
+    """Copy a directory's small files, wherever it is; a local one may be out of rank 0's sight, and is left then."""
+    if directory is None or not (is_remote(directory) or os.path.isdir(directory)):
         return
-    for name in source.sidecar_files():
+    storage = storage_of(directory)
+    for name in list_sidecar_files(storage, directory):
         if name != _NOT_COPIED:
-            write_file(staging, name, source.read_sidecar(name))
+            write_file(staging, name, read_sidecar(storage, directory, name))

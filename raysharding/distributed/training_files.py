@@ -50,6 +50,10 @@ class Position:
     """Of that order."""
     num_rows: int | None
     """Rows of the data; `None` where they cannot be counted."""
+    layout: str = ""
+    """Digest of the sizes of the data's blocks, on which a random order hangs; empty where there is none."""
+    run: str = ""
+    """Names the run, whose saves and resumes all bear it."""
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Self:
@@ -60,8 +64,8 @@ class Position:
         """
         values = {field.name: found.get(field.name) for field in fields(cls)}
         for name, value in values.items():
-            kind = bool if name == "shuffle" else int
-            is_fine = type(value) is kind and value >= 0
+            kind = {"shuffle": bool, "layout": str, "run": str}.get(name, int)
+            is_fine = type(value) is kind and (not isinstance(value, int) or value >= 0)
             if not is_fine and not (name == "num_rows" and value is None):
                 raise ValueError(f"position: {name} is {value!r}")
         return cls(**values)  # type: ignore[arg-type]
@@ -126,6 +130,17 @@ def load_training(checkpoint: str | os.PathLike[str]) -> Position | None:
     # One rank's damaged state must not leave it behind the others.
     agree(error)
     return None if found["position"] is None else Position.from_dict(found["position"])
+
+
+def run_of(checkpoint: str | os.PathLike[str]) -> str | None:
+    """Return the run that a save belongs to, as this process sees it; `None` where it belongs to none.
+
+    Raises:
+        CheckpointError: Its file cannot be read, or is not what `write_training` writes.
+    """
+    found = _read(checkpoint)
+    position = None if found is None else found["position"]
+    return None if position is None else Position.from_dict(position).run
 
 
 def _read(checkpoint: str | os.PathLike[str]) -> dict[str, Any] | None:

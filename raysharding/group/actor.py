@@ -127,9 +127,9 @@ class RankActor:
         return self._record
 
     @ray.method(concurrency_group="control")
-    def save_status(self) -> SaveStatus:
+    def save_status(self, number: int) -> SaveStatus:
         """Say how a save in the background fares."""
-        return self._commands.save_status()
+        return self._commands.save_status(number)
 
     @ray.method(concurrency_group="control")
     def hold(self, key: str, refs: Sequence[ray.ObjectRef] | None) -> None:

@@ -43,6 +43,7 @@ class Administration:
         self._spec = spec
         self._origin = anchored(spec.checkpoint)
         self._optimizer = spec.optimizer
+        self._saves: list[str] = []
         self._restarting = threading.Lock()
         self._taking = threading.Lock()
         self._is_shut = False
@@ -216,7 +217,7 @@ class Administration:
     def shutdown(self) -> None:
         """Stop all ranks and give everything back. May be called many times; a running call fails, and a restart.
 
-        A save in the background is waited for, `Timeouts.load_stall_s` at most; what it failed of is raised then.
+        A save in the background is waited for, as long as it writes; what it failed of is raised then.
         """
         try:
             if self.state in (GroupState.READY, GroupState.BUSY):

@@ -12,7 +12,7 @@ from raysharding.errors import GroupBrokenError
 from raysharding.group.call import Call, Collect
 from raysharding.group.order import Request
 from raysharding.group.packing import Packed
-from raysharding.group.pending import PendingSave
+from raysharding.group.pending import PendingSaves
 from raysharding.group.ranks import Member, RankInfo
 from raysharding.group.results import collect_rank0
 from raysharding.group.sending import pack_batches, pack_same
@@ -33,8 +33,8 @@ class Channel:
     max_output_bytes: int
     """Cap on one rank's result."""
 
-    pending: PendingSave = field(default_factory=PendingSave)
-    """The save in the background."""
+    pending: PendingSaves = field(default_factory=PendingSaves)
+    """Saves in the background."""
 
     @property
     def ranks(self) -> tuple[RankInfo, ...]:
@@ -70,6 +70,7 @@ class Channel:
         watch: bool = False,
         keep_step: Continue | None = None,
         collect: Collect = collect_rank0,
+        is_last: bool = False,
     ) -> Call:
         """Submit a command with the same arguments on every rank.
 
@@ -80,8 +81,10 @@ class Channel:
             watch: Whether progress puts off the deadline.
             keep_step: Takes the values of a command in steps, whose later steps are the command `<method>_next`.
             collect: Makes the result. Default: what rank 0 sent.
+            is_last: Whether it ends something that has failed already: what a save failed of waits for the next.
         """
-        self._refuse()
+        if not is_last:
+            self._refuse()
         own = pack_same(method, *args)
         return self._submit_own(method, own, collect, deadline_s, watch, keep_step)
 

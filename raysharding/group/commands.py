@@ -240,9 +240,9 @@ class RankCommands:
         """Update the parameters. All ranks, together."""
         return self._worker.optim_step(max_grad_norm)
 
-    def fit_begin(self, plan: FitPlan, position: Position | None, resume: bool) -> FitStart:
+    def fit_begin(self, plan: FitPlan, position: Position | None, resume: bool, save_to: str | None) -> FitStart:
         """Look at the data of a run, and find where it begins. All ranks, together."""
-        return self._worker.fit_begin(plan, position, resume=resume)
+        return self._worker.fit_begin(plan, position, resume=resume, save_to=save_to)
 
     def fit_steps(self, num_steps: int) -> FitSteps:
         """Take steps of the run. All ranks, together."""
@@ -276,8 +276,10 @@ class RankCommands:
         return value if is_wanted else None
 
     def save(self, path: str, overwrite: bool, optimizer: bool, keep_last: int | None, async_save: bool) -> Any:
-        """Save the model and return rank 0's report. All ranks, together."""
-        options: dict[str, Any] = {"optimizer": optimizer, "keep_last": keep_last, "async_save": async_save}
+        """Save the model; return rank 0's report, or the number of a save in the background. All ranks, together."""
+        options: dict[str, Any] = {"optimizer": optimizer, "keep_last": keep_last}
+        if async_save:
+            return self._worker.save_async(path, overwrite, **options)
         report = self._worker.save(path, overwrite, **options)
         return report if self._worker.rank == 0 else None
 
@@ -305,14 +307,15 @@ class RankCommands:
         assert checkpoint is not None, "build comes before checkpoint"
         return checkpoint.to_json()
 
-    def save_status(self) -> SaveStatus:
+    def save_status(self, number: int) -> SaveStatus:
         """Return how a save in the background fares. Safe from any thread while a command runs."""
-        if self._rank_worker is None:
-            return SaveStatus(is_saving=False, error=None)
-        is_saving, error = self._rank_worker.save_status()
-        if error is None or isinstance(error, RayshardingError):
-            return SaveStatus(is_saving, error)
-        return SaveStatus(is_saving, GroupError(f"{type(error).__name__}: {said(error)}"))
+        save = None if self._rank_worker is None else self._rank_worker.save_status(number)
+        if save is None:
+            return SaveStatus(is_done=True, bytes_done=0, error=GroupError("rank 0 knows of no such save any more"))
+        error = save.error
+        if error is not None and not isinstance(error, RayshardingError):
+            error = GroupError(f"{type(error).__name__}: {said(error)}")
+        return SaveStatus(save.is_done, save.bytes_done, error)
 
     def progress(self) -> tuple[str, int, int]:
         """Return phase, bytes done and bytes in all. Safe from any thread while a command runs."""

@@ -6,6 +6,8 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +15,7 @@ import numpy as np
 import ray
 
 from raysharding.data import BlockSource, ParquetPath, Reader, Rows, rows_of
-from raysharding.data.arrow_rows import arrow_rows
+from raysharding.data.arrow_rows import ArrowRows
 from raysharding.errors import DataError
 from raysharding.group.locate import anchored
 
@@ -36,10 +38,10 @@ class _TableReader(Reader):
     def __init__(self, table: Any) -> None:
         self._table, self._next = table, 0
 
-    def take(self, num_rows: int) -> list[Any]:
-        part = self._table.slice(self._next, num_rows).combine_chunks()
+    def take(self, num_rows: int) -> Sequence[Any]:
+        part = self._table.slice(self._next, num_rows)
         self._next += num_rows
-        return [row for batch in part.to_batches() for row in arrow_rows(batch)]
+        return ArrowRows(part.to_batches())
 
     def skip(self, num_rows: int) -> None:
         self._next += num_rows
@@ -71,6 +73,8 @@ class DatasetBlocks(BlockSource):
             ref = _held[self.key][block]
         try:
             table = ray.get(ref, timeout=_FETCH_S)
+        except ray.exceptions.GetTimeoutError:
+            raise DataError(f"block {block} of the dataset did not come within {_FETCH_S:g} s") from None
         except ray.exceptions.RayError as error:
             raise DataError(f"block {block} of the dataset is lost: {error}") from error
         return _TableReader(table if self.columns is None else table.select(list(self.columns)))
@@ -86,8 +90,13 @@ class Given:
     """Blocks that the ranks have to hold."""
 
 
-def given(data: Any, columns: Sequence[str] | None) -> Given:
+def given(data: Any, columns: Sequence[str] | None, timeout_s: float) -> Given:
     """Make a source of `data`; see `ShardedModelGroup.fit`.
+
+    Args:
+        data: As the user gave it.
+        columns: Likewise.
+        timeout_s: How long a Ray dataset may take to be computed.
 
     Raises:
         ValueError: No data, or `columns` for what has none.
@@ -98,17 +107,31 @@ def given(data: Any, columns: Sequence[str] | None) -> Given:
     if isinstance(data, str | os.PathLike):
         return Given(ParquetPath(anchored(os.fspath(data)), chosen))
     if "ray.data" in sys.modules and isinstance(data, sys.modules["ray.data"].Dataset):
-        return _blocks(data, chosen)
+        return _blocks(data, chosen, timeout_s)
     if chosen is not None:
         raise ValueError(f"columns={columns!r}: only Parquet files and Ray datasets have columns to choose from")
     return Given(rows_of(data))
 
 
-def _blocks(dataset: Any, columns: tuple[str, ...] | None) -> Given:
+def _blocks(dataset: Any, columns: tuple[str, ...] | None, timeout_s: float) -> Given:
+    computing: Future[tuple[list[str], tuple[ray.ObjectRef, ...], tuple[int, ...]]] = Future()
+
+    def compute() -> None:
+        try:
+            computing.set_result(_computed(dataset))
+        except BaseException as error:  # noqa: BLE001 - it is raised below
+            computing.set_exception(error)
+
+    threading.Thread(target=compute, name="raysharding-dataset", daemon=True).start()
     try:
-        names = dataset.schema().names
-        refs = tuple(dataset.to_arrow_refs())
-        rows = tuple(ray.get([_num_rows.remote(ref) for ref in refs]))
+        names, refs, rows = computing.result(timeout_s)
+    except FutureTimeoutError:
+        free = ray.available_resources().get("CPU", 0)
+        raise DataError(
+            f"the Ray dataset is not computed after {timeout_s:g} s; the cluster has {free:g} CPUs free of "
+            f"{ray.cluster_resources().get('CPU', 0):g}: its tasks need one at least, beside the group's ranks. "
+            "Compute it first (dataset.materialize()), or give the ranks fewer: Placement(cpus_per_rank=)"
+        ) from None
     except ray.exceptions.RayError as error:
         raise DataError(f"the Ray dataset cannot be computed: {error}") from error
     missing = [name for name in columns or () if name not in names]
@@ -117,6 +140,19 @@ def _blocks(dataset: Any, columns: tuple[str, ...] | None) -> Given:
     if not any(rows):
         raise DataError("the Ray dataset has no rows")
     return Given(DatasetBlocks(os.urandom(8).hex(), rows, columns), refs)
+
+
+def _computed(dataset: Any) -> tuple[list[str], tuple[ray.ObjectRef, ...], tuple[int, ...]]:
+    """Names of columns, blocks in the dataset's own order, and their rows."""
+    options = dataset.context.execution_options
+    kept = options.preserve_order
+    options.preserve_order = True  # else blocks come as their tasks end: in another order each time
+    try:
+        names = list(dataset.schema().names)
+        refs = tuple(dataset.to_arrow_refs())
+    finally:
+        options.preserve_order = kept
+    return names, refs, tuple(ray.get([_num_rows.remote(ref) for ref in refs]))
 
 
 @ray.remote(num_cpus=0)

@@ -7,7 +7,6 @@ a run with quick steps nothing; no call goes over a step that is to be saved.
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -33,7 +32,6 @@ from raysharding.worker import FitStart, FitSteps
 _CALL_S = 0.5
 _MAX_STEPS = 200
 _HOLD_S = 30.0
-_STEP_NAME = re.compile(r"step-\d+")
 
 Callback = Callable[[FitStep], object]
 """Called on the driver after each step; one that has `close` is closed at the end."""
@@ -66,11 +64,6 @@ class FitOptions:
                 raise ValueError(f"{name}={value!r}: give a whole number, 1 or more")
             if value is not None and self.save_to is None:
                 raise ValueError(f"{name}={value}, but nothing is saved: say where by save_to=")
-        if self.save_to is not None and not self.resume and os.path.isdir(self.save_to):
-            there = sorted(name for name in os.listdir(self.save_to) if _STEP_NAME.fullmatch(name))
-            if there:
-                what = f"holds the saves of an earlier run ({', '.join(there[-3:])}): go on with it by resume=True, or "
-                raise CheckpointError(f"{what}save to another directory", path=self.save_to)
 
 
 class FitRun:
@@ -109,18 +102,23 @@ class FitRun:
         self._num_rows = self._num_tokens = self._num_restarts = 0
         self._wait_s = self._save_s = 0.0
         self._step_s = _CALL_S
-        self._saves: list[str] = []
+        self._begun_in_files = True
+        self._asked: int | None = None
+        self._paths: set[str] = set()
 
     def run(self) -> FitReport:
         """Take all steps; see `ShardedModelGroup.fit`."""
         started = time.monotonic()
         try:
-            self._begin(None, resume=self._options.resume)
+            self._begin(resume=self._options.resume)
+            self._secure_the_beginning()
             with StepBar(self._total, self._place.num_steps, self._options.progress) as bar:
                 self._steps_and_restarts(bar)
-            self._group.wait_for_save()
-        finally:
-            self._end()
+        except BaseException as error:
+            self._end(error)
+            raise
+        self._end(None)
+        committed = [path for path in self._group.saves if path in self._paths]
         return FitReport(
             num_steps=self._place.num_steps,
             first_step=self._first_step,
@@ -131,7 +129,7 @@ class FitRun:
             wait_s=self._wait_s,
             save_s=self._save_s,
             num_restarts=self._num_restarts,
-            saved=self._saves[-1] if self._saves else None,
+            saved=committed[-1] if committed else None,
         )
 
     @property
@@ -144,17 +142,31 @@ class FitRun:
         assert self._begun is not None, "_begin comes first"
         return self._begun.num_steps
 
-    def _begin(self, position: Position | None, *, resume: bool) -> None:
-        """Have the ranks look at the data."""
+    def _begin(self, *, resume: bool) -> None:
+        """Have the ranks look at the data, and find where they stand."""
         if isinstance(self._data.source, DatasetBlocks):
             self._hold(self._data.source.key, self._data.refs)
-        start: FitStart = self._submit("fit_begin", self._plan, position, resume).result()
+        asked = (self._plan, self._begun, resume, self._options.save_to)
+        start: FitStart = self._submit("fit_begin", *asked).result()
         self._position, self._total = start.position, start.total_steps
-        self._begun = self._begun or start.position
+        if self._begun is None:
+            self._begun, self._begun_in_files = start.position, start.is_saved
 
-    def _submit(self, method: str, *args: Any, collect: Collect = collect_rank0) -> Call:
+    def _secure_the_beginning(self) -> None:
+        """Where restarts are wanted, the run's beginning must be in files, to go back to."""
+        if not self._max_restarts or self._begun_in_files:
+            return
+        if self._options.save_to is None:
+            raise ValueError(
+                f"max_restarts={self._max_restarts}, and the group was trained since it was loaded or saved: a restart "
+                "would lose that. Save it first, with its optimizer, or pass save_to="
+            )
+        self._save()
+        self._begun_in_files = True
+
+    def _submit(self, method: str, *args: Any, collect: Collect = collect_rank0, is_last: bool = False) -> Call:
         """Submit a command to the ranks, as they are now."""
-        return self._channel().submit_same(method, *args, collect=collect)
+        return self._channel().submit_same(method, *args, collect=collect, is_last=is_last)
 
     def _hold(self, key: str, refs: Sequence[object] | None) -> None:
         answers = ask_all(self._channel().members, "hold", key, refs, within_s=_HOLD_S)
@@ -162,17 +174,27 @@ class FitRun:
             rank, why = next(iter(answers.silent.items()))
             raise GroupError(f"rank {rank} cannot be given the dataset: {why}")
 
-    def _end(self) -> None:
-        """Have the ranks let go of the data, where there are any."""
+    def _end(self, error: BaseException | None) -> None:
+        """Have the ranks let go of the data, where there are any, and close the callbacks.
+
+        Args:
+            error: What ended the run; what goes wrong here is noted on it.
+        """
+        closes = [close for callback in self._callbacks if (close := getattr(callback, "close", None)) is not None]
+        for let_go in (self._let_go, *closes):
+            try:
+                let_go()
+            except Exception as raised:
+                if error is None:
+                    raise
+                error.add_note(f"raysharding: then {type(raised).__name__}: {raised}")
+
+    def _let_go(self) -> None:
         if self._group.state in (GroupState.READY, GroupState.BUSY):
             with suppress(GroupError):  # of a group that breaks in this moment the next call tells
-                self._submit("fit_end").result()
+                self._submit("fit_end", is_last=True).result()
             if isinstance(self._data.source, DatasetBlocks):
                 self._hold(self._data.source.key, None)
-        for callback in self._callbacks:
-            close = getattr(callback, "close", None)
-            if close is not None:
-                close()
 
     def _steps_and_restarts(self, bar: StepBar) -> None:
         while True:
@@ -191,9 +213,14 @@ class FitRun:
         cause = str(error).partition("\n")[0]
         tell(f"fit: {cause}; restart {self._num_restarts} of {self._max_restarts}")
         done = self._group.restart()
-        # A checkpoint that this run did not write says nothing of its steps.
-        is_anew = done.how == "reloaded" and done.checkpoint not in self._saves
-        self._begin(self._begun if is_anew else None, resume=True)
+        try:
+            self._channel().pending.wait(self._plan.feed.stall_s)
+        except (GroupError, CheckpointError) as lost:
+            tell(f"fit: {lost}")
+        self._asked = None
+        self._begin(resume=True)
+        if done.how == "reloaded" and self._place == self._begun and not self._begun_in_files:
+            raise GroupError(f"{done.checkpoint} was loaded, which does not hold what the run began with: {done.why}")
         for values in self._history.values():
             del values[self._place.num_steps - self._first_step :]
         tell(f"fit: goes on after step {self._place.num_steps} ({done.how}: {done.why})")
@@ -211,6 +238,7 @@ class FitRun:
                 self._note(replies, seconds, bar)
             if self._options.save_to is not None and self._is_due(is_over=is_over):
                 self._save()
+        self._group.wait_for_save()
 
     def _num_next(self) -> int:
         """How many steps the ranks take before the driver hears of them."""
@@ -237,21 +265,17 @@ class FitRun:
 
     def _is_due(self, *, is_over: bool) -> bool:
         every, done = self._options.save_every, self._place.num_steps
-        path = self._path()
-        is_new = path not in self._saves[-1:] and done > self._first_step
+        is_new = done not in (self._asked, self._first_step)
         return is_new and (is_over or (every is not None and not done % every))
-
-    def _path(self) -> str:
-        return os.path.join(str(self._options.save_to), f"step-{self._place.num_steps}")
 
     def _save(self) -> None:
         begun = time.monotonic()
-        path = self._path()
-        # A run that has gone back comes to the same steps again.
-        is_again = self._options.resume or self._num_restarts > 0
-        options = self._options
-        self._group.save(path, overwrite=is_again, keep_last=options.keep_last, async_save=options.async_save)
-        self._saves.append(path)
+        options, number = self._options, self._place.num_steps
+        path = os.path.join(str(options.save_to), f"step-{number}")
+        # What is there is of this run, or rank 0 had refused it: one that has gone back comes to the same steps again.
+        self._group.save(path, overwrite=True, keep_last=options.keep_last, async_save=options.async_save)
+        self._asked = number
+        self._paths.add(path)
         self._save_s += time.monotonic() - begun
 
 

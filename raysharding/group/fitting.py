@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from raysharding.group.fit_report import FitReport
 from raysharding.group.fit_run import Callback, FitOptions, FitRun
 from raysharding.group.handle import driver_handle, handle
 from raysharding.group.results import LastValue
+from raysharding.group.storing import save_target
 from raysharding.group.training import Training
 
 
@@ -52,7 +54,7 @@ class Fitting(Training):
         What a step is fed depends on data, batch size and seed, and not on the number of ranks. Ctrl-C ends the run
         after the steps under way (half a second of them), with the group READY; `resume=True` goes on from there. A
         group that breaks is restarted up to `max_restarts` times (see `from_checkpoint`); the run goes on from its last
-        save, or its beginning.
+        save, or its beginning, which is saved first where no file holds it.
 
         Args:
             data: A `ray.data.Dataset`, whose blocks are computed once, in the object store; a Parquet file or a
@@ -75,13 +77,13 @@ class Fitting(Training):
             gradient_accumulation_steps: As for `train_step`: parts that a batch is taken in.
             prefetch: Batches that each rank reads ahead.
             save_to: Directory of saves, `step-<number>` each, on a file system that all ranks' nodes share. Default:
-                nothing is saved.
+                nothing is saved. It may hold saves of the same run, and no others.
             save_every: Steps between two saves; one more comes at the end. Default: only that.
             keep_last: Saves that are kept; older ones are removed. Default: all.
             async_save: Write saves in the background, while the ranks train on; see `save`. Default no.
             resume: Go on where the last run stands: in this group, or in the save that it was made from.
-            callbacks: Each is given a `FitStep` after every step, on the driver; one with a `close` method is closed
-                at the end.
+            callbacks: Each is given a `FitStep` for every step, on the driver, which hears of quick steps many at a
+                time; one with a `close` method is closed at the end.
             progress: Whether to show a bar. Default: in a terminal or notebook.
 
         Returns:
@@ -97,7 +99,7 @@ class Fitting(Training):
         """
         self._require_optimizer("fit")
         check_max_grad_norm(max_grad_norm)
-        found = given(data, columns)
+        found = given(data, columns, self._channel.timeouts.load_stall_s)
         feed = FeedPlan(
             source=found.source,
             batch_size=batch_size,
@@ -108,9 +110,10 @@ class Fitting(Training):
             collate=collate,
             prefetch=prefetch,
             stall_s=self._channel.timeouts.load_stall_s,
+            run=secrets.token_hex(8),
         )
         plan = FitPlan(feed, loss, max_grad_norm, gradient_accumulation_steps)
-        target = None if save_to is None else os.path.abspath(os.fspath(save_to))
+        target = None if save_to is None else save_target(save_to)
         options = FitOptions(target, save_every, keep_last, async_save, resume, callbacks, progress)
         return FitRun(self, lambda: self._channel, plan, found, options, self._spec.max_restarts).run()
 
@@ -151,7 +154,7 @@ class Fitting(Training):
             DataError: The data cannot be read, or has no rows. The group is READY.
             GroupError: The model or a metric raised, or ranks failed.
         """
-        found = given(data, columns)
+        found = given(data, columns, self._channel.timeouts.load_stall_s)
         if found.refs:
             raise ValueError("evaluate takes no ray.data.Dataset yet: write_parquet it, or give its rows")
         feed = FeedPlan(

@@ -1,14 +1,16 @@
-"""`PendingSave`: the save that the ranks write in the background, as the driver knows of it."""
+"""`PendingSaves`: saves that the ranks write in the background, as the driver knows of them."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import ray
 
 from raysharding.errors import GroupError
+from raysharding.group.call import Call
 
 _POLL_S = 0.2
 _ANSWER_S = 10.0
@@ -16,73 +18,124 @@ _ANSWER_S = 10.0
 
 @dataclass(frozen=True)
 class SaveStatus:
-    """What rank 0 says of its save."""
+    """What rank 0 says of a save."""
 
-    is_saving: bool
-    """Whether it is under way."""
+    is_done: bool
+    """Whether it has ended, well or not."""
+    bytes_done: int
+    """Bytes written so far."""
     error: Exception | None
     """What it failed of."""
 
 
-class PendingSave:
-    """At most one save at a time. Its failure is raised once, by the next call."""
+@dataclass(frozen=True)
+class Asking:
+    """What the driver follows saves by."""
+
+    ask: Callable[[int], ray.ObjectRef]
+    """Asks rank 0 for the `SaveStatus` of a save, by its number."""
+    why_lost: Callable[[], str]
+    """Says why its ranks are gone; empty while they are there."""
+    on_saved: Callable[[str], None]
+    """Is told the path of a save that is committed, on a thread."""
+
+
+class PendingSaves:
+    """The failure of a save is raised once, by the next call."""
 
     def __init__(self) -> None:
-        """There is none."""
-        self._lock = threading.Lock()
-        self._done = threading.Event()
-        self._done.set()
-        self._path = ""
-        self._error: Exception | None = None
+        """There are none."""
+        self._changed = threading.Condition()
+        self._num_pending = 0
+        self._moved = time.monotonic()
+        self._errors: list[Exception] = []
 
-    def begin(self, path: str, ask: Callable[[], ray.ObjectRef], on_saved: Callable[[str], None]) -> None:
-        """Follow a save that the ranks have begun.
+    def begin(self, path: str, call: Call, asking: Asking) -> None:
+        """Follow a save, from the submission of its call on.
 
         Args:
             path: Where it goes.
-            ask: Asks rank 0 for its `SaveStatus`.
-            on_saved: Called with the path, on a thread, when the save is committed.
+            call: Gives its number; what that fails of is the caller's to hear.
+            asking: How it is followed.
         """
-        self._path = path
-        self._done.clear()
-        threading.Thread(target=self._follow, args=(ask, on_saved), name="raysharding-pending", daemon=True).start()
+        with self._changed:
+            self._num_pending += 1
+            self._moved = time.monotonic()
+        threading.Thread(
+            target=self._follow, args=(path, call, asking), name="raysharding-pending", daemon=True
+        ).start()
 
     def raise_failed(self) -> None:
         """Raise what a save failed of, once.
 
         Raises:
-            CheckpointError: The disk is full or failed. Other errors as well, such as of a rank that is gone.
+            CheckpointError: The disk is full or failed. Other errors as well, such as of ranks that are gone.
         """
-        with self._lock:
-            error, self._error = self._error, None
+        with self._changed:
+            error = self._errors.pop(0) if self._errors else None
         if error is not None:
-            error.add_note(f"raysharding: from the save to {self._path}, in the background")
             raise error
 
-    def wait(self, timeout_s: float) -> None:
-        """Wait for the save under way, if there is one, and raise what it failed of.
+    def wait(self, stall_s: float) -> None:
+        """Wait for the saves under way, and raise what one failed of.
+
+        Args:
+            stall_s: Longest time without a byte written.
 
         Raises:
-            TimeoutError: It was not done in time; it goes on.
+            TimeoutError: Nothing was written for so long; they go on.
             Exception: As `raise_failed`.
         """
-        if not self._done.wait(timeout_s):
-            raise TimeoutError(f"the save to {self._path} in the background is not done after {timeout_s:g} s")
+        with self._changed:
+            while self._num_pending:
+                left = self._moved + stall_s - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError(f"a save in the background has written nothing for {stall_s:g} s; it goes on")
+                self._changed.wait(left)
         self.raise_failed()
 
-    def _follow(self, ask: Callable[[], ray.ObjectRef], on_saved: Callable[[str], None]) -> None:
+    def _follow(self, path: str, call: Call, asking: Asking) -> None:
         error: Exception | None = None
         try:
-            status = SaveStatus(is_saving=True, error=None)
-            while status.is_saving:
-                self._done.wait(_POLL_S)
-                status = ray.get(ask(), timeout=_ANSWER_S)
-            error = status.error
-            if error is None:
-                on_saved(self._path)
-        except (ray.exceptions.RayError, GroupError) as lost:
-            error = GroupError(f"the save to {self._path} in the background was lost with rank 0: {lost}")
-        finally:
-            with self._lock:
-                self._error = error
-            self._done.set()
+            while not call.wait(_POLL_S):
+                self._note_move()  # the call has a deadline of its own
+            if call.succeeded():
+                error = self._watch(call.value(0), asking)
+                if error is None:
+                    asking.on_saved(path)
+        except Exception as raised:  # noqa: BLE001 - the next call raises it
+            error = raised if isinstance(raised, GroupError) else GroupError(f"{type(raised).__name__}: {raised}")
+        if error is not None and not getattr(error, "__notes__", ()):
+            error.add_note(f"raysharding: from the save to {path}, in the background")
+        with self._changed:
+            self._num_pending -= 1
+            if error is not None:
+                self._errors.append(error)
+            self._changed.notify_all()
+
+    def _watch(self, number: int, asking: Asking) -> Exception | None:
+        """Ask until the save has ended; return what it failed of."""
+        done = -1
+        while True:
+            why = asking.why_lost()
+            if why:
+                return GroupError(f"the save was lost with its ranks: {why}")
+            try:
+                status = ray.get(asking.ask(number), timeout=_ANSWER_S)
+            except ray.exceptions.GetTimeoutError:
+                continue  # slow to answer; `why_lost` tells when it is gone
+            except ray.exceptions.RayActorError:
+                time.sleep(_POLL_S)  # the supervision hears of it, too, and knows why
+                continue
+            if status.is_done:
+                found: Exception | None = status.error
+                return found
+            if status.bytes_done != done:
+                done = status.bytes_done
+                self._note_move()
+            time.sleep(_POLL_S)
+
+    def _note_move(self) -> None:
+        with self._changed:
+            self._moved = time.monotonic()
+            self._changed.notify_all()

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from raysharding.checkpoint import newest_after
 from raysharding.errors import RayshardingError
 from raysharding.group.answers import ask_all
 from raysharding.group.interrupts import UndoneByInterrupt
@@ -88,7 +89,7 @@ def restart(
         if isinstance(restarted, Restarted):
             return restarted
         why = restarted
-    source = origin if checkpoint is None else checkpoint
+    source = newest_after(origin) if checkpoint is None else checkpoint
     again = replace(
         spec, checkpoint=source, world_size=num_ranks if world_size is None else world_size, optimizer=optimizer
     )

@@ -9,13 +9,15 @@ from functools import partial
 
 import ray
 
+from raysharding.checkpoint.uri import is_remote, normal_path
 from raysharding.distributed.saving import Destination
-from raysharding.errors import GroupError
 from raysharding.group.administration import Administration
 from raysharding.group.call import Call, Collect
 from raysharding.group.handle import driver_handle, handle
 from raysharding.group.locate import anchored
-from raysharding.group.results import FullStateDict
+from raysharding.group.pending import Asking
+from raysharding.group.results import FullStateDict, collect_rank0
+from raysharding.group.state import GroupState
 
 
 class Storing(Administration):
@@ -49,17 +51,19 @@ class Storing(Administration):
             A `SaveReport`; `None` for one in the background.
 
         Raises:
-            ValueError: A bad `keep_last`.
+            ValueError: A bad `keep_last`, or a URI.
             CheckpointError: The directory exists, or cannot be written.
         """
-        target = os.path.abspath(os.fspath(path))
+        target = save_target(path)
         stall_s = self._channel.timeouts.load_stall_s
         Destination(target, overwrite, keep_last)  # refuses what is wrong
-        self.wait_for_save()
         what = (target, overwrite, optimizer, keep_last, async_save)
-        call = self._channel.submit_same("save", *what, deadline_s=stall_s, watch=True)
-        noted = self._follow_save if async_save else self._note_origin
-        call.when_done(partial(noted, weakref.ref(self), target))
+        collect = Collect(lambda _: None) if async_save else collect_rank0
+        call = self._channel.submit_same("save", *what, deadline_s=stall_s, watch=True, collect=collect)
+        if async_save:
+            self._follow(target, call)
+        else:
+            call.when_done(partial(self._note_origin, weakref.ref(self), target))
         return call.keep_alive(self)
 
     @handle
@@ -103,38 +107,51 @@ class Storing(Administration):
         return self._channel.submit_same("state_dict", wanted, keep_step=kept.keep, collect=collect).keep_alive(self)
 
     @driver_handle
-    def wait_for_save(self, timeout_s: float | None = None) -> None:
-        """Wait until the save that `save(async_save=True)` has begun is committed; at once where there is none.
+    def wait_for_save(self, stall_s: float | None = None) -> None:
+        """Wait until the saves that `save(async_save=True)` has begun are committed; at once where there are none.
 
         Args:
-            timeout_s: How long. Default: `Timeouts.load_stall_s`.
+            stall_s: Longest time without a byte written. Default: `Timeouts.load_stall_s`.
 
         Raises:
-            CheckpointError: It failed: what was at its place is untouched.
-            GroupError: It was lost with its ranks.
-            TimeoutError: It is not done in time, and goes on.
+            CheckpointError: One failed: what was at its place is untouched.
+            GroupError: One was lost with its ranks.
+            TimeoutError: Nothing was written for so long; they go on.
         """
-        self._channel.pending.wait(self._channel.timeouts.load_stall_s if timeout_s is None else timeout_s)
+        self._channel.pending.wait(self._channel.timeouts.load_stall_s if stall_s is None else stall_s)
 
-    @staticmethod
-    def _follow_save(group: weakref.ref[Storing], path: str, call: Call) -> None:
-        """The ranks write in the background now: hear how that ends."""
-        owner = group()
-        if owner is None or not call.succeeded():
-            return
-        actor = owner._channel.members[0].actor
+    @property
+    def saves(self) -> tuple[str, ...]:
+        """Paths of the saves that were committed, in that order, those in the background with them."""
+        return tuple(self._saves)
 
-        def ask() -> ray.ObjectRef:
+    def _follow(self, path: str, call: Call) -> None:
+        """Hear how a save in the background ends."""
+        group = weakref.ref(self)
+        actor, supervisor = self._channel.members[0].actor, self._supervisor
+
+        def ask(number: int) -> ray.ObjectRef:
+            return actor.save_status.remote(number)
+
+        def why_lost() -> str:
             if not ray.is_initialized():  # what it is asked would start another one
-                raise GroupError("Ray was shut down under the group")
-            return actor.save_status.remote()
+                return "Ray was shut down under the group"
+            if supervisor.state is GroupState.CLOSED:
+                return "the group was shut down"
+            cause = supervisor.standing.cause
+            # Kept ranks may write on; one that is restarted in place says itself how it went.
+            return "" if cause is None or supervisor.survivors.is_kept else str(cause).partition("\n")[0]
 
         def saved(path: str) -> None:
             left = group()
             if left is not None:
-                left._set_origin(path)
+                left._note_save(path)
 
-        owner._channel.pending.begin(path, ask, saved)
+        self._channel.pending.begin(path, call, Asking(ask, why_lost, saved))
+
+    def _note_save(self, path: str) -> None:
+        self._saves.append(path)
+        self._set_origin(path)
 
     def _set_origin(self, path: str) -> None:
         """Remember the newest files that hold the group's model: what a restart would load."""
@@ -146,4 +163,19 @@ class Storing(Administration):
         """Remember the files of a save or load that went well."""
         owner = group()
         if owner is not None and call.succeeded():
-            owner._set_origin(path)
+            if call.name == "save":
+                owner._note_save(path)
+            else:
+                owner._set_origin(path)
+
+
+def save_target(path: str | os.PathLike[str]) -> str:
+    """Return the absolute path of a save.
+
+    Raises:
+        ValueError: A URI of something else than a local file.
+    """
+    given = os.fspath(path)
+    if is_remote(given):
+        raise ValueError(f"{given!r}: saves go to local paths, so far; save on a file system, and copy the directory")
+    return normal_path(given)

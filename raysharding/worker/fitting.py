@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from raysharding.distributed.agreement import agree, from_rank_0
 from raysharding.distributed.evaluating import Evaluation, EvaluationPlan
 from raysharding.distributed.fitting import Fit, FitPlan, StepFigures
-from raysharding.distributed.training_files import Position
+from raysharding.distributed.training_files import Position, run_of
+from raysharding.errors import CheckpointError
 from raysharding.worker.training import TrainingRank
 
 _BATCHES_A_STEP = 8
+_STEP_NAME = re.compile(r"step-\d+")
 
 
 @dataclass(frozen=True)
@@ -21,6 +26,8 @@ class FitStart:
     """Where it stands."""
     total_steps: int | None
     """Steps of the whole run; `None` where nobody knows."""
+    is_saved: bool
+    """Whether files hold what the ranks hold: what was loaded, or saved with the optimizer, and not trained since."""
 
 
 @dataclass(frozen=True)
@@ -40,29 +47,39 @@ class FittingRank(TrainingRank):
 
     _fit: Fit | None = None
 
-    def fit_begin(self, plan: FitPlan, position: Position | None, *, resume: bool) -> FitStart:
+    def fit_begin(
+        self, plan: FitPlan, position: Position | None, *, resume: bool, save_to: str | None = None
+    ) -> FitStart:
         """Look at the data, and find where to begin. Collective.
 
         Args:
             plan: The run.
-            position: Where to go on; `None` with `resume`: where the last run stands.
-            resume: Whether to go on; otherwise the run begins anew.
+            position: With `resume`: where that run began, to which it goes back where the ranks hold no place of it;
+                `None`: there must be one.
+            resume: Whether to go on where the last run stands; otherwise one begins anew.
+            save_to: Directory of its saves, which must not hold another run's; `None`: there are none.
 
         Raises:
             ValueError: No optimizer is set, or there is no run to resume.
             DataError: On every rank: the data cannot be read, or is not what the run was fed before.
+            CheckpointError: On every rank: `save_to` holds the saves of another run.
         """
         self._require_optimizer("fit")
         with self._running("fit", "fit"):
             self.fit_end()
-            found = position or self.position if resume else None
+            found = _agreed(self.position) if resume else None
+            if position is not None and (found is None or found.run != position.run):
+                found = position
             if resume and found is None:
                 raise ValueError(
                     "resume=True, but there is no run to go on with: load a checkpoint that fit saved, or leave it out"
                 )
             self._fit = Fit(plan, self.device, found)
             self.position = self._fit.position
-            return FitStart(self.position, self._fit.feed.total_steps)
+            if save_to is not None:
+                run = self.position.run
+                from_rank_0(lambda: _check_own_saves(save_to, run))
+            return FitStart(self.position, self._fit.feed.total_steps, self.is_saved)
 
     def fit_steps(self, num_steps: int) -> FitSteps:
         """Take steps, as many as are left at most. Collective.
@@ -109,3 +126,28 @@ class FittingRank(TrainingRank):
         if self._fit is not None:
             self._fit.feed.close()
             self._fit = None
+
+
+def _agreed(position: Position | None) -> Position | None:
+    """Where the run stands, of which a rank that has taken a lost one's place knows nothing; collective.
+
+    Raises:
+        ValueError: On every rank: ranks stand at different steps.
+    """
+    said = agree(None, None if position is None else position.as_dict())
+    known = [Position.from_dict(one) for one in said if one is not None]
+    if any(one != known[0] for one in known):
+        raise ValueError(f"ranks stand at different steps of the run: {sorted(one.num_steps for one in known)}")
+    return known[0] if known else None
+
+
+def _check_own_saves(directory: str, run: str) -> None:
+    """Refuse a directory in which a run would overwrite, or remove, what another has saved."""
+    if not os.path.isdir(directory):
+        return
+    for name in sorted(os.listdir(directory)):
+        if _STEP_NAME.fullmatch(name) and run_of(os.path.join(directory, name)) != run:
+            what = (
+                f"holds {name} of another run: save to another directory, or go on with that run: load it, resume=True"
+            )
+            raise CheckpointError(what, path=directory)

@@ -46,6 +46,9 @@ Phase = Literal[
 # Calls that leave other weights, or another optimizer, than they found. `call(fn)` may: that is seen by what it wrote.
 _CHANGING = ("load", "set_optimizer", "set_scheduler", "train_step", "optim_step", "fit_step")
 
+# Of those, what a restart from the files would lose.
+_TRAINING = ("train_step", "optim_step", "fit_step")
+
 _NOT_GATHERED = (
     "raysharding: a module computed with its shard: its parameters were used outside its own forward, so FSDP never "
     'gathered them. Pass Sharding(wrap="none"), or wrap=[...] with the names of classes whose forward is called.'
@@ -69,6 +72,8 @@ class RankState:
         self.load_report: LoadReport | None = None
         self.position: Position | None = None
         self._saver = AsyncSaver()
+        self._sidecars: str | None = None
+        self.is_saved = True
         self.phase: Phase = "rendezvous"
         self.bytes_done = 0
         self.bytes_total = 0
@@ -143,6 +148,7 @@ class RankState:
             raise
         self.phase = "ready"
         self.num_changes += name in _CHANGING
+        self.is_saved = self.is_saved and name not in _TRAINING
 
     def _version(self) -> Version | None:
         return None if self._module is None else version(self._module, self.optimizer)

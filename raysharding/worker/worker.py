@@ -12,6 +12,7 @@ from torch import nn
 from raysharding.batch import Out, RankBatch
 from raysharding.checkpoint import Checkpoint
 from raysharding.config import Loading, Sharding
+from raysharding.distributed.async_saving import BackgroundSave
 from raysharding.distributed.forwarding import Forwarding
 from raysharding.distributed.gathering import gather_state_dict
 from raysharding.distributed.generating import generate
@@ -81,7 +82,7 @@ class Worker(FittingRank):
             is_copy: This rank is new among ranks that `rejoin` meanwhile; `copy_replicas` brings it their values.
         """
         with self._running("plan", "build"):
-            self.checkpoint = checkpoint
+            self.checkpoint, self._sidecars = checkpoint, checkpoint.directory
             self.sharding, self.loading = sharding or Sharding(), loading or Loading()
             self._mesh = init_mesh(self.device.type, self.sharding)
             module = build_module(model, checkpoint, self.loading.dtype)
@@ -149,7 +150,7 @@ class Worker(FittingRank):
                 mark_recovery(error, usable=not moved and self.phase == "plan", torn=moved or self.phase != "plan")
                 raise
             self.module.eval()
-            self.whole = True
+            self.whole = self.is_saved = True
             self._drop_gradients()
         return self.load_report
 
@@ -217,6 +218,7 @@ class Worker(FittingRank):
             self._is_spent = False  # it may have run a backward of its own
             self._seen = self._version()
             self.num_changes += self._seen != before
+            self.is_saved = self.is_saved and self._seen == before
             return value
 
     def state_dict(self, keys: Sequence[str] | None = None) -> Iterator[dict[str, torch.Tensor]]:
@@ -244,37 +246,56 @@ class Worker(FittingRank):
         *,
         optimizer: bool = True,
         keep_last: int | None = None,
-        async_save: bool = False,
-    ) -> SaveReport | None:
+    ) -> SaveReport:
         """Write a standard Hugging Face directory; see `distributed.save_checkpoint`. Collective.
 
         Args:
             path: The directory to make.
             overwrite: Replace what is there.
+            progress: Called with (bytes done, bytes in all) as they are written.
             optimizer: Also the optimizer's state, random generators and position, where an optimizer is set.
             keep_last: Of the saves beside this one, how many stay.
-            async_save: Return when the shards are copied to host memory, and write in the background.
-            progress: Called with (bytes done, bytes in all) as they are written.
-
-        Returns:
-            `None` for a save in the background.
         """
         with self._running("save", "save"):
-            # One at a time; of how it ended the driver has heard from `save_status`.
-            self._saver.settle()
-            destination = Destination(path, overwrite, keep_last, self.checkpoint)
+            follow = self._follow(progress)
+            destination = self._destination(path, overwrite, keep_last, follow)
             state = self.optimizer if optimizer else None
-            if async_save:
-                self._saver.save(
-                    self.module, destination, optimizer=state, position=self.position, stall_s=self._stall_s
-                )
-                return None
-            save = begin_save(self.module, destination, state, self.position, self._stall_s)
-            return save.run(self._follow(progress))
+            report = begin_save(self.module, destination, state, self.position, self._stall_s).run(follow)
+            self._sidecars = path
+            self.is_saved = self.is_saved or state is not None or self.optimizer is None
+            return report
 
-    def save_status(self) -> tuple[bool, BaseException | None]:
-        """Return whether a save is under way in the background, and what the last one failed of. From any thread."""
-        return self._saver.is_saving, self._saver.error
+    def save_async(
+        self, path: str, overwrite: bool = False, *, optimizer: bool = True, keep_last: int | None = None
+    ) -> int:
+        """As `save`, but return when the shards are copied to host memory, and write in the background. Collective.
+
+        Returns:
+            The number of the save, for `save_status`.
+        """
+        with self._running("save", "save"):
+            destination = self._destination(path, overwrite, keep_last, self._follow(None))
+            state = self.optimizer if optimizer else None
+            options: dict[str, Any] = {"position": self.position, "stall_s": self._stall_s}
+            return self._saver.save(self.module, destination, optimizer=state, **options)
+
+    def save_status(self, number: int) -> BackgroundSave | None:
+        """Return how a save in the background fares; `None` for one that there is not. From any thread."""
+        return self._saver.status(number)
+
+    def _destination(
+        self, path: str, overwrite: bool, keep_last: int | None, follow: Callable[[str, int, int, str], None]
+    ) -> Destination:
+        """Where a save goes, once the one in the background has ended: one at a time."""
+
+        def on_wait(save: BackgroundSave) -> None:
+            follow("save", save.bytes_done, save.bytes_total, "")  # who waits is no hang while that moves
+
+        self._saver.settle(on_wait)
+        committed = self._saver.last_committed
+        # The checkpoint that the module came from may be gone by now: older saves are removed.
+        self._sidecars = self._sidecars if committed is None else committed
+        return Destination(path, overwrite, keep_last, self._sidecars)
 
     def close(self) -> None:
         """Let go of module and optimizer. No collective: works when peers are gone."""

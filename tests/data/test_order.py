@@ -47,7 +47,10 @@ class Numbers(Reader):
 
 def batches_of(source: Any, batch_size: int, world_size: int, **options: Any) -> list[list[int]]:
     """The whole batches of an epoch, put together from what each rank takes."""
-    shares = [list(epoch_batches(source, batch_size, rank, world_size, **options)) for rank in range(world_size)]
+    shares = [
+        [one for one in epoch_batches(source, batch_size, rank, world_size, **options) if one is not None]
+        for rank in range(world_size)
+    ]
     assert len({len(share) for share in shares}) == 1, "ranks take different numbers of steps"
     whole = []
     for ranks in zip(*shares, strict=True):
@@ -85,7 +88,7 @@ def test_in_order_is_in_order() -> None:
 
 
 def test_rows_of_a_batch_are_dealt_as_a_split_is() -> None:
-    shares = [[one.counts for one in epoch_batches(Blocks([8]), 5, rank, 3)] for rank in range(3)]
+    shares = [[one.counts for one in epoch_batches(Blocks([8]), 5, rank, 3) if one] for rank in range(3)]
     assert shares == [[(2, 2, 1), (1, 1, 1)]] * 3
 
 
@@ -123,7 +126,7 @@ def test_a_rank_reads_its_own_stretch_of_blocks(world_size: int) -> None:
 def test_a_resume_reads_nothing_that_came_before() -> None:
     source = Blocks([10] * 20)
     batches = epoch_batches(source, 10, 0, 1, first_step=18)
-    assert [one.rows[0] for one in batches] == [180, 190]
+    assert [one.rows[0] for one in batches if one] == [180, 190]
     assert source.opened == {18, 19}
 
 

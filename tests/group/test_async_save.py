@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from raysharding import CheckpointError, ShardedModelGroup, Split
+from raysharding import CheckpointError, ShardedModelGroup, Split, Timeouts
 from raysharding.group import GroupState
+from tests.clock import now
 from tests.conftest import make_group
+from tests.group.test_fit_restarts import slow_writes
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -127,3 +129,41 @@ def test_a_restart_loads_a_save_that_was_committed(checkpoint: Path, tmp_path: P
         train(group)
         assert group.restart(world_size=1).checkpoint == str(tmp_path / "saved")
         assert all(torch.equal(value, weights[name]) for name, value in group.state_dict().items())
+
+
+def test_of_two_in_the_queue_the_first_fails(trained: ShardedModelGroup, small_disk: Path, tmp_path: Path) -> None:
+    """The second does not make anybody forget what the first failed of."""
+    (small_disk / "filler").write_bytes(b"x" * (os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_bsize))
+    calls = [trained.save.remote(path, async_save=True) for path in (small_disk / "one", tmp_path / "two")]
+    assert [call.result() for call in calls] == [None, None]
+    with pytest.raises(CheckpointError, match=r"cannot be (made|written)"):
+        trained.wait_for_save()
+    trained.wait_for_save()
+    assert trained.saves[-1] == str(tmp_path / "two")
+    assert str(small_disk / "one") not in trained.saves
+
+
+def make_large() -> Callable[[], torch.nn.Module]:
+    """Pickles by value: 96 MiB, which a save writes in several rounds."""
+
+    def build() -> torch.nn.Module:
+        from torch import nn
+
+        return nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(6)])
+
+    return build
+
+
+def test_a_slow_disk_is_no_stall(cluster: None, tmp_path: Path) -> None:
+    """A save that takes longer than `load_stall_s`, and writes meanwhile, is waited for: by the next, by the end."""
+    save_file(make_large()().state_dict(), tmp_path / "model.safetensors")
+    options: dict[str, Any] = {"model": make_large(), "timeouts": Timeouts(load_stall_s=4.0)}
+    with make_group(tmp_path / "model.safetensors", **options) as group:
+        group.call(slow_writes(1.0))
+        begun = now()
+        group.save(tmp_path / "one", async_save=True)
+        group.save.remote(tmp_path / "two", async_save=True)  # waits for the first, and is not waited for here
+    assert now() - begun > 4.0, "or the disk was not slow"
+    expected = load_file(tmp_path / "model.safetensors")
+    assert same(tmp_path / "one", expected)
+    assert same(tmp_path / "two", expected)

@@ -147,7 +147,7 @@ def test_saves_and_a_resume_in_another_group(
     fresh.load(checkpoint)
     fresh.set_optimizer(ADAMW)
     fit(fresh, parquet, epochs=3, shuffle=True, save_to=tmp_path / "half", max_steps=11)
-    with pytest.raises(CheckpointError, match=r"holds the saves of an earlier run \(step-11\)"):
+    with pytest.raises(CheckpointError, match="half: holds step-11 of another run"):
         fit(fresh, parquet, save_to=tmp_path / "half")
     for world_size, tolerance in ((2, 1e-6), (3, 1e-5)):
         options: dict[str, Any] = {"world_size": world_size, "optimizer": ADAMW}
@@ -167,6 +167,8 @@ def test_what_cannot_be_fitted_is_refused(fresh: ShardedModelGroup, parquet: Pat
         (7, TypeError, "data is a int: give a ray.data.Dataset, a Parquet path"),
         (tmp_path / "absent.parquet", DataError, "is not there, as rank 0 sees it"),
         ({"x": [1], "y": [1, 2]}, ValueError, "columns need the same number of rows"),
+        (pa.table({"x": [1]}), TypeError, r"give its rows \(table.to_pylist\(\)\)"),
+        ({1, 2}, TypeError, "whose order differs between processes"),
     ):
         with pytest.raises(error, match=said):
             fit(fresh, data)
@@ -176,6 +178,7 @@ def test_what_cannot_be_fitted_is_refused(fresh: ShardedModelGroup, parquet: Pat
         ({"keep_last": 0, "save_to": tmp_path}, "keep_last=0"),
         ({"max_grad_norm": -1.0}, "max_grad_norm=-1.0"),
         ({"columns": ["z"]}, "has no column 'z'"),
+        ({"save_to": "s3://bucket/run"}, "saves go to local paths"),
     ):
         with pytest.raises(ValueError, match=said):
             fit(fresh, parquet, **options)

@@ -1,0 +1,243 @@
+"""Runs that break: they go on with what files hold of them, and never with anything else."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from raysharding import CheckpointError, DataError, FitStep, GroupError, ShardedModelGroup, Sharding, Split
+from raysharding.group import GroupState
+from tests.conftest import make_group
+from tests.group.test_fit import ADAMW, BATCH, collate, fit, parquet, regression, rows
+
+__all__ = ["parquet", "rows"]
+
+pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.timeout(180)]
+
+
+class Killer:
+    """A callback that ends a rank's process, once, after a step."""
+
+    def __init__(self, step: int, rank: int) -> None:
+        self.step, self.rank = step, rank
+        self.group: ShardedModelGroup | None = None
+
+    def __call__(self, step: FitStep) -> None:
+        if step.num_steps == self.step and self.group is not None:
+            os.kill(self.group.ranks[self.rank].pid, signal.SIGKILL)
+            self.group = None
+
+
+def train(group: ShardedModelGroup) -> None:
+    def loss(output: torch.Tensor, *_: Any) -> torch.Tensor:
+        return output.square().mean()
+
+    group.train_step(Split(torch.ones(4, 8)), loss=loss)
+
+
+def test_what_is_in_no_file_is_saved_first(checkpoint: Path, parquet: Path, tmp_path: Path) -> None:
+    """A restart goes back to files: steps that were taken before the run must be in some."""
+    with make_group(checkpoint, optimizer=ADAMW) as group:
+        train(group)
+        whole = fit(group, parquet).history["loss"]
+    with make_group(checkpoint, optimizer=ADAMW, max_restarts=1) as group:
+        train(group)
+        with pytest.raises(ValueError, match="a restart would lose that"):
+            fit(group, parquet)
+        killer = Killer(3, 1)
+        killer.group = group
+        report = fit(group, parquet, save_to=tmp_path / "saves", callbacks=[killer])
+        assert report.num_restarts == 1
+        assert report.history["loss"] == pytest.approx(whole, abs=1e-6)
+    assert sorted(os.listdir(tmp_path / "saves")) == ["step-0", "step-8"]
+
+
+def test_a_save_that_a_callback_makes_is_gone_on_from(checkpoint: Path, parquet: Path, tmp_path: Path) -> None:
+    """Callbacks hear of many quick steps at once: what they save bears the place that it is of."""
+    with make_group(checkpoint, optimizer=ADAMW) as group:
+        whole = fit(group, parquet, epochs=60).history["loss"]
+    killer = Killer(100, 0)
+    with make_group(checkpoint, optimizer=ADAMW, max_restarts=1) as group:
+
+        def save(step: FitStep) -> None:
+            if step.num_steps == 1:
+                group.save(tmp_path / "mine", overwrite=True)
+
+        killer.group = group
+        report = fit(group, parquet, epochs=60, callbacks=[save, killer])
+        assert report.num_restarts == 1
+        assert report.history["loss"] == pytest.approx(whole, abs=1e-4)
+
+
+def test_replicas_go_on_where_they_stand(checkpoint: Path, parquet: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A rank that has taken a lost one's place learns from the others where the run stands."""
+    hsdp: dict[str, Any] = {"sharding": Sharding(replicate_size=2), "optimizer": ADAMW}
+    with make_group(checkpoint, **hsdp) as group:
+        whole = fit(group, parquet, epochs=3).history["loss"]
+    killer = Killer(9, 1)
+    with make_group(checkpoint, max_restarts=1, **hsdp) as group:
+        killer.group = group
+        report = fit(group, parquet, epochs=3, callbacks=[killer])
+    assert report.num_restarts == 1
+    assert report.history["loss"] == pytest.approx(whole, abs=1e-5)
+    assert "goes on after step" in capfd.readouterr().err
+
+
+def slow_writes(seconds: float) -> Callable[[], None]:
+    """Pickles by value: makes this rank's disk slow."""
+
+    def slow() -> None:
+        import time
+
+        from raysharding.checkpoint import FileWriter
+
+        quick = FileWriter.write_at
+
+        def write_at(self: Any, *args: Any) -> None:
+            time.sleep(seconds)
+            quick(self, *args)
+
+        setattr(FileWriter, "write_at", write_at)  # noqa: B010
+
+    return slow
+
+
+def test_a_lost_save_is_made_again(checkpoint: Path, parquet: Path, tmp_path: Path) -> None:
+    """A rank dies while the last save is written in the background: the report names a save that is there."""
+    killer = Killer(8, 1)
+    with make_group(checkpoint, optimizer=ADAMW, max_restarts=1) as group:
+        group.call(slow_writes(0.3))
+        killer.group = group
+        report = fit(group, parquet, save_to=tmp_path, save_every=4, async_save=True, callbacks=[killer])
+        assert report.num_restarts == 1
+        assert report.num_steps == 8
+        assert report.saved == str(tmp_path / "step-8")
+    with make_group(tmp_path / "step-8", optimizer=ADAMW) as group:
+        assert group.load_report.num_tensors == 4
+
+
+def test_saves_of_another_run_are_left_alone(checkpoint: Path, parquet: Path, tmp_path: Path) -> None:
+    with make_group(checkpoint, optimizer=ADAMW) as group:
+        fit(group, parquet, save_to=tmp_path / "one", save_every=4)
+        group.load(checkpoint)
+        fit(group, parquet, save_to=tmp_path / "two", save_every=4)
+        with pytest.raises(CheckpointError, match="one: holds step-4 of another run"):
+            fit(group, parquet, epochs=2, resume=True, save_to=tmp_path / "one", keep_last=1)
+        assert group.state is GroupState.READY
+        assert sorted(os.listdir(tmp_path / "one")) == ["step-4", "step-8"]
+        fit(group, parquet, epochs=2, resume=True, save_to=tmp_path / "two", keep_last=1)
+    assert os.listdir(tmp_path / "two") == ["step-16"]
+
+
+def test_small_files_outlive_the_save_that_they_came_with(checkpoint: Path, parquet: Path, tmp_path: Path) -> None:
+    """`keep_last` removes what the group was made from; its tokenizer goes on from save to save."""
+    source = tmp_path / "step-0"
+    source.mkdir()
+    shutil.copy(checkpoint, source / "model.safetensors")
+    (source / "tokenizer.json").write_text('{"mine": 1}')
+    with make_group(source, optimizer=ADAMW) as group:
+        fit(group, parquet, save_to=tmp_path / "saves", max_steps=2)
+    with make_group(tmp_path / "saves" / "step-2", optimizer=ADAMW) as group:
+        options: dict[str, Any] = {"save_to": tmp_path / "saves", "save_every": 2, "keep_last": 1, "resume": True}
+        for is_async in (False, True):
+            fit(group, parquet, **options, async_save=is_async, max_steps=8, epochs=1 + is_async)
+    (left,) = (tmp_path / "saves").iterdir()
+    assert (left / "tokenizer.json").read_text() == '{"mine": 1}'
+
+
+def test_a_save_that_older_ones_were_removed_for_is_found(checkpoint: Path, parquet: Path, tmp_path: Path) -> None:
+    """As if rank 0 had died after the commit, before the driver heard of it."""
+    with make_group(checkpoint, optimizer=ADAMW) as group:
+        fit(group, parquet, save_to=tmp_path, save_every=4)
+        weights = group.state_dict()
+        group._origin = str(tmp_path / "step-4")
+        shutil.rmtree(tmp_path / "step-4")
+        report = group.restart(world_size=1)
+        assert report.checkpoint == str(tmp_path / "step-8")
+        assert all(torch.equal(value, weights[name]) for name, value in group.state_dict().items())
+
+
+def test_rows_in_other_blocks_are_other_data(checkpoint: Path, parquet: Path, tmp_path: Path) -> None:
+    """A random order hangs on the sizes of row groups; in order, rows are rows."""
+    table = pq.read_table(parquet)
+    pq.write_table(table, tmp_path / "rows.parquet", row_group_size=20)
+    with make_group(checkpoint, optimizer=ADAMW) as group:
+        fit(group, parquet, shuffle=True, max_steps=3)
+        with pytest.raises(DataError, match="had layout="):
+            fit(group, tmp_path / "rows.parquet", shuffle=True, resume=True)
+        fit(group, parquet, max_steps=3)
+        assert fit(group, tmp_path / "rows.parquet", resume=True).num_steps == 8
+
+
+def test_a_dataset_comes_in_its_own_order(checkpoint: Path, parquet: Path) -> None:
+    """Blocks whose tasks end in another order are trained on in theirs."""
+    data = pytest.importorskip("ray.data")
+
+    def backwards() -> Callable[[Any], Any]:
+        def slow_first(batch: Any) -> Any:
+            import time
+
+            time.sleep(0.6 if float(batch["id"][0]) < 10 else 0.0)
+            return batch
+
+        return slow_first
+
+    with make_group(checkpoint, optimizer=ADAMW) as group:
+        seen: list[int] = []
+
+        def note() -> Callable[..., Any]:
+            def make(rows: list[Any]) -> dict[str, torch.Tensor]:
+                return {"input": torch.ones(len(rows), 8), "target": torch.tensor([float(row["id"]) for row in rows])}
+
+            return make
+
+        dataset = data.range(40, override_num_blocks=4).map_batches(backwards())
+        expected = fit(group, [{"id": number} for number in range(40)], batch_size=8, collate=note()).history["loss"]
+        group.load(checkpoint)
+        group.set_optimizer(ADAMW)
+        assert fit(group, dataset, batch_size=8, collate=note()).history["loss"] == pytest.approx(expected, rel=1e-5)
+        assert not seen
+
+
+class Closing:
+    """A callback that raises, and wants to be closed."""
+
+    is_closed = False
+
+    def __call__(self, step: FitStep) -> None:
+        raise RuntimeError("the user's own")
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_the_users_error_is_not_masked(checkpoint: Path, parquet: Path, tmp_path: Path) -> None:
+    """A save that has failed in the background does not take its place, and everything is closed."""
+    with make_group(checkpoint, optimizer=ADAMW) as group:
+
+        def broken() -> None:
+            from raysharding.checkpoint import FileWriter
+
+            def close(self: Any) -> None:
+                raise OSError("the disk")
+
+            FileWriter.close = close  # type: ignore[method-assign]
+
+        group.call(broken)
+        call = group.save.remote(tmp_path / "saved", async_save=True)
+        call.result()
+        closing = Closing()
+        with pytest.raises(RuntimeError, match="the user's own"):
+            group.fit(parquet, batch_size=BATCH, loss=regression(), collate=collate(), callbacks=[closing], max_steps=2)
+        assert closing.is_closed
+        with pytest.raises((CheckpointError, GroupError), match="the disk"):
+            group.wait_for_save()
+        assert group.state is GroupState.READY
