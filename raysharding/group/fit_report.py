@@ -37,7 +37,7 @@ class FitReport:
     first_step: int
     """Steps that had been taken when `fit` was called."""
     history: Mapping[str, tuple[float, ...]]
-    """Metric → its value after each step that `fit` took."""
+    """Metric → its value after each step that `fit` took; NaN where a restart kept steps that it had not heard of."""
     num_rows: int
     """Rows trained on in this `fit`; those of steps that a restart repeated, once more."""
     num_tokens: int

@@ -6,6 +6,7 @@ a run with quick steps nothing; no call goes over a step that is to be saved.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -161,7 +162,7 @@ class FitRun:
                 f"max_restarts={self._max_restarts}, and the group was trained since it was loaded or saved: a restart "
                 "would lose that. Save it first, with its optimizer, or pass save_to="
             )
-        self._save()
+        self._save(in_background=False)
         self._begun_in_files = True
 
     def _submit(self, method: str, *args: Any, collect: Collect = collect_rank0, is_last: bool = False) -> Call:
@@ -181,13 +182,17 @@ class FitRun:
             error: What ended the run; what goes wrong here is noted on it.
         """
         closes = [close for callback in self._callbacks if (close := getattr(callback, "close", None)) is not None]
+        first: Exception | None = None
         for let_go in (self._let_go, *closes):
             try:
                 let_go()
-            except Exception as raised:
-                if error is None:
-                    raise
-                error.add_note(f"raysharding: then {type(raised).__name__}: {raised}")
+            except Exception as raised:  # noqa: BLE001 - the others are to be closed, too
+                if error is None and first is None:
+                    first = raised
+                else:
+                    (error or first or raised).add_note(f"raysharding: then {type(raised).__name__}: {raised}")
+        if first is not None:
+            raise first
 
     def _let_go(self) -> None:
         if self._group.state in (GroupState.READY, GroupState.BUSY):
@@ -221,8 +226,11 @@ class FitRun:
         self._begin(resume=True)
         if done.how == "reloaded" and self._place == self._begun and not self._begun_in_files:
             raise GroupError(f"{done.checkpoint} was loaded, which does not hold what the run began with: {done.why}")
+        kept = self._place.num_steps - self._first_step
         for values in self._history.values():
-            del values[self._place.num_steps - self._first_step :]
+            del values[kept:]
+            # Ranks that were kept may have taken steps of which the driver was not told.
+            values.extend([math.nan] * (kept - len(values)))
         tell(f"fit: goes on after step {self._place.num_steps} ({done.how}: {done.why})")
 
     def _steps(self, bar: StepBar) -> None:
@@ -237,7 +245,7 @@ class FitRun:
                 self._step_s = seconds / len(replies[0].steps)
                 self._note(replies, seconds, bar)
             if self._options.save_to is not None and self._is_due(is_over=is_over):
-                self._save()
+                self._save(in_background=self._options.async_save)
         self._group.wait_for_save()
 
     def _num_next(self) -> int:
@@ -268,12 +276,12 @@ class FitRun:
         is_new = done not in (self._asked, self._first_step)
         return is_new and (is_over or (every is not None and not done % every))
 
-    def _save(self) -> None:
+    def _save(self, *, in_background: bool) -> None:
         begun = time.monotonic()
         options, number = self._options, self._place.num_steps
         path = os.path.join(str(options.save_to), f"step-{number}")
         # What is there is of this run, or rank 0 had refused it: one that has gone back comes to the same steps again.
-        self._group.save(path, overwrite=True, keep_last=options.keep_last, async_save=options.async_save)
+        self._group.save(path, overwrite=True, keep_last=options.keep_last, async_save=in_background)
         self._asked = number
         self._paths.add(path)
         self._save_s += time.monotonic() - begun

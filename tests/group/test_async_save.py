@@ -154,6 +154,7 @@ def make_large() -> Callable[[], torch.nn.Module]:
     return build
 
 
+@pytest.mark.full
 def test_a_slow_disk_is_no_stall(cluster: None, tmp_path: Path) -> None:
     """A save that takes longer than `load_stall_s`, and writes meanwhile, is waited for: by the next, by the end."""
     save_file(make_large()().state_dict(), tmp_path / "model.safetensors")

@@ -60,6 +60,7 @@ def test_what_is_in_no_file_is_saved_first(checkpoint: Path, parquet: Path, tmp_
     assert sorted(os.listdir(tmp_path / "saves")) == ["step-0", "step-8"]
 
 
+@pytest.mark.full
 def test_a_save_that_a_callback_makes_is_gone_on_from(checkpoint: Path, parquet: Path, tmp_path: Path) -> None:
     """Callbacks hear of many quick steps at once: what they save bears the place that it is of."""
     with make_group(checkpoint, optimizer=ADAMW) as group:
@@ -137,6 +138,7 @@ def test_saves_of_another_run_are_left_alone(checkpoint: Path, parquet: Path, tm
     assert os.listdir(tmp_path / "two") == ["step-16"]
 
 
+@pytest.mark.full
 def test_small_files_outlive_the_save_that_they_came_with(checkpoint: Path, parquet: Path, tmp_path: Path) -> None:
     """`keep_last` removes what the group was made from; its tokenizer goes on from save to save."""
     source = tmp_path / "step-0"
@@ -153,6 +155,7 @@ def test_small_files_outlive_the_save_that_they_came_with(checkpoint: Path, parq
     assert (left / "tokenizer.json").read_text() == '{"mine": 1}'
 
 
+@pytest.mark.full
 def test_a_save_that_older_ones_were_removed_for_is_found(checkpoint: Path, parquet: Path, tmp_path: Path) -> None:
     """As if rank 0 had died after the commit, before the driver heard of it."""
     with make_group(checkpoint, optimizer=ADAMW) as group:
@@ -165,6 +168,7 @@ def test_a_save_that_older_ones_were_removed_for_is_found(checkpoint: Path, parq
         assert all(torch.equal(value, weights[name]) for name, value in group.state_dict().items())
 
 
+@pytest.mark.full
 def test_rows_in_other_blocks_are_other_data(checkpoint: Path, parquet: Path, tmp_path: Path) -> None:
     """A random order hangs on the sizes of row groups; in order, rows are rows."""
     table = pq.read_table(parquet)
@@ -177,6 +181,7 @@ def test_rows_in_other_blocks_are_other_data(checkpoint: Path, parquet: Path, tm
         assert fit(group, tmp_path / "rows.parquet", resume=True).num_steps == 8
 
 
+@pytest.mark.full
 def test_a_dataset_comes_in_its_own_order(checkpoint: Path, parquet: Path) -> None:
     """Blocks whose tasks end in another order are trained on in theirs."""
     data = pytest.importorskip("ray.data")
