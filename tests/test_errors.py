@@ -15,6 +15,7 @@ from raysharding.errors import (
     CallCancelledError,
     CallTimeoutError,
     CheckpointError,
+    DataError,
     GroupBrokenError,
     GroupError,
     GroupTakenOverError,
@@ -52,6 +53,7 @@ COLLATERAL = RankFailure(rank=2, node_ip="10.0.0.3", pid=4322, kind="collateral"
 EXAMPLES: tuple[RayshardingError, ...] = (
     RayshardingError("something is wrong"),
     CheckpointError("truncated", path="/models/llama/model.safetensors", tensor="lm_head.weight"),
+    DataError("has no rows", path="/data/rows.parquet"),
     PlanError("2 problems", problems=("missing a.weight", "unexpected b.weight")),
     PlacementError("too few CPUs", need={"CPU": 2.0}, have={"10.0.0.1": {"CPU": 1.0, "GPU": 0.0}}),
     RendezvousError("2 of 4 ranks arrived", missing_ranks=(2, 3)),
@@ -90,6 +92,7 @@ def test_fields_are_the_constructors(error: RayshardingError) -> None:
     ("error_type", "builtin"),
     [
         (CheckpointError, ValueError),
+        (DataError, ValueError),
         (PlanError, ValueError),
         (PlacementError, TimeoutError),
         (PreflightError, RuntimeError),
