@@ -53,7 +53,6 @@ COLLATERAL = RankFailure(rank=2, node_ip="10.0.0.3", pid=4322, kind="collateral"
 EXAMPLES: tuple[RayshardingError, ...] = (
     RayshardingError("something is wrong"),
     CheckpointError("truncated", path="/models/llama/model.safetensors", tensor="lm_head.weight"),
-    DataError("has no rows", path="/data/rows.parquet"),
     PlanError("2 problems", problems=("missing a.weight", "unexpected b.weight")),
     PlacementError("too few CPUs", need={"CPU": 2.0}, have={"10.0.0.1": {"CPU": 1.0, "GPU": 0.0}}),
     RendezvousError("2 of 4 ranks arrived", missing_ranks=(2, 3)),
@@ -64,6 +63,7 @@ EXAMPLES: tuple[RayshardingError, ...] = (
     CallCancelledError("forward was cancelled by Ctrl-C before any rank began it"),
     GroupTakenOverError("group 'llama' was taken over by another driver"),
     PreflightError("1 error", problems=("error: interface: node 10.0.0.2: ...",)),
+    DataError("has no rows", path="/data/rows.parquet"),
 )
 
 
