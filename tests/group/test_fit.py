@@ -242,16 +242,16 @@ def test_a_rank_killed_before_the_first_save(checkpoint: Path, parquet: Path) ->
     killed: list[int] = []
 
     def kill(step: FitStep) -> None:
-        if step.num_steps == 3 and not killed:
+        if step.num_steps == 100 and not killed:  # of 400: the driver hears of 200 at most at once
             killed.append(group.ranks[0].pid)
             os.kill(group.ranks[0].pid, signal.SIGKILL)
 
     with make_group(checkpoint, optimizer=ADAMW) as group:
-        whole = fit(group, parquet)
+        whole = fit(group, parquet, epochs=50)
     with make_group(checkpoint, optimizer=ADAMW, max_restarts=2) as group:
-        report = fit(group, parquet, callbacks=[kill])
-    assert killed
-    assert report.history["loss"] == pytest.approx(whole.history["loss"], abs=1e-6)
+        report = fit(group, parquet, epochs=50, callbacks=[kill])
+    assert report.num_restarts == 1
+    assert report.history["loss"] == pytest.approx(whole.history["loss"], abs=1e-4)
 
 
 def test_a_callback_that_raises_ends_the_run(fresh: ShardedModelGroup, parquet: Path) -> None:

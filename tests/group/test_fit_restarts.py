@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import signal
@@ -82,13 +83,15 @@ def test_replicas_go_on_where_they_stand(checkpoint: Path, parquet: Path, capfd:
     """A rank that has taken a lost one's place learns from the others where the run stands."""
     hsdp: dict[str, Any] = {"sharding": Sharding(replicate_size=2), "optimizer": ADAMW}
     with make_group(checkpoint, **hsdp) as group:
-        whole = fit(group, parquet, epochs=3).history["loss"]
-    killer = Killer(9, 1)
+        whole = fit(group, parquet, epochs=40).history["loss"]
+    killer = Killer(100, 1)  # of 320: the driver hears of 200 at most at once
     with make_group(checkpoint, max_restarts=1, **hsdp) as group:
         killer.group = group
-        report = fit(group, parquet, epochs=3, callbacks=[killer])
+        report = fit(group, parquet, epochs=40, callbacks=[killer])
     assert report.num_restarts == 1
-    assert report.history["loss"] == pytest.approx(whole, abs=1e-5)
+    told = [(mine, other) for mine, other in zip(report.history["loss"], whole, strict=True) if not math.isnan(mine)]
+    assert [mine for mine, _ in told] == pytest.approx([other for _, other in told], abs=1e-4)
+    assert report.loss == pytest.approx(whole[-1], abs=1e-4)
     assert "goes on after step" in capfd.readouterr().err
 
 
