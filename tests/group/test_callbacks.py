@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import time
+import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import torch
 
 from raysharding import ShardedModelGroup
 from raysharding.group.callbacks import MLflow, RayGauges, TensorBoard, WeightsAndBiases
 from raysharding.group.fit_report import FitStep
+from tests.clock import now
 from tests.conftest import make_group
 from tests.group.test_fit import regression
 
@@ -59,10 +64,20 @@ def test_weights_and_biases(group: ShardedModelGroup, tmp_path: Path) -> None:
     assert list(tmp_path.rglob("*.wandb")), losses
 
 
-def test_gauges(group: ShardedModelGroup) -> None:
-    """Ray's own exporter has them, tagged."""
+@pytest.mark.full
+def test_gauges_are_exported() -> None:
+    """Ray's agent of the node has them, tagged, as Prometheus reads them."""
     gauges = RayGauges("group 'mine'")
     gauges(FitStep(3, 1, {"loss": 0.5, "grad_norm": 2.0}, 4, 40, 8.0, 80.0))
-    assert set(gauges._gauges) == {"loss", "grad_norm", "epoch", "rows_per_s", "tokens_per_s", "step"}
-    assert gauges._gauges["loss"].info["name"] == "raysharding_fit_loss"
-    assert gauges._gauges["loss"].info["tag_keys"] == ("group",)
+    node = ray.nodes()[0]
+    until = now() + 60
+    found: list[str] = []
+    while not found:
+        assert now() < until, "Ray exports no raysharding_fit_loss"
+        time.sleep(1)
+        # Its agent may be starting yet.
+        with suppress(OSError):
+            address = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+            lines = urllib.request.urlopen(address, timeout=5).read().decode().splitlines()
+            found = [line for line in lines if line.startswith("ray_raysharding_fit_loss{") and "'mine'" in line]
+    assert found[0].endswith(" 0.5")
