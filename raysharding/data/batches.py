@@ -58,10 +58,8 @@ def epoch_batches(
         yield from _stream(source, batch_size, rank, world_size, first_step)
         return
     order = Order(source.block_rows, batch_size, shuffle=shuffle, seed=seed, epoch=epoch)
-    own = _shuffled(source, order, rank, world_size, first_step)
-    if not shuffle:
-        own = _in_order(source, order, rank, world_size, first_step)
-    for step, rows in enumerate(own, first_step):
+    own = _shuffled if shuffle else _in_order
+    for step, rows in enumerate(own(source, order, rank, world_size, first_step), first_step):
         yield StepBatch(step, rows or _first_row(source), order.rows_by_rank(step, world_size))
 
 

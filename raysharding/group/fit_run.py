@@ -223,9 +223,8 @@ class FitRun:
         except (GroupError, CheckpointError) as lost:
             tell(f"fit: {lost}")
         self._asked = None
+        assert self._begun_in_files, "_secure_the_beginning comes first: what was loaded may be that"
         self._begin(resume=True)
-        if done.how == "reloaded" and self._place == self._begun and not self._begun_in_files:
-            raise GroupError(f"{done.checkpoint} was loaded, which does not hold what the run began with: {done.why}")
         kept = self._place.num_steps - self._first_step
         for values in self._history.values():
             del values[kept:]
