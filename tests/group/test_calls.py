@@ -35,19 +35,26 @@ def test_calls_run_in_order_and_results_wait(group: ShardedModelGroup) -> None:
     assert group.state is GroupState.READY
 
 
-def test_ranks_stream_as_they_finish(group: ShardedModelGroup) -> None:
-    def wait(seconds: float) -> float:
-        time.sleep(seconds)
-        return seconds
+def test_ranks_stream_as_they_finish(group: ShardedModelGroup, tmp_path: Path) -> None:
+    def wait(gate: Path) -> str:
+        while not gate.exists():
+            time.sleep(0.01)
+        return gate.name
 
-    call = group.call.remote(wait, PerRank([0.8, 0.0]))
+    gates = [tmp_path / "a", tmp_path / "b"]
+    call = group.call.remote(wait, PerRank(gates))
     assert repr(call) == "<Call call: running, 0 of 2 ranks finished>"
     assert not call.done()
     assert group.state is GroupState.BUSY
     with pytest.raises(TimeoutError, match="still runs"):
         call.result(timeout_s=0.05)
-    assert list(call.stream()) == [(1, 0.0), (0, 0.8)]
-    assert call.per_rank() == [0.8, 0.0]
+    stream = call.stream()
+    gates[1].touch()
+    assert next(stream) == (1, "b")
+    assert repr(call) == "<Call call: running, 1 of 2 ranks finished>"
+    gates[0].touch()
+    assert list(stream) == [(0, "a")]
+    assert call.per_rank() == ["a", "b"]
     assert call.done()
     assert repr(call) == "<Call call: finished>"
 
