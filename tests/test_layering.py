@@ -41,7 +41,7 @@ FLOORS = {
     "checkpoint": _floor(1, "torch safetensors pyarrow", "what is in the files; byte readers; the safetensors writer"),
     "data": _floor(2, "torch pyarrow numpy", "rows to train on: where they are, their order, who takes which"),
     "outputs": _floor(2, "torch", "the ranks' outputs put together again, in row order"),
-    "models": _floor(2, "torch transformers", "config.json or a callable → module on meta; key mapping, wrap plan"),
+    "models": _floor(2, "torch transformers peft", "config.json or a callable → module on meta; keys, wrap plan"),
     "distributed": _floor(
         3, "torch accelerate numpy", "the SPMD layer: mesh, FSDP2, plan, transports, loading, saving, training"
     ),

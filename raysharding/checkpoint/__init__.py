@@ -16,7 +16,7 @@ from raysharding.checkpoint.commit import (
 from raysharding.checkpoint.dcp import DcpReader
 from raysharding.checkpoint.dcp_metadata import DcpMetadata, DcpTensor, DcpValue, read_dcp_metadata
 from raysharding.checkpoint.file_plan import file_names, plan_files, write_file, write_index
-from raysharding.checkpoint.index import INDEX_NAME, MANIFEST_NAME, SINGLE_NAME
+from raysharding.checkpoint.index import ADAPTER_NAME, INDEX_NAME, MANIFEST_NAME, SINGLE_NAME
 from raysharding.checkpoint.manifest import Manifest, check_manifest, mismatches, read_manifest, write_manifest
 from raysharding.checkpoint.mounts import file_system_type
 from raysharding.checkpoint.reader import FileReader
@@ -27,6 +27,7 @@ from raysharding.checkpoint.torch_file import TorchFileWriter
 from raysharding.checkpoint.writer import FileWriter
 
 __all__ = [
+    "ADAPTER_NAME",
     "INDEX_NAME",
     "MANIFEST_NAME",
     "SINGLE_NAME",

@@ -12,6 +12,8 @@ from typing import Any, Final, Self
 
 from raysharding.checkpoint.header import Header, header_sha256, read_header, read_header_bytes
 from raysharding.checkpoint.index import (
+    ADAPTER_CONFIG_NAME,
+    ADAPTER_NAME,
     FileSet,
     list_sidecar_files,
     read_beside,
@@ -65,6 +67,8 @@ class Checkpoint:
     """Parsed config.json from beside the weights, or `None` where there is none."""
     metadata: Mapping[str, str]
     """`__metadata__` of all files; where two files give a key, the first file's value."""
+    adapter: Mapping[str, Any] | None = None
+    """Parsed adapter_config.json, where the file is peft's adapter_model.safetensors: adapters, and no whole model."""
 
     @property
     def num_bytes(self) -> int:
@@ -85,6 +89,7 @@ class Checkpoint:
             "tensors": tensors,
             "config": self.config,
             "metadata": self.metadata,
+            "adapter": self.adapter,
         }
         return json.dumps(fields, separators=(",", ":")).encode("ascii")
 
@@ -102,7 +107,8 @@ class Checkpoint:
                 for name, dtype, shape, file, offset in fields["tensors"]
             }
             files = tuple(CheckpointFile(*file) for file in fields["files"])
-            return cls(fields["path"], files, tensors, fields["config"], fields["metadata"])
+            rest = (fields["config"], fields["metadata"], fields["adapter"])
+            return cls(fields["path"], files, tensors, *rest)
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
                 f"{len(data)} bytes are not an encoded Checkpoint ({error!r}); do all ranks run the same raysharding?"
@@ -210,7 +216,10 @@ def _read_checkpoint(storage: Storage, given: str) -> Checkpoint:
     metadata: dict[str, str] = {}
     for header in headers:
         metadata = header.metadata | metadata
-    return Checkpoint(given, tuple(files), tensors, read_config(storage, file_set.directory), metadata)
+    directory, adapter = file_set.directory, None
+    if file_set.names == (ADAPTER_NAME,):
+        adapter = read_config(storage, directory, ADAPTER_CONFIG_NAME)
+    return Checkpoint(given, tuple(files), tensors, read_config(storage, directory), metadata, adapter)
 
 
 def _read_file(storage: Storage, path: str, number: int) -> tuple[CheckpointFile, Header]:

@@ -18,6 +18,9 @@ from raysharding.errors import CheckpointError, shown
 
 INDEX_NAME: Final = "model.safetensors.index.json"
 SINGLE_NAME: Final = "model.safetensors"
+ADAPTER_NAME: Final = "adapter_model.safetensors"
+"""Where peft keeps adapters, beside `ADAPTER_CONFIG_NAME`."""
+ADAPTER_CONFIG_NAME: Final = "adapter_config.json"
 MANIFEST_NAME: Final = "raysharding.manifest.json"
 """Checksums of one save (`manifest.py`). Here, so that it is never copied beside the weights of another."""
 _MAX_NAME_CHARS: Final = 255
@@ -75,16 +78,16 @@ def resolve_files(storage: Storage, path: str) -> FileSet:
     raise CheckpointError(what, path=path)
 
 
-def read_config(storage: Storage, directory: str) -> dict[str, Any] | None:
-    """Parse config.json in `directory`; `None` where there is none.
+def read_config(storage: Storage, directory: str, name: str = "config.json") -> dict[str, Any] | None:
+    """Parse config.json, or another JSON file, in `directory`; `None` where there is none.
 
     Python's JSON dialect is accepted here, as transformers accepts it: Mamba's configs hold Infinity.
 
     Raises:
         CheckpointError: not readable, not JSON, or not an object.
     """
-    path = join_path(directory, "config.json")
-    data = read_beside(storage, directory, "config.json", MAX_JSON_BYTES)
+    path = join_path(directory, name)
+    data = read_beside(storage, directory, name, MAX_JSON_BYTES)
     if data is None:
         return None
     try:
@@ -171,6 +174,8 @@ def _resolve_directory(storage: Storage, directory: str) -> FileSet:
         found = [SINGLE_NAME]
     elif len(indexes) == 1:
         return _read_index(storage, join_path(directory, indexes[0]))
+    elif ADAPTER_NAME in found and ADAPTER_CONFIG_NAME in names:
+        found = [ADAPTER_NAME]
     if len(found) != 1:
         raise _no_checkpoint(directory, names, found)
     storage.check_inside(directory, found[0])

@@ -53,15 +53,19 @@ def total_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
 
 
-def _plan_files(tensors: Mapping[str, torch.Tensor], directory: str, group: dist.ProcessGroup | None) -> FilePlan:
+def _plan_files(
+    tensors: Mapping[str, torch.Tensor], directory: str, group: dist.ProcessGroup | None, file_name: str | None
+) -> FilePlan:
     """Deal the tensors over files and the files over the ranks that see the directory."""
     # On another node the path may be another disk. Every rank answers, so that all make the same plan.
     sees = agree(None, os.path.isdir(directory), group)
     able = [rank for rank, answer in enumerate(sees) if answer]
     total = total_bytes(tensors)
-    num_files = 1 if total <= SMALL_BYTES else max(len(able), -(-total // MAX_FILE_BYTES))
+    is_one = file_name is not None or total <= SMALL_BYTES
+    num_files = 1 if is_one else max(len(able), -(-total // MAX_FILE_BYTES))
     names = plan_files({name: tensor.numel() * tensor.itemsize for name, tensor in tensors.items()}, num_files)
-    return FilePlan(names, file_names(len(names)), tuple(able[index % len(able)] for index in range(len(names))))
+    files = file_names(len(names)) if file_name is None else (file_name,)
+    return FilePlan(names, files, tuple(able[index % len(able)] for index in range(len(names))))
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,7 @@ def write_tensors(
     stall_s: float,
     on_round: Callable[[int], None],
     group: dist.ProcessGroup | None = None,
+    file_name: str | None = None,
 ) -> Written:
     """Write tensors as one or more checkpoint files, whole; collective: every rank calls it.
 
@@ -105,11 +110,12 @@ def write_tensors(
         stall_s: Longest wait for one round of messages.
         on_round: Called on every rank after each round with the bytes written so far.
         group: Of all ranks. Default: the default group.
+        file_name: Of the one file to write. Default: as many as are good, under standard names.
 
     Raises:
         CheckpointError: On every rank: the disk is full or failed.
     """
-    plan = _plan_files(tensors, directory, group)
+    plan = _plan_files(tensors, directory, group, file_name)
     with ExitStack() as open_files:
         writers = _Writers(plan, tensors, directory, open_files)
         made = agree(writers.error, {"host": host_identity(), "inodes": writers.inodes()}, group)

@@ -47,7 +47,7 @@ from raysharding.distributed.source import (
 )
 from raysharding.distributed.state_dict_source import HeldStateDict, StateDictSource
 from raysharding.errors import CheckpointError, PlanError
-from raysharding.models import KeyMap, Target, differing_ties, map_keys, misfit, missing_rules
+from raysharding.models import AdapterNames, KeyMap, Target, differing_ties, map_keys, misfit, missing_rules
 
 Origin = Checkpoint | str | os.PathLike[str] | HeldStateDict
 """Where the values of a load come from."""
@@ -292,6 +292,12 @@ def _fit(module: nn.Module, origin: Origin, loading: Loading) -> Fit:
         opened = origin.as_checkpoint()
     else:
         opened = seen_here(origin) if isinstance(origin, Checkpoint) else open_checkpoint(origin)
+    if opened.adapter is not None:
+        adapters = AdapterNames.of(module)
+        if adapters is None:
+            what = "holds LoRA adapters, and the model has none: from_checkpoint(path) makes the model with them"
+            raise PlanError(f"{opened.path} {what}")
+        adapters.check(opened)
     manifest = _manifest(opened) if loading.verify == "full" else None
     keys = map_keys(module, opened.tensors, loading.key_mapping)
     initialise = keys.initialise if held is None else _settable(module, keys, loading)

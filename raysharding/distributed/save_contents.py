@@ -10,11 +10,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from raysharding.checkpoint import ADAPTER_NAME
 from raysharding.distributed.file_writing import total_bytes
 from raysharding.distributed.gathering import saved_tensors
 from raysharding.distributed.layout import local_tensor
 from raysharding.distributed.optimizer_state import agreed_snapshot
 from raysharding.distributed.training_files import Position, training_state
+from raysharding.models import saved_names
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,9 @@ class SaveContents:
     """Tensors cut as the module's are; the rest ready to be written."""
 
     tensors: Mapping[str, torch.Tensor]
-    """FQN → parameter or persistent buffer."""
+    """Key in the files → parameter or persistent buffer: its FQN, or of a model with adapters peft's name of one."""
+    file_name: str | None
+    """Of the one file that holds them; `None`: there may be several, under standard names."""
     state: Mapping[str, torch.Tensor]
     """`FQN/name` → tensor of the optimizer's state; empty without an optimizer."""
     outline: Mapping[str, Any] | None
@@ -37,11 +41,13 @@ class SaveContents:
         Raises:
             PlanError: On every rank: the optimizer's state cannot be saved, or differs between ranks.
         """
-        tensors = saved_tensors(module)
+        tensors, file_name = saved_tensors(module), None
+        if (names := saved_names(module)) is not None:
+            tensors, file_name = {key: tensors[fqn] for fqn, key in names.items()}, ADAPTER_NAME
         snapshot = agreed_snapshot(module, optimizer)
         if snapshot is None:
-            return cls(tensors, {}, None, None)
-        return cls(tensors, snapshot.tensors, snapshot.outline(), training_state(position))
+            return cls(tensors, file_name, {}, None, None)
+        return cls(tensors, file_name, snapshot.tensors, snapshot.outline(), training_state(position))
 
     @property
     def num_bytes(self) -> int:

@@ -21,7 +21,7 @@ from raysharding.checkpoint import (
     remove_staging,
     write_file,
 )
-from raysharding.checkpoint.index import list_sidecar_files, read_sidecar
+from raysharding.checkpoint.index import ADAPTER_CONFIG_NAME, list_sidecar_files, read_sidecar
 from raysharding.checkpoint.location import storage_of
 from raysharding.checkpoint.uri import is_remote
 from raysharding.distributed.agreement import agree, from_rank_0
@@ -35,7 +35,7 @@ from raysharding.distributed.save_contents import SaveContents
 from raysharding.distributed.sharded_module import reshard
 from raysharding.distributed.training_files import Position, write_training
 from raysharding.errors import CheckpointError
-from raysharding.models import write_config_files
+from raysharding.models import write_adapter_config, write_config_files
 
 
 def save_checkpoint(
@@ -59,7 +59,8 @@ def save_checkpoint(
 
     Args:
         module: A sharded module. Its parameters and persistent buffers are saved under the module's own FQNs, tied
-            ones once; of buffers that differ between ranks (BatchNorm), rank 0's.
+            ones once; of buffers that differ between ranks (BatchNorm), rank 0's. Of a model with LoRA adapters these
+            alone are saved, as peft saves them: `adapter_model.safetensors` and `adapter_config.json`.
         path: The directory to make, on a file system that rank 0 sees.
         optimizer: Also save its state, by FQN, in the folder `optimizer`: `load_optimizer_state` brings it back at any
             world size. It is written as the model is, so no rank holds it whole. Beside it, in the folder `training`,
@@ -144,7 +145,8 @@ class Save:
             (progress or silent)("save", done, total, "")
 
         try:
-            written = write_tensors(contents.tensors, self.staging, self.device, self.stall_s, on_round, self.group)
+            options = (self.staging, self.device, self.stall_s, on_round, self.group, contents.file_name)
+            written = write_tensors(contents.tensors, *options)
             agree(self._on_rank_0(partial(self._finish, written)), group=self.group)
             self._write_state(on_round)
             agree(self._on_rank_0(self._commit), group=self.group)
@@ -183,7 +185,8 @@ class Save:
     def _finish(self, written: Written) -> None:
         """Index, manifest, config and small files."""
         written.finish(self.staging)
-        write_config_files(self.module, self.staging)
+        if not write_adapter_config(self.module, self.staging):
+            write_config_files(self.module, self.staging)
         _copy_sidecars(self.staging, self.destination.sidecars)
 
     def _commit(self) -> None:
@@ -219,7 +222,7 @@ def begin_save(
     return Save(module, destination, contents, staging, message_device(module), stall_s, begun)
 
 
-_NOT_COPIED = "config.json"
+_NOT_COPIED = ("config.json", ADAPTER_CONFIG_NAME)
 """Written from the model, which may have another class or dtype than the source. The source's generation_config.json
 stays: the ranks that cannot see it built the model without."""
 
@@ -230,5 +233,5 @@ def _copy_sidecars(staging: str, directory: str | None) -> None:
         return
     storage = storage_of(directory)
     for name in list_sidecar_files(storage, directory):
-        if name != _NOT_COPIED:
+        if name not in _NOT_COPIED:
             write_file(staging, name, read_sidecar(storage, directory, name))

@@ -97,7 +97,7 @@ def attach(name: str, timeouts: Timeouts | None) -> Attached:
         raise
     started = Started(members, record.visible_gpus)
     made = (record.load_report, record.bounds, record.preflight_report)
-    launched = Launched(channel, started, record.reservation, *made)
+    launched = Launched(spec.model, channel, started, record.reservation, *made)
     return Attached(spec, launched, record.origin, has_optimizer)
 
 

@@ -11,7 +11,7 @@ from raysharding.checkpoint import Checkpoint
 from raysharding.config import Loading, Placement, Sharding, Timeouts
 from raysharding.errors import PlanError
 from raysharding.group.packing import pack
-from raysharding.models import build_module, map_keys, misfit, wrap_groups
+from raysharding.models import Adapted, build_module, map_keys, misfit, wrap_groups
 
 
 def check_configs(
@@ -57,6 +57,9 @@ def check_model(model: Any) -> None:
             f"model is a {name} that exists already: pass the class, model={name}, or a function that makes one; every "
             "rank makes its own, without memory for the parameters"
         )
+    if isinstance(model, Adapted):
+        check_model(model.model)
+        return
     if model is not None and not isinstance(model, str) and not callable(model):
         raise ValueError(f"model={model!r}: give None, the name of a transformers auto class, or a callable")
     pack(model, "model")
@@ -89,7 +92,8 @@ def check_fit(model: Any, checkpoint: Checkpoint, sharding: Sharding, loading: L
     Raises:
         PlanError: There is no such model, or it does not fit the checkpoint; lists every mismatch.
     """
-    if model is not None and not isinstance(model, str):
+    source = model.model if isinstance(model, Adapted) else model
+    if source is not None and not isinstance(source, str):
         return
     try:
         module = fitted_module(model, checkpoint, loading)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal, Self
 
 import torch
@@ -25,6 +26,7 @@ from raysharding.group.progress import ProgressOption
 from raysharding.group.results import collect_generated, collect_outputs, collect_returns
 from raysharding.group.rooms import NodeRoom
 from raysharding.group.spec import GroupSpec
+from raysharding.models import Adapted
 from raysharding.worker import check_mode
 
 GIB = 1 << 30
@@ -52,6 +54,7 @@ class ShardedModelGroup(Fitting):
         checkpoint: str | os.PathLike[str],
         *,
         model: str | Callable[[], nn.Module] | None = None,
+        peft_config: Any = None,
         world_size: int | None = None,
         device: Literal["cuda", "cpu"] | None = None,
         sharding: Sharding | None = None,
@@ -71,12 +74,15 @@ class ShardedModelGroup(Fitting):
         anything is placed. Whatever fails, nothing stays behind on the cluster.
 
         Args:
-            checkpoint: A Hugging Face directory, a `.safetensors` file, an index json, or a URI of one that
-                `pyarrow.fs` takes (`file://`, `s3://`, `gs://`, ...). A path must be visible on at least one node that
-                holds ranks; rank 0 runs there. A URI is opened by the driver and by the ranks, with the credentials of
-                their environments.
+            checkpoint: A Hugging Face directory, one of LoRA adapters, a `.safetensors` file, an index json, or a URI
+                of one that `pyarrow.fs` takes (`file://`, `s3://`, `gs://`, ...). A path must be visible on a node
+                that holds ranks; rank 0 runs there. A URI is opened by the driver and by the ranks, with the
+                credentials of their environments.
             model: `None`: the class that config.json names; the name of a transformers auto class; or a callable that
                 returns a module, called on every rank with parameters on meta and buffers real.
+            peft_config: A `peft.LoraConfig`: adapters are put into the model before it is sharded, and trained alone;
+                base weights are frozen, and streamed as ever. `save` then writes the adapters alone, as peft does.
+                Default: none, or those of `checkpoint`, where that is a directory of adapters, which names its base.
             world_size: Number of ranks. Default: one per GPU of the cluster.
             device: Default: `cuda` where the cluster has GPUs, else `cpu`.
             sharding: How the module is cut. Default `Sharding()`.
@@ -108,7 +114,7 @@ class ShardedModelGroup(Fitting):
         """
         spec = GroupSpec(
             checkpoint=os.fspath(checkpoint),
-            model=model,
+            model=model if peft_config is None else Adapted.of(model, peft_config),
             world_size=world_size,
             device=device,
             sharding=Sharding() if sharding is None else sharding,
@@ -124,7 +130,8 @@ class ShardedModelGroup(Fitting):
         )
         # Nothing is loaded yet that a wait for the next call boundary could save: one Ctrl-C undoes all.
         with UndoneByInterrupt():
-            return cls(spec, launch(spec))
+            launched = launch(spec)
+            return cls(replace(spec, model=launched.model), launched)
 
     @classmethod
     def attach(cls, name: str, *, timeouts: Timeouts | None = None) -> Self:
@@ -158,6 +165,7 @@ class ShardedModelGroup(Fitting):
         checkpoint: str | os.PathLike[str],
         *,
         model: str | Callable[[], nn.Module] | None = None,
+        peft_config: Any = None,
         world_size: int | None = None,
         device: Literal["cuda", "cpu"] | None = None,
         sharding: Sharding | None = None,
@@ -174,6 +182,7 @@ class ShardedModelGroup(Fitting):
         Args:
             checkpoint: As for `from_checkpoint`.
             model: As for `from_checkpoint`.
+            peft_config: As for `from_checkpoint`.
             world_size: As for `from_checkpoint`. Default: one rank per free GPU.
             device: As for `from_checkpoint`.
             sharding: As for `from_checkpoint`.
@@ -195,7 +204,7 @@ class ShardedModelGroup(Fitting):
         """
         spec = GroupSpec(
             checkpoint=os.fspath(checkpoint),
-            model=model,
+            model=model if peft_config is None else Adapted.of(model, peft_config),
             world_size=world_size,
             device=device,
             sharding=Sharding() if sharding is None else sharding,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
+from dataclasses import replace
 
 from raysharding.checkpoint import Checkpoint
 from raysharding.config import Placement
@@ -14,8 +15,9 @@ from raysharding.group.commands import Assignment, Blueprint
 from raysharding.group.connect import connect
 from raysharding.group.keeping import keep_record
 from raysharding.group.launched import Launched
-from raysharding.group.locate import anchored, local_path, open_here, open_on_a_node
+from raysharding.group.locate import anchored, local_path
 from raysharding.group.naming import check_free
+from raysharding.group.opening import Opened, opened_here, opened_on_a_node
 from raysharding.group.placement import (
     Reservation,
     choose_device_type,
@@ -39,19 +41,20 @@ _COLLECTIVE_GRACE_S = 60.0
 def launch(spec: GroupSpec) -> Launched:
     """Do what `ShardedModelGroup.from_checkpoint` says."""
     spec.check()
-    opened = open_here(spec.checkpoint)
+    opened = opened_here(spec)
     if opened is not None:
         # Before Ray is started: nothing of it is needed to know.
-        checks.check_fit(spec.model, opened, spec.sharding, spec.loading)
+        checks.check_fit(opened.model, opened.base, spec.sharding, spec.loading)
     connect()
     device_type = choose_device_type(spec.device)
     if spec.name is not None:
         check_free(spec.name)
     world_size = choose_world_size(spec.world_size, device_type, spec.placement)
     if opened is None:
-        opened = open_on_a_node(spec.checkpoint, spec.timeouts.start_s)
-        checks.check_fit(spec.model, opened, spec.sharding, spec.loading)
-    channel, started, reservation = _place(spec, opened, world_size, device_type)
+        opened = opened_on_a_node(spec, spec.timeouts.start_s)
+        checks.check_fit(opened.model, opened.base, spec.sharding, spec.loading)
+    spec = replace(spec, model=opened.model)
+    channel, started, reservation = _place(spec, opened.base, world_size, device_type)
     try:
         channel.supervisor.open_lines()
         preflight = Preflight(channel) if spec.preflight else None
@@ -60,7 +63,7 @@ def launch(spec: GroupSpec) -> Launched:
         rendezvous(channel, started, spec.placement)
         report, bounds = _fill(spec, channel, opened, preflight)
         seen = None if preflight is None else preflight.finish()
-        launched = Launched(channel, started, reservation, report, bounds, seen)
+        launched = Launched(spec.model, channel, started, reservation, report, bounds, seen)
         if spec.name is not None:
             keep_record(launched, spec, anchored(spec.checkpoint))
     except BaseException:
@@ -71,25 +74,27 @@ def launch(spec: GroupSpec) -> Launched:
 
 
 def _fill(
-    spec: GroupSpec, channel: Channel, opened: Checkpoint, preflight: Preflight | None
+    spec: GroupSpec, channel: Channel, opened: Opened, preflight: Preflight | None
 ) -> tuple[LoadReport, InputBounds]:
     """Make the module on every rank, load it, and give it its optimizer."""
     if preflight is not None:
         preflight.link()
-    built = (spec.model, opened.to_json(), spec.sharding, spec.loading)
+    built = (spec.model, opened.base.to_json(), spec.sharding, spec.loading)
     bounds: InputBounds = channel.submit_same("build", *built, deadline_s=spec.timeouts.start_s).result()
     if preflight is not None:
         preflight.memory(spec.optimizer)
-    report = _load(channel, opened, spec.progress)
+    report = _load(channel, opened.base, None, spec.progress)
+    if opened.adapters is not None:
+        _load(channel, opened.adapters, anchored(spec.checkpoint), spec.progress)
     if spec.optimizer is not None:
         stall_s = spec.timeouts.load_stall_s
         channel.submit_same("set_optimizer", spec.optimizer, {}, True, deadline_s=stall_s, watch=True).result()
     return report, bounds
 
 
-def _load(channel: Channel, opened: Checkpoint, progress: ProgressOption) -> LoadReport:
-    """Stream the checkpoint into the ranks, with a progress bar, and return rank 0's report."""
-    load = channel.submit_same("load", None, deadline_s=channel.timeouts.load_stall_s, watch=True)
+def _load(channel: Channel, opened: Checkpoint, path: str | None, progress: ProgressOption) -> LoadReport:
+    """Stream a checkpoint into the ranks, with a progress bar, and return rank 0's report."""
+    load = channel.submit_same("load", path, deadline_s=channel.timeouts.load_stall_s, watch=True)
     follow(load, f"loading {opened.path}", opened.num_bytes, progress)
     report: LoadReport = load.result()
     return report

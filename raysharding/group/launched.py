@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from raysharding.distributed import LoadReport
 from raysharding.group.channel import Channel
@@ -16,6 +17,8 @@ from raysharding.models import InputBounds
 class Launched:
     """A group's running parts."""
 
+    model: Any
+    """What the ranks built: see `Opened`."""
     channel: Channel
     """Sends calls to the ranks."""
     started: Started

@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import nn
 
-from raysharding.checkpoint import Checkpoint, open_checkpoint
+from raysharding.checkpoint import Checkpoint
 from raysharding.distributed.footprint import footprints, gathered_bytes, load_bytes, planned_tensors
 from raysharding.group import checks
 from raysharding.group.connect import join_announced
 from raysharding.group.group_plan import GroupPlan, NodePlan, RankPlan, rank_plan, size
-from raysharding.group.locate import open_here, open_on_a_node
+from raysharding.group.opening import opened_here, opened_on_a_node, opened_without_cluster
 from raysharding.group.placement import rank_need, show_resources
 from raysharding.group.rooms import NodeRoom, assign, rooms_here, rooms_of_cluster
 from raysharding.group.spec import GroupSpec
@@ -25,14 +25,15 @@ _ANSWER_S = 15.0
 def plan_group(spec: GroupSpec, nodes: Sequence[NodeRoom] | None) -> GroupPlan:
     """Do what `ShardedModelGroup.plan` says."""
     spec.check()
-    opened = open_here(spec.checkpoint)
+    found = opened_here(spec)
     has_cluster = nodes is None and join_announced()
-    if opened is None:
-        opened = open_on_a_node(spec.checkpoint, _ANSWER_S) if has_cluster else open_checkpoint(spec.checkpoint)
+    if found is None:
+        found = opened_on_a_node(spec, _ANSWER_S) if has_cluster else opened_without_cluster(spec)
+    opened = found.base
     if nodes is None:
         nodes = rooms_of_cluster(spec.placement, _ANSWER_S) if has_cluster else rooms_here()
     device_type, world_size = _choose(spec, nodes)
-    module = checks.fitted_module(spec.model, opened, spec.loading)
+    module = checks.fitted_module(found.model, opened, spec.loading)
     need = rank_need(device_type, spec.placement)
     placed = assign(world_size, nodes, need, spec.placement.strategy)
     ranks = _ranks(spec, opened, module, device_type, [nodes[index].name for index in placed], world_size)
@@ -48,7 +49,7 @@ def plan_group(spec: GroupSpec, nodes: Sequence[NodeRoom] | None) -> GroupPlan:
         device=device_type,
         num_replicas=spec.sharding.replicate_size,
         num_parameters=sum(parameter.numel() for parameter in module.parameters()),
-        checkpoint_bytes=opened.num_bytes,
+        checkpoint_bytes=found.num_bytes,
         optimizer=_name(spec.optimizer),
         ranks=tuple(ranks),
         nodes=node_plans,

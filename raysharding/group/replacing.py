@@ -112,7 +112,7 @@ def _fill(
     arguments = (dict(sources), counts, spec.optimizer)
     channel.submit_same("copy_replicas", *arguments, deadline_s=spec.timeouts.load_stall_s, watch=True).result()
     made = (launched.load_report, launched.bounds, launched.preflight_report)
-    return Launched(channel, started, launched.reservation, *made)
+    return Launched(spec.model, channel, started, launched.reservation, *made)
 
 
 def _ask(member: Member, method: str) -> Any:

@@ -3,6 +3,7 @@
 transformers is imported only in this package, and only when a model needs it.
 """
 
+from raysharding.models.adapters import Adapted, AdapterNames, saved_names, write_adapter_config
 from raysharding.models.blocks import Run
 from raysharding.models.build import ModelSource, build_module, make_contiguous, parameters_on_meta
 from raysharding.models.config_files import write_config_files
@@ -18,6 +19,8 @@ from raysharding.models.wrap import input_and_output, lowers_precision, stays_in
 
 __all__ = [
     "MASKED_LABEL",
+    "Adapted",
+    "AdapterNames",
     "Initialiser",
     "InputBounds",
     "KeyMap",
@@ -37,7 +40,9 @@ __all__ = [
     "misfit",
     "missing_rules",
     "parameters_on_meta",
+    "saved_names",
     "stays_in_full_precision",
     "wrap_groups",
+    "write_adapter_config",
     "write_config_files",
 ]

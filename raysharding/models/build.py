@@ -14,12 +14,14 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from raysharding.errors import PlanError
+from raysharding.models.adapters import Adapted
 
 if TYPE_CHECKING:
     from raysharding.checkpoint import Checkpoint
 
-ModelSource = str | Callable[[], nn.Module] | None
-"""What `from_checkpoint(model=...)` takes: `None`, the name of a transformers auto class, or a callable."""
+ModelSource = str | Callable[[], nn.Module] | Adapted | None
+"""What `from_checkpoint(model=...)` takes: `None`, the name of a transformers auto class, or a callable; with
+`peft_config=` an `Adapted`."""
 
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """dtypes that torch can use as its default, so that a model can be built in them."""
@@ -33,7 +35,7 @@ def build_module(model: ModelSource, checkpoint: Checkpoint, dtype: torch.dtype 
 
     Args:
         model: `None` for the class that config.json names, the name of a transformers auto class, or a callable that
-            returns the module.
+            returns the module; or one of these with adapters, which are put in on meta.
         checkpoint: Headers and config of the checkpoint.
         dtype: Floating dtype of the parameters. `None`: config.json's, else the files'; for a callable's model its
             parameters' own. With a dtype, a callable's model is converted as `Module.to(dtype)` does it, floating
@@ -47,6 +49,8 @@ def build_module(model: ModelSource, checkpoint: Checkpoint, dtype: torch.dtype 
     Raises:
         PlanError: No such class, no config.json, a quantized checkpoint, or the callable failed.
     """
+    if isinstance(model, Adapted):
+        return make_contiguous(model.build(lambda base: build_module(base, checkpoint, dtype), checkpoint.directory))
     if model is None or isinstance(model, str):
         return make_contiguous(_build_from_config(model, checkpoint, dtype))
     if not callable(model):
@@ -262,6 +266,8 @@ def _build_from_callable(model: Callable[[], nn.Module], dtype: torch.dtype | No
         raise PlanError(f"model={name} raised {type(exc).__name__}: {exc}") from exc
     if not isinstance(module, nn.Module):
         raise PlanError(f"model={name} returned a {type(module).__name__}: return an nn.Module")
+    if any(f"{cls.__module__}.{cls.__qualname__}" == "peft.peft_model.PeftModel" for cls in type(module).__mro__):
+        raise PlanError(f"model={name} returned a PeftModel: return the model inside it, and pass peft_config=")
     _move_parameters_to_meta(module)
     return module if dtype is None else module.to(dtype)
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from raysharding.errors import PlanError
+from raysharding.models.adapters import AdapterNames
 from raysharding.models.stand_in import original_class, stand_in
 
 CONVERSION_ERRORS = (
@@ -39,6 +40,8 @@ class Conversion:
     """Stand-in of the model: operations ask it for shapes and config."""
     collected: dict[str, list[str]] = field(default_factory=dict)
     """Source pattern → checkpoint keys, in the order in which transformers stacks them."""
+    fqns: Mapping[str, str] = field(default_factory=dict)
+    """Name in the model without adapters → FQN, where they differ."""
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -63,7 +66,9 @@ class Conversion:
         for pattern, keys in self.collected.items():
             converter.collected_tensors[pattern] = [tensor_of(key) for key in keys]
         results = converter.convert(self.layer_name, model=self.model, config=self.model.config)
-        return {fqn: value[0] if isinstance(value, list) else value for fqn, value in results.items()}
+        return {
+            self.fqns.get(name, name): value[0] if isinstance(value, list) else value for name, value in results.items()
+        }
 
 
 @dataclass
@@ -80,6 +85,12 @@ class Routing:
     """FQNs that the model class allows to be missing."""
     ignore_unexpected: re.Pattern[str] | None = None
     """Renamed keys that the model class allows to be unexpected."""
+    optional: frozenset[str] = frozenset()
+    """FQNs that may be missing because this checkpoint is not what holds them: adapters, or all but adapters."""
+    copies: Mapping[str, str] = field(default_factory=dict)
+    """FQN → FQN of the tensor whose value it is given, where nothing else feeds it."""
+    base: Mapping[str, str] = field(default_factory=dict)
+    """FQN → its name in the model without adapters, where they differ."""
 
 
 def is_transformers_model(module: nn.Module) -> bool:
@@ -91,7 +102,7 @@ def is_transformers_model(module: nn.Module) -> bool:
 def route(
     module: nn.Module, held: Mapping[str, torch.Tensor], keys: Mapping[str, Any], key_mapping: Mapping[str, str] | None
 ) -> Routing:
-    """Find the FQN of every checkpoint key.
+    """Find the FQN of every checkpoint key. A model with adapters is fed by its base's checkpoint, or by adapters.
 
     Args:
         module: The module, sharded or not.
@@ -108,6 +119,38 @@ def route(
             re.compile(pattern)
         except re.error as exc:
             raise PlanError(f"key_mapping: {pattern!r} is not a regular expression: {exc}") from exc
+    adapters = AdapterNames.of(module)
+    if adapters is None:
+        return _route_base(module, held, keys, key_mapping)
+    if adapters.are_keys(keys):
+        return _route_adapters(adapters, held, keys)
+    known = {adapters.base.get(fqn, fqn): tensor for fqn, tensor in held.items() if fqn not in adapters.added}
+    routing = _route_base(module, known, keys, key_mapping)
+    fqns = {name: fqn for fqn, name in adapters.base.items()}
+    for conversion in routing.conversions.values():
+        conversion.fqns = fqns
+    return replace(
+        routing,
+        renamed={fqns.get(name, name): sources for name, sources in routing.renamed.items()},
+        optional=adapters.added,
+        copies=adapters.copies,
+        base=adapters.base,
+    )
+
+
+def _route_adapters(adapters: AdapterNames, held: Mapping[str, torch.Tensor], keys: Mapping[str, Any]) -> Routing:
+    fqns = {key: fqn for fqn, key in adapters.files.items()}
+    # Base weights that are nowhere yet are missing: adapters alone are no model.
+    return Routing(
+        renamed={fqns[key]: [key] for key in keys if key in fqns},
+        unmatched={key: key for key in keys if key not in fqns},
+        optional=frozenset(fqn for fqn, tensor in held.items() if fqn not in adapters.files and not tensor.is_meta),
+    )
+
+
+def _route_base(
+    module: nn.Module, held: Mapping[str, torch.Tensor], keys: Mapping[str, Any], key_mapping: Mapping[str, str] | None
+) -> Routing:
     if is_transformers_model(module):
         return _route_transformers(module, held, keys, key_mapping)
     return _route_plain(held, keys, key_mapping)

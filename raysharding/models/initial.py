@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from raysharding.errors import PlanError
+from raysharding.models.adapters import apply_adapter_reset, holder_of_adapter
 from raysharding.models.conversion import CONVERSION_ERRORS, class_name, is_transformers_model
 from raysharding.models.stand_in import stand_in
 from raysharding.models.writes import Writes
@@ -25,10 +26,11 @@ Rule = Callable[[nn.Module, str], None]
 class Initialiser:
     """Computes initial values by the rules of the modules that own them.
 
-    transformers models: `_init_weights` of the owning module and of those around it, as `from_pretrained` calls it.
-    Others: the owner's `reset_parameters`. The rule runs on a stand-in of the module whose only real tensor is the
-    one asked for, so that the memory is that tensor's, once (twice for a transformers bool or integer tensor). Every
-    value has a stand-in of its own: a rule may change modules, and no value may depend on what was asked before.
+    LoRA adapters: peft's rule. Others in transformers models: `_init_weights` of the owning module and of those around
+    it, as `from_pretrained` calls it. All others: the owner's `reset_parameters`. The rule runs on a stand-in of the
+    module whose only real tensor is the one asked for, so that the memory is that tensor's, once (twice for a
+    transformers bool or integer tensor). Every value has a stand-in of its own: a rule may change modules, and no value
+    may depend on what was asked before.
 
     Args:
         module: The root, on meta or real, before or after `fully_shard`; not changed.
@@ -52,13 +54,10 @@ class Initialiser:
         Raises:
             PlanError: No rule, or one that raises or leaves part of the tensor unset.
         """
-        if is_transformers_model(self._tree) or inside_transformers(self._tree, fqn):
-            value = self._settled(fqn, apply_init_weights)
+        for rule in rules_for(self._tree, fqn):
+            value = self._settled(fqn, rule)
             if value is not None:
                 return value
-        value = self._settled(fqn, apply_reset)
-        if value is not None:
-            return value
         raise PlanError(
             f"{fqn}: the checkpoint has no value for it, and {class_name(owner_of(self._tree, fqn))} has no rule that "
             "sets it: put it into the checkpoint, or give the class a reset_parameters() that sets it"
@@ -151,6 +150,15 @@ def _seeded(seed: int, fqn: str) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(int.from_bytes(digest, "big", signed=True))
         yield
+
+
+def rules_for(root: nn.Module, fqn: str) -> tuple[Rule, ...]:
+    """Rules that may set a tensor, the one to try first first."""
+    if holder_of_adapter(root, fqn) is not None:
+        return apply_adapter_reset, apply_reset
+    if is_transformers_model(root) or inside_transformers(root, fqn):
+        return apply_init_weights, apply_reset
+    return (apply_reset,)
 
 
 def apply_init_weights(root: nn.Module, fqn: str) -> None:

@@ -174,6 +174,7 @@ class _Mapper:
         self._sort_unmatched()
         self._resolve_aliases()
         self._copy_declared_ties()
+        self._copy_trained()
         targets = self._targets()
         missing, initialise = self._missing()
         return KeyMap(
@@ -253,6 +254,13 @@ class _Mapper:
                 if empty not in self._feeds and full in self._feeds:
                     self._feeds[empty] = self._feeds[full]
 
+    def _copy_trained(self) -> None:
+        """A copy that is trained in a module's place begins as the module is."""
+        for copy, original in self._routing.copies.items():
+            original = self._aliases.get(original, original)
+            if copy not in self._feeds and original in self._feeds:
+                self._feeds[copy] = self._feeds[original]
+
     def _targets(self) -> dict[str, Target]:
         targets = {}
         for fqn, entry in self._entries.items():
@@ -285,8 +293,8 @@ class _Mapper:
             if fqn in self._aliases or fqn in self._feeds:
                 continue
             if entry.persistent and fqn not in refused:
-                pattern = self._routing.ignore_missing
-                allowed = pattern is not None and pattern.search(fqn) is not None
+                pattern, name = self._routing.ignore_missing, self._routing.base.get(fqn, fqn)
+                allowed = fqn in self._routing.optional or (pattern is not None and pattern.search(name) is not None)
                 (self._ignored if allowed else missing).append(fqn)
             if entry.tensor.device.type == "meta":
                 initialise.append(fqn)

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 
 from raysharding.errors import PlanError
-from raysharding.models.conversion import CONVERSION_ERRORS, is_transformers_model
-from raysharding.models.initial import (
-    Initialiser,
-    apply_init_weights,
-    apply_reset,
-    inside_transformers,
-    lookup,
-    owner_of,
-    placeholder_of,
-)
+from raysharding.models.conversion import CONVERSION_ERRORS
+from raysharding.models.initial import Initialiser, lookup, owner_of, placeholder_of, rules_for
 from raysharding.models.stand_in import stand_in
 from raysharding.models.writes import Writes
 
@@ -66,13 +58,9 @@ def _proven(module: nn.Module, names: Iterable[str]) -> set[str]:
 
 def _proven_of_owner(root: nn.Module, names: Sequence[str]) -> set[str]:
     """As `_proven`, for tensors of one module of the stand-in, whose rules are the same."""
-    rules: list[Callable[[nn.Module, str], None]] = []
-    if is_transformers_model(root) or inside_transformers(root, names[0]):
-        rules.append(apply_init_weights)
-    rules.append(apply_reset)
     owner = owner_of(root, names[0])
     proven: set[str] = set()
-    for rule in rules:
+    for rule in rules_for(root, names[0]):
         before = {name: lookup(owner, name) for name in names}
         with torch.random.fork_rng(devices=[]), torch.no_grad(), Writes() as writes:
             try:

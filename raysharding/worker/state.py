@@ -70,6 +70,7 @@ class RankState:
         self.loading = Loading()
         self.optimizer: torch.optim.Optimizer | None = None
         self.load_report: LoadReport | None = None
+        self.loaded: str | None = None
         self.position: Position | None = None
         self._saver = AsyncSaver()
         self._sidecars: str | None = None

@@ -38,8 +38,8 @@ class TrainingRank(RankState):
         Args:
             factory: A class, or any callable.
             kwargs: Given to it after the parameters.
-            restore: Also bring back its state, the random generators and the position in the data, where the loaded
-                checkpoint is a save of ours that holds them. Collective then.
+            restore: Also bring back its state, the random generators and the position in the data, where the
+                checkpoint that was loaded last is a save of ours that holds them. Collective then.
 
         Raises:
             ValueError: `factory` did not return a torch optimizer.
@@ -47,11 +47,11 @@ class TrainingRank(RankState):
         """
         with self._running("call", "set_optimizer"):
             self.optimizer = make_optimizer(self.module, factory, kwargs)
-            if restore and self.checkpoint is not None:
-                state = self._plan_optimizer(self.checkpoint.path)
+            if restore and self.loaded is not None:
+                state = self._plan_optimizer(self.loaded)
                 if state is not None:
                     state.run(self.loading, self._follow(None), self._stall_s)
-                    self.position = load_training(self.checkpoint.path)
+                    self.position = load_training(self.loaded)
 
     def set_scheduler(self, schedule: Schedule) -> None:
         """Give the optimizer a learning-rate schedule, in place of an earlier one; see `distributed.schedules`.

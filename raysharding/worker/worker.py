@@ -123,8 +123,8 @@ class Worker(FittingRank):
         With the optimizer's state come back the random generators and the position in the data.
 
         Args:
-            path: Another checkpoint of the same model, which rank 0 can read. Default: the one that the module was
-                built for.
+            path: Another checkpoint of the same model, or its adapters, which rank 0 can read. Default: the one that
+                the module was built for.
             progress: Called with (bytes done, bytes in all) as they come.
 
         Raises:
@@ -140,7 +140,7 @@ class Worker(FittingRank):
                 state = self._plan_optimizer(path or self.checkpoint.path)
                 origin = self.checkpoint if path is None else path
                 self.load_report = load_checkpoint(self.module, origin, loading=self.loading, **options)
-                moved = True
+                moved, self.loaded = True, path or self.checkpoint.path
                 self.position = None
                 if state is not None:
                     state.run(self.loading, **options)

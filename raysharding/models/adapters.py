@@ -1,0 +1,319 @@
+"""LoRA adapters: peft's layers inside a model that is built on meta, and the names that their tensors have in files.
+
+peft is imported only here, and only where a model has adapters.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import torch
+from torch import nn
+
+from raysharding.errors import CheckpointError, PlanError
+from raysharding.models.names import clean_name
+from raysharding.models.stand_in import original_class
+
+if TYPE_CHECKING:
+    from raysharding.checkpoint import Checkpoint
+
+ADAPTER_PREFIX: Final = "base_model.model."
+"""What every name in a file of adapters begins with: where a `PeftModel` holds the model."""
+_NAME: Final = "default"
+_SUPPORTED: Final = frozenset(
+    {
+        "alpha_pattern",
+        "auto_mapping",
+        "base_model_name_or_path",
+        "bias",
+        "exclude_modules",
+        "fan_in_fan_out",
+        "inference_mode",
+        "init_lora_weights",
+        "layers_pattern",
+        "layers_to_transform",
+        "lora_alpha",
+        "lora_bias",
+        "lora_dropout",
+        "modules_to_save",
+        "peft_type",
+        "peft_version",
+        "r",
+        "rank_pattern",
+        "revision",
+        "target_modules",
+        "task_type",
+        "use_rslora",
+    }
+)
+"""Fields of `peft.LoraConfig` that may differ from their defaults. The others read base weights when adapters are made,
+which are on no rank whole, or change what the base checkpoint feeds."""
+_SCALE: Final = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
+"""What neither names nor shapes of tensors show, but for `r`, and peft fills in nowhere."""
+_INITS: Final = (True, False, "gaussian")
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A model to build, and the adapters to put into it."""
+
+    model: str | Callable[[], nn.Module] | None
+    """As `from_checkpoint(model=...)` takes it."""
+    fields: Mapping[str, Any]
+    """What adapter_config.json holds: `peft.LoraConfig` as JSON."""
+
+    @classmethod
+    def of(cls, model: str | Callable[[], nn.Module] | None, peft_config: Any) -> Self:
+        """Take a configuration from the user.
+
+        Raises:
+            ValueError: It is no `peft.LoraConfig`, or asks for what is not supported.
+        """
+        kind = type(peft_config)
+        if f"{kind.__module__}.{kind.__qualname__}" != "peft.tuners.lora.config.LoraConfig":
+            raise ValueError(f"peft_config is a {kind.__name__}: give a peft.LoraConfig, as LoraConfig(r=16)")
+        fields = {key: sorted(item) if isinstance(item, set) else item for key, item in peft_config.to_dict().items()}
+        try:
+            plain: dict[str, Any] = json.loads(json.dumps(fields))
+        except TypeError as error:
+            raise ValueError(f"peft_config cannot be written as adapter_config.json: {error}") from error
+        _check_supported(peft_config, "peft_config")
+        return cls(model, plain)
+
+    @classmethod
+    def of_files(cls, model: Any, checkpoint: Checkpoint) -> Self:
+        """Take the configuration that lies beside adapters.
+
+        Args:
+            model: As `from_checkpoint` takes it; or already an `Adapted`, of these adapters.
+            checkpoint: The adapters.
+
+        Raises:
+            ValueError: `model` has other adapters.
+        """
+        fields = checkpoint.adapter
+        assert fields is not None, "a checkpoint of adapters"
+        if not isinstance(model, cls):
+            return cls(model, fields)
+        if differing := _differing(model.fields, fields):
+            raise ValueError(
+                f"peft_config differs from the adapters in {checkpoint.path}: {differing}; leave peft_config out to "
+                "load these, or give the base checkpoint's path to begin new ones"
+            )
+        return model
+
+    def build(self, build: Callable[[Any], nn.Module], where: str) -> nn.Module:
+        """Build the model, and put the adapters in, on meta; the rest is frozen.
+
+        Args:
+            build: Builds the model without them.
+            where: Directory of the checkpoint that the base weights come from; saves name it.
+
+        Raises:
+            PlanError: peft is missing, or cannot put adapters into this model.
+        """
+        peft = _peft()
+        if self.fields.get("peft_type") != "LORA":
+            raise PlanError(f"{where}: adapters of peft_type={self.fields.get('peft_type')!r}: only LORA is supported")
+        try:
+            config = peft.LoraConfig.from_peft_type(**{**self.fields, "inference_mode": False})
+        except (ValueError, TypeError) as error:
+            raise PlanError(f"{where}: adapter_config.json is no LoraConfig: {error}") from error
+        _check_supported(config, where)
+        config.base_model_name_or_path = where
+        module = build(self.model)
+        try:
+            with torch.device("meta"):
+                peft.inject_adapter_in_model(config, module, adapter_name=_NAME, low_cpu_mem_usage=True)
+        except (ValueError, TypeError, NotImplementedError) as error:
+            raise PlanError(f"{where}: peft cannot put adapters into {type(module).__name__}: {error}") from error
+        _widen(module)
+        return module
+
+
+@dataclass(frozen=True)
+class AdapterNames:
+    """What tensors of a model with adapters are called where."""
+
+    config: Any
+    """`peft.LoraConfig`."""
+    files: Mapping[str, str]
+    """FQN of what a save holds → its key in adapter_model.safetensors."""
+    base: Mapping[str, str]
+    """FQN of what the base model has, too, but under another name → that name."""
+    added: frozenset[str]
+    """FQNs of what the base model has not."""
+    copies: Mapping[str, str]
+    """FQN of a trained copy (`modules_to_save`) → FQN of what it is a copy of."""
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Self | None:
+        """Find the adapters of a module, sharded or not; `None` where there are none."""
+        peft: Any = sys.modules.get("peft")  # not imported: then there are none
+        if peft is None or _NAME not in (getattr(module, "peft_config", None) or {}):
+            return None
+        base: dict[str, str] = {}
+        added: set[str] = set()
+        copies: dict[str, str] = {}
+        names = list(dict.fromkeys(_tensor_names(module)))
+        for prefix, inner, beside in _wrappers(module):
+            for name in (name for name in names if name.startswith(prefix)):
+                part, _, rest = name.removeprefix(prefix).partition(".")
+                if part == inner:
+                    base[name] = prefix + rest
+                elif part in beside:
+                    added.add(name)
+                    if part == "modules_to_save":
+                        copies[name] = f"{prefix}{inner}.{rest.partition('.')[2]}"
+        marks = dict(zip(names, names, strict=True))
+        # peft's own naming, over names instead of tensors.
+        held = peft.get_peft_model_state_dict(module, state_dict=marks, adapter_name=_NAME, save_embedding_layers=False)
+        files = {name: ADAPTER_PREFIX + key for key, name in held.items()}
+        return cls(_config_of(module), files, base, frozenset(added), copies)
+
+    def check(self, checkpoint: Checkpoint) -> None:
+        """Refuse adapters of another scale than the model's: their values would mean something else here.
+
+        Raises:
+            PlanError: Names what differs.
+        """
+        assert checkpoint.adapter is not None, "a checkpoint of adapters"
+        if differing := _differing(self.config.to_dict(), checkpoint.adapter):
+            raise PlanError(f"{checkpoint.path}: these adapters are not the model's: {differing}")
+
+    @staticmethod
+    def are_keys(keys: Mapping[str, Any]) -> bool:
+        """Whether a checkpoint holds adapters alone."""
+        return bool(keys) and all(key.startswith(ADAPTER_PREFIX) for key in keys)
+
+
+def saved_names(module: nn.Module) -> Mapping[str, str] | None:
+    """FQN → key in the file, of what a save of a model with adapters holds; `None` where there are none."""
+    names = AdapterNames.of(module)
+    return None if names is None else names.files
+
+
+def write_adapter_config(module: nn.Module, directory: str) -> bool:
+    """Write adapter_config.json, as peft's `save_pretrained` does; one rank calls it.
+
+    Args:
+        module: The model.
+        directory: An existing directory.
+
+    Returns:
+        Whether the model has adapters.
+
+    Raises:
+        CheckpointError: The file cannot be written.
+    """
+    names = AdapterNames.of(module)
+    if names is None:
+        return False
+    config = names.config
+    mapping = None
+    if config.task_type is None:  # how AutoPeftModel finds the class of the base model then
+        cls = original_class(module)
+        mapping = {"base_model_class": cls.__name__, "parent_library": cls.__module__}
+    was = config.inference_mode
+    config.inference_mode = True
+    try:
+        config.save_pretrained(directory, auto_mapping_dict=mapping)
+    except OSError as error:
+        raise CheckpointError(f"cannot write adapter_config.json: {error.strerror}", path=directory) from error
+    finally:
+        config.inference_mode = was
+    return True
+
+
+def holder_of_adapter(root: nn.Module, fqn: str) -> Any:
+    """The peft layer that `fqn` is an adapter of; `None` where it is something else."""
+    if "peft" not in sys.modules:
+        return None
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    path = fqn.split(".")
+    for depth in range(len(path) - 1, 0, -1):
+        module = root.get_submodule(".".join(path[: depth - 1]))
+        if isinstance(module, BaseTunerLayer):
+            return module if path[depth - 1] in module.adapter_layer_names else None
+    return None
+
+
+def apply_adapter_reset(root: nn.Module, fqn: str) -> None:
+    """peft's own initial values: A as a Linear's, B zeros, unless `init_lora_weights` says otherwise."""
+    layer: Any = holder_of_adapter(root, fqn)
+    layer.reset_lora_parameters(_NAME, _config_of(root).init_lora_weights)
+
+
+def _config_of(module: nn.Module) -> Any:
+    """What peft left with the module that it put adapters into."""
+    configs: Any = module.peft_config
+    return configs[_NAME]
+
+
+def _differing(own: Mapping[str, Any], others: Mapping[str, Any]) -> str:
+    """What makes the scale of adapters another; empty where nothing does."""
+    differing = [key for key in _SCALE if own.get(key) != others.get(key)]
+    return ", ".join(f"{key}={own.get(key)!r} for {others.get(key)!r}" for key in differing)
+
+
+def _peft() -> Any:
+    try:
+        return importlib.import_module("peft")
+    except ImportError as exc:
+        raise PlanError("a model with LoRA adapters needs peft: pip install 'raysharding[lora]'") from exc
+
+
+def _check_supported(config: Any, where: str) -> None:
+    """Refuse what a model on meta, cut over ranks, cannot do.
+
+    Raises:
+        ValueError: Names the field.
+    """
+    default = type(config)().to_dict()
+    for key, value in config.to_dict().items():
+        if key not in _SUPPORTED and value != default.get(key):
+            raise ValueError(
+                f"{where}: LoraConfig({key}={value!r}) is not supported: leave it out; make such adapters with peft in "
+                "one process"
+            )
+    if config.init_lora_weights not in _INITS:
+        raise ValueError(
+            f"{where}: LoraConfig(init_lora_weights={config.init_lora_weights!r}) computes adapters from base weights, "
+            f"which no rank holds whole: use one of {', '.join(map(repr, _INITS))}"
+        )
+
+
+def _widen(module: nn.Module) -> None:
+    """Keep adapters in float32 where the base model is in half precision: peft's `autocast_adapter_dtype`."""
+    names = AdapterNames.of(module)
+    assert names is not None, "they were just put in"
+    for name, parameter in module.named_parameters():
+        if name in names.added and name not in names.copies and parameter.dtype in (torch.float16, torch.bfloat16):
+            parameter.data = parameter.data.float()
+
+
+def _tensor_names(module: nn.Module) -> Iterator[str]:
+    """FQNs of all parameters and buffers, under every name that they have."""
+    for name, _ in module.named_parameters(remove_duplicate=False):
+        yield clean_name(name)
+    for name, _ in module.named_buffers(remove_duplicate=False):
+        yield clean_name(name)
+
+
+def _wrappers(module: nn.Module) -> Iterator[tuple[str, str, frozenset[str]]]:
+    """Prefix of each of peft's layers, under every name; its child that holds the base; its other children."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    for name, layer in module.named_modules(remove_duplicate=False):
+        prefix = f"{found}." if (found := clean_name(name)) else ""
+        if isinstance(layer, BaseTunerLayer):
+            yield prefix, "base_layer", frozenset(layer.adapter_layer_names)
+        elif isinstance(layer, AuxiliaryTrainingWrapper):
+            yield prefix, "original_module", frozenset(layer.adapter_layer_names)

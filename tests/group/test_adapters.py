@@ -1,0 +1,206 @@
+"""LoRA through the whole road: trained as peft trains it in one process, saved as peft saves it, gone on from."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from raysharding import CheckpointError, FitStep, PlanError, ShardedModelGroup, Sharding, Split
+from tests.models.architectures import ARCHITECTURES
+
+peft = pytest.importorskip("peft")
+
+pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.timeout(180)]
+
+ADAMW = partial(torch.optim.AdamW, lr=1e-2)
+ROWS = [{"input_ids": [(3 * row + at) % 60 for at in range(8)]} for row in range(36)]
+BATCH = 5
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("base")
+    torch.manual_seed(0)
+    ARCHITECTURES["llama"].make().save_pretrained(path)
+    return path
+
+
+def lora(**fields: Any) -> Any:
+    return peft.LoraConfig(**{"r": 4, "target_modules": ["q_proj", "v_proj", "up_proj"], **fields})
+
+
+def make_group(path: Path, world_size: int = 2, **options: Any) -> ShardedModelGroup:
+    given = {"world_size": world_size, "device": "cpu", "optimizer": ADAMW, "progress": False}
+    return ShardedModelGroup.from_checkpoint(path, **{**given, **options})
+
+
+def collate() -> Callable[..., Any]:
+    def make(rows: list[Any]) -> dict[str, torch.Tensor]:
+        ids = torch.tensor([row["input_ids"] for row in rows])
+        return {"input_ids": ids, "labels": ids}
+
+    return make
+
+
+def fit(group: ShardedModelGroup, **options: Any) -> Any:
+    return group.fit(ROWS, **{"batch_size": BATCH, "collate": collate(), "progress": False, **options})
+
+
+class Alone:
+    """peft in one process, on what a group has saved."""
+
+    def __init__(self, base: Path, adapters: Path) -> None:
+        model: Any = transformers.LlamaForCausalLM.from_pretrained(base)
+        self.model = peft.PeftModel.from_pretrained(model, adapters, is_trainable=True)
+        self.model.train()
+        self.optimizer = ADAMW(parameter for parameter in self.model.parameters() if parameter.requires_grad)
+
+    def epoch(self) -> list[float]:
+        losses = []
+        for start in range(0, len(ROWS), BATCH):
+            loss = self.model(**collate()(ROWS[start : start + BATCH])).loss
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+
+@pytest.mark.parametrize(
+    "sharding",
+    [Sharding(), pytest.param(Sharding(replicate_size=2, activation_checkpointing=True), marks=pytest.mark.full)],
+    ids=["plain", "replicated"],
+)
+def test_training_equals_peft_in_one_process(base: Path, tmp_path: Path, sharding: Sharding) -> None:
+    config = lora(modules_to_save=["lm_head"], bias="none", use_rslora=True)
+    with make_group(base, peft_config=config, sharding=sharding) as group:
+        before = group.state_dict()
+        first = group.save(tmp_path / "begun", optimizer=False)
+        alone = Alone(base, tmp_path / "begun")
+        losses = fit(group, epochs=2).history["loss"]
+        assert losses == pytest.approx(alone.epoch() + alone.epoch(), abs=1e-5)
+        after = group.state_dict()
+        group.save(tmp_path / "trained")
+        logits = group.forward(input_ids=Split(collate()(ROWS)["input_ids"])).logits
+    trained = {name for name in before if not torch.equal(before[name], after[name])}
+    assert trained == {name for name in before if "lora_" in name or "modules_to_save" in name}
+    theirs = peft.get_peft_model_state_dict(alone.model, save_embedding_layers=False)
+    ours = load_file(tmp_path / "trained/adapter_model.safetensors")
+    assert ours.keys() == theirs.keys()
+    for key, tensor in theirs.items():
+        torch.testing.assert_close(ours[key], tensor, rtol=1e-4, atol=1e-5)
+    assert first.num_tensors == len(theirs)
+    assert first.num_bytes == sum(tensor.nbytes for tensor in theirs.values())
+
+    opened: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
+    torch.testing.assert_close(opened(collate()(ROWS)["input_ids"]).logits, logits, rtol=1e-5, atol=1e-5)
+
+    # The path of the adapters is enough, on another number of ranks: they name their base.
+    with make_group(tmp_path / "trained", 3) as group:
+        assert fit(group, epochs=3, resume=True).history["loss"] == pytest.approx(alone.epoch(), abs=1e-5)
+
+
+class Killer:
+    """A callback that ends a rank's process, once, after a step."""
+
+    def __init__(self, group: ShardedModelGroup) -> None:
+        self.group: ShardedModelGroup | None = group
+
+    def __call__(self, step: FitStep) -> None:
+        if step.num_steps >= 12 and self.group is not None:
+            os.kill(self.group.ranks[1].pid, signal.SIGKILL)
+            self.group = None
+
+
+def test_a_run_goes_on_from_its_saved_adapters(base: Path, tmp_path: Path) -> None:
+    with make_group(base, peft_config=lora()) as group:
+        whole = fit(group, epochs=3).history["loss"]
+    with make_group(base, peft_config=lora(), max_restarts=1) as group:
+        saves = {"save_to": tmp_path / "saves", "save_every": 5, "keep_last": 2, "async_save": True}
+        report = fit(group, epochs=3, callbacks=[Killer(group)], **saves)
+        assert report.num_restarts == 1
+        assert report.history["loss"] == pytest.approx(whole, abs=1e-5)
+    last = sorted(os.listdir(tmp_path / "saves"))[-1]
+    assert not (tmp_path / "saves" / last / "model.safetensors").exists()
+    assert json.loads((tmp_path / "saves" / last / "adapter_config.json").read_text())[
+        "base_model_name_or_path"
+    ] == str(base)
+
+
+def test_a_model_in_bfloat16_keeps_its_adapters_in_float32(base: Path, tmp_path: Path) -> None:
+    model: Any = transformers.LlamaForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "half")
+    with make_group(tmp_path / "half", peft_config=lora()) as group:
+        group.save(tmp_path / "begun", optimizer=False)
+        losses = fit(group, epochs=2).history["loss"]
+        dtypes = {tensor.dtype for name, tensor in group.state_dict().items() if "lora_" in name}
+        assert dtypes == {torch.float32}
+    alone = Alone(tmp_path / "half", tmp_path / "begun")
+    alone.model.to(torch.bfloat16)
+    for name, parameter in alone.model.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.float()
+    assert losses == pytest.approx(alone.epoch() + alone.epoch(), rel=0.02)
+    assert losses[-2] < losses[0]
+
+
+def test_adapters_are_loaded_into_a_group_that_has_such(base: Path, tmp_path: Path) -> None:
+    with make_group(base, peft_config=lora()) as group:
+        group.save(tmp_path / "begun")
+        begun = group.state_dict()
+        losses = fit(group).history["loss"]
+        group.load(tmp_path / "begun")
+        for name, tensor in group.state_dict().items():
+            assert torch.equal(tensor, begun[name]), name
+        assert fit(group).history["loss"] == losses  # the optimizer went back with them
+        for fields, said in (({"r": 2}, "r=4 for 2"), ({"lora_alpha": 16}, "lora_alpha=8 for 16")):
+            others = peft.get_peft_model(transformers.LlamaForCausalLM.from_pretrained(base), lora(**fields))
+            others.save_pretrained(tmp_path / "others")
+            with pytest.raises(PlanError, match=f"these adapters are not the model's: {said}"):
+                group.load(tmp_path / "others")
+        others = peft.get_peft_model(
+            transformers.LlamaForCausalLM.from_pretrained(base), lora(target_modules=["k_proj"])
+        )
+        others.save_pretrained(tmp_path / "others")
+        with pytest.raises(PlanError, match=r"missing from the checkpoint: .*q_proj\.lora_A"):
+            group.load(tmp_path / "others")
+        ids = Split(collate()(ROWS)["input_ids"])
+        assert group.train_step(input_ids=ids, labels=ids)["loss"] > 0
+    with (
+        make_group(base, optimizer=None) as plain,
+        pytest.raises(PlanError, match="holds LoRA adapters, and the model has none"),
+    ):
+        plain.load(tmp_path / "begun")
+
+
+def test_what_cannot_be_is_said_before_anything_is_placed(base: Path, tmp_path: Path) -> None:
+    moved = shutil.copytree(base, tmp_path / "moved")
+    model: Any = transformers.LlamaForCausalLM.from_pretrained(moved)
+    theirs = peft.get_peft_model(model, lora())
+    theirs.save_pretrained(tmp_path / "adapters")
+    assert "fits" in str(ShardedModelGroup.plan(tmp_path / "adapters", world_size=2, device="cpu"))
+    with pytest.raises(ValueError, match=r"peft_config differs from the adapters .*: r=8 for 4"):
+        make_group(tmp_path / "adapters", peft_config=lora(r=8))
+    with pytest.raises(PlanError, match="'nowhere'"):
+        make_group(base, peft_config=lora(target_modules=["nowhere"]))
+    with pytest.raises(ValueError, match="give a peft"):
+        make_group(base, peft_config={"r": 4})
+    shutil.rmtree(moved)
+    with pytest.raises(CheckpointError, match="moved") as caught:
+        make_group(tmp_path / "adapters")
+    assert "names this as the base model" in "".join(caught.value.__notes__)
+    fields = json.loads((tmp_path / "adapters/adapter_config.json").read_text())
+    (tmp_path / "adapters/adapter_config.json").write_text(json.dumps(fields | {"base_model_name_or_path": None}))
+    with pytest.raises(CheckpointError, match="names no base model"):
+        make_group(tmp_path / "adapters")

@@ -1,0 +1,145 @@
+"""LoRA adapters on a model on meta: names are peft's, the base is fed as ever, values are by peft's rule."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from raysharding.checkpoint import open_checkpoint
+from raysharding.errors import PlanError
+from raysharding.models import Adapted, AdapterNames, Initialiser, build_module, map_keys, missing_rules
+from tests.models.architectures import ARCHITECTURES
+from tests.models.filling import everything
+
+peft = pytest.importorskip("peft")
+
+TARGETS: dict[str, list[str]] = {
+    "llama": ["q_proj", "v_proj", "down_proj"],
+    "gpt2": ["c_attn"],
+    "mixtral": ["q_proj", "o_proj"],
+    "bert-classifier": ["query", "word_embeddings"],
+}
+
+
+def saved(name: str, path: Path) -> Path:
+    ARCHITECTURES[name].make().save_pretrained(path)
+    return path
+
+
+def lora(name: str, **fields: Any) -> Any:
+    options = {"r": 2, "target_modules": TARGETS[name], "lora_dropout": 0.1, "fan_in_fan_out": name == "gpt2"}
+    return peft.LoraConfig(**{**options, **fields})
+
+
+def built(name: str, path: Path, dtype: torch.dtype | None = None, **fields: Any) -> nn.Module:
+    return build_module(Adapted.of(None, lora(name, **fields)), open_checkpoint(saved(name, path)), dtype)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("fields", [{}, {"bias": "all"}, {"bias": "lora_only"}], ids=["plain", "all", "lora_only"])
+def test_names_are_those_of_pefts_own_files(name: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    module = built(name, tmp_path / "base", **fields)
+    theirs = peft.get_peft_model(ARCHITECTURES[name].make(), lora(name, **fields))
+    theirs.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
+    with safe_open(tmp_path / "theirs/adapter_model.safetensors", "pt") as file:
+        shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 - no mapping
+    names, held = AdapterNames.of(module), everything(module)
+    assert names is not None
+    assert {key: tuple(held[fqn].shape) for fqn, key in names.files.items()} == shapes
+    trained = {fqn for fqn, parameter in module.named_parameters() if parameter.requires_grad}
+    assert trained == set(names.files)
+    assert all(parameter.is_meta for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_the_base_is_fed_as_without_adapters(name: str, tmp_path: Path) -> None:
+    module = built(name, tmp_path, modules_to_save=["classifier"] if name == "bert-classifier" else None)
+    opened = open_checkpoint(tmp_path)
+    keys, names = map_keys(module, opened.tensors, None), AdapterNames.of(module)
+    plain = map_keys(build_module(None, opened, None), opened.tensors, None)
+    assert names is not None
+    assert not keys.mismatches(strict=True)
+    fed = {names.base.get(fqn, fqn): target for fqn, target in keys.targets.items() if fqn not in names.copies}
+    assert {fqn: target.runs for fqn, target in fed.items()} == {fqn: one.runs for fqn, one in plain.targets.items()}
+    assert set(keys.initialise) == (names.added - set(names.copies)) | set(plain.initialise)
+    for copy, original in names.copies.items():
+        assert keys.targets[copy].sources == keys.targets[original].sources
+    assert bool(names.copies) == (name == "bert-classifier")
+    assert missing_rules(module, keys.initialise, 0) == ()
+
+
+def test_adapters_feed_adapters_once_the_base_is_there(tmp_path: Path) -> None:
+    module = built("llama", tmp_path / "base")
+    peft.get_peft_model(ARCHITECTURES["llama"].make(), lora("llama")).save_pretrained(tmp_path / "adapters")
+    opened = open_checkpoint(tmp_path / "adapters")
+    assert opened.adapter is not None
+    assert opened.from_json(opened.to_json()) == opened
+    keys, names = map_keys(module, opened.tensors, None), AdapterNames.of(module)
+    assert names is not None
+    assert set(keys.targets) == set(names.files)
+    assert "model.embed_tokens.weight" in keys.missing  # adapters alone are no model
+    module.to_empty(device="cpu")
+    keys = map_keys(module, opened.tensors, None)
+    assert not keys.mismatches(strict=True)
+    assert set(keys.targets) == set(names.files)
+    assert keys.initialise == ()
+
+
+def test_values_are_by_pefts_rule(tmp_path: Path) -> None:
+    name = "model.layers.0.self_attn.q_proj.lora_{}.default.weight"
+    for init, bound in ((True, True), ("gaussian", False), (False, True)):
+        initialiser = Initialiser(built("llama", tmp_path / str(init), init_lora_weights=init), 3)
+        first, second = (initialiser.value(name.format(part)) for part in "AB")
+        assert first.any()
+        assert (first.abs().max() <= first.shape[1] ** -0.5) == bound  # a Linear's: uniform within 1/sqrt(in)
+        assert bool(second.any()) == (init is False)
+        assert torch.equal(first, initialiser.value(name.format("A")))
+    module = built("bert-classifier", tmp_path / "embedding")
+    prefix = "bert.embeddings.word_embeddings.lora_embedding_"
+    assert not Initialiser(module, 3).value(f"{prefix}A.default").any()
+    assert Initialiser(module, 3).value(f"{prefix}B.default").any()
+
+
+def test_adapters_of_a_half_precision_model_are_float32(tmp_path: Path) -> None:
+    module = built("llama", tmp_path, torch.bfloat16)
+    dtypes = {"lora" in name: parameter.dtype for name, parameter in module.named_parameters()}
+    assert dtypes == {False: torch.bfloat16, True: torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"use_dora": True}, "use_dora=True"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
+        ({"layer_replication": [(0, 2), (1, 2)]}, "layer_replication"),
+        ({"target_parameters": ["weight"]}, "target_parameters"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_needs_whole_base_weights_is_refused(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Adapted.of(None, lora("llama", **fields))
+
+
+def test_bad_configurations_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"IA3Config: give a peft\.LoraConfig"):
+        Adapted.of(None, peft.IA3Config())
+    with pytest.raises(ValueError, match="a dict: give"):
+        Adapted.of(None, {"r": 8})
+    with pytest.raises(PlanError, match=r"peft cannot put adapters into LlamaForCausalLM: .*'nowhere'"):
+        built("llama", tmp_path, target_modules=["nowhere"])
+    opened = open_checkpoint(tmp_path)
+    with pytest.raises(PlanError, match="returned a PeftModel: return the model inside it"):
+        build_module(lambda: peft.get_peft_model(ARCHITECTURES["llama"].make(), lora("llama")), opened, None)
+    adapted = Adapted.of(None, lora("llama"))
+    with pytest.raises(PlanError, match="peft_type='IA3': only LORA"):
+        build_module(Adapted(None, {**adapted.fields, "peft_type": "IA3"}), opened, None)
+    with pytest.raises(PlanError, match="no LoraConfig"):
+        build_module(
+            Adapted(None, {**adapted.fields, "layers_to_transform": [0], "target_modules": ".*"}), opened, None
+        )
