@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Literal, Self
 
-_HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding"}
+_HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "expect"}
 
 
 @dataclass
@@ -116,8 +116,7 @@ class FaultyProxy:
 
     def answer(self, handler: BaseHTTPRequestHandler) -> None:
         """Carry out one request."""
-        length = int(handler.headers.get("Content-Length") or 0)
-        body = handler.rfile.read(length)
+        body = _body(handler)
         fault = self.take_fault(handler.command, handler.path)
         with self._lock:
             self._in_flight += 1
@@ -167,6 +166,19 @@ class FaultyProxy:
                 self._let_go.wait()
             else:
                 handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+def _body(handler: BaseHTTPRequestHandler) -> bytes:
+    """Body of a request, which may come in chunks: of a stream nobody knows the length beforehand."""
+    if handler.headers.get("Transfer-Encoding", "").lower() != "chunked":
+        return handler.rfile.read(int(handler.headers.get("Content-Length") or 0))
+    chunks = []
+    while length := int(handler.rfile.readline().split(b";")[0], 16):
+        chunks.append(handler.rfile.read(length))
+        handler.rfile.readline()
+    while handler.rfile.readline().strip():
+        pass  # trailers
+    return b"".join(chunks)
 
 
 def _send_head(handler: BaseHTTPRequestHandler, status: int, head: dict[str, str], num_bytes: int) -> None:

@@ -15,10 +15,18 @@ from raysharding.checkpoint.commit import (
 )
 from raysharding.checkpoint.dcp import DcpReader
 from raysharding.checkpoint.dcp_metadata import DcpMetadata, DcpTensor, DcpValue, read_dcp_metadata
-from raysharding.checkpoint.file_plan import file_names, plan_files, write_file, write_index
-from raysharding.checkpoint.index import ADAPTER_NAME, INDEX_NAME, MANIFEST_NAME, SINGLE_NAME
+from raysharding.checkpoint.file_plan import (
+    file_names,
+    file_order,
+    make_folder,
+    plan_files,
+    write_file,
+    write_index,
+)
 from raysharding.checkpoint.manifest import Manifest, check_manifest, mismatches, read_manifest, write_manifest
 from raysharding.checkpoint.mounts import file_system_type
+from raysharding.checkpoint.names import ADAPTER_NAME, INDEX_NAME, MANIFEST_NAME, SINGLE_NAME
+from raysharding.checkpoint.object_commit import is_left_over
 from raysharding.checkpoint.reader import FileReader
 from raysharding.checkpoint.retention import check_numbered, newest_after, remove_older
 from raysharding.checkpoint.state_dict_file import read_state_dict
@@ -51,10 +59,13 @@ __all__ = [
     "commit_staging",
     "create_staging",
     "file_names",
+    "file_order",
     "file_system_type",
     "identify",
     "identify_files",
+    "is_left_over",
     "make_directory",
+    "make_folder",
     "mismatches",
     "new_token",
     "newest_after",

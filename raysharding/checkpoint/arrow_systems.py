@@ -10,8 +10,14 @@ from raysharding.checkpoint.remote_options import RemoteOptions
 from raysharding.checkpoint.storage import Found
 
 
-def connect(uri: str, options: RemoteOptions) -> tuple[Any, str]:
+def connect(uri: str, options: RemoteOptions, for_writing: bool = False) -> tuple[Any, str]:
     """Return the `pyarrow.fs.FileSystem` of a URI, and the path inside it.
+
+    Args:
+        uri: Of a directory.
+        options: Deadlines and tries.
+        for_writing: Parts of a stream are tried again by pyarrow, since only it can, and sent one after the other:
+            sent in the background, they would wait for the network in memory without bound.
 
     Raises:
         ValueError: pyarrow knows no such scheme or query.
@@ -23,15 +29,18 @@ def connect(uri: str, options: RemoteOptions) -> tuple[Any, str]:
     system, inside = arrow_fs.FileSystem.from_uri(uri)
     # A URI cannot carry these, so the file system is made anew from its own pickled arguments. Tries are counted in
     # `Requests`: pyarrow's own, times ours, would outlast every deadline.
+    num_tries = options.num_tries if for_writing else 1
     if system.type_name == "s3":
         arguments = system.__reduce__()[1][0] | {
             "connect_timeout": options.request_s / 2,
             "request_timeout": options.request_s / 2,
-            "retry_strategy": arrow_fs.AwsStandardS3RetryStrategy(max_attempts=1),
+            "retry_strategy": arrow_fs.AwsStandardS3RetryStrategy(max_attempts=num_tries),
+            "background_writes": not for_writing,
         }
         system = arrow_fs.S3FileSystem(**arguments)
     elif system.type_name == "gcs":
-        arguments = system.__reduce__()[1][0] | {"retry_time_limit": timedelta(seconds=max(1.0, options.request_s / 2))}
+        limit_s = max(1.0, options.request_s / 2) * num_tries
+        arguments = system.__reduce__()[1][0] | {"retry_time_limit": timedelta(seconds=limit_s)}
         system = arrow_fs.GcsFileSystem(**arguments)
     return system, inside
 

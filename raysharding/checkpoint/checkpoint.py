@@ -12,8 +12,6 @@ from typing import Any, Final, Self
 
 from raysharding.checkpoint.header import Header, header_sha256, read_header, read_header_bytes
 from raysharding.checkpoint.index import (
-    ADAPTER_CONFIG_NAME,
-    ADAPTER_NAME,
     FileSet,
     list_sidecar_files,
     read_beside,
@@ -22,6 +20,7 @@ from raysharding.checkpoint.index import (
     resolve_files,
 )
 from raysharding.checkpoint.location import storage_of
+from raysharding.checkpoint.names import ADAPTER_CONFIG_NAME, ADAPTER_NAME
 from raysharding.checkpoint.remote_options import DEFAULT_REMOTE, RemoteOptions
 from raysharding.checkpoint.storage import Storage, read_bytes
 from raysharding.checkpoint.tensor_info import DTYPE_OF_NAME, NAME_OF_DTYPE, TensorInfo

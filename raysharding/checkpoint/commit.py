@@ -1,7 +1,8 @@
 """Saving without a moment in which the destination is half a checkpoint: write aside, fsync, rename last.
 
 In a group, rank 0 calls `create_staging`, hands the path to the other ranks, which only write files into it, and after
-all are done rank 0 calls `commit_staging`. One process alone uses `StagedDirectory`.
+all are done rank 0 calls `commit_staging`. One process alone uses `StagedDirectory`. An object store has no rename, and
+so no staging directory: see `object_commit`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Final, Self
 
+from raysharding.checkpoint.object_commit import prepare_objects, remove_objects
+from raysharding.checkpoint.uri import is_remote
 from raysharding.errors import CheckpointError
 
 _STAGING_NAME: Final = re.compile(r"\..+\.tmp-[0-9a-f]+")
@@ -88,11 +91,14 @@ def create_staging(final: str | os.PathLike[str], *, overwrite: bool, token: str
     """Make the staging directory for `final`, and `final`'s parents where they are missing. One rank calls it.
 
     Returns:
-        Absolute path of the empty staging directory.
+        Absolute path of the empty staging directory; for a remote URI itself.
 
     Raises:
         CheckpointError: the destination is refused (`check_destination`), or the directory cannot be made.
     """
+    if is_remote(os.fspath(final)):
+        prepare_objects(os.fspath(final), overwrite=overwrite)
+        return os.fspath(final)
     check_destination(final, overwrite=overwrite)
     path = staging_path(final, token or new_token())
     try:
@@ -113,6 +119,8 @@ def commit_staging(staging: str, final: str | os.PathLike[str], *, overwrite: bo
         CheckpointError: the destination is refused, was taken meanwhile by another save, or the disk failed. Then
             `final` is as it was, and `staging` is still there.
     """
+    if is_remote(staging):
+        return  # its index was written last
     check_destination(final, overwrite=overwrite)
     path = os.path.realpath(final)
     try:
@@ -184,6 +192,9 @@ def remove_staging(staging: str) -> None:
     Raises:
         CheckpointError: it cannot be removed.
     """
+    if is_remote(staging):
+        remove_objects(staging)
+        return
     try:
         shutil.rmtree(staging)
     except FileNotFoundError:

@@ -5,9 +5,14 @@ from __future__ import annotations
 import heapq
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 
-from raysharding.checkpoint.index import INDEX_NAME, SINGLE_NAME
+import torch
+
+from raysharding.checkpoint.names import INDEX_NAME, SINGLE_NAME
+from raysharding.checkpoint.remote_options import DEFAULT_REMOTE
+from raysharding.checkpoint.remote_storage import remote_storage
+from raysharding.checkpoint.uri import is_remote, join_path
 from raysharding.errors import CheckpointError
 
 
@@ -37,9 +42,19 @@ def plan_files(sizes: Mapping[str, int], num_files: int) -> tuple[tuple[str, ...
     return tuple(tuple(sorted(names, key=order.__getitem__)) for names in files)
 
 
-def file_names(num_files: int) -> tuple[str, ...]:
-    """Standard names: `model.safetensors` alone, or `model-00001-of-00004.safetensors` and so on."""
-    if num_files == 1:
+def file_order(names: Iterable[str], dtype_of: Callable[[str], torch.dtype]) -> list[str]:
+    """The order in which a file holds tensors: wider dtypes first, so that each is aligned to its element."""
+    return sorted(names, key=lambda name: -dtype_of(name).itemsize)
+
+
+def file_names(num_files: int, *, is_listed: bool = False) -> tuple[str, ...]:
+    """Standard names: `model.safetensors` alone, or `model-00001-of-00004.safetensors` and so on.
+
+    Args:
+        num_files: How many.
+        is_listed: Whether an index lists even one file alone.
+    """
+    if num_files == 1 and not is_listed:
         return (SINGLE_NAME,)
     return tuple(f"model-{file:05d}-of-{num_files:05d}.safetensors" for file in range(1, num_files + 1))
 
@@ -59,12 +74,30 @@ def write_index(directory: str, weight_map: Mapping[str, str], total_size: int) 
     write_file(directory, INDEX_NAME, (json.dumps(index, indent=2) + "\n").encode("ascii"))
 
 
-def write_file(directory: str, name: str, data: bytes) -> None:
-    """Write one small file, such as config.json, into a staging directory.
+def make_folder(directory: str, name: str) -> str:
+    """Make a folder in a staging directory and return its path; an object store needs none.
 
     Raises:
-        CheckpointError: the disk is full or failed.
+        CheckpointError: it cannot be made.
     """
+    path = join_path(directory, name)
+    if not is_remote(directory):
+        try:
+            os.mkdir(path)
+        except OSError as error:
+            raise CheckpointError(f"cannot make a directory: {error.strerror}", path=path) from error
+    return path
+
+
+def write_file(directory: str, name: str, data: bytes) -> None:
+    """Write one small file, such as config.json, into a staging directory, or an object, in an object store.
+
+    Raises:
+        CheckpointError: the disk is full or failed, or the store is out of reach.
+    """
+    if is_remote(directory):
+        remote_storage(DEFAULT_REMOTE).put(join_path(directory, name), data)
+        return
     path = os.path.join(directory, name)
     try:
         with open(path, "wb") as file:

@@ -11,18 +11,12 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from raysharding.checkpoint.commit import find_set_aside, is_staging_path
+from raysharding.checkpoint.names import ADAPTER_CONFIG_NAME, ADAPTER_NAME, INDEX_NAME, MANIFEST_NAME, SINGLE_NAME
 from raysharding.checkpoint.storage import Storage, read_bytes, require_file
 from raysharding.checkpoint.strict_json import parse_object
 from raysharding.checkpoint.uri import is_remote, join_path, normal_path, split_path
 from raysharding.errors import CheckpointError, shown
 
-INDEX_NAME: Final = "model.safetensors.index.json"
-SINGLE_NAME: Final = "model.safetensors"
-ADAPTER_NAME: Final = "adapter_model.safetensors"
-"""Where peft keeps adapters, beside `ADAPTER_CONFIG_NAME`."""
-ADAPTER_CONFIG_NAME: Final = "adapter_config.json"
-MANIFEST_NAME: Final = "raysharding.manifest.json"
-"""Checksums of one save (`manifest.py`). Here, so that it is never copied beside the weights of another."""
 _MAX_NAME_CHARS: Final = 255
 _SUFFIX: Final = ".safetensors"
 _INDEX_SUFFIX: Final = ".safetensors.index.json"

@@ -7,7 +7,6 @@ Format of `raysharding.manifest.json`: {"format_version": 1, "algorithm": "crc32
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -16,9 +15,9 @@ from typing import Any, Final, Self
 from raysharding.checkpoint.checkpoint import Checkpoint
 from raysharding.checkpoint.checksum import ALGORITHM, Checksums
 from raysharding.checkpoint.file_plan import write_file
-from raysharding.checkpoint.index import MANIFEST_NAME
+from raysharding.checkpoint.names import MANIFEST_NAME
 from raysharding.checkpoint.strict_json import parse_object
-from raysharding.checkpoint.uri import join_path
+from raysharding.checkpoint.uri import join_path, split_path
 from raysharding.checkpoint.writer import FileWriter
 from raysharding.errors import CheckpointError, shown
 
@@ -68,7 +67,7 @@ class Manifest:
         files = {}
         tensors = {}
         for writer in writers:
-            files[os.path.basename(writer.path)] = ManifestFile(writer.num_bytes, writer.header_sha256)
+            files[split_path(writer.path)[1]] = ManifestFile(writer.num_bytes, writer.header_sha256)
             for name, info in writer.tensors.items():
                 crc32 = writer.checksums.value(name, info.num_bytes)
                 assert crc32 is not None, f"{name}: {writer.checksums.problem(name, info.num_bytes)}"

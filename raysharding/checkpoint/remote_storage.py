@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any, Final
 
@@ -16,6 +17,10 @@ from raysharding.errors import CheckpointError
 
 _MIN_PART_BYTES: Final = 1 << 20
 """Least bytes of a part, where a range has more: below this a request's latency outweighs its bytes."""
+
+
+_WITHOUT_DIRECTORIES: Final = ("s3", "gcs", "abfs")
+"""pyarrow's names of stores whose objects need no directory to be in."""
 
 
 class RemoteFile:
@@ -83,7 +88,7 @@ class RemoteStorage:
 
     def __init__(self, options: RemoteOptions) -> None:
         self._requests = requests_of(options)
-        self._directories: dict[str, tuple[Any, str]] = {}
+        self._directories: dict[tuple[str, bool], tuple[Any, str]] = {}
 
     def find(self, path: str) -> Found:
         """See `Storage`. Of a file without its etag: that takes an open one."""
@@ -122,6 +127,31 @@ class RemoteStorage:
         """See `Storage`. Object stores have no symlinks; HDFS has none that pyarrow shows."""
         assert "/" not in name, f"{join_path(directory, name)} is no plain name in its directory"
 
+    def put(self, path: str, data: bytes) -> None:
+        """Write a whole object, which appears as a whole."""
+        system, inside = self._locate_for_writing(path)
+
+        def send() -> None:
+            with system.open_output_stream(inside) as stream:
+                stream.write(data)
+
+        self._requests.call(path, f"writing {len(data)} bytes", send)
+
+    def open_output(self, path: str) -> Any:
+        """Begin an object: a pyarrow stream, by which it appears when it is closed."""
+        system, inside = self._locate_for_writing(path)
+        return self._requests.call(path, "making it", lambda: system.open_output_stream(inside))
+
+    def remove_file(self, path: str) -> None:
+        """Remove an object; a missing one is fine."""
+        system, inside = self._locate(path)
+        self._requests.call(path, "removing it", lambda: _unless_missing(system.delete_file, inside))
+
+    def remove_tree(self, directory: str) -> None:
+        """Remove everything under a directory; a missing one is fine."""
+        system, inside = self._enter(directory, directory)
+        self._requests.call(directory, "removing it", lambda: _unless_missing(system.delete_dir, inside))
+
     def each(self, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
         """See `Storage`. As many at once as requests may be in flight; the first error stops the rest."""
         pool = ThreadPoolExecutor(self._requests.options.max_in_flight, thread_name_prefix="raysharding-remote")
@@ -130,21 +160,34 @@ class RemoteStorage:
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def _locate(self, path: str) -> tuple[Any, str]:
+    def _locate_for_writing(self, path: str) -> tuple[Any, str]:
+        """As `_locate`; parents are there then, where the store has such."""
+        system, inside = self._locate(path, for_writing=True)
+        if system.type_name not in _WITHOUT_DIRECTORIES:
+            parent = inside.rpartition("/")[0]
+            self._requests.call(path, "making its directory", lambda: system.create_dir(parent, recursive=True))
+        return system, inside
+
+    def _locate(self, path: str, *, for_writing: bool = False) -> tuple[Any, str]:
         """File system of a path, and the path inside it."""
         directory, name = split_path(path)
-        system, inside = self._enter(directory, path)
+        system, inside = self._enter(directory, path, for_writing=for_writing)
         return system, f"{inside.rstrip('/')}/{name}" if name else inside
 
-    def _enter(self, directory: str, path: str) -> tuple[Any, str]:
+    def _enter(self, directory: str, path: str, *, for_writing: bool = False) -> tuple[Any, str]:
         """The same of a directory, whose files share the connections; errors name `path`."""
-        entered = self._directories.get(directory)
+        entered = self._directories.get((directory, for_writing))
         if entered is None:
             options = self._requests.options
             # A request: where the URI names no region, S3 is asked for the bucket's.
-            entered = self._requests.call(path, "connecting", lambda: connect(directory, options))
-            self._directories[directory] = entered
+            entered = self._requests.call(path, "connecting", lambda: connect(directory, options, for_writing))
+            self._directories[directory, for_writing] = entered
         return entered
+
+
+def _unless_missing(remove: Callable[[str], None], inside: str) -> None:
+    with suppress(FileNotFoundError):
+        remove(inside)
 
 
 @lru_cache(maxsize=8)

@@ -9,7 +9,11 @@ import warnings
 from typing import Final
 
 from raysharding.checkpoint.commit import new_token, staging_path
-from raysharding.checkpoint.index import MANIFEST_NAME
+from raysharding.checkpoint.location import storage_of
+from raysharding.checkpoint.names import MANIFEST_NAME
+from raysharding.checkpoint.object_commit import is_left_over, remove_objects
+from raysharding.checkpoint.uri import is_remote, join_path, split_path
+from raysharding.errors import CheckpointError
 
 _NUMBERED: Final = re.compile(r"(.*?)(\d+)(\D*)")
 
@@ -20,7 +24,7 @@ def check_numbered(path: str | os.PathLike[str]) -> None:
     Raises:
         ValueError: The last part of `path` holds no number.
     """
-    if _NUMBERED.fullmatch(os.path.basename(os.path.realpath(path))) is None:
+    if _split(_parted(path)[1]) is None:
         raise ValueError(f"keep_last keeps saves by the number in their names, and {os.fspath(path)!r} has none")
 
 
@@ -28,24 +32,32 @@ def remove_older(path: str | os.PathLike[str], keep_last: int) -> None:
     """Remove saves beside `path` whose names differ from its in the last number alone, the smallest numbers first.
 
     What is not a save of ours (it lacks a manifest), is a symlink, has a larger number, or cannot be removed, stays;
-    the last is warned of. A directory is renamed before anything in it goes: no reader finds half a checkpoint.
+    the last is warned of. A directory is renamed before anything in it goes, of objects the index goes first: no reader
+    finds half a checkpoint.
 
     Args:
-        path: The save that was made last; it stays.
+        path: The save that was made last, a path or a normal URI; it stays.
         keep_last: How many stay, that one with them; 1 or more.
     """
-    parent, name = os.path.split(os.path.realpath(path))
+    parent, name = _parted(path)
     own = _split(name)
     assert own is not None, "check_numbered comes first"
     older = [old for number, old in _alike(parent, own) if number < own[1]]
     for old in older[: max(0, len(older) + 1 - keep_last)]:
         try:
-            hidden = staging_path(old, new_token())
-            os.rename(old, hidden)
-            shutil.rmtree(hidden)
-        except OSError as error:
-            what = f"{path} is saved, but the older {old} could not be removed: {error.strerror}"
-            warnings.warn(what, RuntimeWarning, stacklevel=2)
+            _remove(old)
+        except (OSError, CheckpointError) as error:
+            said = error.strerror if isinstance(error, OSError) else error
+            warnings.warn(f"{path} is saved, but the older {old} could not be removed: {said}", RuntimeWarning, 2)
+
+
+def _remove(save: str) -> None:
+    if is_remote(save):
+        remove_objects(save)
+        return
+    hidden = staging_path(save, new_token())
+    os.rename(save, hidden)
+    shutil.rmtree(hidden)
 
 
 def newest_after(path: str) -> str:
@@ -54,11 +66,14 @@ def newest_after(path: str) -> str:
     A save that removes older ones may be committed when who asked for it dies, or has not heard of it yet.
 
     Args:
-        path: A save. Where it is there, or nothing follows it, it is returned itself.
+        path: A save, a path or a normal URI. Where it is there, or nothing follows it, it is returned itself.
+
+    Raises:
+        CheckpointError: A store cannot be asked.
     """
-    parent, name = os.path.split(path)
-    own = _split(name)
-    if own is None or os.path.exists(path) or not os.path.isdir(parent):
+    parent, name = split_path(path)
+    own, storage = _split(name), storage_of(path)
+    if own is None or storage.find(path).kind != "missing" or storage.find(parent).kind != "directory":
         return path
     newer = [other for number, other in _alike(parent, own) if number > own[1]]
     return newer[-1] if newer else path
@@ -67,12 +82,21 @@ def newest_after(path: str) -> str:
 def _alike(parent: str, own: tuple[str, int, str]) -> list[tuple[int, str]]:
     """Number and path of the saves in a directory that are named alike, by number."""
     found = []
-    for name in os.listdir(parent):
-        split, path = _split(name), os.path.join(parent, name)
-        is_alike = split is not None and (split[0], split[2]) == (own[0], own[2])
-        if split is not None and is_alike and os.path.isfile(os.path.join(path, MANIFEST_NAME)):
-            found += [] if os.path.islink(path) else [(split[1], path)]
+    storage = storage_of(parent)
+    for name in storage.list_names(parent):
+        split, path = _split(name), join_path(parent, name)
+        if split is None or (split[0], split[2]) != (own[0], own[2]):
+            continue
+        is_save = storage.find(join_path(path, MANIFEST_NAME)).kind == "file"
+        if is_save and not is_left_over(path) and (is_remote(path) or not os.path.islink(path)):
+            found.append((split[1], path))
     return sorted(found)
+
+
+def _parted(path: str | os.PathLike[str]) -> tuple[str, str]:
+    """Directory and name, those of its target where a local path is a symlink."""
+    given = os.fspath(path)
+    return split_path(given if is_remote(given) else os.path.realpath(given))
 
 
 def _split(name: str) -> tuple[str, int, str] | None:

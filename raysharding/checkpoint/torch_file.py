@@ -17,9 +17,9 @@ from typing import IO, Any, Final, Self
 
 import torch
 
+from raysharding.checkpoint.output import disk_error
 from raysharding.checkpoint.tensor_info import TensorInfo
 from raysharding.checkpoint.torch_archive import STORAGE_NAMES
-from raysharding.checkpoint.writer import disk_error
 from raysharding.errors import CheckpointError
 
 _ALIGNMENT: Final = 64

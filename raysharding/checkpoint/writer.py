@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -13,6 +12,7 @@ import torch
 
 from raysharding.checkpoint.checksum import Checksums
 from raysharding.checkpoint.header import MAX_HEADER_BYTES, header_sha256
+from raysharding.checkpoint.output import LocalOutput, Output, open_output
 from raysharding.checkpoint.strict_json import is_text
 from raysharding.checkpoint.tensor_info import NAME_OF_DTYPE, TensorInfo
 from raysharding.errors import CheckpointError
@@ -28,13 +28,14 @@ class FileWriter:
     """Writes one safetensors file. A context manager: leaving it normally closes, leaving it by an error aborts.
 
     The header is written at once, the tensors' bytes as they come, from any thread and in any order; `close` and
-    `abort` come after all of them. Holds no buffer: bytes go from the caller's memory to the file.
+    `abort` come after all of them. Holds no buffer: bytes go from the caller's memory to the file. An object of a
+    store takes bytes in file order alone, and holds those that come early; see `RemoteOutput`.
 
     Several processes of one host may fill a file: one makes it, the others join; before it closes, it merges what they
     say that they wrote.
 
     Args:
-        path: The file to make; it must not exist yet.
+        path: The file to make, a path or a remote URI; a file must not exist yet.
         tensors: (name, dtype, full shape) of each tensor. They are laid out in this order, wider dtypes first, so that
             every tensor is aligned to its element.
         metadata: `__metadata__` of the file.
@@ -67,11 +68,7 @@ class FileWriter:
         self._lock = threading.Lock()
         self._written = _Intervals()
         self._is_guest = join
-        self._descriptor: int | None = None
-        try:
-            self._descriptor = os.open(path, os.O_WRONLY | (0 if join else os.O_CREAT | os.O_EXCL), 0o666)
-        except OSError as error:
-            raise CheckpointError(f"cannot be {'opened' if join else 'made'}: {error.strerror}", path=path) from error
+        self._output: Output | None = open_output(path, join=join)
         try:
             if not join:
                 self._write(memoryview(header), 0, None)
@@ -81,10 +78,9 @@ class FileWriter:
 
     @property
     def inode(self) -> tuple[int, int]:
-        """Device and inode of the open file, by which processes of a host know that they write into one."""
-        assert self._descriptor is not None, "inode of a file that is closed"
-        found = os.fstat(self._descriptor)
-        return found.st_dev, found.st_ino
+        """Device and inode of the open local file, by which processes of a host know that they write into one."""
+        assert isinstance(self._output, LocalOutput), "inode of a file that is closed, or of an object"
+        return self._output.inode
 
     def write_at(self, name: str, byte_offset: int, buffer: memoryview | torch.Tensor) -> None:
         """Write a part of one tensor. Thread-safe.
@@ -120,36 +116,29 @@ class FileWriter:
                 self._written.add(begin, end)
 
     def close(self) -> None:
-        """Check that every byte was written once, put the file on the disk, and close it. Idempotent.
+        """Check that every byte was written once, put the file on the disk or into the store, and close it. Idempotent.
 
         One that joined only closes: the file is its maker's.
 
         Raises:
             CheckpointError: a tensor lacks bytes, or the disk is full or failed. The file is then removed.
         """
-        if self._descriptor is None:
+        if self._output is None:
             return
-        try:
-            if not self._is_guest:
+        if not self._is_guest:
+            try:
                 self._require_complete()
-                os.fsync(self._descriptor)
-        except OSError as error:
-            self.abort()
-            raise disk_error(error, self.path, None) from error
-        except CheckpointError:
-            self.abort()
-            raise
-        descriptor, self._descriptor = self._descriptor, None
-        os.close(descriptor)
+            except CheckpointError:
+                self.abort()
+                raise
+        output, self._output = self._output, None
+        output.finish()
 
     def abort(self) -> None:
         """Close and remove the file. After `close`, or a second time, it does nothing."""
-        if self._descriptor is None:
-            return
-        descriptor, self._descriptor = self._descriptor, None
-        os.close(descriptor)
-        if not self._is_guest:
-            os.unlink(self.path)
+        if self._output is not None:
+            output, self._output = self._output, None
+            output.abort()
 
     def __enter__(self) -> Self:
         return self
@@ -163,15 +152,9 @@ class FileWriter:
             self.abort()
 
     def _write(self, view: memoryview, offset: int, name: str | None) -> None:
-        if self._descriptor is None:
+        if self._output is None:
             raise ValueError(f"{self.path}: FileWriter is closed")
-        done = 0
-        while done < view.nbytes:
-            try:
-                # One call writes at most 2 GiB, and may stop early; Python itself retries on EINTR.
-                done += os.pwrite(self._descriptor, view[done:], offset + done)
-            except OSError as error:
-                raise disk_error(error, self.path, name) from error
+        self._output.write(view, offset, name)
         with self._lock:
             self._written.add(offset, offset + view.nbytes)
 
@@ -223,7 +206,7 @@ def _lay_out(
     entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     begins: list[tuple[TensorInfo, int]] = []
     position = 0
-    for name, dtype, shape in sorted(tensors, key=lambda tensor: -tensor[1].itemsize):
+    for name, dtype, shape in sorted(tensors, key=lambda tensor: -tensor[1].itemsize):  # as `file_plan.file_order`
         if name in entries or name == "__metadata__" or not is_text(name):
             raise CheckpointError("the name is given twice, reserved, or not Unicode text", path=path, tensor=name)
         if dtype not in NAME_OF_DTYPE:
@@ -242,9 +225,3 @@ def _lay_out(
     header = len(text).to_bytes(8, "little") + text
     infos = {info.name: TensorInfo(info.name, info.dtype, info.shape, 0, len(header) + b) for info, b in begins}
     return header, infos
-
-
-def disk_error(error: OSError, path: str, tensor: str | None) -> CheckpointError:
-    """What a write that the disk refused is to the user."""
-    what = f"cannot be written: {error.strerror}; nothing was committed, so what the destination held is still there"
-    return CheckpointError(what, path=path, tensor=tensor)

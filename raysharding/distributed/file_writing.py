@@ -11,7 +11,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from raysharding.checkpoint import FileWriter, Manifest, file_names, plan_files, write_index, write_manifest
+from raysharding.checkpoint import (
+    ADAPTER_NAME,
+    SINGLE_NAME,
+    FileWriter,
+    Manifest,
+    file_names,
+    file_order,
+    plan_files,
+    write_index,
+    write_manifest,
+)
+from raysharding.checkpoint.uri import is_remote, join_path
 from raysharding.config import MIB
 from raysharding.distributed.agreement import agree
 from raysharding.distributed.gathering import Gather
@@ -36,6 +47,11 @@ class FilePlan:
     writers: tuple[int, ...]
     """File → rank that writes it."""
 
+    @property
+    def has_index(self) -> bool:
+        """Whether an index says which file holds what."""
+        return SINGLE_NAME not in self.files and ADAPTER_NAME not in self.files
+
     def of_rank(self, rank: int) -> list[int]:
         """Files that a rank writes."""
         return [index for index, writer in enumerate(self.writers) if writer == rank]
@@ -58,13 +74,15 @@ def _plan_files(
 ) -> FilePlan:
     """Deal the tensors over files and the files over the ranks that see the directory."""
     # On another node the path may be another disk. Every rank answers, so that all make the same plan.
-    sees = agree(None, os.path.isdir(directory), group)
+    sees = agree(None, is_remote(directory) or os.path.isdir(directory), group)
     able = [rank for rank, answer in enumerate(sees) if answer]
     total = total_bytes(tensors)
     is_one = file_name is not None or total <= SMALL_BYTES
     num_files = 1 if is_one else max(len(able), -(-total // MAX_FILE_BYTES))
     names = plan_files({name: tensor.numel() * tensor.itemsize for name, tensor in tensors.items()}, num_files)
-    files = file_names(len(names)) if file_name is None else (file_name,)
+    files = (file_name,) if file_name is not None else file_names(len(names), is_listed=is_remote(directory))
+    if is_remote(directory):
+        names = tuple(tuple(file_order(one, lambda name: tensors[name].dtype)) for one in names)
     return FilePlan(names, files, tuple(able[index % len(able)] for index in range(len(names))))
 
 
@@ -80,16 +98,16 @@ class Written:
     """By rank: its part of the manifest."""
 
     def finish(self, directory: str) -> None:
-        """Write index and manifest. One rank calls it.
+        """Write manifest and index, which makes it a checkpoint in an object store. One rank calls it.
 
         Raises:
             CheckpointError: The disk is full or failed.
         """
         manifest = Manifest.of_parts(Manifest.from_dict(part, directory) for part in self.parts)
-        if len(self.plan.files) > 1:
+        write_manifest(directory, manifest)
+        if self.plan.has_index:
             pairs = zip(self.plan.names, self.plan.files, strict=True)
             write_index(directory, {name: file for names, file in pairs for name in names}, manifest.num_bytes)
-        write_manifest(directory, manifest)
 
 
 def write_tensors(
@@ -121,7 +139,8 @@ def write_tensors(
         made = agree(writers.error, {"host": host_identity(), "inodes": writers.inodes()}, group)
         joined = agree(None, writers.join(made), group)
         beside = {rank: {*owners, rank} for rank, owners in enumerate(joined)}
-        gather = Gather(tensors, plan.destinations(), writers.write, device, stall_s, group=group, beside=beside)
+        options: dict[str, Any] = {"group": group, "beside": beside, "in_order": is_remote(directory)}
+        gather = Gather(tensors, plan.destinations(), writers.write, device, stall_s, **options)
         gather.run(on_round)
         # A full disk on one rank is everybody's failure; before this the others would go on to the commit.
         writers.merge(agree(writers.error, writers.for_others(), group))
@@ -160,14 +179,16 @@ class _Writers:
     def _open(self, index: int, *, join: bool = False) -> FileWriter:
         names = self._plan.names[index]
         layout = [(name, self._tensors[name].dtype, tuple(self._tensors[name].shape)) for name in names]
-        path = os.path.join(self._directory, self._plan.files[index])
+        path = join_path(self._directory, self._plan.files[index])
         writer = self._open_files.enter_context(FileWriter(path, layout, join=join))
         self._file_of.update(dict.fromkeys(names, writer))
         return writer
 
     def inodes(self) -> dict[str, list[int]]:
-        """Number of each of its own files → device and inode."""
-        return {} if self.error else {str(index): list(writer.inode) for index, writer in self._files.items()}
+        """Number of each of its own files → device and inode; none of objects in a store, which nobody can join."""
+        if self.error is not None or is_remote(self._directory):
+            return {}
+        return {str(index): list(writer.inode) for index, writer in self._files.items()}
 
     def join(self, made: Sequence[Mapping[str, Any]]) -> list[int]:
         """Open the files of ranks of this host.
@@ -178,7 +199,9 @@ class _Writers:
         Returns:
             Ranks all of whose files this one writes into.
         """
-        joined = []
+        joined: list[int] = []
+        if is_remote(self._directory):
+            return joined
         for rank, one in enumerate(made):
             if rank == self._rank or one["host"] != made[self._rank]["host"]:
                 continue

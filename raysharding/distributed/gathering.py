@@ -17,6 +17,7 @@ from raysharding.distributed.layout import (
     persistent_names,
     tensor_layout,
 )
+from raysharding.distributed.ordered_plan import plan_in_order
 from raysharding.distributed.placing import Placer
 from raysharding.distributed.plan import REPLICATED, Bucket, BucketPlan, PlannedTensor, Section, plan_buckets
 from raysharding.distributed.sharded_module import reshard
@@ -79,6 +80,8 @@ class Gather:
     """Of all ranks; the default group if `None`."""
     beside: Mapping[int, Set[int]] = field(default_factory=dict)
     """Rank → destinations beside which it stands; the same on every rank."""
+    in_order: bool = False
+    """Whether each destination gets its tensors one after the other, from their first elements to their last."""
     wire_bytes: int = field(default=0, init=False)
     """Bytes that this rank sent."""
 
@@ -90,6 +93,8 @@ class Gather:
 
     def _plan(self, names: Sequence[str], share: int) -> BucketPlan:
         planned = [PlannedTensor(tensor_layout(name, self.tensors[name]), self.tensors[name].dtype) for name in names]
+        if self.in_order:
+            return plan_in_order(planned, self._shards.num_shards, share)
         return plan_buckets(planned, self._shards.num_shards, share)
 
     def run(self, on_round: Callable[[int], None] | None = None) -> None:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from raysharding.checkpoint import write_file
+from raysharding.checkpoint import make_folder, write_file
 from raysharding.checkpoint.index import MAX_JSON_BYTES, read_beside
 from raysharding.checkpoint.location import storage_of
 from raysharding.checkpoint.strict_json import parse_object
@@ -65,13 +65,13 @@ def write_optimizer(
     Raises:
         CheckpointError: On every rank: the disk is full or failed.
     """
-    directory = os.path.join(staging, FOLDER)
+    directory = join_path(staging, FOLDER)
     error: Exception | None = None
     if dist.get_rank() == 0:
         try:
-            os.mkdir(directory)
-        except OSError as raised:
-            error = CheckpointError(f"cannot make a directory: {raised.strerror}", path=directory)
+            make_folder(staging, FOLDER)
+        except CheckpointError as raised:
+            error = raised
     agree(error, group=group)
     written = write_tensors(tensors, directory, device, stall_s, on_round, group)
     if dist.get_rank() != 0:

@@ -157,6 +157,20 @@ class _OpenSection:
         return Section(shard_index, offset, self.packed_bytes, self.num_bytes, tuple(self.packed), moved)
 
 
+def fill_section(shard_index: int, offset: int, ranges: Sequence[tuple[int, int, int, int]]) -> Section:
+    """Lay out ranges of tensors that one shard holds.
+
+    Args:
+        shard_index: The shard, or `REPLICATED`.
+        offset: First byte in the bucket.
+        ranges: Tensor, first element, one past the last, bytes of an element.
+    """
+    section = _OpenSection(is_wanted=True)
+    for tensor, start, stop, itemsize in ranges:
+        section.add(tensor, start, stop, itemsize)
+    return section.close(shard_index, offset)
+
+
 class Buckets(Sequence[Bucket]):
     """The buckets of a plan, each made when it is looked at, and the last few kept.
 

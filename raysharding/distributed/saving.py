@@ -21,9 +21,10 @@ from raysharding.checkpoint import (
     remove_staging,
     write_file,
 )
-from raysharding.checkpoint.index import ADAPTER_CONFIG_NAME, list_sidecar_files, read_sidecar
+from raysharding.checkpoint.index import list_sidecar_files, read_sidecar
 from raysharding.checkpoint.location import storage_of
-from raysharding.checkpoint.uri import is_remote
+from raysharding.checkpoint.names import ADAPTER_CONFIG_NAME
+from raysharding.checkpoint.uri import is_remote, normal_path
 from raysharding.distributed.agreement import agree, from_rank_0
 from raysharding.distributed.file_writing import Written, total_bytes, write_tensors
 from raysharding.distributed.layout import message_device, unwrapped
@@ -35,7 +36,7 @@ from raysharding.distributed.save_contents import SaveContents
 from raysharding.distributed.sharded_module import reshard
 from raysharding.distributed.training_files import Position, write_training
 from raysharding.errors import CheckpointError
-from raysharding.models import write_adapter_config, write_config_files
+from raysharding.models import adapter_files, config_files
 
 
 def save_checkpoint(
@@ -57,11 +58,14 @@ def save_checkpoint(
     the new one: all is written to a temporary sibling, synced, and renamed last. Beside the weights lies a manifest of
     checksums, taken while the bytes were written, for `Loading(verify="full")`.
 
+    An object store has no rename. There the index is written last, and nothing is a checkpoint without it; a checkpoint
+    that is to be overwritten is removed first.
+
     Args:
         module: A sharded module. Its parameters and persistent buffers are saved under the module's own FQNs, tied
             ones once; of buffers that differ between ranks (BatchNorm), rank 0's. Of a model with LoRA adapters these
             alone are saved, as peft saves them: `adapter_model.safetensors` and `adapter_config.json`.
-        path: The directory to make, on a file system that rank 0 sees.
+        path: The directory to make, on a file system that rank 0 sees; or a URI, to which every rank writes.
         optimizer: Also save its state, by FQN, in the folder `optimizer`: `load_optimizer_state` brings it back at any
             world size. It is written as the model is, so no rank holds it whole. Beside it, in the folder `training`,
             lie every rank's random generators. Default: the model alone.
@@ -75,7 +79,7 @@ def save_checkpoint(
 
     Returns:
         The same report on every rank. Wire: every byte but the writers' own, once. Memory: about one bucket (32 MiB)
-        a rank.
+        a rank; with a URI four parts of 8 MiB more.
 
     Raises:
         ValueError: On every rank: a bad `keep_last`.
@@ -84,7 +88,7 @@ def save_checkpoint(
         PlanError: On every rank: the optimizer's state cannot be saved, or differs between ranks.
     """
     sidecars = None if source is None else source.directory
-    destination = Destination(os.fspath(path), overwrite, keep_last, sidecars)
+    destination = Destination(normal_path(os.fspath(path)), overwrite, keep_last, sidecars)
     return begin_save(module, destination, optimizer, position, stall_s).run(progress)
 
 
@@ -147,8 +151,8 @@ class Save:
         try:
             options = (self.staging, self.device, self.stall_s, on_round, self.group, contents.file_name)
             written = write_tensors(contents.tensors, *options)
-            agree(self._on_rank_0(partial(self._finish, written)), group=self.group)
             self._write_state(on_round)
+            agree(self._on_rank_0(partial(self._finish, written)), group=self.group)
             agree(self._on_rank_0(self._commit), group=self.group)
         except BaseException as error:
             self._discard(error)
@@ -183,11 +187,14 @@ class Save:
         return None
 
     def _finish(self, written: Written) -> None:
-        """Index, manifest, config and small files."""
-        written.finish(self.staging)
-        if not write_adapter_config(self.module, self.staging):
-            write_config_files(self.module, self.staging)
+        """Config and small files, manifest, index: what makes objects of a store a checkpoint comes last."""
+        adapters = adapter_files(self.module)
+        for name, data in (config_files(self.module) if adapters is None else {}).items():
+            write_file(self.staging, name, data)
         _copy_sidecars(self.staging, self.destination.sidecars)
+        written.finish(self.staging)
+        for name, data in (adapters or {}).items():
+            write_file(self.staging, name, data)
 
     def _commit(self) -> None:
         """Make the staged directory the checkpoint, and remove older ones."""

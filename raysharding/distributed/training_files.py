@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
-from raysharding.checkpoint import write_file
+from raysharding.checkpoint import make_folder, write_file
 from raysharding.checkpoint.index import MAX_JSON_BYTES, read_beside
 from raysharding.checkpoint.location import storage_of
 from raysharding.checkpoint.strict_json import parse_object
@@ -92,12 +92,7 @@ def write_training(staging: str, state: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: The disk is full or failed.
     """
-    directory = os.path.join(staging, FOLDER)
-    try:
-        os.mkdir(directory)
-    except OSError as error:
-        raise CheckpointError(f"cannot make a directory: {error.strerror}", path=directory) from error
-    write_file(directory, FILE_NAME, json.dumps(state, separators=(",", ":")).encode("ascii"))
+    write_file(make_folder(staging, FOLDER), FILE_NAME, json.dumps(state, separators=(",", ":")).encode("ascii"))
 
 
 def load_training(checkpoint: str | os.PathLike[str]) -> Position | None:

@@ -7,13 +7,13 @@ a run with quick steps nothing; no call goes over a step that is to be saved.
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from raysharding.checkpoint.uri import join_path
 from raysharding.distributed.fitting import FitPlan, StepFigures
 from raysharding.distributed.training_files import Position
 from raysharding.errors import CheckpointError, GroupError
@@ -278,7 +278,7 @@ class FitRun:
     def _save(self, *, in_background: bool) -> None:
         begun = time.monotonic()
         options, number = self._options, self._place.num_steps
-        path = os.path.join(str(options.save_to), f"step-{number}")
+        path = join_path(str(options.save_to), f"step-{number}")
         # What is there is of this run, or rank 0 had refused it: one that has gone back comes to the same steps again.
         self._group.save(path, overwrite=True, keep_last=options.keep_last, async_save=in_background)
         self._asked = number

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from raysharding.checkpoint.uri import normal_path
 from raysharding.data import Collate
 from raysharding.distributed.evaluating import EvaluationPlan
 from raysharding.distributed.feeding import FeedPlan
@@ -18,7 +19,6 @@ from raysharding.group.fit_report import FitReport
 from raysharding.group.fit_run import Callback, FitOptions, FitRun
 from raysharding.group.handle import driver_handle, handle
 from raysharding.group.results import LastValue
-from raysharding.group.storing import save_target
 from raysharding.group.training import Training
 
 
@@ -76,7 +76,7 @@ class Fitting(Training):
             max_grad_norm: As for `train_step`.
             gradient_accumulation_steps: As for `train_step`: parts that a batch is taken in.
             prefetch: Batches that each rank reads ahead.
-            save_to: Directory of saves, `step-<number>` each, on a file system that all ranks' nodes share. Default:
+            save_to: Directory or URI of saves, `step-<number>` each, as for `save`. Default:
                 nothing is saved. It may hold saves of the same run, and no others.
             save_every: Steps between two saves; one more comes at the end. Default: only that.
             keep_last: Saves that are kept; older ones are removed. Default: all.
@@ -113,7 +113,7 @@ class Fitting(Training):
             run=secrets.token_hex(8),
         )
         plan = FitPlan(feed, loss, max_grad_norm, gradient_accumulation_steps)
-        target = None if save_to is None else save_target(save_to)
+        target = None if save_to is None else normal_path(os.fspath(save_to))
         options = FitOptions(target, save_every, keep_last, async_save, resume, callbacks, progress)
         return FitRun(self, lambda: self._channel, plan, found, options, self._spec.max_restarts).run()
 

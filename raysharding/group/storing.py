@@ -9,7 +9,7 @@ from functools import partial
 
 import ray
 
-from raysharding.checkpoint.uri import is_remote, normal_path
+from raysharding.checkpoint.uri import normal_path
 from raysharding.distributed.saving import Destination
 from raysharding.group.administration import Administration
 from raysharding.group.call import Call, Collect
@@ -36,8 +36,10 @@ class Storing(Administration):
         """Save the model as a standard Hugging Face directory; each rank writes its own part.
 
         Args:
-            path: Directory to make, on a file system that all ranks' nodes share.
-            overwrite: Replace an existing directory. The old one stays whole until the new one is.
+            path: Directory to make, on a file system that all ranks' nodes share; or a URI that `pyarrow.fs` takes
+                (`s3://`, `gs://`, ...), to which each rank writes with the credentials of its environment.
+            overwrite: Replace an existing directory. The old one stays whole until the new one is; in an object store,
+                which has no rename, it is removed first.
             optimizer: Also the optimizer's state, where one is set: in the folder `optimizer`, for `load` and for
                 `from_checkpoint(..., optimizer=...)` at any world size; and beside it random generators and, of a
                 `fit`, the position in the data. Default yes.
@@ -51,10 +53,10 @@ class Storing(Administration):
             A `SaveReport`; `None` for one in the background.
 
         Raises:
-            ValueError: A bad `keep_last`, or a URI.
+            ValueError: A bad `keep_last`.
             CheckpointError: The directory exists, or cannot be written.
         """
-        target = save_target(path)
+        target = normal_path(os.fspath(path))
         stall_s = self._channel.timeouts.load_stall_s
         Destination(target, overwrite, keep_last)  # refuses what is wrong
         what = (target, overwrite, optimizer, keep_last, async_save)
@@ -167,15 +169,3 @@ class Storing(Administration):
                 owner._note_save(path)
             else:
                 owner._set_origin(path)
-
-
-def save_target(path: str | os.PathLike[str]) -> str:
-    """Return the absolute path of a save.
-
-    Raises:
-        ValueError: A URI of something else than a local file.
-    """
-    given = os.fspath(path)
-    if is_remote(given):
-        raise ValueError(f"{given!r}: saves go to local paths, so far; save on a file system, and copy the directory")
-    return normal_path(given)

@@ -3,10 +3,10 @@
 transformers is imported only in this package, and only when a model needs it.
 """
 
-from raysharding.models.adapters import Adapted, AdapterNames, saved_names, write_adapter_config
+from raysharding.models.adapters import Adapted, AdapterNames, adapter_files, saved_names
 from raysharding.models.blocks import Run
 from raysharding.models.build import ModelSource, build_module, make_contiguous, parameters_on_meta
-from raysharding.models.config_files import write_config_files
+from raysharding.models.config_files import config_files
 from raysharding.models.group_dtypes import is_cut
 from raysharding.models.ignored import ignored_modules, ignored_parameters
 from raysharding.models.initial import Initialiser
@@ -27,8 +27,10 @@ __all__ = [
     "ModelSource",
     "Run",
     "Target",
+    "adapter_files",
     "build_module",
     "clean_name",
+    "config_files",
     "differing_ties",
     "ignored_modules",
     "ignored_parameters",
@@ -43,6 +45,4 @@ __all__ = [
     "saved_names",
     "stays_in_full_precision",
     "wrap_groups",
-    "write_adapter_config",
-    "write_config_files",
 ]

@@ -5,6 +5,7 @@ peft is imported only here, and only where a model has adapters.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import sys
@@ -15,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import torch
 from torch import nn
 
-from raysharding.errors import CheckpointError, PlanError
+from raysharding.errors import PlanError
+from raysharding.models.config_files import written_files
 from raysharding.models.names import clean_name
 from raysharding.models.stand_in import original_class
 
@@ -198,36 +200,18 @@ def saved_names(module: nn.Module) -> Mapping[str, str] | None:
     return None if names is None else names.files
 
 
-def write_adapter_config(module: nn.Module, directory: str) -> bool:
-    """Write adapter_config.json, as peft's `save_pretrained` does; one rank calls it.
-
-    Args:
-        module: The model.
-        directory: An existing directory.
-
-    Returns:
-        Whether the model has adapters.
-
-    Raises:
-        CheckpointError: The file cannot be written.
-    """
+def adapter_files(module: nn.Module) -> dict[str, bytes] | None:
+    """Return adapter_config.json, as peft's `save_pretrained` writes it, by name; `None`: there are no adapters."""
     names = AdapterNames.of(module)
     if names is None:
-        return False
-    config = names.config
+        return None
+    config = copy.copy(names.config)
+    config.inference_mode = True
     mapping = None
     if config.task_type is None:  # how AutoPeftModel finds the class of the base model then
         cls = original_class(module)
         mapping = {"base_model_class": cls.__name__, "parent_library": cls.__module__}
-    was = config.inference_mode
-    config.inference_mode = True
-    try:
-        config.save_pretrained(directory, auto_mapping_dict=mapping)
-    except OSError as error:
-        raise CheckpointError(f"cannot write adapter_config.json: {error.strerror}", path=directory) from error
-    finally:
-        config.inference_mode = was
-    return True
+    return written_files(lambda directory: config.save_pretrained(directory, auto_mapping_dict=mapping))
 
 
 def holder_of_adapter(root: nn.Module, fqn: str) -> Any:

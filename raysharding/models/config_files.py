@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
-import os
 import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -13,29 +15,32 @@ from raysharding.errors import CheckpointError
 from raysharding.models.stand_in import original_class
 
 
-def write_config_files(module: nn.Module, directory: str) -> bool:
-    """Write config.json, and generation_config.json for a model that generates; one rank calls it.
+def config_files(module: nn.Module) -> dict[str, bytes]:
+    """Return config.json, and generation_config.json for a model that generates, by name.
 
     Args:
         module: The model; a module that is not a transformers model has no such files.
-        directory: An existing directory.
-
-    Returns:
-        Whether the module is a transformers model.
-
-    Raises:
-        CheckpointError: When the files cannot be written.
     """
     transformers: Any = sys.modules.get("transformers")  # not imported: then this is no transformers model
     if transformers is None or not isinstance(module, transformers.PreTrainedModel):
-        return False
+        return {}
     model: Any = module
     config = copy.deepcopy(model.config)
     config.architectures = [original_class(module).__name__]
-    try:
+
+    def write(directory: str) -> None:
         config.save_pretrained(directory)
         if model.can_generate() and model.generation_config is not None:
             model.generation_config.save_pretrained(directory)
-    except OSError as error:
-        raise CheckpointError(f"cannot write config.json: {error.strerror}", path=os.fspath(directory)) from error
-    return True
+
+    return written_files(write)
+
+
+def written_files(write: Callable[[str], None]) -> dict[str, bytes]:
+    """What a function writes into a directory, by name: libraries write their files themselves."""
+    with tempfile.TemporaryDirectory(prefix="raysharding-") as directory:
+        try:
+            write(directory)
+            return {path.name: path.read_bytes() for path in sorted(Path(directory).iterdir())}
+        except OSError as error:
+            raise CheckpointError(f"cannot write small files: {error.strerror}", path=directory) from error

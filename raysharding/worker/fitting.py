@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from raysharding.checkpoint import is_left_over
+from raysharding.checkpoint.location import storage_of
+from raysharding.checkpoint.uri import join_path
 from raysharding.distributed.agreement import agree, from_rank_0
 from raysharding.distributed.evaluating import Evaluation, EvaluationPlan
 from raysharding.distributed.fitting import Fit, FitPlan, StepFigures
@@ -143,10 +145,14 @@ def _agreed(position: Position | None) -> Position | None:
 
 def _check_own_saves(directory: str, run: str) -> None:
     """Refuse a directory in which a run would overwrite, or remove, what another has saved."""
-    if not os.path.isdir(directory):
+    storage = storage_of(directory)
+    if storage.find(directory).kind != "directory":
         return
-    for name in sorted(os.listdir(directory)):
-        if _STEP_NAME.fullmatch(name) and run_of(os.path.join(directory, name)) != run:
+    for name in storage.list_names(directory):
+        path = join_path(directory, name)
+        if not _STEP_NAME.fullmatch(name) or is_left_over(path):
+            continue
+        if run_of(path) != run:
             what = (
                 f"holds {name} of another run: save to another directory, or go on with that run: load it, resume=True"
             )

@@ -1,0 +1,66 @@
+"""Saving into an object store, which has no rename: the file that makes the others a checkpoint is written last.
+
+That is the index, which a save here always has, or adapter_config.json: without it neither transformers nor this
+package finds a checkpoint. An object appears when it is whole. What cannot be had is a replacement in one step.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from raysharding.checkpoint.names import ADAPTER_CONFIG_NAME, INDEX_NAME, SINGLE_NAME
+from raysharding.checkpoint.remote_options import DEFAULT_REMOTE
+from raysharding.checkpoint.remote_storage import remote_storage
+from raysharding.checkpoint.uri import is_remote, join_path
+from raysharding.errors import CheckpointError
+
+COMMITS: Final = (INDEX_NAME, ADAPTER_CONFIG_NAME, SINGLE_NAME)
+"""What makes a directory a checkpoint; a save of somebody else's may be a single file."""
+
+
+def prepare_objects(directory: str, *, overwrite: bool) -> None:
+    """Make room for a save. One rank calls it.
+
+    With `overwrite` a checkpoint that is there is removed now, and what an interrupted save left.
+
+    Raises:
+        CheckpointError: something is there, and `overwrite` is not set or it is no checkpoint; or the store is out of
+            reach.
+    """
+    storage = remote_storage(DEFAULT_REMOTE)
+    found = storage.find(directory)
+    if found.kind == "file":
+        raise CheckpointError("exists and is not a directory: a checkpoint is saved as a directory", path=directory)
+    names = storage.list_names(directory) if found.kind == "directory" else []
+    if not names:
+        return
+    if not overwrite:
+        raise CheckpointError("exists already: pass overwrite=True, or save to another path", path=directory)
+    if not any(name.endswith(".safetensors") for name in names):
+        what = "holds no .safetensors file, so overwrite=True does not replace it: remove it yourself, or save to "
+        raise CheckpointError(what + "another path", path=directory)
+    remove_objects(directory)
+
+
+def is_left_over(directory: str) -> bool:
+    """Whether a path names objects that a save has not committed; local directories are committed by their name.
+
+    Raises:
+        CheckpointError: the store is out of reach.
+    """
+    if not is_remote(directory):
+        return False
+    storage = remote_storage(DEFAULT_REMOTE)
+    return all(storage.find(join_path(directory, name)).kind != "file" for name in COMMITS)
+
+
+def remove_objects(directory: str) -> None:
+    """Remove a checkpoint, or what there is of one; nobody finds half of it meanwhile.
+
+    Raises:
+        CheckpointError: the store is out of reach, or refuses.
+    """
+    storage = remote_storage(DEFAULT_REMOTE)
+    for name in COMMITS:
+        storage.remove_file(join_path(directory, name))
+    storage.remove_tree(directory)
