@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -19,6 +20,8 @@ from raysharding.errors import CheckpointError, shown
 
 _MAX_NAME_CHARS: Final = 255
 _SUFFIX: Final = ".safetensors"
+_SHARD_NAME: Final = re.compile(r"-\d+-of-\d+\.safetensors$")
+"""A part of a checkpoint, of which an index must say that it is all: a save or a download may have broken off."""
 _INDEX_SUFFIX: Final = ".safetensors.index.json"
 MAX_JSON_BYTES: Final = 256 << 20
 """Longest index or config.json that is read."""
@@ -170,7 +173,7 @@ def _resolve_directory(storage: Storage, directory: str) -> FileSet:
         return _read_index(storage, join_path(directory, indexes[0]))
     elif ADAPTER_NAME in found and ADAPTER_CONFIG_NAME in names:
         found = [ADAPTER_NAME]
-    if len(found) != 1:
+    if len(found) != 1 or _SHARD_NAME.search(found[0]):
         raise _no_checkpoint(directory, names, found)
     storage.check_inside(directory, found[0])
     path = join_path(directory, found[0])
