@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from bisect import bisect_right, insort
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ from raysharding.distributed.gathering import Gather
 from raysharding.distributed.shared_ring import host_identity
 from raysharding.distributed.source import as_bytes
 from raysharding.errors import CheckpointError
+from raysharding.models import Run, SavedTensor
 
 MAX_FILE_BYTES = 5_000_000_000
 """Largest checkpoint file, unless a single tensor is larger: transformers' own default."""
@@ -41,7 +44,9 @@ class FilePlan:
     """Who writes what; the same on every rank."""
 
     names: tuple[tuple[str, ...], ...]
-    """File → FQNs in it."""
+    """File → keys in it."""
+    sources: tuple[tuple[str, ...], ...]
+    """File → tensors that feed them."""
     files: tuple[str, ...]
     """File names."""
     writers: tuple[int, ...]
@@ -57,10 +62,10 @@ class FilePlan:
         return [index for index, writer in enumerate(self.writers) if writer == rank]
 
     def destinations(self) -> dict[int, list[str]]:
-        """Rank → FQNs that it must get."""
+        """Rank → tensors that it must get."""
         wanted: dict[int, list[str]] = {}
-        for names, writer in zip(self.names, self.writers, strict=True):
-            wanted.setdefault(writer, []).extend(names)
+        for sources, writer in zip(self.sources, self.writers, strict=True):
+            wanted.setdefault(writer, []).extend(sources)
         return wanted
 
 
@@ -70,20 +75,42 @@ def total_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
 
 
 def _plan_files(
-    tensors: Mapping[str, torch.Tensor], directory: str, group: dist.ProcessGroup | None, file_name: str | None
+    layout: Mapping[str, SavedTensor], directory: str, group: dist.ProcessGroup | None, file_name: str | None
 ) -> FilePlan:
     """Deal the tensors over files and the files over the ranks that see the directory."""
     # On another node the path may be another disk. Every rank answers, so that all make the same plan.
     sees = agree(None, is_remote(directory) or os.path.isdir(directory), group)
     able = [rank for rank, answer in enumerate(sees) if answer]
-    total = total_bytes(tensors)
+    sizes = {key: prod(saved.shape) * saved.dtype.itemsize for key, saved in layout.items()}
+    total = sum(sizes.values())
     is_one = file_name is not None or total <= SMALL_BYTES
     num_files = 1 if is_one else max(len(able), -(-total // MAX_FILE_BYTES))
-    names = plan_files({name: tensor.numel() * tensor.itemsize for name, tensor in tensors.items()}, num_files)
+    units = _units(layout)
+    dealt = plan_files({first: sum(map(sizes.__getitem__, keys)) for first, keys in units.items()}, num_files)
+    position = {key: number for number, key in enumerate(layout)}
+    names = tuple(
+        tuple(sorted((key for first in one for key in units[first]), key=position.__getitem__)) for one in dealt
+    )
     files = (file_name,) if file_name is not None else file_names(len(names), is_listed=is_remote(directory))
     if is_remote(directory):
-        names = tuple(tuple(file_order(one, lambda name: tensors[name].dtype)) for one in names)
-    return FilePlan(names, files, tuple(able[index % len(able)] for index in range(len(names))))
+        names = tuple(tuple(file_order(one, lambda key: layout[key].dtype)) for one in names)
+    sources = tuple(tuple(dict.fromkeys(run.source for key in one for run in layout[key].runs)) for one in names)
+    return FilePlan(names, sources, files, tuple(able[index % len(able)] for index in range(len(names))))
+
+
+def _units(layout: Mapping[str, SavedTensor]) -> dict[str, list[str]]:
+    """First key → keys that one rank has to write, since one tensor feeds several of them."""
+    units: dict[str, list[str]] = {}
+    unit_of: dict[str, str] = {}
+    for key, saved in layout.items():
+        sources = dict.fromkeys(run.source for run in saved.runs)
+        first, *others = dict.fromkeys(unit_of[source] for source in sources if source in unit_of) or (key,)
+        units.setdefault(first, []).append(key)
+        for other in others:
+            units[first] += units.pop(other)
+            unit_of |= {source: first for source, unit in unit_of.items() if unit == other}
+        unit_of |= dict.fromkeys(sources, first)
+    return units
 
 
 @dataclass(frozen=True)
@@ -117,6 +144,7 @@ def write_tensors(
     stall_s: float,
     on_round: Callable[[int], None],
     group: dist.ProcessGroup | None = None,
+    layout: Mapping[str, SavedTensor] | None = None,
     file_name: str | None = None,
 ) -> Written:
     """Write tensors as one or more checkpoint files, whole; collective: every rank calls it.
@@ -128,14 +156,16 @@ def write_tensors(
         stall_s: Longest wait for one round of messages.
         on_round: Called on every rank after each round with the bytes written so far.
         group: Of all ranks. Default: the default group.
+        layout: Key in the files → what fills it of `tensors`. Default: these as they are.
         file_name: Of the one file to write. Default: as many as are good, under standard names.
 
     Raises:
         CheckpointError: On every rank: the disk is full or failed.
     """
-    plan = _plan_files(tensors, directory, group, file_name)
+    layout = layout or {name: SavedTensor.whole(name, tensor) for name, tensor in tensors.items()}
+    plan = _plan_files(layout, directory, group, file_name)
     with ExitStack() as open_files:
-        writers = _Writers(plan, tensors, directory, open_files)
+        writers = _Writers(plan, layout, directory, open_files)
         made = agree(writers.error, {"host": host_identity(), "inodes": writers.inodes()}, group)
         joined = agree(None, writers.join(made), group)
         beside = {rank: {*owners, rank} for rank, owners in enumerate(joined)}
@@ -158,19 +188,20 @@ class _Writers:
     """
 
     def __init__(
-        self, plan: FilePlan, tensors: Mapping[str, torch.Tensor], directory: str, open_files: ExitStack
+        self, plan: FilePlan, layout: Mapping[str, SavedTensor], directory: str, open_files: ExitStack
     ) -> None:
         self.error: Exception | None = None
         self.written: dict[str, Any] = {}
         """Manifest of this rank's files, after `close`."""
         self._plan = plan
-        self._tensors = tensors
+        self._layout = layout
         self._directory = directory
         self._open_files = open_files
         self._rank = dist.get_rank()
         self._files: dict[int, FileWriter] = {}
         self._guests: dict[int, FileWriter] = {}
         self._file_of: dict[str, FileWriter] = {}
+        self._runs: dict[str, list[tuple[Run, str]]] = {}
         try:
             self._files = {index: self._open(index) for index in plan.of_rank(self._rank)}
         except CheckpointError as error:
@@ -178,10 +209,13 @@ class _Writers:
 
     def _open(self, index: int, *, join: bool = False) -> FileWriter:
         names = self._plan.names[index]
-        layout = [(name, self._tensors[name].dtype, tuple(self._tensors[name].shape)) for name in names]
+        layout = [(name, self._layout[name].dtype, self._layout[name].shape) for name in names]
         path = join_path(self._directory, self._plan.files[index])
         writer = self._open_files.enter_context(FileWriter(path, layout, join=join))
         self._file_of.update(dict.fromkeys(names, writer))
+        for name in names:
+            for run in self._layout[name].runs:
+                insort(self._runs.setdefault(run.source, []), (run, name), key=lambda item: item[0].source_start)
         return writer
 
     def inodes(self) -> dict[str, list[int]]:
@@ -229,9 +263,20 @@ class _Writers:
         """The gather's sink."""
         if self.error is None:
             try:
-                self._file_of[name].write_at(name, first * values.itemsize, as_bytes(values))
+                self._write(name, first, values)
             except Exception as error:  # noqa: BLE001 - see the class
                 self.error = error
+
+    def _write(self, source: str, first: int, values: torch.Tensor) -> None:
+        runs, stop = self._runs[source], first + values.numel()
+        index = max(bisect_right(runs, first, key=lambda item: item[0].source_start) - 1, 0)
+        while index < len(runs) and runs[index][0].source_start < stop:
+            run, key = runs[index]
+            begin, end = max(first, run.source_start), min(stop, run.source_start + run.num_elements)
+            if begin < end:
+                at = run.target_start + begin - run.source_start
+                self._file_of[key].write_at(key, at * values.itemsize, as_bytes(values[begin - first : end - first]))
+            index += 1
 
     def close(self) -> Exception | None:
         """Put every file on the disk and fill `written`; the first failure is returned."""

@@ -16,7 +16,7 @@ from raysharding.distributed.gathering import saved_tensors
 from raysharding.distributed.layout import local_tensor
 from raysharding.distributed.optimizer_state import agreed_snapshot
 from raysharding.distributed.training_files import Position, training_state
-from raysharding.models import saved_names
+from raysharding.models import AdapterNames, SavedTensor, saved_layout
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,9 @@ class SaveContents:
     """Tensors cut as the module's are; the rest ready to be written."""
 
     tensors: Mapping[str, torch.Tensor]
-    """Key in the files → parameter or persistent buffer: its FQN, or of a model with adapters peft's name of one."""
+    """FQN → parameter or persistent buffer."""
+    layout: Mapping[str, SavedTensor]
+    """Key in the files → what of them it holds."""
     file_name: str | None
     """Of the one file that holds them; `None`: there may be several, under standard names."""
     state: Mapping[str, torch.Tensor]
@@ -41,13 +43,15 @@ class SaveContents:
         Raises:
             PlanError: On every rank: the optimizer's state cannot be saved, or differs between ranks.
         """
-        tensors, file_name = saved_tensors(module), None
-        if (names := saved_names(module)) is not None:
-            tensors, file_name = {key: tensors[fqn] for fqn, key in names.items()}, ADAPTER_NAME
+        tensors = saved_tensors(module)
+        layout = saved_layout(module, tensors)
+        file_name = ADAPTER_NAME if AdapterNames.are_keys(layout) else None
+        held = {run.source for saved in layout.values() for run in saved.runs}
+        tensors = {fqn: tensor for fqn, tensor in tensors.items() if fqn in held}  # of adapters nothing else
         snapshot = agreed_snapshot(module, optimizer)
         if snapshot is None:
-            return cls(tensors, file_name, {}, None, None)
-        return cls(tensors, file_name, snapshot.tensors, snapshot.outline(), training_state(position))
+            return cls(tensors, layout, file_name, {}, None, None)
+        return cls(tensors, layout, file_name, snapshot.tensors, snapshot.outline(), training_state(position))
 
     @property
     def num_bytes(self) -> int:
@@ -57,7 +61,7 @@ class SaveContents:
     @property
     def num_tensors(self) -> int:
         """Tensors, the optimizer's with them."""
-        return len(self.tensors) + len(self.state)
+        return len(self.layout) + len(self.state)
 
     def copied(self, memory: HostMemory) -> Self:
         """Copy this rank's shards to host memory, where later steps do not change them. No collective.

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -62,9 +63,10 @@ def save_checkpoint(
     that is to be overwritten is removed first.
 
     Args:
-        module: A sharded module. Its parameters and persistent buffers are saved under the module's own FQNs, tied
-            ones once; of buffers that differ between ranks (BatchNorm), rank 0's. Of a model with LoRA adapters these
-            alone are saved, as peft saves them: `adapter_model.safetensors` and `adapter_config.json`.
+        module: A sharded module. Its parameters and persistent buffers are saved under their FQNs, a transformers
+            model's under the names that `save_pretrained` gives them; tied ones once; of buffers that differ between
+            ranks (BatchNorm), rank 0's. Of a model with LoRA adapters these alone are saved, as peft saves them:
+            `adapter_model.safetensors` and `adapter_config.json`.
         path: The directory to make, on a file system that rank 0 sees; or a URI, to which every rank writes.
         optimizer: Also save its state, by FQN, in the folder `optimizer`: `load_optimizer_state` brings it back at any
             world size. It is written as the model is, so no rank holds it whole. Beside it, in the folder `training`,
@@ -149,8 +151,9 @@ class Save:
             (progress or silent)("save", done, total, "")
 
         try:
-            options = (self.staging, self.device, self.stall_s, on_round, self.group, contents.file_name)
-            written = write_tensors(contents.tensors, *options)
+            options = (self.staging, self.device, self.stall_s, on_round, self.group)
+            names: dict[str, Any] = {"layout": contents.layout, "file_name": contents.file_name}
+            written = write_tensors(contents.tensors, *options, **names)
             self._write_state(on_round)
             agree(self._on_rank_0(partial(self._finish, written)), group=self.group)
             agree(self._on_rank_0(self._commit), group=self.group)

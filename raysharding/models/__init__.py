@@ -3,7 +3,7 @@
 transformers is imported only in this package, and only when a model needs it.
 """
 
-from raysharding.models.adapters import Adapted, AdapterNames, adapter_files, saved_names
+from raysharding.models.adapters import Adapted, AdapterNames, adapter_files
 from raysharding.models.blocks import Run
 from raysharding.models.build import ModelSource, build_module, make_contiguous, parameters_on_meta
 from raysharding.models.config_files import config_files
@@ -14,6 +14,7 @@ from raysharding.models.inputs import MASKED_LABEL, InputBounds
 from raysharding.models.key_mapping import KeyMap, Target, map_keys, misfit
 from raysharding.models.names import clean_name
 from raysharding.models.rules import missing_rules
+from raysharding.models.saved_names import SavedTensor, saved_layout
 from raysharding.models.ties import differing_ties
 from raysharding.models.wrap import input_and_output, lowers_precision, stays_in_full_precision, wrap_groups
 
@@ -26,6 +27,7 @@ __all__ = [
     "KeyMap",
     "ModelSource",
     "Run",
+    "SavedTensor",
     "Target",
     "adapter_files",
     "build_module",
@@ -42,7 +44,7 @@ __all__ = [
     "misfit",
     "missing_rules",
     "parameters_on_meta",
-    "saved_names",
+    "saved_layout",
     "stays_in_full_precision",
     "wrap_groups",
 ]

@@ -194,12 +194,6 @@ class AdapterNames:
         return bool(keys) and all(key.startswith(ADAPTER_PREFIX) for key in keys)
 
 
-def saved_names(module: nn.Module) -> Mapping[str, str] | None:
-    """FQN → key in the file, of what a save of a model with adapters holds; `None` where there are none."""
-    names = AdapterNames.of(module)
-    return None if names is None else names.files
-
-
 def adapter_files(module: nn.Module) -> dict[str, bytes] | None:
     """Return adapter_config.json, as peft's `save_pretrained` writes it, by name; `None`: there are no adapters."""
     names = AdapterNames.of(module)

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaForCausalLM
 
 
-def main(checkpoint: str, parquet: str, batch_size: int, num_steps: int) -> None:
-    dist.init_process_group("gloo")
+def seconds(checkpoint: str, parquet: str, batch_size: int, num_steps: int) -> float:
+    """Time of the steps, on each rank of the default group."""
     torch.set_num_threads(1)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = LlamaForCausalLM.from_pretrained(checkpoint)
@@ -52,10 +52,12 @@ def main(checkpoint: str, parquet: str, batch_size: int, num_steps: int) -> None
     begun = time.perf_counter()
     run(num_steps)
     dist.barrier()
-    if not rank:
-        print(json.dumps({"seconds": time.perf_counter() - begun}), flush=True)
-    dist.destroy_process_group()
+    return time.perf_counter() - begun
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    dist.init_process_group("gloo")
+    taken = seconds(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    if not dist.get_rank():
+        print(json.dumps({"seconds": taken}), flush=True)
+    dist.destroy_process_group()
