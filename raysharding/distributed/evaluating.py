@@ -21,6 +21,7 @@ from raysharding.distributed.metadata import metadata_device
 from raysharding.distributed.recovery import module_mode, recover_after
 from raysharding.distributed.sharded_module import reshard
 from raysharding.distributed.training import mark_recovery
+from raysharding.models import InputBounds
 
 Metric: TypeAlias = Callable[..., Any]
 """`metric(output, ...)`: takes of the batch's arguments those that it names, as a loss does, and returns (sum, count):
@@ -44,10 +45,10 @@ class EvaluationPlan:
 class Evaluation:
     """A run that only looks. Every rank makes one, with the same plan, and takes the same steps."""
 
-    def __init__(self, plan: EvaluationPlan, device: torch.device) -> None:
+    def __init__(self, plan: EvaluationPlan, device: torch.device, bounds: InputBounds | None = None) -> None:
         """Look at the data; collective. As `Feed`."""
         self._plan = plan
-        self.feed = Feed(plan.feed, device)
+        self.feed = Feed(plan.feed, device, bounds=bounds)
         self._loss = Accumulation()
         # Sums and counts by metric, then rows: added up on every rank alone, over the ranks when they are asked for.
         self._sums = torch.zeros(2 * len(plan.metrics) + 1, dtype=torch.float64)

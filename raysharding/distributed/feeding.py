@@ -28,6 +28,7 @@ from raysharding.distributed.input_device import move_inputs
 from raysharding.distributed.metadata import metadata_device
 from raysharding.distributed.training_files import Position
 from raysharding.errors import DataError
+from raysharding.models import InputBounds
 
 
 @dataclass(frozen=True)
@@ -77,13 +78,20 @@ def check_whole(name: str, value: Any, *, least: int) -> None:
 class Feed:
     """A run over data. Every rank makes one, with the same plan, and takes the same steps."""
 
-    def __init__(self, plan: FeedPlan, device: torch.device, position: Position | None = None) -> None:
+    def __init__(
+        self,
+        plan: FeedPlan,
+        device: torch.device,
+        position: Position | None = None,
+        bounds: InputBounds | None = None,
+    ) -> None:
         """Look at the data; collective.
 
         Args:
             plan: What to take.
             device: Where the module computes.
             position: Where to go on; `None`: at the beginning.
+            bounds: Ids that the model has: one that it has not would raise on the rank that holds it alone.
 
         Raises:
             DataError: On every rank: the data cannot be read, or is not what the position was counted in.
@@ -96,6 +104,7 @@ class Feed:
         begun = Position(0, 0, 0, plan.batch_size, plan.shuffle, plan.seed, num_rows, layout, plan.run)
         self.position = begun if position is None else _checked(position, begun)
         self._collator = Collator(plan.collate or default_collate, dist.get_rank())
+        self._bounds = bounds or InputBounds()
         self._ahead: Prefetch[StepBatch | RankBatch | None] | None = None
 
     @property
@@ -132,6 +141,8 @@ class Feed:
             error: Exception | None = None
             try:
                 batch = self._take()
+                if batch is not None:
+                    self._bounds.check(batch, dist.get_rank(), "data")
             except Exception as raised:  # noqa: BLE001 - the other ranks wait to hear of it
                 error = self._said(raised)
             if _all_have_one(batch, error):

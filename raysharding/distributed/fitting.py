@@ -13,6 +13,7 @@ from raysharding.distributed.feeding import Feed, FeedPlan, check_whole
 from raysharding.distributed.loss_call import LossFunction
 from raysharding.distributed.training import train_step
 from raysharding.distributed.training_files import Position
+from raysharding.models import InputBounds
 
 
 @dataclass(frozen=True)
@@ -52,10 +53,16 @@ class StepFigures:
 class Fit:
     """A run that trains. Every rank makes one, with the same plan, and takes the same steps."""
 
-    def __init__(self, plan: FitPlan, device: torch.device, position: Position | None = None) -> None:
+    def __init__(
+        self,
+        plan: FitPlan,
+        device: torch.device,
+        position: Position | None = None,
+        bounds: InputBounds | None = None,
+    ) -> None:
         """Look at the data; collective. As `Feed`."""
         self._plan = plan
-        self.feed = Feed(plan.feed, device, position)
+        self.feed = Feed(plan.feed, device, position, bounds)
 
     @property
     def position(self) -> Position:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from raysharding.batch import RankBatch
-from raysharding.models import MASKED_LABEL, InputBounds
+from raysharding.models import InputBounds
 from raysharding.tree import leaves
 
 
@@ -28,7 +28,9 @@ def check_batches(method: str, batches: Sequence[RankBatch], bounds: InputBounds
         ValueError: Ranks would get arguments of different kinds, or an id that the model does not have.
     """
     _check_alike(method, batches)
-    _check_ids(method, batches, bounds)
+    seen: set[int] = set()
+    for rank, batch in enumerate(batches):
+        bounds.check(batch, rank, method, seen)
 
 
 def _check_alike(method: str, batches: Sequence[RankBatch]) -> None:
@@ -66,40 +68,3 @@ def _kind(leaf: Any) -> str:
     if isinstance(leaf, torch.Tensor):
         return f"a {str(leaf.dtype).removeprefix('torch.')} tensor of {leaf.ndim} dims"
     return "None" if leaf is None else f"of type {type(leaf).__name__}"
-
-
-def _check_ids(method: str, batches: Sequence[RankBatch], bounds: InputBounds) -> None:
-    seen: set[int] = set()
-    for rank, batch in enumerate(batches):
-        named = [*zip(bounds.positions, batch.args, strict=False), *batch.kwargs.items()]
-        for name, value in named:
-            number = bounds.num_ids.get(name)
-            if number is None or not _holds_ids(value) or id(value) in seen:
-                continue
-            seen.add(id(value))
-            # A rank's rows of a Split are counted from the whole batch's first.
-            start = 0 if batch.num_rows is None else sum(batch.rows[:rank])
-            problem = _unknown(value, number, name == "labels", batch.dim, start)
-            if problem is not None:
-                raise ValueError(f"{method}: {name} holds {problem}: is it another model's tokenizer?")
-
-
-def _holds_ids(value: Any) -> bool:
-    whole = isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.numel() > 0
-    return whole and not value.is_floating_point() and not value.is_complex() and value.dtype is not torch.bool
-
-
-def _unknown(ids: torch.Tensor, number: int, is_label: bool, dim: int, start: int) -> str | None:
-    """Say which id the model does not have; `None` where it has all."""
-    low, high = (int(bound) for bound in torch.aminmax(ids))
-    if low >= 0 and high < number:
-        return None
-    wrong = (ids < 0) | (ids >= number)
-    if is_label:
-        wrong &= ids != MASKED_LABEL
-    if not wrong.any():
-        return None
-    place = wrong.nonzero()[0].tolist()
-    row = f" in row {place[dim] + start}" if place else ""
-    masked = f", or {MASKED_LABEL} for what the loss leaves out" if is_label else ""
-    return f"{int(ids[tuple(place)])}{row}, and the model has the ids 0 to {number - 1}{masked}"

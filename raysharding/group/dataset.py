@@ -16,10 +16,13 @@ import ray
 
 from raysharding.data import BlockSource, ParquetPath, Reader, Rows, rows_of
 from raysharding.data.arrow_rows import ArrowRows
-from raysharding.errors import DataError
+from raysharding.errors import DataError, GroupError
+from raysharding.group.answers import ask_all
 from raysharding.group.locate import anchored
+from raysharding.group.ranks import Member
 
 _FETCH_S = 60.0
+_HOLD_S = 30.0
 
 _lock = threading.Lock()
 _held: dict[str, Sequence[ray.ObjectRef]] = {}
@@ -88,6 +91,26 @@ class Given:
     """For the ranks."""
     refs: tuple[ray.ObjectRef, ...] = ()
     """Blocks that the ranks have to hold."""
+
+    def lend(self, members: Sequence[Member]) -> None:
+        """Have the ranks hold the blocks, before they read the first.
+
+        Raises:
+            GroupError: A rank does not answer.
+        """
+        if not isinstance(self.source, DatasetBlocks):
+            return
+        silent = ask_all(members, "hold", self.source.key, self.refs, within_s=_HOLD_S).silent
+        if silent:
+            rank, why = next(iter(silent.items()))
+            raise GroupError(f"rank {rank} cannot be given the dataset: {why}")
+
+    def take_back(self, members: Sequence[Member]) -> None:
+        """Have the ranks let go of them; who is gone has. Does not wait."""
+        # Once Ray is shut down they are gone, and what would be asked of them would start another one.
+        if isinstance(self.source, DatasetBlocks) and ray.is_initialized():
+            for member in members:
+                member.actor.hold.remote(self.source.key, None)
 
 
 def given(data: Any, columns: Sequence[str] | None, timeout_s: float) -> Given:

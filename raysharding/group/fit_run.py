@@ -17,11 +17,10 @@ from raysharding.checkpoint.uri import join_path
 from raysharding.distributed.fitting import FitPlan, StepFigures
 from raysharding.distributed.training_files import Position
 from raysharding.errors import CheckpointError, GroupError
-from raysharding.group.answers import ask_all
 from raysharding.group.call import Call, Collect
 from raysharding.group.callbacks import RayGauges
 from raysharding.group.channel import Channel
-from raysharding.group.dataset import DatasetBlocks, Given
+from raysharding.group.dataset import Given
 from raysharding.group.describe import tell
 from raysharding.group.fit_report import FitReport, FitStep
 from raysharding.group.progress import StepBar
@@ -32,7 +31,6 @@ from raysharding.worker import FitStart, FitSteps
 
 _CALL_S = 0.5
 _MAX_STEPS = 200
-_HOLD_S = 30.0
 
 Callback = Callable[[FitStep], object]
 """Called on the driver after each step; one that has `close` is closed at the end."""
@@ -145,8 +143,7 @@ class FitRun:
 
     def _begin(self, *, resume: bool) -> None:
         """Have the ranks look at the data, and find where they stand."""
-        if isinstance(self._data.source, DatasetBlocks):
-            self._hold(self._data.source.key, self._data.refs)
+        self._data.lend(self._channel().members)
         asked = (self._plan, self._begun, resume, self._options.save_to)
         start: FitStart = self._submit("fit_begin", *asked).result()
         self._position, self._total = start.position, start.total_steps
@@ -168,12 +165,6 @@ class FitRun:
     def _submit(self, method: str, *args: Any, collect: Collect = collect_rank0, is_last: bool = False) -> Call:
         """Submit a command to the ranks, as they are now."""
         return self._channel().submit_same(method, *args, collect=collect, is_last=is_last)
-
-    def _hold(self, key: str, refs: Sequence[object] | None) -> None:
-        answers = ask_all(self._channel().members, "hold", key, refs, within_s=_HOLD_S)
-        if answers.silent and refs is not None:
-            rank, why = next(iter(answers.silent.items()))
-            raise GroupError(f"rank {rank} cannot be given the dataset: {why}")
 
     def _end(self, error: BaseException | None) -> None:
         """Have the ranks let go of the data, where there are any, and close the callbacks.
@@ -198,8 +189,7 @@ class FitRun:
         if self._group.state in (GroupState.READY, GroupState.BUSY):
             with suppress(GroupError):  # of a group that breaks in this moment the next call tells
                 self._submit("fit_end", is_last=True).result()
-            if isinstance(self._data.source, DatasetBlocks):
-                self._hold(self._data.source.key, None)
+            self._data.take_back(self._channel().members)
 
     def _steps_and_restarts(self, bar: StepBar) -> None:
         while True:

@@ -134,7 +134,7 @@ class Fitting(Training):
         """Compute loss and metrics over data in eval mode, without gradients: those of one process on the same rows.
 
         Args:
-            data: As for `fit`, but for a `ray.data.Dataset`: save that as Parquet, or give its rows.
+            data: As for `fit`.
             batch_size: Rows of a forward, all ranks together.
             metrics: Name → `metric(output, ...)`, which takes of the batch's arguments those that it names, and returns
                 (sum, count) over its rows: the value is the sum of all sums by that of all counts. Runs on the ranks.
@@ -154,9 +154,7 @@ class Fitting(Training):
             DataError: The data cannot be read, or has no rows. The group is READY.
             GroupError: The model or a metric raised, or ranks failed.
         """
-        found = given(data, columns, self._channel.timeouts.load_stall_s)
-        if found.refs:
-            raise ValueError("evaluate takes no ray.data.Dataset yet: write_parquet it, or give its rows")
+        found, members = given(data, columns, self._channel.timeouts.load_stall_s), self._channel.members
         feed = FeedPlan(
             source=found.source,
             batch_size=batch_size,
@@ -167,5 +165,7 @@ class Fitting(Training):
         )
         plan = EvaluationPlan(feed, loss, with_loss, dict(metrics or {}))
         last = LastValue()
+        found.lend(members)
         call = self._channel.submit_same("evaluate", plan, keep_step=last.keep, collect=Collect(last.collect))
+        call.when_done(lambda _: found.take_back(members))
         return call.keep_alive(self)

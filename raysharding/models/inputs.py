@@ -7,7 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
+
+from raysharding.batch import RankBatch
 
 MASKED_LABEL = -100
 """The label that losses leave out."""
@@ -38,18 +41,42 @@ class InputBounds:
         if not hasattr(module, "get_input_embeddings") or config is None:
             return cls(positions)
         num_ids: dict[str, int] = {}
-        embedding = _asked(module, "get_input_embeddings")
+        embedding = _base(_asked(module, "get_input_embeddings"))
         if isinstance(embedding, nn.Embedding):
             num_ids["input_ids"] = embedding.num_embeddings
             if getattr(config, "is_encoder_decoder", False):
                 num_ids["decoder_input_ids"] = embedding.num_embeddings
-        head = _asked(module, "get_output_embeddings")
+        head = _base(_asked(module, "get_output_embeddings"))
         if isinstance(head, nn.Linear):
             num_ids["labels"] = head.out_features
         for name, submodule in module.named_modules():
             if isinstance(submodule, nn.Embedding) and name.rpartition(".")[2] == "token_type_embeddings":
                 num_ids["token_type_ids"] = submodule.num_embeddings
         return cls(positions, {name: number for name, number in num_ids.items() if name in _names(module)})
+
+    def check(self, batch: RankBatch, rank: int, what: str, seen: set[int] | None = None) -> None:
+        """Refuse ids that the model does not have. Reads those on the CPU once.
+
+        Args:
+            batch: One rank's.
+            rank: That rank.
+            what: What the batch is for, for the error.
+            seen: `id` of the values that were looked at before, which are passed over; these are added.
+
+        Raises:
+            ValueError: Names argument, id and row.
+        """
+        seen = set() if seen is None else seen
+        for name, value in [*zip(self.positions, batch.args, strict=False), *batch.kwargs.items()]:
+            number = self.num_ids.get(name)
+            if number is None or not _holds_ids(value) or id(value) in seen:
+                continue
+            seen.add(id(value))
+            # A rank's rows of a Split are counted from the whole batch's first.
+            start = 0 if batch.num_rows is None else sum(batch.rows[:rank])
+            problem = _unknown(value, number, name == "labels", batch.dim, start)
+            if problem is not None:
+                raise ValueError(f"{what}: {name} holds {problem}: is it another model's tokenizer?")
 
 
 def _asked(module: nn.Module, method: str) -> Any:
@@ -60,5 +87,33 @@ def _asked(module: nn.Module, method: str) -> Any:
         return None
 
 
+def _base(module: Any) -> Any:
+    """What peft has put a layer of its own around."""
+    for inner in ("base_layer", "original_module"):
+        module = getattr(module, inner, module)
+    return module
+
+
 def _names(module: nn.Module) -> set[str]:
     return set(inspect.signature(module.forward).parameters)
+
+
+def _holds_ids(value: Any) -> bool:
+    whole = isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.numel() > 0
+    return whole and not value.is_floating_point() and not value.is_complex() and value.dtype is not torch.bool
+
+
+def _unknown(ids: torch.Tensor, number: int, is_label: bool, dim: int, start: int) -> str | None:
+    """Say which id the model does not have; `None` where it has all."""
+    low, high = (int(bound) for bound in torch.aminmax(ids))
+    if low >= 0 and high < number:
+        return None
+    wrong = (ids < 0) | (ids >= number)
+    if is_label:
+        wrong &= ids != MASKED_LABEL
+    if not wrong.any():
+        return None
+    place = wrong.nonzero()[0].tolist()
+    row = f" in row {place[dim] + start}" if place else ""
+    masked = f", or {MASKED_LABEL} for what the loss leaves out" if is_label else ""
+    return f"{int(ids[tuple(place)])}{row}, and the model has the ids 0 to {number - 1}{masked}"

@@ -14,6 +14,7 @@ from raysharding.distributed.evaluating import Evaluation, EvaluationPlan
 from raysharding.distributed.fitting import Fit, FitPlan, StepFigures
 from raysharding.distributed.training_files import Position, run_of
 from raysharding.errors import CheckpointError
+from raysharding.models import InputBounds
 from raysharding.worker.training import TrainingRank
 
 _BATCHES_A_STEP = 8
@@ -76,7 +77,7 @@ class FittingRank(TrainingRank):
                 raise ValueError(
                     "resume=True, but there is no run to go on with: load a checkpoint that fit saved, or leave it out"
                 )
-            self._fit = Fit(plan, self.device, found)
+            self._fit = Fit(plan, self.device, found, InputBounds.of(self.module))
             self.position = self._fit.position
             if save_to is not None:
                 run = self.position.run
@@ -112,7 +113,7 @@ class FittingRank(TrainingRank):
             `None` after every few batches, in the end the values.
         """
         with self._running("forward", "evaluate"):
-            run = Evaluation(plan, self.device)
+            run = Evaluation(plan, self.device, InputBounds.of(self.module))
         try:
             is_over = False
             while not is_over:

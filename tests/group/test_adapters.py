@@ -16,7 +16,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from raysharding import CheckpointError, FitStep, PlanError, ShardedModelGroup, Sharding, Split
+from raysharding import CheckpointError, DataError, FitStep, PlanError, ShardedModelGroup, Sharding, Split
 from tests.models.architectures import ARCHITECTURES
 
 peft = pytest.importorskip("peft")
@@ -182,6 +182,20 @@ def test_adapters_are_loaded_into_a_group_that_has_such(base: Path, tmp_path: Pa
         pytest.raises(PlanError, match="holds LoRA adapters, and the model has none"),
     ):
         plain.load(tmp_path / "begun")
+
+
+def test_ids_that_the_model_has_not_are_refused_before_a_step(base: Path) -> None:
+    """A rank that met one alone would leave the other in its forward."""
+    bad = [*ROWS[:7], {"input_ids": [1, 2, 3, 64, 5, 6, 7, 8]}, *ROWS[8:]]
+    config = lora(target_modules=["q_proj", "embed_tokens"])
+    with make_group(base, peft_config=config) as group:
+        before = group.state_dict()
+        with pytest.raises(DataError, match=r"step 1 could not be made: ValueError: data: input_ids holds 64 in row 2"):
+            group.fit(bad, batch_size=BATCH, collate=collate(), progress=False)
+        with pytest.raises(DataError, match=r"input_ids holds 64"):
+            group.evaluate(bad, batch_size=BATCH, collate=collate())
+        assert any(not torch.equal(before[name], tensor) for name, tensor in group.state_dict().items())
+        assert fit(group).num_steps == 8
 
 
 def test_what_cannot_be_is_said_before_anything_is_placed(base: Path, tmp_path: Path) -> None:

@@ -302,7 +302,7 @@ def test_evaluation_is_that_of_one_process(
         "num_rows": NUM_ROWS,
     }
     options: dict[str, Any] = {"loss": regression(), "collate": collate(), "metrics": {"near": near()}}
-    for data, batch_size in ((parquet, 1), (rows, 7), (parquet, 50)):
+    for data, batch_size in ((parquet, 1), (rows, 7), (parquet, 50), (as_dataset(parquet, rows), 9)):
         assert fresh.evaluate(data, batch_size=batch_size, **options) == expected
     call = fresh.evaluate.remote(parquet, batch_size=2, **options)
     assert call.result() == expected
