@@ -15,6 +15,7 @@ from raysharding.distributed.file_writing import total_bytes
 from raysharding.distributed.gathering import saved_tensors
 from raysharding.distributed.layout import local_tensor
 from raysharding.distributed.optimizer_state import agreed_snapshot
+from raysharding.distributed.prefault import back
 from raysharding.distributed.training_files import Position, training_state
 from raysharding.models import AdapterNames, SavedTensor, saved_layout
 
@@ -43,11 +44,8 @@ class SaveContents:
         Raises:
             PlanError: On every rank: the optimizer's state cannot be saved, or differs between ranks.
         """
-        tensors = saved_tensors(module)
-        layout = saved_layout(module, tensors)
+        tensors, layout = model_contents(module)
         file_name = ADAPTER_NAME if AdapterNames.are_keys(layout) else None
-        held = {run.source for saved in layout.values() for run in saved.runs}
-        tensors = {fqn: tensor for fqn, tensor in tensors.items() if fqn in held}  # of adapters nothing else
         snapshot = agreed_snapshot(module, optimizer)
         if snapshot is None:
             return cls(tensors, layout, file_name, {}, None, None)
@@ -70,6 +68,14 @@ class SaveContents:
             memory: Where they go; nobody reads what an earlier copy left there any more.
         """
         return replace(self, tensors=memory.copies(self.tensors, "model"), state=memory.copies(self.state, "optimizer"))
+
+
+def model_contents(module: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, SavedTensor]]:
+    """Which of a module's tensors a save holds, by FQN, and as what; no collective."""
+    tensors = saved_tensors(module)
+    layout = saved_layout(module, tensors)
+    held = {run.source for saved in layout.values() for run in saved.runs}
+    return {fqn: tensor for fqn, tensor in tensors.items() if fqn in held}, layout  # of adapters nothing else
 
 
 class HostMemory:
@@ -97,12 +103,23 @@ class HostMemory:
             torch.cuda.synchronize()  # the copies run beside the host, which may change the shards once this returns
         return copied
 
-    def _copy(self, key: tuple[str, str], tensor: torch.Tensor) -> torch.Tensor:
-        local = local_tensor(tensor).detach()
+    def reserve(self, tensors: Mapping[str, torch.Tensor], kind: str) -> None:
+        """Have memory for copies that will come. Arguments as of `copies`; the values do not matter yet."""
+        for name, tensor in tensors.items():
+            self._buffer((kind, name), local_tensor(tensor))
+
+    def _buffer(self, key: tuple[str, str], local: torch.Tensor) -> torch.Tensor:
         buffer = self._buffers.get(key)
         if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
             buffer = torch.empty(local.shape, dtype=local.dtype, device="cpu", pin_memory=local.is_cuda)
+            if not local.is_cuda:
+                back(buffer)  # page by page, as the copy comes, takes longer
             self._buffers[key] = buffer
+        return buffer
+
+    def _copy(self, key: tuple[str, str], tensor: torch.Tensor) -> torch.Tensor:
+        local = local_tensor(tensor).detach()
+        buffer = self._buffer(key, local)
         buffer.copy_(local, non_blocking=True)
         if not isinstance(tensor, DTensor):
             return buffer

@@ -240,9 +240,11 @@ class RankCommands:
         """Update the parameters. All ranks, together."""
         return self._worker.optim_step(max_grad_norm)
 
-    def fit_begin(self, plan: FitPlan, position: Position | None, resume: bool, save_to: str | None) -> FitStart:
+    def fit_begin(
+        self, plan: FitPlan, position: Position | None, resume: bool, save_to: str | None, async_save: bool
+    ) -> FitStart:
         """Look at the data of a run, and find where it begins. All ranks, together."""
-        return self._worker.fit_begin(plan, position, resume=resume, save_to=save_to)
+        return self._worker.fit_begin(plan, position, resume=resume, save_to=save_to, async_save=async_save)
 
     def fit_steps(self, num_steps: int) -> FitSteps:
         """Take steps of the run. All ranks, together."""

@@ -144,7 +144,7 @@ class FitRun:
     def _begin(self, *, resume: bool) -> None:
         """Have the ranks look at the data, and find where they stand."""
         self._data.lend(self._channel().members)
-        asked = (self._plan, self._begun, resume, self._options.save_to)
+        asked = (self._plan, self._begun, resume, self._options.save_to, self._options.async_save)
         start: FitStart = self._submit("fit_begin", *asked).result()
         self._position, self._total = start.position, start.total_steps
         if self._begun is None:

@@ -49,9 +49,16 @@ class FittingRank(TrainingRank):
     """A rank that trains over data."""
 
     _fit: Fit | None = None
+    _saves_async = False
 
     def fit_begin(
-        self, plan: FitPlan, position: Position | None, *, resume: bool, save_to: str | None = None
+        self,
+        plan: FitPlan,
+        position: Position | None,
+        *,
+        resume: bool,
+        save_to: str | None = None,
+        async_save: bool = False,
     ) -> FitStart:
         """Look at the data, and find where to begin. Collective.
 
@@ -61,6 +68,7 @@ class FittingRank(TrainingRank):
                 `None`: there must be one.
             resume: Whether to go on where the last run stands; otherwise one begins anew.
             save_to: Directory of its saves, which must not hold another run's; `None`: there are none.
+            async_save: Whether they are written in the background.
 
         Raises:
             ValueError: No optimizer is set, or there is no run to resume.
@@ -79,6 +87,7 @@ class FittingRank(TrainingRank):
                 )
             self._fit = Fit(plan, self.device, found, InputBounds.of(self.module))
             self.position = self._fit.position
+            self._saves_async = async_save
             if save_to is not None:
                 run = self.position.run
                 from_rank_0(lambda: _check_own_saves(save_to, run))
@@ -101,6 +110,9 @@ class FittingRank(TrainingRank):
             if figures is None:
                 return FitSteps(tuple(steps), self.position, is_over=True)
             steps.append(figures)
+            if self._saves_async:
+                self._saver.prepare(self.module, optimizer)
+                self._saves_async = False
         return FitSteps(tuple(steps), self._fit.position, is_over=False)
 
     def evaluate(self, plan: EvaluationPlan) -> Iterator[dict[str, float] | None]:
