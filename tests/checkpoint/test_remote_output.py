@@ -156,8 +156,8 @@ def test_the_newest_stay(s3: S3Server) -> None:
         write(s3.uri(f"row/step-{number}"), torch.full((2,), float(number)))
     write(s3.uri("row/step-5"), torch.zeros(2), commit=False)
     write_file(s3.uri("row/step-3"), "notes.txt", b"mine")
-    assert newest_after(s3.uri("row/step-2")) == s3.uri("runs/step-2")
-    assert newest_after(s3.uri("row/step-4")) == s3.uri("runs/step-10")
+    assert newest_after(s3.uri("row/step-2")) == s3.uri("row/step-2")
+    assert newest_after(s3.uri("row/step-4")) == s3.uri("row/step-10")
     assert newest_after(s3.uri("nowhere/step-4")) == s3.uri("nowhere/step-4")
     remove_older(s3.uri("row/step-10"), 2)
     assert names(s3.uri("row")) == ["step-10", "step-2", "step-3", "step-5"]
