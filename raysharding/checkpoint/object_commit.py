@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from raysharding.checkpoint.names import ADAPTER_CONFIG_NAME, INDEX_NAME, SINGLE_NAME
+from raysharding.checkpoint.names import ADAPTER_CONFIG_NAME, INDEX_NAME, MANIFEST_NAME, SINGLE_NAME
 from raysharding.checkpoint.remote_options import DEFAULT_REMOTE
 from raysharding.checkpoint.remote_storage import remote_storage
 from raysharding.checkpoint.uri import is_remote, join_path
@@ -16,6 +16,10 @@ from raysharding.errors import CheckpointError
 
 COMMITS: Final = (INDEX_NAME, ADAPTER_CONFIG_NAME, SINGLE_NAME)
 """What makes a directory a checkpoint; a save of somebody else's may be a single file."""
+
+
+_OURS: Final = (MANIFEST_NAME, "optimizer", "training")
+"""What only a save of ours leaves, where its removal broke off."""
 
 
 def prepare_objects(directory: str, *, overwrite: bool) -> None:
@@ -36,7 +40,7 @@ def prepare_objects(directory: str, *, overwrite: bool) -> None:
         return
     if not overwrite:
         raise CheckpointError("exists already: pass overwrite=True, or save to another path", path=directory)
-    if not any(name.endswith(".safetensors") for name in names):
+    if not any(name.endswith(".safetensors") or name in _OURS for name in names):
         what = "holds no .safetensors file, so overwrite=True does not replace it: remove it yourself, or save to "
         raise CheckpointError(what + "another path", path=directory)
     remove_objects(directory)

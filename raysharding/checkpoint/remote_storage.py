@@ -150,7 +150,9 @@ class RemoteStorage:
     def remove_tree(self, directory: str) -> None:
         """Remove everything under a directory; a missing one is fine."""
         system, inside = self._enter(directory, directory)
-        self._requests.call(directory, "removing it", lambda: _unless_missing(system.delete_dir, inside))
+        # A bucket is not ours to remove.
+        remove = system.delete_dir if "/" in inside.strip("/") else system.delete_dir_contents
+        self._requests.call(directory, "removing it", lambda: _unless_missing(remove, inside))
 
     def each(self, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
         """See `Storage`. As many at once as requests may be in flight; the first error stops the rest."""

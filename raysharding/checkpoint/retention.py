@@ -73,7 +73,8 @@ def newest_after(path: str) -> str:
     """
     parent, name = split_path(path)
     own, storage = _split(name), storage_of(path)
-    if own is None or storage.find(path).kind != "missing" or storage.find(parent).kind != "directory":
+    is_there = storage.find(path).kind != "missing" and not is_left_over(path)
+    if own is None or is_there or storage.find(parent).kind != "directory":
         return path
     newer = [other for number, other in _alike(parent, own) if number > own[1]]
     return newer[-1] if newer else path

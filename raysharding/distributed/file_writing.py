@@ -93,9 +93,21 @@ def _plan_files(
     )
     files = (file_name,) if file_name is not None else file_names(len(names), is_listed=is_remote(directory))
     if is_remote(directory):
-        names = tuple(tuple(file_order(one, lambda key: layout[key].dtype)) for one in names)
+        names = tuple(tuple(file_order(_as_sources_lie(one, layout), lambda key: layout[key].dtype)) for one in names)
     sources = tuple(tuple(dict.fromkeys(run.source for key in one for run in layout[key].runs)) for one in names)
     return FilePlan(names, sources, files, tuple(able[index % len(able)] for index in range(len(names))))
+
+
+def _as_sources_lie(names: Sequence[str], layout: Mapping[str, SavedTensor]) -> list[str]:
+    """Keys in the order in which the tensors that feed them pass: what comes before its turn waits in memory."""
+    sources = dict.fromkeys(run.source for key in names for run in layout[key].runs)
+    place = {source: index for index, source in enumerate(sources)}
+
+    def first(key: str) -> tuple[int, int]:
+        runs = layout[key].runs
+        return (place[runs[0].source], runs[0].source_start) if runs else (-1, 0)
+
+    return sorted(names, key=first)
 
 
 def _units(layout: Mapping[str, SavedTensor]) -> dict[str, list[str]]:

@@ -45,7 +45,7 @@ class SaveContents:
             PlanError: On every rank: the optimizer's state cannot be saved, or differs between ranks.
         """
         tensors, layout = model_contents(module)
-        file_name = ADAPTER_NAME if AdapterNames.are_keys(layout) else None
+        file_name = None if AdapterNames.of(module) is None else ADAPTER_NAME
         snapshot = agreed_snapshot(module, optimizer)
         if snapshot is None:
             return cls(tensors, layout, file_name, {}, None, None)

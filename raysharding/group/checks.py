@@ -11,7 +11,7 @@ from raysharding.checkpoint import Checkpoint
 from raysharding.config import Loading, Placement, Sharding, Timeouts
 from raysharding.errors import PlanError
 from raysharding.group.packing import pack
-from raysharding.models import Adapted, build_module, map_keys, misfit, wrap_groups
+from raysharding.models import Adapted, AdapterNames, build_module, map_keys, misfit, wrap_groups
 
 
 def check_configs(
@@ -83,8 +83,10 @@ def check_optimizer(factory: Any) -> None:
     pack(factory, "optimizer")
 
 
-def check_fit(model: Any, checkpoint: Checkpoint, sharding: Sharding, loading: Loading) -> None:
-    """Build a transformers model on meta, and compare it with the checkpoint's headers.
+def check_fit(
+    model: Any, checkpoint: Checkpoint, sharding: Sharding, loading: Loading, adapters: Checkpoint | None = None
+) -> None:
+    """Build a transformers model on meta, and compare it with the headers of the checkpoint, and of adapters.
 
     A callable's model is left to the ranks, which compare it before data moves: it may need what only they have. So
     is everything where this process lacks a package that the model needs.
@@ -101,8 +103,27 @@ def check_fit(model: Any, checkpoint: Checkpoint, sharding: Sharding, loading: L
         if isinstance(error.__cause__, ImportError):
             return
         raise
+    if adapters is not None:
+        check_adapters(module, adapters)
     if not callable(sharding.wrap) and not callable(sharding.ignored_modules):
         wrap_groups(module, sharding)
+
+
+def check_adapters(module: nn.Module, adapters: Checkpoint) -> None:
+    """Compare adapters with a model that has such, on meta.
+
+    Raises:
+        PlanError: They are others than the model's; lists every mismatch.
+    """
+    names = AdapterNames.of(module)
+    assert names is not None, "the model is built with them"
+    names.check(adapters)
+    keys = map_keys(module, adapters.tensors, None)
+    problems = [*keys.problems, *(f"unexpected in the checkpoint: {name}" for name in keys.unexpected)]
+    # What the base has is not missing: it is loaded before them.
+    problems += [f"missing from the checkpoint: {name}" for name in keys.missing if name in names.files]
+    if problems:
+        raise misfit(adapters.path, problems)
 
 
 def fitted_module(model: Any, checkpoint: Checkpoint, loading: Loading) -> nn.Module:

@@ -44,7 +44,7 @@ def launch(spec: GroupSpec) -> Launched:
     opened = opened_here(spec)
     if opened is not None:
         # Before Ray is started: nothing of it is needed to know.
-        checks.check_fit(opened.model, opened.base, spec.sharding, spec.loading)
+        checks.check_fit(opened.model, opened.base, spec.sharding, spec.loading, opened.adapters)
     connect()
     device_type = choose_device_type(spec.device)
     if spec.name is not None:
@@ -52,7 +52,7 @@ def launch(spec: GroupSpec) -> Launched:
     world_size = choose_world_size(spec.world_size, device_type, spec.placement)
     if opened is None:
         opened = opened_on_a_node(spec, spec.timeouts.start_s)
-        checks.check_fit(opened.model, opened.base, spec.sharding, spec.loading)
+        checks.check_fit(opened.model, opened.base, spec.sharding, spec.loading, opened.adapters)
     spec = replace(spec, model=opened.model)
     channel, started, reservation = _place(spec, opened.base, world_size, device_type)
     try:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from raysharding.checkpoint import Checkpoint, open_checkpoint
 from raysharding.errors import CheckpointError
-from raysharding.group.locate import open_here, open_on_a_node
+from raysharding.group.locate import anchored, open_here, open_on_a_node
 from raysharding.group.spec import GroupSpec
 from raysharding.models import Adapted
 
@@ -64,11 +64,14 @@ def _opened(spec: GroupSpec, open_one: Callable[[str], Checkpoint | None]) -> Op
     if given is None:
         return None
     if given.adapter is None:
-        return Opened(spec.model, given, None)
-    model = Adapted.of_files(spec.model, given)
-    base = given.adapter.get("base_model_name_or_path")
+        model = spec.model
+        if isinstance(model, Adapted):
+            model = replace(model, base=anchored(spec.checkpoint))
+        return Opened(model, given, None)
+    adapted = Adapted.of_files(spec.model, given)
+    base = adapted.base or given.adapter.get("base_model_name_or_path")
     how = "give the base's path and peft_config=LoraConfig.from_pretrained(adapters), then group.load(adapters)"
-    if not isinstance(base, str) or not base:
+    if not isinstance(base, str) or not base or "\0" in base:
         what = f"adapter_config.json names no base model (base_model_name_or_path={base!r}): {how}"
         raise CheckpointError(what, path=given.path)
     try:
@@ -80,4 +83,4 @@ def _opened(spec: GroupSpec, open_one: Callable[[str], Checkpoint | None]) -> Op
         return None
     if found.adapter is not None:
         raise CheckpointError(f"names {base} as its base model, which holds adapters, too: {how}", path=given.path)
-    return Opened(model, found, given)
+    return Opened(replace(adapted, base=anchored(base)), found, given)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import importlib
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -55,8 +56,23 @@ _SUPPORTED: Final = frozenset(
 )
 """Fields of `peft.LoraConfig` that may differ from their defaults. The others read base weights when adapters are made,
 which are on no rank whole, or change what the base checkpoint feeds."""
-_SCALE: Final = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
-"""What neither names nor shapes of tensors show, but for `r`, and peft fills in nowhere."""
+_SCALE: Final[Mapping[str, Any]] = {
+    "r": 8,
+    "lora_alpha": 8,
+    "use_rslora": False,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+}
+"""What names and shapes of tensors do not show, but for `r`, and peft fills in nowhere; and what a file means that has
+no such field."""
+_HEADS: Final[Mapping[str, tuple[str, ...]]] = {
+    "SEQ_CLS": ("classifier", "score"),
+    "TOKEN_CLS": ("classifier", "score"),
+    "QUESTION_ANS": ("qa_outputs",),
+}
+"""As peft's `PeftModelForSequenceClassification` and the like have them."""
+_PEFT_ERRORS: Final = (AttributeError, LookupError, TypeError, ValueError, re.error)
+"""What peft raises on fields that it was not made for."""
 _INITS: Final = (True, False, "gaussian")
 
 
@@ -68,6 +84,11 @@ class Adapted:
     """As `from_checkpoint(model=...)` takes it."""
     fields: Mapping[str, Any]
     """What adapter_config.json holds: `peft.LoraConfig` as JSON."""
+    origin: str = "peft_config"
+    """Where that is from, for errors."""
+    base: str | None = None
+    """Path or URI of the checkpoint that the base weights came from, once it was opened: a restart goes back to it,
+    whatever the adapters in files say, which may have been made elsewhere."""
 
     @classmethod
     def of(cls, model: str | Callable[[], nn.Module] | None, peft_config: Any) -> Self:
@@ -101,7 +122,7 @@ class Adapted:
         fields = checkpoint.adapter
         assert fields is not None, "a checkpoint of adapters"
         if not isinstance(model, cls):
-            return cls(model, fields)
+            return cls(model, fields, checkpoint.path)
         if differing := _differing(model.fields, fields):
             raise ValueError(
                 f"peft_config differs from the adapters in {checkpoint.path}: {differing}; leave peft_config out to "
@@ -114,26 +135,31 @@ class Adapted:
 
         Args:
             build: Builds the model without them.
-            where: Directory of the checkpoint that the base weights come from; saves name it.
+            where: Path of the checkpoint that the base weights come from; saves name it.
 
         Raises:
             PlanError: peft is missing, or cannot put adapters into this model.
         """
         peft = _peft()
         if self.fields.get("peft_type") != "LORA":
-            raise PlanError(f"{where}: adapters of peft_type={self.fields.get('peft_type')!r}: only LORA is supported")
+            what = f"adapters of peft_type={self.fields.get('peft_type')!r}: only LORA is supported"
+            raise PlanError(f"{self.origin}: {what}")
         try:
             config = peft.LoraConfig.from_peft_type(**{**self.fields, "inference_mode": False})
-        except (ValueError, TypeError) as error:
-            raise PlanError(f"{where}: adapter_config.json is no LoraConfig: {error}") from error
-        _check_supported(config, where)
+        except _PEFT_ERRORS as error:
+            raise PlanError(f"{self.origin}: is no LoraConfig: {type(error).__name__}: {error}") from error
+        _check_supported(config, self.origin)
+        _add_heads(config)
         config.base_model_name_or_path = where
         module = build(self.model)
         try:
             with torch.device("meta"):
                 peft.inject_adapter_in_model(config, module, adapter_name=_NAME, low_cpu_mem_usage=True)
-        except (ValueError, TypeError, NotImplementedError) as error:
-            raise PlanError(f"{where}: peft cannot put adapters into {type(module).__name__}: {error}") from error
+        except (*_PEFT_ERRORS, NotImplementedError) as error:
+            what = f"peft cannot put adapters into {type(module).__name__}: {error}"
+            raise PlanError(f"{self.origin}: {what}") from error
+        # On its way peft may have made others of them: experts that are one parameter become `target_parameters`.
+        _check_supported(config, f"{self.origin}, as peft reads it for {type(module).__name__}")
         _widen(module)
         return module
 
@@ -236,8 +262,16 @@ def _config_of(module: nn.Module) -> Any:
 
 def _differing(own: Mapping[str, Any], others: Mapping[str, Any]) -> str:
     """What makes the scale of adapters another; empty where nothing does."""
-    differing = [key for key in _SCALE if own.get(key) != others.get(key)]
-    return ", ".join(f"{key}={own.get(key)!r} for {others.get(key)!r}" for key in differing)
+    pairs = ((key, own.get(key, default), others.get(key, default)) for key, default in _SCALE.items())
+    return ", ".join(f"{key}={mine!r} for {theirs!r}" for key, mine, theirs in pairs if mine != theirs)
+
+
+def _add_heads(config: Any) -> None:
+    """Train and save the new head of a task: what peft's own model classes do, which are not used here."""
+    heads = _HEADS.get(config.task_type, ())
+    if heads:
+        given = list(config.modules_to_save or ())
+        config.modules_to_save = given + [name for name in heads if name not in given]
 
 
 def _peft() -> Any:
@@ -255,7 +289,7 @@ def _check_supported(config: Any, where: str) -> None:
     """
     default = type(config)().to_dict()
     for key, value in config.to_dict().items():
-        if key not in _SUPPORTED and value != default.get(key):
+        if key not in _SUPPORTED and (value or None) != (default.get(key) or None):  # peft leaves empty sets behind
             raise ValueError(
                 f"{where}: LoraConfig({key}={value!r}) is not supported: leave it out; make such adapters with peft in "
                 "one process"

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from raysharding.checkpoint.names import SINGLE_NAME
 from raysharding.errors import PlanError
 from raysharding.models.adapters import Adapted
 
@@ -50,7 +51,7 @@ def build_module(model: ModelSource, checkpoint: Checkpoint, dtype: torch.dtype 
         PlanError: No such class, no config.json, a quantized checkpoint, or the callable failed.
     """
     if isinstance(model, Adapted):
-        return make_contiguous(model.build(lambda base: build_module(base, checkpoint, dtype), checkpoint.directory))
+        return make_contiguous(model.build(lambda base: build_module(base, checkpoint, dtype), _named(checkpoint)))
     if model is None or isinstance(model, str):
         return make_contiguous(_build_from_config(model, checkpoint, dtype))
     if not callable(model):
@@ -59,6 +60,12 @@ def build_module(model: ModelSource, checkpoint: Checkpoint, dtype: torch.dtype 
             "arguments that returns an nn.Module"
         )
     return make_contiguous(_build_from_callable(model, dtype))
+
+
+def _named(checkpoint: Checkpoint) -> str:
+    """Absolute path by which a checkpoint is found again: its directory, or a file that is not all that lies there."""
+    is_file = checkpoint.path.endswith(".safetensors") and checkpoint.files[0].name != SINGLE_NAME
+    return checkpoint.files[0].path if is_file else checkpoint.directory
 
 
 def make_contiguous(module: nn.Module) -> nn.Module:

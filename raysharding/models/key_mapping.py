@@ -258,6 +258,8 @@ class _Mapper:
         """A copy that is trained in a module's place begins as the module is."""
         for copy, original in self._routing.copies.items():
             original = self._aliases.get(original, original)
+            if not self._entries[copy].tensor.is_meta:
+                continue  # it was trained since, as the adapters were, which stay as well
             if copy not in self._feeds and original in self._feeds:
                 self._feeds[copy] = self._feeds[original]
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from raysharding.checkpoint import open_checkpoint
 from raysharding.distributed import file_writing, gathering, init_mesh, load_checkpoint, save_checkpoint, shard_module
-from raysharding.models import build_module
+from raysharding.models import build_module, saved_layout
 from tests.models.architectures import ARCHITECTURES
 from tests.spawn import run_ranks
 
@@ -30,6 +30,19 @@ def save_on_ranks(root: Path, in_order: bool) -> None:
         for kind, small in (("one", 256 << 20), ("many", 0)):
             file_writing.SMALL_BYTES = small
             save_checkpoint(module, root / f"{name}-{kind}-{dist.get_world_size()}-{in_order}")
+
+
+def test_what_a_store_is_sent_comes_in_the_order_of_the_file(tmp_path: Path) -> None:
+    """A stream takes bytes in order: experts that lie side by side in the model must do so in the file."""
+    ARCHITECTURES["mixtral"].make().save_pretrained(tmp_path)
+    module = build_module(None, open_checkpoint(tmp_path), None)
+    layout = saved_layout(module, dict(module.named_parameters()))
+    names = file_writing._as_sources_lie(list(layout), layout)
+    assert sorted(names) == sorted(layout)
+    reached: dict[str, int] = {}
+    for run in (run for name in names for run in layout[name].runs):
+        assert run.source_start == reached.get(run.source, 0)
+        reached[run.source] = run.source_start + run.num_elements
 
 
 @pytest.mark.parametrize(

@@ -155,8 +155,24 @@ def test_a_model_in_bfloat16_keeps_its_adapters_in_float32(base: Path, tmp_path:
     assert losses[-2] < losses[0]
 
 
+def test_a_restart_goes_back_to_the_base_that_the_group_was_made_of(base: Path, tmp_path: Path) -> None:
+    """Adapters name the base that they were made on, by a name of the hub, say; older files lack fields of today."""
+    model: Any = transformers.LlamaForCausalLM.from_pretrained(base)
+    peft.get_peft_model(model, lora(init_lora_weights=False)).save_pretrained(tmp_path / "theirs")
+    config = tmp_path / "theirs/adapter_config.json"
+    kept = {key: value for key, value in json.loads(config.read_text()).items() if "pattern" not in key}
+    kept.pop("use_rslora")
+    config.write_text(json.dumps(kept | {"base_model_name_or_path": "somebody/llama"}))
+    ids = Split(collate()(ROWS)["input_ids"])
+    with make_group(base, peft_config=peft.LoraConfig.from_pretrained(tmp_path / "theirs")) as group:
+        group.load(tmp_path / "theirs")
+        before = group.forward(input_ids=ids).logits
+        assert group.restart(world_size=1).how == "reloaded"
+        torch.testing.assert_close(group.forward(input_ids=ids).logits, before, rtol=1e-5, atol=1e-5)
+
+
 def test_adapters_are_loaded_into_a_group_that_has_such(base: Path, tmp_path: Path) -> None:
-    with make_group(base, peft_config=lora()) as group:
+    with make_group(base, peft_config=lora(modules_to_save=["lm_head"])) as group:
         group.save(tmp_path / "begun")
         begun = group.state_dict()
         losses = fit(group).history["loss"]
@@ -164,6 +180,9 @@ def test_adapters_are_loaded_into_a_group_that_has_such(base: Path, tmp_path: Pa
         for name, tensor in group.state_dict().items():
             assert torch.equal(tensor, begun[name]), name
         assert fit(group).history["loss"] == losses  # the optimizer went back with them
+        trained = group.state_dict()
+        group.load(base)
+        assert all(torch.equal(tensor, trained[name]) for name, tensor in group.state_dict().items())
         for fields, said in (({"r": 2}, "r=4 for 2"), ({"lora_alpha": 16}, "lora_alpha=8 for 16")):
             others = peft.get_peft_model(transformers.LlamaForCausalLM.from_pretrained(base), lora(**fields))
             others.save_pretrained(tmp_path / "others")
@@ -208,6 +227,11 @@ def test_what_cannot_be_is_said_before_anything_is_placed(base: Path, tmp_path: 
         make_group(tmp_path / "adapters", peft_config=lora(r=8))
     with pytest.raises(PlanError, match="'nowhere'"):
         make_group(base, peft_config=lora(target_modules=["nowhere"]))
+    # Shapes that adapter_config.json does not bear out are seen in the headers.
+    fields = json.loads((tmp_path / "adapters/adapter_config.json").read_text())
+    (tmp_path / "adapters/adapter_config.json").write_text(json.dumps(fields | {"r": 5}))
+    with pytest.raises(PlanError, match=r"lora_A.* has shape \(4, 16\), the model's parameter \(5, 16\)"):
+        make_group(tmp_path / "adapters")
     with pytest.raises(ValueError, match="give a peft"):
         make_group(base, peft_config={"r": 4})
     shutil.rmtree(moved)

@@ -56,6 +56,17 @@ def test_names_are_those_of_pefts_own_files(name: str, fields: dict[str, Any], t
     assert all(parameter.is_meta for parameter in module.parameters())
 
 
+@pytest.mark.parametrize(("name", "task_type"), [("bert-classifier", "SEQ_CLS"), ("bert-classifier", "TOKEN_CLS")])
+def test_the_head_of_a_task_is_trained_and_saved(name: str, task_type: str, tmp_path: Path) -> None:
+    """peft's classes for tasks see to that, and they are not used here."""
+    module = built(name, tmp_path / "base", task_type=task_type)
+    theirs = peft.get_peft_model(ARCHITECTURES[name].make(), lora(name, task_type=task_type))
+    names, keys = AdapterNames.of(module), peft.get_peft_model_state_dict(theirs, save_embedding_layers=False)
+    assert names is not None
+    assert set(names.files.values()) == set(keys)
+    assert "base_model.model.classifier.weight" in keys
+
+
 @pytest.mark.parametrize("name", TARGETS)
 def test_the_base_is_fed_as_without_adapters(name: str, tmp_path: Path) -> None:
     module = built(name, tmp_path, modules_to_save=["classifier"] if name == "bert-classifier" else None)
@@ -126,6 +137,7 @@ def test_what_needs_whole_base_weights_is_refused(fields: dict[str, Any], said: 
         Adapted.of(None, lora("llama", **fields))
 
 
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")
 def test_bad_configurations_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"IA3Config: give a peft\.LoraConfig"):
         Adapted.of(None, peft.IA3Config())
@@ -136,7 +148,16 @@ def test_bad_configurations_are_refused(tmp_path: Path) -> None:
     opened = open_checkpoint(tmp_path)
     with pytest.raises(PlanError, match="returned a PeftModel: return the model inside it"):
         build_module(lambda: peft.get_peft_model(ARCHITECTURES["llama"].make(), lora("llama")), opened, None)
+    for targets in (
+        "all-linear",
+        ["q_proj", "gate"],
+    ):  # experts are one parameter: peft makes `target_parameters` of it
+        with pytest.raises(ValueError, match=r"as peft reads it for MixtralForCausalLM: .*target_parameters"):
+            built("mixtral", tmp_path / "moe", target_modules=targets, lora_dropout=0.0)
     adapted = Adapted.of(None, lora("llama"))
+    for hostile in ({"target_modules": "("}, {"rank_pattern": None}, {"rank_pattern": {"(": 1}}, {"r": "much"}):
+        with pytest.raises(PlanError, match=r"mine: (is no LoraConfig|peft cannot put adapters)"):
+            build_module(Adapted(None, {**adapted.fields, **hostile}, "mine"), opened, None)
     with pytest.raises(PlanError, match="peft_type='IA3': only LORA"):
         build_module(Adapted(None, {**adapted.fields, "peft_type": "IA3"}), opened, None)
     with pytest.raises(PlanError, match="no LoraConfig"):
