@@ -37,7 +37,8 @@ class Storing(Administration):
 
         Args:
             path: Directory to make, on a file system that all ranks' nodes share; or a URI that `pyarrow.fs` takes
-                (`s3://`, `gs://`, ...), to which each rank writes with the credentials of its environment.
+                (`s3://`, `gs://`, ...), to which each rank writes with the credentials of its environment; one save at
+                a time.
             overwrite: Replace an existing directory. The old one stays whole until the new one is; in an object store,
                 which has no rename, it is removed first.
             optimizer: Also the optimizer's state, where one is set: in the folder `optimizer`, for `load` and for

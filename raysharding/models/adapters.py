@@ -139,6 +139,7 @@ class Adapted:
 
         Raises:
             PlanError: peft is missing, or cannot put adapters into this model.
+            ValueError: The configuration asks for what is not supported.
         """
         peft = _peft()
         if self.fields.get("peft_type") != "LORA":

@@ -101,6 +101,16 @@ def test_adapters_feed_adapters_once_the_base_is_there(tmp_path: Path) -> None:
     assert keys.initialise == ()
 
 
+def test_a_base_is_named_by_what_opens_it_again(tmp_path: Path) -> None:
+    adapted = Adapted.of(None, lora("llama"))
+    saved("llama", tmp_path)
+    (tmp_path / "first.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes())
+    for given, named in (("", ""), ("model.safetensors", ""), ("first.safetensors", "first.safetensors")):
+        names = AdapterNames.of(build_module(adapted, open_checkpoint(tmp_path / given), None))
+        assert names is not None
+        assert names.config.base_model_name_or_path == str(tmp_path / named)
+
+
 def test_values_are_by_pefts_rule(tmp_path: Path) -> None:
     name = "model.layers.0.self_attn.q_proj.lora_{}.default.weight"
     for init, bound in ((True, True), ("gaussian", False), (False, True)):
