@@ -87,12 +87,11 @@ class AsyncSaver:
         """
         self.settle()
         save = begin_save(module, destination, optimizer, position, stall_s)
-        if self._group is None:
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=stall_s))
+        group = self._own_group(stall_s)
         if self._preparing is not None:
             self._preparing.join()  # it allocates, and waits for nobody
         contents = save.contents.copied(self._memory)
-        copy = replace(save, contents=contents, group=self._group, device=torch.device("cpu"))
+        copy = replace(save, contents=contents, group=group, device=torch.device("cpu"))
         self._last += 1
         entry = self._saves[self._last] = BackgroundSave(destination.path)
         self._saves.pop(self._last - _KEPT, None)
@@ -100,15 +99,22 @@ class AsyncSaver:
         self._thread.start()
         return self._last
 
-    def prepare(self, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        """Have memory for the copies of the first save, in a thread: fresh memory takes a copy in twice the time.
+    def prepare(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, stall_s: float = 120.0
+    ) -> None:
+        """Do ahead of the first save what it would have to do while training stands still; collective.
 
-        Each rank alone, no collective; once, and not while tensors change their shapes.
+        That is to make the process group, and, in a thread, memory for the copies: fresh memory takes a copy in twice
+        the time.
 
         Args:
             module: See `save`.
             optimizer: See `save`; after its first step, which makes its state.
+            stall_s: See `save`.
         """
+        # First, and whatever this rank has done before: one that has taken a lost one's place has no group, and then
+        # the others, which were in that with it, have none either.
+        self._own_group(stall_s)
         if self._preparing is not None or self._saves:
             return
         module = unwrapped(module)
@@ -126,6 +132,12 @@ class AsyncSaver:
 
         self._preparing = threading.Thread(target=run, name="raysharding-reserve", daemon=True)
         self._preparing.start()
+
+    def _own_group(self, stall_s: float) -> dist.ProcessGroup:
+        """The gloo group of the threads that write; collective where there is none."""
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=stall_s))
+        return self._group
 
     @property
     def last_committed(self) -> str | None:

@@ -111,7 +111,7 @@ class FittingRank(TrainingRank):
                 return FitSteps(tuple(steps), self.position, is_over=True)
             steps.append(figures)
             if self._saves_async:
-                self._saver.prepare(self.module, optimizer)
+                self._saver.prepare(self.module, optimizer, stall_s=self._stall_s)
                 self._saves_async = False
         return FitSteps(tuple(steps), self._fit.position, is_over=False)
 

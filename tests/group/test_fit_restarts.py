@@ -79,6 +79,19 @@ def test_a_save_that_a_callback_makes_is_gone_on_from(checkpoint: Path, parquet:
         assert report.history["loss"] == pytest.approx(whole, abs=1e-4)
 
 
+@pytest.mark.full
+def test_replicas_and_a_new_rank_save_in_the_background(checkpoint: Path, parquet: Path, tmp_path: Path) -> None:
+    """The new rank has no process group for that, nor memory: the others must not be ahead of it in making one."""
+    hsdp: dict[str, Any] = {"sharding": Sharding(replicate_size=2), "optimizer": ADAMW}
+    killer = Killer(100, 1)
+    with make_group(checkpoint, max_restarts=1, **hsdp) as group:
+        killer.group = group
+        saves: dict[str, Any] = {"save_to": tmp_path, "save_every": 50, "keep_last": 2, "async_save": True}
+        report = fit(group, parquet, epochs=40, callbacks=[killer], **saves)
+        assert report.num_restarts == 1
+    assert sorted(os.listdir(tmp_path)) == ["step-300", "step-320"]
+
+
 def test_replicas_go_on_where_they_stand(checkpoint: Path, parquet: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A rank that has taken a lost one's place learns from the others where the run stands."""
     hsdp: dict[str, Any] = {"sharding": Sharding(replicate_size=2), "optimizer": ADAMW}
