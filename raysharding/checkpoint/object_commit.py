@@ -1,7 +1,7 @@
 """Saving into an object store, which has no rename: the file that makes the others a checkpoint is written last.
 
 That is the index, which a save here always has, or adapter_config.json: without it neither transformers nor this
-package finds a checkpoint. An object appears when it is whole. What cannot be had is a replacement in one step.
+package finds a checkpoint. What cannot be had is a replacement in one step.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from raysharding.errors import CheckpointError
 
 COMMITS: Final = (INDEX_NAME, ADAPTER_CONFIG_NAME, SINGLE_NAME)
 """What makes a directory a checkpoint; a save of somebody else's may be a single file."""
-
-
 _OURS: Final = (MANIFEST_NAME, "optimizer", "training")
 """What only a save of ours leaves, where its removal broke off."""
 

@@ -86,7 +86,7 @@ class LocalOutput:
 
 
 class RemoteOutput:
-    """An object, sent in parts by a thread of its own while the next ones come; it appears as a whole, or not at all.
+    """An object, sent in parts by a thread of its own while the next ones come; it appears when it is finished.
 
     pyarrow's streams take bytes in order alone: those that come early wait. So who fills several tensors at once, or
     one from its end, holds them in memory; `distributed.ordered_plan` brings them in order. Memory: what has come

@@ -70,7 +70,7 @@ class SaveContents:
         return replace(self, tensors=memory.copies(self.tensors, "model"), state=memory.copies(self.state, "optimizer"))
 
 
-def model_contents(module: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, SavedTensor]]:
+def model_contents(module: nn.Module) -> tuple[dict[str, torch.Tensor], Mapping[str, SavedTensor]]:
     """Which of a module's tensors a save holds, by FQN, and as what; no collective."""
     tensors = saved_tensors(module)
     layout = saved_layout(module, tensors)

@@ -8,9 +8,10 @@ is gathered for it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -41,7 +42,11 @@ class SavedTensor:
         return cls(tensor.dtype, tuple(tensor.shape), runs)
 
 
-def saved_layout(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, SavedTensor]:
+_known: MutableMapping[nn.Module, tuple[tuple[Any, ...], Mapping[str, SavedTensor]]] = WeakKeyDictionary()
+"""By module, with what it was worked out from: 48 layers of 128 experts take a second, in which training stands."""
+
+
+def saved_layout(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, SavedTensor]:
     """Say what a save of a module holds; the same on every rank, no collective.
 
     Args:
@@ -53,6 +58,14 @@ def saved_layout(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict
         what `save_pretrained` would write; where that takes arithmetic, or very many ranges, the module's own tensors,
         which transformers opens, too.
     """
+    signature = tuple((fqn, tuple(tensor.shape), tensor.dtype) for fqn, tensor in tensors.items())
+    known = _known.get(module)
+    if known is None or known[0] != signature:
+        known = _known[module] = (signature, _laid_out(module, tensors))
+    return known[1]
+
+
+def _laid_out(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, SavedTensor]:
     adapters = AdapterNames.of(module)
     if adapters is not None:
         return {key: SavedTensor.whole(fqn, tensors[fqn]) for fqn, key in adapters.files.items()}
