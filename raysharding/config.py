@@ -55,7 +55,8 @@ class Sharding:
     """Smallest number of parameters that makes a module its own group under `wrap="size"`. Default 1e8, as FSDP1's."""
     reshard_after_forward: bool | int | None = None
     """As `fully_shard`'s: free the full parameters after forward (`True`), keep them (`False`), reshard to a smaller
-    world size (an int), or everywhere but in the root (`None`, the default)."""
+    world size (an int), or everywhere but in the root, and under `wrap="auto"` in what transformers' plan keeps: the
+    final norm and the head, which backward begins with (`None`, the default)."""
     replicate_size: int = 1
     """HSDP: number of replicas; each is sharded over `world_size / replicate_size` ranks. Default 1."""
     mixed_precision: str | torch.distributed.fsdp.MixedPrecisionPolicy | None = None

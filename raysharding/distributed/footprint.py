@@ -27,7 +27,7 @@ from raysharding.distributed.ring import RING_SIZE
 from raysharding.distributed.schedules import call_factory
 from raysharding.distributed.sharded_module import is_offloaded, mixed_precision_policy
 from raysharding.errors import PlanError
-from raysharding.models import ignored_parameters, is_cut, stays_in_full_precision
+from raysharding.models import ignored_parameters, is_cut, stays_in_full_precision, unfreed_groups
 
 Trained = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
 """FQN, local shape and dtype of each tensor that gets a gradient."""
@@ -250,7 +250,7 @@ def _is_class(factory: OptimizerFactory | None) -> bool:
 
 
 def gathered_bytes(module: nn.Module, sharding: Sharding, groups: Sequence[tuple[str, ...]]) -> int:
-    """Full parameters that a rank holds while it computes: the root's group, and two others or all.
+    """Full parameters that a rank holds while it computes: the root's group, others that are kept, and two more or all.
 
     Args:
         module: The root, on meta, not yet sharded.
@@ -258,7 +258,8 @@ def gathered_bytes(module: nn.Module, sharding: Sharding, groups: Sequence[tuple
         groups: From `wrap_groups`.
     """
     weights = _group_bytes(module, sharding, groups)
-    root, others = weights.pop(("",)), sorted(weights.values(), reverse=True)
+    root = sum(weights.pop(names) for names in {("",), *unfreed_groups(module, sharding, groups)})
+    others = sorted(weights.values(), reverse=True)
     if sharding.reshard_after_forward is False:
         return root + sum(others)
     kept = sharding.reshard_after_forward

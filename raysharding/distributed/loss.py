@@ -17,7 +17,7 @@ from torch import nn
 from raysharding.batch import RankBatch
 from raysharding.distributed.labels import Counts, LabelKind, Labels, count_items, find_labels, has_own_count
 from raysharding.distributed.loss_call import LossFunction, find_loss, loss_of, run_loss
-from raysharding.distributed.metadata import metadata_device
+from raysharding.distributed.metadata import all_gather_ints, metadata_device
 from raysharding.distributed.probe import LossTraits, counted_field, find_traits, forget, recall
 from raysharding.distributed.weighing import Weighing
 from raysharding.tree import leaves
@@ -54,11 +54,7 @@ def _agree(module: nn.Module, batch: RankBatch, loss: LossFunction | None) -> _A
     own = count_items(batch, labels)
     known = recall(module, batch, loss, labels.kind)
     facts = [labels.kind.value, known is not None, has_own_count(module, batch), *astuple(own)]
-    mine = torch.tensor([int(fact) for fact in facts], dtype=torch.int64, device=metadata_device())
-    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    # Every rank gathers, dummies too: a rank that skipped it would leave the others waiting here.
-    dist.all_gather(gathered, mine)
-    rows = torch.stack(gathered).tolist()
+    rows = all_gather_ints([int(fact) for fact in facts])
     kinds = [LabelKind(row[0]).name.lower() for row in rows]
     if len(set(kinds)) > 1:
         raise ValueError(f"labels differ over the ranks: {kinds}; give every rank labels of one dtype and shape")

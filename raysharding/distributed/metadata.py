@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -71,6 +72,24 @@ def _all_gather(mine: torch.Tensor, group: dist.ProcessGroup | None) -> list[byt
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, mine, group=group)
     return list(map(_bytes, gathered))
+
+
+def all_gather_ints(values: Sequence[int]) -> list[list[int]]:
+    """Gather a few whole numbers from every rank; collective over the default group, for every step.
+
+    Args:
+        values: As many on every rank, each below 2^63.
+
+    Returns:
+        Every rank's, in rank order, on every rank. Wire: 8 bytes for each value of each rank.
+    """
+    table = torch.zeros(dist.get_world_size(), len(values), dtype=torch.int64, device=metadata_device())
+    table[dist.get_rank()] = torch.tensor(values)
+    # Every rank comes here, without rows too: one that did not would leave the others waiting. A sum of zeros and the
+    # rank's own row, because gloo takes five times as long for an all-gather over four ranks as for an all-reduce.
+    dist.all_reduce(table)
+    rows: list[list[int]] = table.tolist()
+    return rows
 
 
 def broadcast_json(value: Any, group: dist.ProcessGroup | None = None, source: int = 0) -> Any:

@@ -44,6 +44,7 @@ from raysharding.models import (
     lowers_precision,
     make_contiguous,
     stays_in_full_precision,
+    unfreed_groups,
     wrap_groups,
 )
 
@@ -84,7 +85,8 @@ def shard_module(module: nn.Module, mesh: DeviceMesh, sharding: Sharding | None 
     """
     root = unwrapped(module)
     sharding = sharding or Sharding()
-    shard_groups(root, mesh, sharding, wrap_groups(root, sharding))
+    groups = wrap_groups(root, sharding)
+    shard_groups(root, mesh, sharding, groups, unfreed_groups(root, sharding, groups))
     return module
 
 

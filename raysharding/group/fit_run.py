@@ -1,6 +1,6 @@
 """`FitRun`: the driver's part of a run over data: how many steps at a time, saves, restarts, and what is told.
 
-The ranks take some steps on each call, as many as half a second holds, so that the way to the driver and back costs
+The ranks take some steps on each call, as many as a second holds, so that the way to the driver and back costs
 a run with quick steps nothing; no call goes over a step that is to be saved.
 """
 
@@ -29,7 +29,7 @@ from raysharding.group.state import GroupState
 from raysharding.group.training import Training
 from raysharding.worker import FitStart, FitSteps
 
-_CALL_S = 0.5
+_CALL_S = 1.0
 _MAX_STEPS = 200
 
 Callback = Callable[[FitStep], object]

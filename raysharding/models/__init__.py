@@ -16,7 +16,13 @@ from raysharding.models.names import clean_name
 from raysharding.models.rules import missing_rules
 from raysharding.models.saved_names import SavedTensor, saved_layout
 from raysharding.models.ties import differing_ties
-from raysharding.models.wrap import input_and_output, lowers_precision, stays_in_full_precision, wrap_groups
+from raysharding.models.wrap import (
+    input_and_output,
+    lowers_precision,
+    stays_in_full_precision,
+    unfreed_groups,
+    wrap_groups,
+)
 
 __all__ = [
     "MASKED_LABEL",
@@ -46,5 +52,6 @@ __all__ = [
     "parameters_on_meta",
     "saved_layout",
     "stays_in_full_precision",
+    "unfreed_groups",
     "wrap_groups",
 ]

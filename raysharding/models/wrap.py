@@ -53,6 +53,23 @@ def wrap_groups(module: nn.Module, sharding: Sharding, candidates: Iterable[tupl
     return tuple(groups)
 
 
+def unfreed_groups(module: nn.Module, sharding: Sharding, groups: Iterable[tuple[str, ...]]) -> set[tuple[str, ...]]:
+    """Those groups that keep their full parameters from forward to backward, beside the root's.
+
+    transformers' plan says which, where `sharding` leaves both `wrap` and `reshard_after_forward` open: the final norm
+    and the head, which end the forward and begin the backward, so that they would be gathered again at once.
+
+    Args:
+        module: As for `wrap_groups`.
+        sharding: Its `wrap` and `reshard_after_forward` are read.
+        groups: What `wrap_groups` chose.
+    """
+    if sharding.wrap != "auto" or sharding.reshard_after_forward is not None:
+        return set()
+    plan = _fsdp_styles(module)
+    return {names for names in groups if all(plan.get(_with_wildcards(name)) == "keep_full_weight" for name in names)}
+
+
 def lowers_precision(sharding: Sharding) -> bool:
     """Whether groups compute in another dtype than the stored one."""
     policy = sharding.mixed_precision
@@ -131,9 +148,7 @@ def _in_full_precision(tree: _Tree, sharding: Sharding) -> list[tuple[str, ...]]
 
 def _fsdp_plan(tree: _Tree) -> list[tuple[str, ...]]:
     """transformers' plan, if it names the repeated layers of this model; `[]` otherwise."""
-    if not is_transformers_model(tree.root):
-        return []
-    plan: Mapping[str, str] = getattr(tree.root, "fsdp_plan", None) or {}
+    plan = _fsdp_styles(tree.root)
     styles = {name: plan.get(_with_wildcards(name)) for name in tree.modules}
     if not any(style is not None and "*" in _with_wildcards(name) for name, style in styles.items()):
         return []
@@ -146,6 +161,11 @@ def _fsdp_plan(tree: _Tree) -> list[tuple[str, ...]]:
         kept = []
     # One group, gathered once at the end of forward: `fully_shard([norm, lm_head])`. A lone norm is not worth one.
     return [(name,) for name in freed] + ([tuple(kept)] if head is not None and head in kept else [])
+
+
+def _fsdp_styles(root: nn.Module) -> Mapping[str, str]:
+    """transformers' plan: name of a module, layers' numbers as `*` → what becomes of its parameters after forward."""
+    return (getattr(root, "fsdp_plan", None) or {}) if is_transformers_model(root) else {}
 
 
 def _with_wildcards(name: str) -> str:

@@ -1,23 +1,28 @@
 """Tokens per second of `fit` against the same FSDP2 loop under torchrun: same model, rows, ranks and threads.
 
-A third arm is that loop in bare Ray actors: what Ray itself costs, whose daemons take a part of a small machine.
+The loop cuts the model into the same FSDP groups, which are those of transformers' plan. Two arms more: that loop in
+bare Ray actors (what Ray itself costs, whose daemons take a part of a small machine), and under torchrun with groups
+for the layers alone, embeddings and head left to the root (two all-gathers of a megabyte less in forward and backward).
 
-`python -m tests.bench.fit [--world-size 2] [--rounds 5] [--steps 40]` starts a local Ray cluster. A round is one
-measurement of each arm, in an order that alternates; the ratio is taken within a round. Start-up, and three steps
-before, are in no arm's time; opening the data is in both.
+`python -m tests.bench.fit [--world-size 2] [--rounds 11] [--steps 40]` starts a local Ray cluster. All arms stand ready
+all the time and take turns, in an order that alternates; the ratio is taken within a round. Start-up is in no arm's
+time; opening the data is in all. A ratio is given with an interval that holds its median with 95 % confidence.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import math
 import os
+import select
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pyarrow as pa
@@ -28,11 +33,11 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from raysharding import ShardedModelGroup
-from raysharding.bench.ratios import Figure
-from tests.bench.fit_loop import seconds
+from tests.bench.fit_loop import Loop
 
 LENGTH = 64
 BATCH = 16
+_TURN_S = 600.0
 
 
 def prepare(directory: Path) -> tuple[Path, Path]:
@@ -54,32 +59,54 @@ def prepare(directory: Path) -> tuple[Path, Path]:
     return directory / "model", directory / "rows.parquet"
 
 
-def loop_rate(world_size: int, model: Path, rows: Path, num_steps: int) -> float:
-    """Tokens per second of the loop."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world_size), "--standalone"]
-    script = Path(__file__).with_name("fit_loop.py")
-    # Where Ray's workers run, so that both arms get the same share of the machine.
-    arguments = [str(script), str(model), str(rows), str(BATCH), str(num_steps)]
-    done = subprocess.run(
-        ["nice", "-n", "15", *command, *arguments], capture_output=True, text=True, timeout=600, check=True
-    )
-    seconds = json.loads(done.stdout.strip().splitlines()[-1])["seconds"]
-    return num_steps * BATCH * LENGTH / float(seconds)
+class TorchrunLoop:
+    """The loop under torchrun: started once, so that turns can be short and the arms meet the same machine."""
+
+    def __init__(self, world_size: int, model: Path, rows: Path, groups: str) -> None:
+        """Start it; the first turn waits until it is ready. `groups`: see `fit_loop`."""
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world_size), "--standalone"]
+        script = [str(Path(__file__).with_name("fit_loop.py")), str(model), str(rows), str(BATCH), groups]
+        # Where Ray's workers run, so that both arms get the same share of the machine.
+        self._process = subprocess.Popen(
+            ["nice", "-n", "15", *command, *script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def rate(self, num_steps: int) -> float:
+        """Tokens per second."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(num_steps, file=self._process.stdin, flush=True)
+        ready, _, _ = select.select([self._process.stdout], [], [], _TURN_S)
+        line = self._process.stdout.readline() if ready else ""
+        if not line:
+            raise RuntimeError(f"the loop under torchrun did not answer within {_TURN_S:g} s, or has ended")
+        return num_steps * BATCH * LENGTH / float(line)
+
+    def close(self) -> None:
+        """End it."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(30)
 
 
 class Bare:
     """A rank of the loop as a Ray actor, without raysharding."""
 
-    def join(self, rank: int, world_size: int, store: str) -> None:
+    def join(self, rank: int, world_size: int, store: str, model: str, rows: str) -> None:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+        self._loop = Loop(model, rows, BATCH)
 
-    def seconds(self, model: str, rows: str, num_steps: int) -> float:
-        return seconds(model, rows, BATCH, num_steps)
+    def seconds(self, num_steps: int) -> float:
+        return self._loop.seconds(num_steps)
 
 
-def bare_rate(actors: Sequence[Any], model: Path, rows: Path, num_steps: int) -> float:
+def bare_rate(actors: Sequence[Any], num_steps: int) -> float:
     """Tokens per second of the loop in Ray actors."""
-    taken = ray.get([actor.seconds.remote(str(model), str(rows), num_steps) for actor in actors])
+    taken = ray.get([actor.seconds.remote(num_steps) for actor in actors])
     return num_steps * BATCH * LENGTH / float(taken[0])
 
 
@@ -89,49 +116,69 @@ def fit_rate(group: ShardedModelGroup, rows: Path, num_steps: int) -> float:
     return float(report.tokens_per_s)
 
 
-def measure(world_size: int, rounds: int, num_steps: int) -> dict[str, Figure]:
+def measure(world_size: int, rounds: int, num_steps: int) -> dict[str, list[float]]:
     """Rates, and their ratio within rounds."""
-    rates: dict[str, list[float]] = {"fit": [], "bare": [], "loop": []}
-    with tempfile.TemporaryDirectory() as scratch:
+    rates: dict[str, list[float]] = {"fit": [], "bare": [], "loop": [], "layers": []}
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         model, rows = prepare(Path(scratch))
-        factory = partial(torch.optim.AdamW, lr=1e-3)
         actors = [ray.remote(num_cpus=0)(Bare).remote() for _ in range(world_size)]
-        ray.get([actor.join.remote(rank, world_size, f"{scratch}/store") for rank, actor in enumerate(actors)])
-        with ShardedModelGroup.from_checkpoint(
-            model, world_size=world_size, optimizer=factory, progress=False
-        ) as group:
-            fit_rate(group, rows, 3)
-            arms = [
-                ("fit", partial(fit_rate, group, rows, num_steps)),
-                ("bare", partial(bare_rate, actors, model, rows, num_steps)),
-                ("loop", partial(loop_rate, world_size, model, rows, num_steps)),
-            ]
-            for index in range(rounds):
-                for name, run in arms if index % 2 else arms[::-1]:
-                    rates[name].append(run())
-    pairs = (("fit", "loop"), ("bare", "loop"), ("fit", "bare"))
+        members = [
+            actor.join.remote(rank, world_size, f"{scratch}/store", str(model), str(rows))
+            for rank, actor in enumerate(actors)
+        ]
+        ray.get(members, timeout=_TURN_S)
+        factory = partial(torch.optim.AdamW, lr=1e-3)
+        group = stack.enter_context(
+            ShardedModelGroup.from_checkpoint(model, world_size=world_size, optimizer=factory, progress=False)
+        )
+        loop, layers = (
+            stack.enter_context(closing(TorchrunLoop(world_size, model, rows, groups))) for groups in ("ends", "layers")
+        )
+        arms: list[tuple[str, Callable[[int], float]]] = [
+            ("fit", partial(fit_rate, group, rows)),
+            ("bare", partial(bare_rate, actors)),
+            ("loop", loop.rate),
+            ("layers", layers.rate),
+        ]
+        for _, run in arms:
+            run(3)
+        for index in range(rounds):
+            for name, run in arms if index % 2 else arms[::-1]:
+                rates[name].append(run(num_steps))
+    pairs = (("fit", "loop"), ("bare", "loop"), ("fit", "bare"), ("fit", "layers"))
     ratios = {
         f"{one} ÷ {other}": [first / second for first, second in zip(rates[one], rates[other], strict=True)]
         for one, other in pairs
     }
-    return {name: Figure.of(values) for name, values in {**rates, **ratios}.items()}
+    return {**rates, **ratios}
+
+
+def likely(values: Sequence[float]) -> tuple[float, float]:
+    """An interval that holds the median with 95 % confidence, by order statistics; all values, where they are few."""
+    ordered, number = sorted(values), len(values)
+    # P(at most k of n values lie under the median) is binomial, whatever they are distributed like.
+    outside = [2 * sum(math.comb(number, i) for i in range(k + 1)) / 2**number for k in range(number // 2)]
+    cut = sum(one <= 0.05 for one in outside)
+    return (ordered[cut - 1], ordered[-cut]) if cut else (ordered[0], ordered[-1])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--world-size", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--steps", type=int, default=40)
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     ray.init("local", num_cpus=max(arguments.world_size, 2), include_dashboard=False, log_to_driver=False)
     figures = measure(arguments.world_size, arguments.rounds, arguments.steps)
     ray.shutdown()
-    for name, figure in figures.items():
+    for name, values in figures.items():
+        low, high = likely(values)
         if "÷" in name:
-            print(f"{name:<11} {figure.median:.3f} ({figure.low:.3f} - {figure.high:.3f}), {figure.num_rounds} rounds")
+            spread = f"95 %: {low:.3f} - {high:.3f}; all: {min(values):.3f} - {max(values):.3f}"
+            print(f"{name:<12} {median(values):.3f} ({spread}), {len(values)} rounds")
         else:
-            print(f"{name:<5} {figure.median:,.0f} tokens/s ({figure.low:,.0f} - {figure.high:,.0f})")
+            print(f"{name:<6} {median(values):,.0f} tokens/s ({min(values):,.0f} - {max(values):,.0f})")
     print("asked: fit ÷ loop 0.98")
 
 

@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from raysharding.distributed.metadata import _BROADCAST_BYTES, _GATHER_BYTES, all_gather_json, broadcast_json
+from raysharding.distributed.metadata import (
+    _BROADCAST_BYTES,
+    _GATHER_BYTES,
+    all_gather_ints,
+    all_gather_json,
+    broadcast_json,
+)
 from tests.spawn import run_ranks
 
 LENGTHS = (0, 1, *(limit + step for limit in (_GATHER_BYTES, _BROADCAST_BYTES) for step in range(-12, 3)))
@@ -25,6 +31,9 @@ def exchange() -> list[Any]:
                 wrong.append(("all_gather", length))
         if broadcast_json({"text": "x" * length} if rank == 0 else "ignored") != {"text": "x" * length}:
             wrong.append(("broadcast", length))
+    largest = (1 << 63) - 1
+    if all_gather_ints([rank, -largest, largest]) != [[one, -largest, largest] for one in range(dist.get_world_size())]:
+        wrong.append(("all_gather_ints", 3))
     return wrong
 
 

@@ -18,10 +18,11 @@ from torch.distributed.fsdp import BackwardPrefetch
 from raysharding.batch import Split, deal
 from raysharding.config import Sharding
 from raysharding.distributed import activation_checkpointing, train_step
-from raysharding.distributed.gradient_sync import fsdp_groups
+from raysharding.distributed.gradient_sync import fsdp_group, fsdp_groups
+from raysharding.distributed.layout import named_submodules
 from raysharding.errors import PlanError
 from tests.distributed.sharding_models import Block, assert_same, build, full, gradients, meshes, mine, rows, sharded
-from tests.distributed.training_cases import CASES, llama
+from tests.distributed.training_cases import CASES, VOCAB, llama
 from tests.spawn import run_ranks
 
 
@@ -233,6 +234,27 @@ def prefetches() -> None:
         sharded(build(Deep), wrap=["Dropped"], backward_prefetch=BackwardPrefetch.BACKWARD_POST)
 
 
+def keeps_what_backward_begins_with() -> None:
+    """Under transformers' plan, and counted: a step gathers final norm and head once."""
+    ids = mine(torch.randint(0, VOCAB, (6, 5), generator=torch.Generator().manual_seed(0)))
+    for reshard, kept, gathers in ((None, {"model.norm"}, 1), (True, set(), 2)):
+        module: Any = sharded(build(llama), wrap="auto", reshard_after_forward=reshard)
+        head, seen = fsdp_group(module.lm_head), list[bool]()
+
+        def unshard(*args: Any, head: Any = head, seen: list[bool] = seen, **kwargs: Any) -> None:
+            if not head.is_unsharded and head._all_gather_result is None:
+                seen.append(True)
+            type(head).unshard(head, *args, **kwargs)
+
+        with mock.patch.object(head, "unshard", unshard):
+            loss = module(ids, labels=ids).loss
+            full = {name for name, part in named_submodules(module) if (own := fsdp_group(part)) and own.is_unsharded}
+            loss.backward()
+        assert {name.strip(".") for name in full} - {""} == kept | ({"lm_head"} if kept else set())
+        assert len(seen) == gathers, "one for forward, and one for backward where it was freed"
+        assert not any(group.is_unsharded for group in fsdp_groups(module))
+
+
 def gradients_of(module: Any, batch: torch.Tensor) -> dict[str, torch.Tensor]:
     module.eval()(batch).square().mean().backward()
     return {name: full(item.grad) for name, item in module.named_parameters() if item.grad is not None}
@@ -246,6 +268,7 @@ def run_all() -> None:
         backward_may_run_twice()
         refuses_unknown_classes()
         trains_transformers()
+        keeps_what_backward_begins_with()
         prefetches()
 
 

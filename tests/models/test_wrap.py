@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 from raysharding.config import Sharding
 from raysharding.errors import PlanError
-from raysharding.models import wrap_groups
+from raysharding.models import unfreed_groups, wrap_groups
 from tests.models.architectures import ARCHITECTURES
 
 # torch warns where a model's output is a view, which matters only to in-place operations on it.
@@ -81,6 +81,24 @@ LAYERS = (("model.layers.0",), ("model.layers.1",))
 )
 def test_auto_follows_the_plan_then_the_class_names_then_the_lists(name: str, expected: Any) -> None:
     assert wrap_groups(ARCHITECTURES[name].make(), Sharding()) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "expected"),
+    [
+        ("llama", {}, {("model.norm", "lm_head")}),
+        ("llama-tied", {}, set()),  # the root keeps it
+        ("gpt2", {}, set()),
+        ("llama", {"reshard_after_forward": True}, set()),
+        ("llama", {"reshard_after_forward": 2}, set()),
+        ("llama", {"wrap": ["LlamaDecoderLayer", "Linear"]}, set()),
+    ],
+)
+def test_what_ends_the_forward_is_kept_for_backward_where_the_plan_says_so(
+    name: str, fields: dict[str, Any], expected: Any
+) -> None:
+    model, sharding = ARCHITECTURES[name].make(), Sharding(**fields)
+    assert unfreed_groups(model, sharding, wrap_groups(model, sharding)) == expected
 
 
 def test_modules_kept_in_float32_get_groups_of_their_own(mesh: DeviceMesh) -> None:
