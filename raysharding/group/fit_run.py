@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,7 @@ from raysharding.group.dataset import Given
 from raysharding.group.describe import tell
 from raysharding.group.fit_report import FitReport, FitStep
 from raysharding.group.progress import StepBar
+from raysharding.group.restart import RestartReport
 from raysharding.group.results import collect_all, collect_rank0
 from raysharding.group.state import GroupState
 from raysharding.group.training import Training
@@ -95,6 +96,7 @@ class FitRun:
         self._callbacks: list[Callback] = [RayGauges(group.name), *options.callbacks]
         self._max_restarts = max_restarts
         self._begun: Position | None = None
+        self._generators: tuple[Mapping[str, Any], ...] | None = None
         self._position: Position | None = None
         self._total: int | None = None
         self._history: dict[str, list[float]] = {}
@@ -144,11 +146,14 @@ class FitRun:
     def _begin(self, *, resume: bool) -> None:
         """Have the ranks look at the data, and find where they stand."""
         self._data.lend(self._channel().members)
-        asked = (self._plan, self._begun, resume, self._options.save_to, self._options.async_save)
-        start: FitStart = self._submit("fit_begin", *asked).result()
+        options = self._options
+        asked = (self._plan, self._begun, self._generators, resume, options.save_to, options.async_save)
+        starts: list[FitStart] = self._submit("fit_begin", *asked, collect=collect_all).result()
+        start = starts[0]
         self._position, self._total = start.position, start.total_steps
         if self._begun is None:
             self._begun, self._begun_in_files = start.position, start.is_saved
+            self._generators = tuple(one.random for one in starts)
 
     def _secure_the_beginning(self) -> None:
         """Where restarts are wanted, the run's beginning must be in files, to go back to."""
@@ -192,26 +197,38 @@ class FitRun:
             self._data.take_back(self._channel().members)
 
     def _steps_and_restarts(self, bar: StepBar) -> None:
+        lost: GroupError | None = None
         while True:
+            done = None if lost is None else self._restart(lost)
             try:
+                if done is not None:
+                    self._go_back(done)
+                    bar.go_back(self._place.num_steps)
                 self._steps(bar)
                 return
             except GroupError as error:
                 if self._group.state is not GroupState.BROKEN or self._num_restarts >= self._max_restarts:
                     raise
-                self._restart(error)
-                bar.go_back(self._place.num_steps)
+                lost = error
 
-    def _restart(self, error: GroupError) -> None:
-        """Make the group whole, and go back to where the ranks stand then."""
+    def _restart(self, error: GroupError) -> RestartReport:
+        """Make the group whole."""
         self._num_restarts += 1
         cause = str(error).partition("\n")[0]
         tell(f"fit: {cause}; restart {self._num_restarts} of {self._max_restarts}")
-        done = self._group.restart()
+        try:
+            done: RestartReport = self._group.restart()
+        except Exception as failed:
+            failed.add_note(f"raysharding: fit wanted the restart because {cause}")
+            raise
         try:
             self._channel().pending.wait(self._plan.feed.stall_s)
         except (GroupError, CheckpointError) as lost:
             tell(f"fit: {lost}")
+        return done
+
+    def _go_back(self, done: RestartReport) -> None:
+        """Go on from where the ranks stand after a restart."""
         self._asked = None
         assert self._begun_in_files, "_secure_the_beginning comes first: what was loaded may be that"
         self._begin(resume=True)

@@ -54,7 +54,7 @@ class Fitting(Training):
         What a step is fed depends on data, batch size and seed, and not on the number of ranks. Ctrl-C ends the run
         after the steps under way (a second of them), with the group READY; `resume=True` goes on from there. A
         group that breaks is restarted up to `max_restarts` times (see `from_checkpoint`); the run goes on from its last
-        save, or its beginning, which is saved first where no file holds it.
+        save, or its beginning, which is saved first where no file holds it; random generators go back with it.
 
         Args:
             data: A `ray.data.Dataset`, whose blocks are computed once, in the object store; a Parquet file or a

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from raysharding.checkpoint import is_left_over
 from raysharding.checkpoint.location import storage_of
@@ -12,6 +13,7 @@ from raysharding.checkpoint.uri import join_path
 from raysharding.distributed.agreement import agree, from_rank_0
 from raysharding.distributed.evaluating import Evaluation, EvaluationPlan
 from raysharding.distributed.fitting import Fit, FitPlan, StepFigures
+from raysharding.distributed.random_state import random_state, restore_random_state
 from raysharding.distributed.training_files import Position, run_of
 from raysharding.errors import CheckpointError
 from raysharding.models import InputBounds
@@ -29,6 +31,8 @@ class FitStart:
     """Where it stands."""
     total_steps: int | None
     """Steps of the whole run; `None` where nobody knows."""
+    random: Mapping[str, Any]
+    """This rank's generators, as `random_state` gives them."""
     is_saved: bool
     """Whether files hold what the ranks hold: what was loaded, or saved with the optimizer, and not trained since."""
 
@@ -55,6 +59,7 @@ class FittingRank(TrainingRank):
         self,
         plan: FitPlan,
         position: Position | None,
+        generators: Sequence[Mapping[str, Any]] | None,
         *,
         resume: bool,
         save_to: str | None = None,
@@ -66,6 +71,7 @@ class FittingRank(TrainingRank):
             plan: The run.
             position: With `resume`: where that run began, to which it goes back where the ranks hold no place of it;
                 `None`: there must be one.
+            generators: With `position`: every rank's random generators there, which go back with it.
             resume: Whether to go on where the last run stands; otherwise one begins anew.
             save_to: Directory of its saves, which must not hold another run's; `None`: there are none.
             async_save: Whether they are written in the background.
@@ -79,7 +85,8 @@ class FittingRank(TrainingRank):
         with self._running("fit", "fit"):
             self.fit_end()
             found = _agreed(self.position) if resume else None
-            if position is not None and (found is None or found.run != position.run):
+            goes_back = position is not None and (found is None or found.run != position.run)
+            if goes_back:
                 found = position
             if resume and found is None:
                 raise ValueError(
@@ -91,7 +98,9 @@ class FittingRank(TrainingRank):
             if save_to is not None:
                 run = self.position.run
                 from_rank_0(lambda: _check_own_saves(save_to, run))
-            return FitStart(self.position, self._fit.feed.total_steps, self.is_saved)
+            if goes_back and generators is not None:
+                restore_random_state(generators[self.rank])
+            return FitStart(self.position, self._fit.feed.total_steps, random_state(), self.is_saved)
 
     def fit_steps(self, num_steps: int) -> FitSteps:
         """Take steps, as many as are left at most. Collective.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import shutil
@@ -9,6 +10,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pyarrow.parquet as pq
 import pytest
@@ -16,6 +18,7 @@ import torch
 
 from raysharding import CheckpointError, DataError, FitStep, GroupError, ShardedModelGroup, Sharding, Split
 from raysharding.group import GroupState
+from raysharding.group.fit_run import FitRun
 from tests.conftest import make_group
 from tests.group.test_fit import ADAMW, BATCH, collate, fit, parquet, regression, rows
 
@@ -59,6 +62,55 @@ def test_what_is_in_no_file_is_saved_first(checkpoint: Path, parquet: Path, tmp_
         assert report.num_restarts == 1
         assert report.history["loss"] == pytest.approx(whole, abs=1e-6)
     assert sorted(os.listdir(tmp_path / "saves")) == ["step-0", "step-8"]
+
+
+def noisy_collate() -> Callable[..., Any]:
+    """One that draws from the rank's generator."""
+    plain = collate()
+
+    def make(rows: list[Any]) -> dict[str, torch.Tensor]:
+        made: dict[str, torch.Tensor] = plain(rows)
+        return made | {"input": made["input"] + torch.randn_like(made["input"])}
+
+    return make
+
+
+def test_generators_go_back_to_where_the_run_began(checkpoint: Path, parquet: Path) -> None:
+    """Where no save was made yet, and the checkpoint that is loaded again knows nothing of them."""
+
+    def seed() -> None:
+        torch.manual_seed(5)
+
+    killer = Killer(3, 1)
+    histories = []
+    for callbacks in ([], [killer]):
+        with make_group(checkpoint, optimizer=ADAMW, max_restarts=1) as group:
+            group.call(seed)
+            killer.group = group if callbacks else None
+            report = fit(group, parquet, collate=noisy_collate(), callbacks=callbacks)
+            assert report.num_restarts == len(callbacks)
+            histories.append(report.history["loss"])
+    assert histories[1] == pytest.approx(histories[0], abs=1e-6)
+
+
+def test_a_rank_that_is_lost_while_a_restarted_run_begins(checkpoint: Path, parquet: Path) -> None:
+    """It counts as any other."""
+    begin, numbers = FitRun._begin, itertools.count()
+    killers = [Killer(3, 1)]
+    with make_group(checkpoint, optimizer=ADAMW) as group:
+        whole = fit(group, parquet).history["loss"]
+    with make_group(checkpoint, optimizer=ADAMW, max_restarts=2) as group:
+
+        def kill_and_begin(run: FitRun, *, resume: bool) -> None:
+            if next(numbers) == 1:
+                os.kill(group.ranks[0].pid, signal.SIGKILL)
+            begin(run, resume=resume)
+
+        killers[0].group = group
+        with mock.patch.object(FitRun, "_begin", kill_and_begin):
+            report = fit(group, parquet, callbacks=killers)
+    assert report.num_restarts == 2
+    assert report.history["loss"] == pytest.approx(whole, abs=1e-6)
 
 
 @pytest.mark.full
