@@ -4,15 +4,15 @@ The loop cuts the model into the same FSDP groups, which are those of transforme
 bare Ray actors (what Ray itself costs, whose daemons take a part of a small machine), and under torchrun with groups
 for the layers alone, embeddings and head left to the root (two all-gathers of a megabyte less in forward and backward).
 
-`python -m tests.bench.fit [--world-size 2] [--rounds 11] [--steps 40]` starts a local Ray cluster. All arms stand ready
-all the time and take turns, in an order that alternates; the ratio is taken within a round. Start-up is in no arm's
-time; opening the data is in all. A ratio is given with an interval that holds its median with 95 % confidence.
+`python -m tests.bench.fit [--world-size 2] [--starts 5] [--rounds 3] [--steps 16]` starts a local Ray cluster. All arms
+stand ready all the time and take turns, in an order that alternates; the ratio is taken within a round. Start-up is in
+no arm's time; opening the data is in all. Every start makes all processes anew: where their memory lies makes one a few
+percent faster than its like as long as it lives, so that more rounds of one start would not tell more.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import select
 import subprocess
@@ -117,7 +117,7 @@ def fit_rate(group: ShardedModelGroup, rows: Path, num_steps: int) -> float:
 
 
 def measure(world_size: int, rounds: int, num_steps: int) -> dict[str, list[float]]:
-    """Rates, and their ratio within rounds."""
+    """Rates of one start, and their ratios within rounds."""
     rates: dict[str, list[float]] = {"fit": [], "bare": [], "loop": [], "layers": []}
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         model, rows = prepare(Path(scratch))
@@ -126,6 +126,7 @@ def measure(world_size: int, rounds: int, num_steps: int) -> dict[str, list[floa
             actor.join.remote(rank, world_size, f"{scratch}/store", str(model), str(rows))
             for rank, actor in enumerate(actors)
         ]
+        stack.callback(lambda: [ray.kill(actor) for actor in actors])
         ray.get(members, timeout=_TURN_S)
         factory = partial(torch.optim.AdamW, lr=1e-3)
         group = stack.enter_context(
@@ -153,30 +154,27 @@ def measure(world_size: int, rounds: int, num_steps: int) -> dict[str, list[floa
     return {**rates, **ratios}
 
 
-def likely(values: Sequence[float]) -> tuple[float, float]:
-    """An interval that holds the median with 95 % confidence, by order statistics; all values, where they are few."""
-    ordered, number = sorted(values), len(values)
-    # P(at most k of n values lie under the median) is binomial, whatever they are distributed like.
-    outside = [2 * sum(math.comb(number, i) for i in range(k + 1)) / 2**number for k in range(number // 2)]
-    cut = sum(one <= 0.05 for one in outside)
-    return (ordered[cut - 1], ordered[-cut]) if cut else (ordered[0], ordered[-1])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--world-size", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--starts", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=16)
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     ray.init("local", num_cpus=max(arguments.world_size, 2), include_dashboard=False, log_to_driver=False)
-    figures = measure(arguments.world_size, arguments.rounds, arguments.steps)
+    figures = []
+    for start in range(arguments.starts):
+        figures.append(measure(arguments.world_size, arguments.rounds, arguments.steps))
+        told = ", ".join(f"{name} {median(values):.3f}" for name, values in figures[-1].items() if "÷" in name)
+        print(f"start {start + 1}: {told}", file=sys.stderr, flush=True)
     ray.shutdown()
-    for name, values in figures.items():
-        low, high = likely(values)
+    for name in figures[0]:
+        values = [value for one in figures for value in one[name]]
         if "÷" in name:
-            spread = f"95 %: {low:.3f} - {high:.3f}; all: {min(values):.3f} - {max(values):.3f}"
-            print(f"{name:<12} {median(values):.3f} ({spread}), {len(values)} rounds")
+            starts = ", ".join(f"{median(one[name]):.3f}" for one in figures)
+            spread = f"{min(values):.3f} - {max(values):.3f}; medians of the starts: {starts}"
+            print(f"{name:<12} {median(values):.3f} ({spread})")
         else:
             print(f"{name:<6} {median(values):,.0f} tokens/s ({min(values):,.0f} - {max(values):,.0f})")
     print("asked: fit ÷ loop 0.98")
