@@ -250,8 +250,8 @@ class RankCommands:
         async_save: bool,
     ) -> FitStart:
         """Look at the data of a run, and find where it begins. All ranks, together."""
-        options = {"resume": resume, "save_to": save_to, "async_save": async_save}
-        return self._worker.fit_begin(plan, position, generators, **options)
+        where = (plan, position, generators)
+        return self._worker.fit_begin(*where, resume=resume, save_to=save_to, async_save=async_save)
 
     def fit_steps(self, num_steps: int) -> FitSteps:
         """Take steps of the run. All ranks, together."""
