@@ -56,7 +56,8 @@ class Sharding:
     reshard_after_forward: bool | int | None = None
     """As `fully_shard`'s: free the full parameters after forward (`True`), keep them (`False`), reshard to a smaller
     world size (an int), or everywhere but in the root, and under `wrap="auto"` in what transformers' plan keeps: the
-    final norm and the head, which backward begins with (`None`, the default)."""
+    final norm and the head, which backward begins with (`None`, the default). What is kept stays on each rank after a
+    forward without a backward, until the next call that is no forward."""
     replicate_size: int = 1
     """HSDP: number of replicas; each is sharded over `world_size / replicate_size` ranks. Default 1."""
     mixed_precision: str | torch.distributed.fsdp.MixedPrecisionPolicy | None = None

@@ -5,8 +5,8 @@ Note: what is exact, and what is not.
     shorter than the longest: at most one row of each tensor more.) Optimizer state is what the factory's optimizer
     makes in one step on tensors of those shapes and dtypes, without memory (on meta): AdamW and SGD then
     hold just that; unknown where a step needs values. A load's buckets are an upper bound. Full parameters of groups
-    that compute are an estimate: the root's group, and two others, of which one is gathered ahead. Activations are left
-    out: they depend on the batch.
+    that compute are an estimate: the root's group, those that are not freed after forward, and two others, of which one
+    is gathered ahead. Activations are left out: they depend on the batch.
 """
 
 from __future__ import annotations
@@ -254,7 +254,7 @@ def gathered_bytes(module: nn.Module, sharding: Sharding, groups: Sequence[tuple
 
     Args:
         module: The root, on meta, not yet sharded.
-        sharding: Its `mixed_precision` and `reshard_after_forward` are read.
+        sharding: Its `wrap`, `mixed_precision` and `reshard_after_forward` are read.
         groups: From `wrap_groups`.
     """
     weights = _group_bytes(module, sharding, groups)

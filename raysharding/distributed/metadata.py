@@ -81,7 +81,7 @@ def all_gather_ints(values: Sequence[int]) -> list[list[int]]:
         values: As many on every rank, each below 2^63.
 
     Returns:
-        Every rank's, in rank order, on every rank. Wire: 8 bytes for each value of each rank.
+        Every rank's, in rank order, on every rank. Wire: an all-reduce of 8 bytes for each value of each rank.
     """
     table = torch.zeros(dist.get_world_size(), len(values), dtype=torch.int64, device=metadata_device())
     table[dist.get_rank()] = torch.tensor(values)

@@ -214,8 +214,9 @@ def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FSDPModule]
 def reshard(module: nn.Module) -> None:
     """Make every FSDP group's shards its registered parameters again; each rank alone, no collective.
 
-    After a forward without a backward the root's group keeps its full parameters registered. Whoever reads
-    `module.parameters()` (an optimizer, a gather) must see DTensors, and the memory is wanted back.
+    After a forward without a backward the root's group keeps its full parameters registered, and so does one that is
+    not freed after forward. Whoever reads `module.parameters()` (an optimizer, a gather) must see DTensors, and the
+    memory is wanted back.
 
     Raises:
         RuntimeError: Inside `summon_full_params`, which alone can put the shards back.
@@ -227,4 +228,18 @@ def reshard(module: nn.Module) -> None:
                     f"{name.rstrip('.') or 'the module'} is inside summon_full_params: leave that context before you "
                     "gather, load, save or train"
                 )
+            _leave_forward(submodule)
             submodule.reshard()
+
+
+def _leave_forward(module: FSDPModule) -> None:
+    """Forget a forward that ran some modules of a group only, such as `model.model(...)` without the head.
+
+    FSDP2 takes such a group to be inside forward until the next backward, and leaves full what it does not free there:
+    an optimizer would hold the full parameters, and never change the shards.
+    """
+    state = module._get_fsdp_state()
+    state._modules_to_run_forward.clear()
+    for part in (state, state._fsdp_param_group):
+        if part is not None and part._training_state.name == "FORWARD":
+            part._training_state = type(part._training_state).IDLE

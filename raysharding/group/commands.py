@@ -241,17 +241,18 @@ class RankCommands:
         return self._worker.optim_step(max_grad_norm)
 
     def fit_begin(
-        self,
-        plan: FitPlan,
-        position: Position | None,
-        generators: Sequence[Mapping[str, Any]] | None,
-        resume: bool,
-        save_to: str | None,
-        async_save: bool,
+        self, plan: FitPlan, position: Position | None, resume: bool, save_to: str | None, async_save: bool
     ) -> FitStart:
         """Look at the data of a run, and find where it begins. All ranks, together."""
-        where = (plan, position, generators)
-        return self._worker.fit_begin(*where, resume=resume, save_to=save_to, async_save=async_save)
+        return self._worker.fit_begin(plan, position, resume=resume, save_to=save_to, async_save=async_save)
+
+    def generators(self) -> dict[str, Any]:
+        """Return the rank's random generators."""
+        return self._worker.generators()
+
+    def restore_generators(self, state: Mapping[str, Any]) -> None:
+        """Put them back."""
+        self._worker.restore_generators(state)
 
     def fit_steps(self, num_steps: int) -> FitSteps:
         """Take steps of the run. All ranks, together."""

@@ -1,6 +1,6 @@
 """`FitRun`: the driver's part of a run over data: how many steps at a time, saves, restarts, and what is told.
 
-The ranks take some steps on each call, as many as a second holds, so that the way to the driver and back costs
+The ranks take some steps on each call, as many as half a second holds, so that the way to the driver and back costs
 a run with quick steps nothing; no call goes over a step that is to be saved.
 """
 
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ from raysharding.group.state import GroupState
 from raysharding.group.training import Training
 from raysharding.worker import FitStart, FitSteps
 
-_CALL_S = 1.0
+_CALL_S = 0.5
 _MAX_STEPS = 200
 
 Callback = Callable[[FitStep], object]
@@ -96,7 +96,7 @@ class FitRun:
         self._callbacks: list[Callback] = [RayGauges(group.name), *options.callbacks]
         self._max_restarts = max_restarts
         self._begun: Position | None = None
-        self._generators: tuple[Mapping[str, Any], ...] | None = None
+        self._generators: list[Mapping[str, Any]] = []
         self._position: Position | None = None
         self._total: int | None = None
         self._history: dict[str, list[float]] = {}
@@ -145,15 +145,25 @@ class FitRun:
 
     def _begin(self, *, resume: bool) -> None:
         """Have the ranks look at the data, and find where they stand."""
-        self._data.lend(self._channel().members)
-        options = self._options
-        asked = (self._plan, self._begun, self._generators, resume, options.save_to, options.async_save)
-        starts: list[FitStart] = self._submit("fit_begin", *asked, collect=collect_all).result()
-        start = starts[0]
+        silent: GroupError | None = None
+        try:
+            self._data.lend(self._channel().members)
+        except GroupError as error:
+            silent = error  # of a rank that is gone the next call tells more, once the supervision knows of it
+        asked = (self._plan, self._begun, resume, self._options.save_to, self._options.async_save)
+        start: FitStart = self._submit("fit_begin", *asked).result()
         self._position, self._total = start.position, start.total_steps
+        if silent is not None:
+            raise silent
         if self._begun is None:
             self._begun, self._begun_in_files = start.position, start.is_saved
-            self._generators = tuple(one.random for one in starts)
+            if self._max_restarts:
+                self._generators = self._submit("generators", collect=collect_all).result()
+        elif self._position == self._begun:
+            # No file need hold what they were then, and a rank that has taken a lost one's place has its own.
+            own = [(state,) for state in self._generators]
+            channel = self._channel()
+            channel.submit_each("restore_generators", own, deadline_s=channel.timeouts.call_s).result()
 
     def _secure_the_beginning(self) -> None:
         """Where restarts are wanted, the run's beginning must be in files, to go back to."""
@@ -199,10 +209,14 @@ class FitRun:
     def _steps_and_restarts(self, bar: StepBar) -> None:
         lost: GroupError | None = None
         while True:
-            done = None if lost is None else self._restart(lost)
+            done = None
+            if lost is not None:
+                with _after(lost):
+                    done = self._restart(lost)
             try:
                 if done is not None:
-                    self._go_back(done)
+                    with _after(lost):
+                        self._go_back(done)
                     bar.go_back(self._place.num_steps)
                 self._steps(bar)
                 return
@@ -216,11 +230,7 @@ class FitRun:
         self._num_restarts += 1
         cause = str(error).partition("\n")[0]
         tell(f"fit: {cause}; restart {self._num_restarts} of {self._max_restarts}")
-        try:
-            done: RestartReport = self._group.restart()
-        except Exception as failed:
-            failed.add_note(f"raysharding: fit wanted the restart because {cause}")
-            raise
+        done: RestartReport = self._group.restart()
         try:
             self._channel().pending.wait(self._plan.feed.stall_s)
         except (GroupError, CheckpointError) as lost:
@@ -291,6 +301,16 @@ class FitRun:
         self._asked = number
         self._paths.add(path)
         self._save_s += time.monotonic() - begun
+
+
+@contextmanager
+def _after(lost: GroupError | None) -> Iterator[None]:
+    """Say on what goes wrong in a restart what it was for."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"raysharding: fit was restarting after: {str(lost).partition(chr(10))[0]}")
+        raise
 
 
 def _sums(steps: Iterable[StepFigures]) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +31,6 @@ class FitStart:
     """Where it stands."""
     total_steps: int | None
     """Steps of the whole run; `None` where nobody knows."""
-    random: Mapping[str, Any]
-    """This rank's generators, as `random_state` gives them."""
     is_saved: bool
     """Whether files hold what the ranks hold: what was loaded, or saved with the optimizer, and not trained since."""
 
@@ -59,7 +57,6 @@ class FittingRank(TrainingRank):
         self,
         plan: FitPlan,
         position: Position | None,
-        generators: Sequence[Mapping[str, Any]] | None,
         *,
         resume: bool,
         save_to: str | None = None,
@@ -71,7 +68,6 @@ class FittingRank(TrainingRank):
             plan: The run.
             position: With `resume`: where that run began, to which it goes back where the ranks hold no place of it;
                 `None`: there must be one.
-            generators: With `position`: every rank's random generators there, which go back with it.
             resume: Whether to go on where the last run stands; otherwise one begins anew.
             save_to: Directory of its saves, which must not hold another run's; `None`: there are none.
             async_save: Whether they are written in the background.
@@ -85,8 +81,7 @@ class FittingRank(TrainingRank):
         with self._running("fit", "fit"):
             self.fit_end()
             found = _agreed(self.position) if resume else None
-            goes_back = position is not None and (found is None or found.run != position.run)
-            if goes_back:
+            if position is not None and (found is None or found.run != position.run):
                 found = position
             if resume and found is None:
                 raise ValueError(
@@ -98,9 +93,7 @@ class FittingRank(TrainingRank):
             if save_to is not None:
                 run = self.position.run
                 from_rank_0(lambda: _check_own_saves(save_to, run))
-            if goes_back and generators is not None:
-                restore_random_state(generators[self.rank])
-            return FitStart(self.position, self._fit.feed.total_steps, random_state(), self.is_saved)
+            return FitStart(self.position, self._fit.feed.total_steps, self.is_saved)
 
     def fit_steps(self, num_steps: int) -> FitSteps:
         """Take steps, as many as are left at most. Collective.
@@ -144,6 +137,18 @@ class FittingRank(TrainingRank):
                 yield values
         finally:
             run.feed.close()
+
+    def generators(self) -> dict[str, Any]:
+        """Return this rank's random generators, as `random_state` gives them."""
+        return random_state()
+
+    def restore_generators(self, state: Mapping[str, Any]) -> None:
+        """Put back what `generators` gave.
+
+        Args:
+            state: This rank's.
+        """
+        restore_random_state(state)
 
     def fit_end(self) -> None:
         """Let go of the data. Each rank alone."""

@@ -54,7 +54,9 @@ class Loop:
         return time.perf_counter() - begun
 
     def _run(self, num_steps: int) -> None:
-        rows = torch.tensor(pq.read_table(self._parquet, columns=["input_ids"])["input_ids"].to_pylist())
+        table = pq.read_table(self._parquet, columns=["input_ids"])
+        rows = torch.from_numpy(table["input_ids"].combine_chunks().flatten().to_numpy().copy()).long()
+        rows = rows.view(len(table), -1)
         share = self._batch_size // dist.get_world_size()
         for step in range(num_steps):
             start = step * self._batch_size % (len(rows) - self._batch_size) + dist.get_rank() * share

@@ -18,8 +18,11 @@ from torch.distributed.fsdp import BackwardPrefetch
 from raysharding.batch import Split, deal
 from raysharding.config import Sharding
 from raysharding.distributed import activation_checkpointing, train_step
+from raysharding.distributed.accumulation import Accumulation
 from raysharding.distributed.gradient_sync import fsdp_group, fsdp_groups
 from raysharding.distributed.layout import named_submodules
+from raysharding.distributed.new_optimizer import make_optimizer
+from raysharding.distributed.training import optim_step, zero_grad
 from raysharding.errors import PlanError
 from tests.distributed.sharding_models import Block, assert_same, build, full, gradients, meshes, mine, rows, sharded
 from tests.distributed.training_cases import CASES, VOCAB, llama
@@ -255,6 +258,32 @@ def keeps_what_backward_begins_with() -> None:
         assert not any(group.is_unsharded for group in fsdp_groups(module))
 
 
+def a_forward_in_part_leaves_nothing_behind() -> None:
+    """The final norm runs without the head, which is in its group: FSDP2 waits for that one, until it is told."""
+    ids = mine(torch.randint(0, VOCAB, (6, 5), generator=torch.Generator().manual_seed(0)))
+    losses = []
+    for in_part in (False, True):
+        module: Any = sharded(build(llama), wrap="auto")
+        module(ids)  # FSDP2 finds its root by the first forward
+        optimizer = None
+        for _ in range(3):
+            if in_part:
+                with torch.no_grad():
+                    module.model(ids)
+            if optimizer is None:
+                optimizer = make_optimizer(module, torch.optim.SGD, {"lr": 0.5})
+            zero_grad(module, optimizer)
+            loss = module(ids, labels=ids).loss
+            loss.backward()
+            if in_part:
+                with torch.no_grad():
+                    module.model(ids)
+            losses.append((float(loss.detach()), optim_step(module, optimizer, Accumulation())["grad_norm"]))
+    for one, other in zip(losses[:3], losses[3:], strict=True):
+        assert one == pytest.approx(other, rel=1e-6)
+    assert losses[2][0] < losses[0][0] - 0.1, "it learns"
+
+
 def gradients_of(module: Any, batch: torch.Tensor) -> dict[str, torch.Tensor]:
     module.eval()(batch).square().mean().backward()
     return {name: full(item.grad) for name, item in module.named_parameters() if item.grad is not None}
@@ -269,6 +298,7 @@ def run_all() -> None:
         refuses_unknown_classes()
         trains_transformers()
         keeps_what_backward_begins_with()
+        a_forward_in_part_leaves_nothing_behind()
         prefetches()
 
 

@@ -22,11 +22,13 @@ from raysharding.distributed import (
     save_checkpoint,
     shard_module,
 )
+from raysharding.distributed.footprint import gathered_bytes
 from raysharding.distributed.gradient_sync import fsdp_groups
 from raysharding.distributed.layout import local_tensor
-from raysharding.models import build_module
+from raysharding.models import build_module, wrap_groups
 from tests.distributed.models import Odd, filled, saved
 from tests.distributed.sharding_models import Block, assert_same, build, fsdp1, fsdp1_gradients, gradients, mine, rows
+from tests.distributed.training_cases import llama
 from tests.spawn import run_ranks
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
@@ -160,3 +162,22 @@ def test_names_and_enums_are_taken() -> None:
     for ranks_per_node in (None, 3, 0):
         with pytest.raises(ValueError, match=r"ranks_per_node=.*needs the number of ranks on each node"):
             Sharding.from_strategy("HYBRID_SHARD", 4, ranks_per_node)
+
+
+def test_what_is_not_freed_counts_as_gathered_all_along() -> None:
+    pytest.importorskip("transformers")
+    with torch.device("meta"):
+        model: Any = llama()
+
+    def size(*parts: nn.Module) -> int:
+        return sum(parameter.nbytes for part in parts for parameter in part.parameters())
+
+    def gathered(**fields: Any) -> int:
+        sharding = Sharding(**fields)
+        return gathered_bytes(model, sharding, wrap_groups(model, sharding))
+
+    head, layers = size(model.model.norm, model.lm_head), size(*model.model.layers)
+    assert len(model.model.layers) == 2
+    assert gathered() == head + layers
+    assert gathered(reshard_after_forward=True) == sum(sorted((head, layers // 2, layers // 2))[1:])
+    assert gathered(reshard_after_forward=False) == size(model)

@@ -14,9 +14,19 @@ from unittest import mock
 
 import pyarrow.parquet as pq
 import pytest
+import ray.data
 import torch
 
-from raysharding import CheckpointError, DataError, FitStep, GroupError, ShardedModelGroup, Sharding, Split
+from raysharding import (
+    CheckpointError,
+    DataError,
+    FitStep,
+    GroupError,
+    ShardedModelGroup,
+    Sharding,
+    Split,
+    current_worker,
+)
 from raysharding.group import GroupState
 from raysharding.group.fit_run import FitRun
 from tests.conftest import make_group
@@ -79,7 +89,7 @@ def test_generators_go_back_to_where_the_run_began(checkpoint: Path, parquet: Pa
     """Where no save was made yet, and the checkpoint that is loaded again knows nothing of them."""
 
     def seed() -> None:
-        torch.manual_seed(5)
+        torch.manual_seed(5 + current_worker().rank)
 
     killer = Killer(3, 1)
     histories = []
@@ -87,18 +97,20 @@ def test_generators_go_back_to_where_the_run_began(checkpoint: Path, parquet: Pa
         with make_group(checkpoint, optimizer=ADAMW, max_restarts=1) as group:
             group.call(seed)
             killer.group = group if callbacks else None
-            report = fit(group, parquet, collate=noisy_collate(), callbacks=callbacks)
+            report = fit(group, parquet, epochs=40, collate=noisy_collate(), callbacks=callbacks)
             assert report.num_restarts == len(callbacks)
             histories.append(report.history["loss"])
-    assert histories[1] == pytest.approx(histories[0], abs=1e-6)
+    assert histories[1] == pytest.approx(histories[0], abs=1e-4)
 
 
-def test_a_rank_that_is_lost_while_a_restarted_run_begins(checkpoint: Path, parquet: Path) -> None:
-    """It counts as any other."""
+@pytest.mark.parametrize("kind", ["files", pytest.param("dataset", marks=pytest.mark.full)])
+def test_a_rank_that_is_lost_while_a_restarted_run_begins(kind: str, checkpoint: Path, parquet: Path) -> None:
+    """It counts as any other; blocks of a dataset go to the ranks beside the calls."""
+    data: Any = parquet if kind == "files" else ray.data.read_parquet(str(parquet))
     begin, numbers = FitRun._begin, itertools.count()
     killers = [Killer(3, 1)]
     with make_group(checkpoint, optimizer=ADAMW) as group:
-        whole = fit(group, parquet).history["loss"]
+        whole = fit(group, data, epochs=40).history["loss"]
     with make_group(checkpoint, optimizer=ADAMW, max_restarts=2) as group:
 
         def kill_and_begin(run: FitRun, *, resume: bool) -> None:
@@ -108,9 +120,9 @@ def test_a_rank_that_is_lost_while_a_restarted_run_begins(checkpoint: Path, parq
 
         killers[0].group = group
         with mock.patch.object(FitRun, "_begin", kill_and_begin):
-            report = fit(group, parquet, callbacks=killers)
+            report = fit(group, data, epochs=40, callbacks=killers)
     assert report.num_restarts == 2
-    assert report.history["loss"] == pytest.approx(whole, abs=1e-6)
+    assert report.history["loss"] == pytest.approx(whole, abs=1e-4)
 
 
 @pytest.mark.full
