@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -293,11 +294,16 @@ def test_a_dataset_comes_in_its_own_order(checkpoint: Path, parquet: Path) -> No
 
 
 class Closing:
-    """A callback that raises, and wants to be closed."""
+    """A callback that lets a save fail, raises, and wants to be closed."""
 
     is_closed = False
 
+    def __init__(self, sign: Path) -> None:
+        self._sign = sign
+
     def __call__(self, step: FitStep) -> None:
+        self._sign.touch()
+        time.sleep(1.0)  # the driver may hear of it meanwhile
         raise RuntimeError("the user's own")
 
     def close(self) -> None:
@@ -307,19 +313,27 @@ class Closing:
 def test_the_users_error_is_not_masked(checkpoint: Path, parquet: Path, tmp_path: Path) -> None:
     """A save that has failed in the background does not take its place, and everything is closed."""
     with make_group(checkpoint, optimizer=ADAMW) as group:
+        sign = tmp_path / "now"
 
-        def broken() -> None:
+        def broken(sign: str) -> None:
+            import os
+            import time
+
             from raysharding.checkpoint import FileWriter
 
             def close(self: Any) -> None:
+                # Not before the run has begun: its calls would raise this.
+                until = time.monotonic() + 60
+                while not os.path.exists(sign) and time.monotonic() < until:
+                    time.sleep(0.05)
                 raise OSError("the disk")
 
             FileWriter.close = close  # type: ignore[method-assign]
 
-        group.call(broken)
+        group.call(broken, str(sign))
         call = group.save.remote(tmp_path / "saved", async_save=True)
         call.result()
-        closing = Closing()
+        closing = Closing(sign)
         with pytest.raises(RuntimeError, match="the user's own"):
             group.fit(parquet, batch_size=BATCH, loss=regression(), collate=collate(), callbacks=[closing], max_steps=2)
         assert closing.is_closed
