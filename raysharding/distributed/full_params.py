@@ -242,8 +242,8 @@ def _enter(module: nn.Module, recurse: bool, options: _Options) -> _FullParams:
     memory: dict[str, torch.Tensor] = {}
     grads: list[int] = []
     try:
+        require_idle(fsdp_modules(module))  # before `reshard`, which forgets a forward that is not over
         reshard(module)
-        require_idle(fsdp_modules(module))
         held = _select(module, recurse)
         on_meta = [item.name for item in held if item.sharded.is_meta]
         if on_meta:
