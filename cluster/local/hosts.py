@@ -123,7 +123,10 @@ class Host:
     def pids(self) -> list[int]:
         """Every process on this host but the keeper, children of children too."""
         kept = self.keeper.pid if self.keeper is not None else 0
-        return [pid for pid in map(int, _run("ip", "netns", "pids", self.namespace).split()) if pid != kept]
+        inside = set(map(int, _run("ip", "netns", "pids", self.namespace).split()))
+        # What `popen` has just started is on its way in: it is in no list of the namespace yet.
+        entering = {process.pid for process in self.processes if process.poll() is None}
+        return sorted((inside | entering) - {kept})
 
     def kill(self, timeout_s: float = 10.0) -> None:
         """End every process on this host at once, as a reset does; mounts and links stay, so that it can start anew.
@@ -140,8 +143,6 @@ class Host:
                     os.kill(pid, signal.SIGKILL)
                 except ProcessLookupError:
                     continue
-            for process in self.processes:
-                process.poll()  # takes the dead ones off the list
             time.sleep(0.01)
         for process in self.processes:
             process.wait(timeout=timeout_s)

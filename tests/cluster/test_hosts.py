@@ -155,6 +155,15 @@ def test_nothing_is_left_after_sigterm() -> None:
     assert leftovers(process.pid) == []
 
 
+def test_what_was_just_started_is_killed_on_its_way_in() -> None:
+    with Hosts(1) as hosts:
+        for _ in range(10):
+            process = hosts[0].popen(["sleep", "60"])
+            process.send_signal(signal.SIGSTOP)  # a busy machine: it is in no namespace of the host yet
+            hosts[0].kill(timeout_s=5)
+            assert process.returncode == -signal.SIGKILL
+
+
 def test_a_failing_command_is_named_and_leaves_nothing() -> None:
     before = leftovers(os.getpid())
     with pytest.raises(HostsError, match=r"`tc .* failed with \d+: .+"), Hosts(2, rate_mbit=1e-9):
