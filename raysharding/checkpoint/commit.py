@@ -23,7 +23,7 @@ from raysharding.checkpoint.object_commit import prepare_objects, remove_objects
 from raysharding.checkpoint.uri import is_remote
 from raysharding.errors import CheckpointError
 
-_STAGING_NAME: Final = re.compile(r"\..+\.tmp-[0-9a-f]+")
+_STAGING_NAME: Final = re.compile(r"\.(.+)\.tmp-[0-9a-f]+")
 _AT_FDCWD: Final = -100
 _RENAME_EXCHANGE: Final = 2
 _NO_EXCHANGE: Final = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
@@ -47,7 +47,13 @@ def staging_path(final: str | os.PathLike[str], token: str) -> str:
 
 def is_staging_path(path: str) -> bool:
     """Whether `path` is named as an uncommitted staging directory is."""
-    return _STAGING_NAME.fullmatch(os.path.basename(path)) is not None
+    return staged_name(os.path.basename(path)) is not None
+
+
+def staged_name(name: str) -> str | None:
+    """Name of the destination that a staging directory of this name is for; `None` where it is named as none."""
+    match = _STAGING_NAME.fullmatch(name)
+    return None if match is None else match[1]
 
 
 def find_set_aside(final: str) -> str | None:

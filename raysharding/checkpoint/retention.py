@@ -8,7 +8,7 @@ import shutil
 import warnings
 from typing import Final
 
-from raysharding.checkpoint.commit import new_token, staging_path
+from raysharding.checkpoint.commit import new_token, staged_name, staging_path
 from raysharding.checkpoint.location import storage_of
 from raysharding.checkpoint.names import MANIFEST_NAME
 from raysharding.checkpoint.object_commit import is_left_over, remove_objects
@@ -33,7 +33,8 @@ def remove_older(path: str | os.PathLike[str], keep_last: int) -> None:
 
     What is not a save of ours (it lacks a manifest), is a symlink, has a larger number, or cannot be removed, stays;
     the last is warned of. A directory is renamed before anything in it goes, of objects the index goes first: no reader
-    finds half a checkpoint.
+    finds half a checkpoint. On a file system staging directories for such names and for `path` itself go, too: a save,
+    or a removal, whose process was killed has left them, each as large as a checkpoint.
 
     Args:
         path: The save that was made last, a path or a normal URI; it stays.
@@ -43,7 +44,7 @@ def remove_older(path: str | os.PathLike[str], keep_last: int) -> None:
     own = _split(name)
     assert own is not None, "check_numbered comes first"
     older = [old for number, old in _alike(parent, own) if number < own[1]]
-    for old in older[: max(0, len(older) + 1 - keep_last)]:
+    for old in [*_unfinished(parent, own), *older[: max(0, len(older) + 1 - keep_last)]]:
         try:
             _remove(old)
         except (OSError, CheckpointError) as error:
@@ -55,9 +56,24 @@ def _remove(save: str) -> None:
     if is_remote(save):
         remove_objects(save)
         return
-    hidden = staging_path(save, new_token())
-    os.rename(save, hidden)
+    hidden = save
+    if staged_name(os.path.basename(save)) is None:
+        hidden = staging_path(save, new_token())
+        os.rename(save, hidden)
     shutil.rmtree(hidden)
+
+
+def _unfinished(parent: str, own: tuple[str, int, str]) -> list[str]:
+    """Staging directories for names alike, with larger numbers left out: they may belong to a save that is going on."""
+    if is_remote(parent):
+        return []
+    found = []
+    for name in sorted(os.listdir(parent)):
+        split, path = _split(staged_name(name) or ""), os.path.join(parent, name)
+        is_alike = split is not None and (split[0], split[2]) == (own[0], own[2]) and split[1] <= own[1]
+        if is_alike and os.path.isdir(path) and not os.path.islink(path):
+            found.append(path)
+    return found
 
 
 def newest_after(path: str) -> str:

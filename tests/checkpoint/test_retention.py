@@ -42,6 +42,17 @@ def test_a_save_that_is_gone_back_to_keeps_later_ones(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["step-2", "step-3"]
 
 
+def test_what_killed_processes_left_goes(tmp_path: Path) -> None:
+    for name in ("step-1", "step-2", ".step-1.tmp-0a1b", ".step-2.tmp-ff", ".step-3.tmp-12", ".other-1.tmp-12"):
+        save(tmp_path / name)
+    (tmp_path / ".step-1.old-0a1b").mkdir()  # the only copy there may be
+    (tmp_path / ".step-1.tmp-12").write_text("a file")
+    (tmp_path / ".step-1.tmp-34").symlink_to(tmp_path / "step-2", target_is_directory=True)
+    remove_older(tmp_path / "step-2", 5)
+    left = ["step-1", "step-2", ".step-3.tmp-12", ".other-1.tmp-12", ".step-1.old-0a1b", ".step-1.tmp-12"]
+    assert sorted(os.listdir(tmp_path)) == sorted([*left, ".step-1.tmp-34"])
+
+
 def test_a_symlink_is_not_followed_out_of_the_directory(tmp_path: Path) -> None:
     save(tmp_path / "elsewhere")
     runs = tmp_path / "runs"
