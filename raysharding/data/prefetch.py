@@ -34,6 +34,10 @@ class Prefetch(Generic[T]):
         self._thread = threading.Thread(target=self._run, name="raysharding-prefetch", daemon=True)
         self._thread.start()
 
+    def is_ready(self) -> bool:
+        """Whether `take` would return, or raise, at once."""
+        return not self._ready.empty()
+
     def take(self, timeout_s: float) -> T:
         """Return the next item.
 

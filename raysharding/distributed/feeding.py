@@ -75,8 +75,25 @@ def check_whole(name: str, value: Any, *, least: int) -> None:
         raise ValueError(f"{name}={value!r}: give a whole number, {least} or more")
 
 
+@dataclass(frozen=True)
+class _Taken:
+    """What came off the thread for a step."""
+
+    batch: RankBatch | None
+    """This rank's rows; `None`: the epoch is over, or the next is the error."""
+    error: Exception | None = None
+    """Why there is none."""
+
+
 class Feed:
-    """A run over data. Every rank makes one, with the same plan, and takes the same steps."""
+    """A run over data. Every rank makes one, with the same plan, and takes the same steps.
+
+    Note: how the ranks come to know that each of them has a batch.
+        One that has none, because data cannot be read there or an iterable ended early, must not leave the others in
+        the forward. So a step begins with an all-reduce, unless that was done while the step before was computed: a
+        rank whose next batch lay ready then has said so, and where all have, nobody waits for anybody. A `collate` of
+        the user's runs between the steps (see `_items`), and nobody knows before whether it will go well.
+    """
 
     def __init__(
         self,
@@ -106,6 +123,8 @@ class Feed:
         self._collator = Collator(plan.collate or default_collate, dist.get_rank())
         self._bounds = bounds or InputBounds()
         self._ahead: Prefetch[StepBatch | RankBatch | None] | None = None
+        self._held: _Taken | None = None
+        self._vote: _Vote | None = None
 
     @property
     def total_steps(self) -> int | None:
@@ -120,6 +139,7 @@ class Feed:
 
     def close(self) -> None:
         """Stop reading ahead. No collective."""
+        self._held = None
         if self._ahead is not None:
             self._ahead.close()
             self._ahead = None
@@ -136,18 +156,18 @@ class Feed:
         Raises:
             DataError: On every rank: the batch could not be made on some rank.
         """
+        # Also where the run is over: nothing may be under way when the ranks leave the process group.
+        is_known = self._vote is not None and self._vote.is_unanimous()
+        self._vote = None
         while not self._is_over():
-            batch: RankBatch | None = None
-            error: Exception | None = None
-            try:
-                batch = self._take()
-                if batch is not None:
-                    self._bounds.check(batch, dist.get_rank(), "data")
-            except Exception as raised:  # noqa: BLE001 - the other ranks wait to hear of it
-                error = self._said(raised)
-            if _all_have_one(batch, error):
-                assert batch is not None
-                return batch.replaced(lambda value: move_inputs(value, self._device))
+            taken, self._held = self._held or self._taken(wait=True), None
+            assert taken is not None
+            error = None if taken.error is None else self._said(taken.error)
+            if is_known or _all_have_one(taken.batch, error):
+                assert taken.batch is not None
+                batch = taken.batch.replaced(lambda value: move_inputs(value, self._device))
+                self._look_ahead()
+                return batch
             self.close()
             if not self.position.step:
                 raise DataError("data has no rows")
@@ -160,6 +180,37 @@ class Feed:
         where = self.position
         self.position = replace(where, step=where.step + 1, num_steps=where.num_steps + 1)
 
+    def _taken(self, *, wait: bool) -> _Taken | None:
+        """Take the next batch of the epoch; `None`: without `wait` there is none yet."""
+        try:
+            if self._ahead is None:
+                self._ahead = Prefetch(self._items(), self._plan.prefetch)
+            try:
+                item = self._item(self._ahead, wait=wait)
+            except StopIteration:
+                return _Taken(None)
+            if item is None:
+                return None
+            batch = item if isinstance(item, RankBatch) else self._collator.batch(item.rows, item.counts)
+            self._bounds.check(batch, dist.get_rank(), "data")
+        except Exception as raised:  # noqa: BLE001 - the other ranks wait to hear of it
+            return _Taken(None, raised)
+        return _Taken(batch)
+
+    def _item(self, ahead: Prefetch[StepBatch | RankBatch | None], *, wait: bool) -> StepBatch | RankBatch | None:
+        while wait or ahead.is_ready():
+            item = ahead.take(self._plan.stall_s)
+            if item is not None:  # rows that are passed over: each of these is a sign of life
+                return item
+        return None
+
+    def _look_ahead(self) -> None:
+        """Begin to tell the others whether the next batch lies ready; collective, and does not wait for them."""
+        if self._plan.collate is not None:
+            return
+        self._held = self._taken(wait=False)
+        self._vote = _Vote(has_one=self._held is not None and self._held.batch is not None)
+
     def _said(self, raised: Exception) -> DataError:
         """What keeps a rank from its batch, as every rank is told."""
         if isinstance(raised, DataError):
@@ -170,16 +221,6 @@ class Feed:
         )
         error.__cause__ = raised
         return error
-
-    def _take(self) -> RankBatch | None:
-        if self._ahead is None:
-            self._ahead = Prefetch(self._items(), self._plan.prefetch)
-        try:
-            while (item := self._ahead.take(self._plan.stall_s)) is None:
-                pass  # rows that are passed over: each of these is a sign of life
-        except StopIteration:
-            return None
-        return item if isinstance(item, RankBatch) else self._collator.batch(item.rows, item.counts)
 
     def _items(self) -> Iterator[StepBatch | RankBatch | None]:
         """What the thread makes.
@@ -235,6 +276,20 @@ def _checked(position: Position, begun: Position) -> Position:
                 f"{position.num_steps} means other rows: pass the same, or resume=False to begin anew"
             )
     return position
+
+
+class _Vote:
+    """Whether every rank has its next batch, asked of all while they compute. All make one, or none does."""
+
+    def __init__(self, *, has_one: bool) -> None:
+        self._count = torch.tensor([has_one], dtype=torch.int32, device=metadata_device())
+        self._work = dist.all_reduce(self._count, async_op=True)
+
+    def is_unanimous(self) -> bool:
+        """Whether all have; the answer came long ago, unless a rank did not."""
+        assert self._work is not None
+        self._work.wait()
+        return int(self._count) == dist.get_world_size()
 
 
 def _all_have_one(batch: RankBatch | None, error: Exception | None) -> bool:

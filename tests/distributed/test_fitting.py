@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,9 +15,10 @@ import torch.distributed as dist
 from torch import nn
 
 from raysharding.config import Sharding
-from raysharding.data import SequenceRows, Stream
+from raysharding.data import Prefetch, SequenceRows, Stream
 from raysharding.data.source import Columns
-from raysharding.distributed.feeding import FeedPlan
+from raysharding.distributed import feeding
+from raysharding.distributed.feeding import Feed, FeedPlan
 from raysharding.distributed.fitting import Fit, FitPlan
 from raysharding.distributed.saving import save_checkpoint
 from raysharding.distributed.training_files import Position, load_training
@@ -299,6 +302,38 @@ def all_errors() -> None:
 
 def test_every_rank_hears_of_what_is_wrong_with_the_data() -> None:
     run_ranks(2, all_errors)
+
+
+def soon_ready(ahead: Prefetch[Any]) -> bool:
+    """`is_ready` of a thread that is far enough ahead."""
+    while ahead._ready.empty():
+        time.sleep(0.001)
+    return True
+
+
+def ask_while_computing() -> None:
+    """Ranks whose next batches lie ready do not wait for each other; one whose does not has all of them wait."""
+    plan, found = replace(FEED, epochs=2, shuffle=False), []
+    for late in (set(), {1}):
+        is_ready = (lambda ahead: False) if dist.get_rank() in late else soon_ready
+        feed = Feed(plan, CPU)
+        with (
+            mock.patch.object(Prefetch, "is_ready", is_ready),
+            mock.patch.object(feeding, "_all_have_one", wraps=feeding._all_have_one) as asked,
+        ):
+            rows = []
+            while (batch := feed.next()) is not None:
+                rows.append(batch.kwargs["inputs"])
+                feed.advance()
+        # The first batch of an epoch is waited for, and where it ends; with a late rank each of the 14.
+        assert asked.call_count == (16 if late else 4)
+        found.append(torch.cat(rows))
+    assert torch.equal(*found)
+    assert len(found[0]) == 50
+
+
+def test_ranks_ask_each_other_while_they_compute() -> None:
+    run_ranks(2, ask_while_computing)
 
 
 def few_rows() -> None:
