@@ -1,7 +1,7 @@
 """`FitRun`: the driver's part of a run over data: how many steps at a time, saves, restarts, and what is told.
 
-The ranks take some steps on each call, as many as half a second holds, so that the way to the driver and back costs
-a run with quick steps nothing; no call goes over a step that is to be saved.
+The ranks take some steps on each call, as many as begin within half a second, so that the way to the driver and back
+costs a run with quick steps nothing; no call goes over a step that is to be saved.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from raysharding.checkpoint.uri import join_path
 from raysharding.distributed.fitting import FitPlan, StepFigures
 from raysharding.distributed.training_files import Position
-from raysharding.errors import CheckpointError, GroupError
+from raysharding.errors import CheckpointError, GroupError, RendezvousError
 from raysharding.group.call import Call, Collect
 from raysharding.group.callbacks import RayGauges
 from raysharding.group.channel import Channel
@@ -207,25 +207,21 @@ class FitRun:
             self._data.take_back(self._channel().members)
 
     def _steps_and_restarts(self, bar: StepBar) -> None:
-        lost: GroupError | None = None
+        lost: GroupError | RendezvousError | None = None
         while True:
-            done = None
-            if lost is not None:
-                with _after(lost):
-                    done = self._restart(lost)
             try:
-                if done is not None:
+                if lost is not None:
                     with _after(lost):
-                        self._go_back(done)
+                        self._go_back(self._restart(lost))
                     bar.go_back(self._place.num_steps)
                 self._steps(bar)
                 return
-            except GroupError as error:
+            except (GroupError, RendezvousError) as error:
                 if self._group.state is not GroupState.BROKEN or self._num_restarts >= self._max_restarts:
                     raise
                 lost = error
 
-    def _restart(self, error: GroupError) -> RestartReport:
+    def _restart(self, error: Exception) -> RestartReport:
         """Make the group whole."""
         self._num_restarts += 1
         cause = str(error).partition("\n")[0]
@@ -266,7 +262,7 @@ class FitRun:
 
     def _num_next(self) -> int:
         """How many steps the ranks take before the driver hears of them."""
-        number = max(1, min(_MAX_STEPS, int(_CALL_S / max(self._step_s, 1e-6))))
+        number = min(_MAX_STEPS, math.ceil(_CALL_S / max(self._step_s, 1e-6)))
         every = self._options.save_every
         return number if every is None else min(number, every - self._place.num_steps % every)
 
@@ -304,7 +300,7 @@ class FitRun:
 
 
 @contextmanager
-def _after(lost: GroupError | None) -> Iterator[None]:
+def _after(lost: Exception) -> Iterator[None]:
     """Say on what goes wrong in a restart what it was for."""
     try:
         yield

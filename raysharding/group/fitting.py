@@ -52,7 +52,7 @@ class Fitting(Training):
         """Train over data: each rank reads its own rows, and the steps are those that one process would take.
 
         What a step is fed depends on data, batch size and seed, and not on the number of ranks. Ctrl-C ends the run
-        after the steps under way (half a second of them), with the group READY; `resume=True` goes on from there. A
+        after the steps under way (those of half a second), with the group READY; `resume=True` goes on from there. A
         group that breaks is restarted up to `max_restarts` times (see `from_checkpoint`); the run goes on from its last
         save, or its beginning, which is saved first where no file holds it; random generators go back with it.
 

@@ -23,12 +23,14 @@ from raysharding import (
     DataError,
     FitStep,
     GroupError,
+    LoadReport,
     ShardedModelGroup,
     Sharding,
     Split,
     current_worker,
 )
-from raysharding.group import GroupState
+from raysharding.group import GroupState, launch
+from raysharding.group.channel import Channel
 from raysharding.group.fit_run import FitRun
 from tests.conftest import make_group
 from tests.group.test_fit import ADAMW, BATCH, collate, fit, parquet, regression, rows
@@ -124,6 +126,34 @@ def test_a_rank_that_is_lost_while_a_restarted_run_begins(kind: str, checkpoint:
             report = fit(group, data, epochs=40, callbacks=killers)
     assert report.num_restarts == 2
     assert report.history["loss"] == pytest.approx(whole, abs=1e-4)
+
+
+def test_a_rank_that_is_lost_while_a_restart_loads(checkpoint: Path, parquet: Path) -> None:
+    """The restart failed, and is one of those that there may be."""
+    load, numbers = launch._load, itertools.count()
+    with make_group(checkpoint, optimizer=ADAMW) as group:
+        whole = fit(group, parquet, epochs=40).history["loss"]
+
+    def kill_and_load(channel: Channel, *args: Any) -> LoadReport:
+        if next(numbers) == 0:
+            os.kill(channel.ranks[0].pid, signal.SIGKILL)
+        return load(channel, *args)
+
+    killer = Killer(3, 1)
+    for is_enough in (False, True):
+        with make_group(checkpoint, optimizer=ADAMW, max_restarts=1 + is_enough) as group:
+            killer.group = group
+            with mock.patch.object(launch, "_load", kill_and_load):
+                if is_enough:
+                    report = fit(group, parquet, epochs=40, callbacks=[killer])
+                    assert report.num_restarts == 2
+                    assert report.history["loss"] == pytest.approx(whole, abs=1e-4)
+                    continue
+                with pytest.raises(GroupError, match=r"load on group .*: rank 0 ") as caught:
+                    fit(group, parquet, epochs=40, callbacks=[killer])
+                assert "fit was restarting after: fit_steps on group" in "".join(caught.value.__notes__)
+            assert group.state is GroupState.BROKEN
+            numbers = itertools.count()
 
 
 @pytest.mark.full
