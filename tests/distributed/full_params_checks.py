@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -426,6 +427,24 @@ def check_replicas(root: Path) -> None:
         assert held["scale"] == [0.0]
         assert held["embed.weight"] == [float(rank() % shards)]
         assert held["narrow"] == ([float(rank() % shards)] if rank() % shards < 2 else [])
+
+
+def check_after_a_part_of_a_group(root: Path) -> None:
+    """FSDP2 takes a group to be in forward until all of it has run; a user's forward was over long ago."""
+    torch.manual_seed(0)
+    module: Any = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3), nn.Linear(3, 3))
+    reference = deepcopy(module)
+    mesh = init_mesh("cpu")
+    fully_shard([module[1], module[2]], mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    module(torch.ones(4, 5))  # FSDP2 finds its root by the first forward
+    with torch.no_grad():
+        module[1](torch.ones(4, 5))
+    assert module[1]._get_fsdp_state()._training_state.name == "FORWARD"
+    with summon_full_params(module):
+        for name, value in reference.state_dict().items():
+            assert torch.equal(module.state_dict()[name], value), name
+    assert torch.equal(module(torch.ones(4, 5)), reference(torch.ones(4, 5)))
 
 
 def check_a_group_of_several_modules(root: Path) -> None:

@@ -29,6 +29,7 @@ ONCE = (
     "full_params_checks.check_inside_a_forward",
     "full_params_checks.check_ranks_that_differ",
     "full_params_checks.check_a_group_of_several_modules",
+    "full_params_checks.check_after_a_part_of_a_group",
     "fsdp_checks.check_visits",
     "fsdp_checks.check_an_apply_that_fails",
     "fsdp_checks.check_modules",
