@@ -123,9 +123,10 @@ class Host:
     def pids(self) -> list[int]:
         """Every process on this host but the keeper, children of children too."""
         kept = self.keeper.pid if self.keeper is not None else 0
-        inside = set(map(int, _run("ip", "netns", "pids", self.namespace).split()))
-        # What `popen` has just started is on its way in: it is in no list of the namespace yet.
+        # What `popen` has just started is on its way in: it is in no list of the namespace yet. It is asked before that
+        # list is made, or one that enters, forks and ends meanwhile would be in neither, and its child live on.
         entering = {process.pid for process in self.processes if process.poll() is None}
+        inside = set(map(int, _run("ip", "netns", "pids", self.namespace).split()))
         return sorted((inside | entering) - {kept})
 
     def kill(self, timeout_s: float = 10.0) -> None:

@@ -23,7 +23,7 @@ from raysharding.checkpoint.object_commit import prepare_objects, remove_objects
 from raysharding.checkpoint.uri import is_remote
 from raysharding.errors import CheckpointError
 
-_STAGING_NAME: Final = re.compile(r"\.(.+)\.tmp-[0-9a-f]+")
+_STAGING_NAME: Final = re.compile(r"\.(.+)\.tmp-[0-9a-f]{12}")
 _AT_FDCWD: Final = -100
 _RENAME_EXCHANGE: Final = 2
 _NO_EXCHANGE: Final = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import time
 import warnings
 from typing import Final
 
@@ -15,6 +16,7 @@ from raysharding.checkpoint.object_commit import is_left_over, remove_objects
 from raysharding.checkpoint.uri import is_remote, join_path, split_path
 from raysharding.errors import CheckpointError
 
+_LEFT_S: Final = 3600.0
 _NUMBERED: Final = re.compile(r"(.*?)(\d+)(\D*)")
 
 
@@ -33,8 +35,9 @@ def remove_older(path: str | os.PathLike[str], keep_last: int) -> None:
 
     What is not a save of ours (it lacks a manifest), is a symlink, has a larger number, or cannot be removed, stays;
     the last is warned of. A directory is renamed before anything in it goes, of objects the index goes first: no reader
-    finds half a checkpoint. On a file system staging directories for such names and for `path` itself go, too: a save,
-    or a removal, whose process was killed has left them, each as large as a checkpoint.
+    finds half a checkpoint. On a file system one staging directory for such a name, or for `path`, goes with them, in
+    which nothing has changed for an hour: a save, or a removal, whose process was killed has left it, as large as a
+    checkpoint. One at a time, because the ranks wait for this.
 
     Args:
         path: The save that was made last, a path or a normal URI; it stays.
@@ -44,7 +47,7 @@ def remove_older(path: str | os.PathLike[str], keep_last: int) -> None:
     own = _split(name)
     assert own is not None, "check_numbered comes first"
     older = [old for number, old in _alike(parent, own) if number < own[1]]
-    for old in [*_unfinished(parent, own), *older[: max(0, len(older) + 1 - keep_last)]]:
+    for old in [*_unfinished(parent, own)[:1], *older[: max(0, len(older) + 1 - keep_last)]]:
         try:
             _remove(old)
         except (OSError, CheckpointError) as error:
@@ -56,24 +59,35 @@ def _remove(save: str) -> None:
     if is_remote(save):
         remove_objects(save)
         return
-    hidden = save
-    if staged_name(os.path.basename(save)) is None:
-        hidden = staging_path(save, new_token())
-        os.rename(save, hidden)
+    parent, name = os.path.split(save)
+    # Of a staging directory, too: a writer that lives must fail, and not commit what is being removed.
+    hidden = staging_path(os.path.join(parent, staged_name(name) or name), new_token())
+    os.rename(save, hidden)
     shutil.rmtree(hidden)
 
 
 def _unfinished(parent: str, own: tuple[str, int, str]) -> list[str]:
-    """Staging directories for names alike, with larger numbers left out: they may belong to a save that is going on."""
+    """Staging directories that nobody writes to, for names alike; those for larger numbers are left out."""
     if is_remote(parent):
         return []
     found = []
     for name in sorted(os.listdir(parent)):
         split, path = _split(staged_name(name) or ""), os.path.join(parent, name)
         is_alike = split is not None and (split[0], split[2]) == (own[0], own[2]) and split[1] <= own[1]
-        if is_alike and os.path.isdir(path) and not os.path.islink(path):
+        if is_alike and not os.path.islink(path) and _last_change(path) < time.time() - _LEFT_S:
             found.append(path)
     return found
+
+
+def _last_change(directory: str) -> float:
+    """Latest time at which anything in a directory changed; now, where that cannot be told."""
+    try:
+        times = [os.stat(directory).st_mtime]
+        for place, folders, files in os.walk(directory):
+            times += [os.lstat(os.path.join(place, name)).st_mtime for name in (*folders, *files)]
+    except OSError:  # it goes away meanwhile: somebody is at work in it
+        return time.time()
+    return max(times) if os.path.isdir(directory) else time.time()
 
 
 def newest_after(path: str) -> str:

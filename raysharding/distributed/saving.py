@@ -74,8 +74,8 @@ def save_checkpoint(
         position: Where a run over data stands; saved with the optimizer. Default: there is none.
         overwrite: Replace a checkpoint that is there.
         keep_last: Of the saves beside this one whose names differ in the last number alone (`step-100`), how many stay,
-            this one with them; after the commit older ones are removed, and on a file system what killed saves of that
-            row have left. Default: all.
+            this one with them; after the commit older ones are removed, and on a file system, bit by bit, what killed
+            saves of that row have left. Default: all.
         source: Where the model came from: its tokenizer and other small files are copied, where rank 0 sees them.
         progress: Called on every rank as `progress("save", bytes_done, bytes_total, "")`.
         stall_s: Longest wait for one round of messages, in seconds.

@@ -45,8 +45,8 @@ class Storing(Administration):
                 `from_checkpoint(..., optimizer=...)` at any world size; and beside it random generators and, of a
                 `fit`, the position in the data. Default yes.
             keep_last: Of the saves beside this one whose names differ in the last number alone (`step-100`), how many
-                stay, this one with them; older ones are removed, and on a file system what killed saves of that row
-                have left. Default: all.
+                stay, this one with them; older ones are removed, and on a file system, bit by bit, what killed saves of
+                that row have left. Default: all.
             async_save: Return as soon as each rank has copied its shards to host memory, and write in the background:
                 the model may be trained on meanwhile. One save at a time: the next waits for it. What it fails of is
                 raised by the next call of the group. `wait_for_save` and `shutdown` wait for it. Default no.

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from raysharding.checkpoint import open_checkpoint, staging_path
+from raysharding.checkpoint import new_token, open_checkpoint, staging_path
 from raysharding.errors import CheckpointError
 from tests.checkpoint.build import save, save_sharded
 
@@ -117,7 +117,7 @@ def test_both_an_index_and_another_single_file_are_ambiguous(sharded: Path) -> N
 
 
 def test_an_unfinished_save_is_ignored_beside_and_refused_when_named(sharded: Path) -> None:
-    partial = Path(staging_path(sharded, "0abc"))
+    partial = Path(staging_path(sharded, new_token()))
     partial.mkdir()
     save(partial / "model.safetensors", ONE)
     assert list(open_checkpoint(sharded).tensors) == ["a", "b"]

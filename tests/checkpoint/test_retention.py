@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -42,15 +43,38 @@ def test_a_save_that_is_gone_back_to_keeps_later_ones(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["step-2", "step-3"]
 
 
-def test_what_killed_processes_left_goes(tmp_path: Path) -> None:
-    for name in ("step-1", "step-2", ".step-1.tmp-0a1b", ".step-2.tmp-ff", ".step-3.tmp-12", ".other-1.tmp-12"):
-        save(tmp_path / name)
-    (tmp_path / ".step-1.old-0a1b").mkdir()  # the only copy there may be
-    (tmp_path / ".step-1.tmp-12").write_text("a file")
-    (tmp_path / ".step-1.tmp-34").symlink_to(tmp_path / "step-2", target_is_directory=True)
+def left(path: Path, age_s: float = 7200) -> None:
+    """What a killed save leaves, a while ago."""
+    save(path)
+    then = time.time() - age_s
+    for each in (*path.rglob("*"), path):
+        os.utime(each, (then, then))
+
+
+def test_what_a_killed_process_left_goes(tmp_path: Path) -> None:
+    for number in (1, 2):
+        save(tmp_path / f"step-{number}")
+    stale = [".step-1.tmp-0a1b0a1b0a1b", ".step-2.tmp-ffffffffffff"]
+    stays = [
+        ".step-3.tmp-0a1b0a1b0a1b",
+        ".other-1.tmp-0a1b0a1b0a1b",
+        ".step-1.tmp-20250101",
+        ".step-1.old-0a1b0a1b0a1b",
+    ]
+    for name in (*stale, *stays):
+        left(tmp_path / name)
+    left(tmp_path / ".step-1.tmp-aaaaaaaaaaaa", age_s=600)  # a save that is going on
+    left(tmp_path / ".step-1.tmp-bbbbbbbbbbbb")
+    (tmp_path / ".step-1.tmp-bbbbbbbbbbbb" / "optimizer" / "new").write_text("")  # so is this one
+    (tmp_path / ".step-1.tmp-cccccccccccc").write_text("a file")
+    (tmp_path / ".step-1.tmp-dddddddddddd").symlink_to(tmp_path / "step-2", target_is_directory=True)
+    os.utime(tmp_path / ".step-1.tmp-cccccccccccc", (0, 0))
+    there = sorted(os.listdir(tmp_path))
     remove_older(tmp_path / "step-2", 5)
-    left = ["step-1", "step-2", ".step-3.tmp-12", ".other-1.tmp-12", ".step-1.old-0a1b", ".step-1.tmp-12"]
-    assert sorted(os.listdir(tmp_path)) == sorted([*left, ".step-1.tmp-34"])
+    assert sorted(os.listdir(tmp_path)) == [name for name in there if name != stale[0]], "one at a time"
+    remove_older(tmp_path / "step-2", 5)
+    remove_older(tmp_path / "step-2", 5)
+    assert sorted(os.listdir(tmp_path)) == [name for name in there if name not in stale]
 
 
 def test_a_symlink_is_not_followed_out_of_the_directory(tmp_path: Path) -> None:

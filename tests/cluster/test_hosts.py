@@ -162,6 +162,10 @@ def test_what_was_just_started_is_killed_on_its_way_in() -> None:
             process.send_signal(signal.SIGSTOP)  # a busy machine: it is in no namespace of the host yet
             hosts[0].kill(timeout_s=5)
             assert process.returncode == -signal.SIGKILL
+        for _ in range(20):  # it enters, leaves a child there and ends while `kill` looks around
+            hosts[0].popen(["sh", "-c", "sleep 62 & exit 0"])
+            hosts[0].kill(timeout_s=5)
+            assert hosts[0].pids() == []
 
 
 def test_a_failing_command_is_named_and_leaves_nothing() -> None:
