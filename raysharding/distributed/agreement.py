@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import torch
@@ -96,6 +98,24 @@ def from_rank_0(make: Callable[[], Any]) -> Any:
     return broadcast_json(value)
 
 
+def wait_for(work: dist.Work, timeout: timedelta | None = None) -> None:
+    """Wait for the other ranks' part in a collective that was begun earlier, where a supervisor sees that one waits.
+
+    Args:
+        work: What has been begun.
+        timeout: Longest wait. Default: the process group's.
+    """
+    if timeout is None:
+        work.wait()
+    else:
+        work.wait(timeout)
+
+
+def waits_for_others(frame: FrameType) -> bool:
+    """Whether a thread waits in a collective for other ranks, by its innermost Python frame."""
+    return frame.f_code is wait_for.__code__ or f"torch{os.sep}distributed" in frame.f_code.co_filename
+
+
 PULSE_BUCKETS = 8
 """Buckets between two looks at whether another rank has failed."""
 
@@ -136,5 +156,5 @@ class Pulse:
     def close(self) -> None:
         """Wait for the other ranks' part in the last beat, so that no message of it is left in the group."""
         if self._work is not None:
-            self._work.wait(self._timeout)
+            wait_for(self._work, self._timeout)
             self._work = None

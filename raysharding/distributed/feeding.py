@@ -23,7 +23,7 @@ from raysharding.data import (
     epoch_batches,
 )
 from raysharding.data.collate import Collator
-from raysharding.distributed.agreement import agree, from_rank_0
+from raysharding.distributed.agreement import agree, from_rank_0, wait_for
 from raysharding.distributed.input_device import move_inputs
 from raysharding.distributed.metadata import metadata_device
 from raysharding.distributed.training_files import Position
@@ -123,6 +123,8 @@ class Feed:
         self._collator = Collator(plan.collate or default_collate, dist.get_rank())
         self._bounds = bounds or InputBounds()
         self._ahead: Prefetch[StepBatch | RankBatch | None] | None = None
+        # One more is held between the steps.
+        self._depth = plan.prefetch if plan.collate is not None else max(1, plan.prefetch - 1)
         self._held: _Taken | None = None
         self._vote: _Vote | None = None
 
@@ -138,8 +140,8 @@ class Feed:
         return total if self._plan.max_steps is None else min(total, self._plan.max_steps)
 
     def close(self) -> None:
-        """Stop reading ahead. No collective."""
-        self._held = None
+        """Stop reading ahead. No collective: a vote that is under way ends without anybody who waits for it."""
+        self._held = self._vote = None
         if self._ahead is not None:
             self._ahead.close()
             self._ahead = None
@@ -156,7 +158,7 @@ class Feed:
         Raises:
             DataError: On every rank: the batch could not be made on some rank.
         """
-        # Also where the run is over: nothing may be under way when the ranks leave the process group.
+        # Also where the run is over, so that nothing of it is under way then.
         is_known = self._vote is not None and self._vote.is_unanimous()
         self._vote = None
         while not self._is_over():
@@ -184,7 +186,7 @@ class Feed:
         """Take the next batch of the epoch; `None`: without `wait` there is none yet."""
         try:
             if self._ahead is None:
-                self._ahead = Prefetch(self._items(), self._plan.prefetch)
+                self._ahead = Prefetch(self._items(), self._depth)
             try:
                 item = self._item(self._ahead, wait=wait)
             except StopIteration:
@@ -288,7 +290,7 @@ class _Vote:
     def is_unanimous(self) -> bool:
         """Whether all have; the answer came long ago, unless a rank did not."""
         assert self._work is not None
-        self._work.wait()
+        wait_for(self._work)
         return int(self._count) == dist.get_world_size()
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import ray
 from ray.util.placement_group import remove_placement_group
 
+from raysharding.distributed.agreement import waits_for_others
 from raysharding.distributed.connections import Connection, connections, cut
 from raysharding.errors import OutputTooLargeError
 from raysharding.group.commands import RankCommands
@@ -189,8 +190,7 @@ class RankActor:
         for ident, frame in frames.items():
             if ident not in self._control_threads and not _is_rays_own(frame):
                 parts.append(f"thread {ident}:\n" + "".join(traceback.format_stack(frame)))
-        waits = work is not None and f"torch{os.sep}distributed" in work.f_code.co_filename
-        return Stacks("\n".join(parts), waits)
+        return Stacks("\n".join(parts), work is not None and waits_for_others(work))
 
     @ray.method(concurrency_group="control")
     def witness(self, pid: int, descriptor: int) -> Sighting | None:

@@ -49,7 +49,7 @@ class FitReport:
     save_s: float
     """Seconds that saves took."""
     num_restarts: int
-    """How often the group was restarted."""
+    """How often the group was restarted; one that failed, because another rank was lost meanwhile, counts, too."""
     saved: str | None
     """The last save; `None` where there was none."""
 
