@@ -10,23 +10,23 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from raysharding.distributed.materializing import is_fsdp_hook
-from raysharding.distributed.sharded_module import summoned, was_run_in_part
+from raysharding.distributed.sharded_module import summoned
 
 
 def require_idle(modules: Iterable[FSDPModule]) -> None:
     """Make sure that none of the modules is in the middle of a forward or backward; each rank alone.
 
-    A group that a forward ran in part is in none, though FSDP2 waits for the rest of it.
-
     Raises:
-        RuntimeError: One is, or an exception ended its last forward: then FSDP2 keeps its full parameters registered.
+        RuntimeError: One is; or an exception ended its last forward, or that ran some modules of its group only
+            (`model.model(...)` without the head): then FSDP2 keeps its full parameters registered.
     """
     for module in modules:
         state = module._get_fsdp_state()._training_state.name
-        if state != "IDLE" and not (state == "FORWARD" and was_run_in_part(module)):
+        if state != "IDLE":
             raise RuntimeError(
                 f"{type(module).__name__} is in a forward or backward (state {state}): its full parameters can be had "
-                "before or after it; if an exception ended it, call reset_iter_state() on the root module first"
+                "before or after it; if an exception ended it, or it ran a part of an FSDP group only, call "
+                "reset_iter_state() on the root module first"
             )
 
 

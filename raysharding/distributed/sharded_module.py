@@ -232,14 +232,8 @@ def reshard(module: nn.Module) -> None:
             submodule.reshard()
 
 
-def was_run_in_part(module: FSDPModule) -> bool:
-    """Whether a forward has run some modules of a group only, such as `model.model(...)` without the head."""
-    state = module._get_fsdp_state()
-    return 0 < len(state._modules_to_run_forward) < len(state._modules)
-
-
 def _leave_forward(module: FSDPModule) -> None:
-    """Forget a forward that has ended, such as one that ran a group in part.
+    """Forget a forward that ran some modules of a group only, such as `model.model(...)` without the head.
 
     FSDP2 takes such a group to be inside forward until the next backward, and leaves full what it does not free there:
     an optimizer would hold the full parameters, and never change the shards.

@@ -430,7 +430,7 @@ def check_replicas(root: Path) -> None:
 
 
 def check_after_a_part_of_a_group(root: Path) -> None:
-    """FSDP2 takes a group to be in forward until all of it has run; a user's forward was over long ago."""
+    """FSDP2 takes a group to be in forward until all of it has run; the error says what ends that."""
     torch.manual_seed(0)
     module: Any = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3), nn.Linear(3, 3))
     reference = deepcopy(module)
@@ -440,10 +440,15 @@ def check_after_a_part_of_a_group(root: Path) -> None:
     module(torch.ones(4, 5))  # FSDP2 finds its root by the first forward
     with torch.no_grad():
         module[1](torch.ones(4, 5))
-    assert module[1]._get_fsdp_state()._training_state.name == "FORWARD"
-    with summon_full_params(module):
-        for name, value in reference.state_dict().items():
-            assert torch.equal(module.state_dict()[name], value), name
+
+    def summon() -> None:
+        with summon_full_params(module):
+            for name, value in reference.state_dict().items():
+                assert torch.equal(module.state_dict()[name], value), name
+
+    assert all("RuntimeError" in text and "part of an FSDP group" in text for text in outcomes(summon))
+    module.reset_iter_state()
+    summon()
     assert torch.equal(module(torch.ones(4, 5)), reference(torch.ones(4, 5)))
 
 
