@@ -42,7 +42,12 @@ def staging_path(final: str | os.PathLike[str], token: str) -> str:
         token: What `new_token` gave; the same on all ranks.
     """
     parent, name = os.path.split(os.path.realpath(final))
-    return os.path.join(parent, f".{name}.tmp-{token}")
+    return os.path.join(parent, staging_name(name, token))
+
+
+def staging_name(name: str, token: str) -> str:
+    """Name of a staging directory for a destination of this name."""
+    return f".{name}.tmp-{token}"
 
 
 def is_staging_path(path: str) -> bool:

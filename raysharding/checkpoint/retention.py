@@ -9,7 +9,7 @@ import time
 import warnings
 from typing import Final
 
-from raysharding.checkpoint.commit import new_token, staged_name, staging_path
+from raysharding.checkpoint.commit import new_token, staged_name, staging_name
 from raysharding.checkpoint.location import storage_of
 from raysharding.checkpoint.names import MANIFEST_NAME
 from raysharding.checkpoint.object_commit import is_left_over, remove_objects
@@ -47,12 +47,21 @@ def remove_older(path: str | os.PathLike[str], keep_last: int) -> None:
     own = _split(name)
     assert own is not None, "check_numbered comes first"
     older = [old for number, old in _alike(parent, own) if number < own[1]]
-    for old in [*_unfinished(parent, own)[:1], *older[: max(0, len(older) + 1 - keep_last)]]:
-        try:
-            _remove(old)
-        except (OSError, CheckpointError) as error:
-            said = error.strerror if isinstance(error, OSError) else error
-            warnings.warn(f"{path} is saved, but the older {old} could not be removed: {said}", RuntimeWarning, 2)
+    for old in older[: max(0, len(older) + 1 - keep_last)]:
+        _remove_or_warn(old, path)
+    for left_over in _unfinished(parent, own):
+        if _remove_or_warn(left_over, path):
+            break
+
+
+def _remove_or_warn(old: str, saved: str | os.PathLike[str]) -> bool:
+    try:
+        _remove(old)
+    except (OSError, CheckpointError) as error:
+        said = error.strerror if isinstance(error, OSError) else error
+        warnings.warn(f"{saved} is saved, but the older {old} could not be removed: {said}", RuntimeWarning, 3)
+        return False
+    return True
 
 
 def _remove(save: str) -> None:
@@ -60,8 +69,9 @@ def _remove(save: str) -> None:
         remove_objects(save)
         return
     parent, name = os.path.split(save)
-    # Of a staging directory, too: a writer that lives must fail, and not commit what is being removed.
-    hidden = staging_path(os.path.join(parent, staged_name(name) or name), new_token())
+    # A staging directory, too: a writer that lives must fail, and not commit what is being removed. It stays where it
+    # is found, whatever its destination may link to by now.
+    hidden = os.path.join(parent, staging_name(staged_name(name) or name, new_token()))
     os.rename(save, hidden)
     shutil.rmtree(hidden)
 

@@ -66,6 +66,8 @@ def test_what_a_killed_process_left_goes(tmp_path: Path) -> None:
     left(tmp_path / ".step-1.tmp-aaaaaaaaaaaa", age_s=600)  # a save that is going on
     left(tmp_path / ".step-1.tmp-bbbbbbbbbbbb")
     (tmp_path / ".step-1.tmp-bbbbbbbbbbbb" / "optimizer" / "new").write_text("")  # so is this one
+    (tmp_path / "step-1").rename(tmp_path / "elsewhere")
+    (tmp_path / "step-1").symlink_to("nowhere")
     (tmp_path / ".step-1.tmp-cccccccccccc").write_text("a file")
     (tmp_path / ".step-1.tmp-dddddddddddd").symlink_to(tmp_path / "step-2", target_is_directory=True)
     os.utime(tmp_path / ".step-1.tmp-cccccccccccc", (0, 0))

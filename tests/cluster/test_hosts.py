@@ -10,9 +10,11 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from cluster.local import hosts as hosts_module
 from cluster.local.hosts import Host, Hosts, HostsError, why_unavailable
 from tests.bench.wire import ROOT
 
@@ -162,10 +164,28 @@ def test_what_was_just_started_is_killed_on_its_way_in() -> None:
             process.send_signal(signal.SIGSTOP)  # a busy machine: it is in no namespace of the host yet
             hosts[0].kill(timeout_s=5)
             assert process.returncode == -signal.SIGKILL
-        for _ in range(20):  # it enters, leaves a child there and ends while `kill` looks around
-            hosts[0].popen(["sh", "-c", "sleep 62 & exit 0"])
+
+
+def test_a_child_left_behind_while_kill_looks_around_is_killed() -> None:
+    """Its parent enters the host after the host was looked at, and has ended before anybody asks for it."""
+    with Hosts(1) as hosts:
+        process = hosts[0].popen(["sh", "-c", "sleep 62 & exit 0"])
+        process.send_signal(signal.SIGSTOP)
+        run = hosts_module._run
+        looked: list[tuple[str, ...]] = []
+
+        def look_and_go_on(*command: str) -> str:
+            said = run(*command)
+            if not looked:
+                looked.append(command)
+                process.send_signal(signal.SIGCONT)
+                process.wait(5)
+            return said
+
+        with mock.patch.object(hosts_module, "_run", look_and_go_on):
             hosts[0].kill(timeout_s=5)
-            assert hosts[0].pids() == []
+        assert looked[0][:3] == ("ip", "netns", "pids")
+        assert hosts[0].pids() == []
 
 
 def test_a_failing_command_is_named_and_leaves_nothing() -> None:
