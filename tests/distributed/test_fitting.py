@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,6 +20,7 @@ from raysharding.config import Sharding
 from raysharding.data import Prefetch, SequenceRows, Stream
 from raysharding.data.source import Columns
 from raysharding.distributed import feeding
+from raysharding.distributed.agreement import wait_for, waits_for_others
 from raysharding.distributed.feeding import Feed, FeedPlan
 from raysharding.distributed.fitting import Fit, FitPlan
 from raysharding.distributed.saving import save_checkpoint
@@ -271,8 +274,6 @@ def hear_of_collating() -> None:
 
 
 def hear_of_hangs() -> None:
-    import threading
-
     def rows() -> Iterator[Any]:
         yield from [{"inputs": [0.0] * 4, "targets": 0.0}] * 8
         if dist.get_rank() == 1:
@@ -332,8 +333,60 @@ def ask_while_computing() -> None:
     assert len(found[0]) == 50
 
 
+def is_seen_to_wait() -> None:
+    """A rank whose question another has not answered waits for others, whoever looks at its stack."""
+    seen: list[bool] = []
+
+    def look(waiting: int) -> None:
+        deadline = time.monotonic() + 20
+        while not seen and time.monotonic() < deadline:
+            if waits_for_others(sys._current_frames()[waiting]):
+                seen.append(True)
+                return
+            time.sleep(0.01)
+
+    count = torch.ones(1)
+    if dist.get_rank() == 1:
+        time.sleep(1)
+        dist.all_reduce(count)
+        return
+    thread = threading.Thread(target=look, args=(threading.get_ident(),))
+    work = dist.all_reduce(count, async_op=True)
+    assert work is not None
+    thread.start()
+    wait_for(work)
+    thread.join(30)
+    assert seen
+    assert count.item() == 2
+
+
+def read_ahead() -> None:
+    """Rows are taken for the batches that `prefetch` says, and one in the making."""
+    for prefetch in (2, 3):
+        made: list[int] = []
+
+        def rows(made: list[int] = made) -> Iterator[Any]:
+            for number in range(40):
+                made.append(number)
+                yield {"inputs": [0.0] * 4, "targets": 0.0}
+
+        feed = Feed(FeedPlan(Stream(rows), 4, prefetch=prefetch), CPU)
+        with mock.patch.object(Prefetch, "is_ready", soon_ready):
+            for _ in range(3):
+                feed.next()
+                feed.advance()
+        # Three that were given out; every rank runs through all rows of a stream.
+        expected, deadline = 3 + prefetch + 1, time.monotonic() + 20
+        while len(made) // 4 < expected and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.2)  # for one more, if there were to be one
+        assert len(made) // 4 == expected, (prefetch, made)
+        feed.close()
+
+
 def test_ranks_ask_each_other_while_they_compute() -> None:
-    run_ranks(2, ask_while_computing)
+    for check in (ask_while_computing, is_seen_to_wait, read_ahead):
+        run_ranks(2, check)
 
 
 def few_rows() -> None:
