@@ -7,6 +7,7 @@ import re
 import shutil
 import time
 import warnings
+from collections.abc import Iterator
 from typing import Final
 
 from raysharding.checkpoint.commit import new_token, staged_name, staging_name
@@ -76,17 +77,13 @@ def _remove(save: str) -> None:
     shutil.rmtree(hidden)
 
 
-def _unfinished(parent: str, own: tuple[str, int, str]) -> list[str]:
+def _unfinished(parent: str, own: tuple[str, int, str]) -> Iterator[str]:
     """Staging directories that nobody writes to, for names alike; those for larger numbers are left out."""
-    if is_remote(parent):
-        return []
-    found = []
-    for name in sorted(os.listdir(parent)):
+    for name in () if is_remote(parent) else sorted(os.listdir(parent)):
         split, path = _split(staged_name(name) or ""), os.path.join(parent, name)
         is_alike = split is not None and (split[0], split[2]) == (own[0], own[2]) and split[1] <= own[1]
         if is_alike and not os.path.islink(path) and _last_change(path) < time.time() - _LEFT_S:
-            found.append(path)
-    return found
+            yield path
 
 
 def _last_change(directory: str) -> float:
