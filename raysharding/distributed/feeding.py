@@ -50,7 +50,7 @@ class FeedPlan:
     collate: Collate | None = None
     """Makes the model's arguments of rows; `None`: `default_collate`."""
     prefetch: int = 2
-    """Batches that are read ahead."""
+    """Batches that are read ahead; without `collate` two at least, of which one is held for the next step."""
     stall_s: float = 120.0
     """Longest wait for a batch, in seconds."""
     run: str = ""

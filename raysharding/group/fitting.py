@@ -75,7 +75,7 @@ class Fitting(Training):
             loss: As for `train_step`.
             max_grad_norm: As for `train_step`.
             gradient_accumulation_steps: As for `train_step`: parts that a batch is taken in.
-            prefetch: Batches that each rank reads ahead.
+            prefetch: Batches that each rank reads ahead; two at least where `collate` is not given.
             save_to: Directory or URI of saves, `step-<number>` each, as for `save`. Default:
                 nothing is saved. It may hold saves of the same run, and no others.
             save_every: Steps between two saves; one more comes at the end. Default: only that.

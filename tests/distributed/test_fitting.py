@@ -361,8 +361,8 @@ def is_seen_to_wait() -> None:
 
 
 def read_ahead() -> None:
-    """Rows are taken for the batches that `prefetch` says, and one in the making."""
-    for prefetch in (2, 3):
+    """Rows are taken for the batches that `prefetch` says, two at least, and one in the making."""
+    for prefetch in (1, 2, 3):
         made: list[int] = []
 
         def rows(made: list[int] = made) -> Iterator[Any]:
@@ -376,7 +376,7 @@ def read_ahead() -> None:
                 feed.next()
                 feed.advance()
         # Three that were given out; every rank runs through all rows of a stream.
-        expected, deadline = 3 + prefetch + 1, time.monotonic() + 20
+        expected, deadline = 3 + max(prefetch, 2) + 1, time.monotonic() + 20
         while len(made) // 4 < expected and time.monotonic() < deadline:
             time.sleep(0.01)
         time.sleep(0.2)  # for one more, if there were to be one
