@@ -88,11 +88,10 @@ def run(model_directory: Path, save_directory: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model_directory)
     batch = tokenizer(list(SENTENCES), padding=True, return_tensors="pt")
     ids, mask = batch["input_ids"], batch["attention_mask"]
-    tokens = tokenizer([text for pair in PAIRS for text in pair], padding=True, return_tensors="pt")
-    pairs: dict[str, Any] = {name: Split(tokens[name]) for name in ("input_ids", "attention_mask")}
+    pairs = tokenizer([text for pair in PAIRS for text in pair], padding=True, return_tensors="pt")
 
     with ShardedModelGroup.from_checkpoint(model_directory, world_size=2) as group:
-        output = group.forward(input_ids=Split(ids), attention_mask=Split(mask))
+        output = group.forward(Split(batch))
         embeddings = embed(output.last_hidden_state, mask)
         print("\nSimilarity of sentences, embedded on two ranks:\n")
         print_similarities(embeddings)
@@ -101,12 +100,12 @@ def run(model_directory: Path, save_directory: Path) -> None:
         print(f"\nFine-tuning on {len(PAIRS)} pairs, idiom and meaning:")
         group.set_optimizer(torch.optim.AdamW, lr=3e-5)
         for step in range(1, NUM_STEPS + 1):
-            metrics = group.train_step(**pairs, loss=contrastive_loss)
+            metrics = group.train_step(Split(pairs), loss=contrastive_loss)
             if step == 1 or step % 5 == 0:
                 print(f"  step {step:>2}  loss {metrics['loss']:.4f}  gradient norm {metrics['grad_norm']:.3f}")
 
         group.save(save_directory)
-        output = group.forward(input_ids=Split(ids), attention_mask=Split(mask))
+        output = group.forward(Split(batch))
         embeddings = embed(output.last_hidden_state, mask)
         print(f"\nSaved to {save_directory}: {', '.join(sorted(path.name for path in save_directory.iterdir()))}")
         print_difference("the saved directory, opened by transformers", embeddings, save_directory, ids, mask)

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from raysharding.batch import Out, PerRank, Split
+    from raysharding.batch import Out, PerRank, Same, Split
     from raysharding.config import Loading, Placement, Sharding, Timeouts
     from raysharding.distributed import LoadReport, ParamGroups, SaveReport, Scheduled
     from raysharding.errors import (
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         CallTimeoutError,
         CheckpointError,
         DataError,
+        EmptyBatchError,
         GroupBrokenError,
         GroupError,
         GroupTakenOverError,
@@ -40,6 +41,7 @@ __all__ = [
     "CallTimeoutError",
     "CheckpointError",
     "DataError",
+    "EmptyBatchError",
     "FitReport",
     "FitStep",
     "GroupBrokenError",
@@ -58,6 +60,7 @@ __all__ = [
     "RankFailure",
     "RayshardingError",
     "RendezvousError",
+    "Same",
     "SaveReport",
     "Scheduled",
     "ShardedModelGroup",
@@ -69,7 +72,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "batch": ("Out", "PerRank", "Split"),
+    "batch": ("Out", "PerRank", "Same", "Split"),
     "config": ("Loading", "Placement", "Sharding", "Timeouts"),
     "distributed": ("LoadReport", "ParamGroups", "SaveReport", "Scheduled"),
     "errors": (
@@ -77,6 +80,7 @@ _HOMES = {
         "CallTimeoutError",
         "CheckpointError",
         "DataError",
+        "EmptyBatchError",
         "GroupBrokenError",
         "GroupError",
         "GroupTakenOverError",

@@ -1,7 +1,8 @@
-"""What a caller says about a call's arguments and results (`Split`, `PerRank`, `Out`), and how rows are dealt."""
+"""What a caller says about a call's arguments and results (`Split`, `Same`, `PerRank`, `Out`); how rows are dealt."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -13,7 +14,12 @@ from raysharding.tree import leaves, map_leaves
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Rows to deal out over the ranks: rank 0 gets the first, sizes differ by one at most, the larger come first."""
+    """Rows to deal out over the ranks: rank 0 gets the first, sizes differ by one at most, the larger come first.
+
+    A mapping with str keys, such as a tokenizer's `BatchEncoding`, gives the model its tensors as keyword arguments
+    where its `Split` is the sole positional argument: `group.forward(Split(batch))`. A model whose forward takes a
+    mapping gets it by name: `group.forward(x=Split(mapping))`.
+    """
 
     value: Any
     """A tensor or numpy array, or dicts, lists, tuples, dataclasses of them. Arrays reach the ranks as tensors."""
@@ -55,6 +61,21 @@ class Split:
 
 
 @dataclass(frozen=True, eq=False)
+class Same:
+    """A value that holds no rows: every rank gets all of it.
+
+    So does any other value that is in no `Split`. But a tensor or numpy array beside a `Split` that looks like rows is
+    refused, because each rank would use its first rows with its own rows of the `Split`. It does where its size in the
+    `Split`'s dim is the number of rows, 2 or more, and it has two dims, or one and the name of a batch's column: its
+    keyword, or the key that it has in a mapping, is or ends in `_mask`, `_label`, `_labels`, `_target`, `_targets`,
+    `_ids` or `_positions`.
+    """
+
+    value: Any
+    """A tensor or numpy array, or anything that holds some."""
+
+
+@dataclass(frozen=True, eq=False)
 class PerRank(Sequence[Any]):
     """One value for each rank, by rank: as an argument what each rank is given, as a result what each rank gave."""
 
@@ -77,6 +98,9 @@ class PerRank(Sequence[Any]):
         return f"PerRank({list(self.values)!r})"
 
 
+_MARKS = (Split, Same, PerRank)
+_COLUMN = re.compile(r"(^|_)(mask|labels?|targets?|ids|positions)$")
+_NAME = re.compile(r"[^\W\d]\w*")
 _KINDS = ("gather", "rank0", "per_rank", "refs", "none")
 _GIVE_OUT = "give Out.gather(), Out.rank0(), Out.per_rank(), Out.refs() or Out.none()"
 
@@ -145,12 +169,12 @@ class RankBatch:
     @property
     def args(self) -> tuple[Any, ...]:
         """Positional arguments as the model takes them."""
-        return tuple(_unwrap(value) for value in self.wrapped_args)
+        return tuple(_unwrap(value, Split) for value in self.wrapped_args)
 
     @property
     def kwargs(self) -> dict[str, Any]:
         """Keyword arguments as the model takes them."""
-        return {key: _unwrap(value) for key, value in self.wrapped_kwargs.items()}
+        return {key: _unwrap(value, Split) for key, value in self.wrapped_kwargs.items()}
 
     @property
     def is_dummy(self) -> bool:
@@ -235,32 +259,63 @@ def split_rows(num_rows: int, world_size: int) -> tuple[int, ...]:
     return tuple(share + (rank < rest) for rank in range(world_size))
 
 
-def deal(args: Sequence[Any], kwargs: Mapping[str, Any], world_size: int) -> list[RankBatch]:
+def by_name(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Return a model's arguments with a sole positional `Split` of a mapping dealt out as keyword arguments.
+
+    Args:
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call, which may stand beside that `Split`.
+
+    Raises:
+        ValueError: A name is in the mapping and in `kwargs`.
+    """
+    split = args[0] if len(args) == 1 else None
+    if not isinstance(split, Split) or not isinstance(split.value, Mapping) or not split.value:
+        return args, kwargs
+    if not all(isinstance(name, str) for name in split.value):
+        return args, kwargs
+    for name in split.value:
+        if name in kwargs:
+            raise ValueError(f"{name}: given twice, in the Split and as a keyword argument; leave one of them out")
+    return (), {**{name: Split(value, split.dim) for name, value in split.value.items()}, **kwargs}
+
+
+def deal(
+    args: Sequence[Any], kwargs: Mapping[str, Any], world_size: int, *, positions: Sequence[str] = ()
+) -> list[RankBatch]:
     """Deal a call's arguments out to the ranks. Called on the driver; moves nothing.
 
-    `Split` and `PerRank` are found anywhere inside dicts, lists, tuples and dataclasses. Every other value goes to all
-    ranks as the same object.
+    `Split`, `Same` and `PerRank` are found anywhere inside dicts, lists, tuples and dataclasses. Every other value goes
+    to all ranks as the same object.
 
     Args:
         args: Positional arguments of the call.
         kwargs: Keyword arguments of the call.
         world_size: Number of ranks.
+        positions: Names of the positional arguments, as far as they are known.
 
     Returns:
         One batch for each rank. Split rows are copies, so a batch costs its own rows on the wire and no more.
 
     Raises:
-        ValueError: Splits of unequal row counts, no rows at all, a Split leaf that is not a tensor, or a `PerRank` of
-            the wrong length. Names the argument and the values found.
+        ValueError: Splits of unequal row counts, no rows at all, a Split leaf that is not a tensor, a tensor that looks
+            like rows in no `Split` (see `Same`), or a `PerRank` of the wrong length. Names the argument and the values
+            found.
     """
     named = [(f"args[{index}]", value) for index, value in enumerate(args)] + list(kwargs.items())
-    marked = [item for name, value in named for item in leaves(value, name, (Split, PerRank))]
-    counts = {path: leaf.num_rows(path) for path, leaf in marked if isinstance(leaf, Split)}
+    found = [(name, below, leaf) for name, value in named for below, leaf in leaves(value, leaf=_MARKS)]
+    splits = {name + below: leaf for name, below, leaf in found if isinstance(leaf, Split)}
+    for name, below, leaf in found:
+        if isinstance(leaf, _MARKS):
+            _check_nesting(name + below, leaf)
+    counts = {path: split.num_rows(path) for path, split in splits.items()}
     _check_counts(counts)
-    _check_per_rank({path: leaf for path, leaf in marked if isinstance(leaf, PerRank)}, world_size)
+    _check_per_rank({name + below: leaf for name, below, leaf in found if isinstance(leaf, PerRank)}, world_size)
     rows = split_rows(next(iter(counts.values())), world_size) if counts else ()
-    dims = {dim for _, leaf in marked if isinstance(leaf, Split) for dim in leaf.dims()}
+    _check_whole(found, [split.dim for split in splits.values()], sum(rows), positions)
+    dims = {dim for split in splits.values() for dim in split.dims()}
     dim = dims.pop() if len(dims) == 1 else 0
+    args, kwargs = [_unwrap(value, Same) for value in args], {key: _unwrap(kwargs[key], Same) for key in kwargs}
     batches = []
     for rank in range(world_size):
         start = sum(rows[:rank]) if rows and rows[rank] else 0
@@ -290,10 +345,47 @@ def _for_rank(value: Any, rank: int, start: int, num_rows: int) -> Any:
     return map_leaves(pick, value, leaf=(Split, PerRank))
 
 
-def _unwrap(value: Any) -> Any:
-    if not any(isinstance(leaf, Split) for _, leaf in leaves(value, leaf=Split)):
+def _unwrap(value: Any, mark: type[Split] | type[Same]) -> Any:
+    """The value without the marks of one kind; itself where there are none, for what ranks share is sent once."""
+    if not any(isinstance(leaf, mark) for _, leaf in leaves(value, leaf=_MARKS)):
         return value
-    return map_leaves(lambda _, leaf: leaf.value if isinstance(leaf, Split) else leaf, value, leaf=Split)
+    return map_leaves(lambda _, leaf: leaf.value if isinstance(leaf, mark) else leaf, value, leaf=_MARKS)
+
+
+def _check_nesting(path: str, mark: Split | Same | PerRank) -> None:
+    inside = mark.values if isinstance(mark, PerRank) else mark.value
+    for where, leaf in leaves(inside, path, _MARKS):
+        if isinstance(leaf, _MARKS):
+            one, other = type(leaf).__name__, type(mark).__name__
+            raise ValueError(f"{where}: a {one} inside a {other}; each says how its value is dealt out: take one away")
+
+
+def _check_whole(
+    found: Sequence[tuple[str, str, Any]], dims: Sequence[int], num_rows: int, positions: Sequence[str]
+) -> None:
+    """Refuse what looks like rows and is in no `Split`; `Same` says what does."""
+    names = {f"args[{index}]": name for index, name in enumerate(positions)}
+    for root, below, leaf in found:
+        name = names.get(root, root)
+        dim = _row_dim(leaf, (_NAME.findall(below) or [name])[-1], dims, num_rows)
+        if dim is not None:
+            path = root + below + ("" if name == root else f" ({name})")
+            more = f", dim={dim}" if dim else ""
+            raise ValueError(
+                f"{path}: shape {tuple(leaf.shape)} has {num_rows} in dim {dim}, as many as the call's Splits have "
+                "rows, but it is in no Split: every rank would get all of it, and use its first rows with its own rows "
+                f"of the Splits. Give Split(...{more}) if it holds rows, Same(...) if every rank is to get all of it"
+            )
+
+
+def _row_dim(leaf: Any, name: str, dims: Sequence[int], num_rows: int) -> int | None:
+    """The dim in which a leaf looks like rows; `None` where it does not."""
+    is_dense = _is_array(leaf) or (isinstance(leaf, torch.Tensor) and not leaf.is_nested)
+    if not is_dense or num_rows < 2:
+        return None
+    if leaf.ndim == 1:
+        return 0 if _COLUMN.search(name) and leaf.shape[0] == num_rows else None
+    return next((dim for dim in dims if -leaf.ndim <= dim < leaf.ndim and leaf.shape[dim] == num_rows), None)
 
 
 def _check_counts(counts: Mapping[str, int]) -> None:
@@ -331,7 +423,8 @@ def _count_rows(path: str, leaf: Any, dim: int) -> int:
     if _is_array(leaf) and leaf.dtype.kind not in "biufc":
         raise ValueError(f"{path}: a numpy array of {leaf.dtype} has no tensor dtype; split numbers only")
     if not -leaf.ndim <= dim < leaf.ndim:
-        raise ValueError(f"{path}: shape {tuple(leaf.shape)} has no dim {dim} to split")
+        where = f"{path}: shape {tuple(leaf.shape)} has no dim {dim} to split"
+        raise ValueError(f"{where}; give another dim, or pass it outside the Split")
     return int(leaf.shape[dim])
 
 

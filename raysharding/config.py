@@ -65,6 +65,10 @@ class Sharding:
     As FSDP1's `mixed_precision`, BatchNorm keeps the dtype it is stored in: each one is a group of its own (one more
     all-gather), its inputs are cast to that dtype, its outputs back. Buffers keep their dtype too: FSDP1's
     `buffer_dtype` has no counterpart, because casting a table such as a rotary `inv_freq` for ever spoils it."""
+    keep_low_precision_grads: bool = False
+    """Under `mixed_precision`: shards' gradients stay in the low dtype after they were reduced, instead of the stored
+    one. Default no. As the field of FSDP1's `MixedPrecision`: for optimizers that take such gradients, as `SGD` does;
+    torch's `Adam` raises a RuntimeError in its first step."""
     cpu_offload: bool = False
     """Keep shards, gradients and optimizer state in host memory between uses. Default no."""
     ignored_modules: str | nn.Module | Sequence[str | nn.Module] | Callable[[nn.Module], bool] = ()
@@ -74,6 +78,12 @@ class Sharding:
     those leave each rank its own gradients, so that the copies drift apart, here they are averaged over all ranks.
     Under `mixed_precision` they keep their stored dtype and take inputs as they come, as with FSDP1: cast before them.
     What is not there is a `PlanError`."""
+    average_ignored_gradients: bool = True
+    """Average the gradients of ignored modules over the ranks. Default yes. No: they stay each rank's own, as with
+    FSDP1 and accelerate, for expert parallelism; such modules may then differ between the ranks. `clip_grad_norm_`
+    counts those of all ranks, `train_step` scales the loss by the number of ranks, for FSDP to average, and loads and
+    saves take such parameters for copies: rank 0's are saved, so save the other ranks' yourself, and a load, or the
+    optimizer's state, is a `PlanError` where names or shapes differ."""
     activation_checkpointing: bool | Sequence[str] | Callable[[nn.Module], bool] = False
     """Modules that keep only their inputs for backward and compute again what is between: `True` for the FSDP groups
     that have modules inside, a list of class names, or a predicate over modules; of nested ones the outermost. Default
@@ -93,9 +103,12 @@ class Sharding:
     gradients are computed) or `None` (not before they are needed). `"backward_post"` has no place in FSDP2 and acts as
     `None`, with a warning. As FSDP1's, whose `BackwardPrefetch` is taken too."""
     param_init_fn: Callable[[nn.Module], None] | None = None
-    """Called with each module that holds tensors on meta, parents first, after they got memory (of unknown values) on
-    the mesh's device; sets the full tensors before they are cut, one FSDP group at a time. Default none: what is on
-    meta stays there until a load. As FSDP1's. Ranks that draw different random numbers need `sync_module_states`."""
+    """Called with each module that has tensors on meta in it, parents first, before they are cut, one FSDP group at a
+    time. As FSDP1's, which is called while they are on meta, and gives them memory and values:
+    `module.to_empty(device=..., recurse=False)`, `module.reset_parameters()`. What it leaves on meta of a module's own
+    gets memory on the mesh's device, and it is called again: a function that only fills values (`torch.nn.init`) will
+    do. What has no value then is a `PlanError`. Default none: what is on meta stays there until a load. Ranks that draw
+    different random numbers need `sync_module_states`."""
     sync_module_states: bool = False
     """Every rank takes rank 0's parameters and buffers before they are cut, one FSDP group at a time; the others may be
     on meta. Default no. As FSDP1's. A load brings equal values to all ranks anyway."""
@@ -116,6 +129,10 @@ class Sharding:
         _require(is_size, "replicate_size", self.replicate_size, "give 1 (no replicas) or more")
         cure = "use 'bf16', 'fp16', a torch.distributed.fsdp.MixedPrecisionPolicy, or None"
         _require(_is_precision(self.mixed_precision), "mixed_precision", self.mixed_precision, cure)
+        _require_bool("keep_low_precision_grads", self.keep_low_precision_grads)
+        is_low = not self.keep_low_precision_grads or self.mixed_precision is not None
+        cure = "without mixed_precision there are no such gradients: set that too"
+        _require(is_low, "keep_low_precision_grads", self.keep_low_precision_grads, cure)
         _require_bool("cpu_offload", self.cpu_offload)
         self._check_modules()
         self._check_prefetch()
@@ -130,6 +147,7 @@ class Sharding:
         for pattern in [ignored] if isinstance(ignored, str) else ignored if isinstance(ignored, Sequence) else ():
             if isinstance(pattern, str):
                 _require_pattern("ignored_modules", pattern)
+        _require_bool("average_ignored_gradients", self.average_ignored_gradients)
         chosen = self.activation_checkpointing
         is_choice = isinstance(chosen, bool) or callable(chosen) or _are_names(chosen)
         cure = "give True, False, a list of class names, or a predicate over modules"

@@ -2,6 +2,8 @@
 
     RayshardingError
     ├── CheckpointError    (ValueError)    a file, header or index that cannot be trusted: names path and tensor
+    ├── DataError          (ValueError)    data to train on that is missing, damaged, or other than before
+    ├── EmptyBatchError    (ValueError)    a batch in which no label counts
     ├── PlanError          (ValueError)    checkpoint and model do not fit together: lists every mismatch
     ├── PlacementError     (TimeoutError)  the cluster cannot hold the group: need against have, per node
     ├── PreflightError     (RuntimeError)  nodes or links with which a group cannot work: lists every finding
@@ -104,6 +106,13 @@ class DataError(RayshardingError, ValueError):
 
     def __str__(self) -> str:
         return f"{self.path}: {self.message}" if self.path else self.message
+
+
+class EmptyBatchError(RayshardingError, ValueError):
+    """A batch in which nothing counts: all its labels are masked, so that there is no loss to learn from.
+
+    Every rank raises it before the optimizer has taken a step; the module is right, its gradients are dropped.
+    """
 
 
 class PlanError(RayshardingError, ValueError):
@@ -265,7 +274,10 @@ class CallTimeoutError(GroupError, TimeoutError):
 
 
 class CallCancelledError(GroupError):
-    """Ctrl-C or `group.interrupt()` took the call out of the queue before any rank began it; the group is unharmed."""
+    """Ctrl-C or `group.interrupt()` took the call out of the queue before any rank began it; the group is unharmed.
+
+    A `fit` that `interrupt` ends raises it, too, between two steps.
+    """
 
 
 class GroupBrokenError(GroupError):

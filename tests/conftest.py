@@ -113,11 +113,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory, reference: nn.Module) -
 
 
 def rank_processes() -> set[int]:
-    """Pids of this driver's rank actors."""
+    """Pids of this driver's rank actors, and of those that remove their placement groups."""
     found = set()
     for process in psutil.process_iter(["cmdline"]):
         command = process.info["cmdline"] or [""]
-        if command[0].startswith("ray::RankActor") and _is_ours(process):
+        if command[0].startswith(("ray::RankActor", "ray::Reaper")) and _is_ours(process):
             found.add(process.pid)
     return found
 

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysharding.batch import Out, PerRank, RankBatch, Split, check_out, deal, split_rows
+from raysharding.batch import Out, PerRank, RankBatch, Same, Split, by_name, check_out, deal, split_rows
 from raysharding.outputs import RankOutput, ambiguous_leaves, follows_rows, gather_outputs, select_output
 
 ROWS = torch.arange(14).reshape(7, 2)
@@ -131,6 +131,102 @@ def test_a_batch_is_resized_for_a_probe() -> None:
 def test_what_cannot_be_dealt_is_named(args: Any, kwargs: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         deal(args, kwargs, 2)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "path"),
+    [
+        ((), {"ids": Split(ROWS), "bias": ROWS}, "bias"),
+        ((Split(ROWS), ROWS.float()), {}, r"args\[1\]"),
+        ((Split(ROWS),), {"bias": ROWS.numpy()}, "bias"),
+        ((Split(ROWS),), {"more": {"inner": [(3, Point(ROWS, 1))]}}, r"more\['inner'\]\[0\]\[1\]\.x"),
+        ((), {"batch": {"input_ids": Split(ROWS), "bias": ROWS}}, r"batch\['bias'\]"),
+        ((Split(ROWS.T, dim=1),), {"bias": torch.zeros(3, 7)}, "bias"),
+        ((Split(ROWS.T, dim=-1),), {"bias": torch.zeros(3, 2, 7)}, "bias"),
+        ((Split(ROWS.T, dim=1), Split(ROWS)), {"bias": torch.zeros(7, 3)}, "bias"),
+        ((Split(ROWS),), {"decoder_attention_mask": torch.ones(7)}, "decoder_attention_mask"),
+        ((Split(ROWS),), {"labels": np.zeros(7)}, "labels"),
+        ((Split(ROWS.T, dim=1),), {"labels": torch.zeros(7)}, "labels"),
+        ((Split(ROWS),), {"more": {"token_type_ids": [torch.zeros(7)]}}, r"more\['token_type_ids'\]\[0\]"),
+        ((Split(ROWS),), {"result": Result(torch.zeros(7), {"start_positions": torch.zeros(7)})}, "start_positions"),
+    ],
+)
+def test_a_tensor_that_looks_like_rows_beside_a_split_is_refused(args: Any, kwargs: Any, path: str) -> None:
+    with pytest.raises(ValueError, match=rf"{path}.*: shape \(.*Split\(.*Same\("):
+        deal(args, kwargs, 2)
+
+
+def test_a_position_is_named_by_the_functions_signature() -> None:
+    labels = torch.zeros(7)
+    deal((Split(ROWS), labels), {}, 2, positions=("x", "weight"))
+    with pytest.raises(ValueError, match=r"args\[1\] \(labels\): shape \(7,\)"):
+        deal((Split(ROWS), labels), {}, 2, positions=("x", "labels"))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.zeros(6, 7),
+        torch.zeros(7),
+        torch.tensor(7),
+        [0] * 7,
+        [[0, 1]] * 7,
+        {"weight": torch.zeros(7), "eos_token_id": torch.zeros(7)},
+        PerRank([ROWS, ROWS]),
+    ],
+)
+def test_what_is_no_rows_goes_to_all(value: Any) -> None:
+    for batch in deal((Split(ROWS),), {"value": value}, 2):
+        assert batch.kwargs["value"] is (value[0] if isinstance(value, PerRank) else value)
+
+
+def test_lists_one_row_and_calls_without_a_split_are_not_judged() -> None:
+    assert deal((), {"input_ids": Split(ROWS), "labels": [0] * 7}, 2)[1].kwargs["labels"] == [0] * 7
+    one_row = deal((), {"input_ids": Split(ROWS[:1]), "attention_mask": ROWS[:1]}, 2)
+    assert len(one_row[1].kwargs["attention_mask"]) == 1
+    assert deal((), {"input_ids": ROWS, "attention_mask": ROWS}, 2)[1].kwargs["attention_mask"] is ROWS
+
+
+def test_same_says_that_it_is_no_rows() -> None:
+    weights = torch.zeros(7, 3)
+    batches = deal((Split(ROWS), Same(weights)), {"a": Same({"mask": weights}), "b": [Same(weights), 1]}, 2)
+    assert all(batch.args[1] is weights and batch.kwargs["b"] == [weights, 1] for batch in batches)
+    assert batches[0].kwargs["a"] is batches[1].kwargs["a"], "what ranks share is one object, and is sent once"
+    assert batches[0].kwargs["b"] is batches[1].kwargs["b"]
+    assert deal((), {"a": Same(3)}, 2)[1].kwargs == {"a": 3}
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (Split({"x": ROWS, "y": Same(ROWS)}), r"args\[0\]\['y'\]: a Same inside a Split"),
+        (Split([Split(ROWS)]), r"args\[0\]\[0\]: a Split inside a Split"),
+        (Split(PerRank([ROWS, ROWS])), r"args\[0\]: a PerRank inside a Split"),
+        (Same([Split(ROWS)]), r"args\[0\]\[0\]: a Split inside a Same"),
+        (PerRank([Same(ROWS), ROWS]), r"args\[0\]\[0\]: a Same inside a PerRank"),
+    ],
+)
+def test_a_value_is_dealt_in_one_way(value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        deal((value,), {}, 2)
+
+
+def test_a_sole_split_of_a_mapping_is_dealt_out_by_name() -> None:
+    batch = UserDict(input_ids=ROWS, labels=ROWS[:, 0])
+    args, kwargs = by_name((Split(batch),), {"use_cache": False})
+    first = deal(args, kwargs, 2)[0]
+    assert first.args == ()
+    assert torch.equal(first.kwargs["input_ids"], ROWS[:4])
+    assert torch.equal(first.kwargs["labels"], ROWS[:4, 0])
+    assert first.kwargs["use_cache"] is False
+    turned = deal(*by_name((Split({"x": ROWS.T}, dim=1),), {}), 2)[0]
+    assert tuple(turned.kwargs["x"].shape) == (2, 4)
+    for other in ((Split(ROWS),), (Split({0: ROWS}),), (Split({}),), (Split(batch), 3), (batch,), ()):
+        assert by_name(other, {"x": Split(batch)})[0] is other
+    with pytest.raises(ValueError, match="labels: given twice"):
+        by_name((Split(batch),), {"labels": Split(ROWS)})
+    with pytest.raises(ValueError, match=r"use_cache: only tensors .* not bool; .* pass anything else outside the Spl"):
+        deal(*by_name((Split({"x": ROWS, "use_cache": False}),), {}), 2)
 
 
 def test_what_is_no_dim_and_no_out_is_refused_where_it_is_written() -> None:

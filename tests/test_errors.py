@@ -16,6 +16,7 @@ from raysharding.errors import (
     CallTimeoutError,
     CheckpointError,
     DataError,
+    EmptyBatchError,
     GroupBrokenError,
     GroupError,
     GroupTakenOverError,
@@ -64,6 +65,7 @@ EXAMPLES: tuple[RayshardingError, ...] = (
     GroupTakenOverError("group 'llama' was taken over by another driver"),
     PreflightError("1 error", problems=("error: interface: node 10.0.0.2: ...",)),
     DataError("has no rows", path="/data/rows.parquet"),
+    EmptyBatchError("no label counts"),
 )
 
 
@@ -93,6 +95,7 @@ def test_fields_are_the_constructors(error: RayshardingError) -> None:
     [
         (CheckpointError, ValueError),
         (DataError, ValueError),
+        (EmptyBatchError, ValueError),
         (PlanError, ValueError),
         (PlacementError, TimeoutError),
         (PreflightError, RuntimeError),

@@ -9,9 +9,7 @@ from raysharding.checkpoint.commit import (
     commit_staging,
     create_staging,
     make_directory,
-    new_token,
     remove_staging,
-    staging_path,
 )
 from raysharding.checkpoint.dcp import DcpReader
 from raysharding.checkpoint.dcp_metadata import DcpMetadata, DcpTensor, DcpValue, read_dcp_metadata
@@ -28,7 +26,16 @@ from raysharding.checkpoint.mounts import file_system_type
 from raysharding.checkpoint.names import ADAPTER_NAME, INDEX_NAME, MANIFEST_NAME, SINGLE_NAME
 from raysharding.checkpoint.object_commit import is_left_over
 from raysharding.checkpoint.reader import FileReader
-from raysharding.checkpoint.retention import check_numbered, newest_after, remove_older
+from raysharding.checkpoint.retention import (
+    check_numbered,
+    is_checkpoint,
+    newest_after,
+    remove_left_overs,
+    remove_older,
+    remove_unfinished,
+)
+from raysharding.checkpoint.save_record import SaveRecord, read_save_record
+from raysharding.checkpoint.staging import new_token, staging_path
 from raysharding.checkpoint.state_dict_file import read_state_dict
 from raysharding.checkpoint.tensor_info import TensorInfo
 from raysharding.checkpoint.torch_file import TorchFileWriter
@@ -49,6 +56,7 @@ __all__ = [
     "FileReader",
     "FileWriter",
     "Manifest",
+    "SaveRecord",
     "StagedDirectory",
     "TensorInfo",
     "TorchFileWriter",
@@ -63,6 +71,7 @@ __all__ = [
     "file_system_type",
     "identify",
     "identify_files",
+    "is_checkpoint",
     "is_left_over",
     "make_directory",
     "make_folder",
@@ -73,9 +82,12 @@ __all__ = [
     "plan_files",
     "read_dcp_metadata",
     "read_manifest",
+    "read_save_record",
     "read_state_dict",
+    "remove_left_overs",
     "remove_older",
     "remove_staging",
+    "remove_unfinished",
     "staging_path",
     "write_file",
     "write_index",

@@ -7,82 +7,47 @@ so no staging directory: see `object_commit`.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
-import re
-import secrets
 import shutil
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Final, Self
+from typing import Self
 
+from raysharding.checkpoint.carry_over import (
+    carry_over,
+    check_carry,
+    hand_back,
+    keep_sidecars,
+    swap_directories,
+    user_entries,
+)
+from raysharding.checkpoint.mounts import mount_points_below
 from raysharding.checkpoint.object_commit import prepare_objects, remove_objects
+from raysharding.checkpoint.renaming import exchange, sync_directory
+from raysharding.checkpoint.staging import lock, make_staging, new_token, renamed_staging, unlock
 from raysharding.checkpoint.uri import is_remote
 from raysharding.errors import CheckpointError
-
-_STAGING_NAME: Final = re.compile(r"\.(.+)\.tmp-[0-9a-f]{12}")
-_AT_FDCWD: Final = -100
-_RENAME_EXCHANGE: Final = 2
-_NO_EXCHANGE: Final = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
-
-
-def new_token() -> str:
-    """A random name part that keeps two saves to one destination apart."""
-    return secrets.token_hex(6)
-
-
-def staging_path(final: str | os.PathLike[str], token: str) -> str:
-    """Absolute path of the temporary sibling of `final`: the same file system, so that a rename can commit it.
-
-    Args:
-        final: The destination. Where it is a symlink, the staging directory is beside its target.
-        token: What `new_token` gave; the same on all ranks.
-    """
-    parent, name = os.path.split(os.path.realpath(final))
-    return os.path.join(parent, staging_name(name, token))
-
-
-def staging_name(name: str, token: str) -> str:
-    """Name of a staging directory for a destination of this name."""
-    return f".{name}.tmp-{token}"
-
-
-def is_staging_path(path: str) -> bool:
-    """Whether `path` is named as an uncommitted staging directory is."""
-    return staged_name(os.path.basename(path)) is not None
-
-
-def staged_name(name: str) -> str | None:
-    """Name of the destination that a staging directory of this name is for; `None` where it is named as none."""
-    match = _STAGING_NAME.fullmatch(name)
-    return None if match is None else match[1]
-
-
-def find_set_aside(final: str) -> str | None:
-    """The previous checkpoint that a save to `final` set aside and did not live to replace, if there is one."""
-    parent, name = os.path.split(os.path.realpath(final))
-    pattern = re.compile(re.escape(f".{name}.old-") + "[0-9a-f]+")
-    try:
-        names = sorted(os.listdir(parent))
-    except OSError:
-        return None  # no parent directory: then nothing was set aside in it
-    return next((os.path.join(parent, found) for found in names if pattern.fullmatch(found)), None)
 
 
 def check_destination(final: str | os.PathLike[str], *, overwrite: bool) -> None:
     """Refuse a destination that a save must not replace. A missing or empty directory is always fine.
 
     Raises:
-        CheckpointError: `final` exists and `overwrite` is not set, or it is not a checkpoint.
+        CheckpointError: `final` exists and `overwrite` is not set, it is not a checkpoint, or a mount point.
     """
     path = os.path.realpath(final)
     if not os.path.exists(path):
         return
     if not os.path.isdir(path):
         raise CheckpointError("exists and is not a directory: a checkpoint is saved as a directory", path=path)
+    if path in mount_points_below(path):
+        # What is beside it is another file system, and a mount point can be renamed nowhere.
+        what = "is a mount point, which no rename can replace, and a rename is what commits a save: save to a directory"
+        raise CheckpointError(f"{what} in it, such as {os.path.join(path, 'model')}", path=path)
     try:
         names = os.listdir(path)
     except OSError as error:
@@ -92,7 +57,7 @@ def check_destination(final: str | os.PathLike[str], *, overwrite: bool) -> None
     if not overwrite:
         raise CheckpointError("exists already: pass overwrite=True, or save to another path", path=path)
     if ".git" in names or not any(name.endswith(".safetensors") for name in names):
-        # Replacing removes all that the directory holds. Somebody's work is not a checkpoint.
+        # Somebody's work is not a checkpoint.
         why = "holds a git repository" if ".git" in names else "holds no .safetensors file"
         what = f"{why}, so overwrite=True does not replace it: remove it yourself, or save to another path"
         raise CheckpointError(what, path=path)
@@ -105,18 +70,28 @@ def create_staging(final: str | os.PathLike[str], *, overwrite: bool, token: str
         Absolute path of the empty staging directory; for a remote URI itself.
 
     Raises:
-        CheckpointError: the destination is refused (`check_destination`), or the directory cannot be made.
+        CheckpointError: the destination is refused (`check_destination`), holds what is not a save's and cannot go
+            with it (`check_carry`), or the directory cannot be made.
     """
     if is_remote(os.fspath(final)):
         prepare_objects(os.fspath(final), overwrite=overwrite)
         return os.fspath(final)
     check_destination(final, overwrite=overwrite)
-    path = staging_path(final, token or new_token())
+    destination = os.path.realpath(final)
     try:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        os.mkdir(path)
+        os.makedirs(os.path.dirname(destination), exist_ok=True)
+        path = make_staging(destination, token or new_token())
     except OSError as error:
-        raise CheckpointError(f"cannot make a directory: {error.strerror}", path=path) from error
+        what = f"cannot make a directory: {error.strerror}"
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            what += "; a save is written beside its destination before one rename commits it, so "
+            what += f"{os.path.dirname(destination)} must be writable: save to a directory whose parent is"
+        raise CheckpointError(what, path=destination) from error
+    try:
+        check_carry(destination, path)
+    except BaseException:
+        remove_staging(path)
+        raise
     return path
 
 
@@ -124,7 +99,7 @@ def commit_staging(staging: str, final: str | os.PathLike[str], *, overwrite: bo
     """Make the staging directory the checkpoint at `final`. One rank calls it, after all ranks closed their files.
 
     Everything is on the disk before the rename, and the rename before this returns. The old checkpoint is removed
-    after the new one is in its place.
+    after the new one is in its place, where what no save wrote is, too.
 
     Raises:
         CheckpointError: the destination is refused, was taken meanwhile by another save, or the disk failed. Then
@@ -135,22 +110,65 @@ def commit_staging(staging: str, final: str | os.PathLike[str], *, overwrite: bo
     check_destination(final, overwrite=overwrite)
     path = os.path.realpath(final)
     try:
-        _sync_tree(staging)
-        old = None
-        if overwrite:
-            old = _rename_over(staging, path)
+        if overwrite and os.path.isdir(path):
+            keep_sidecars(path, staging)
+            _sync_tree(staging)
+            replaced = _replace(staging, path)
         else:
+            replaced = None
+            _sync_tree(staging)
             _rename_new(staging, path)
         sync_directory(os.path.dirname(path))
     except OSError as error:
         raise CheckpointError(f"cannot commit {staging}: {error.strerror}", path=path) from error
-    if old is not None:
+    unlock(staging)
+    if replaced is not None:
         try:
-            shutil.rmtree(old)
+            _remove_replaced(replaced, path)
         except OSError as error:
             # The save itself succeeded. Network file systems keep files that a reader has open.
-            what = f"{path} is saved, but the checkpoint it replaced could not be removed from {old}: {error.strerror}"
+            what = f"{path} is saved, but the checkpoint it replaced could not be removed from {replaced.path}"
+            what += f": {error.strerror}"
             warnings.warn(what, RuntimeWarning, stacklevel=2)
+
+
+def remove_checkpoint(path: str) -> None:
+    """Remove a local save in one step. What no save of ours has put into its directory stays there.
+
+    Raises:
+        CheckpointError: It holds what cannot be kept apart from it (`check_carry`).
+        OSError: It cannot be renamed, or not be removed.
+    """
+    hidden = make_staging(path, new_token())
+    try:
+        if user_entries(path):
+            replaced = _replace(hidden, path)
+        else:
+            lock(path)
+            os.rename(path, hidden)
+            replaced = _Replaced(hidden)
+    except BaseException:
+        unlock(path)
+        remove_staging(hidden)
+        raise
+    unlock(hidden)
+    _remove_replaced(replaced, path)
+
+
+def remove_abandoned(staging: str) -> None:
+    """Remove a staging directory that a killed process has left.
+
+    Raises:
+        OSError: It cannot be renamed, or not be removed.
+    """
+    hidden = renamed_staging(staging, new_token())
+    lock(staging)
+    try:
+        # A writer that lives after all must fail, and not commit what is being removed.
+        os.rename(staging, hidden)
+        _remove_tree(hidden)
+    finally:
+        unlock(staging)
 
 
 def make_directory(path: str) -> None:
@@ -207,23 +225,13 @@ def remove_staging(staging: str) -> None:
         remove_objects(staging)
         return
     try:
-        shutil.rmtree(staging)
+        _remove_tree(staging)
     except FileNotFoundError:
         return
     except OSError as error:
         raise CheckpointError(f"cannot remove the unfinished save: {error.strerror}", path=staging) from error
-
-
-def sync_directory(path: str) -> None:
-    """Put a directory's entries on the disk, without which a rename may be lost with the power."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # a file system that has no fsync of directories, such as some FUSE ones
-            raise
     finally:
-        os.close(descriptor)
+        unlock(staging)
 
 
 class StagedDirectory:
@@ -271,6 +279,51 @@ class StagedDirectory:
             error.add_note(str(failure))  # the first failure stays the one that is raised
 
 
+@dataclass(frozen=True)
+class _Replaced:
+    """A directory that another one has taken the place of."""
+
+    path: str
+    """Where it is now."""
+    carried: set[str] = field(default_factory=set)
+    """What `carry_over` returned."""
+    swapped: set[str] = field(default_factory=set)
+    """What `swap_directories` returned."""
+
+
+def _replace(staging: str, path: str) -> _Replaced:
+    """Put `staging` in the place of a directory, with what is the user's there; `_remove_replaced` must follow."""
+    carried = carry_over(path, staging)
+    sync_directory(staging)
+    # It gets a name that those look for who remove what was left behind.
+    lock(path)
+    try:
+        old = _rename_over(staging, path)
+    except BaseException:
+        unlock(path)
+        raise
+    return _Replaced(old, carried, swap_directories(old, path))
+
+
+def _remove_replaced(replaced: _Replaced, path: str) -> None:
+    """Remove what was at `path`."""
+    try:
+        hand_back(replaced.path, path, carried=replaced.carried, swapped=replaced.swapped)
+        _remove_tree(replaced.path)
+    finally:
+        unlock(path)
+
+
+def _remove_tree(directory: str) -> None:
+    """Remove a directory and all in it, directories that their owner may not write to as well."""
+    try:
+        shutil.rmtree(directory)
+    except PermissionError:
+        for place, _, _ in os.walk(directory):
+            os.chmod(place, 0o700)
+        shutil.rmtree(directory)
+
+
 def _rename_new(staging: str, path: str) -> None:
     """Rename to a place that is free. The kernel refuses one that another save took since it was checked."""
     try:
@@ -282,12 +335,9 @@ def _rename_new(staging: str, path: str) -> None:
         raise
 
 
-def _rename_over(staging: str, path: str) -> str | None:
-    """Put `staging` in the place of `path`; return where the old directory is now, if there was one."""
-    if not os.path.isdir(path):
-        os.rename(staging, path)
-        return None
-    if _exchange(staging, path):
+def _rename_over(staging: str, path: str) -> str:
+    """Put `staging` in the place of the directory `path`; return where that is now."""
+    if exchange(staging, path):
         return staging
     parent, name = os.path.split(path)
     old = os.path.join(parent, f".{name}.old-{new_token()}")
@@ -298,21 +348,6 @@ def _rename_over(staging: str, path: str) -> str | None:
         os.rename(old, path)
         raise
     return old
-
-
-def _exchange(first: str, second: str) -> bool:
-    """Swap two directories in one step, where kernel, C library and file system can; else return False."""
-    try:
-        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
-    except AttributeError:
-        return False
-    paths = os.fsencode(first), os.fsencode(second)
-    if renameat2(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], ctypes.c_uint(_RENAME_EXCHANGE)) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in _NO_EXCHANGE:
-        return False
-    raise OSError(code, os.strerror(code), first, None, second)
 
 
 def _sync_tree(directory: str) -> None:

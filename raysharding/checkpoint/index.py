@@ -11,8 +11,15 @@ import re
 from dataclasses import dataclass
 from typing import Any, Final
 
-from raysharding.checkpoint.commit import find_set_aside, is_staging_path
-from raysharding.checkpoint.names import ADAPTER_CONFIG_NAME, ADAPTER_NAME, INDEX_NAME, MANIFEST_NAME, SINGLE_NAME
+from raysharding.checkpoint.names import (
+    ADAPTER_CONFIG_NAME,
+    ADAPTER_NAME,
+    INDEX_NAME,
+    MANIFEST_NAME,
+    SAVE_RECORD_NAME,
+    SINGLE_NAME,
+)
+from raysharding.checkpoint.staging import find_set_aside, is_staging_path
 from raysharding.checkpoint.storage import Storage, read_bytes, require_file
 from raysharding.checkpoint.strict_json import parse_object
 from raysharding.checkpoint.uri import is_remote, join_path, normal_path, split_path
@@ -142,7 +149,7 @@ def read_beside(storage: Storage, directory: str, name: str, max_bytes: int) -> 
 
 
 def _is_sidecar_name(name: str) -> bool:
-    if name.endswith(".index.json") or name.startswith(".") or name == MANIFEST_NAME:
+    if name.endswith(".index.json") or name.startswith(".") or name in (MANIFEST_NAME, SAVE_RECORD_NAME):
         return False
     return name.endswith(_SIDECAR_SUFFIXES)
 
@@ -169,10 +176,10 @@ def _resolve_directory(storage: Storage, directory: str) -> FileSet:
     indexes = [name for name in names if name.endswith(_INDEX_SUFFIX)]
     if SINGLE_NAME in found:
         found = [SINGLE_NAME]
-    elif len(indexes) == 1:
-        return _read_index(storage, join_path(directory, indexes[0]))
     elif ADAPTER_NAME in found and ADAPTER_CONFIG_NAME in names:
         found = [ADAPTER_NAME]
+    elif len(indexes) == 1:
+        return _read_index(storage, join_path(directory, indexes[0]))
     if len(found) != 1 or _SHARD_NAME.search(found[0]):
         raise _no_checkpoint(directory, names, found)
     storage.check_inside(directory, found[0])

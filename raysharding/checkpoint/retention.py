@@ -1,23 +1,23 @@
-"""Keeping the newest of a row of saves."""
+"""Keeping the newest of a row of saves, and none of what killed ones have left."""
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
-from raysharding.checkpoint.commit import new_token, staged_name, staging_name
+from raysharding.checkpoint.commit import remove_abandoned, remove_checkpoint
 from raysharding.checkpoint.location import storage_of
 from raysharding.checkpoint.names import MANIFEST_NAME
 from raysharding.checkpoint.object_commit import is_left_over, remove_objects
+from raysharding.checkpoint.staging import is_abandoned, staged_name, staging_name
 from raysharding.checkpoint.uri import is_remote, join_path, split_path
 from raysharding.errors import CheckpointError
 
-_LEFT_S: Final = 3600.0
+_REMOVE_S: Final = 10.0
 _NUMBERED: Final = re.compile(r"(.*?)(\d+)(\D*)")
 
 
@@ -35,10 +35,8 @@ def remove_older(path: str | os.PathLike[str], keep_last: int) -> None:
     """Remove saves beside `path` whose names differ from its in the last number alone, the smallest numbers first.
 
     What is not a save of ours (it lacks a manifest), is a symlink, has a larger number, or cannot be removed, stays;
-    the last is warned of. A directory is renamed before anything in it goes, of objects the index goes first: no reader
-    finds half a checkpoint. On a file system one staging directory for such a name, or for `path`, goes with them, in
-    which nothing has changed for an hour: a save, or a removal, whose process was killed has left it, as large as a
-    checkpoint. One at a time, because the ranks wait for this.
+    the last is warned of. Of a save's directory what no save has put there stays. A directory goes in one step, of
+    objects the index goes first: no reader finds half a checkpoint.
 
     Args:
         path: The save that was made last, a path or a normal URI; it stays.
@@ -49,52 +47,67 @@ def remove_older(path: str | os.PathLike[str], keep_last: int) -> None:
     assert own is not None, "check_numbered comes first"
     older = [old for number, old in _alike(parent, own) if number < own[1]]
     for old in older[: max(0, len(older) + 1 - keep_last)]:
-        _remove_or_warn(old, path)
-    for left_over in _unfinished(parent, own):
-        if _remove_or_warn(left_over, path):
+        _remove_or_warn(remove_objects if is_remote(old) else remove_checkpoint, old, path)
+
+
+def remove_left_overs(path: str | os.PathLike[str]) -> None:
+    """Remove staging directories that killed saves to `path`, or to smaller numbers of its row, have left.
+
+    Each is as large as a checkpoint. Those of a live process stay; see Note [Liveness]. The ranks wait for this: what
+    cannot be removed in 10 s is left to the next save. In an object store there are none.
+
+    Args:
+        path: The save that was made last, a path or a normal URI.
+    """
+    parent, name = _parted(path)
+    until = time.monotonic() + _REMOVE_S
+    for left_over in () if is_remote(parent) else _left_overs(parent, name):
+        _remove_or_warn(remove_abandoned, left_over, path)
+        if time.monotonic() > until:
             break
 
 
-def _remove_or_warn(old: str, saved: str | os.PathLike[str]) -> bool:
+def remove_unfinished(path: str, token: str) -> None:
+    """Remove the staging directory of one save, whose writer is known to be dead.
+
+    Args:
+        path: Where it was to go, a path or a normal URI.
+        token: Of its staging directory.
+    """
+    parent, name = _parted(path)
     try:
-        _remove(old)
+        names = [] if is_remote(parent) else os.listdir(parent)
+    except OSError:
+        return  # out of this process's sight
+    for found in names:
+        if found.startswith(staging_name(name, token)):
+            _remove_or_warn(remove_abandoned, os.path.join(parent, found), path)
+
+
+def _remove_or_warn(remove: Callable[[str], None], old: str, saved: str | os.PathLike[str]) -> None:
+    try:
+        remove(old)
+    except FileNotFoundError:
+        return  # somebody else removes it
     except (OSError, CheckpointError) as error:
         said = error.strerror if isinstance(error, OSError) else error
         warnings.warn(f"{saved} is saved, but the older {old} could not be removed: {said}", RuntimeWarning, 3)
-        return False
-    return True
 
 
-def _remove(save: str) -> None:
-    if is_remote(save):
-        remove_objects(save)
-        return
-    parent, name = os.path.split(save)
-    # A staging directory, too: a writer that lives must fail, and not commit what is being removed. It stays where it
-    # is found, whatever its destination may link to by now.
-    hidden = os.path.join(parent, staging_name(staged_name(name) or name, new_token()))
-    os.rename(save, hidden)
-    shutil.rmtree(hidden)
-
-
-def _unfinished(parent: str, own: tuple[str, int, str]) -> Iterator[str]:
-    """Staging directories that nobody writes to, for names alike; those for larger numbers are left out."""
-    for name in () if is_remote(parent) else sorted(os.listdir(parent)):
-        split, path = _split(staged_name(name) or ""), os.path.join(parent, name)
-        is_alike = split is not None and (split[0], split[2]) == (own[0], own[2]) and split[1] <= own[1]
-        if is_alike and not os.path.islink(path) and _last_change(path) < time.time() - _LEFT_S:
+def _left_overs(parent: str, name: str) -> Iterator[str]:
+    """Abandoned staging directories for a name, or one of its row with a smaller number."""
+    own = _split(name)
+    for found in sorted(os.listdir(parent)):
+        staged, path = staged_name(found), os.path.join(parent, found)
+        if staged is not None and (staged == name or _is_older(_split(staged), own)) and is_abandoned(path):
             yield path
 
 
-def _last_change(directory: str) -> float:
-    """Latest time at which anything in a directory changed; now, where that cannot be told."""
-    try:
-        times = [os.stat(directory).st_mtime]
-        for place, folders, files in os.walk(directory):
-            times += [os.lstat(os.path.join(place, name)).st_mtime for name in (*folders, *files)]
-    except OSError:  # it goes away meanwhile: somebody is at work in it
-        return time.time()
-    return max(times) if os.path.isdir(directory) else time.time()
+def _is_older(split: tuple[str, int, str] | None, own: tuple[str, int, str] | None) -> bool:
+    """Return True if a name differs from one's own in a smaller last number alone."""
+    if split is None or own is None:
+        return False
+    return (split[0], split[2]) == (own[0], own[2]) and split[1] < own[1]
 
 
 def newest_after(path: str) -> str:
@@ -110,11 +123,25 @@ def newest_after(path: str) -> str:
     """
     parent, name = split_path(path)
     own, storage = _split(name), storage_of(path)
-    is_there = storage.find(path).kind != "missing" and not is_left_over(path)
-    if own is None or is_there or storage.find(parent).kind != "directory":
+    if own is None or is_checkpoint(path) or storage.find(parent).kind != "directory":
         return path
     newer = [other for number, other in _alike(parent, own) if number > own[1]]
     return newer[-1] if newer else path
+
+
+def is_checkpoint(path: str) -> bool:
+    """Return True if a checkpoint is at a path, a normal one or a URI.
+
+    Where a save was removed, what the user put beside it may be left: that is none.
+
+    Raises:
+        CheckpointError: A store cannot be asked.
+    """
+    storage = storage_of(path)
+    found = storage.find(path)
+    if found.kind == "directory":
+        return not is_left_over(path) and any(name.endswith(".safetensors") for name in storage.list_names(path))
+    return found.kind != "missing"
 
 
 def _alike(parent: str, own: tuple[str, int, str]) -> list[tuple[int, str]]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from raysharding.checkpoint.checkpoint import open_checkpoint
+from raysharding.checkpoint.names import EXTRA_STATE_NAME
 from raysharding.errors import CheckpointError
 
 Device = str | int | torch.device
@@ -59,7 +61,12 @@ def _read_pickled(file: str) -> dict[str, torch.Tensor]:
         raise CheckpointError(f"torch.load(weights_only=True) cannot read it: {error}", path=file) from error
     if not isinstance(values, dict):
         raise CheckpointError(f"holds a {type(values).__name__}, not a state dict", path=file)
-    refused = [key for key, value in values.items() if not (isinstance(key, str) and isinstance(value, torch.Tensor))]
+    refused = [
+        key
+        for key, value in values.items()
+        if not isinstance(key, str)
+        or not (isinstance(value, torch.Tensor) or key.rpartition(".")[2] == EXTRA_STATE_NAME)
+    ]
     if refused:
         kinds = f"{refused[0]!r} is a {type(values[refused[0]]).__name__}"
         raise CheckpointError(f"is not a flat state dict of tensors: {kinds}", path=file)
@@ -86,5 +93,5 @@ def _device_of(name: str, devices: Mapping[str, torch.device]) -> torch.device:
     return devices.get(prefix, torch.device("cpu"))
 
 
-def _moved(value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return value.to(device) if device.type != "cpu" else value
+def _moved(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, torch.Tensor) and device.type != "cpu" else value

@@ -5,6 +5,7 @@ What a step is fed depends on data, batch size and seed alone, never on the numb
 
 from raysharding.data.batches import StepBatch, epoch_batches
 from raysharding.data.collate import Collate, default_collate
+from raysharding.data.column_kinds import check_whole, kind_of
 from raysharding.data.parquet import ParquetFiles, ParquetPath
 from raysharding.data.prefetch import Prefetch
 from raysharding.data.source import BlockSource, Reader, Rows, SequenceRows, Stream, rows_of
@@ -20,7 +21,9 @@ __all__ = [
     "SequenceRows",
     "StepBatch",
     "Stream",
+    "check_whole",
     "default_collate",
     "epoch_batches",
+    "kind_of",
     "rows_of",
 ]

@@ -25,7 +25,7 @@ def default_collate(rows: list[Any]) -> Any:
     becomes torch's default dtype.
 
     Raises:
-        ValueError: A column whose rows have different shapes, or no tensor in it: names it.
+        ValueError: A column whose rows have different shapes, a null, or no tensor in it: names it.
     """
     tensors = [_as_tensors(row) for row in rows]
     try:
@@ -60,6 +60,10 @@ def _tensor(value: list[Any]) -> Any:
 
 def _misfit(rows: Sequence[Any]) -> str:
     """Name the first column that does not stack; empty where none is seen."""
+    for index, row in enumerate(rows):
+        null = next((path for path, leaf in leaves(row, "row") if leaf is None), None)
+        if null is not None:
+            return f"{null} is null in row {index} of the batch: fill such values in, or leave their rows out"
     for path, first in leaves(rows[0], "row"):
         for row in rows[1:]:
             other = dict(leaves(row, "row")).get(path)

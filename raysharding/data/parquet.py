@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -14,6 +14,7 @@ from raysharding.checkpoint.arrow_systems import connect
 from raysharding.checkpoint.remote_options import DEFAULT_REMOTE
 from raysharding.checkpoint.uri import is_remote, normal_path
 from raysharding.data.arrow_rows import ArrowRows
+from raysharding.data.column_kinds import check_whole, kind_of
 from raysharding.data.source import BlockSource, Reader
 from raysharding.errors import DataError
 
@@ -48,23 +49,40 @@ class ParquetFiles(BlockSource):
     _handles: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
-    def open(cls, source: ParquetPath) -> Self:
+    def open(cls, source: ParquetPath, whole: Collection[str] | None = ()) -> Self:
         """List the files and read their footers. One rank calls it.
 
+        Args:
+            source: Where they are.
+            whole: Columns that must hold whole numbers, where there are such columns. `None`: columns may be of any
+                types, in each file of others.
+
         Raises:
-            DataError: Nothing is there, it is no Parquet file, the files' columns differ, or one is asked for that
-                there is not.
+            DataError: Nothing is there, it is no Parquet file, the files' columns or their types differ, one is asked
+                for that there is not, or one is of floats that must be whole.
         """
         directory = normal_path(source.path)
         found = cls(directory, _list(directory), (), source.columns)
-        groups, names = [], None
+        groups: list[tuple[int, ...]] = []
+        names: list[str] | None = None
+        first: dict[str, str] = {}
         for file in found.files:
             metadata = found._metadata(file)
             groups.append(tuple(metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)))
-            here = metadata.schema.to_arrow_schema().names
+            schema = metadata.schema.to_arrow_schema()
+            here = schema.names
             names = here if names is None else names
             if here != names:
                 raise DataError(f"has the columns {here}, but {found.files[0]} has {names}", path=file)
+            if whole is None or not metadata.num_rows:
+                continue  # of columns without values pandas writes no types
+            kinds = {one.name: kind_of(one.type) for one in schema if one.name in (source.columns or here)}
+            check_whole(kinds, whole, path=file)
+            first = first or kinds
+            for name, kind in kinds.items():
+                if kind != first[name]:
+                    what = f"the column {name!r} holds {kind}, but {first[name]} in {found.files[0]}"
+                    raise DataError(f"{what}: write all files with one schema", path=file)
         missing = [name for name in source.columns or () if name not in (names or ())]
         if missing:
             raise DataError(f"has no column {', '.join(map(repr, missing))}: it has {names}", path=directory)

@@ -20,11 +20,14 @@ from raysharding.distributed.fsdp import (
     named_buffers,
     named_parameters,
     no_sync,
+    optim_state_dict,
+    optim_state_dict_to_load,
     params_with_grad,
     rekey_optim_state_dict,
     scatter_full_optim_state_dict,
     set_state_dict_type,
     shard_full_optim_state_dict,
+    sharded_optim_state_dict,
     state_dict_type,
     summon_full_params,
 )
@@ -35,6 +38,7 @@ from raysharding.distributed.merging import merge_fsdp_weights
 from raysharding.distributed.mesh import init_mesh
 from raysharding.distributed.optimizer_files import load_optimizer_state
 from raysharding.distributed.param_groups import ParamGroups
+from raysharding.distributed.replicated_gradients import reduce_replicated_gradients
 from raysharding.distributed.report import LoadReport, SaveReport
 from raysharding.distributed.saving import save_checkpoint
 from raysharding.distributed.schedules import Scheduled
@@ -62,6 +66,7 @@ __all__ = [
     "load_full_state_dict",
     "load_optimizer_state",
     "materialize",
+    "reduce_replicated_gradients",
     "reshard",
     "save_checkpoint",
     "shard_module",
@@ -88,11 +93,14 @@ __all__ += [
     "named_buffers",
     "named_parameters",
     "no_sync",
+    "optim_state_dict",
+    "optim_state_dict_to_load",
     "params_with_grad",
     "rekey_optim_state_dict",
     "scatter_full_optim_state_dict",
     "set_state_dict_type",
     "shard_full_optim_state_dict",
+    "sharded_optim_state_dict",
     "state_dict_type",
     "summon_full_params",
 ]

@@ -1,21 +1,28 @@
 """`patch_accelerate`: accelerate's checkpoint loading, with rank 0 as the only reader.
 
-Note: why its reader returns a dict of a class of its own.
-    `accelerate.load_checkpoint_in_model` reads file by file and hands each to `set_model_state_dict` of torch, which
-    leaves at once where the dict is empty (the ranks that read nothing), and slices tensors itself where it is not. So
-    on every rank the reader's dict has rank 0's keys, and values that torch passes on untouched, because they are no
-    tensors; `DistModule.load_state_dict`, at the end of that road, takes the tensors from rank 0's.
+Note: what is patched.
+    `accelerate.load_checkpoint_in_model`, which knows the module: for a `DistModule` it runs with another reader, for
+    any other module as it is. Its code is replaced, not its name: `from accelerate import load_checkpoint_in_model` may
+    have run before.
+
+Note: why the other reader returns a dict of a class of its own.
+    `load_checkpoint_in_model` reads file by file and hands each to `set_model_state_dict` of torch, which leaves at
+    once where the dict is empty (the ranks that read nothing), and slices tensors itself where it is not. So on every
+    rank the reader's dict has rank 0's keys, and values that torch passes on untouched, because they are no tensors;
+    `DistModule.load_state_dict`, at the end of that road, takes the tensors from rank 0's.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Callable, Mapping
-from types import TracebackType
+from collections.abc import Mapping
+from types import FunctionType, TracebackType
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from raysharding.checkpoint import read_state_dict
 from raysharding.distributed.agreement import from_rank_0
@@ -43,7 +50,7 @@ class FileStateDict(dict[str, Any]):
 
 
 def _read(checkpoint_file: str | os.PathLike[str], device_map: Any = None) -> dict[str, Any]:
-    """Take the place of accelerate's `load_state_dict`; collective where there is a process group."""
+    """Read as accelerate's `load_state_dict`; collective where there is a process group."""
     if not dist.is_initialized():
         return read_state_dict(checkpoint_file, device_map)
     if device_map is not None:
@@ -58,21 +65,45 @@ def _read(checkpoint_file: str | os.PathLike[str], device_map: Any = None) -> di
     return FileStateDict(from_rank_0(read), values)
 
 
-class AcceleratePatch:
-    """accelerate as `patch_accelerate` left it; as a context manager it is put back at the end."""
+_patches: list[AcceleratePatch] = []
+"""Those in place."""
 
-    def __init__(self) -> None:
+
+class AcceleratePatch:
+    """accelerate as `patch_accelerate` left it; as a context manager it is put back at the end.
+
+    Args:
+        kind: Class of the modules that all ranks load together.
+    """
+
+    def __init__(self, kind: type[nn.Module]) -> None:
         from accelerate.utils import modeling
 
-        self._modeling = modeling
-        self._original: Callable[..., Any] | None = modeling.load_state_dict
-        modeling.load_state_dict = _read
+        self._kind = kind
+        self._function: FunctionType = modeling.load_checkpoint_in_model
+        self._original: FunctionType = _patches[0]._original if _patches else _copy(self._function, {})
+        # The defaults are by position: those of other code would be taken for arguments that it does not have.
+        self._function.__defaults__ = None
+        self._function.__code__ = _load_checkpoint_in_model.__code__
+        _patches.append(self)
+
+    def load(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        """Do what `load_checkpoint_in_model` is asked for; collective for a module of `kind`."""
+        if not isinstance(model, self._kind):
+            self._original(model, *args, **kwargs)
+            return
+        call = inspect.signature(self._original).bind(model, *args, **kwargs)
+        # Rank 0 alone would enter the reader, whose tensors come from rank 0 anyway.
+        call.arguments["broadcast_from_rank0"] = False
+        _copy(self._original, {"load_state_dict": _read})(*call.args, **call.kwargs)
 
     def restore(self) -> None:
-        """Put accelerate's own reader back; a second call does nothing."""
-        if self._original is not None:
-            self._modeling.load_state_dict = self._original
-            self._original = None
+        """Put accelerate's own function back; a second call does nothing."""
+        if self in _patches:
+            _patches.remove(self)
+        if not _patches:
+            self._function.__code__ = self._original.__code__
+            self._function.__defaults__ = self._original.__defaults__
 
     def __enter__(self) -> Self:
         return self
@@ -83,17 +114,19 @@ class AcceleratePatch:
         self.restore()
 
 
-def patch_accelerate() -> AcceleratePatch:
-    """Make `accelerate.load_checkpoint_in_model(DistModule(m), checkpoint)` read on rank 0 alone, and distribute.
+def _copy(function: FunctionType, replaced: Mapping[str, Any]) -> FunctionType:
+    """Copy a function; in the copy some global names mean other objects."""
+    names = {**function.__globals__, **replaced} if replaced else function.__globals__
+    return FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
 
-    Works from the call on, or inside `with patch_accelerate():`. Every rank calls `load_checkpoint_in_model`, which
-    then is collective, file by file; missing keys stay as they are, as its `strict=False` says. Tensors on meta get
-    the dtype of the files, as torch's `set_model_state_dict` asks for.
 
-    Returns:
-        The patch; `restore()` takes it back.
+def load_patched(*args: Any, **kwargs: Any) -> None:
+    """Do what the patched function is asked for."""
+    _patches[-1].load(*args, **kwargs)
 
-    Raises:
-        ModuleNotFoundError: accelerate is not installed.
-    """
-    return AcceleratePatch()
+
+def _load_checkpoint_in_model(*args: Any, **kwargs: Any) -> None:
+    """Take the place of accelerate's code, which runs in accelerate's module: no name of this one is there."""
+    import sys
+
+    sys.modules["raysharding.distributed.accelerate_patch"].load_patched(*args, **kwargs)

@@ -143,9 +143,8 @@ class FullyShardedDataParallelPlugin:
         """The same settings for `shard_module`; each rank alone, no communication.
 
         FSDP1's strategies, prefetches and `MixedPrecision` become what FSDP2 has for them. What it has not is a
-        UserWarning, once a process: `limit_all_gathers=False`, `buffer_dtype` (buffers keep their dtype),
-        `keep_low_precision_grads`. `state_dict_type`, its configurations and `use_orig_params` say nothing about
-        sharding.
+        UserWarning, once a process: `limit_all_gathers=False`, `buffer_dtype` (buffers keep their dtype).
+        `state_dict_type`, its configurations and `use_orig_params` say nothing about sharding.
 
         Args:
             model: The root that will be sharded. Needed for policies that are functions; without it

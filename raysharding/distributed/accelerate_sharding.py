@@ -35,6 +35,7 @@ def sharding_of(
     fields: dict[str, Any] = {
         **_wrap(plugin, model),
         "mixed_precision": fsdp2_precision(plugin.mixed_precision_policy),
+        "keep_low_precision_grads": getattr(plugin.mixed_precision_policy, "keep_low_precision_grads", False),
         "cpu_offload": _offloads(plugin.cpu_offload),
         "ignored_modules": _ignored(plugin.ignored_modules),
         "param_init_fn": _init_fn(plugin),
@@ -93,8 +94,6 @@ def fsdp2_precision(policy: MixedPrecision | MixedPrecisionPolicy | None) -> Mix
         return policy
     if policy.buffer_dtype not in (None, torch.float32):
         warn_once(f"buffer_dtype={policy.buffer_dtype}: buffers keep the dtype they are stored in under FSDP2")
-    if policy.keep_low_precision_grads:
-        warn_once("keep_low_precision_grads=True: under FSDP2 gradients have the dtype that parameters are stored in")
     others = [kind.__name__ for kind in policy._module_classes_to_ignore if not issubclass(kind, _BatchNorm)]
     if others:
         warn_once(f"_module_classes_to_ignore: {', '.join(others)} compute in low precision; only BatchNorm does not")

@@ -12,6 +12,7 @@ from torch import nn
 
 from raysharding.distributed.gradients import scale_gradients
 from raysharding.distributed.loss import LossShare
+from raysharding.errors import EmptyBatchError
 
 
 class Accumulation:
@@ -32,7 +33,8 @@ class Accumulation:
         Raises:
             ValueError: On every rank, when its loss is a sum and earlier ones are means, or the other way round.
         """
-        if self.num_passes and self._is_sum != (share.weight is None):
+        # A pass in which nothing counted may not have shown its loss to be a sum.
+        if (self._is_sum or self._weight) and self._is_sum != (share.weight is None):
             kinds = "a mean", "a sum"
             raise ValueError(
                 f"the loss of this batch is {kinds[share.weight is None]}, those accumulated before it are "
@@ -53,7 +55,10 @@ class Accumulation:
         self._is_sum = weight is None
         self._weight += weight or 0.0
         self._first = self._first or (weight or 0.0)
-        self._weighed_loss += loss if weight is None else loss * weight
+        if weight is None:
+            self._weighed_loss += loss
+        elif weight:  # the loss of nothing may be NaN, and NaN · 0 is no 0
+            self._weighed_loss += loss * weight
 
     def loss(self) -> float:
         """Return the loss over all passes; NaN where nothing counted in any of them."""
@@ -65,13 +70,16 @@ class Accumulation:
         """Make the gradients of the passes that of the loss over all of them.
 
         Raises:
-            ValueError: On every rank, when they were not reduced, or nothing counted in any pass.
+            EmptyBatchError: On every rank, when nothing counted in any pass.
+            ValueError: On every rank, when they were not reduced.
         """
         if not self.is_reduced:
             raise ValueError(
                 "the gradients were not reduced: the last forward_backward before optim_step must have sync=True"
             )
         if self.num_passes and not self._is_sum and not self._weight:
-            raise ValueError("no label counts in any of the accumulated batches, so there is nothing to learn from")
+            raise EmptyBatchError(
+                "no label counts in any of the accumulated batches, so there is nothing to learn from"
+            )
         if self.num_passes > 1 and not self._is_sum:
             scale_gradients(module, self._first / self._weight)

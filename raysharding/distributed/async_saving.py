@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from raysharding.distributed.connections import nobody_connects_later
 from raysharding.distributed.layout import unwrapped
 from raysharding.distributed.optimizer_snapshot import OptimizerSnapshot
 from raysharding.distributed.report import SaveReport
@@ -87,10 +88,14 @@ class AsyncSaver:
         """
         self.settle()
         save = begin_save(module, destination, optimizer, position, stall_s)
-        group = self._own_group(stall_s)
-        if self._preparing is not None:
-            self._preparing.join()  # it allocates, and waits for nobody
-        contents = save.contents.copied(self._memory)
+        try:
+            group = self._own_group(stall_s)
+            if self._preparing is not None:
+                self._preparing.join()  # it allocates, and waits for nobody
+            contents = save.contents.copied(self._memory)
+        except BaseException as error:
+            save.discard(error)
+            raise
         copy = replace(save, contents=contents, group=group, device=torch.device("cpu"))
         self._last += 1
         entry = self._saves[self._last] = BackgroundSave(destination.path)
@@ -136,7 +141,8 @@ class AsyncSaver:
     def _own_group(self, stall_s: float) -> dist.ProcessGroup:
         """The gloo group of the threads that write; collective where there is none."""
         if self._group is None:
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=stall_s))
+            with nobody_connects_later():
+                self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=stall_s))
         return self._group
 
     @property

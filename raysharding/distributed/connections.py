@@ -1,18 +1,31 @@
-"""This process's TCP connections to other ranks, and how to cut them: the only way out of a collective on gloo.
+"""This process's TCP connections to other ranks: how to cut them, and how to let no stranger connect.
 
-Note [Cutting]: `ProcessGroup.abort()` on gloo unblocks nothing, and neither does `destroy_process_group` while modules
-hold the group. But gloo's sockets are ordinary ones of this process: after `shutdown(2)` on them a thread that waits
-in a collective gets "Connection closed by peer" within milliseconds, on this rank and on those at the other ends.
+Note [Cutting]: there is no other way out of a collective on gloo: `ProcessGroup.abort()` unblocks nothing, and neither
+does `destroy_process_group` while modules hold the group. But gloo's sockets are ordinary ones of this process: after
+`shutdown(2)` on them a thread that waits in a collective gets "Connection closed by peer" within milliseconds, on this
+rank and on those at the other ends.
 A process has other connections too (Ray's, a user's), which must not be touched. A connection belongs to the process
 group, or to its store, where its ends are two ranks: `between` keeps those, and no rank can tell on its own. (A
 protocol of a user's own between two ranks would be cut, too.)
+
+Note [Strangers]: gloo listens as long as a group lives, though all pairs are connected once it has been made. It
+accepts whoever comes, and closes no stranger's connection before the group is destroyed: each costs a descriptor, and
+what was sent over it stays in the kernel's memory, also when the stranger has gone (`python -m tests.bench.strangers`).
+gloo cannot be told to stop listening. But the kernel drops what comes for a socket whose packet filter (BPF) says so:
+to a stranger it is as if nobody were there.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
+import struct
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+
+_SO_ATTACH_FILTER = 26
+_BPF_RETURN = 0x06
 
 Address = tuple[str, int]
 Connection = tuple[Address, Address]
@@ -55,8 +68,46 @@ def cut(chosen: Collection[Connection]) -> int:
     return num_cut
 
 
+@contextmanager
+def nobody_connects_later() -> Iterator[None]:
+    """A context that makes gloo groups: what they listen at takes no connection after it; see Note [Strangers].
+
+    gloo's listeners are those that are new. Not for NCCL, whose ranks connect when they first need to.
+    """
+    before = {_inode(own) for own in _listeners()}
+    yield
+    if os.environ.get("TORCH_GLOO_LAZY_INIT"):
+        return  # then gloo's do so, too
+    drop_all = ctypes.create_string_buffer(struct.pack("HBBI", _BPF_RETURN, 0, 0, 0))
+    for own in _listeners():
+        if _inode(own) not in before:
+            with suppress(OSError):  # a kernel without filters: as without this
+                own.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(drop_all)))
+
+
+def _inode(own: socket.socket) -> int:
+    return os.fstat(own.fileno()).st_ino
+
+
+def _listeners() -> Iterator[socket.socket]:
+    """This process's sockets that listen on one address: not Ray's, which listen on all."""
+    for own in _sockets():
+        if own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and own.getsockname()[0] not in ("0.0.0.0", "::"):
+            yield own
+
+
 def _open_sockets() -> Iterator[tuple[socket.socket, Connection]]:
-    """This process's connected TCP sockets, through descriptors of our own that are closed again."""
+    """This process's connected TCP sockets."""
+    for own in _sockets():
+        try:
+            here, there = own.getsockname(), own.getpeername()
+        except OSError:
+            continue  # it listens, or has lost its peer
+        yield own, ((_plain(here[0]), here[1]), (_plain(there[0]), there[1]))
+
+
+def _sockets() -> Iterator[socket.socket]:
+    """This process's TCP sockets, through descriptors of our own that are closed again."""
     for descriptor in os.listdir("/proc/self/fd"):
         try:
             if not os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
@@ -65,13 +116,8 @@ def _open_sockets() -> Iterator[tuple[socket.socket, Connection]]:
         except OSError:
             continue  # closed meanwhile
         with socket.socket(fileno=duplicate) as own:
-            if own.family not in (socket.AF_INET, socket.AF_INET6) or own.type != socket.SOCK_STREAM:
-                continue
-            try:
-                here, there = own.getsockname(), own.getpeername()
-            except OSError:
-                continue  # it listens, or has lost its peer
-            yield own, ((_plain(here[0]), here[1]), (_plain(there[0]), there[1]))
+            if own.family in (socket.AF_INET, socket.AF_INET6) and own.type == socket.SOCK_STREAM:
+                yield own
 
 
 def _plain(host: str) -> str:

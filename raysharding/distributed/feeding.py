@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any
@@ -115,13 +115,14 @@ class Feed:
         """
         self._plan = plan
         self._device = device
-        self._source = _opened(plan.source)
+        self._bounds = bounds or InputBounds()
+        # A collate function may make anything of a column; without one it is the argument of its name.
+        self._source = _opened(plan.source, list(self._bounds.num_ids) if plan.collate is None else None)
         num_rows = int(self._source.block_rows.sum()) if isinstance(self._source, BlockSource) else None
         layout = _layout(self._source) if plan.shuffle else ""
         begun = Position(0, 0, 0, plan.batch_size, plan.shuffle, plan.seed, num_rows, layout, plan.run)
         self.position = begun if position is None else _checked(position, begun)
         self._collator = Collator(plan.collate or default_collate, dist.get_rank())
-        self._bounds = bounds or InputBounds()
         self._ahead: Prefetch[StepBatch | RankBatch | None] | None = None
         # One more is held between the steps.
         self._depth = plan.prefetch if plan.collate is not None else max(1, plan.prefetch - 1)
@@ -248,11 +249,11 @@ class Feed:
                 yield self._collator.batch(batch.rows, batch.counts)
 
 
-def _opened(source: Rows | ParquetPath) -> Rows:
+def _opened(source: Rows | ParquetPath, whole: Sequence[str] | None) -> Rows:
     """Files are listed once, by rank 0: ranks that listed them while they are written would differ."""
     if not isinstance(source, ParquetPath):
         return source
-    files = ParquetFiles.from_dict(from_rank_0(lambda: ParquetFiles.open(source).as_dict()))
+    files = ParquetFiles.from_dict(from_rank_0(lambda: ParquetFiles.open(source, whole).as_dict()))
     error: Exception | None = None
     try:
         files.check_seen()

@@ -1,4 +1,10 @@
-"""What a module's tensors hold before they are cut: `param_init_fn` and `sync_module_states`, one group at a time."""
+"""What a module's tensors hold before they are cut: `param_init_fn` and `sync_module_states`, one group at a time.
+
+Note: how `param_init_fn` is called.
+    First while the module is on meta, as FSDP1 does: its functions ask `is_meta`, allocate and fill. What is left on
+    meta then gets memory, and the function is called again: it is one that only fills values. While it runs, new memory
+    is filled with a pattern, by which values that nobody has set are found.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
 from raysharding.config import Sharding
 from raysharding.distributed.agreement import agree
 from raysharding.distributed.layout import module_tensors, named_submodules
 from raysharding.distributed.metadata import all_gather_json
 from raysharding.errors import PlanError
+
+_Slot = tuple[dict[str, Any], str, torch.Tensor]
+"""A module's table, a name in it, and the tensor that was there."""
 
 
 class FirstValues:
@@ -30,9 +40,11 @@ class FirstValues:
     """
 
     def __init__(self, module: nn.Module, device: torch.device, sharding: Sharding) -> None:
+        self._root = module
         self._device = device
         self._fn = sharding.param_init_fn
         self._syncs = sharding.sync_module_states
+        self._is_receiver = self._syncs and dist.get_rank() != 0
         # Tensors that no group takes may be shared between modules of several groups, and are few.
         self._done: dict[torch.Tensor, torch.Tensor] = {}
         self._sent: set[torch.Tensor] = set()
@@ -49,6 +61,8 @@ class FirstValues:
             kept: Parameters that no group cuts.
 
         Raises:
+            PlanError: `param_init_fn` left tensors without a value; under `sync_module_states` on every rank, and
+                only for rank 0's.
             Exception: What `param_init_fn` raised; under `sync_module_states` on every rank.
         """
         error: Exception | None = None
@@ -66,25 +80,77 @@ class FirstValues:
             self._broadcast(submodules, kept)
 
     def _initialise(self, submodules: Sequence[nn.Module], kept: set[nn.Parameter]) -> None:
-        if self._fn is None and not self._syncs:
-            return
-        new: dict[torch.Tensor, torch.Tensor] = {}
-        filled: list[nn.Module] = []
-        for submodule in submodules:
-            for table, name, tensor in _tensors([submodule]):
-                if not tensor.is_meta:
-                    continue
-                shared = self._done if tensor in kept or not isinstance(tensor, nn.Parameter) else new
-                if tensor not in shared:
-                    shared[tensor] = _empty_like(tensor, self._device)
-                table[name] = shared[tensor]
-                if submodule not in filled[-1:]:
-                    filled.append(submodule)
+        real = dict(self._done)
+        cause: Exception | None = None
+        with torch.no_grad(), _MarkedMemory():
+            # All are chosen before the first call, as by FSDP1: a function may reach into a module's children.
+            for submodule, slots in [(item, _on_meta([item])) for item in submodules if _on_meta(item.modules())]:
+                cause = self._materialize(submodule, slots, real) or cause
+        self._done.update((old, new) for old, new in real.items() if old in kept or not isinstance(old, nn.Parameter))
+        if self._fn is not None and not self._is_receiver:
+            self._require_values(submodules, cause)
+
+    def _materialize(
+        self, module: nn.Module, slots: Sequence[_Slot], real: dict[torch.Tensor, torch.Tensor]
+    ) -> Exception | None:
+        """Give a module's own tensors on meta memory, and the values of `param_init_fn`.
+
+        Args:
+            module: The module.
+            slots: Its own tensors that were on meta before the first call; none for a module that only has children.
+            real: Tensor on meta → what took its place; ties are kept by it.
+
+        Returns:
+            What the function raised while the module was on meta, if it was called again.
+        """
+        for table, name, tensor in slots:
+            table[name] = real.get(tensor, table[name])
+        stopped = self._call_on_meta(module, slots)
+        left = [slot for slot in slots if _is_on_meta(slot)]
+        for table, name, tensor in left:
+            if tensor not in real:
+                real[tensor] = _empty_like(tensor, self._device)
+            table[name] = real[tensor]
+        if left and self._fn is not None:
+            self._fn(module)
+        for table, name, tensor in slots:
+            table[name] = real.setdefault(tensor, table[name])
+        return stopped
+
+    def _call_on_meta(self, module: nn.Module, slots: Sequence[_Slot]) -> Exception | None:
+        """Call the function as FSDP1 does; return its error if it is one that only fills values."""
         if self._fn is None:
+            return None
+        on_meta = [slot for slot in slots if _is_on_meta(slot)]
+        attributes, generator = dict(vars(module)), torch.get_rng_state()
+        stopped: Exception | None = None
+        try:
+            self._fn(module)
+        except Exception as error:  # noqa: BLE001 - values read on meta, or set by `.data`; raised below, or the cause
+            stopped = error
+        if on_meta and all(map(_is_on_meta, on_meta)):
+            # The next call is to be as the first one: transformers' functions mark a module as initialised.
+            for name in vars(module).keys() - attributes.keys():
+                del vars(module)[name]
+            vars(module).update(attributes)
+            torch.set_rng_state(generator)
+            return stopped
+        if stopped is not None:
+            raise stopped
+        return None
+
+    def _require_values(self, submodules: Sequence[nn.Module], cause: Exception | None) -> None:
+        """Refuse tensors that the function has left without a value."""
+        unset = {id(tensor) for _, _, tensor in _tensors(submodules) if tensor.is_meta or _is_marked(tensor)}
+        if not unset:
             return
-        with torch.no_grad():
-            for submodule in filled:
-                self._fn(submodule)
+        names = tuple(name for name, tensor in module_tensors(self._root).items() if id(tensor) in unset)
+        raise PlanError(
+            f"param_init_fn left {len(names)} tensors without a value: set every parameter and buffer that a module "
+            "holds itself; leave param_init_fn out where a load brings the values, which allocates, too, or set "
+            "sync_module_states=True where rank 0 has them",
+            problems=names,
+        ) from cause
 
     def _broadcast(self, submodules: Sequence[nn.Module], kept: set[nn.Parameter]) -> None:
         kept_now = {self._done.get(parameter, parameter) for parameter in kept}
@@ -104,19 +170,30 @@ class FirstValues:
 def _own_submodules(modules: Sequence[nn.Module]) -> Iterator[nn.Module]:
     seen: set[nn.Module] = set()
     for module in modules:
-        for _, submodule in named_submodules(module):
+        # Breadth first, as FSDP1: functions that draw random numbers draw the same ones.
+        for _, submodule in sorted(named_submodules(module), key=lambda item: item[0].count(".")):
             if submodule not in seen:
                 seen.add(submodule)
                 yield submodule
 
 
-def _tensors(submodules: Iterable[nn.Module]) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
-    """(table, name, tensor) of what these modules hold themselves and FSDP has not cut."""
+def _tensors(submodules: Iterable[nn.Module]) -> Iterator[_Slot]:
+    """What these modules hold themselves and FSDP has not cut."""
     for submodule in submodules:
         for table in (submodule._parameters, submodule._buffers):
             for name, tensor in list(table.items()):
                 if tensor is not None and not isinstance(tensor, DTensor):
                     yield table, name, tensor
+
+
+def _on_meta(submodules: Iterable[nn.Module]) -> list[_Slot]:
+    return [slot for slot in _tensors(submodules) if slot[2].is_meta]
+
+
+def _is_on_meta(slot: _Slot) -> bool:
+    """Return True if what is in the place of a slot's tensor now is on meta."""
+    table, name, _ = slot
+    return bool(table[name].is_meta)
 
 
 def _empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -126,6 +203,52 @@ def _empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     # Marks that models hang on tensors, and those of subclasses of nn.Parameter.
     value.__dict__.update(tensor.__dict__)
     return value
+
+
+class _MarkedMemory(TorchFunctionMode):
+    """Fills uninitialised memory with a pattern that no value has, by which `_is_marked` finds it.
+
+    Raises:
+        PlanError: New memory is asked for what an inner group has cut, and filled, already.
+    """
+
+    _ALLOCATING = (torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in self._ALLOCATING and isinstance(result, DTensor):
+            raise PlanError(
+                "param_init_fn allocates parameters of a module that is sharded already, and would lose their values: "
+                "call to_empty(..., recurse=False), and set what a module holds itself"
+            )
+        if func in self._ALLOCATING and type(result) is torch.Tensor and not result.is_meta:
+            _bits(result).fill_(_pattern(result))
+        return result
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    plain = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    return plain.view(_INTEGERS[plain.element_size()])
+
+
+def _is_number(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _pattern(tensor: torch.Tensor) -> int:
+    """All bits set, which is a NaN that no arithmetic gives; for integers and booleans an unlikely number."""
+    return -1 if _is_number(tensor) else int.from_bytes(b"\xa5" * tensor.element_size(), "little", signed=True)
+
+
+def _is_marked(tensor: torch.Tensor) -> bool:
+    """Return True if memory has not been written: any element of a float, all elements of an integer tensor."""
+    if not tensor.numel():
+        return False
+    found = _bits(tensor) == _pattern(tensor)
+    return bool(found.any() if _is_number(tensor) else found.all())
 
 
 def _check_alike(module: nn.Module, *, has_rule: bool) -> None:
@@ -141,9 +264,7 @@ def _check_alike(module: nn.Module, *, has_rule: bool) -> None:
             found = next((pair for pair in pairs if pair[0] != pair[1]), None)
             what = f"has {found[0]} where rank 0 has {found[1]}" if found else "has more or fewer tensors than rank 0"
             raise PlanError(f"sync_module_states: rank {rank} {what}; build the same module on every rank")
-        if other["has_rule"] != every[0]["has_rule"]:
-            raise PlanError("sync_module_states: give param_init_fn on every rank or on none")
-    if every[0]["on_meta"] is not None and not has_rule:
+    if every[0]["on_meta"] is not None and not every[0]["has_rule"]:
         raise PlanError(
             f"sync_module_states: {every[0]['on_meta']} is on meta on rank 0, which has nothing to send: build the "
             "module with values there, give param_init_fn, or load a checkpoint instead"

@@ -161,13 +161,13 @@ def _optimizer_bytes(factory: OptimizerFactory, trained: Trained) -> int | None:
         name = getattr(factory, "__qualname__", repr(factory))
         raise PlanError(f"optimizer={name} raised {type(error).__name__}: {error}") from error
     for group in optimizer.param_groups:
-        # Kernels for meta exist only one tensor a time; which kernel runs does not change the state.
-        group.update({name: False for name in ("fused", "foreach") if name in group})
+        # Kernels for meta exist only one tensor a time, and none can be captured; the state is the same.
+        group.update({name: False for name in ("fused", "foreach", "capturable") if name in group})
     for _, parameter in named:
         parameter.grad = torch.empty_like(parameter)
     try:
         optimizer.step()
-    except (RuntimeError, NotImplementedError, TypeError, ValueError):
+    except (RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError):
         return None
     return sum(tensor.nbytes for state in optimizer.state.values() for tensor in _tensors(state))
 

@@ -17,7 +17,12 @@ from raysharding.distributed.optimizer_state import (
     scatter_full_optim_state_dict,
     shard_full_optim_state_dict,
 )
-from raysharding.distributed.sharded_module import fsdp_modules, reshard, shard_module, summoned
+from raysharding.distributed.optimizer_state_forms import (
+    optim_state_dict,
+    optim_state_dict_to_load,
+    sharded_optim_state_dict,
+)
+from raysharding.distributed.sharded_module import fsdp_modules, shard_module, show_shards
 from raysharding.distributed.state_dicts import get_state_dict_type, set_state_dict_type, state_dict_type
 from raysharding.models import clean_name
 
@@ -31,11 +36,14 @@ __all__ = [
     "named_buffers",
     "named_parameters",
     "no_sync",
+    "optim_state_dict",
+    "optim_state_dict_to_load",
     "params_with_grad",
     "rekey_optim_state_dict",
     "scatter_full_optim_state_dict",
     "set_state_dict_type",
     "shard_full_optim_state_dict",
+    "sharded_optim_state_dict",
     "state_dict_type",
     "summon_full_params",
 ]
@@ -56,12 +64,6 @@ def apply_fsdp2(model: nn.Module, mesh: DeviceMesh) -> None:
     shard_module(model, mesh)
 
 
-def _show_shards(module: nn.Module) -> None:
-    """Reshard, but for a module inside `summon_full_params`, whose full parameters are meant to be seen."""
-    if not any(submodule in summoned for submodule in module.modules()):
-        reshard(module)
-
-
 def named_parameters(
     module: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, nn.Parameter]]:
@@ -80,7 +82,7 @@ def named_parameters(
         An iterator over DTensors (`Shard(0)`, global shape) and plain 0-dim parameters; inside `summon_full_params`
         over the full ones.
     """
-    _show_shards(module)
+    show_shards(module)
     pairs = module.named_parameters(prefix, recurse, remove_duplicate)
     return ((clean_name(name), parameter) for name, parameter in pairs)
 

@@ -22,7 +22,14 @@ from torch.distributed.tensor import DTensor
 
 from raysharding.distributed.agreement import agree
 from raysharding.distributed.gathering import gather_into
-from raysharding.distributed.layout import local_tensor, message_device, shard_index_of, tensor_layout, unwrapped
+from raysharding.distributed.layout import (
+    by_mesh,
+    local_tensor,
+    message_device,
+    shard_index_of,
+    tensor_layout,
+    unwrapped,
+)
 from raysharding.distributed.metadata import broadcast_json
 from raysharding.distributed.refusing import loadable, refusing_use, require_idle
 from raysharding.distributed.replicated_gradients import reduce_replicated_gradients
@@ -49,6 +56,7 @@ def summon_full_params(
     copies: the 0-dim parameters that FSDP2 does not cut too. Buffers are left as they are. Inside, `state_dict()` and
     `load_state_dict()` are those of an unsharded module; a forward or backward is a RuntimeError.
 
+    As with FSDP1, modules inside one another may have been sharded by strategies of their own.
     Beyond FSDP1: `rank0_only` with `writeback`, `with_grads` with `offload_to_cpu`, a parameter that the body replaces
     (by one of its shape) is written back, `writeback=False` undoes changes at any world size, and replicas never part.
 
@@ -370,7 +378,8 @@ class _FullParams:
     def _spread(self, values: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
         """Put full values into local parts; collective under `rank0_only` and where there are replicas."""
         if self.options.rank0_only:
-            distribute_state_dict(values, tensors)
+            for part in by_mesh(tensors):
+                distribute_state_dict({name: values[name] for name in part if name in values}, part)
             return
         for name, tensor in tensors.items():
             if name in values:

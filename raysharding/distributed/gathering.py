@@ -13,6 +13,7 @@ from torch import nn
 from raysharding.config import MIB
 from raysharding.distributed.layout import (
     ShardMap,
+    by_mesh,
     message_device,
     persistent_names,
     tensor_layout,
@@ -304,4 +305,5 @@ def gather_into(
     def sink(name: str, first: int, values: torch.Tensor) -> None:
         full[name].view(-1)[first : first + values.numel()].copy_(values)
 
-    Gather(tensors, {rank: list(tensors) for rank in ranks}, sink, device, timeout_s, bucket_bytes).run()
+    for part in by_mesh(tensors):
+        Gather(part, {rank: list(part) for rank in ranks}, sink, device, timeout_s, bucket_bytes).run()

@@ -49,11 +49,23 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     Raises:
         ValueError: On every rank, when nothing in `module` is sharded.
     """
-    groups = fsdp_groups(module)
-    if not groups:
+    if not fsdp_groups(module):
         raise ValueError(f"no_sync: nothing in this {type(module).__name__} is sharded; call shard_module first")
+    with gradient_sync(module, False):
+        yield
+
+
+@contextmanager
+def gradient_sync(module: nn.Module, sync: bool) -> Iterator[None]:
+    """Reduce gradients in the backward passes inside, or do not, whatever was set before; no collective.
+
+    Args:
+        module: The sharded root module.
+        sync: Whether to reduce them; if not, as in `no_sync`.
+    """
+    groups = fsdp_groups(module)
     before = [(group, group.reduce_grads, group.all_reduce_grads) for group in groups]
-    _set((group, False, False) for group in groups)
+    _set((group, sync, sync) for group in groups)
     try:
         yield
     finally:

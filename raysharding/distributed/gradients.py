@@ -12,17 +12,20 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from raysharding.distributed.metadata import metadata_device
-from raysharding.distributed.replicated_gradients import group_device
-from raysharding.distributed.sharded_module import reshard
+from raysharding.distributed.replicated_gradients import group_device, parameters_left_alone
+from raysharding.distributed.sharded_module import fsdp_modules, reshard
+from raysharding.models import clean_name
+from raysharding.models.conversion import class_name
 
 
 def clip_grad_norm_(module: nn.Module, max_norm: float | None, norm_type: float = 2.0) -> torch.Tensor:
     """Scale all gradients so that their global norm is at most `max_norm`; collective, one all-reduce of one number.
 
     The norm is that of the unsharded gradients: shards are summed over the ranks, copies (replicated parameters, the
-    replicas of HSDP) count once. Missing gradients and empty shards count as zero. As FSDP1's method, and
-    `torch.nn.utils.clip_grad_norm_`: the factor is `min(1, max_norm / (norm + 1e-6))`, so that `max_norm=0` makes all
-    gradients 0, an infinite norm makes finite ones 0, and a NaN makes all of them NaN.
+    replicas of HSDP) count once; under `average_ignored_gradients=False` ignored modules are no copies. Missing
+    gradients and empty shards count as zero. As FSDP1's method, and `torch.nn.utils.clip_grad_norm_`: the factor is
+    `min(1, max_norm / (norm + 1e-6))`, so that `max_norm=0` makes all gradients 0, an infinite norm makes finite ones
+    0, and a NaN makes all of them NaN.
 
     Args:
         module: The sharded root module, after a backward outside `no_sync`.
@@ -34,8 +37,11 @@ def clip_grad_norm_(module: nn.Module, max_norm: float | None, norm_type: float 
 
     Raises:
         ValueError: On every rank, when `norm_type` is not positive, or `max_norm` negative or NaN.
+        RuntimeError: On every rank, when `module` is a part of a sharded module, as from FSDP1: its gradients would be
+            clipped by a norm of their own.
     """
     check_norm(max_norm, norm_type)
+    _require_root(module)
     reshard(module)  # a forward since the backward may have hidden the root's shards, and their gradients
     by_copies = _local_gradients(module)
     device = group_device(next((parameter.device for parameter in module.parameters()), metadata_device()))
@@ -43,6 +49,26 @@ def clip_grad_norm_(module: nn.Module, max_norm: float | None, norm_type: float 
     if max_norm is not None and max_norm != math.inf:
         _scale((grad for grads in by_copies.values() for grad in grads), (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
+
+
+def _require_root(module: nn.Module) -> None:
+    """Refuse a module inside an FSDP root; each rank alone, and all alike.
+
+    Raises:
+        RuntimeError: It is one. Before the first forward FSDP2 knows of no root, and there are no gradients either.
+    """
+    found = fsdp_modules(module, root_only=True)
+    cure = (
+        "the norm is that of all gradients: call clip_grad_norm_(root, ...) with the module that was sharded as a whole"
+    )
+    if not found and any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+        raise RuntimeError(f"this {class_name(module)} is in the FSDP group of a module around it; {cure}")
+    for inner in found:
+        state = inner._get_fsdp_state()
+        if state._is_root is False:
+            root = next(other._modules[0] for other in state._state_ctx.all_states if other._is_root)
+            name = next(name for name, submodule in root.named_modules() if submodule is inner)
+            raise RuntimeError(f"{clean_name(name)} is a part of a sharded {class_name(root)}; {cure}")
 
 
 def scale_gradients(module: nn.Module, factor: float) -> None:
@@ -73,11 +99,12 @@ def check_norm(max_norm: float | None, norm_type: float) -> None:
 def _local_gradients(module: nn.Module) -> dict[int, list[torch.Tensor]]:
     """This rank's non-empty gradient shards, keyed by how many ranks hold a copy of each."""
     by_copies: dict[int, list[torch.Tensor]] = defaultdict(list)
+    alone = {id(parameter) for parameter in parameters_left_alone(module)}
     for parameter in module.parameters():
         grad = parameter.grad
         if grad is None:
             continue
-        copies = dist.get_world_size()
+        copies = 1 if id(parameter) in alone else dist.get_world_size()
         if isinstance(grad, DTensor):
             sharded = math.prod(
                 grad.device_mesh.size(axis)

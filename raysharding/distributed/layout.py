@@ -161,6 +161,23 @@ def message_device(module: nn.Module) -> torch.device:
     return torch.device("cpu")
 
 
+def compute_device(module: nn.Module) -> torch.device:
+    """Device on which a module computes: its mesh's; that of its parameters for a module that is not sharded."""
+    parameters = list(module.parameters())
+    if not parameters or any(isinstance(parameter, DTensor) for parameter in parameters):
+        return message_device(module)
+    return parameters[0].device
+
+
+def computes_on_cuda(module: nn.Module) -> bool:
+    """Return True if a module computes on a GPU; its shards may lie in host memory, and metadata travel there."""
+    kinds = (
+        parameter.device_mesh.device_type if isinstance(parameter, DTensor) else parameter.device.type
+        for parameter in module.parameters()
+    )
+    return "cuda" in kinds
+
+
 @dataclass(frozen=True)
 class ShardMap:
     """Which ranks hold which shard of a module's tensors."""
@@ -196,16 +213,11 @@ class ShardMap:
         Raises:
             ValueError: When the tensors lie on different meshes, or on one that leaves ranks out.
         """
-        axes: dict[tuple[DeviceMesh, int], str] = {}
-        for name, tensor in tensors.items():
-            if isinstance(tensor, DTensor) and _ROWS in tensor.placements:
-                axes.setdefault((tensor.device_mesh, tensor.placements.index(_ROWS)), name)
-        found: dict[tuple[tuple[int, ...], ...], str] = {}
-        for (mesh, axis), name in axes.items():
-            found.setdefault(_holders(mesh, axis), name)
+        found = {holders: next(iter(part)) for holders, part in _by_holders(tensors).items() if holders is not None}
         if len(found) > 1:
             raise ValueError(
-                f"parameters {sorted(found.values())} lie on different meshes: shard a module over one mesh"
+                f"parameters {sorted(found.values())} lie on different meshes: shard the module over one, "
+                "or bring its state to torch.distributed.checkpoint, by state_dict_type"
             )
         shards = cls(next(iter(found), (tuple(range(dist.get_world_size())),)), dist.get_rank())
         if shards.world_size != dist.get_world_size():
@@ -214,6 +226,34 @@ class ShardMap:
                 "shard over all ranks of the default process group"
             )
         return shards
+
+
+def by_mesh(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """Parts of a dict whose tensors are cut over the ranks alike, each with a `ShardMap`; the same on every rank.
+
+    FSDP modules inside one another may have strategies of their own. What every rank holds goes with the first part.
+    """
+    parts = _by_holders(tensors)
+    everywhere = parts.pop(None, {})
+    first, *others = parts.values() or [{}]
+    return [{**first, **everywhere}, *others]
+
+
+def _by_holders(
+    tensors: Mapping[str, torch.Tensor],
+) -> dict[tuple[tuple[int, ...], ...] | None, dict[str, torch.Tensor]]:
+    """Shard index → ranks (`None`: every rank holds all), → the tensors that are cut so."""
+    known: dict[tuple[DeviceMesh, int], tuple[tuple[int, ...], ...]] = {}  # thousands of tensors lie on one mesh
+    parts: dict[tuple[tuple[int, ...], ...] | None, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        holders = None
+        if isinstance(tensor, DTensor) and _ROWS in tensor.placements:
+            mesh, axis = tensor.device_mesh, tensor.placements.index(_ROWS)
+            if (mesh, axis) not in known:
+                known[mesh, axis] = _holders(mesh, axis)
+            holders = known[mesh, axis]
+        parts.setdefault(holders, {})[name] = tensor
+    return parts
 
 
 def _holders(mesh: DeviceMesh, shard_axis: int) -> tuple[tuple[int, ...], ...]:

@@ -23,6 +23,7 @@ from raysharding.distributed.layout import (
     tensor_layout,
     unwrapped,
 )
+from raysharding.distributed.loss_history import note_load
 from raysharding.distributed.mapping import map_tensors
 from raysharding.distributed.materializing import materialize
 from raysharding.distributed.memory import MemoryPeak
@@ -146,10 +147,12 @@ class _Load:
                 self.figures.plan_s = perf_counter() - self.started
                 error = self._stream(stream, plan)
             error = error or self._finish(plan)
-            return make_report(plan, self._agree_on_end(error, plan))
+            figures = self._agree_on_end(error, plan)
         except BaseException:
             self.undo()  # garbage must not be left to run on
             raise
+        note_load(self.module)
+        return make_report(plan, figures)
 
     def _allocate(self, plan: LoadPlan | None) -> Exception | None:
         """Give the module its memory, mapped files where the plan says so.

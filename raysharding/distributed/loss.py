@@ -15,11 +15,14 @@ import torch.distributed as dist
 from torch import nn
 
 from raysharding.batch import RankBatch
+from raysharding.distributed.input_device import move_inputs
 from raysharding.distributed.labels import Counts, LabelKind, Labels, count_items, find_labels, has_own_count
+from raysharding.distributed.layout import compute_device
 from raysharding.distributed.loss_call import LossFunction, find_loss, loss_of, run_loss
 from raysharding.distributed.metadata import all_gather_ints, metadata_device
 from raysharding.distributed.probe import LossTraits, counted_field, find_traits, forget, recall
 from raysharding.distributed.weighing import Weighing
+from raysharding.errors import EmptyBatchError
 from raysharding.tree import leaves
 
 
@@ -104,7 +107,9 @@ def weigh(
 
     The first call for a model (and for each kind of labels and loss function) runs some forwards more, ten at most,
     without gradients: they show what the loss does with masked labels and with `num_items_in_batch`, and whether the
-    losses of parts of the batch make up that of the whole.
+    losses of parts of the batch make up that of the whole. Model and loss are given labels then that the caller never
+    had: the batch's own with others masked by -100 (maps: by 255), and with one of its classes, 0 where it has none, in
+    the place of masked ones. An operation that would be given a label that it does not have does not run.
 
     Args:
         module: The sharded root module.
@@ -113,8 +118,10 @@ def weigh(
         may_be_empty: Whether it is no error that no label of the whole batch counts. Default: it is.
 
     Raises:
-        ValueError: On every rank, when no label of the whole batch counts, labels differ in kind, the caller gives
-            `num_items_in_batch`, or the loss is no mean over labels or rows and no sum.
+        EmptyBatchError: On every rank, when no label of the whole batch counts.
+        ValueError: On every rank, when labels differ in kind, the caller gives `num_items_in_batch`, or the loss is no
+            mean over labels or rows and no sum, or is NaN or infinite in that first call: then it says since when, and
+            names a parameter or argument that is not finite.
     """
     return _weight(_agree(module, batch, loss), batch.is_dummy, may_be_empty)
 
@@ -124,7 +131,7 @@ def _weight(agreed: _Agreed, is_dummy: bool, may_be_empty: bool) -> LossWeight:
     if traits.returns_pair:
         return LossWeight(num_items_in_batch=None, factor=float(not is_dummy), total=None)
     if sum(agreed.items()) == 0 and not may_be_empty:
-        raise ValueError(_nothing_counted(agreed.labels.kind, traits))
+        raise EmptyBatchError(_nothing_counted(agreed.labels.kind, traits))
     local, total = agreed.items()[dist.get_rank()], agreed.total
     if traits.honours_count:
         return LossWeight(num_items_in_batch=max(total, 1), factor=float(local > 0), total=total)
@@ -151,18 +158,23 @@ def loss_share(
 
     Args:
         module: The sharded root module.
-        batch: This rank's part of the call.
+        batch: This rank's part of the call, on any device.
         loss: `None`: the output's `.loss`. Else called as `loss_call.call_loss` says; it returns a scalar, the mean
             over counted labels (rows, where there are no labels) or over rows, a sum, or a pair (sum, count), taken
-            as it is. Labels are what the call or the loss names `labels`, masked by -100.
+            as it is. Labels are what the call or the loss names `labels`, masked by -100. The first call runs it on
+            made-up labels, too: see `weigh`.
         may_be_empty: As for `weigh`; the loss of a batch in which nothing counts is 0 then, and so are its gradients.
 
     Returns:
         The share; exactly 0, with zero gradients, on a rank without counted items.
 
     Raises:
-        ValueError: On every rank, when there is no loss, it is not a scalar, nothing counts, or as for `weigh`.
+        EmptyBatchError: On every rank, when nothing counts.
+        ValueError: On every rank, when there is no loss, it is not a scalar, or as for `weigh`.
     """
+    # A sharded root moves what its forward takes; labels that the loss function alone takes would stay where they are.
+    device = compute_device(module)
+    batch = batch.replaced(lambda value: move_inputs(value, device))
     agreed = _agree(module, batch, loss)
     weight = _weight(agreed, batch.is_dummy, may_be_empty)
     args, kwargs = batch.args, batch.kwargs
@@ -186,6 +198,8 @@ def _zero_of(output: Any, share: torch.Tensor) -> torch.Tensor:
     tensors = [leaf for _, leaf in leaves(output) if isinstance(leaf, torch.Tensor) and leaf is not loss]
     # Backward has to pass through the same parameters as on the other ranks: FSDP reduces their gradients together.
     parts = [tensor.float().nan_to_num().sum() * 0.0 for tensor in tensors if tensor.requires_grad]
+    if not parts and not share.requires_grad:
+        return torch.zeros_like(share)  # nobody runs backward
     return torch.stack(parts).sum() if parts else share
 
 
@@ -210,8 +224,10 @@ def _share_of(
         # What was found out about it holds no longer; the next call probes it anew.
         forget(module)
         raise ValueError("the loss returned (sum, count) in an earlier call and a mean now; return one kind always")
-    if total < 0 or (total == 0 and not may_be_empty):
-        raise ValueError(f"the counts that the loss returned add up to {total:g}; skip a batch in which nothing counts")
+    if total < 0:
+        raise ValueError(f"the counts that the loss returned add up to {total:g}; a count is 0 or more")
+    if total == 0 and not may_be_empty:
+        raise EmptyBatchError("nothing counts: the counts that the loss returned add up to 0; skip this batch")
     return LossShare(result[0].float() * (1.0 / total if weight.factor and total else 0.0), total)
 
 

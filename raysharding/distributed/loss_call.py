@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -27,9 +28,14 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
         return None
 
 
+def positions_of(function: Callable[..., Any]) -> list[str]:
+    """Return the names of the parameters that can be passed by position; none for a builtin that does not tell."""
+    return [parameter.name for parameter in _parameters(function) or () if parameter.kind in _BY_POSITION]
+
+
 def position_of(function: Callable[..., Any], name: str) -> int | None:
     """Return the index of a parameter among those that can be passed by position, or `None`."""
-    names = [parameter.name for parameter in _parameters(function) or () if parameter.kind in _BY_POSITION]
+    names = positions_of(function)
     return names.index(name) if name in names else None
 
 
@@ -82,14 +88,28 @@ def _has_room(parameters: list[inspect.Parameter] | None, args: tuple[Any, ...],
 
 
 def run_loss(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: LossFunction | None
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    loss: LossFunction | None,
+    *,
+    compiled: bool = True,
 ) -> tuple[Any, Any]:
-    """Run a forward and the loss; return the output and the loss as it came: anything where the model's own is bad."""
+    """Run a forward and the loss; return the output and the loss as it came: anything where the model's own is bad.
+
+    Args:
+        module: The root.
+        args: Of the call.
+        kwargs: Of the call.
+        loss: The caller's loss function, or `None` for the model's own.
+        compiled: Whether a loss function that `torch.compile` made runs compiled. Default yes.
+    """
     if loss is None:
         output = module(*args, **kwargs)
         return output, find_loss(output)
     output = call_model(module, args, kwargs, loss)
-    return output, call_loss(loss, output, args, kwargs)
+    with contextlib.nullcontext() if compiled else torch.compiler.set_stance("force_eager"):
+        return output, call_loss(loss, output, args, kwargs)
 
 
 def find_loss(output: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +15,6 @@ import torch.distributed as dist
 from raysharding.checkpoint import (
     INDEX_NAME,
     MANIFEST_NAME,
-    SINGLE_NAME,
     DcpMetadata,
     DcpReader,
     DcpTensor,
@@ -30,10 +28,14 @@ from raysharding.checkpoint import (
     new_token,
     plan_files,
     read_dcp_metadata,
+    remove_left_overs,
     remove_staging,
     write_index,
     write_manifest,
 )
+from raysharding.checkpoint.dcp_metadata import METADATA_NAME
+from raysharding.checkpoint.save_files import is_weight_name
+from raysharding.checkpoint.staging import make_staging
 from raysharding.distributed.agreement import agree
 from raysharding.distributed.file_writing import MAX_FILE_BYTES
 from raysharding.distributed.metadata import broadcast_json
@@ -42,6 +44,7 @@ from raysharding.errors import CheckpointError
 BEAT_S = 5.0
 """Seconds between two messages from the rank that merges to those that wait."""
 TORCH_NAME = "pytorch_model.bin"
+_STAGED = "raysharding-merge"
 
 Progress = Callable[[int, int], None]
 """Called as `progress(bytes_done, bytes_total)`."""
@@ -88,7 +91,8 @@ def merge_fsdp_weights(
         safe_serialization: True: `model.safetensors`, or, over 5 GB, a set of files with an index. What is no tensor
             is left out with a warning, and nested state such as an optimizer's is refused. False: one
             `pytorch_model.bin`, which `torch.load(weights_only=True)` reads: nested state, numbers and lists too.
-        remove_checkpoint_dir: Remove `checkpoint_dir` when the output is on the disk.
+        remove_checkpoint_dir: Remove `.metadata` and the `*.distcp` files when the output is on the disk, and
+            `checkpoint_dir` with them where it holds nothing else.
 
     Raises:
         CheckpointError: On every rank, before anything is written: the directory is no sharded checkpoint
@@ -184,8 +188,14 @@ def _check_removal(source: str, output: str, remove: bool) -> None:
 
 
 def _remove(source: str, output: str) -> None:
+    """Remove a sharded checkpoint, and its directory where nothing else is in it."""
     try:
-        shutil.rmtree(source)
+        names = sorted(os.listdir(source))  # .metadata first: without it nobody opens the rest
+        for name in names:
+            if name == METADATA_NAME or name.endswith(".distcp"):
+                os.unlink(os.path.join(source, name))
+        if not os.listdir(source) and not os.path.islink(source):
+            os.rmdir(source)
     except OSError as error:
         what = f"is merged into {output}, but could not be removed: {error.strerror}"
         raise CheckpointError(what, path=source) from error
@@ -206,14 +216,16 @@ class _Staging:
     def __init__(self, output: str) -> None:
         self._output = output
         self._is_new = not os.path.isdir(output)
-        self.path = os.path.join(output, f".merge.tmp-{new_token()}")
+        self.path = ""
 
     def __enter__(self) -> str:
+        target = os.path.join(self._output, _STAGED)
         try:
             make_directory(self._output)
-            os.mkdir(self.path)
+            remove_left_overs(target)
+            self.path = make_staging(target, new_token())
         except OSError as error:
-            raise CheckpointError(f"cannot make a directory: {error.strerror}", path=self.path) from error
+            raise CheckpointError(f"cannot make a directory: {error.strerror}", path=target) from error
         return self.path
 
     def __exit__(self, error_type: object, error: BaseException | None, traceback: object) -> None:
@@ -269,9 +281,10 @@ def _write_safetensors(metadata: DcpMetadata, read: _Counted, staging: str, outp
             manifest.num_bytes,
         )
         index = (INDEX_NAME,)
-    # One of them shows what is there, and the other would show something else: a model that was there before.
-    stale = (SINGLE_NAME,) if index else (INDEX_NAME,)
-    commit_files(staging, output, (*files, MANIFEST_NAME, *index), remove=stale)
+    # What was there before under names of a model's files would be opened instead, or lie there for ever.
+    names = (*files, MANIFEST_NAME, *index)
+    stale = [name for name in os.listdir(output) if is_weight_name(name) and name not in names]
+    commit_files(staging, output, names, remove=stale)
     return _report(output, files, metadata.tensors, [value.key for value in metadata.values])
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from raysharding.config import Sharding
+from raysharding.distributed.connections import nobody_connects_later
 
 SHARD_AXIS = "shard"
 REPLICATE_AXIS = "replicate"
@@ -34,4 +37,5 @@ def init_mesh(device_type: str, sharding: Sharding | None = None) -> DeviceMesh:
     if replicate_size == 1:
         return init_device_mesh(device_type, (world_size,), mesh_dim_names=(SHARD_AXIS,))
     shape = (replicate_size, world_size // replicate_size)
-    return init_device_mesh(device_type, shape, mesh_dim_names=(REPLICATE_AXIS, SHARD_AXIS))
+    with nobody_connects_later() if device_type == "cpu" else nullcontext():
+        return init_device_mesh(device_type, shape, mesh_dim_names=(REPLICATE_AXIS, SHARD_AXIS))

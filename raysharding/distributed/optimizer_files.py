@@ -21,6 +21,7 @@ from torch import nn
 from raysharding.checkpoint import make_folder, write_file
 from raysharding.checkpoint.index import MAX_JSON_BYTES, read_beside
 from raysharding.checkpoint.location import storage_of
+from raysharding.checkpoint.names import OPTIMIZER_FOLDER, OPTIMIZER_NAME
 from raysharding.checkpoint.strict_json import parse_object
 from raysharding.checkpoint.uri import join_path, normal_path, split_path
 from raysharding.config import Loading
@@ -32,9 +33,6 @@ from raysharding.distributed.report import LoadReport
 from raysharding.distributed.tensor_table import TensorTable
 from raysharding.errors import CheckpointError, PlanError
 
-FOLDER = "optimizer"
-"""In the directory of a save."""
-OUTLINE_NAME = "raysharding.optimizer.json"
 FORMAT_VERSION = 1
 """The only one so far."""
 
@@ -65,11 +63,11 @@ def write_optimizer(
     Raises:
         CheckpointError: On every rank: the disk is full or failed.
     """
-    directory = join_path(staging, FOLDER)
+    directory = join_path(staging, OPTIMIZER_FOLDER)
     error: Exception | None = None
     if dist.get_rank() == 0:
         try:
-            make_folder(staging, FOLDER)
+            make_folder(staging, OPTIMIZER_FOLDER)
         except CheckpointError as raised:
             error = raised
     agree(error, group=group)
@@ -79,7 +77,7 @@ def write_optimizer(
     try:
         written.finish(directory)
         found = {"format_version": FORMAT_VERSION, "outline": outline}
-        write_file(directory, OUTLINE_NAME, json.dumps(found).encode("ascii"))
+        write_file(directory, OPTIMIZER_NAME, json.dumps(found).encode("ascii"))
     except Exception as raised:  # noqa: BLE001 - the other ranks wait to hear of it
         return raised
     return None
@@ -94,7 +92,7 @@ def has_optimizer_state(checkpoint: str | os.PathLike[str]) -> bool:
     Raises:
         CheckpointError: The path cannot be looked at.
     """
-    path = join_path(beside(checkpoint, FOLDER), OUTLINE_NAME)
+    path = join_path(beside(checkpoint, OPTIMIZER_FOLDER), OPTIMIZER_NAME)
     return storage_of(path).find(path).kind != "missing"
 
 
@@ -149,7 +147,7 @@ class OptimizerLoad:
         cls, module: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: str | os.PathLike[str]
     ) -> OptimizerLoad:
         """Read and compare all but the tensors; collective. Raises as `load_optimizer_state` before data moves."""
-        directory = beside(checkpoint, FOLDER)
+        directory = beside(checkpoint, OPTIMIZER_FOLDER)
         target = OptimizerSnapshot.from_outline(from_rank_0(partial(_read_outline, module, directory)), module)
         misfit: PlanError | None = None
         try:
@@ -160,9 +158,13 @@ class OptimizerLoad:
         agree(misfit)
         return cls(module, optimizer, directory, target)
 
+    def table(self) -> TensorTable:
+        """Return the state's tensors, to be given memory where the module's shards have theirs."""
+        return TensorTable(self.target.tensors, like=self.module)
+
     def run(self, loading: Loading | None, progress: Progress | None, stall_s: float) -> LoadReport:
         """Bring the tensors, and put all into the optimizer; collective."""
-        table = TensorTable(self.target.tensors)
+        table = self.table()
         options = replace(loading or Loading(), dtype=None, strict=True, key_mapping=None, mmap=False)
         report = load_checkpoint(table, self.directory, loading=options, progress=progress, stall_s=stall_s)
         self.target.apply(self.module, self.optimizer, table.tensors)
@@ -176,8 +178,8 @@ def beside(checkpoint: str | os.PathLike[str], folder: str) -> str:
 
 
 def _read_outline(module: nn.Module, directory: str) -> Any:
-    path = join_path(directory, OUTLINE_NAME)
-    data = read_beside(storage_of(directory), directory, OUTLINE_NAME, MAX_JSON_BYTES)
+    path = join_path(directory, OPTIMIZER_NAME)
+    data = read_beside(storage_of(directory), directory, OPTIMIZER_NAME, MAX_JSON_BYTES)
     if data is None:
         what = "holds no optimizer state: save with an optimizer, or load the model alone"
         raise CheckpointError(what, path=split_path(directory)[0])

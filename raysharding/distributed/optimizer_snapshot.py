@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from raysharding.distributed.layout import local_tensor
 from raysharding.distributed.schedules import schedule_of
 from raysharding.distributed.sharded_module import reshard
 from raysharding.distributed.tensor_table import meta_like
@@ -47,25 +48,37 @@ class OptimizerSnapshot:
     """Name of the class of its schedule, and the state of that; `None` where it has none."""
 
     @classmethod
-    def of(cls, module: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerSnapshot:
+    def of(
+        cls, module: nn.Module, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any] | None = None
+    ) -> OptimizerSnapshot:
         """Look at an optimizer; each rank alone, no collective.
 
+        Args:
+            module: The sharded root module.
+            optimizer: Over its parameters.
+            state_dict: Its `state_dict()`, changed maybe. Default: what the optimizer holds.
+
         Raises:
-            ValueError: It holds a parameter that is not the module's.
+            ValueError: It holds a parameter that is not the module's, or `state_dict` is not of its param groups.
         """
+        # What the optimizer holds is keyed by the parameters themselves, a state dict by ids in the same order.
+        given = optimizer.param_groups if state_dict is None else state_dict["param_groups"]
+        held_state = optimizer.state if state_dict is None else state_dict["state"]
+        if [len(held["params"]) for held in given] != [len(group["params"]) for group in optimizer.param_groups]:
+            raise ValueError("optim_state_dict: its param groups are not the optimizer's")
         names = parameter_names(module)
         groups: list[dict[str, Any]] = []
         state: dict[str, Mapping[str, Any]] = {}
-        for group in optimizer.param_groups:
+        for group, held in zip(optimizer.param_groups, given, strict=True):
             fqns = [_name_of(names, parameter) for parameter in group["params"]]
-            groups.append({**_hyperparameters(group), "params": fqns})
-            for fqn, parameter in zip(fqns, group["params"], strict=True):
-                if parameter in optimizer.state:
-                    state[fqn] = optimizer.state[parameter]
+            groups.append({**_hyperparameters(held), "params": fqns})
+            for fqn, key in zip(fqns, held["params"], strict=True):
+                if key in held_state:
+                    state[fqn] = held_state[key]
         values, tensors = split_state(state)
         schedule = schedule_of(optimizer)
-        held = None if schedule is None else (type(schedule).__name__, schedule.state_dict())
-        return cls(tuple(groups), values, tensors, tuple(state), type(optimizer).__name__, held)
+        scheduled = None if schedule is None else (type(schedule).__name__, schedule.state_dict())
+        return cls(tuple(groups), values, tensors, tuple(state), type(optimizer).__name__, scheduled)
 
     def outline(self) -> dict[str, Any]:
         """What there is, as JSON: enough to make a like optimizer's state without its tensors' contents.
@@ -131,6 +144,10 @@ class OptimizerSnapshot:
             state[fqn][name] = tensor
         return state
 
+    def state_dict(self, tensors: Mapping[str, Any], *, on_cpu: bool) -> dict[str, Any]:
+        """`state` and the param groups, as an optimizer state dict by FQN; see `state` for the arguments."""
+        return {"state": self.state(tensors, on_cpu=on_cpu), "param_groups": [dict(held) for held in self.groups]}
+
     def misfit(self, current: OptimizerSnapshot, told: str) -> PlanError | None:
         """What keeps this snapshot from being put into an optimizer: class and param groups are compared.
 
@@ -167,7 +184,11 @@ class OptimizerSnapshot:
         parameters = {fqn: parameter for parameter, fqn in parameter_names(module).items()}
         optimizer.state.clear()
         for fqn, held in self.state(tensors).items():
-            optimizer.state[parameters[fqn]] = held
+            parameter = parameters[fqn]
+            device = local_tensor(parameter).device
+            # What every rank holds whole came to the mesh's device; it steps where its parameter is.
+            whole = {name: value.to(device) for name, value in held.items() if _is_whole(value)}
+            optimizer.state[parameter] = {**held, **whole}
         for old, group in zip(self.groups, optimizer.param_groups, strict=True):
             for key, value in old.items():
                 if key == "params":
@@ -179,6 +200,11 @@ class OptimizerSnapshot:
         schedule = schedule_of(optimizer)
         if schedule is not None and self.schedule is not None:
             schedule.load_state_dict(dict(self.schedule[1]))
+
+
+def _is_whole(value: Any) -> bool:
+    """Whether a value is state that every rank holds whole: torch keeps 0-dim state in host memory."""
+    return isinstance(value, torch.Tensor) and value.ndim > 0 and not isinstance(value, DTensor)
 
 
 def split_state(
@@ -231,12 +257,14 @@ def state_like(parameter: torch.Tensor, shape: Sequence[int], dtype: torch.dtype
 _KIND = "kind"
 
 
-def encode(value: Any, where: str) -> Any:
+def encode(value: Any, where: str, tensors: list[torch.Tensor] | None = None) -> Any:
     """A hyperparameter or 0-dim state value as JSON.
 
     Args:
         value: Number, text, `None`, 0-dim tensor, or lists, tuples and dicts (keys of text) of them.
         where: What it is, for the error.
+        tensors: Gets the tensors of any shape, for which the result has their place in it. Default: 0-dim ones alone
+            are taken, by value.
 
     Raises:
         ValueError: It is something else.
@@ -246,33 +274,40 @@ def encode(value: Any, where: str) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, list):
-        return [encode(item, where) for item in value]
+        return [encode(item, where, tensors) for item in value]
     if isinstance(value, tuple):
-        return {_KIND: "tuple", "items": [encode(item, where) for item in value]}
+        return {_KIND: "tuple", "items": [encode(item, where, tensors) for item in value]}
     if isinstance(value, Counter):
         return {_KIND: "counter", "items": sorted(value.elements())}  # milestones of a schedule
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {_KIND: "dict", "items": {key: encode(item, f"{where}: {key}") for key, item in value.items()}}
+        items = {key: encode(item, f"{where}: {key}", tensors) for key, item in value.items()}
+        return {_KIND: "dict", "items": items}
+    if tensors is not None and isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return {_KIND: "place", "item": len(tensors) - 1}
     if isinstance(value, torch.Tensor) and value.ndim == 0 and not value.is_complex():
         dtype = str(value.dtype).removeprefix("torch.")
         return {_KIND: "tensor", "item": encode(value.item(), where), "dtype": dtype, "device": value.device.type}
-    raise ValueError(f"{where} is a {type(value).__name__}: an optimizer's state holds tensors, numbers and text")
+    what = "it may be a tensor, number or text, or a list, tuple or dict (keys of text) of them"
+    raise ValueError(f"{where} is a {type(value).__name__}: {what}")
 
 
-def decode(value: Any) -> Any:
+def decode(value: Any, tensors: Sequence[torch.Tensor] = ()) -> Any:
     """Undo `encode`. A 0-dim tensor comes back where it was: in host memory, or on the current device of that type."""
     if isinstance(value, list):
-        return [decode(item) for item in value]
+        return [decode(item, tensors) for item in value]
     if not isinstance(value, dict):
         return value
     if value[_KIND] == "tuple":
-        return tuple(decode(item) for item in value["items"])
+        return tuple(decode(item, tensors) for item in value["items"])
     if value[_KIND] == "float":
         return float(value["item"])
     if value[_KIND] == "counter":
         return Counter(value["items"])
     if value[_KIND] == "dict":
-        return {key: decode(item) for key, item in value["items"].items()}
+        return {key: decode(item, tensors) for key, item in value["items"].items()}
+    if value[_KIND] == "place":
+        return tensors[value["item"]]
     if value[_KIND] != "tensor":
         raise ValueError(f"no kind of value is called {value[_KIND]!r}")
     device = value["device"] if value["device"] == "cpu" or torch.cuda.is_available() else "cpu"

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from raysharding.distributed.agreement import agree, from_rank_0
 from raysharding.distributed.gathering import gather_tensors
-from raysharding.distributed.layout import message_device
+from raysharding.distributed.layout import local_tensor, message_device
 from raysharding.distributed.optimizer_snapshot import OptimizerSnapshot, parameter_names, split_state, state_like
 from raysharding.distributed.state_dict_loading import distribute_state_dict
 from raysharding.distributed.tensor_table import cut
@@ -30,7 +30,9 @@ OptimInput = Sequence[Mapping[str, Any]] | Iterable[torch.Tensor]
 """What an optimizer was made of: parameters, or param groups."""
 
 
-def agreed_snapshot(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> OptimizerSnapshot | None:
+def agreed_snapshot(
+    module: nn.Module, optimizer: torch.optim.Optimizer | None, state_dict: Mapping[str, Any] | None = None
+) -> OptimizerSnapshot | None:
     """What the optimizer holds, once every rank was seen to hold the like; collective. `None` where none has any.
 
     Raises:
@@ -42,7 +44,7 @@ def agreed_snapshot(module: nn.Module, optimizer: torch.optim.Optimizer | None) 
     error: Exception | None = None
     try:
         if optimizer is not None:
-            snapshot = OptimizerSnapshot.of(module, optimizer)
+            snapshot = OptimizerSnapshot.of(module, optimizer, state_dict)
             outline = snapshot.outline()
             held = {fqn: sorted(values) for fqn, values in outline.pop("values").items()}
             digest = sha256(repr((outline, held)).encode()).hexdigest()
@@ -90,11 +92,25 @@ def full_optim_state_dict(
     require_default_group(group)
     snapshot = agreed_snapshot(model, optim)
     assert snapshot is not None, "there is an optimizer"
+    return gathered(snapshot, model, rank0_only=rank0_only)
+
+
+def gathered(snapshot: OptimizerSnapshot, model: nn.Module, *, rank0_only: bool, on_cpu: bool = True) -> dict[str, Any]:
+    """A full optimizer state dict; collective.
+
+    Args:
+        snapshot: What the optimizer holds.
+        model: The sharded root module.
+        rank0_only: The other ranks get an empty dict.
+        on_cpu: In host memory; if not, on the shards' device.
+    """
     ranks = (0,) if rank0_only else tuple(range(dist.get_world_size()))
     full = gather_tensors(snapshot.tensors, ranks, message_device(model))
     if dist.get_rank() not in ranks:
         return {}
-    return {"state": snapshot.state(full, on_cpu=True), "param_groups": [dict(held) for held in snapshot.groups]}
+    if not on_cpu:
+        full = {key: value.to(local_tensor(snapshot.tensors[key]).device) for key, value in full.items()}
+    return snapshot.state_dict(full, on_cpu=on_cpu)
 
 
 def shard_full_optim_state_dict(
@@ -170,7 +186,7 @@ def scatter_full_optim_state_dict(
     problems = order.unknown(target.names)
     groups = order.groups(target.groups, problems)
     agree(_misfit(problems))  # each rank was given its own `optim`
-    tensors = distribute_state_dict(values, target.tensors)
+    tensors = distribute_state_dict(values, target.tensors, like=model)
     state = {order.ids[fqn]: held for fqn, held in target.state(tensors).items()}
     return {"state": dict(sorted(state.items())), "param_groups": groups}
 

@@ -369,6 +369,8 @@ def _problems(module: nn.Module, fit: Fit, loading: Loading) -> list[str]:
     """Everything that keeps the load from being carried out, a line each."""
     keys = fit.keys
     problems = keys.mismatches(strict=loading.strict)
+    if loading.strict and fit.held is not None:
+        problems += fit.held.mismatches
     refused = set(keys.missing) if loading.strict else set()
     problems += missing_rules(module, [name for name in fit.initialise if name not in refused], loading.seed)
     if keys.doubled:

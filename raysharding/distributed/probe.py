@@ -15,8 +15,10 @@ import torch.distributed as dist
 from torch import nn
 
 from raysharding.batch import RankBatch
+from raysharding.distributed.index_checks import IndexChecks
 from raysharding.distributed.labels import IGNORED_LABEL, IGNORED_PIXEL, INTEGER_KINDS, LabelKind, Labels
 from raysharding.distributed.loss_call import LossFunction, run_loss
+from raysharding.distributed.loss_history import not_finite
 from raysharding.distributed.loss_identity import identity
 from raysharding.distributed.metadata import metadata_device
 from raysharding.distributed.recovery import recover, without_trace
@@ -71,7 +73,9 @@ def forget(module: nn.Module) -> None:
 
 
 def find_traits(module: nn.Module, batch: RankBatch, loss: LossFunction | None, labels: Labels) -> LossTraits:
-    """Probe what the loss does and remember it; collective.
+    """Probe what the loss does and remember it, unless no label of the batch counts; collective.
+
+    Model and loss run on labels that the caller never had; see `loss.weigh`.
 
     Args:
         module: The sharded root module.
@@ -80,10 +84,14 @@ def find_traits(module: nn.Module, batch: RankBatch, loss: LossFunction | None, 
         labels: The call's labels, of equal kind on every rank.
 
     Raises:
-        ValueError: On every rank, when the ranks' losses do not make up one process's (see `weighing.Weigher`).
+        ValueError: On every rank, when the ranks' losses do not make up one process's (see `weighing.Weigher`), or are
+            not finite, so that nothing can be told from them.
     """
-    with without_trace(module):
-        traits = _Probe(module, batch, loss, labels).run()
+    # Labels are made up here that a loss may take for classes: -100 where it leaves out 255.
+    with without_trace(module), IndexChecks():  # type: ignore[no-untyped-call]
+        traits, is_shown = _Probe(module, batch, loss, labels).run()
+    if not is_shown:
+        return traits
     known = _found.setdefault(module, {})
     while len(known) >= _MAX_REMEMBERED:
         known.pop(next(iter(known)))
@@ -103,55 +111,72 @@ class _Probe:
     loss: LossFunction | None
     labels: Labels
 
-    def run(self) -> LossTraits:
-        valid, traits = self._traits()
-        flags = [traits.honours_count, traits.shifts_labels, traits.ignores_255, traits.returns_pair]
+    def run(self) -> tuple[LossTraits, bool]:
+        """Return what the loss does, and whether this batch has labels that show it."""
+        is_integer = self.labels.kind in INTEGER_KINDS
+        valid = self._valid_label() if is_integer else None
+        counting = self._all_counting(valid or 0) if is_integer else self.labels.tensor
+        is_pair, honours, value = self._first_look(counting)
+        lacks_labels = is_integer and valid is None
         # Ranks that went on with different denominators would train on a wrong loss, silently: one answer for all.
-        honours, shifts, pixels, pair = agree(flags)
-        traits = LossTraits(honours, shifts, pixels, pair)
-        if traits.returns_pair or traits.honours_count:
-            return traits
+        is_pair, is_finite, all_lack = agree([is_pair, math.isfinite(value) or lacks_labels, lacks_labels])
+        if is_pair:
+            return LossTraits(returns_pair=True), True
+        if not is_finite:
+            raise not_finite(self.module, self.batch, value)
+        masks = self._masks(valid or 0) if is_integer else (False, False)
+        honours, shifts, pixels = agree([honours, *masks])
+        traits = LossTraits(honours, shifts, pixels)
+        if traits.honours_count or all_lack:
+            return traits, not all_lack
         weigher = Weigher(self.module, self.loss, counted_field(self.labels.kind, traits))
-        return replace(traits, weighing=weigher.find(self.batch, self.labels, valid))
+        return replace(traits, weighing=weigher.find(self.batch, self.labels, valid or 0)), True
 
-    def _traits(self) -> tuple[int, LossTraits]:
-        """A label that counts, and what this rank found."""
-        labels, kind = self.labels.tensor, self.labels.kind
-        if labels is None or kind is LabelKind.FLOAT:
-            if self._returns_pair(labels):
-                return 0, LossTraits(returns_pair=True)
-            return 0, LossTraits(honours_count=labels is not None and self._honours_count(labels))
-        masked = labels == IGNORED_LABEL
-        # A label that counts is valid wherever it stands; a rank that has none takes class 0.
-        valid = int(labels[~masked][0]) if bool((~masked).any()) else 0
-        counting = torch.where(masked, valid, labels)
-        if self._returns_pair(counting):
-            return valid, LossTraits(returns_pair=True)
-        honours = self._honours_count(counting)
-        if labels.ndim < 2:
-            return valid, LossTraits(honours_count=honours)
-        first_only = torch.full_like(labels, IGNORED_LABEL)
-        first_only.narrow(self.labels.position_dim, 0, 1).fill_(valid)
-        shifts = kind is LabelKind.TOKENS and self._is_empty(first_only)
-        pixels = kind is LabelKind.PIXELS and self._anywhere(labels == IGNORED_PIXEL)
-        return valid, LossTraits(honours, shifts, pixels and self._is_empty(torch.full_like(labels, IGNORED_PIXEL)))
+    def _counted(self) -> torch.Tensor:
+        """Which of the labels are no masks, as far as that is known yet."""
+        labels = self.labels.tensor
+        assert labels is not None
+        counted = labels != IGNORED_LABEL
+        return counted & (labels != IGNORED_PIXEL) if self.labels.kind is LabelKind.PIXELS else counted
 
-    def _returns_pair(self, labels: torch.Tensor | None) -> bool:
-        """Whether the caller's loss function returns (sum, count)."""
-        return self.loss is not None and isinstance(self._run(labels), tuple)
+    def _valid_label(self) -> int | None:
+        """A label that counts, which is valid wherever it stands; `None` where this rank has none."""
+        assert self.labels.tensor is not None
+        found = self.labels.tensor[self._counted()]
+        return int(found[0]) if found.numel() else None
 
-    def _honours_count(self, labels: torch.Tensor) -> bool:
-        """Whether the model's loss is a sum over the count that it is given, and nothing else besides."""
+    def _all_counting(self, valid: int) -> torch.Tensor:
+        assert self.labels.tensor is not None
+        return torch.where(self._counted(), self.labels.tensor, valid)
+
+    def _first_look(self, labels: torch.Tensor | None) -> tuple[bool, bool, float]:
+        """Whether the caller's loss function returns (sum, count); whether the model honours the count; the loss."""
         if self.loss is not None:
-            return False
+            found = self._run(labels)
+            return isinstance(found, tuple), False, _number(found)
+        return (False, False, 1.0) if labels is None else (False, *self._honours_count(labels))
+
+    def _honours_count(self, labels: torch.Tensor) -> tuple[bool, float]:
+        """Whether the model's loss is a sum over the count that it is given, and nothing else besides; and the loss."""
         try:
             one = self._evaluate(labels, num_items_in_batch=1)
             many = self._evaluate(labels, num_items_in_batch=_LARGE_COUNT)
         except TypeError:
             # The forward refuses the argument, so it does not honour it. Any other cause shows in the real forward.
             recover(self.module, in_backward=False)
-            return False
-        return math.isfinite(one) and one != 0 and math.isclose(one, many * _LARGE_COUNT, rel_tol=1e-3)
+            return False, self._evaluate(labels)
+        return one != 0 and math.isclose(one, many * _LARGE_COUNT, rel_tol=1e-3), one
+
+    def _masks(self, valid: int) -> tuple[bool, bool]:
+        """Whether labels at position 0 never count; whether 255 never does. Collective."""
+        labels, kind = self.labels.tensor, self.labels.kind
+        assert labels is not None
+        if kind is LabelKind.TOKENS:
+            first_only = torch.full_like(labels, IGNORED_LABEL)
+            first_only.narrow(self.labels.position_dim, 0, 1).fill_(valid)
+            return self._is_empty(first_only), False
+        pixels = kind is LabelKind.PIXELS and self._anywhere(labels == IGNORED_PIXEL)
+        return False, pixels and self._is_empty(torch.full_like(labels, IGNORED_PIXEL))
 
     def _is_empty(self, labels: torch.Tensor) -> bool:
         """Whether none of these labels counts: the mean over none is NaN, or 0 where the model guards against that."""
@@ -172,13 +197,16 @@ class _Probe:
         return bool(votes.item())
 
     def _evaluate(self, labels: torch.Tensor, **extra: int) -> float:
-        """The loss for these labels; 1 (a finite mean that follows nothing) where there is none to look at."""
-        value = self._run(labels, **extra)
-        usable = isinstance(value, torch.Tensor) and value.numel() == 1
-        return float(value.float()) if usable else 1.0
+        return _number(self._run(labels, **extra))
 
     def _run(self, labels: torch.Tensor | None, **extra: int) -> Any:
         args, kwargs = self.batch.args, self.batch.kwargs
         if labels is not None:
             args, kwargs = self.labels.put(args, kwargs, labels)
-        return run_loss(self.module, args, {**kwargs, **extra}, self.loss)[1]
+        return run_loss(self.module, args, {**kwargs, **extra}, self.loss, compiled=False)[1]
+
+
+def _number(value: Any) -> float:
+    """A loss; 1 (a finite mean that follows nothing) where there is none to look at."""
+    usable = isinstance(value, torch.Tensor) and value.numel() == 1
+    return float(value.float()) if usable else 1.0

@@ -14,6 +14,8 @@ import secrets
 import socket
 import struct
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -22,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # public, not re-exported
 
+from raysharding.distributed.connections import nobody_connects_later
 from raysharding.distributed.reachability import check_reachable, listen
 from raysharding.errors import RendezvousError
 
@@ -110,14 +113,15 @@ def join_process_group(
         check_reachable(store, rank, addresses, max(1.0, until - time.monotonic()))
     is_cuda = device.type == "cuda"
     try:
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
-            store=store,
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout_s),
-            device_id=device if is_cuda else None,
-        )
+        with nullcontext() if is_cuda else nobody_connects_later():
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
+                store=store,
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=timeout_s),
+                device_id=device if is_cuda else None,
+            )
     except RuntimeError as error:  # `DistError`, and what gloo raises on its own
         message = f"rank {rank} met all ranks at {address.host}:{address.port} but cannot connect to them: {error}"
         raise RendezvousError(message) from error
@@ -127,6 +131,32 @@ def leave_process_group() -> None:
     """Destroy the default process group of this rank, if there is one. Not a collective."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def exists(group: dist.ProcessGroup) -> bool:
+    """Return True if nobody has destroyed a process group that this rank was in; no collective."""
+    try:
+        return dist.is_initialized() and dist.get_rank(group) >= 0
+    except ValueError:  # there is a default group, but not this one
+        return False
+
+
+def collective_counters(group: dist.ProcessGroup) -> list[Callable[[], int]]:
+    """Return what tells how many collectives this rank has begun in a process group, for each backend that counts.
+
+    gloo also counts what is sent and received, NCCL does not.
+    """
+    # torch has no public way. A group of several backends has no number of its own, but each of them has.
+    backends: list[Any] = [group._get_backend(device) for device in group._device_types]
+    return [backend._get_sequence_number_for_group for backend in backends if _counts(backend)]
+
+
+def _counts(backend: Any) -> bool:
+    try:
+        backend._get_sequence_number_for_group()
+    except RuntimeError:  # "does not yet support sequence numbers", as a backend of a vendor's may not
+        return False
+    return True
 
 
 def _connect(address: StoreAddress, rank: int, node_ip: str, rendezvous_s: float) -> TCPStore:

@@ -8,7 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from raysharding.distributed.execution import forget_execution_order
 from raysharding.distributed.gradient_sync import drop_unreduced_gradients
+from raysharding.distributed.layout import computes_on_cuda
 from raysharding.distributed.sharded_module import fsdp_modules, reshard
 
 
@@ -38,20 +40,43 @@ def recover(module: nn.Module, *, in_backward: bool) -> bool:
     reshard(module)
     module.zero_grad(set_to_none=True)
     drop_unreduced_gradients(module)
+    if computes_on_cuda(module):
+        torch.cuda.synchronize()  # nothing before this tells a dead context from one that works
     return has_reset or not in_backward
 
 
-def recover_after(error: BaseException, module: nn.Module, *, in_backward: bool) -> bool:
-    """`recover` for use in an `except` block: a failure of its own is noted on `error`, which stays the cause.
+def reset(module: nn.Module, *, in_backward: bool = True) -> bool:
+    """`recover` where a whole call has failed: no rank goes on with it. Each rank alone, no collective.
+
+    Args:
+        module: The root module.
+        in_backward: As for `recover`. Default: nobody knows.
 
     Returns:
-        Whether later steps are right; false where `recover` failed.
+        As `recover`.
+    """
+    is_right = recover(module, in_backward=in_backward)
+    # Ranks may have failed at different places: what they ran says nothing about the next forward.
+    forget_execution_order(module)
+    return is_right
+
+
+def recover_after(error: BaseException, module: nn.Module, *, in_backward: bool) -> bool:
+    """`reset` for use in an `except` block: a failure of its own is noted on `error`, which stays the cause.
+
+    Returns:
+        Whether later steps are right; false where `reset` failed, or a device has.
     """
     try:
-        return recover(module, in_backward=in_backward)
+        return reset(module, in_backward=in_backward) and not is_device_error(error)
     except Exception as failure:  # noqa: BLE001 - the user's error is the one to report
         error.add_note(f"raysharding: resetting the module failed too: {type(failure).__name__}: {failure}")
         return False
+
+
+def is_device_error(error: BaseException | None) -> bool:
+    """Return True if a GPU raised an exception, or its cause: what is on it cannot be used any more."""
+    return error is not None and (isinstance(error, torch.AcceleratorError) or is_device_error(error.__cause__))
 
 
 @contextmanager
@@ -70,6 +95,10 @@ def module_mode(module: nn.Module, *, training: bool) -> Iterator[None]:
 @contextmanager
 def without_trace(module: nn.Module) -> Iterator[None]:
     """Run forwards in eval mode, without gradients, leaving modes and random-number state as they were."""
-    cuda = {parameter.device for parameter in module.parameters() if parameter.device.type == "cuda"}
-    with module_mode(module, training=False), torch.random.fork_rng(devices=list(cuda)), torch.no_grad():
+    with module_mode(module, training=False), torch.random.fork_rng(devices=generator_devices(module)), torch.no_grad():
         yield
+
+
+def generator_devices(module: nn.Module) -> list[int]:
+    """GPUs whose random generators a module's forward draws from, for `fork_rng`, which knows the CPU's."""
+    return [torch.cuda.current_device()] if computes_on_cuda(module) else []

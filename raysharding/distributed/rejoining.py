@@ -9,10 +9,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from raysharding.config import Sharding
-from raysharding.distributed.execution import forget_execution_order
 from raysharding.distributed.gradient_sync import fsdp_groups
 from raysharding.distributed.mesh import init_mesh
-from raysharding.distributed.recovery import recover
+from raysharding.distributed.recovery import reset
+from raysharding.distributed.same_parameters import compare_before_forward
 
 
 def rejoin(module: nn.Module, mesh: DeviceMesh, sharding: Sharding) -> None:
@@ -40,9 +40,9 @@ def rejoin(module: nn.Module, mesh: DeviceMesh, sharding: Sharding) -> None:
             raise RuntimeError("reshard_after_forward is a number of ranks, which have a process group of their own")
         _renew(group.mesh_info)
     # Only now: what an aborted backward left may have to be reduced before it is dropped.
-    if not recover(module, in_backward=True):
+    if not reset(module):
         raise RuntimeError("this torch cannot reset a module after an aborted backward")
-    forget_execution_order(module)
+    compare_before_forward(module)  # the first comparison may have ended on some ranks only
 
 
 def _group_names(mesh: DeviceMesh) -> list[str]:

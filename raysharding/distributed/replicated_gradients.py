@@ -15,6 +15,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -30,12 +31,23 @@ MESSAGE_BYTES = 64 << 20
 """Gradients in one all-reduce; a larger one goes alone."""
 
 
+_left_alone: WeakSet[nn.Module] = WeakSet()
+"""Modules whose parameters' gradients are each rank's own: `Sharding(average_ignored_gradients=False)`."""
+
+
+def leave_gradients_alone(modules: Iterable[nn.Module]) -> None:
+    """Say that the gradients of parameters that these modules hold themselves are not averaged."""
+    _left_alone.update(modules)
+
+
 def reduce_replicated_gradients(module: nn.Module) -> None:
     """Average the gradients of parameters that are not sharded (0-dim, ignored) over all ranks; collective.
 
-    A module from `shard_module` does this at the end of every backward. A rank on which such a parameter got no
-    gradient counts as zeros; where no rank has one, it stays `None`, so that an optimizer skips it as it would in one
-    process. Twice is as good as once. Wire: the parameters' own bytes, in fp32 or wider, once around.
+    A module from `shard_module` does this at the end of every backward that its outputs lead to: call it after one
+    that they do not (a `UserWarning` says so). A rank on which such a parameter got no gradient counts as zeros; where
+    no rank has one, it stays `None`, so that an optimizer skips it as it would in one process. Twice is as good as
+    once. `Sharding(average_ignored_gradients=False)` leaves those of ignored modules alone. Wire: the parameters' own
+    bytes, in fp32 or wider, once around.
 
     Args:
         module: The sharded root module, after backward.
@@ -45,14 +57,22 @@ def reduce_replicated_gradients(module: nn.Module) -> None:
 
 
 def replicated_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Trainable parameters that FSDP does not manage, in module order; no collective."""
+    """Trainable parameters that FSDP does not manage, and whose gradients are averaged, in module order."""
+    alone = {id(parameter) for parameter in parameters_left_alone(module)}
+    return [item for item in plain_parameters(module) if item.requires_grad and id(item) not in alone]
+
+
+def parameters_left_alone(module: nn.Module) -> list[nn.Parameter]:
+    """Parameters whose gradients are each rank's own; no collective."""
+    holders = [submodule for submodule in module.modules() if submodule in _left_alone]
+    return [parameter for holder in holders for parameter in holder.parameters(recurse=False)]
+
+
+def plain_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Parameters that FSDP does not manage, in module order; no collective."""
     # After a forward without a backward, full parameters stand in the place of shards: they are no replicas.
     full = {id(item._unsharded_param) for item in _managed(module) if hasattr(item, "_unsharded_param")}
-    return [
-        parameter
-        for parameter in module.parameters()
-        if parameter.requires_grad and not isinstance(parameter, DTensor) and id(parameter) not in full
-    ]
+    return [item for item in module.parameters() if not isinstance(item, DTensor) and id(item) not in full]
 
 
 def _managed(module: nn.Module) -> Iterator[Any]:
@@ -121,8 +141,8 @@ class _Reduction:
             self._warned = True
             warnings.warn(
                 f"no tensor is found in the output, a {type(output).__name__}: call "
-                "raysharding.distributed.replicated_gradients.reduce_replicated_gradients(module) after each backward, "
-                "or return a dict, tuple or dataclass",
+                "raysharding.distributed.reduce_replicated_gradients(module) after each backward, or return a dict, "
+                "tuple or dataclass",
                 UserWarning,
                 stacklevel=2,
             )

@@ -36,6 +36,7 @@ from raysharding.distributed.metadata import broadcast_json
 from raysharding.distributed.new_optimizer import make_optimizer
 from raysharding.distributed.optimizer_snapshot import OptimizerSnapshot
 from raysharding.distributed.plan import BUCKET_BYTES
+from raysharding.distributed.same_parameters import compare_before_forward
 from raysharding.distributed.sharded_module import reshard
 from raysharding.distributed.tensor_table import TensorTable
 from raysharding.errors import PlanError
@@ -102,6 +103,7 @@ def copy_replicas(
         error = raised
     # A rank that is done must not begin the next call while another could not finish its part.
     agree(error)
+    compare_before_forward(copy.module)  # the new ranks will, and no rank may do it alone
     return copy.optimizer
 
 
@@ -156,7 +158,7 @@ class _Copy:
         if outline["optimizer"] is not None:
             self._make_optimizer(outline["optimizer"], factory)
             assert self._target is not None, "just made"
-            self._state = TensorTable(self._target.tensors)
+            self._state = TensorTable(self._target.tensors, like=self.module)
             materialize(self._state, device)
         named = module_tensors(self.module)
         if self._state is not None and self._target is not None:

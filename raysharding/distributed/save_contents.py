@@ -14,8 +14,10 @@ from raysharding.checkpoint import ADAPTER_NAME
 from raysharding.distributed.file_writing import total_bytes
 from raysharding.distributed.gathering import saved_tensors
 from raysharding.distributed.layout import local_tensor
+from raysharding.distributed.once import warn_once
 from raysharding.distributed.optimizer_state import agreed_snapshot
 from raysharding.distributed.prefault import back
+from raysharding.distributed.replicated_gradients import parameters_left_alone
 from raysharding.distributed.training_files import Position, training_state
 from raysharding.models import AdapterNames, SavedTensor, saved_layout
 
@@ -44,6 +46,10 @@ class SaveContents:
         Raises:
             PlanError: On every rank: the optimizer's state cannot be saved, or differs between ranks.
         """
+        if alone := parameters_left_alone(module):
+            warn_once(
+                f"{len(alone)} parameters are each rank's own (average_ignored_gradients=False): rank 0's are saved"
+            )
         tensors, layout = model_contents(module)
         file_name = None if AdapterNames.of(module) is None else ADAPTER_NAME
         snapshot = agreed_snapshot(module, optimizer)

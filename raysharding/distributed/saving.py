@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -15,9 +15,12 @@ from torch import nn
 
 from raysharding.checkpoint import (
     Checkpoint,
+    SaveRecord,
     check_numbered,
     commit_staging,
     create_staging,
+    new_token,
+    remove_left_overs,
     remove_older,
     remove_staging,
     write_file,
@@ -25,6 +28,8 @@ from raysharding.checkpoint import (
 from raysharding.checkpoint.index import list_sidecar_files, read_sidecar
 from raysharding.checkpoint.location import storage_of
 from raysharding.checkpoint.names import ADAPTER_CONFIG_NAME
+from raysharding.checkpoint.save_files import is_save_name
+from raysharding.checkpoint.save_record import own_sidecars
 from raysharding.checkpoint.uri import is_remote, normal_path
 from raysharding.distributed.agreement import agree, from_rank_0
 from raysharding.distributed.file_writing import Written, total_bytes, write_tensors
@@ -62,6 +67,10 @@ def save_checkpoint(
     An object store has no rename. There the index is written last, and nothing is a checkpoint without it; a checkpoint
     that is to be overwritten is removed first.
 
+    Of a directory that is overwritten only what a save writes is replaced: weights, index, JSON of ours, config.json,
+    generation_config.json, the folders `optimizer` and `training`, and small files that a save has copied there and
+    nobody has changed. All else goes with the directory, by hard links, in the same rename.
+
     Args:
         module: A sharded module. Its parameters and persistent buffers are saved under their FQNs, a transformers
             model's under the names that `save_pretrained` gives them; tied ones once; of buffers that differ between
@@ -74,9 +83,9 @@ def save_checkpoint(
         position: Where a run over data stands; saved with the optimizer. Default: there is none.
         overwrite: Replace a checkpoint that is there.
         keep_last: Of the saves beside this one whose names differ in the last number alone (`step-100`), how many stay,
-            this one with them; after the commit older ones are removed, and on a file system, bit by bit, what killed
-            saves of that row have left. Default: all.
-        source: Where the model came from: its tokenizer and other small files are copied, where rank 0 sees them.
+            this one with them; after the commit older ones are removed, but for what no save wrote. Default: all.
+        source: Where the model came from: its tokenizer and other small files are copied, where rank 0 sees them, and
+            where the directory that is overwritten has none of that name that is not a save's.
         progress: Called on every rank as `progress("save", bytes_done, bytes_total, "")`.
         stall_s: Longest wait for one round of messages, in seconds.
 
@@ -86,8 +95,9 @@ def save_checkpoint(
 
     Raises:
         ValueError: On every rank: a bad `keep_last`.
-        CheckpointError: On every rank: the destination is refused, or the disk is full or failed. What was at `path`
-            is untouched then, and the temporary directory is gone.
+        CheckpointError: On every rank: the destination is refused (it exists, is a mount point, or holds what cannot be
+            hard-linked: the error lists it), before anything is written; or the disk is full or failed. What was at
+            `path` is untouched then, and the temporary directory is gone.
         PlanError: On every rank: the optimizer's state cannot be saved, or differs between ranks.
     """
     sidecars = None if source is None else source.directory
@@ -107,6 +117,8 @@ class Destination:
     """How many saves of a row stay; `None`: all."""
     sidecars: str | None = None
     """Directory, a normal path, whose small files are copied."""
+    token: str = field(default_factory=new_token)
+    """Tells this save from all others; rank 0's counts."""
 
     def __post_init__(self) -> None:
         """Refuse a number of saves that cannot be kept.
@@ -159,7 +171,7 @@ class Save:
             agree(self._on_rank_0(partial(self._finish, written)), group=self.group)
             agree(self._on_rank_0(self._commit), group=self.group)
         except BaseException as error:
-            self._discard(error)
+            self.discard(error)
             raise
         figures = agree(None, {"wire_bytes": written.wire_bytes, "host_bytes": peak.host_bytes}, self.group)
         return SaveReport(
@@ -192,22 +204,25 @@ class Save:
 
     def _finish(self, written: Written) -> None:
         """Config and small files, manifest, index: what makes objects of a store a checkpoint comes last."""
+        sidecars = _read_sidecars(self.destination)
+        SaveRecord.of(self.destination.token, sidecars).write(self.staging)
         adapters = adapter_files(self.module)
-        for name, data in (config_files(self.module) if adapters is None else {}).items():
+        configs = config_files(self.module) if adapters is None else {}
+        for name, data in (configs | sidecars).items():
             write_file(self.staging, name, data)
-        _copy_sidecars(self.staging, self.destination.sidecars)
         written.finish(self.staging)
         for name, data in (adapters or {}).items():
             write_file(self.staging, name, data)
 
     def _commit(self) -> None:
-        """Make the staged directory the checkpoint, and remove older ones."""
+        """Make the staged directory the checkpoint, and remove older ones and what killed saves have left."""
         where = self.destination
         commit_staging(self.staging, where.path, overwrite=where.overwrite)
+        remove_left_overs(where.path)
         if where.keep_last is not None:
             remove_older(where.path, where.keep_last)
 
-    def _discard(self, error: BaseException) -> None:
+    def discard(self, error: BaseException) -> None:
         """Rank 0 removes what was written; a failure to do so is noted on the error that is already on its way."""
         if dist.get_rank() == 0:
             try:
@@ -229,7 +244,9 @@ def begin_save(
     reshard(module)
     contents = SaveContents.of(module, optimizer, position)
     # Rank 0 makes it; every rank learns its path.
-    staging = str(from_rank_0(partial(create_staging, destination.path, overwrite=destination.overwrite)))
+    where = destination
+    make = partial(create_staging, where.path, overwrite=where.overwrite, token=where.token)
+    staging = str(from_rank_0(make))
     return Save(module, destination, contents, staging, message_device(module), stall_s, begun)
 
 
@@ -238,11 +255,16 @@ _NOT_COPIED = ("config.json", ADAPTER_CONFIG_NAME)
 stays: the ranks that cannot see it built the model without."""
 
 
-def _copy_sidecars(staging: str, directory: str | None) -> None:
-    """Copy a directory's small files, wherever it is; a local one may be out of rank 0's sight, and is left then."""
+def _read_sidecars(destination: Destination) -> dict[str, bytes]:
+    """Read the small files to copy, by name; a local directory may be out of rank 0's sight, and has none then.
+
+    Where the destination has one that no save of ours has copied there, or that was changed since, that one stays.
+    """
+    directory, path = destination.sidecars, destination.path
     if directory is None or not (is_remote(directory) or os.path.isdir(directory)):
-        return
+        return {}
+    there = storage_of(path).list_names(path) if storage_of(path).find(path).kind == "directory" else []
+    left_out = {*_NOT_COPIED, *(name for name in there if not is_save_name(name))} - own_sidecars(path)
     storage = storage_of(directory)
-    for name in list_sidecar_files(storage, directory):
-        if name not in _NOT_COPIED:
-            write_file(staging, name, read_sidecar(storage, directory, name))
+    names = [name for name in list_sidecar_files(storage, directory) if name not in left_out]
+    return {name: read_sidecar(storage, directory, name) for name in names}

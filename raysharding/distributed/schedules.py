@@ -136,10 +136,15 @@ def step_schedule(optimizer: torch.optim.Optimizer, loss: float | None) -> dict[
     schedule = schedule_of(optimizer)
     if schedule is None:
         return {}
-    used = float(optimizer.param_groups[0]["lr"])
+    used = learning_rate(optimizer)
     if isinstance(schedule, ReduceLROnPlateau):
         assert loss is not None, "check_schedule_has_loss comes before the update"
         schedule.step(loss)
     else:
         schedule.step()
-    return {"lr": used}
+    return used
+
+
+def learning_rate(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """Return `lr`, the first param group's learning rate now; nothing where there is no schedule."""
+    return {} if schedule_of(optimizer) is None else {"lr": float(optimizer.param_groups[0]["lr"])}

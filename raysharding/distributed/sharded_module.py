@@ -7,8 +7,10 @@ Note: FSDP1's constructor, argument by argument.
     `auto_wrap_policy`                  `Sharding.wrap`, `min_num_params`
     `backward_prefetch`                 `Sharding.backward_prefetch`
     `forward_prefetch`                  `Sharding.forward_prefetch`
-    `mixed_precision`                   `Sharding.mixed_precision`, BatchNorm left out of it
-    `ignored_modules`, `ignored_states` `Sharding.ignored_modules`, gradients averaged
+    `mixed_precision`                   `Sharding.mixed_precision`, BatchNorm left out of it;
+                                        `Sharding.keep_low_precision_grads`
+    `ignored_modules`, `ignored_states` `Sharding.ignored_modules`; gradients averaged, or not as there:
+                                        `Sharding.average_ignored_gradients`
     `param_init_fn`                     `Sharding.param_init_fn`
     `sync_module_states`                `Sharding.sync_module_states`
     `device_id`                         the mesh's device type, and on GPUs the current device
@@ -34,10 +36,13 @@ from raysharding.distributed.compiling import compile_blocks
 from raysharding.distributed.execution import record_execution_order
 from raysharding.distributed.first_values import FirstValues
 from raysharding.distributed.full_precision import keep_full_precision
+from raysharding.distributed.gradient_dtype import keep_low_precision_grads
 from raysharding.distributed.input_device import move_inputs_before_forward
 from raysharding.distributed.layout import named_submodules, unwrapped
 from raysharding.distributed.prefetching import set_prefetching
-from raysharding.distributed.replicated_gradients import reduce_after_backward
+from raysharding.distributed.replicated_gradients import leave_gradients_alone, reduce_after_backward
+from raysharding.distributed.same_parameters import compare_before_forward
+from raysharding.errors import PlanError
 from raysharding.models import (
     ignored_modules,
     is_cut,
@@ -67,7 +72,9 @@ def shard_module(module: nn.Module, mesh: DeviceMesh, sharding: Sharding | None 
 
     Blocks become FSDP groups of their own (`Sharding.wrap`), inner ones first, the rest goes into the root's group.
     0-dim parameters, those without elements and those of ignored modules stay plain tensors on every rank; their
-    gradients are averaged over all ranks at the end of every backward. Forward moves its inputs to the mesh's device.
+    gradients are averaged over all ranks at the end of every backward. Forward moves its inputs to the mesh's device;
+    the first one compares over the ranks what is sharded and what is averaged: a difference is a PlanError on every
+    rank.
     On meta nothing is allocated, unless `param_init_fn` or `sync_module_states` asks for values. As FSDP1's
     constructor: the table above says which argument went where.
 
@@ -80,8 +87,8 @@ def shard_module(module: nn.Module, mesh: DeviceMesh, sharding: Sharding | None 
         The same module. Wire: none, but under `sync_module_states` the module once to each rank.
 
     Raises:
-        PlanError: On every rank alike, when `sharding` does not fit the module, a group would mix dtypes, or, under
-            `sync_module_states`, the ranks' modules differ.
+        PlanError: On every rank alike, when `sharding` does not fit the module, a group is sharded already or would
+            mix dtypes, or, under `sync_module_states`, the ranks' modules differ.
     """
     root = unwrapped(module)
     sharding = sharding or Sharding()
@@ -106,6 +113,7 @@ def shard_groups(
         groups: What `wrap_groups` returned.
         unfreed: Those that keep their full parameters from forward to backward, whatever `sharding` says.
     """
+    _require_unsharded(module, groups)
     device = _device_of(mesh)
     ignored = ignored_modules(module, sharding)
     make_contiguous(module)  # a shard must be one range of memory
@@ -130,10 +138,28 @@ def shard_groups(
     _move(kept, device)
     if lowers_precision(sharding):
         _keep_full_precision(module)
+    if sharding.keep_low_precision_grads:
+        keep_low_precision_grads(module)
     record_execution_order(module, groups)
     set_prefetching(module, groups, sharding)
+    if not sharding.average_ignored_gradients:
+        leave_gradients_alone(ignored)
     reduce_after_backward(module)
     move_inputs_before_forward(module, device)
+    compare_before_forward(module)
+
+
+def _require_unsharded(module: nn.Module, groups: Sequence[tuple[str, ...]]) -> None:
+    """Refuse modules that are to be groups and are so already, before anything is changed."""
+    names = [name for names in (*groups, ("",)) for name in names]
+    taken = [name or "the root" for name in names if isinstance(module.get_submodule(name), FSDPModule)]
+    if taken:
+        raise PlanError(
+            f"{len(taken)} modules to be FSDP groups are sharded already, by an earlier fully_shard or shard_module: "
+            "leave that call out, or give a Sharding.wrap that does not name them (under mixed precision every "
+            "BatchNorm is to be a group):",
+            problems=taken,
+        )
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:
@@ -230,6 +256,12 @@ def reshard(module: nn.Module) -> None:
                 )
             _leave_forward(submodule)
             submodule.reshard()
+
+
+def show_shards(module: nn.Module) -> None:
+    """Reshard, but for a module inside `summon_full_params`, whose full parameters are meant to be seen."""
+    if not any(submodule in summoned for submodule in module.modules()):
+        reshard(module)
 
 
 def _leave_forward(module: FSDPModule) -> None:

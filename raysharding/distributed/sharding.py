@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
 from raysharding.checkpoint import read_state_dict
-from raysharding.distributed.accelerate_patch import FileStateDict, patch_accelerate
+from raysharding.distributed.accelerate_patch import AcceleratePatch, FileStateDict
 from raysharding.distributed.state_dict_loading import distribute_state_dict, load_full_state_dict
 from raysharding.distributed.tensor_table import meta_like
 
@@ -119,6 +119,7 @@ class DistModule(nn.Module):
         Args:
             state_dict: On rank 0 FQN → full tensor (parameters and persistent buffers), on any device; a mapping whose
                 items load on access may be larger than memory. The other ranks' is not looked at: pass an empty one.
+                Extra state in it is set on every rank, see `load_full_state_dict`.
                 `load_state_dict` post-hooks of the modules run at the end; their pre-hooks do not: no module is given
                 a state dict of its own.
             strict: See `load_full_state_dict`.
@@ -206,6 +207,23 @@ def load_state_dict(
     if dist.is_initialized() and dist.get_rank() != 0:
         return {}
     return read_state_dict(checkpoint_file, device_map)
+
+
+def patch_accelerate() -> AcceleratePatch:
+    """Make `accelerate.load_checkpoint_in_model(DistModule(m), checkpoint)` read on rank 0 alone, and distribute.
+
+    Works from the call on, or inside `with patch_accelerate():`, and for `load_checkpoint_and_dispatch`, too. For a
+    `DistModule` every rank calls them, and they are collective, file by file, with or without `broadcast_from_rank0`;
+    missing keys stay as they are, as `strict=False` says. Tensors on meta get the dtype of the files, as torch's
+    `set_model_state_dict` asks for. Other modules are loaded by accelerate itself, as without the patch.
+
+    Returns:
+        The patch; `restore()` takes it back.
+
+    Raises:
+        ModuleNotFoundError: accelerate is not installed.
+    """
+    return AcceleratePatch(DistModule)
 
 
 def broadcast_and_shard_state_dict(

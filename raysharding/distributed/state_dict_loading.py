@@ -13,6 +13,12 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from raysharding.config import Loading
 from raysharding.distributed.agreement import agree, from_rank_0
+from raysharding.distributed.extra_state import (
+    ExtraState,
+    distribute_extra_state,
+    extra_state_keys,
+    extra_state_owners,
+)
 from raysharding.distributed.layout import named_submodules
 from raysharding.distributed.loading import load_held
 from raysharding.distributed.materializing import is_fsdp_hook, tell_fsdp
@@ -20,11 +26,12 @@ from raysharding.distributed.sharded_module import reshard
 from raysharding.distributed.state_dict_source import HeldStateDict
 from raysharding.distributed.tensor_table import TensorTable, meta_like
 from raysharding.errors import PlanError
+from raysharding.models import clean_name
 
 
 def load_full_state_dict(
     module: nn.Module,
-    state_dict: Mapping[str, torch.Tensor],
+    state_dict: Mapping[str, Any],
     *,
     strict: bool = True,
     assign: bool = False,
@@ -37,7 +44,8 @@ def load_full_state_dict(
     Args:
         module: Sharded over all ranks (1-D or HSDP), or not sharded; real, or on meta as a whole or in part.
         state_dict: On rank 0 FQN → full tensor on any device; it may be a mapping whose items load on access, and so be
-            larger than memory. The other ranks' is not looked at.
+            larger than memory. The other ranks' is not looked at. What it holds for `set_extra_state` is set on every
+            rank: tensors, numbers, text, and lists, tuples and dicts of them.
         strict: Missing and unexpected keys are errors. If not, what is missing stays as it is, on meta too.
         assign: Take dtypes from the state dict, in new tensors; if not, the module's tensors keep theirs. Tensors on
             meta get memory on the mesh's device in both cases, where torch's own `load_state_dict` does nothing.
@@ -49,23 +57,14 @@ def load_full_state_dict(
         one item where items load on access.
 
     Raises:
-        PlanError: On every rank, before data moves: every mismatch of keys, shapes and kinds of dtype. The module is
-            as it was.
+        PlanError: On every rank, before data moves: every mismatch of keys, shapes and kinds of dtype, or extra state
+            of other types. The module is as it was.
         RayshardingError: On the other ranks, when an item failed to load on rank 0, where that error itself is raised.
             A module that was on meta is there again; a real one holds some of the new values.
         RuntimeError: From the process group, when a rank does not come within its time.
     """
-    held = HeldStateDict(state_dict if dist.get_rank() == 0 else {})
-    # Ranks with another `assign` would enter another collective, and all would wait.
-    if len(set(agree(None, assign))) > 1:
-        raise PlanError("assign is True on some ranks and False on others: pass the same on all")
-    restore = _take_dtypes(module, held) if assign else _nothing
-    try:
-        report = load_held(module, held, Loading(transport="scatter", strict=strict), timeout_s)
-    except BaseException:
-        restore()
-        raise
-    keys = _IncompatibleKeys(list(report.missing), list(report.unexpected))
+    keys, extra = load_full_tensors(module, state_dict, strict=strict, assign=assign, timeout_s=timeout_s)
+    extra.apply(module)
     for _, submodule in named_submodules(module):
         for hook in submodule._load_state_dict_post_hooks.values():
             if not is_fsdp_hook(hook):  # FSDP2's ran when there was memory, before the values
@@ -73,14 +72,51 @@ def load_full_state_dict(
     return keys
 
 
+def load_full_tensors(
+    module: nn.Module, state_dict: Mapping[str, Any], *, strict: bool, assign: bool, timeout_s: float = 120.0
+) -> tuple[_IncompatibleKeys, ExtraState]:
+    """As `load_full_state_dict`, but extra state is given back for the caller to set, and no hook is called."""
+    values = state_dict if dist.get_rank() == 0 else {}
+    extra = _extra_state(module, values, assign)
+    held = HeldStateDict(values, extra.keys, extra.mismatches)
+    restore = _take_dtypes(module, held) if assign else _nothing
+    try:
+        report = load_held(module, held, Loading(transport="scatter", strict=strict), timeout_s)
+    except BaseException:
+        restore()
+        raise
+    missing, unexpected = [*report.missing, *extra.missing], [*report.unexpected, *extra.unexpected]
+    return _IncompatibleKeys(missing, unexpected), extra
+
+
+def _extra_state(module: nn.Module, state_dict: Mapping[str, Any], assign: bool) -> ExtraState:
+    """Rank 0's extra state, and the check that all ranks pass the same `assign`; collective."""
+    error: Exception | None = None
+    has_some = False
+    try:
+        has_some = bool(extra_state_owners(module) or extra_state_keys(state_dict, module))
+    except Exception as raised:  # noqa: BLE001 - the other ranks wait to hear of it
+        error = raised
+    answers = agree(error, [assign, has_some])
+    # Ranks with another `assign` would enter another collective, and all would wait.
+    if len({given for given, _ in answers}) > 1:
+        raise PlanError("assign is True on some ranks and False on others: pass the same on all")
+    return distribute_extra_state(module, state_dict) if any(some for _, some in answers) else ExtraState()
+
+
 def distribute_state_dict(
-    state_dict: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor], *, timeout_s: float = 120.0
+    state_dict: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    like: nn.Module | None = None,
+    timeout_s: float = 120.0,
 ) -> dict[str, torch.Tensor]:
     """As `load_full_state_dict`, into a dict of tensors instead of a module; collective.
 
     Args:
         state_dict: On rank 0 name → full tensor, exactly the names of `tensors`; the other ranks' is not looked at.
         tensors: On every rank name → DTensor, or a tensor that every rank holds whole; real ones are overwritten.
+        like: As for `TensorTable`.
         timeout_s: Longest wait for one item or bucket.
 
     Returns:
@@ -89,7 +125,7 @@ def distribute_state_dict(
     Raises:
         PlanError: On every rank, before data moves: every mismatch.
     """
-    table = TensorTable(tensors)
+    table = TensorTable(tensors, like=like)
     load_full_state_dict(table, state_dict, timeout_s=timeout_s)
     found = table.tensors
     return {name: found[name] for name in tensors}
@@ -167,7 +203,7 @@ def _replace(module: nn.Module, incoming: Mapping[str, torch.dtype]) -> list[tup
                     continue
                 places.setdefault(tensor, []).append((table, name))
                 # Another kind of dtype is a mismatch, which the plan reports.
-                found = incoming.get(prefix + name)
+                found = incoming.get(clean_name(prefix) + name)
                 if found is not None and _same_kind(found, tensor.dtype):
                     wanted.setdefault(tensor, found)
     replaced = []

@@ -9,7 +9,7 @@ Note: lazily read values.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +31,10 @@ class HeldStateDict:
 
     values: Mapping[str, torch.Tensor]
     """Key → full tensor, on any device; read anew whenever it is needed."""
+    skipped: Collection[str] = ()
+    """Keys of what is no tensor of the module, and is not looked at here: extra state."""
+    mismatches: Sequence[str] = ()
+    """What of them does not fit the module under `strict`, a line each."""
 
     def as_checkpoint(self) -> Checkpoint:
         """Describe it as a checkpoint without files, its tensors one behind the other.
@@ -42,8 +46,10 @@ class HeldStateDict:
         problems = []
         offset = 0
         for key in self.values:
+            if key in self.skipped:
+                continue
             value = self.values[key]
-            if (problem := _why_refused(value)) is None:
+            if (problem := why_refused(value)) is None:
                 infos[key] = TensorInfo(key, value.dtype, tuple(value.shape), 0, offset)
                 offset += infos[key].num_bytes
             else:
@@ -54,7 +60,8 @@ class HeldStateDict:
         return Checkpoint(NAME, (), infos, None, {})
 
 
-def _why_refused(value: object) -> str | None:
+def why_refused(value: object) -> str | None:
+    """What keeps a value of a state dict from being sent to other ranks, or `None`."""
     if not isinstance(value, torch.Tensor):
         return f"a {type(value).__name__}, not a tensor: leave it out"
     if isinstance(value, DTensor):
@@ -135,7 +142,7 @@ class StateDictSource:
     def _load(self, key: str) -> torch.Tensor:
         value = self._held.values[key]
         info = self._tensors[key]
-        if (problem := _why_refused(value)) is None and (value.dtype, tuple(value.shape)) != (info.dtype, info.shape):
+        if (problem := why_refused(value)) is None and (value.dtype, tuple(value.shape)) != (info.dtype, info.shape):
             problem = f"{value.dtype} {tuple(value.shape)} now, {info.dtype} {info.shape} when the load was planned"
         if problem is not None:
             raise PlanError(f"{NAME} changed under the load:", problems=[f"{key}: {problem}"])

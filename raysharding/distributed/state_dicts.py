@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -26,12 +26,14 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
+from torch.utils.hooks import RemovableHandle
 
 from raysharding.distributed.agreement import agree
+from raysharding.distributed.extra_state import extra_state_owners
 from raysharding.distributed.gathering import gather_into, saved_tensors, tied_names
-from raysharding.distributed.layout import local_tensor, message_device, unwrapped
-from raysharding.distributed.sharded_module import reshard
-from raysharding.distributed.state_dict_loading import load_full_state_dict
+from raysharding.distributed.layout import local_tensor, message_device, named_submodules, unwrapped
+from raysharding.distributed.sharded_module import reshard, show_shards
+from raysharding.distributed.state_dict_loading import load_full_tensors
 from raysharding.errors import PlanError
 from raysharding.models import clean_name
 
@@ -54,13 +56,13 @@ def state_dict_type(
     As FSDP1's `FullyShardedDataParallel.state_dict_type`, which leaves its form in place after an exception; here the
     one from before is back. Inside, every rank calls `state_dict()` and `load_state_dict()`. See `set_state_dict_type`.
     """
-    target = unwrapped(module)
-    before = _forms.get(target)
+    before = {submodule: _forms.get(submodule) for _, submodule in named_submodules(module)}
     set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
     try:
         yield
     finally:
-        _install(target, before.settings if before is not None else None)
+        for submodule, form in before.items():
+            _install(submodule, form)
 
 
 def set_state_dict_type(
@@ -71,16 +73,16 @@ def set_state_dict_type(
 ) -> StateDictSettings:
     """Choose the form of `module.state_dict()` and `module.load_state_dict()` from now on; no communication.
 
-    As FSDP1's `FullyShardedDataParallel.set_state_dict_type`. Names are those of the module before it was sharded, tied
-    ones under each name; persistent buffers are in it, each rank's own.
+    As FSDP1's `FullyShardedDataParallel.set_state_dict_type`; the modules inside it get the form, too. Names are those
+    of the module before it was sharded, tied ones under each name; persistent buffers are in it, each rank's own.
 
     - `FULL_STATE_DICT`: full tensors, on every rank or (`rank0_only`) on rank 0 and nothing elsewhere, on the shards'
       device or (`offload_to_cpu`) in host memory. A load takes rank 0's: the others pass the same or nothing. Wire of a
       `state_dict()`: each shard to each rank that gets it; memory: the whole module there. Of a load: each shard once.
     - `SHARDED_STATE_DICT`: DTensors that share the module's memory, for `torch.distributed.checkpoint` (which loads
       them at another world size too). `_use_dtensor` is taken for granted: `ShardedTensor` is FSDP1's alone.
-    - `LOCAL_STATE_DICT`: this rank's parts as plain tensors that share the module's memory, of the shape of its shard.
-      FSDP1 gives a flat tensor here. They load at the world size and mesh at which they were saved, and no other.
+    - `LOCAL_STATE_DICT`: the same. FSDP1 gives a ShardedTensor for each flat parameter here, and FSDP2 has none. Plain
+      local tensors would not do: `torch.distributed.checkpoint` takes those for copies, and writes rank 0's alone.
 
     Without a call, a module gives and takes what FSDP2 does: `SHARDED_STATE_DICT`. A load is collective in every form:
     PlanError on every rank, before data moves, where a key (under `strict`), a shape or a kind of tensor on any rank
@@ -88,11 +90,11 @@ def set_state_dict_type(
     `DistModule.load_state_dict` takes rank 0's full tensors in any form.
 
     Args:
-        module: The root of what `state_dict` is called on.
+        module: The root, or a module inside it.
         state_dict_type: torch's enum.
         state_dict_config: torch's class that goes with it. Default: an empty one.
-        optim_state_dict_config: The same for optimizers. It is kept and given back, and has no other effect (a
-            UserWarning says so): the functions for optimizer state say their form themselves.
+        optim_state_dict_config: The same for `optim_state_dict` and `optim_state_dict_to_load`. The older functions for
+            optimizer state say their form themselves.
 
     Returns:
         What held before.
@@ -111,22 +113,20 @@ def set_state_dict_type(
     ):
         if type(value) is not wanted:
             raise ValueError(f"{name}={value!r}: give a {wanted.__name__} with {state_dict_type}")
-    if optim_state_dict_config is not None:
-        warnings.warn(
-            "optim_state_dict_config has no effect: full_optim_state_dict and its like say their form themselves",
-            stacklevel=2,
-        )
     before = get_state_dict_type(module)
-    _install(unwrapped(module), StateDictSettings(state_dict_type, config, optim_config))
+    form = _Form(unwrapped(module), StateDictSettings(state_dict_type, config, optim_config))
+    for _, submodule in named_submodules(module):
+        _install(submodule, form)
     return before
 
 
-def _install(module: nn.Module, settings: StateDictSettings | None) -> None:
+def _install(module: nn.Module, form: _Form | None) -> None:
     """Put a form in the place of the one that a module has; `None` leaves it none."""
     if (old := _forms.pop(module, None)) is not None:
-        old.remove(module)
-    if settings is not None:
-        _forms[module] = _Form(module, settings)
+        old.leave(module)
+    if form is not None:
+        _forms[module] = form
+        form.enter(module)
 
 
 def get_state_dict_type(module: nn.Module) -> StateDictSettings:
@@ -141,52 +141,78 @@ def get_state_dict_type(module: nn.Module) -> StateDictSettings:
 
 
 class _Form:
-    """The hooks that give a module's state dict its form.
+    """What gives the state dicts of a module, and of all modules inside it, their form.
 
     Args:
-        module: Gets the hooks.
+        root: The module for which the form was chosen.
         settings: The form.
     """
 
-    def __init__(self, module: nn.Module, settings: StateDictSettings) -> None:
+    def __init__(self, root: nn.Module, settings: StateDictSettings) -> None:
         self.settings = settings
-        self._strict = self._assign = False
-        self._handles = [
-            # torch marks its hooks with an attribute, which a method does not take.
-            module.register_state_dict_post_hook(partial(self._convert)),
-            module.register_load_state_dict_pre_hook(partial(self._load)),
-        ]
-        # torch does not tell its hooks of `strict` and `assign`.
-        module.__dict__["load_state_dict"] = _Loader(module, self)
+        self._root = ref(root)  # `_forms` would keep a module that its form holds
+        self._hook: RemovableHandle | None = None
+        self._is_gathering = self._is_loading = False
 
-    def remove(self, module: nn.Module) -> None:
-        """Give `module` back what it did by itself."""
-        for handle in self._handles:
-            handle.remove()
-        module.__dict__.pop("load_state_dict", None)
+    def enter(self, module: nn.Module) -> None:
+        """Take over the `state_dict` and `load_state_dict` of one of the modules."""
+        for name in _Method.NAMES:
+            module.__dict__[name] = _Method(name, module, self)
+        if module is self._root():
+            self._hook = module.register_load_state_dict_pre_hook(partial(self._load_from_around))
+
+    def leave(self, module: nn.Module) -> None:
+        """Give `module` back what it had."""
+        for name in _Method.NAMES:
+            method = module.__dict__.get(name)
+            if isinstance(method, _Method):
+                del module.__dict__[name]
+                module.__dict__.update({name: method.hidden} if method.hidden is not None else {})
+        if module is self._root() and self._hook is not None:
+            self._hook.remove()
 
     @property
     def _on_cpu(self) -> bool:
         return bool(self.settings.state_dict_config.offload_to_cpu)
 
+    @property
+    def _is_full(self) -> bool:
+        return self.settings.state_dict_type is StateDictType.FULL_STATE_DICT
+
     # --- state_dict -------------------------------------------------------------------------------------------------
 
-    def _convert(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-        """torch's hook after `module.state_dict()`: puts tensors of this form in the place of DTensors."""
-        kind = self.settings.state_dict_type
+    def state_dict(self, module: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """`module.state_dict` in this form; collective in the full one."""
+        if self._is_gathering:
+            part: dict[str, Any] = call(*args, **kwargs)
+            return part  # of a larger one, which takes its form as a whole
+        # A forward may have left full parameters in the group of the root, of inner modules, too.
+        root = self._root() or module
+        if self._is_full:
+            reshard(root)
+        else:
+            show_shards(root)
+        self._is_gathering = True
+        try:
+            state_dict: dict[str, Any] = call(*args, **kwargs)
+        finally:
+            self._is_gathering = False
+        self._convert(module, state_dict, kwargs.get("prefix", args[1] if len(args) > 1 else ""))
+        return state_dict
+
+    def _convert(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+        """Put tensors of this form in the place of DTensors."""
         for key in [key for key in state_dict if key.startswith(prefix)]:
             state_dict[prefix + clean_name(key.removeprefix(prefix))] = state_dict.pop(key)
-        if kind is StateDictType.FULL_STATE_DICT:
+        if self._is_full:
             self._gather(module, state_dict, prefix)
-        for key in [key for key in state_dict if key.startswith(prefix)]:
-            value = state_dict[key]
-            if kind is StateDictType.LOCAL_STATE_DICT and isinstance(value, DTensor):
-                value = local_tensor(value)
-            state_dict[key] = value.cpu() if self._on_cpu and isinstance(value, torch.Tensor) else value
+        if self._on_cpu:
+            for key, value in state_dict.items():
+                if key.startswith(prefix) and isinstance(value, torch.Tensor):
+                    state_dict[key] = value.cpu()
 
     def _gather(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
         """Full tensors in the place of DTensors; collective."""
-        reshard(module)
         rank0_only = getattr(self.settings.state_dict_config, "rank0_only", False)
         aliases = {prefix + name: prefix + first for name, first in tied_names(module).items()}
         found = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
@@ -219,109 +245,121 @@ class _Form:
 
     # --- load_state_dict --------------------------------------------------------------------------------------------
 
-    def load(self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool, assign: bool) -> _IncompatibleKeys:
-        """`module.load_state_dict` with its options known to the hook; collective."""
-        self._strict, self._assign = strict, assign
+    def load_state_dict(
+        self,
+        module: nn.Module,
+        call: Callable[..., Any],
+        state_dict: Mapping[str, Any],
+        strict: bool = True,
+        assign: bool = False,
+    ) -> _IncompatibleKeys:
+        """`module.load_state_dict` in this form; collective."""
+        # A hook, for users' own come first, and may rename keys; torch does not tell it of `strict` and `assign`.
+        hook = module.register_load_state_dict_pre_hook(partial(self._load, strict, assign))
+        self._is_loading = True
         try:
-            result: _IncompatibleKeys = type(module).load_state_dict(module, state_dict, strict, assign)
+            result: _IncompatibleKeys = call(state_dict, strict=strict, assign=assign)
             return result
         finally:
-            self._strict = self._assign = False
+            self._is_loading = False
+            hook.remove()
+
+    def _load_from_around(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *reports: Any) -> None:
+        """torch's hook in a load that a module around the root began; collective."""
+        if not self._is_loading:
+            self._load(False, False, module, state_dict, prefix)
 
     def _load(
-        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *reports: Any
+        self, strict: bool, assign: bool, module: nn.Module, state_dict: dict[str, Any], prefix: str, *reports: Any
     ) -> None:
         """torch's hook before `module.load_state_dict()` looks at its values; collective.
 
-        Values are put into place here. torch finds the module's own tensors, and copies each onto itself.
+        Tensors are put into place here. torch finds the module's own, and copies each onto itself.
         """
-        # Extra state is no tensor: it is left to the modules that have some.
-        keys = [key for key in state_dict if key.startswith(prefix) and not key.endswith("_extra_state")]
+        keys = [key for key in state_dict if key.startswith(prefix)]
         incoming = {clean_name(key.removeprefix(prefix)): state_dict.pop(key) for key in keys}
-        kind = self.settings.state_dict_type
-        found: dict[str, Any] = dict(incoming)
-        if kind is StateDictType.FULL_STATE_DICT:
-            result = load_full_state_dict(module, incoming, strict=self._strict, assign=self._assign)
+        error: RuntimeError | None = None
+        try:
+            reshard(self._root() or module)  # as in `state_dict`
+        except RuntimeError as raised:
+            error = raised
+        agree(error)  # a rank inside summon_full_params must not leave the others in the next exchange
+        found: dict[str, Any] = incoming
+        if self._is_full:
+            result, extra = load_full_tensors(module, incoming, strict=strict, assign=assign)
             missing, aliases, own = {*result.missing_keys}, tied_names(module), _named_tensors(module)
             found = {name: tensor for name, tensor in own.items() if aliases.get(name, name) not in missing}
-            found |= dict.fromkeys(result.unexpected_keys, torch.empty(0))
+            found |= {**dict.fromkeys(result.unexpected_keys, torch.empty(0)), **extra.values}
         else:
-            error: RuntimeError | None = None
-            try:
-                reshard(module)  # a forward may have left the root's full parameters registered
-            except RuntimeError as raised:
-                error = raised
-            agree(error)  # a rank inside summon_full_params must not leave the others in the next exchange
-            own = _named_tensors(module)
-            self._require_fit(incoming, own)
-            for name, value in incoming.items() if kind is StateDictType.LOCAL_STATE_DICT else ():
-                tensor = own.get(name)
-                if isinstance(tensor, DTensor):
-                    with torch.no_grad():
-                        local_tensor(tensor).copy_(value)
-                    found[name] = tensor
+            self._require_fit(incoming, module, strict)
         torch_keys = _torch_keys(module)
-        state_dict.update({prefix + torch_keys.get(name, name): value for name, value in found.items()})
+        # The hook by which a wrapper puts its part into keys ran already.
+        own_part = f"{_CHECKPOINT_WRAPPED}." if isinstance(module, ActivationWrapper) else ""
+        state_dict.update({prefix + own_part + torch_keys.get(name, name): value for name, value in found.items()})
 
-    def _require_fit(self, incoming: Mapping[str, Any], own: Mapping[str, torch.Tensor]) -> None:
+    def _require_fit(self, incoming: Mapping[str, Any], module: nn.Module, strict: bool) -> None:
         """Raise on every rank where anything on any rank does not fit; collective."""
-        problems = [self._misfit(name, value, own[name]) for name, value in incoming.items() if name in own]
-        if self._strict:
-            problems += [f"{name}: missing in the state dict" for name in own if name not in incoming]
-            problems += [f"{name}: not in the module" for name in incoming if name not in own]
+        own = _named_tensors(module)
+        problems = [_misfit(name, value, own[name]) for name, value in incoming.items() if name in own]
+        if strict:
+            # Extra state is each rank's own, and left to torch.
+            names = own.keys() | extra_state_owners(module).keys()
+            problems += [f"{name}: missing in the state dict" for name in names if name not in incoming]
+            problems += [f"{name}: not in the module" for name in incoming if name not in names]
         problems = [problem for problem in problems if problem]
         kind = self.settings.state_dict_type.name
         agree(PlanError(f"the state dict does not fit the module as {kind}", problems=problems) if problems else None)
 
-    def _misfit(self, name: str, value: Any, tensor: torch.Tensor) -> str:
-        """What is wrong with a value for one of the module's tensors, or nothing."""
-        if not isinstance(value, torch.Tensor):
-            return f"{name}: {type(value).__name__}, not a tensor"
-        if tensor.is_meta:
-            return (
-                f"{name}: on meta; call materialize(module, device), or load a full state dict, which gives it memory"
-            )
-        local = self.settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
-        if isinstance(value, DTensor) and (local or not isinstance(tensor, DTensor)):
-            return f"{name}: a DTensor, where a plain tensor goes; use SHARDED_STATE_DICT"
-        if isinstance(tensor, DTensor) and local and value.shape != local_tensor(tensor).shape:
-            return (
-                f"{name}: shape {tuple(value.shape)}, but this rank's shard is {tuple(local_tensor(tensor).shape)} of "
-                f"{tuple(tensor.shape)}; LOCAL_STATE_DICT loads only at the world size and on the rank that saved it: "
-                "use FULL_STATE_DICT or SHARDED_STATE_DICT for another"
-            )
-        if isinstance(tensor, DTensor) and not local:
-            if not isinstance(value, DTensor):
-                return f"{name}: a plain tensor, where a DTensor goes; use FULL_STATE_DICT for full tensors"
-            if value.device_mesh != tensor.device_mesh:
-                return f"{name}: a DTensor on another mesh; load it by torch.distributed.checkpoint"
-        if not (isinstance(tensor, DTensor) and local) and value.shape != tensor.shape:
-            return f"{name}: shape {tuple(value.shape)}, but the module has {tuple(tensor.shape)}"
-        return ""
+
+def _misfit(name: str, value: Any, tensor: torch.Tensor) -> str:
+    """What is wrong with a value for one of the module's tensors, or nothing."""
+    if not isinstance(value, torch.Tensor):
+        return f"{name}: {type(value).__name__}, not a tensor"
+    if tensor.is_meta:
+        return f"{name}: on meta; call materialize(module, device), or load a full state dict, which gives it memory"
+    if not isinstance(tensor, DTensor) and isinstance(value, DTensor):
+        return f"{name}: a DTensor, where a plain tensor goes"
+    if isinstance(tensor, DTensor):
+        if not isinstance(value, DTensor):
+            return f"{name}: a plain tensor, where a DTensor goes; use FULL_STATE_DICT for full tensors"
+        if value.device_mesh != tensor.device_mesh:
+            return f"{name}: a DTensor on another mesh; load it by torch.distributed.checkpoint"
+    if value.shape != tensor.shape:
+        return f"{name}: shape {tuple(value.shape)}, but the module has {tuple(tensor.shape)}"
+    return ""
 
 
-class _Loader:
-    """Stands for one module's `load_state_dict`.
+class _Method:
+    """Stands for one module's `state_dict` or `load_state_dict`.
 
     Args:
+        name: Which of the two.
         module: The module.
-        form: Its form.
+        form: Its form, which has a method of that name.
     """
 
-    def __init__(self, module: nn.Module, form: _Form) -> None:
+    NAMES = ("state_dict", "load_state_dict")
+
+    def __init__(self, name: str, module: nn.Module, form: _Form) -> None:
+        self.hidden: Callable[..., Any] | None = module.__dict__.get(name)
+        """What another library has put there."""
+        self._name = name
         self._module = module
         self._form = form
 
-    def __call__(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> _IncompatibleKeys:
-        """As `nn.Module.load_state_dict`."""
-        return self._form.load(self._module, state_dict, strict, assign)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = self.hidden or partial(getattr(type(self._module), self._name), self._module)
+        return getattr(self._form, self._name)(self._module, call, *args, **kwargs)
+
+
+_CHECKPOINT_WRAPPED = "_checkpoint_wrapped_module"
 
 
 def _torch_keys(module: nn.Module) -> dict[str, str]:
     """FQN → the key that torch looks for: `CheckpointWrapper` takes its part out of keys, torch.compile does not."""
-    pairs = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-    wrapper = "_checkpoint_wrapped_module"
-    return {clean_name(name): ".".join(part for part in name.split(".") if part != wrapper) for name, _ in pairs}
+    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    names = [name for name, _ in named] + list(extra_state_owners(module, clean=False))
+    return {clean_name(name): ".".join(p for p in name.split(".") if p != _CHECKPOINT_WRAPPED) for name in names}
 
 
 def _named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from raysharding.distributed.layout import local_tensor, shard_index_of, tensor_layout
+from raysharding.distributed.sharded_module import is_offloaded, mark_offloaded
 
 
 class TensorTable(nn.Module):
@@ -22,10 +23,14 @@ class TensorTable(nn.Module):
 
     Args:
         tensors: Name → DTensor, or a tensor that every rank holds whole; real, or on meta to be given memory.
+        like: Sharded root module whose shards are in the memory that shards here are given, too: host memory under
+            `Sharding(cpu_offload=True)`. Default: that of the mesh's device.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, torch.Tensor], *, like: nn.Module | None = None) -> None:
         super().__init__()
+        if like is not None and is_offloaded(like):
+            mark_offloaded(self)
         for name, tensor in tensors.items():
             # Past `register_parameter`, which refuses dots, and DTensors that are no nn.Parameter.
             if isinstance(tensor, DTensor):

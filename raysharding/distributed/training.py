@@ -12,12 +12,13 @@ from torch import nn
 from raysharding.batch import RankBatch
 from raysharding.distributed.accumulation import Accumulation
 from raysharding.distributed.execution import check_execution_order
-from raysharding.distributed.gradient_sync import drop_unreduced_gradients, no_sync
+from raysharding.distributed.gradient_sync import drop_unreduced_gradients, gradient_sync
 from raysharding.distributed.gradients import clip_grad_norm_
 from raysharding.distributed.layout import unwrapped
 from raysharding.distributed.loss import loss_share
 from raysharding.distributed.loss_call import LossFunction
-from raysharding.distributed.recovery import module_mode, recover_after
+from raysharding.distributed.loss_history import note_update
+from raysharding.distributed.recovery import is_device_error, module_mode, recover_after
 from raysharding.distributed.schedules import check_schedule_has_loss, step_schedule
 from raysharding.distributed.sharded_module import reshard
 
@@ -49,7 +50,8 @@ def train_step(
         module: The sharded root module.
         optimizer: Over the module's parameters.
         batch: This rank's part, from `deal`.
-        loss: See `loss.loss_share`. Default: the output's `.loss`.
+        loss: See `loss.loss_share`: the first step also runs it on labels that are made up. Default: the output's
+            `.loss`.
         max_grad_norm: Clip to this global 2-norm, above 0. Default: only measure.
         training: Train mode rather than eval mode. Default train. Each submodule's own mode is put back.
         gradient_accumulation_steps: Parts that the rows are taken in, one after the other, for less memory: activations
@@ -59,6 +61,8 @@ def train_step(
         `loss` of the whole batch and `grad_norm` before clipping, equal on every rank; with a schedule also `lr`.
 
     Raises:
+        EmptyBatchError: On every rank, when nothing counts in the batch: no update was taken, and the gradients are
+            dropped. (`Fit` skips such a batch.)
         ValueError: On every rank, when `max_grad_norm` is not positive, or there are no rows to take in parts.
         Exception: Whatever the model, the loss or the optimizer raised. If all ranks raise it alike, the module has
             been reset and later steps are right, unless a note on the exception says otherwise (`is_recoverable`).
@@ -130,7 +134,7 @@ def forward_backward(
         check_execution_order(module)
         scale = done.scale(share)
         progress.in_backward = True
-        with contextlib.nullcontext() if sync else no_sync(module):
+        with gradient_sync(module, sync):
             # FSDP averages gradients over all ranks; the shares of the loss have to be added up.
             torch.autograd.backward(share.value * (scale * dist.get_world_size()))
         total = share.value.detach().clone()
@@ -174,6 +178,8 @@ def optim_step(
         grad_norm = float(clip_grad_norm_(module, max_grad_norm))
         progress.in_optimizer = True
         optimizer.step()
+        if loss is not None:
+            note_update(module, loss)
         rate = step_schedule(optimizer, loss)
     return {**({} if loss is None else {"loss": loss}), "grad_norm": grad_norm, **rate}
 
@@ -218,7 +224,7 @@ def mark_recovery(error: BaseException, usable: bool, *, torn: bool) -> None:
 
 def is_recoverable(error: BaseException) -> bool:
     """Whether a group may go on after this exception, given that every rank raised it alike."""
-    return bool(getattr(error, "raysharding_recovered", True))
+    return bool(getattr(error, "raysharding_recovered", True)) and not is_device_error(error)
 
 
 def is_torn(error: BaseException) -> bool:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from raysharding.checkpoint import make_folder, write_file
 from raysharding.checkpoint.index import MAX_JSON_BYTES, read_beside
 from raysharding.checkpoint.location import storage_of
+from raysharding.checkpoint.names import TRAINING_FOLDER, TRAINING_NAME
 from raysharding.checkpoint.strict_json import parse_object
 from raysharding.checkpoint.uri import join_path
 from raysharding.distributed.agreement import agree, from_rank_0
@@ -25,9 +26,6 @@ from raysharding.distributed.optimizer_files import beside
 from raysharding.distributed.random_state import random_state, restore_random_state, seed_apart
 from raysharding.errors import CheckpointError
 
-FOLDER = "training"
-"""In the directory of a save."""
-FILE_NAME = "raysharding.training.json"
 FORMAT_VERSION = 1
 """The only one so far."""
 
@@ -92,7 +90,9 @@ def write_training(staging: str, state: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: The disk is full or failed.
     """
-    write_file(make_folder(staging, FOLDER), FILE_NAME, json.dumps(state, separators=(",", ":")).encode("ascii"))
+    write_file(
+        make_folder(staging, TRAINING_FOLDER), TRAINING_NAME, json.dumps(state, separators=(",", ":")).encode("ascii")
+    )
 
 
 def load_training(checkpoint: str | os.PathLike[str]) -> Position | None:
@@ -120,7 +120,7 @@ def load_training(checkpoint: str | os.PathLike[str]) -> Position | None:
         elif states:
             seed_apart(states[0], rank)
     except (ValueError, KeyError, TypeError, RuntimeError, OverflowError) as raised:
-        path = join_path(beside(checkpoint, FOLDER), FILE_NAME)
+        path = join_path(beside(checkpoint, TRAINING_FOLDER), TRAINING_NAME)
         error = CheckpointError(f"holds no state of random generators that torch takes ({raised!r})", path=path)
     # One rank's damaged state must not leave it behind the others.
     agree(error)
@@ -139,9 +139,9 @@ def run_of(checkpoint: str | os.PathLike[str]) -> str | None:
 
 
 def _read(checkpoint: str | os.PathLike[str]) -> dict[str, Any] | None:
-    directory = beside(checkpoint, FOLDER)
-    path = join_path(directory, FILE_NAME)
-    data = read_beside(storage_of(directory), directory, FILE_NAME, MAX_JSON_BYTES)
+    directory = beside(checkpoint, TRAINING_FOLDER)
+    path = join_path(directory, TRAINING_NAME)
+    data = read_beside(storage_of(directory), directory, TRAINING_NAME, MAX_JSON_BYTES)
     if data is None:
         return None
     try:

@@ -47,13 +47,16 @@ def version(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Versi
 
 def _held(module: nn.Module) -> Iterator[torch.Tensor]:
     """Shards, and what is not sharded. Tied ones come more than once: one walk, for each call asks."""
+    copies: set[int] = set()
     for _, submodule in named_submodules(module):
         group = fsdp_group(submodule)
         if group is not None:
             yield from (parameter.sharded_param for parameter in group.fsdp_params)
-        # Of sharded parameters only the shard counts: what is registered in between is a gathered copy.
+            # A gathered parameter is a copy, and what is written into it is lost. A group's modules come before what
+            # is inside them, so before any place where its parameters are registered.
+            copies.update(id(parameter._unsharded_param) for parameter in group.fsdp_params if group.is_unsharded)
         for tensor in (*submodule._parameters.values(), *submodule._buffers.values()):
-            if tensor is not None and not isinstance(tensor, DTensor):
+            if tensor is not None and not isinstance(tensor, DTensor) and id(tensor) not in copies:
                 yield tensor
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 from raysharding.batch import RankBatch, Split
 from raysharding.distributed.labels import IGNORED_LABEL, INTEGER_KINDS, Labels, count_items, find_labels
 from raysharding.distributed.loss_call import LossFunction, run_loss
+from raysharding.distributed.loss_history import not_finite
 from raysharding.distributed.metadata import metadata_device
 from raysharding.distributed.recovery import recover
 from raysharding.tree import leaves, map_leaves
@@ -61,7 +63,7 @@ def fits(whole: Part, parts: list[Part], weighing: Weighing) -> bool:
         return True
     want, have = whole.weighed(weighing), [part.weighed(weighing) for part in parts]
     size = max(abs(want), sum(abs(value) for value in have), 1e-6)
-    # A NaN or an infinity makes this comparison false.
+    # A NaN or an infinity makes this comparison false: finite where all labels count, the loss has a mask of its own.
     return abs(want - sum(have)) <= max(part.tolerance for part in (whole, *parts)) * size
 
 
@@ -78,15 +80,20 @@ class Weigher:
         """Return how the loss adds up; collective. `valid` is a label that counts.
 
         Raises:
-            ValueError: On every rank, when it adds up in no known way on some rank.
+            ValueError: On every rank, when it adds up in no known way on some rank, or is not finite there.
         """
         if not agree([_can_cut(batch, labels)])[0]:
             return Weighing.ITEMS
-        votes = [True] * len(Weighing)
+        votes, value = [True] * len(Weighing), 0.0
         for synthetic in (False, True) if labels.kind in INTEGER_KINDS else (False,):
             whole, parts = self._evaluate(batch, labels, valid if synthetic else None)
             votes = [vote and fits(whole, parts, weighing) for vote, weighing in zip(votes, Weighing, strict=True)]
-        found = [weighing for weighing, vote in zip(Weighing, agree(votes), strict=True) if vote]
+            if not synthetic and whole.items and whole.value is not None:
+                value = whole.value
+        is_finite, *votes = agree([math.isfinite(value), *votes])
+        if not is_finite:
+            raise not_finite(self.module, batch, value)
+        found = [weighing for weighing, vote in zip(Weighing, votes, strict=True) if vote]
         if not found:
             raise ValueError(
                 "the loss of this batch is neither the mean over labels that are not -100, nor the mean over rows, nor "
@@ -111,7 +118,7 @@ class Weigher:
     def _part(self, batch: RankBatch, *, lenient: bool) -> Part:
         counts = count_items(batch, find_labels(self.module, batch, self.loss))
         try:
-            output, value = run_loss(self.module, batch.args, batch.kwargs, self.loss)
+            output, value = run_loss(self.module, batch.args, batch.kwargs, self.loss, compiled=False)
         except torch.OutOfMemoryError:
             raise
         except Exception:

@@ -7,6 +7,7 @@ The work thread runs `commands.RankCommands`; what it raises or returns crosses 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -73,6 +74,8 @@ class RankActor:
             lease_s: The rank's first lease, within which its driver must have begun to renew it; `None`: it has none.
             owns_room: Whether to give the placement group back when the lease runs out.
         """
+        # Ray 2.60's own handler waits for running tasks, and takes no others; but `lifetime` ends with the process.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._commands = RankCommands()
         self._fence = Fence()
         self._room = ray.util.get_current_placement_group() if owns_room else None
@@ -258,7 +261,7 @@ class RankActor:
         stage: Stage = "run"
         before = self._commands.num_changes()
         try:
-            more, value = self._commands.run(order.request.method, order.own, order.shared)
+            more, value = self._commands.run(order.request, order.own, order.shared)
             stage = "output"
             result = _pack_output(value, order.request)
         except BaseException as error:  # noqa: BLE001

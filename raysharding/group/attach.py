@@ -27,6 +27,7 @@ from raysharding.group.call import Collect
 from raysharding.group.channel import Channel
 from raysharding.group.connect import connect
 from raysharding.group.launched import Launched
+from raysharding.group.model_files import BegunSave
 from raysharding.group.naming import (
     NAMESPACE,
     actor_name,
@@ -37,7 +38,7 @@ from raysharding.group.naming import (
     placement_groups,
     remove_orphans,
 )
-from raysharding.group.outcome import Stamp, one_model
+from raysharding.group.outcome import Stamp
 from raysharding.group.ranks import Member
 from raysharding.group.record import GroupRecord
 from raysharding.group.replicas import Replicas
@@ -60,6 +61,8 @@ class Attached:
     """Its parts."""
     origin: str
     """The newest files that hold its model."""
+    begun: tuple[BegunSave, ...]
+    """Saves begun since, of which the driver before had not heard how they ended."""
     has_optimizer: bool
     """Whether the ranks have one."""
 
@@ -98,7 +101,7 @@ def attach(name: str, timeouts: Timeouts | None) -> Attached:
     started = Started(members, record.visible_gpus)
     made = (record.load_report, record.bounds, record.preflight_report)
     launched = Launched(spec.model, channel, started, record.reservation, *made)
-    return Attached(spec, launched, record.origin, has_optimizer)
+    return Attached(spec, launched, record.origin, record.begun, has_optimizer)
 
 
 def _take_over(name: str, keeper: Any, record: GroupRecord, answer_s: float) -> tuple[Member, ...]:
@@ -128,11 +131,13 @@ def _settle(channel: Channel) -> bool:
     infos = channel.ranks
     seen = [failure.saw_raise(infos[rank], one.raised) for rank, one in said.items() if one.raised is not None]
     name = channel.supervisor.name
-    is_one = one_model(one.stamp for one in said.values())
-    if seen and not failure.leaves_intact(seen[0].failure.phase, seen, len(infos), one_model=is_one):
+    stamps = [one.stamp for one in said.values()]
+    if seen and not failure.leaves_intact(seen[0].failure.phase, seen, stamps, len(infos)):
         raise failure.broken(
             name, failure.judge(seen, f"the last call of the driver before this one, on {name}", False)
         )
+    if seen and failure.resets_some(seen, len(infos)):
+        channel.submit_same("reset", collect=values).result()
     return held[0][0]
 
 

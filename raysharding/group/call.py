@@ -13,6 +13,8 @@ from typing import Any, Generic, NoReturn, ParamSpec, Self, TypeAlias
 import ray
 
 from raysharding.errors import CallTimeoutError, GroupError
+from raysharding.group.connect import refuse_in_fork
+from raysharding.group.events import refuse_to_wait
 from raysharding.group.interrupts import HeldInterrupts, Interruptible
 from raysharding.group.packing import Packed
 
@@ -29,7 +31,11 @@ def fetched(sent: Sent, timeout_s: float) -> Any:
     Raises:
         ray.exceptions.RayError: It is lost, or did not arrive within `timeout_s`.
     """
-    return ray.get(sent, timeout=timeout_s) if isinstance(sent, ray.ObjectRef) else sent
+    if not isinstance(sent, ray.ObjectRef):
+        return sent
+    if not ray.is_initialized():
+        raise ray.exceptions.RaySystemError("Ray was shut down")  # to ask it would start another one
+    return ray.get(sent, timeout=timeout_s)
 
 
 def _as_sent(_: int, value: Any) -> Any:
@@ -110,7 +116,7 @@ class Call:
 
         Raises:
             TimeoutError: `timeout_s` passed; the call still runs.
-            GroupError: Ranks failed; see the class.
+            GroupError: Ranks failed; see the class. Or the call runs, and this is a callback of `when_done`.
             CallCancelledError: Ctrl-C or `group.interrupt()` took the call out of the queue.
             KeyboardInterrupt: In the main thread, once the running call has ended: the calls behind it are cancelled,
                 the group is READY. A second Ctrl-C meanwhile stops the ranks: the group is BROKEN.
@@ -148,37 +154,40 @@ class Call:
         """
         until = None if timeout_s is None else time.monotonic() + timeout_s
         for index in range(self._world_size):
+            self._refuse_to_wait()
             # Not around the yield: there it is the caller's code that runs.
+            ended = self._end_here()
             with HeldInterrupts(self._group), self._changed:
                 left = None if until is None else max(0.0, until - time.monotonic())
-                if not self._changed.wait_for(lambda: len(self._order) > index or self._ended.done(), left):  # noqa: B023
+                if not self._changed.wait_for(lambda: len(self._order) > index or ended.done(), left):  # noqa: B023
                     raise self._too_slow(timeout_s)
                 rank = self._order[index] if len(self._order) > index else None
             if rank is None:
-                self._ended.result()
+                ended.result()
                 return
             yield rank, self._collect.own(rank, self.value(rank))
         self._wait(None if until is None else max(0.0, until - time.monotonic()))
 
     def done(self) -> bool:
         """Whether all ranks have finished, or the call has failed."""
-        return self._ended.done()
+        return self._end_here().done()
 
     def succeeded(self) -> bool:
         """Whether the call has ended, and well."""
-        return self._ended.done() and self._ended.exception() is None
+        return self.done() and self._ended.exception() is None
 
     def wait(self, timeout_s: float) -> bool:
         """Wait at most `timeout_s` for the call to end, well or not; return `done()`."""
-        concurrent.futures.wait([self._ended], timeout_s)
-        return self._ended.done()
+        self._refuse_to_wait()
+        concurrent.futures.wait([self._end_here()], timeout_s)
+        return self.done()
 
     def __await__(self) -> Generator[Any, None, Any]:
         return self._await().__await__()
 
     async def _await(self) -> Any:
         # Shielded: cancelling the task that waits must not mark the ranks' call as ended.
-        await asyncio.shield(asyncio.wrap_future(self._ended))
+        await asyncio.shield(asyncio.wrap_future(self._end_here()))
         return await asyncio.get_running_loop().run_in_executor(None, self.result)
 
     def __repr__(self) -> str:
@@ -201,7 +210,7 @@ class Call:
         except ray.exceptions.GetTimeoutError as error:
             message = f"the result of {self.name} on rank {rank} did not arrive within {self._fetch_s:g} s"
             raise CallTimeoutError(message) from error
-        except ray.exceptions.RayError as error:
+        except (ray.exceptions.RayError, ValueError) as error:  # `ValueError`: of a Ray that was shut down before this
             raise GroupError(f"the result of {self.name} on rank {rank} is lost: {error}") from error
         if not isinstance(packed, Packed):
             return packed
@@ -228,7 +237,12 @@ class Call:
         return self
 
     def when_done(self, fn: Callable[[Call], None]) -> None:
-        """Run `fn` with this call when it has ended, well or not, on the thread that ends it."""
+        """Run `fn` with this call when it has ended, well or not, on the thread that ends it; at once where it has.
+
+        That thread runs all calls of the group: `fn` must be quick. It may use this call's result and begin calls by
+        `.remote(...)`; what would wait there raises a `GroupError`, but `group.shutdown()` begins and returns. What
+        `fn` raises is logged (`concurrent.futures`).
+        """
         self._ended.add_done_callback(lambda _: fn(self))
 
     def rank_finished(self, rank: int, sent: Sent) -> None:
@@ -253,14 +267,24 @@ class Call:
     def __reduce__(self) -> NoReturn:
         raise TypeError("a Call cannot leave its driver process; send its result()")
 
+    def _refuse_to_wait(self) -> None:
+        if not self.done():
+            refuse_to_wait(f"the result of {self.name}, which has not ended")
+
     def _wait(self, timeout_s: float | None) -> None:
+        self._refuse_to_wait()
         with HeldInterrupts(self._group):
             try:
-                error = self._ended.exception(timeout_s)
+                error = self._end_here().exception(timeout_s)
             except concurrent.futures.TimeoutError:
                 raise self._too_slow(timeout_s) from None
             if error is not None:
                 raise error
+
+    def _end_here(self) -> concurrent.futures.Future[None]:
+        """Return what ends with the call, unless this is a forked child, where nothing ends it."""
+        refuse_in_fork(self.name)
+        return self._ended
 
     def _too_slow(self, timeout_s: float | None) -> TimeoutError:
         return TimeoutError(f"{self.name} has not finished after {timeout_s:g} s; it still runs: ask again, or wait")
@@ -283,7 +307,10 @@ class Handle(Generic[P]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """Run on all ranks and return the result."""
-        return self._submit(*args, **kwargs).result() if self._run is None else self._run(*args, **kwargs)
+        if self._run is not None:
+            return self._run(*args, **kwargs)
+        refuse_to_wait(f"{self.__name__}()")
+        return self._submit(*args, **kwargs).result()
 
     def remote(self, *args: P.args, **kwargs: P.kwargs) -> Call:
         """Submit to all ranks and return a `Call` without waiting for them.

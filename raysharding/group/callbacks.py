@@ -11,11 +11,11 @@ from raysharding.group.fit_report import FitStep
 
 
 def figures(step: FitStep) -> dict[str, float]:
-    """What is logged of a step: its metrics, its epoch, and the rates."""
+    """What is logged of a step: its metrics, unless it was skipped, its epoch, and the rates."""
     rates = {"epoch": float(step.epoch), "rows_per_s": step.rows_per_s}
     if step.num_tokens:
         rates["tokens_per_s"] = step.tokens_per_s
-    return {**step.metrics, **rates}
+    return rates if step.is_skipped else {**step.metrics, **rates}
 
 
 class RayGauges:

@@ -18,6 +18,7 @@ from raysharding.group.results import collect_rank0
 from raysharding.group.sending import pack_batches, pack_same
 from raysharding.group.supervision import Supervisor
 from raysharding.group.task import Continue, Task
+from raysharding.group.waiting import Check
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,13 @@ class Channel:
         return tuple(member.info for member in self.members)
 
     def submit_batches(
-        self, method: str, batches: Sequence[RankBatch], *extra: Any, collect: Collect, as_refs: bool = False
+        self,
+        method: str,
+        batches: Sequence[RankBatch],
+        *extra: Any,
+        collect: Collect,
+        as_refs: bool = False,
+        check: Check | None = None,
     ) -> Call:
         """Submit a command whose arguments were dealt out, under `Timeouts.call_s`.
 
@@ -52,6 +59,7 @@ class Channel:
             extra: Arguments that follow the batch, the same on every rank.
             collect: Makes the result.
             as_refs: Leave the results in the object store as plain objects.
+            check: See `submit_same`.
         """
         self._refuse()
         if len(batches) != len(self.members):
@@ -59,7 +67,7 @@ class Channel:
         own, shared = pack_batches(method, batches, *extra)
         request = Request(method, "ref" if as_refs else "value", self.max_output_bytes)
         call = Call(method, len(self.members), collect, self.timeouts.call_s, self.supervisor)
-        self.supervisor.submit(Task(call, request, own, shared, self.timeouts.call_s))
+        self.supervisor.submit(Task(call, request, own, shared, self.timeouts.call_s), check)
         return call
 
     def submit_same(
@@ -71,6 +79,7 @@ class Channel:
         keep_step: Continue | None = None,
         collect: Collect = collect_rank0,
         is_last: bool = False,
+        check: Check | None = None,
     ) -> Call:
         """Submit a command with the same arguments on every rank.
 
@@ -82,11 +91,12 @@ class Channel:
             keep_step: Takes the values of a command in steps, whose later steps are the command `<method>_next`.
             collect: Makes the result. Default: what rank 0 sent.
             is_last: Whether it ends something that has failed already: what a save failed of waits for the next.
+            check: Run in the moment in which the call is queued; raises where it must not be.
         """
         if not is_last:
             self._refuse()
         own = pack_same(method, *args)
-        return self._submit_own(method, own, collect, deadline_s, watch, keep_step)
+        return self._submit_own(method, own, collect, deadline_s, watch, keep_step, check)
 
     def submit_each(
         self, method: str, args: Sequence[tuple[Any, ...]], *, deadline_s: float, collect: Collect = collect_rank0
@@ -100,7 +110,7 @@ class Channel:
             collect: Makes the result. Default: what rank 0 sent.
         """
         own = [pack_same(method, *one) for one in args]
-        return self._submit_own(method, own, collect, deadline_s, watch=False, keep_step=None)
+        return self._submit_own(method, own, collect, deadline_s, watch=False, keep_step=None, check=None)
 
     def _refuse(self) -> None:
         """Raise what a call cannot begin after."""
@@ -115,10 +125,11 @@ class Channel:
         deadline_s: float | None,
         watch: bool,
         keep_step: Continue | None,
+        check: Check | None,
     ) -> Call:
         deadline_s = self.timeouts.call_s if deadline_s is None else deadline_s
         call = Call(method, len(self.members), collect, self.timeouts.call_s, self.supervisor)
         request = Request(method, "value", None)
         later = None if keep_step is None else Request(f"{method}_next", "value", None)
-        self.supervisor.submit(Task(call, request, own, None, deadline_s, watch, later, keep_step))
+        self.supervisor.submit(Task(call, request, own, None, deadline_s, watch, later, keep_step), check)
         return call

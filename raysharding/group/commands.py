@@ -20,11 +20,12 @@ from raysharding.distributed.process_group import StoreAddress, join_process_gro
 from raysharding.distributed.training_files import Position
 from raysharding.errors import GroupError, RayshardingError, said
 from raysharding.group.node_facts import NodeFacts, facts_here
+from raysharding.group.order import Request
 from raysharding.group.outcome import Stamp
 from raysharding.group.packing import Packed
 from raysharding.group.pending import SaveStatus
 from raysharding.models import InputBounds
-from raysharding.worker import FitStart, FitSteps, Worker
+from raysharding.worker import FitStart, FitSteps, Worker, thread_state_restored
 
 NEXT = "_next"
 """What the commands of a call's later steps end in."""
@@ -103,12 +104,14 @@ class RankCommands:
         self._buckets: Iterator[Mapping[str, torch.Tensor]] = iter(())
         self._evaluation: Iterator[dict[str, float] | None] = iter(())
         self._doing = "start"
+        self._collectives_before = 0
 
-    def run(self, method: str, own: Packed, shared: Packed | None) -> tuple[bool, Any]:
+    @thread_state_restored()
+    def run(self, request: Request, own: Packed, shared: Packed | None) -> tuple[bool, Any]:
         """Run one command.
 
         Args:
-            method: Name of a public method.
+            request: Its method is the name of a public one.
             own: Packed `(args, kwargs)`.
             shared: Packed values behind `Shared` marks.
 
@@ -116,12 +119,15 @@ class RankCommands:
             Whether the call has more steps, and the value.
         """
         # The steps of a call bear its name: what the user called is what an error names.
-        self._doing = method.removesuffix(NEXT)
+        self._doing = request.method.removesuffix(NEXT)
+        self._collectives_before = self._num_collectives()
+        if request.resets:
+            self.reset()
         args, kwargs = own.unpack()
         if shared is not None:
             values = shared.unpack()
             args = tuple(_filled(value, values) for value in args)
-        value = getattr(self, method)(*args, **kwargs)
+        value = getattr(self, request.method)(*args, **kwargs)
         return (value.more, value.value) if isinstance(value, Step) else (False, value)
 
     def serve_store(self, node_ip: str | None, timeout_s: float) -> StoreAddress | None:
@@ -272,6 +278,10 @@ class RankCommands:
         """Let go of the run's data. All ranks."""
         self._worker.fit_end()
 
+    def reset(self) -> None:
+        """Reset the module, as the ranks did that raised in a call alone. All ranks."""
+        self._worker.reset()
+
     def zero_grad(self) -> None:
         """Drop the gradients. All ranks."""
         self._worker.zero_grad()
@@ -285,9 +295,11 @@ class RankCommands:
         is_wanted = kind != "none" and (kind != "rank0" or self._worker.rank == 0)
         return value if is_wanted else None
 
-    def save(self, path: str, overwrite: bool, optimizer: bool, keep_last: int | None, async_save: bool) -> Any:
+    def save(
+        self, path: str, overwrite: bool, optimizer: bool, keep_last: int | None, async_save: bool, token: str
+    ) -> Any:
         """Save the model; return rank 0's report, or the number of a save in the background. All ranks, together."""
-        options: dict[str, Any] = {"optimizer": optimizer, "keep_last": keep_last}
+        options: dict[str, Any] = {"optimizer": optimizer, "keep_last": keep_last, "token": token}
         if async_save:
             return self._worker.save_async(path, overwrite, **options)
         report = self._worker.save(path, overwrite, **options)
@@ -348,7 +360,11 @@ class RankCommands:
     def stamp(self, before: int) -> Stamp:
         """Return what has become of the model since `num_changes` was `before`. Without one, no rank holds any."""
         worker = self._rank_worker
-        return Stamp(whole=worker is not None and worker.whole, num_changes=self.num_changes() - before)
+        collectives = self._num_collectives() - self._collectives_before
+        return Stamp(worker is not None and worker.whole, self.num_changes() - before, collectives)
+
+    def _num_collectives(self) -> int:
+        return 0 if self._rank_worker is None else self._rank_worker.num_collectives()
 
     def phase(self) -> str:
         """Return what the command is doing, more finely than its name in a load or save."""

@@ -1,4 +1,9 @@
-"""`connect`: starts or joins Ray as `ray.init()` does, but does not wait for a cluster that is gone."""
+"""`connect`: starts or joins Ray as `ray.init()` does, but does not wait for a cluster that is gone.
+
+Note [Forks]: a forked child has the objects of its parent and none of its threads, neither a group's supervision nor
+Ray's own. What waits for them waits for ever: a call of a group, but any call of Ray as well, `ray.shutdown()` included
+(Ray 2.60). So where the parent was connected to Ray the child can do nothing with a group, not even make its own.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +13,40 @@ from pathlib import Path
 
 import ray
 
-from raysharding.errors import PlacementError
+from raysharding.errors import GroupError, PlacementError
 
 ANSWER_S = 5.0
 """Longest wait for the cluster's port. Ray itself tries for minutes, in silence."""
+
+
+_forked_from: int | None = None
+"""The parent's process id, in a child that was forked while Ray was connected."""
+
+
+def _note_fork() -> None:
+    global _forked_from
+    if ray.is_initialized():
+        _forked_from = os.getppid()
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
+def refuse_in_fork(what: str) -> None:
+    """Raise in a forked child what would never end there; see Note [Forks].
+
+    Args:
+        what: What was asked for.
+
+    Raises:
+        GroupError: This process was forked from one that was connected to Ray.
+    """
+    if _forked_from is not None:
+        raise GroupError(
+            f"{what}: this process ({os.getpid()}) was forked from process {_forked_from}, where Ray was connected: "
+            "neither Ray nor its groups work in a forked child. Start it with multiprocessing.get_context('spawn') and "
+            "use ShardedModelGroup.attach(name) there, or make a group there"
+        )
 
 
 def connect(address: str | None = None) -> None:
@@ -22,7 +57,9 @@ def connect(address: str | None = None) -> None:
 
     Raises:
         PlacementError: Nothing listens at the address that `ray.init()` would join.
+        GroupError: This is a forked child; see `refuse_in_fork`.
     """
+    refuse_in_fork("connecting to Ray")
     if ray.is_initialized():
         return
     announced = _announced() if address is None else (address, "--address")
@@ -36,7 +73,9 @@ def join_announced() -> bool:
 
     Raises:
         PlacementError: As `connect`.
+        GroupError: As `connect`.
     """
+    refuse_in_fork("connecting to Ray")
     if not ray.is_initialized() and (os.environ.get("RAY_ADDRESS", "local") != "local" or _announced() is not None):
         connect()
     return bool(ray.is_initialized())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import ray
 
-from raysharding.data import BlockSource, ParquetPath, Reader, Rows, rows_of
+from raysharding.data import BlockSource, ParquetPath, Reader, Rows, check_whole, kind_of, rows_of
 from raysharding.data.arrow_rows import ArrowRows
 from raysharding.errors import DataError, GroupError
 from raysharding.group.answers import ask_all
@@ -113,31 +113,33 @@ class Given:
                 member.actor.hold.remote(self.source.key, None)
 
 
-def given(data: Any, columns: Sequence[str] | None, timeout_s: float) -> Given:
+def given(data: Any, columns: Sequence[str] | None, timeout_s: float, whole: Collection[str] = ()) -> Given:
     """Make a source of `data`; see `ShardedModelGroup.fit`.
 
     Args:
         data: As the user gave it.
         columns: Likewise.
         timeout_s: How long a Ray dataset may take to be computed.
+        whole: Columns of a Ray dataset that must hold whole numbers, where there are such columns. (Parquet files are
+            looked at where they are, by rank 0.)
 
     Raises:
         ValueError: No data, or `columns` for what has none.
         TypeError: Not data.
-        DataError: The dataset cannot be computed.
+        DataError: The dataset cannot be computed, or has a column of floats that must be whole.
     """
     chosen = None if columns is None else tuple(columns)
     if isinstance(data, str | os.PathLike):
         return Given(ParquetPath(anchored(os.fspath(data)), chosen))
     if "ray.data" in sys.modules and isinstance(data, sys.modules["ray.data"].Dataset):
-        return _blocks(data, chosen, timeout_s)
+        return _blocks(data, chosen, timeout_s, whole)
     if chosen is not None:
         raise ValueError(f"columns={columns!r}: only Parquet files and Ray datasets have columns to choose from")
     return Given(rows_of(data))
 
 
-def _blocks(dataset: Any, columns: tuple[str, ...] | None, timeout_s: float) -> Given:
-    computing: Future[tuple[list[str], tuple[ray.ObjectRef, ...], tuple[int, ...]]] = Future()
+def _blocks(dataset: Any, columns: tuple[str, ...] | None, timeout_s: float, whole: Collection[str]) -> Given:
+    computing: Future[tuple[Mapping[str, str], tuple[ray.ObjectRef, ...], tuple[int, ...]]] = Future()
 
     def compute() -> None:
         try:
@@ -147,7 +149,7 @@ def _blocks(dataset: Any, columns: tuple[str, ...] | None, timeout_s: float) -> 
 
     threading.Thread(target=compute, name="raysharding-dataset", daemon=True).start()
     try:
-        names, refs, rows = computing.result(timeout_s)
+        kinds, refs, rows = computing.result(timeout_s)
     except FutureTimeoutError:
         free = ray.available_resources().get("CPU", 0)
         raise DataError(
@@ -157,25 +159,27 @@ def _blocks(dataset: Any, columns: tuple[str, ...] | None, timeout_s: float) -> 
         ) from None
     except ray.exceptions.RayError as error:
         raise DataError(f"the Ray dataset cannot be computed: {error}") from error
-    missing = [name for name in columns or () if name not in names]
+    missing = [name for name in columns or () if name not in kinds]
     if missing:
-        raise DataError(f"the Ray dataset has no column {', '.join(map(repr, missing))}: it has {names}")
+        raise DataError(f"the Ray dataset has no column {', '.join(map(repr, missing))}: it has {list(kinds)}")
+    check_whole(kinds, [name for name in whole if columns is None or name in columns])
     if not any(rows):
         raise DataError("the Ray dataset has no rows")
     return Given(DatasetBlocks(os.urandom(8).hex(), rows, columns), refs)
 
 
-def _computed(dataset: Any) -> tuple[list[str], tuple[ray.ObjectRef, ...], tuple[int, ...]]:
-    """Names of columns, blocks in the dataset's own order, and their rows."""
+def _computed(dataset: Any) -> tuple[Mapping[str, str], tuple[ray.ObjectRef, ...], tuple[int, ...]]:
+    """Columns and what they hold, blocks in the dataset's own order, and their rows."""
     options = dataset.context.execution_options
     kept = options.preserve_order
     options.preserve_order = True  # else blocks come as their tasks end: in another order each time
     try:
-        names = list(dataset.schema().names)
+        schema = dataset.schema()
         refs = tuple(dataset.to_arrow_refs())
     finally:
         options.preserve_order = kept
-    return names, refs, tuple(ray.get([_num_rows.remote(ref) for ref in refs]))
+    kinds = {name: kind_of(kind) for name, kind in zip(schema.names, schema.types, strict=True)}
+    return kinds, refs, tuple(ray.get([_num_rows.remote(ref) for ref in refs]))
 
 
 @ray.remote(num_cpus=0)

@@ -25,8 +25,38 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from raysharding.errors import GroupError
+
 Future = concurrent.futures.Future[Any]
 """What ends when a rank has answered, or is gone: made by Ray for an object of the ranks."""
+
+
+class _SupervisionThread(threading.Thread):
+    """The thread of some group's `Events`."""
+
+
+def is_supervision_thread() -> bool:
+    """Whether this is the thread of some group's `Events`, on which callbacks of calls run."""
+    return isinstance(threading.current_thread(), _SupervisionThread)
+
+
+def refuse_to_wait(what: str) -> None:
+    """Refuse a wait on a supervision thread, where callbacks of calls run: what ends the wait would be an event.
+
+    Of any group: the others' calls would wait for this one's.
+
+    Args:
+        what: What would wait, for the error.
+
+    Raises:
+        GroupError: This is such a thread.
+    """
+    if is_supervision_thread():
+        raise GroupError(
+            f"{what}: refused in a callback (Call.when_done): it would wait on the thread that ends all calls of a "
+            "group, and none would end. Begin the call by .remote(...) and give its Call a when_done of its own, or "
+            "start a thread that waits"
+        )
 
 
 class Events:
@@ -59,7 +89,7 @@ class Events:
         self._ended = threading.Event()
         # Not by the thread at its end: another may be about to ring.
         weakref.finalize(self, self._button.close)
-        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
+        self._thread = _SupervisionThread(target=self._loop, name=name, daemon=True)
 
     def start(self) -> None:
         """Start the thread."""
@@ -95,15 +125,17 @@ class Events:
         """Attend to a connection no more."""
         self._selector.unregister(connection)
 
-    def is_own_thread(self) -> bool:
-        """Whether the caller runs inside an event, and so must not wait for one."""
-        return threading.current_thread() is self._thread
+    def act(self, timeout_s: float) -> bool:
+        """Act on the next event, if one comes in time, and return whether one did. For an event that has to wait, too.
 
-    def act(self, timeout_s: float) -> None:
-        """Inside an event that has to wait: act on the next one, if one comes in time."""
+        No event outlives it here: what it holds of Ray's objects would be freed when the next one comes, and where
+        that is one of Ray's shutdown, Ray ends the program (Ray 2.60).
+        """
         event = self._next(timeout_s)
-        if event is not None:
-            event()
+        if event is None:
+            return False
+        event()
+        return True
 
     def close(self) -> None:
         """End the thread after the event that runs; later events are not acted on."""
@@ -134,8 +166,8 @@ class Events:
     def _loop(self) -> None:
         try:
             while not self._closed.is_set():
-                event = self._next(self._patience())
-                (self._tick if event is None else event)()
+                if not self.act(self._patience()):
+                    self._tick()
         except Exception as error:
             try:
                 self._failed(error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -17,7 +17,7 @@ from raysharding.errors import (
     RayshardingError,
     RendezvousError,
 )
-from raysharding.group.outcome import Raised, Stacks
+from raysharding.group.outcome import Raised, Stacks, Stamp, in_step, one_model
 from raysharding.group.ranks import RankInfo
 from raysharding.group.witness import Sighting
 
@@ -91,8 +91,9 @@ def saw_stop(info: RankInfo, phase: str) -> Observed:
 def all_alike(seen: Sequence[Observed], world_size: int) -> bool:
     """Whether every rank raised the same kind of error on its own account, and its module is right for later calls."""
     raised = [observed.raised for observed in seen]
-    types = {one.error_type for one in raised if one is not None}
-    return len(seen) == world_size and all_recovered(seen) and len(types) == 1
+    # One whose result cannot be sent has done its work, and was not reset.
+    kinds = {(one.error_type, one.stage) for one in raised if one is not None}
+    return len(seen) == world_size and all_recovered(seen) and len(kinds) == 1
 
 
 def all_recovered(seen: Sequence[Observed]) -> bool:
@@ -101,19 +102,29 @@ def all_recovered(seen: Sequence[Observed]) -> bool:
     return all(one is not None and not one.lost_peers and one.recovered for one in raised)
 
 
-def leaves_intact(call: str, seen: Sequence[Observed], world_size: int, *, one_model: bool) -> bool:
+def resets_some(seen: Sequence[Observed], world_size: int) -> bool:
+    """Return True if the ranks that raised have reset their modules and the others, or some of them, have not."""
+    return not output_only(seen) and not all_alike(seen, world_size)
+
+
+def leaves_intact(call: str, seen: Sequence[Observed], stamps: Collection[Stamp], world_size: int) -> bool:
     """Whether the group is READY after these failures, all ranks having ended their part of the call.
 
     Args:
         call: Its name.
         seen: The failures.
+        stamps: What the call did to the ranks, as far as they said so.
         world_size: Number of ranks.
-        one_model: Whether what the ranks hold now is one model.
     """
+    if output_only(seen):
+        return True
+    are_alike = all_alike(seen, world_size)
+    if call != "call":
+        return are_alike
     # A user's function may do different things on different ranks; here no rank waits for another any more. But some
-    # may have taken the optimizer step that the one which failed did not come to.
-    is_own = call == "call" and all_recovered(seen) and one_model
-    return output_only(seen) or all_alike(seen, world_size) or is_own
+    # may have taken the optimizer step that the one which failed did not come to, or begun a collective without it.
+    are_equal = len(stamps) == world_size and len(set(stamps)) == 1 and in_step(stamps)
+    return are_equal and (are_alike or (all_recovered(seen) and one_model(stamps)))
 
 
 def output_only(seen: Sequence[Observed]) -> bool:

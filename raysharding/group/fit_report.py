@@ -26,6 +26,8 @@ class FitStep:
     """Of the steps since the driver heard last."""
     tokens_per_s: float
     """Likewise."""
+    is_skipped: bool = False
+    """Whether nothing counted in its batch, so that no update was taken: `loss` and `grad_norm` are NaN."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,8 @@ class FitReport:
     first_step: int
     """Steps that had been taken when `fit` was called."""
     history: Mapping[str, tuple[float, ...]]
-    """Metric → its value after each step that `fit` took; NaN where a restart kept steps that it had not heard of."""
+    """Metric → its value after each step that `fit` took; NaN where a restart kept steps that it had not heard of, and
+    where a step was skipped."""
     num_rows: int
     """Rows trained on in this `fit`; those of steps that a restart repeated, once more."""
     num_tokens: int
@@ -52,12 +55,15 @@ class FitReport:
     """How often the group was restarted; one that failed, because another rank was lost meanwhile, counts, too."""
     saved: str | None
     """The last save; `None` where there was none."""
+    skipped: tuple[int, ...] = ()
+    """Numbers of the steps whose batch had nothing that counts: no update was taken."""
 
     @property
     def loss(self) -> float:
-        """Loss of the last step; NaN where none was taken."""
-        losses = self.history.get("loss", ())
-        return losses[-1] if losses else float("nan")
+        """Loss of the last step that was not skipped; NaN where there is none."""
+        skipped = set(self.skipped)
+        losses = list(enumerate(self.history.get("loss", ()), self.first_step + 1))
+        return next((loss for number, loss in reversed(losses) if number not in skipped), float("nan"))
 
     @property
     def tokens_per_s(self) -> float:
@@ -95,6 +101,7 @@ class FitReport:
             save_s=self.save_s + later.save_s,
             num_restarts=self.num_restarts + later.num_restarts,
             saved=later.saved or self.saved,
+            skipped=(*self.skipped, *later.skipped),
         )
 
     def plot(self, path: str | os.PathLike[str]) -> None:
@@ -123,9 +130,10 @@ class FitReport:
     def __str__(self) -> str:
         tokens = f", {self.tokens_per_s:,.0f} tokens/s" if self.num_tokens else ""
         restarts = f", {self.num_restarts} restarts" if self.num_restarts else ""
+        skipped = f", {len(self.skipped)} of them skipped" if self.skipped else ""
         saved = f"; saved in {self.saved}" if self.saved else ""
         return (
-            f"step {self.num_steps}, loss {self.loss:.4g}: {self.num_steps - self.first_step} steps in "
+            f"step {self.num_steps}, loss {self.loss:.4g}: {self.num_steps - self.first_step} steps{skipped} in "
             f"{self.seconds:.1f} s ({self.rows_per_s:,.1f} rows/s{tokens}, waited {self.wait_s:.1f} s for data, saved "
             f"in {self.save_s:.1f} s{restarts}){saved}"
         )

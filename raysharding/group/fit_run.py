@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -16,12 +17,13 @@ from typing import Any
 from raysharding.checkpoint.uri import join_path
 from raysharding.distributed.fitting import FitPlan, StepFigures
 from raysharding.distributed.training_files import Position
-from raysharding.errors import CheckpointError, GroupError, RendezvousError
+from raysharding.errors import CallCancelledError, CheckpointError, GroupError, GroupTakenOverError, RendezvousError
 from raysharding.group.call import Call, Collect
 from raysharding.group.callbacks import RayGauges
 from raysharding.group.channel import Channel
 from raysharding.group.dataset import Given
 from raysharding.group.describe import tell
+from raysharding.group.fit_lock import FitLock
 from raysharding.group.fit_report import FitReport, FitStep
 from raysharding.group.progress import StepBar
 from raysharding.group.restart import RestartReport
@@ -76,6 +78,8 @@ class FitRun:
         plan: FitPlan,
         data: Given,
         options: FitOptions,
+        fits: FitLock,
+        restart: Callable[[], RestartReport],
         max_restarts: int,
     ) -> None:
         """Begin nothing yet.
@@ -86,6 +90,8 @@ class FitRun:
             plan: What the ranks do.
             data: What they read.
             options: What the driver does.
+            fits: Says when the run is to end early.
+            restart: Makes the group whole.
             max_restarts: How often the group is restarted.
         """
         self._group = group
@@ -93,6 +99,8 @@ class FitRun:
         self._plan = plan
         self._data = data
         self._options = options
+        self._fits = fits
+        self._restart_group = restart
         self._callbacks: list[Callback] = [RayGauges(group.name), *options.callbacks]
         self._max_restarts = max_restarts
         self._begun: Position | None = None
@@ -106,6 +114,8 @@ class FitRun:
         self._begun_in_files = True
         self._asked: int | None = None
         self._paths: set[str] = set()
+        self._skipped: list[int] = []
+        self._warned: set[bool] = set()
 
     def run(self) -> FitReport:
         """Take all steps; see `ShardedModelGroup.fit`."""
@@ -131,6 +141,7 @@ class FitRun:
             save_s=self._save_s,
             num_restarts=self._num_restarts,
             saved=committed[-1] if committed else None,
+            skipped=tuple(self._skipped),
         )
 
     @property
@@ -187,6 +198,10 @@ class FitRun:
         Args:
             error: What ended the run; what goes wrong here is noted on it.
         """
+        if isinstance(error, CheckpointError) and self._paths:
+            # One full disk fails every save that the run has begun: told with this error, and not by later calls.
+            for other in self._channel().pending.take_failed(self._paths, self._plan.feed.stall_s):
+                error.add_note(f"raysharding: and then, of another save of the run: {other}")
         closes = [close for callback in self._callbacks if (close := getattr(callback, "close", None)) is not None]
         first: Exception | None = None
         for let_go in (self._let_go, *closes):
@@ -216,6 +231,8 @@ class FitRun:
                     bar.go_back(self._place.num_steps)
                 self._steps(bar)
                 return
+            except (GroupTakenOverError, CallCancelledError):
+                raise  # another driver's ranks are whole; who interrupts wants no restart
             except (GroupError, RendezvousError) as error:
                 if self._group.state is not GroupState.BROKEN or self._num_restarts >= self._max_restarts:
                     raise
@@ -226,7 +243,7 @@ class FitRun:
         self._num_restarts += 1
         cause = str(error).partition("\n")[0]
         tell(f"fit: {cause}; restart {self._num_restarts} of {self._max_restarts}")
-        done: RestartReport = self._group.restart()
+        done = self._restart_group()
         try:
             self._channel().pending.wait(self._plan.feed.stall_s)
         except (GroupError, CheckpointError) as lost:
@@ -243,12 +260,14 @@ class FitRun:
             del values[kept:]
             # Ranks that were kept may have taken steps of which the driver was not told.
             values.extend([math.nan] * (kept - len(values)))
+        self._skipped = [number for number in self._skipped if number <= self._place.num_steps]
         tell(f"fit: goes on after step {self._place.num_steps} ({done.how}: {done.why})")
 
     def _steps(self, bar: StepBar) -> None:
         """Take steps to the end of the run, and save."""
         is_over = False
         while not is_over:
+            self._fits.check_interrupted(self._place.num_steps)
             asked = time.monotonic()
             replies: list[FitSteps] = self._submit("fit_steps", self._num_next(), collect=collect_all).result()
             seconds = time.monotonic() - asked
@@ -278,10 +297,26 @@ class FitRun:
                 self._history.setdefault(name, []).append(value)
             own_rows, own_tokens = _sums(ranks)
             rates = rows / seconds, tokens / seconds
-            told = FitStep(number, ranks[0].epoch, ranks[0].metrics, own_rows, own_tokens, *rates)
+            self._warn_of(number, ranks[0])
+            is_skipped = bool(ranks[0].skipped)
+            told = FitStep(number, ranks[0].epoch, ranks[0].metrics, own_rows, own_tokens, *rates, is_skipped)
             bar.step(told)
             for callback in self._callbacks:
                 callback(told)
+
+    def _warn_of(self, number: int, step: StepFigures) -> None:
+        """Say once that steps are skipped, and once that the loss is not finite."""
+        loss = step.metrics["loss"]
+        if step.skipped:
+            self._skipped.append(number)
+            what = f"step {number} was skipped, as others like it will be (see on_empty=): {step.skipped}"
+        elif not math.isfinite(loss):
+            what = f"the loss is {loss} from step {number} on"
+        else:
+            return
+        if (kind := bool(step.skipped)) not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(f"fit: {what}", UserWarning, stacklevel=2)
 
     def _is_due(self, *, is_over: bool) -> bool:
         every, done = self._options.save_every, self._place.num_steps

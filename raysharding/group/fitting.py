@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from raysharding.checkpoint.uri import normal_path
 from raysharding.data import Collate
@@ -14,10 +14,10 @@ from raysharding.distributed.feeding import FeedPlan
 from raysharding.distributed.fitting import FitPlan
 from raysharding.distributed.training import check_max_grad_norm
 from raysharding.group.call import Call, Collect
-from raysharding.group.dataset import given
+from raysharding.group.dataset import Given, given
 from raysharding.group.fit_report import FitReport
 from raysharding.group.fit_run import Callback, FitOptions, FitRun
-from raysharding.group.handle import driver_handle, handle
+from raysharding.group.handle import blocking, driver_handle, handle
 from raysharding.group.results import LastValue
 from raysharding.group.training import Training
 
@@ -26,6 +26,7 @@ class Fitting(Training):
     """What `ShardedModelGroup` trains over data with."""
 
     @driver_handle
+    @blocking
     def fit(
         self,
         data: Any,
@@ -40,6 +41,7 @@ class Fitting(Training):
         loss: Callable[..., Any] | None = None,
         max_grad_norm: float | None = None,
         gradient_accumulation_steps: int = 1,
+        on_empty: Literal["skip", "raise"] = "skip",
         prefetch: int = 2,
         save_to: str | os.PathLike[str] | None = None,
         save_every: int | None = None,
@@ -55,6 +57,13 @@ class Fitting(Training):
         after the steps under way (those of half a second), with the group READY; `resume=True` goes on from there. A
         group that breaks is restarted up to `max_restarts` times (see `from_checkpoint`); the run goes on from its last
         save, or its beginning, which is saved first where no file holds it; random generators go back with it.
+
+        One `fit` runs on a group at a time. Meanwhile other threads and `callbacks` may call what leaves the model as
+        it is (`forward`, `generate`, `evaluate`, `state_dict`, `save`, `status` and the like): it runs between two
+        steps, in the order of submission, and so does a `call`, whatever its function changes. What would change the
+        model (another `fit`, `train_step`, `forward_backward`, `optim_step`, `zero_grad`, `set_optimizer`,
+        `set_scheduler`, `load`, `restart`) is refused by a `GroupError`, and the run goes on. `interrupt` ends it after
+        the steps under way, by `CallCancelledError`; `shutdown` ends it with the group.
 
         Args:
             data: A `ray.data.Dataset`, whose blocks are computed once, in the object store; a Parquet file or a
@@ -75,6 +84,10 @@ class Fitting(Training):
             loss: As for `train_step`.
             max_grad_norm: As for `train_step`.
             gradient_accumulation_steps: As for `train_step`: parts that a batch is taken in.
+            on_empty: What becomes of a batch in which nothing counts, because all its labels are masked. `"skip"`: all
+                ranks leave it out alike; it takes its number and its place in the data, optimizer and schedule take no
+                step, its `loss` and `grad_norm` are NaN in the report, whose `skipped` has its number, and a warning
+                says so once. `"raise"`: it ends the run with an `EmptyBatchError`. Default skip.
             prefetch: Batches that each rank reads ahead; two at least where `collate` is not given.
             save_to: Directory or URI of saves, `step-<number>` each, as for `save`. Default:
                 nothing is saved. It may hold saves of the same run, and no others.
@@ -82,8 +95,11 @@ class Fitting(Training):
             keep_last: Saves that are kept; older ones are removed. Default: all.
             async_save: Write saves in the background, while the ranks train on; see `save`. Default no.
             resume: Go on where the last run stands: in this group, or in the save that it was made from.
-            callbacks: Each is given a `FitStep` for every step, on the driver, which hears of quick steps many at a
-                time; one with a `close` method is closed at the end.
+            callbacks: Each is given a `FitStep` for every step, in the thread of `fit`, which hears of quick steps many
+                at a time: the ranks, and what a callback asks of them, stand after the last of those. They take no
+                steps meanwhile. What a callback raises ends the run, with the group READY, and `fit` raises it; where a
+                call of the callback broke the group, that is like a step that did. One with a `close` method is closed
+                at the end.
             progress: Whether to show a bar. Default: in a terminal or notebook.
 
         Returns:
@@ -94,28 +110,41 @@ class Fitting(Training):
             TypeError: `data` is none, or does not pickle.
             DataError: The data cannot be read, has no rows, or is not what a resumed run was fed before. The group is
                 READY.
-            CheckpointError: A save failed, or `save_to` holds the saves of another run.
-            GroupError: Ranks failed, more often than `max_restarts` allows.
+            CheckpointError: A save failed, in the background too (no later call raises that again), or `save_to` holds
+                the saves of another run.
+            CallCancelledError: `interrupt` ended the run.
+            GroupError: Ranks failed, more often than `max_restarts` allows; or another `fit` runs on the group.
         """
         self._require_optimizer("fit")
         check_max_grad_norm(max_grad_norm)
-        found = given(data, columns, self._channel.timeouts.load_stall_s)
-        feed = FeedPlan(
-            source=found.source,
-            batch_size=batch_size,
-            epochs=epochs,
-            max_steps=max_steps,
-            shuffle=shuffle,
-            seed=seed,
-            collate=collate,
-            prefetch=prefetch,
-            stall_s=self._channel.timeouts.load_stall_s,
-            run=secrets.token_hex(8),
-        )
-        plan = FitPlan(feed, loss, max_grad_norm, gradient_accumulation_steps)
-        target = None if save_to is None else normal_path(os.fspath(save_to))
-        options = FitOptions(target, save_every, keep_last, async_save, resume, callbacks, progress)
-        return FitRun(self, lambda: self._channel, plan, found, options, self._spec.max_restarts).run()
+        with self._fits.running(self.name):
+            found = self._given(data, columns, collate)
+            feed = FeedPlan(
+                source=found.source,
+                batch_size=batch_size,
+                epochs=epochs,
+                max_steps=max_steps,
+                shuffle=shuffle,
+                seed=seed,
+                collate=collate,
+                prefetch=prefetch,
+                stall_s=self._channel.timeouts.load_stall_s,
+                run=secrets.token_hex(8),
+            )
+            plan = FitPlan(feed, loss, max_grad_norm, gradient_accumulation_steps, on_empty)
+            target = None if save_to is None else normal_path(os.fspath(save_to))
+            options = FitOptions(target, save_every, keep_last, async_save, resume, callbacks, progress)
+            run = FitRun(
+                self,
+                lambda: self._channel,
+                plan,
+                found,
+                options,
+                self._fits,
+                self._restart,
+                self._spec.max_restarts,
+            )
+            return run.run()
 
     @handle
     def evaluate(
@@ -146,7 +175,8 @@ class Fitting(Training):
             prefetch: As for `fit`.
 
         Returns:
-            `{"loss": float, <metric>: float, ..., "num_rows": float}`; NaN where nothing counted.
+            `{"loss": float, <metric>: float, ..., "num_rows": float}`; NaN where nothing counted in any batch: one in
+            which nothing counts adds nothing to the loss.
 
         Raises:
             ValueError: A bad argument.
@@ -154,7 +184,7 @@ class Fitting(Training):
             DataError: The data cannot be read, or has no rows. The group is READY.
             GroupError: The model or a metric raised, or ranks failed.
         """
-        found, members = given(data, columns, self._channel.timeouts.load_stall_s), self._channel.members
+        found, members = self._given(data, columns, collate), self._channel.members
         feed = FeedPlan(
             source=found.source,
             batch_size=batch_size,
@@ -169,3 +199,8 @@ class Fitting(Training):
         call = self._channel.submit_same("evaluate", plan, keep_step=last.keep, collect=Collect(last.collect))
         call.when_done(lambda _: found.take_back(members))
         return call.keep_alive(self)
+
+    def _given(self, data: Any, columns: Sequence[str] | None, collate: Collate | None) -> Given:
+        # A collate function may make anything of a column; without one it is the argument of its name.
+        whole = self._launched.bounds.num_ids if collate is None else ()
+        return given(data, columns, self._channel.timeouts.load_stall_s, whole)

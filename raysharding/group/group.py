@@ -13,14 +13,16 @@ from torch import nn
 from raysharding.batch import Out, check_out, deal
 from raysharding.config import Loading, Placement, Sharding, Timeouts
 from raysharding.distributed.generating import check_generation
+from raysharding.distributed.loss_call import positions_of
 from raysharding.group.attach import attach
 from raysharding.group.call import Call
 from raysharding.group.commands import Mode
 from raysharding.group.fitting import Fitting
 from raysharding.group.group_plan import GroupPlan
-from raysharding.group.handle import handle
+from raysharding.group.handle import blocking, handle
 from raysharding.group.interrupts import UndoneByInterrupt
 from raysharding.group.launch import launch
+from raysharding.group.model_files import ModelFiles
 from raysharding.group.planning import plan_group
 from raysharding.group.progress import ProgressOption
 from raysharding.group.results import collect_generated, collect_outputs, collect_returns
@@ -49,6 +51,7 @@ class ShardedModelGroup(Fitting):
     """
 
     @classmethod
+    @blocking
     def from_checkpoint(
         cls,
         checkpoint: str | os.PathLike[str],
@@ -134,6 +137,7 @@ class ShardedModelGroup(Fitting):
             return cls(replace(spec, model=launched.model), launched)
 
     @classmethod
+    @blocking
     def attach(cls, name: str, *, timeouts: Timeouts | None = None) -> Self:
         """Give a named group, loaded as it is, to this driver: after a restart of the kernel, say.
 
@@ -156,7 +160,7 @@ class ShardedModelGroup(Fitting):
         """
         attached = attach(name, timeouts)
         group = cls(attached.spec, attached.launched)
-        group._origin = attached.origin
+        group._files = ModelFiles(attached.origin, attached.begun)
         group._may_have_optimizer = attached.has_optimizer
         return group
 
@@ -220,7 +224,8 @@ class ShardedModelGroup(Fitting):
 
         Args:
             *args: The model's arguments: `Split` deals rows out, `PerRank` gives one value to each rank, anything else
-                goes to all.
+                goes to all. A sole `Split` of a mapping, such as a tokenizer's batch, is dealt out as keyword
+                arguments: `forward(Split(batch))`.
             mode: `"train"` runs the modules in train mode. Default eval.
             out: What comes back. Default: rows gathered in order where the call has a `Split`, else rank 0's output.
             **kwargs: As `args`.
@@ -229,8 +234,9 @@ class ShardedModelGroup(Fitting):
             The model's output on the CPU; its type is kept. Caches are `None`; a loss is the whole batch's.
 
         Raises:
-            ValueError: Splits of different sizes, no rows, ids that the model does not have, values of `PerRank` that
-                would have ranks run different code, or a bad `mode` or `out`.
+            ValueError: Splits of different sizes, no rows, a tensor beside a `Split` that looks like rows (`Same(x)`
+                says that it is none), ids that the model does not have, values of `PerRank` that would have ranks run
+                different code, or a bad `mode` or `out`.
             OutputTooLargeError: A rank's output is over `max_output_bytes`.
         """
         check_mode(mode, default="eval")
@@ -248,10 +254,11 @@ class ShardedModelGroup(Fitting):
         what one process gives; samples are drawn on each rank, from `torch.manual_seed` of rank 0 on.
 
         Args:
-            *args: As for `forward`: the prompt, usually `input_ids=Split(ids)`.
+            *args: As for `forward`: the prompt, usually `Split(tokenizer(texts, return_tensors="pt"))`.
             mode: As for `forward`.
             out: As for `forward`.
             **kwargs: The arguments of transformers' `generate`: `max_new_tokens=`, `do_sample=`, `generation_config=`.
+                `prefix_allowed_tokens_fn` is given the number of a row among its rank's rows, not the batch's.
 
         Returns:
             Ids, int64 [rows, length], prompts first where the model is no encoder-decoder; rows that ended early are
@@ -260,8 +267,7 @@ class ShardedModelGroup(Fitting):
         Raises:
             ValueError: As for `forward`, or an argument that ranks in step do not have: `streamer`, `assistant_model`,
                 `return_dict_in_generate`, `synced_gpus`.
-            GroupError: The model cannot generate, or raised. The encoder of an encoder-decoder is called outside the
-                root's forward: such models need `Sharding(wrap="none")`, which the error says.
+            GroupError: The model cannot generate, or raised.
         """
         check_mode(mode, default="eval")
         check_out(out)
@@ -277,9 +283,13 @@ class ShardedModelGroup(Fitting):
 
         `raysharding.current_worker()` gives module, mesh and optimizer there. Ranks must call the same collectives.
 
+        When it ends, these are as they were: default dtype and device, grad, inference and autocast mode, the working
+        directory. What is set for a process stays: random generators, the number of threads, deterministic algorithms,
+        matmul precision, `torch.backends`, the environment. Signal handlers cannot be set: it is not the main thread.
+
         Args:
             fn: A function that pickles.
-            *args: Its arguments; `Split` and `PerRank` are dealt out.
+            *args: Its arguments, dealt out as for `forward`, but that `fn` gets a mapping as it is.
             out: `Out.rank0()`, `Out.per_rank()`, `Out.refs()` or `Out.none()`, as for `forward`.
             **kwargs: As `args`.
 
@@ -289,11 +299,13 @@ class ShardedModelGroup(Fitting):
         Raises:
             TypeError: `fn` or an argument cannot be pickled.
             ValueError: As for `forward`, or `out=Out.gather()`.
-            GroupError: `fn` raised, or what it returned cannot be pickled. Gradients are dropped where it raised.
+            GroupError: `fn` raised, destroyed the ranks' process group, or returned what cannot be pickled. Where it
+                raised on any rank, all ranks drop their gradients. The group stays READY unless other ranks wait for
+                one that raised, or have changed weights or begun collectives that it has not.
             OutputTooLargeError: A rank's value is over `max_output_bytes`.
         """
         check_out(out)
-        batches = deal(args, kwargs, self.world_size)
+        batches = deal(args, kwargs, self.world_size, positions=positions_of(fn))
         collect, as_refs = collect_returns(out, batches[0].rows), out == Out.refs()
         call = self._channel.submit_batches("call", batches, fn, out, collect=collect, as_refs=as_refs)
         self._may_have_optimizer = True

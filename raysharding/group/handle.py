@@ -1,15 +1,28 @@
-"""Decorators that make a method a `Handle` on the instance: `handle` for calls of the ranks, `driver_handle` else."""
+"""Decorators that make a method a `Handle` (`handle`, `driver_handle`); and `blocking`, for one that only waits."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from types import MethodType
-from typing import Any, Concatenate, Generic, ParamSpec, Self, overload
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
 from raysharding.group.call import Call, Handle
+from raysharding.group.events import refuse_to_wait
 
 P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def blocking(method: Callable[P, T]) -> Callable[P, T]:
+    """Have a method that is no `handle` refuse to wait on a supervision thread, as those do."""
+
+    @wraps(method)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        refuse_to_wait(f"{method.__name__}()")
+        return method(*args, **kwargs)
+
+    return checked
 
 
 class handle(Generic[P]):

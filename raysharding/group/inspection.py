@@ -57,8 +57,10 @@ def read_log(member: Member, num_lines: int) -> str:
         num_lines: Of each of the two.
 
     Raises:
-        GroupError: Its node is gone, or does not answer within 30 s.
+        GroupError: Its node is gone, or does not answer within 30 s, or Ray was shut down.
     """
+    if not ray.is_initialized():
+        raise GroupError("Ray was shut down, which knows where the logs are")
     if not member.log_paths:
         return "Ray keeps no log files of this rank\n"
     node_id = member.info.node_id

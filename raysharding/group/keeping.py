@@ -10,6 +10,7 @@ import ray
 
 from raysharding.errors import GroupError
 from raysharding.group.launched import Launched
+from raysharding.group.model_files import BegunSave, ModelFiles
 from raysharding.group.naming import actor_name
 from raysharding.group.packing import pack
 from raysharding.group.record import GroupRecord
@@ -35,12 +36,12 @@ def keep_record(launched: Launched, spec: GroupSpec, origin: str) -> None:
         raise GroupError(f"group {spec.name!r}: the rank that is to keep its record does not: {error}") from error
 
 
-def update_record(launched: Launched, spec: GroupSpec, origin: str) -> None:
+def update_record(launched: Launched, spec: GroupSpec, files: ModelFiles) -> None:
     """Leave a newer record, and wait for nothing: if its actor is gone, the group is broken, too."""
-    _send(launched, spec, origin)
+    _send(launched, spec, files.origin, files.begun)
 
 
-def _send(launched: Launched, spec: GroupSpec, origin: str) -> Any:
+def _send(launched: Launched, spec: GroupSpec, origin: str, begun: tuple[BegunSave, ...] = ()) -> Any:
     members = launched.channel.members
     record = GroupRecord(
         version=time.time(),
@@ -49,10 +50,11 @@ def _send(launched: Launched, spec: GroupSpec, origin: str) -> Any:
         stacks_descriptors=tuple(one.stacks_descriptor for one in members),
         log_paths=tuple(one.log_paths for one in members),
         visible_gpus=launched.started.visible_gpus,
-        reservation=launched.reservation,
+        reservation=replace(launched.reservation, reaper=None),  # it is this driver's own
         # A progress callback is the driver's own, and most do not pickle.
         spec=pack(replace(spec, progress=None), "the arguments of from_checkpoint").snapshot(),
         origin=origin,
+        begun=begun,
         load_report=launched.load_report,
         bounds=launched.bounds,
         preflight_report=launched.preflight_report,

@@ -66,6 +66,7 @@ def launch(spec: GroupSpec) -> Launched:
         launched = Launched(spec.model, channel, started, reservation, report, bounds, seen)
         if spec.name is not None:
             keep_record(launched, spec, anchored(spec.checkpoint))
+            reservation.outlive_owner()
     except BaseException:
         channel.supervisor.shutdown()
         raise

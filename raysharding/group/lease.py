@@ -114,7 +114,7 @@ class Renewal:
         until = time.monotonic() + timeout_s
         if self._thread.is_alive():
             self._thread.join(timeout_s)
-        if asked := list(self._asked.values()):
+        if self._has_ray() and (asked := list(self._asked.values())):
             ray.wait(asked, num_returns=len(asked), timeout=max(0.0, until - time.monotonic()))
 
     def explain(self) -> str:

@@ -6,8 +6,8 @@ Ray starts the ranks, tells of their deaths, carries what is large, and answers 
 order to run a command, and the outcome, take a TCP connection of their own.
 
 The ranks connect to the driver, so that no rank listens, and the driver only while its ranks come. Each greets with
-the key that the driver gave it through Ray, good for one connection; others are shown the door. See Note [Signed
-frames] in `line.py` for what comes after.
+the key that the driver gave it through Ray, good for one connection; others are closed, the oldest first where many
+come, so that they cost few descriptors and keep no rank out. See Note [Signed frames] in `line.py` for what follows.
 
 A line that breaks says nothing by itself: it does so whenever a rank dies, a moment before Ray tells, and when another
 driver takes the group over. Only if Ray has not said anything after 1.5 s the rank counts as out of reach, and is
@@ -16,6 +16,7 @@ stopped: a process that it has forked may keep its death from Ray, or the networ
 
 from __future__ import annotations
 
+import errno
 import hmac
 import math
 import secrets
@@ -36,6 +37,10 @@ from raysharding.group.ranks import Member
 
 _LOOK_S = 0.1
 _SILENT_S = 1.5
+MAX_STRANGERS = 64
+"""Connections that have not greeted yet, beside those of the ranks; another one closes the oldest."""
+GREETING_S = 10.0
+"""How long a connection may take to greet."""
 
 
 class Lines:
@@ -150,7 +155,8 @@ def open_lines(members: Sequence[Member], within_s: float, check: Callable[[], N
             if waiting and time.monotonic() > until:
                 late = ", ".join(str(members[rank].info.rank) for rank in sorted(waiting.values()))
                 what = f"ranks {late} did not connect to this driver at {host}:{address[1]} within {within_s:g} s"
-                raise RendezvousError(f"{what}; raise Timeouts.rendezvous_s, or open the driver's ports to them")
+                why = f"; the driver could not accept connections: {door.error}" if door.error else ""
+                raise RendezvousError(f"{what}{why}; raise Timeouts.rendezvous_s, or open the driver's ports to them")
         return [Line(connection, keys[rank]) for rank, connection in sorted(door.take().items())]
 
 
@@ -185,12 +191,15 @@ def _still_asked(asked: dict[ray.ObjectRef, Member], address: tuple[str, int]) -
 
 
 class _Door:
-    """Takes in connections that say the right word first, whatever others come, and in whatever order they speak."""
+    """Takes in connections that say the right word first, however many others come, in whatever order they speak."""
 
     def __init__(self, listener: socket.socket) -> None:
         listener.setblocking(False)
         self._listener = listener
+        self.error: OSError | None = None
+        """Why the last connection could not be accepted, where it was this process's fault."""
         self._said: dict[socket.socket, bytes] = {}
+        self._since: dict[socket.socket, float] = {}
         self._known: dict[int, socket.socket] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
@@ -210,21 +219,43 @@ class _Door:
 
     def admit(self, waiting: dict[bytes, int], timeout_s: float) -> None:
         """Let in who is there, taking each out of `waiting`."""
-        for key, _ in self._selector.select(timeout_s):
-            if key.fileobj is self._listener:
-                self._accept()
-            else:
-                assert isinstance(key.fileobj, socket.socket), "only sockets are registered"
-                self._hear(key.fileobj, waiting)
+        ready = [key.fileobj for key, _ in self._selector.select(timeout_s)]
+        for connection in ready:
+            if connection is not self._listener:
+                assert isinstance(connection, socket.socket), "only sockets are registered"
+                self._hear(connection, waiting)
+        # Last: who has greeted by now is not closed to make room.
+        if self._listener in ready:
+            self._accept(timeout_s)
+        self._close_oldest(len(waiting) + MAX_STRANGERS)
 
-    def _accept(self) -> None:
+    def _accept(self, pause_s: float) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:
-            return  # it has gone again
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                return  # it has gone again
+            self.error = error
+            if not self._since:
+                time.sleep(pause_s)  # others hold all descriptors: it would be ready again at once
+            self._close_oldest(len(self._since) - 1)
+            return
         connection.setblocking(False)
-        self._said[connection] = b""
+        self._said[connection], self._since[connection] = b"", time.monotonic()
         self._selector.register(connection, selectors.EVENT_READ)
+
+    def _close_oldest(self, at_most: int) -> None:
+        """Close those that have not greeted in time, and the oldest of the others that are more than `at_most`."""
+        late = time.monotonic() - GREETING_S
+        for connection, since in list(self._since.items()):
+            if len(self._since) <= at_most and since > late:
+                return
+            self._forget(connection)
+            connection.close()
+
+    def _forget(self, connection: socket.socket) -> None:
+        self._selector.unregister(connection)
+        del self._said[connection], self._since[connection]
 
     def _hear(self, connection: socket.socket, waiting: dict[bytes, int]) -> None:
         try:
@@ -237,8 +268,7 @@ class _Door:
         said = self._said[connection] = self._said[connection] + more
         if more and len(said) < GREETING_BYTES:
             return
-        self._selector.unregister(connection)
-        del self._said[connection]
+        self._forget(connection)
         known = next((one for one in waiting if hmac.compare_digest(one, said)), None)
         if known is None:
             connection.close()

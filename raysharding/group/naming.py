@@ -2,9 +2,9 @@
 
 Note [Names]: the group `llama` has the actors `llama/0`, `llama/1`, ... by bundle, since ranks are numbered later, and
 a placement group `raysharding/llama/<job>`. Actor 0 keeps the record of the group, from when it is loaded. Until then
-the group hangs on its driver by a lease (see `lease.py`), and an actor whose lease runs out gives the placement group
-back. A driver that is killed while it waits for the placement group leaves one behind that has no actors: the next one
-that makes a named group, or attaches, removes it.
+its reaper (see `reaper.py`) removes the placement group when the driver dies, and Ray stops the actors in it. Where the
+reaper dies with the driver, because their host does, actors end by a lease (see `lease.py`) and remove the placement
+group. One that has no actors yet is removed by the next driver that makes a named group, or attaches.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray._private.worker import WORKER_MODE
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
 NAMESPACE = "raysharding"
@@ -47,6 +48,10 @@ class Lifetime:
             return {}
         job = ray.get_runtime_context().get_job_id()
         return {"name": f"{NAMESPACE}/{self.name}/{job}", "lifetime": "detached"}
+
+    def ends_with_job(self) -> bool:
+        """Return True if what this process creates for the group is Ray's to remove, with the job of this process."""
+        return self.name is None and ray.get_runtime_context().worker.mode != WORKER_MODE
 
     @property
     def first_lease_s(self) -> float | None:

@@ -30,6 +30,8 @@ class Request:
     """`value`: the result as `Packed`; `ref`: as an object that `ray.get` turns into the result itself."""
     max_output_bytes: int | None
     """Cap on the packed result, `None` for results that are bounded otherwise."""
+    resets: bool = False
+    """Whether every rank resets its module first, as those did that raised alone in the call before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ def seal(
     """
     beside = [part for part in (own, shared) if isinstance(part, ray.ObjectRef)]
     # Plain tuples: to pickle a dataclass and back costs as much as all the rest of it.
-    asked = request.method, request.output, request.max_output_bytes
+    asked = request.method, request.output, request.max_output_bytes, request.resets
     return pickle.dumps((epoch, asked, _inside(own), _inside(shared)), pickle.HIGHEST_PROTOCOL), beside
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import traceback
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -27,6 +27,9 @@ _CONNECTION_MARKS = (
     "NCCL communicator was aborted",
     "ncclRemoteError",
 )
+
+# What NCCL says of the rank itself: what it was asked for, or the GPU that it ran on.
+_OWN_MARKS = ("ncclInvalidUsage", "ncclInvalidArgument", "ncclUnhandledCudaError")
 
 # What a rank raised is read on the thread that watches all others, and is shown to people.
 _MAX_MESSAGE_CHARS = 64 << 10
@@ -81,6 +84,13 @@ class Stamp:
     """Whether no change was left half-way, by this command or an earlier one."""
     num_changes: int
     """How often the command changed them."""
+    num_collectives: int = field(default=0, compare=False)
+    """How many collectives the rank began meanwhile: where ranks differ, the next ones would not match."""
+
+
+def in_step(stamps: Iterable[Stamp]) -> bool:
+    """Return True if ranks with these stamps began as many collectives, so that their next ones match."""
+    return len({stamp.num_collectives for stamp in stamps}) == 1
 
 
 def one_model(stamps: Iterable[Stamp]) -> bool:
@@ -106,7 +116,7 @@ class Outcome:
 
     def to_bytes(self) -> bytes:
         """Pickle it."""
-        stamp = self.stamp.whole, self.stamp.num_changes
+        stamp = self.stamp.whole, self.stamp.num_changes, self.stamp.num_collectives
         value = None if self.value is None else (self.value.stream, self.value.buffers)
         return pickle.dumps((stamp, self.raised, self.more, value, self.is_beside), pickle.HIGHEST_PROTOCOL)
 
@@ -167,16 +177,23 @@ def record_exception(error: BaseException, *, stage: Stage, phase: str, tensor: 
 
 def is_connection_error(error: BaseException) -> bool:
     """Whether an exception says that a peer or the store has gone, rather than that this rank did something wrong."""
+    if any(isinstance(one, dist.DistBackendError) and _has(one, _OWN_MARKS) for one in _causes(error)):
+        return False
     return any(isinstance(one, ConnectionError) for one in _causes(error)) or has_lost_peers(error)
 
 
 def has_lost_peers(error: BaseException) -> bool:
     """Whether torch.distributed says that a peer or the store has gone, so that no later collective can work."""
     return any(
-        isinstance(one, (dist.DistNetworkError, dist.DistStoreError))
-        or (isinstance(one, RuntimeError) and any(mark in said(one) for mark in _CONNECTION_MARKS))
+        # Of a backend: NCCL's errors and time-outs, after which its communicator is aborted.
+        isinstance(one, (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError))
+        or (isinstance(one, RuntimeError) and _has(one, _CONNECTION_MARKS))
         for one in _causes(error)
     )
+
+
+def _has(error: BaseException, marks: tuple[str, ...]) -> bool:
+    return any(mark in said(error) for mark in marks)
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

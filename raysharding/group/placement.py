@@ -14,6 +14,7 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from raysharding.config import Placement
 from raysharding.errors import PlacementError
 from raysharding.group.naming import Lifetime
+from raysharding.group.reaper import create_reaped
 
 Resources = Mapping[str, float]
 
@@ -31,6 +32,8 @@ class Reservation:
     """Resources of one rank."""
     is_ours: bool
     """Whether the group made it, so removes it."""
+    reaper: Any = None
+    """The actor that removes it when this process dies; see `reaper.py`. `None` where Ray does."""
 
     def node_ip(self, bundle: int) -> str:
         """Return the address of the node that Ray chose for a bundle, `unknown` where it does not say."""
@@ -41,6 +44,12 @@ class Reservation:
         """Give the resources back, where they are ours to give."""
         if self.is_ours:
             remove_placement_group(self.placement_group)
+        self.outlive_owner()
+
+    def outlive_owner(self) -> None:
+        """Keep a detached placement group when this process dies."""
+        if self.reaper is not None:
+            ray.kill(self.reaper)
 
 
 def cluster_gpus() -> int:
@@ -111,7 +120,8 @@ def reserve(world_size: int, device_type: str, placement: Placement, place_s: fl
         lifetime: What the placement group hangs on.
 
     Raises:
-        PlacementError: Not ready at the deadline; says need against have, per node. Nothing stays reserved.
+        PlacementError: Not ready at the deadline; says need against have, per node. Or Ray does not create it. Nothing
+            stays reserved.
         ValueError: An existing placement group whose bundles do not fit the ranks.
     """
     need = rank_need(device_type, placement)
@@ -119,14 +129,7 @@ def reserve(world_size: int, device_type: str, placement: Placement, place_s: fl
         reservation = Reservation(placement.placement_group, need, is_ours=False)
         _check_bundles(placement.placement_group, world_size, need)
     else:
-        selector = [dict(placement.labels)] * world_size if placement.labels else None
-        made = placement_group(
-            [dict(need) for _ in range(world_size)],
-            strategy=placement.strategy,
-            bundle_label_selector=selector,
-            **lifetime.placement_group_options(),
-        )
-        reservation = Reservation(made, need, is_ours=True)
+        reservation = _create(world_size, need, placement, lifetime)
     try:
         if not _wait_ready(reservation.placement_group, place_s):
             raise _placement_error(world_size, need, placement, place_s)
@@ -134,6 +137,21 @@ def reserve(world_size: int, device_type: str, placement: Placement, place_s: fl
         reservation.release()
         raise
     return reservation
+
+
+def _create(world_size: int, need: Resources, placement: Placement, lifetime: Lifetime) -> Reservation:
+    """Ask Ray for a placement group, which need not be ready."""
+    bundles = [dict(need) for _ in range(world_size)]
+    selector = [dict(placement.labels)] * world_size if placement.labels else None
+    options = {"strategy": placement.strategy, "bundle_label_selector": selector, **lifetime.placement_group_options()}
+    if lifetime.ends_with_job():
+        return Reservation(placement_group(bundles, **options), need, is_ours=True)
+    try:
+        made, reaper = create_reaped(bundles, options, lifetime.start_s)
+    except ray.exceptions.RayError as error:
+        what = f"the actor that is to create the placement group did not start within {lifetime.start_s:g} s"
+        raise PlacementError(f"{what}: {error}", need=need, have={}) from error
+    return Reservation(made, need, is_ours=True, reaper=reaper)
 
 
 def wait_placed(reservation: Reservation, world_size: int, placement: Placement, place_s: float) -> None:

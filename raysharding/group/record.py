@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from raysharding.distributed import LoadReport
+from raysharding.group.model_files import BegunSave
 from raysharding.group.packing import Packed
 from raysharding.group.placement import Reservation
 from raysharding.group.preflight import PreflightReport
@@ -34,6 +35,8 @@ class GroupRecord:
     """The `GroupSpec`, pickled: it may hold functions that the next driver cannot import."""
     origin: str
     """The newest files that hold the model."""
+    begun: tuple[BegunSave, ...]
+    """Saves that the ranks were asked for since; the driver had not heard how they ended."""
     load_report: LoadReport
     """Rank 0's report of the load that made the group."""
     bounds: InputBounds

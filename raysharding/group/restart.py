@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from raysharding.checkpoint import newest_after
-from raysharding.errors import RayshardingError
+from raysharding.errors import GroupTakenOverError, RayshardingError
 from raysharding.group.answers import ask_all
 from raysharding.group.interrupts import UndoneByInterrupt
 from raysharding.group.launch import launch, rendezvous
 from raysharding.group.launched import Launched
+from raysharding.group.model_files import ModelFiles
 from raysharding.group.replacing import replace_lost
 from raysharding.group.replicas import Replicas
 from raysharding.group.spec import GroupSpec
@@ -58,7 +59,7 @@ def restart(
     spec: GroupSpec,
     launched: Launched,
     *,
-    origin: str,
+    files: ModelFiles,
     checkpoint: str | None,
     world_size: int | None,
     optimizer: Callable[..., Any] | None,
@@ -68,14 +69,14 @@ def restart(
     Args:
         spec: What the group was asked to be.
         launched: Its parts.
-        origin: The newest state of the model in files.
+        files: What holds the model.
         checkpoint: As the user gave it.
         world_size: As the user gave it.
         optimizer: Factory of the optimizer that the group has, as far as the driver knows.
     """
     begun = time.monotonic()
     supervisor = launched.channel.supervisor
-    if supervisor.state is GroupState.CLOSED:
+    if supervisor.state is GroupState.CLOSED or isinstance(supervisor.standing.cause, GroupTakenOverError):
         supervisor.standing.refuse_if_unusable()
     if supervisor.state in (GroupState.READY, GroupState.BUSY) and checkpoint is None and world_size is None:
         raise ValueError(
@@ -85,16 +86,17 @@ def restart(
     num_ranks = len(launched.channel.members)
     why = _why_reload(launched, checkpoint, world_size)
     if why is None:
-        restarted = _go_on(replace(spec, optimizer=optimizer), launched, origin, begun)
+        restarted = _go_on(replace(spec, optimizer=optimizer), launched, files, begun)
         if isinstance(restarted, Restarted):
             return restarted
         why = restarted
-    source = newest_after(origin) if checkpoint is None else checkpoint
-    again = replace(
-        spec, checkpoint=source, world_size=num_ranks if world_size is None else world_size, optimizer=optimizer
-    )
+    again = replace(spec, world_size=num_ranks if world_size is None else world_size, optimizer=optimizer)
     again.check()
     supervisor.give_up("is being restarted")
+    files.settle()  # before: a rank that lived might have committed a save after it
+    number = files.begin_load()
+    source = newest_after(files.origin) if checkpoint is None else checkpoint
+    again = replace(again, checkpoint=source)
     try:
         with UndoneByInterrupt():
             fresh = launch(again)
@@ -102,6 +104,7 @@ def restart(
         error.add_note(f"raysharding: restart had to load files: {why}")
         raise
     supervisor.shut_down_soon()  # its ranks are gone; what could fail here would leave the new ones to nobody
+    files.loaded(source, number)
     now = len(fresh.channel.members)
     return Restarted(fresh, RestartReport("reloaded", why, source, now, time.monotonic() - begun))
 
@@ -122,7 +125,7 @@ def _why_reload(launched: Launched, checkpoint: str | None, world_size: int | No
     return None
 
 
-def _go_on(spec: GroupSpec, launched: Launched, origin: str, begun: float) -> Restarted | str:
+def _go_on(spec: GroupSpec, launched: Launched, files: ModelFiles, begun: float) -> Restarted | str:
     """Go on with what the ranks hold that are left. Return why that failed, where it did."""
     supervisor, members = launched.channel.supervisor, launched.channel.members
     left = [member for member in members if member.info.rank not in supervisor.survivors.remains.lost]
@@ -134,7 +137,7 @@ def _go_on(spec: GroupSpec, launched: Launched, origin: str, begun: float) -> Re
     try:
         with UndoneByInterrupt():
             lost = remains.lost
-            again = replace_lost(spec, launched, lost, origin) if lost else _meet_again(spec, launched)
+            again = replace_lost(spec, launched, lost, files.origin) if lost else _meet_again(spec, launched)
     except Exception as error:  # noqa: BLE001 - whatever it was, one of Ray's own say: the files are left
         what = "lost ranks could not be replaced" if remains.lost else "the ranks could not meet again"
         said = str(error) if isinstance(error, RayshardingError) else f"{type(error).__name__}: {error}"
@@ -147,6 +150,8 @@ def _go_on(spec: GroupSpec, launched: Launched, origin: str, begun: float) -> Re
         why = f"every rank is alive and holds its shards{done}; only the process group was made anew"
         return Restarted(again, RestartReport("in place", why, None, len(members), time.monotonic() - begun))
     supervisor.shut_down_soon()  # it has let go of the ranks
+    if 0 in remains.lost:  # which alone commits saves, and removes what failed ones leave
+        files.settle()
     copied = Replicas.of(spec.sharding, len(members)).sources(remains.lost)
     pairs = ", ".join(f"rank {rank} from rank {source}" for rank, source in copied.items())
     why = f"the ranks that were left held every shard{done}; new processes copied them: {pairs}"

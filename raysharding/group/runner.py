@@ -66,6 +66,7 @@ class Runner:
         self._survivors = survivors
         self._replicas = survivors.replicas
         self._is_started = False
+        self._resets_next = False
         self._name = name
         self._members = members
         self._timeouts = timeouts
@@ -109,11 +110,12 @@ class Runner:
         self.run = run = Run(task, self._numbers, begun=now, deadline=now + task.deadline_s, next_poll=now + POLL_S)
         try:
             # Large arguments are stored before any rank is asked: a full store must not leave some ranks at work.
-            orders = self._orders(task, request)
+            orders = self._orders(task, replace(request, resets=self._resets_next))
         except ray.exceptions.RayError as error:
             self.run = None
             task.call.end(GroupError(f"cannot store the arguments of {task.call.name}: {error}"))
             return
+        self._resets_next = False
         for rank, (sealed, beside) in enumerate(orders):
             self._send(run.number, rank, sealed, beside)
 
@@ -247,12 +249,12 @@ class Runner:
                 return
         what = f"{run.task.call.name} on {self._name}{self._hooks.remark()}"
         error = failure.judge(run.seen, what, run.is_late, run.arrived)
-        is_intact = failure.leaves_intact(
-            run.task.call.name, run.seen, len(self._members), one_model=run.holds_one_model()
-        )
+        is_intact = failure.leaves_intact(run.task.call.name, run.seen, run.stamps.values(), len(self._members))
         if everyone and is_intact and not run.is_freed:
             self.run = None
             self._compare_replicas(run)
+            # A gathered parameter, or a gradient, on some ranks only would have the next call wait for the others.
+            self._resets_next = failure.resets_some(run.seen, len(self._members))
             run.task.call.end(failure.typed_error(run.seen, error))
         else:
             remains = self._remains(run, dead)

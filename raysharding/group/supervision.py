@@ -15,7 +15,7 @@ from raysharding.config import Timeouts
 from raysharding.errors import CallCancelledError, GroupBrokenError, GroupError
 from raysharding.group import failure
 from raysharding.group.describe import tell
-from raysharding.group.events import Events, Future
+from raysharding.group.events import Events, Future, refuse_to_wait
 from raysharding.group.fence import taken_over
 from raysharding.group.head import HEAD_GONE_S, Head, head_address
 from raysharding.group.interrupts import HeldInterrupts, PutOffInterrupts, Stopping
@@ -29,7 +29,7 @@ from raysharding.group.state import GroupState, Standing
 from raysharding.group.survivors import NOTHING, STOPPED, Remains, Survivors
 from raysharding.group.task import Task
 from raysharding.group.teardown import Teardown, close_at_exit
-from raysharding.group.waiting import WaitingCalls
+from raysharding.group.waiting import Check, WaitingCalls
 
 _TICK_S = 1.0
 _AFTER_DEATH_S = 0.5
@@ -147,20 +147,25 @@ class Supervisor:
         """
         done = threading.Event()
         self._events.put(partial(self._give_up, GroupError(f"{self.name}: {why}"), done))
-        if not self._events.is_own_thread():
-            done.wait(2 * _RELEASE_S)
+        done.wait(2 * _RELEASE_S)
 
-    def submit(self, task: Task) -> None:
+    def submit(self, task: Task, check: Check | None = None) -> None:
         """Queue a call behind those before it; waits while the queued arguments weigh more than 256 MiB.
+
+        Args:
+            task: The call.
+            check: Run in the moment in which the call is queued; raises where it must not be.
 
         Raises:
             GroupBrokenError: The group is broken or shut down.
+            Exception: What `check` raised.
         """
         if self._waiting.is_full():
+            refuse_to_wait(f"{task.call.name}.remote(), while the queue has no room for its arguments")
             with HeldInterrupts(self):
                 self._waiting.wait_for_room(lambda: self.standing.is_usable)
         with PutOffInterrupts():
-            self._waiting.add(task, self.standing.refuse_if_unusable)
+            self._waiting.add(task, self.standing.refuse_if_unusable, *([] if check is None else [check]))
             self._events.put(self._advance)
 
     def interrupt_soon(self, source: str) -> Stopping:
@@ -197,8 +202,7 @@ class Supervisor:
     def shutdown(self) -> None:
         """Stop all ranks and give everything back; returns when it is, or after 20 s. May be called many times."""
         self.shut_down_soon()
-        if not self._events.is_own_thread():
-            self._events.wait_closed(2 * _RELEASE_S)
+        self._events.wait_closed(2 * _RELEASE_S)
 
     def shut_down_soon(self) -> None:
         """Begin `shutdown` without waiting for its end."""

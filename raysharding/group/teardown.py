@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
@@ -23,6 +24,7 @@ class Closable(Protocol):
 
 
 _open: weakref.WeakSet[Closable] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_open.clear)  # they are the parent's
 
 
 def close_at_exit(closable: Closable) -> None:
@@ -86,11 +88,13 @@ class Teardown:
 
     def _kill(self, ranks: Collection[int]) -> None:
         for rank in ranks:
-            ray.kill(self._members[rank].actor, no_restart=True)
+            if self.has_ray():  # it may have been shut down meanwhile: Ray would start another one
+                ray.kill(self._members[rank].actor, no_restart=True)
 
     def _stop(self) -> None:
         self._kill(range(len(self._members)))
-        self._release()
+        if self.has_ray():
+            self._release()
 
 
 def _ray_session() -> tuple[str, str] | None:

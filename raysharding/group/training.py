@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from raysharding.batch import RankBatch, check_num_parts, deal
+from raysharding.batch import RankBatch, by_name, check_num_parts, deal
 from raysharding.distributed.gradients import check_norm
 from raysharding.distributed.schedules import Schedule, bound, check_schedule, rescheduled
 from raysharding.distributed.training import check_max_grad_norm
@@ -16,7 +16,7 @@ from raysharding.group.admission import check_batches
 from raysharding.group.call import Call
 from raysharding.group.checks import check_optimizer
 from raysharding.group.commands import Mode
-from raysharding.group.handle import handle
+from raysharding.group.handle import blocking, handle
 from raysharding.group.results import collect_rank0
 from raysharding.group.storing import Storing
 from raysharding.worker import check_mode
@@ -40,7 +40,9 @@ class Training(Storing):
 
         Args:
             *args: The model's arguments, as for `forward`.
-            loss: `loss(output, *args, **kwargs)` → a mean, or (sum, count). Default: the output's own `.loss`.
+            loss: `loss(output, *args, **kwargs)` → a mean, or (sum, count). Default: the output's own `.loss`. To find
+                out what it adds up by, the first step also runs it on parts of the batch and on labels that the batch
+                does not have: masked by -100 (maps: by 255), or of one of its classes. No weights change then.
             max_grad_norm: Clip gradients to this global norm. Default: no clipping.
             mode: `"eval"` trains with the modules in eval mode: no drop-out, BatchNorm's stored statistics. Default
                 train.
@@ -53,6 +55,9 @@ class Training(Storing):
             `{"loss": float, "grad_norm": float}`; `grad_norm` is the norm before clipping.
 
         Raises:
+            EmptyBatchError: Nothing counts in the batch, so no update was taken; `fit` skips such a batch. The group is
+                READY.
+            GroupError: The model or the loss raised, or the loss is NaN or infinite in the first step with it.
             ValueError: No optimizer is set, the batch is not valid, or a bad `mode` or number. After a `call`, whose
                 function may have set the optimizer, only the ranks know whether there is one: then a `GroupError` says
                 so.
@@ -63,7 +68,8 @@ class Training(Storing):
         batches = self._deal("train_step", args, kwargs)
         check_num_parts(gradient_accumulation_steps, batches[0].num_rows)
         extra = (loss, max_grad_norm, mode, gradient_accumulation_steps)
-        return self._channel.submit_batches("train_step", batches, *extra, collect=collect_rank0).keep_alive(self)
+        options: dict[str, Any] = {"collect": collect_rank0, "check": self._unless_fit("train_step")}
+        return self._channel.submit_batches("train_step", batches, *extra, **options).keep_alive(self)
 
     @handle
     def forward_backward(
@@ -99,7 +105,8 @@ class Training(Storing):
         check_mode(mode, default="train")
         batches = self._deal("forward_backward", args, kwargs)
         extra = (loss, mode, sync)
-        return self._channel.submit_batches("forward_backward", batches, *extra, collect=collect_rank0).keep_alive(self)
+        options: dict[str, Any] = {"collect": collect_rank0, "check": self._unless_fit("forward_backward")}
+        return self._channel.submit_batches("forward_backward", batches, *extra, **options).keep_alive(self)
 
     @handle
     def optim_step(self, *, max_grad_norm: float | None = None) -> Call:
@@ -114,17 +121,18 @@ class Training(Storing):
 
         Raises:
             ValueError: No optimizer is set, as for `train_step`, or `max_grad_norm` is not positive.
-            GroupError: There are no gradients, the last `forward_backward` did not reduce them, or nothing counted in
-                any batch. The group stays READY.
+            EmptyBatchError: Nothing counted in any batch. The group is READY.
+            GroupError: There are no gradients, or the last `forward_backward` did not reduce them. The group is READY.
         """
         self._require_optimizer("optim_step")
         check_max_grad_norm(max_grad_norm)
-        return self._channel.submit_same("optim_step", max_grad_norm).keep_alive(self)
+        check = self._unless_fit("optim_step")
+        return self._channel.submit_same("optim_step", max_grad_norm, check=check).keep_alive(self)
 
     @handle
     def zero_grad(self) -> Call:
         """Drop the gradients since the last update: give up what `forward_backward` has added up."""
-        return self._channel.submit_same("zero_grad").keep_alive(self)
+        return self._channel.submit_same("zero_grad", check=self._unless_fit("zero_grad")).keep_alive(self)
 
     @handle
     def clip_grad_norm_(self, max_norm: float | None, norm_type: float = 2.0) -> Call:
@@ -145,6 +153,7 @@ class Training(Storing):
         check_norm(max_norm, norm_type)
         return self._channel.submit_same("clip_grad_norm_", max_norm, norm_type).keep_alive(self)
 
+    @blocking
     def set_optimizer(self, factory: Callable[..., torch.optim.Optimizer], **kwargs: Any) -> None:
         """Make the optimizer on every rank, in place of an earlier one; blocks.
 
@@ -158,11 +167,13 @@ class Training(Storing):
             TypeError: It cannot be pickled.
         """
         check_optimizer(factory)
-        self._channel.submit_same("set_optimizer", factory, kwargs, False).result()
+        check = self._unless_fit("set_optimizer")
+        self._channel.submit_same("set_optimizer", factory, kwargs, False, check=check).result()
         self._optimizer = bound(factory, kwargs)
         self._may_have_optimizer = True
         self._update_record()
 
+    @blocking
     def set_scheduler(self, schedule: Schedule, **kwargs: Any) -> None:
         """Give the optimizer a learning-rate schedule, which takes a step with every update; blocks.
 
@@ -181,7 +192,7 @@ class Training(Storing):
         self._require_optimizer("set_scheduler")
         check_schedule(schedule)
         whole = partial(schedule, **kwargs) if kwargs else schedule
-        self._channel.submit_same("set_scheduler", whole).result()
+        self._channel.submit_same("set_scheduler", whole, check=self._unless_fit("set_scheduler")).result()
         self._optimizer = None if self._optimizer is None else rescheduled(self._optimizer, whole)
         self._update_record()
 
@@ -191,6 +202,8 @@ class Training(Storing):
 
     def _deal(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[RankBatch]:
         """Deal a batch out, and refuse one that some ranks could not compute while others wait for them."""
-        batches = deal(args, kwargs, self.world_size)
-        check_batches(method, batches, self._launched.bounds)
+        args, kwargs = by_name(args, kwargs)
+        bounds = self._launched.bounds
+        batches = deal(args, kwargs, self.world_size, positions=bounds.positions)
+        check_batches(method, batches, bounds)
         return batches

@@ -5,12 +5,16 @@ from __future__ import annotations
 import collections
 import threading
 from collections.abc import Callable
+from typing import TypeAlias
 
 from raysharding.errors import GroupError
 from raysharding.group.order import ORDER_BYTES
 from raysharding.group.task import Task
 
 _MAX_BYTES = 256 << 20
+
+Check: TypeAlias = Callable[[], None]
+"""Raises where a call must not be queued."""
 
 
 class WaitingCalls:
@@ -40,10 +44,11 @@ class WaitingCalls:
         with self._changed:
             self._changed.wait_for(lambda: not self.is_full() or not is_open())
 
-    def add(self, task: Task, check: Callable[[], None]) -> None:
-        """Queue a call, unless `check`, which no other thread's `fail` can overtake, raises."""
+    def add(self, task: Task, *checks: Check) -> None:
+        """Queue a call, unless one of `checks`, which no other thread's `add` or `fail` can overtake, raises."""
         with self._changed:
-            check()
+            for check in checks:
+                check()
             self._tasks.append(task)
             self.num_bytes += task.num_bytes
 

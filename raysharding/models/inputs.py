@@ -64,11 +64,16 @@ class InputBounds:
             seen: `id` of the values that were looked at before, which are passed over; these are added.
 
         Raises:
-            ValueError: Names argument, id and row.
+            ValueError: Names argument, id and row; or an argument that holds no whole numbers.
         """
         seen = set() if seen is None else seen
         for name, value in [*zip(self.positions, batch.args, strict=False), *batch.kwargs.items()]:
             number = self.num_ids.get(name)
+            if number is not None and isinstance(value, torch.Tensor) and value.is_floating_point():
+                raise ValueError(
+                    f"{what}: {name} is of {value.dtype}, and the model takes ids, whole numbers from 0 to "
+                    f"{number - 1}: make it int64; in data its column, or by collate="
+                )
             if number is None or not _holds_ids(value) or id(value) in seen:
                 continue
             seen.add(id(value))

@@ -2,6 +2,7 @@
 
 from raysharding.worker.fitting import FitStart, FitSteps
 from raysharding.worker.state import check_mode
+from raysharding.worker.thread_state import thread_state_restored
 from raysharding.worker.worker import Worker, current_worker
 
-__all__ = ["FitStart", "FitSteps", "Worker", "check_mode", "current_worker"]
+__all__ = ["FitStart", "FitSteps", "Worker", "check_mode", "current_worker", "thread_state_restored"]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from raysharding.checkpoint import is_left_over
+from raysharding.checkpoint import is_checkpoint, is_left_over
 from raysharding.checkpoint.location import storage_of
 from raysharding.checkpoint.uri import join_path
 from raysharding.distributed.agreement import agree, from_rank_0
@@ -91,8 +91,8 @@ class FittingRank(TrainingRank):
             self.position = self._fit.position
             self._saves_async = async_save
             if save_to is not None:
-                run = self.position.run
-                from_rank_0(lambda: _check_own_saves(save_to, run))
+                here = self.position
+                from_rank_0(lambda: _check_own_saves(save_to, here))
             return FitStart(self.position, self._fit.feed.total_steps, self.is_saved)
 
     def fit_steps(self, num_steps: int) -> FitSteps:
@@ -170,8 +170,11 @@ def _agreed(position: Position | None) -> Position | None:
     return known[0] if known else None
 
 
-def _check_own_saves(directory: str, run: str) -> None:
-    """Refuse a directory in which a run would overwrite, or remove, what another has saved."""
+def _check_own_saves(directory: str, here: Position) -> None:
+    """Refuse a directory in which a run would overwrite, or remove, what another has saved.
+
+    Where one of its own was removed, what the user put beside it may be left: that is no save.
+    """
     storage = storage_of(directory)
     if storage.find(directory).kind != "directory":
         return
@@ -179,7 +182,9 @@ def _check_own_saves(directory: str, run: str) -> None:
         path = join_path(directory, name)
         if not _STEP_NAME.fullmatch(name) or is_left_over(path):
             continue
-        if run_of(path) != run:
+        if int(name.removeprefix("step-")) < here.num_steps and not is_checkpoint(path):
+            continue
+        if run_of(path) != here.run:
             what = (
                 f"holds {name} of another run: save to another directory, or go on with that run: load it, resume=True"
             )

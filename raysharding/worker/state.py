@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -20,6 +21,7 @@ from raysharding.distributed.async_saving import AsyncSaver
 from raysharding.distributed.forwarding import Forwarding
 from raysharding.distributed.input_device import move_inputs
 from raysharding.distributed.memory import resident_bytes
+from raysharding.distributed.process_group import collective_counters, exists
 from raysharding.distributed.report import LoadReport
 from raysharding.distributed.training import is_recoverable, is_torn
 from raysharding.distributed.training_files import Position
@@ -48,6 +50,11 @@ _CHANGING = ("load", "set_optimizer", "set_scheduler", "train_step", "optim_step
 
 # Of those, what a restart from the files would lose.
 _TRAINING = ("train_step", "optim_step", "fit_step")
+
+_NO_GROUP = (
+    "{name} has destroyed a process group of the ranks: they have no other way to work together. "
+    "Make groups of your own with torch.distributed.new_group(), and destroy none but those"
+)
 
 _NOT_GATHERED = (
     "raysharding: a module computed with its shard: its parameters were used outside its own forward, so FSDP never "
@@ -88,6 +95,8 @@ class RankState:
         # At the end of the last `call`, if nothing has run since: what a thread of its own writes is the next one's.
         self._seen: Version | None = None
         self._stall_s = stall_s
+        self._groups: tuple[dist.ProcessGroup, ...] = ()
+        self._counters: tuple[Callable[[], int], ...] = ()
         self._module: nn.Module | None = None
         self._mesh: DeviceMesh | None = None
         self._forwarding: Forwarding | None = None
@@ -130,6 +139,19 @@ class RankState:
             "peak_device_bytes": torch.cuda.max_memory_allocated(self.device) if on_cuda else 0,
         }
 
+    def num_collectives(self) -> int:
+        """Return how many collectives this rank has begun in the process groups of its module. No collective."""
+        return sum(count() for count in self._counters)
+
+    def _use_groups(self, mesh: DeviceMesh) -> None:
+        """Note the process groups that commands need."""
+        assert dist.group.WORLD is not None, "the mesh is made of its ranks"
+        self._groups = (dist.group.WORLD, *(group for group in mesh.get_all_groups() if group != dist.group.WORLD))
+        self._counters = tuple(counter for group in self._groups for counter in collective_counters(group))
+
+    def _has_groups(self) -> bool:
+        return all(map(exists, self._groups))
+
     @contextmanager
     def _running(self, phase: Phase, name: str) -> Iterator[None]:
         """Name the call for `status`; the phase stays after an exception, so that the report of it can say where."""
@@ -140,16 +162,21 @@ class RankState:
         try:
             yield
         except BaseException as error:
-            self.usable = self.usable and is_recoverable(error)
+            self.usable = self.usable and is_recoverable(error) and self._has_groups()
             # Most errors have dropped the gradients; the next pass drops the others.
             self.accumulation, self._is_spent = Accumulation(), True
             self.whole = self.whole and not is_torn(error)
+            if not self._has_groups():
+                error.add_note(f"raysharding: {_NO_GROUP.format(name=name)}")
             if "mixed torch.Tensor and DTensor" in said(error):
                 error.add_note(_NOT_GATHERED)
             raise
         self.phase = "ready"
         self.num_changes += name in _CHANGING
         self.is_saved = self.is_saved and name not in _TRAINING
+        if not self._has_groups():
+            self.usable = False
+            raise RuntimeError(_NO_GROUP.format(name=name))
 
     def _version(self) -> Version | None:
         return None if self._module is None else version(self._module, self.optimizer)

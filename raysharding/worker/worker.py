@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from raysharding.batch import Out, RankBatch
-from raysharding.checkpoint import Checkpoint
+from raysharding.checkpoint import Checkpoint, new_token
 from raysharding.config import Loading, Sharding
 from raysharding.distributed.async_saving import BackgroundSave
 from raysharding.distributed.forwarding import Forwarding
@@ -18,7 +18,7 @@ from raysharding.distributed.gathering import gather_state_dict
 from raysharding.distributed.generating import generate
 from raysharding.distributed.loading import load_checkpoint
 from raysharding.distributed.mesh import init_mesh
-from raysharding.distributed.recovery import recover_after
+from raysharding.distributed.recovery import recover_after, reset
 from raysharding.distributed.rejoining import rejoin
 from raysharding.distributed.replicating import copy_replicas
 from raysharding.distributed.report import LoadReport, SaveReport
@@ -85,6 +85,7 @@ class Worker(FittingRank):
             self.checkpoint, self._sidecars = checkpoint, checkpoint.directory
             self.sharding, self.loading = sharding or Sharding(), loading or Loading()
             self._mesh = init_mesh(self.device.type, self.sharding)
+            self._use_groups(self._mesh)
             module = build_module(model, checkpoint, self.loading.dtype)
             sharding = replace(self.sharding, **_VALUELESS) if is_copy else self.sharding
             self._module = shard_module(module, self._mesh, sharding)
@@ -98,6 +99,7 @@ class Worker(FittingRank):
         """
         with self._running("rendezvous", "rejoin"):
             rejoin(self.module, self.mesh, self.sharding)
+            self._use_groups(self.mesh)
             self._saver.lose_group()
             # Passes of a call that failed may be in the gradients of some ranks only.
             self._drop_gradients()
@@ -221,6 +223,23 @@ class Worker(FittingRank):
             self.is_saved = self.is_saved and self._seen == before
             return value
 
+    def reset(self) -> None:
+        """Make the module what it is before a step, without gradients. Each rank alone; all of them have to.
+
+        A `call` that raised on some ranks has reset those; the others may have gathered parameters, or gradients.
+
+        Raises:
+            RuntimeError: It cannot be reset; no later step is right.
+        """
+        with self._running("call", "reset"):
+            try:
+                if not reset(self.module):
+                    raise RuntimeError("this torch cannot reset a module after an aborted backward")
+            except Exception as error:
+                mark_recovery(error, usable=False, torn=False)
+                raise
+            self._begin_update()
+
     def state_dict(self, keys: Sequence[str] | None = None) -> Iterator[dict[str, torch.Tensor]]:
         """Bring full tensors to rank 0, a bucket at a time; every rank iterates to the end. Collective.
 
@@ -246,6 +265,7 @@ class Worker(FittingRank):
         *,
         optimizer: bool = True,
         keep_last: int | None = None,
+        token: str | None = None,
     ) -> SaveReport:
         """Write a standard Hugging Face directory; see `distributed.save_checkpoint`. Collective.
 
@@ -255,10 +275,11 @@ class Worker(FittingRank):
             progress: Called with (bytes done, bytes in all) as they are written.
             optimizer: Also the optimizer's state, random generators and position, where an optimizer is set.
             keep_last: Of the saves beside this one, how many stay.
+            token: See `Destination`.
         """
         with self._running("save", "save"):
             follow = self._follow(progress)
-            destination = self._destination(path, overwrite, keep_last, follow)
+            destination = self._destination(path, overwrite, keep_last, token, follow)
             state = self.optimizer if optimizer else None
             report = begin_save(self.module, destination, state, self.position, self._stall_s).run(follow)
             self._sidecars = path
@@ -266,7 +287,13 @@ class Worker(FittingRank):
             return report
 
     def save_async(
-        self, path: str, overwrite: bool = False, *, optimizer: bool = True, keep_last: int | None = None
+        self,
+        path: str,
+        overwrite: bool = False,
+        *,
+        optimizer: bool = True,
+        keep_last: int | None = None,
+        token: str | None = None,
     ) -> int:
         """As `save`, but return when the shards are copied to host memory, and write in the background. Collective.
 
@@ -274,7 +301,7 @@ class Worker(FittingRank):
             The number of the save, for `save_status`.
         """
         with self._running("save", "save"):
-            destination = self._destination(path, overwrite, keep_last, self._follow(None))
+            destination = self._destination(path, overwrite, keep_last, token, self._follow(None))
             state = self.optimizer if optimizer else None
             options: dict[str, Any] = {"position": self.position, "stall_s": self._stall_s}
             return self._saver.save(self.module, destination, optimizer=state, **options)
@@ -284,7 +311,12 @@ class Worker(FittingRank):
         return self._saver.status(number)
 
     def _destination(
-        self, path: str, overwrite: bool, keep_last: int | None, follow: Callable[[str, int, int, str], None]
+        self,
+        path: str,
+        overwrite: bool,
+        keep_last: int | None,
+        token: str | None,
+        follow: Callable[[str, int, int, str], None],
     ) -> Destination:
         """Where a save goes, once the one in the background has ended: one at a time."""
 
@@ -295,12 +327,13 @@ class Worker(FittingRank):
         committed = self._saver.last_committed
         # The checkpoint that the module came from may be gone by now: older saves are removed.
         self._sidecars = self._sidecars if committed is None else committed
-        return Destination(path, overwrite, keep_last, self._sidecars)
+        return Destination(path, overwrite, keep_last, self._sidecars, token or new_token())
 
     def close(self) -> None:
         """Let go of module and optimizer. No collective: works when peers are gone."""
         self.fit_end()
         self._module = self._mesh = self._forwarding = self.optimizer = None
+        self._groups = self._counters = ()
         self.phase = "closed"
 
     def _wants(self, out: Out | None) -> bool:

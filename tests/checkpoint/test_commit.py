@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,7 @@ from raysharding.checkpoint import (
     remove_staging,
     staging_path,
     write_file,
+    write_index,
 )
 from raysharding.checkpoint.index import FileSet, resolve_files
 from raysharding.checkpoint.storage import Storage
@@ -154,7 +157,7 @@ def test_of_two_saves_to_one_place_the_second_is_refused(tmp_path: Path, monkeyp
 
 
 def test_without_exchange_two_renames_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commit, "_exchange", lambda first, second: False)
+    monkeypatch.setattr(commit, "exchange", lambda first, second: False)
     save_value(tmp_path / "ckpt", 1)
     save_value(tmp_path / "ckpt", 2, overwrite=True)
     assert load_value(tmp_path / "ckpt") == 2
@@ -172,11 +175,11 @@ def test_the_second_rename_failing_puts_the_old_checkpoint_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_value(tmp_path / "ckpt", 1)
-    monkeypatch.setattr(commit, "_exchange", lambda first, second: False)
+    monkeypatch.setattr(commit, "exchange", lambda first, second: False)
     rename = os.rename
 
     def fail(source: str, target: str) -> None:
-        if ".tmp-" in source:
+        if ".tmp-" in source and ".tmp-" not in target:
             raise OSError(5, "Input/output error")
         rename(source, target)
 
@@ -229,7 +232,10 @@ def test_a_checkpoint_replaced_while_it_is_opened_is_opened_anew(
         files = resolve_files(storage, path)
         if next(saves, None) is not None:
             with StagedDirectory(final, overwrite=True) as staged:  # under another file name
-                save(Path(staged.path) / f"{len(names(final))}{files.names[0]}", {"c": torch.zeros(1)})
+                other = "model.safetensors" if files.index_path else "model-00001-of-00001.safetensors"
+                save(Path(staged.path) / other, {"c": torch.zeros(1)})
+                if not files.index_path:
+                    write_index(staged.path, {"c": other}, 4)
                 staged.commit()
         return files
 
@@ -271,3 +277,33 @@ def test_a_save_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -
 def test_check_destination_changes_nothing(tmp_path: Path) -> None:
     check_destination(tmp_path / "missing" / "ckpt", overwrite=False)
     assert not names(tmp_path)
+
+
+@pytest.fixture(params=["tmpfs", "bind"])
+def volume(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A mount point, as a container's volume is one."""
+    path, source = tmp_path / "volume", tmp_path / "source"
+    path.mkdir()
+    source.mkdir()
+    what = ["--bind", str(source)] if request.param == "bind" else ["-t", "tmpfs", "-o", "size=64k", "tmpfs"]
+    if os.geteuid() or subprocess.call(["mount", *what, str(path)]):
+        pytest.skip("this machine does not let us mount")
+    try:
+        yield path
+    finally:
+        subprocess.check_call(["umount", str(path)])
+
+
+def test_a_mount_point_is_refused_before_a_byte_is_written(volume: Path) -> None:
+    """A rename that replaced it would fail, when all was written beside it: to another disk."""
+    for overwrite in (False, True):
+        with pytest.raises(
+            CheckpointError, match=r"is a mount point, .*: save to a directory in it, such as .*/volume/"
+        ):
+            create_staging(volume, overwrite=overwrite)
+        assert names(volume.parent) == ["source", "volume"]
+        (volume / "model.safetensors").touch()
+    save_value(volume / "model", 1)
+    save_value(volume / "model", 2, overwrite=True)
+    assert load_value(volume / "model") == 2
+    assert names(volume) == ["model", "model.safetensors"]

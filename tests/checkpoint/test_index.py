@@ -69,6 +69,10 @@ def test_an_index_of_another_name_and_one_that_names_the_single_file(tmp_path: P
     other = save_sharded(tmp_path / "other", {FIRST: ONE, SECOND: TWO})
     (other / "model.safetensors.index.json").rename(other / "diffusion.safetensors.index.json")
     assert list(open_checkpoint(other).tensors) == ["a", "b"]
+    save(other / "adapter_model.safetensors", TWO)
+    assert list(open_checkpoint(other).tensors) == ["a", "b"]
+    (other / "adapter_config.json").write_text("{}")
+    assert list(open_checkpoint(other).tensors) == ["b"]  # a LoRA save into that directory
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import torch
 from raysharding.checkpoint import (
     FileReader,
     FileWriter,
+    SaveRecord,
     create_staging,
     is_left_over,
     newest_after,
@@ -47,6 +48,16 @@ def write(uri: str, values: torch.Tensor, *, commit: bool = True) -> None:
     write_manifest(staging, Manifest.of_files([writer]))
     if commit:
         write_index(staging, {"a": NAME}, values.nbytes)
+
+
+def all_names(uri: str) -> list[str]:
+    """Everything under a directory."""
+    found = []
+    for name in names(uri):
+        path = join_path(uri, name)
+        inner = all_names(path) if STORAGE.find(path).kind == "directory" else []
+        found += [f"{name}/{one}" for one in inner] or [name]
+    return sorted(found)
 
 
 def read(uri: str) -> torch.Tensor:
@@ -149,6 +160,26 @@ def test_what_is_no_checkpoint_is_not_replaced(s3: S3Server, tmp_path: Path) -> 
     assert not is_left_over(theirs)
     write(theirs, torch.ones(3))
     assert names(theirs) == [NAME, "model.safetensors.index.json", "raysharding.manifest.json"]
+
+
+def test_what_no_save_wrote_stays(s3: S3Server) -> None:
+    theirs = ["README.md", "checkpoint-500/model.safetensors", "optimizer/notes.txt", "tokenizer.json"]
+    ours = [NAME, "model.safetensors.index.json", "raysharding.manifest.json", "raysharding.save.json"]
+    older = ["model-00001-of-00002.safetensors", "config.json", "optimizer/model.safetensors", "training/x.txt"]
+    uri = s3.uri("mixed/step-1")
+    write(uri, torch.zeros(10))
+    for name in (*theirs, *older):
+        s3.put(f"mixed/step-1/{name}", b"{}")
+    SaveRecord.of("0a", {"vocab.txt": b"words", "tokenizer.json": b"of the save"}).write(uri)
+    s3.put("mixed/step-1/vocab.txt", b"words")
+    theirs.append("training/x.txt")
+    write(uri, torch.ones(10))
+    assert all_names(uri) == sorted([*theirs, *ours, "vocab.txt"]), "the next save may bring no vocab.txt"
+    assert read(uri).eq(1).all()
+    write(s3.uri("mixed/step-2"), torch.ones(10))
+    remove_older(s3.uri("mixed/step-2"), 1)
+    assert all_names(uri) == sorted(theirs)
+    assert newest_after(uri) == s3.uri("mixed/step-2"), "what is left is no save"
 
 
 def test_the_newest_stay(s3: S3Server) -> None:

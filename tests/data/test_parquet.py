@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raysharding.data import ParquetFiles, ParquetPath, epoch_batches
+from raysharding.data import ParquetFiles, ParquetPath, default_collate, epoch_batches
 from raysharding.errors import DataError
 from tests.s3 import S3Server, s3, s3_server
 
@@ -126,6 +126,54 @@ def test_files_that_differ_are_refused(directory: Path) -> None:
         opened(directory)
     with pytest.raises(DataError, match="has no column 'label': it has"):
         opened(directory / "a.parquet", "label")
+
+
+def test_later_files_of_other_types_are_refused_by_column(tmp_path: Path) -> None:
+    columns = {"ids": pa.array([[1, 2]], pa.list_(pa.int32())), "label": pa.array([1], pa.int64())}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    # Other widths make the same batches.
+    wider = {"ids": pa.array([[1, 2]], pa.large_list(pa.int64())), "label": pa.array([1], pa.int16())}
+    pq.write_table(pa.table(wider), tmp_path / "b.parquet")
+    assert len(rows_of(opened(tmp_path))) == 2
+    for column, kind in (
+        (pa.array([[1.0, 2.0]]), "lists of floats"),
+        (pa.array([["1"]]), "lists of text"),
+        (pa.nulls(1), "null"),
+    ):
+        pq.write_table(pa.table({**columns, "ids": column}), tmp_path / "c.parquet")
+        with pytest.raises(DataError, match=f"c.parquet: the column 'ids' holds {kind}, but lists of whole numbers in"):
+            opened(tmp_path)
+        assert len(rows_of(opened(tmp_path, "label"))) == 3, "a column that nobody reads may hold anything"
+        any_types = ParquetFiles.open(ParquetPath(str(tmp_path)), None)
+        assert len(rows_of(any_types)) == 3, "a collate function may make anything of a column"
+
+
+def test_types_of_no_rows_and_widths_within_records_are_no_other_types(tmp_path: Path) -> None:
+    def write(name: str, size: pa.DataType, num_rows: int) -> None:
+        column = pa.array([{"size": [1]}] * num_rows, pa.struct([("size", size)])) if num_rows else pa.nulls(0)
+        pq.write_table(pa.table({"image": column}), tmp_path / name)
+
+    write("a.parquet", pa.null(), 0)
+    write("b.parquet", pa.list_(pa.int64()), 2)
+    write("c.parquet", pa.large_list(pa.int32()), 1)
+    assert len(rows_of(opened(tmp_path))) == 3
+    write("d.parquet", pa.list_(pa.float32()), 1)
+    with pytest.raises(DataError, match="holds records of size: lists of floats, but records of size: lists of whole"):
+        opened(tmp_path)
+
+
+def test_floats_where_the_model_takes_ids_are_refused_by_column(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"input_ids": pa.array([[1.0, 2.0]]), "pixel_values": pa.array([[0.5]])}), path)
+    with pytest.raises(DataError, match="the column 'input_ids' holds lists of floats, and the model takes ids"):
+        ParquetFiles.open(ParquetPath(str(path)), ["input_ids", "labels"])
+    ParquetFiles.open(ParquetPath(str(path), ("pixel_values",)), ["input_ids", "labels"])
+
+
+@pytest.mark.parametrize("nulls", [(None, 1), (1, None), (None, None), ([1, None], [1, 2])])
+def test_nulls_are_refused_by_column(nulls: tuple[Any, Any]) -> None:
+    with pytest.raises(ValueError, match=r"row\['label'\].* is null in row [01] of the batch: fill such values in"):
+        default_collate([{"ids": [1, 2], "label": null} for null in nulls])
 
 
 def test_no_rows_are_refused(tmp_path: Path) -> None:

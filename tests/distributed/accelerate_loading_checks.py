@@ -16,7 +16,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+
+# Before any patch, as scripts do.
+from accelerate import load_checkpoint_and_dispatch, load_checkpoint_in_model
 from accelerate.utils import fsdp_utils as oracle
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -24,17 +28,21 @@ from torch.distributed.tensor import DTensor
 
 from raysharding.config import Sharding
 from raysharding.distributed import (
+    DistModule,
     FullyShardedDataParallelPlugin,
+    apply_fsdp2,
     fsdp2_load_full_state_dict,
     fsdp2_prepare_model,
     init_mesh,
+    patch_accelerate,
     shard_module,
 )
 from raysharding.distributed.sharded_module import is_offloaded
-from raysharding.errors import PlanError
+from raysharding.errors import CheckpointError, PlanError
 from tests.distributed.accelerate_checks import full
 from tests.distributed.load_checks import full_state
-from tests.distributed.models import Odd, filled
+from tests.distributed.models import Odd, filled, saved
+from tests.distributed.sharding_checks import on_meta, require_equal
 
 
 @contextmanager
@@ -177,6 +185,75 @@ def check_beside_accelerate(root: Path) -> None:
     }
     for name, (_, _, local) in shards_of(results[0]).items():
         assert torch.equal(shards_of(results[1])[name][2], local), name
+
+
+def save_in_files(values: dict[str, torch.Tensor], folder: Path, num_files: int) -> str:
+    """On rank 0 a checkpoint that accelerate reads; its path on every rank."""
+    if dist.get_rank() == 0:
+        folder.mkdir()
+        where = {name: f"model-{index % num_files}.safetensors" for index, name in enumerate(sorted(values))}
+        for file in set(where.values()):
+            held = {name: values[name] for name in values if where[name] == file}
+            save_file(held, folder / file, metadata={"format": "pt"})
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    dist.barrier()
+    return str(folder)
+
+
+def check_patched_accelerate(root: Path) -> None:
+    """All ranks load a `DistModule` together, whatever accelerate is told of rank 0."""
+    folder = save_in_files(saved(filled(8)), root / f"patched-{dist.get_world_size()}", 2)
+    cases: tuple[tuple[Any, Any, dict[str, Any]], ...] = (
+        (load_checkpoint_in_model, on_meta, {}),
+        (load_checkpoint_in_model, Odd, {"broadcast_from_rank0": True}),
+        (load_checkpoint_and_dispatch, Odd, {}),
+        (load_checkpoint_and_dispatch, on_meta, {"broadcast_from_rank0": True}),
+    )
+    for load, make, options in cases:
+        model = DistModule(make())
+        apply_fsdp2(model, init_mesh("cpu"))
+        with patch_accelerate():
+            load(model=model, checkpoint=folder, **options)
+        require_equal(model, filled(8).state_dict())
+    with patch_accelerate():
+        with pytest.raises(ValueError, match="leave it out"):
+            load_checkpoint_in_model(model, folder, device_map={"": "cpu"})
+        empty = Path(folder) / "empty.safetensors"
+        empty.write_text("")
+        with pytest.raises(CheckpointError, match=r"empty\.safetensors"):
+            load_checkpoint_in_model(model, str(empty), broadcast_from_rank0=True)
+
+
+def small(seed: int, kind: str) -> Any:
+    torch.manual_seed(seed)
+    module = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3, bias=False))
+    return fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),))) if kind == "fsdp2" else module
+
+
+def check_patched_accelerate_on_other_modules(root: Path) -> None:
+    """They are loaded as without the patch."""
+    folder = save_in_files(dict(small(1, "").state_dict()), root / f"others-{dist.get_world_size()}", 1)
+    cases: tuple[tuple[Any, str, dict[str, Any]], ...] = (
+        (load_checkpoint_in_model, "", {}),
+        (load_checkpoint_and_dispatch, "", {"device_map": {"": "cpu"}, "dtype": "float16"}),
+        (load_checkpoint_in_model, "fsdp2", {}),
+        (load_checkpoint_and_dispatch, "fsdp2", {"broadcast_from_rank0": True}),
+    )
+    for load, kind, options in cases:
+        theirs, ours = small(2, kind), small(2, kind)
+        load(theirs, folder, **options)
+        with patch_accelerate():
+            load(ours, folder, **options)
+        for name, (_, dtype, local) in shards_of(theirs).items():
+            assert shards_of(ours)[name][1] == dtype
+            assert torch.equal(shards_of(ours)[name][2], local), (kind, options, name)
+    function = load_checkpoint_in_model
+    before = function.__code__, function.__defaults__
+    first, second = patch_accelerate(), patch_accelerate()
+    assert function.__code__ is not before[0]
+    for patch in (first, first, second):
+        patch.restore()
+    assert (function.__code__, function.__defaults__) == before
 
 
 def show_where_accelerate_waits(root: Path) -> None:

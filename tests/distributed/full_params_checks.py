@@ -13,15 +13,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
 from torch.distributed.tensor import DTensor
 
+from raysharding.config import Sharding
 from raysharding.distributed import (
     DistModule,
+    full_optim_state_dict,
     gather_state_dict,
     init_mesh,
     named_parameters,
     shard_module,
+    state_dict_type,
     summon_full_params,
 )
 from raysharding.distributed import full_params as full_params_module
@@ -227,6 +230,33 @@ def check_several_roots(root: Path) -> None:
     with summon_full_params(wrapped):
         bump(wrapped)
     require_equal(wrapped.module, bumped())
+
+
+def check_parts_of_several_strategies(root: Path) -> None:
+    """A block that is whole on every rank inside a root that is cut: trained, summoned and gathered as one process."""
+    world_size = dist.get_world_size()
+    whole = Sharding(replicate_size=world_size, wrap="none")
+    for rank0_only in (False, True):
+        module, expected = filled(), filled()
+        for inner, sharding in ((module.blocks[0], whole), (module, Sharding(wrap="none"))):
+            shard_module(inner, init_mesh("cpu", sharding), sharding)
+        for each in (module, expected):
+            each(IDS).square().mean().backward()
+        with summon_full_params(module, rank0_only=rank0_only, with_grads=True):
+            if rank() == 0 or not rank0_only:
+                for found, plain in zip(module.parameters(), expected.parameters(), strict=True):
+                    assert torch.equal(found, plain)
+                    torch.testing.assert_close(found.grad, plain.grad, rtol=1e-4, atol=1e-6)
+                bump(module)
+        bump(expected)
+        require_equal(module, expected)
+        with state_dict_type(module, StateDictType.FULL_STATE_DICT):
+            state = module.state_dict()
+        assert all(torch.equal(state[name], value) for name, value in expected.state_dict().items())
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        optimizer.step()
+        held = full_optim_state_dict(module, optimizer, rank0_only=False)["state"]
+        torch.testing.assert_close(held["blocks.0.weight"]["momentum_buffer"], expected.blocks[0].weight.grad)
 
 
 def check_exceptions(root: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
 import json
 import warnings
 from collections.abc import Callable, Mapping
@@ -13,7 +15,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
+from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
+from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    OptimStateKeyType,
+    StateDictType,
+)
 from torch.distributed.tensor import DTensor
 
 from raysharding.config import Loading, Sharding
@@ -22,13 +33,21 @@ from raysharding.distributed import (
     init_mesh,
     load_full_state_dict,
     load_optimizer_state,
+    optim_state_dict,
+    optim_state_dict_to_load,
     rekey_optim_state_dict,
     save_checkpoint,
     scatter_full_optim_state_dict,
     shard_full_optim_state_dict,
     shard_module,
+    sharded_optim_state_dict,
+    state_dict_type,
 )
+from raysharding.distributed.materializing import materialize
+from raysharding.distributed.optimizer_files import OptimizerLoad
 from raysharding.errors import CheckpointError, PlanError
+
+FULL = StateDictType.FULL_STATE_DICT
 
 OptimizerOf = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -247,6 +266,86 @@ def check_against_fsdp1(root: Path) -> None:
     )
 
 
+def check_forms(root: Path) -> None:
+    """`optim_state_dict` in the form that `state_dict_type` chose, as FSDP1 gives and takes it; through DCP, too."""
+    rank, fsdp1 = dist.get_rank(), FullyShardedDataParallel
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))  # with it FSDP1 gives DTensors
+
+    def made_and_trained(num_steps: int) -> tuple[Any, Any, Any, Any]:
+        models: list[Any] = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            models.append(nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4)))
+        models = [
+            shard_module(models[0], init_mesh("cpu")),
+            fsdp1(models[1], device_id=torch.device("cpu"), device_mesh=mesh),
+        ]
+        optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01 * num_steps) for model in models]
+        for model, optimizer in zip(models, optimizers, strict=True):
+            for _ in range(num_steps):
+                optimizer.zero_grad()
+                model(torch.ones(4, 5)).square().mean().backward()
+                optimizer.step()
+        return models[0], optimizers[0], models[1], optimizers[1]
+
+    module, optimizer, flat, flat_optimizer = made_and_trained(3)
+    everything = full_optim_state_dict(module, optimizer, rank0_only=False)
+    for rank0_only, offload in itertools.product((False, True), repeat=2):
+        configs = FullStateDictConfig(), FullOptimStateDictConfig(offload_to_cpu=offload, rank0_only=rank0_only)
+        other, fresh, flat_other, flat_fresh = made_and_trained(1)
+        with contextlib.ExitStack() as stack:
+            for each in (module, other):
+                stack.enter_context(state_dict_type(each, FULL, *configs))
+            for each in (flat, flat_other):
+                stack.enter_context(fsdp1.state_dict_type(each, FULL, *configs))
+            found = optim_state_dict(module, optimizer)
+            wanted = fsdp1.optim_state_dict(flat, flat_optimizer)
+            assert found.keys() == wanted.keys() == (set() if rank0_only and rank else {"state", "param_groups"})
+            if found:
+                assert same(found["state"], wanted["state"], exact=False)
+            given = optimizer.state_dict()
+            given["param_groups"][0]["lr"] = 9.0
+            if changed := optim_state_dict(module, optimizer, given):
+                assert changed["param_groups"][0]["lr"] == 9.0
+            loaded = optim_state_dict_to_load(other, fresh, found, load_directly=True)
+            flat_loaded = fsdp1.optim_state_dict_to_load(flat_other, flat_fresh, wanted)
+            named = optim_state_dict_to_load(other, fresh, found, is_named_optimizer=True)
+        assert set(loaded["state"]) == {0, 1, 2, 3}, "parameter ids, where FSDP1 has one for each flat parameter"
+        assert set(flat_loaded["state"]) == {0}
+        assert named["state"].keys() == everything["state"].keys()
+        again = full_optim_state_dict(other, fresh, rank0_only=False)
+        assert same(again["state"], everything["state"])
+        assert again["param_groups"] == everything["param_groups"]
+    for kind in (StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT):
+        path = root / f"{kind.name}-{dist.get_world_size()}"
+        with state_dict_type(module, kind), fsdp1.state_dict_type(flat, StateDictType.SHARDED_STATE_DICT):
+            found = optim_state_dict(module, optimizer)
+            wanted = fsdp1.optim_state_dict(flat, flat_optimizer)
+        assert same(found["state"], sharded_optim_state_dict(module, optimizer)["state"])
+        assert found["state"].keys() == wanted["state"].keys()
+        for name, held in found["state"].items():
+            for key, value in held.items():
+                assert isinstance(value, DTensor) == bool(value.ndim)
+                assert torch.allclose(whole(value), whole(wanted["state"][name][key])), (name, key)
+        save_sharded({"optimizer": found}, checkpoint_id=path)
+        dist.barrier()  # nobody reads before the files are whole
+        other, fresh, *_ = made_and_trained(1)
+        with state_dict_type(other, kind):
+            state = {"optimizer": optim_state_dict(other, fresh)}
+            load_sharded(state, checkpoint_id=path)
+            optim_state_dict_to_load(other, fresh, state["optimizer"], load_directly=True)
+            wrong = everything if rank == 0 else state["optimizer"]
+            with pytest.raises(PlanError, match="no mesh"):
+                optim_state_dict_to_load(other, fresh, wrong)
+        again = full_optim_state_dict(other, fresh, rank0_only=False)
+        assert same(again["state"], everything["state"])
+        assert again["param_groups"] == everything["param_groups"]
+
+
+def whole(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
 def check_mistakes(root: Path) -> None:
     """Every rank raises alike, and the next call works."""
     rank = dist.get_rank()
@@ -378,3 +477,26 @@ def check_file_mistakes(root: Path) -> None:
     with pytest.raises(CheckpointError, match="crc32"):
         load_optimizer_state(module, optimizer, path, loading=Loading(verify="full"))
     assert same(full_optim_state_dict(module, optimizer, rank0_only=False)["state"], before["state"])
+
+
+def check_offloaded(root: Path) -> None:
+    """State that is brought back lies where its parameter does; `meta` stands for the device that computes."""
+    for offload in (False, True):
+        sharding = Sharding(cpu_offload=offload)
+        module = shard_module(made(), init_mesh("cpu", sharding), sharding)
+        optimizer = adamw(module)
+        for parameter in module.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        save_checkpoint(module, root / f"offload-{offload}", optimizer=optimizer)
+        load = OptimizerLoad.plan(module, optimizer, root / f"offload-{offload}")
+        table = load.table()
+        materialize(table, torch.device("meta"))
+        shards = [tensor for tensor in table.tensors.values() if isinstance(tensor, DTensor)]
+        assert {shard._local_tensor.device.type for shard in shards} == {"cpu" if offload else "meta"}
+    # State of another shape than its parameter's is whole on every rank, and comes through the other device.
+    with torch.device("meta"):
+        skeleton = shard_module(Uneven(), init_mesh("cpu", Sharding()), Sharding())
+    optimizer = adamw(skeleton)
+    load.target.apply(skeleton, optimizer, {f"{load.target.names[0]}/row": torch.zeros(3)})
+    assert [state["row"].device.type for state in optimizer.state.values() if "row" in state] == ["meta"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,9 @@ def check_saves(root: Path) -> None:
     report = save_checkpoint(module, target)
     assert report.num_bytes == sum(t.numel() * t.itemsize for t in load_file(path).values())
     assert all("exists already" in error for error in raised_everywhere(save_checkpoint, module, target))
+    if dist.get_rank() == 0:
+        (target / "README.md").write_text("a model card")
+        (target / "runs").mkdir()
     save_checkpoint(module, target, overwrite=True)
     again = sharded(path)
     load_checkpoint(again, target)
@@ -73,6 +77,31 @@ def check_saves(root: Path) -> None:
         for name, tensor in filled().state_dict().items():
             assert torch.equal(state[name], tensor), name
         assert os.listdir(root / "runs") == ["step-1"]
+        assert {"README.md", "runs"} < set(os.listdir(target))
+
+
+def check_small_files(root: Path) -> None:
+    """They are copied, and go with their save, unless somebody has changed them."""
+    module = sharded(root / ODD)
+    load_checkpoint(module, root / ODD)
+    if dist.get_rank() == 0:
+        (root / "source").mkdir()
+        shutil.copy(root / ODD, root / "source" / "model.safetensors")
+        for name in ("tokenizer.json", "vocab.txt"):
+            (root / "source" / name).write_text("{}")
+    dist.barrier()
+    source = open_checkpoint(root / "source")
+    save_checkpoint(module, root / "row" / "step-1", source=source)
+    save_checkpoint(module, root / "row" / "step-2", source=source)
+    if dist.get_rank() == 0:
+        (root / "row" / "step-2" / "vocab.txt").write_text("mine")
+    dist.barrier()
+    save_checkpoint(module, root / "row" / "step-2", source=source, overwrite=True)
+    save_checkpoint(module, root / "row" / "step-3", source=source, keep_last=1)
+    if dist.get_rank() == 0:
+        assert sorted(os.listdir(root / "row")) == ["step-2", "step-3"]
+        assert {path.name: path.read_text() for path in (root / "row" / "step-2").iterdir()} == {"vocab.txt": "mine"}
+        assert (root / "row" / "step-3" / "vocab.txt").read_text() == "{}"
 
 
 def check_full_disk(root: Path) -> None:

@@ -24,7 +24,6 @@ from raysharding.distributed import (
     init_mesh,
     load_full_state_dict,
     load_state_dict,
-    patch_accelerate,
     shard_broadcasted_state_dict,
 )
 from raysharding.errors import CheckpointError, PlanError, RayshardingError
@@ -68,7 +67,7 @@ class Lazy(Mapping[str, torch.Tensor]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         self.num_loads += 1
-        return self.values_by_name[name].clone()
+        return copy.deepcopy(self.values_by_name[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.values_by_name)
@@ -217,6 +216,69 @@ class Failing(Lazy):
         return super().__getitem__(name)
 
 
+class Scaled(nn.Module):
+    """A layer with extra state; to set it to an error raises that."""
+
+    def __init__(self, state: Any = None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.state = state
+
+    def get_extra_state(self) -> Any:
+        return self.state
+
+    def set_extra_state(self, state: Any) -> None:
+        if state == f"wrong on rank {dist.get_rank()}":
+            raise ValueError(state)
+        self.state = state
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.linear(rows)
+
+
+def check_extra_state(root: Path) -> None:
+    """What `set_extra_state` is given is on every rank what one process gives it, from a file too; or all raise."""
+    history = {"amax": [torch.ones(2, dtype=torch.bfloat16), 1.5, None], "seen": ("a", float("inf")), "step": 3}
+    states = (torch.arange(6.0).reshape(2, 3).t(), history, torch.tensor([True, False]), torch.tensor(2), 7)
+    source = nn.Sequential(*map(Scaled, states))
+    alone = nn.Sequential(*(Scaled() for _ in states))
+    state, rank = source.state_dict(), dist.get_rank()
+    assert str(alone.load_state_dict(state)) == "<All keys matched successfully>"
+    if rank == 0:
+        torch.save(state, root / "extra.pt")
+    for strict in (True, False):
+        bare, wrapped = (apply_to(nn.Sequential(*(Scaled() for _ in states))) for _ in range(2))
+        for result in (
+            load_full_state_dict(bare, Lazy(state) if rank == 0 else {}, strict=strict),
+            DistModule(wrapped).load_state_dict(load_state_dict(root / "extra.pt"), strict=strict),
+        ):
+            assert str(result) == "<All keys matched successfully>"
+        for module in (bare, wrapped):
+            for found, expected in zip(module, alone, strict=True):
+                assert repr(found.state) == repr(expected.state)
+    module = apply_to(nn.Sequential(Scaled(5), nn.Linear(4, 4)))
+    wrong = module.state_dict() | {"1._extra_state": "more"}
+    wrong = {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in wrong.items()}
+    del wrong["0._extra_state"]
+    before = module[0].linear.weight.detach().clone()
+    with pytest.raises(PlanError, match=r"(?s)missing.*0\._extra_state.*unexpected.*1\._extra_state"):
+        load_full_state_dict(module, wrong if rank == 0 else {})
+    result = load_full_state_dict(module, wrong if rank == 0 else {}, strict=False)
+    assert (result.missing_keys, result.unexpected_keys) == (["0._extra_state"], ["1._extra_state"])
+    assert module[0].state == 5
+    with pytest.raises(PlanError, match=r"0\._extra_state is a PosixPath"):
+        load_full_state_dict(module, {"0._extra_state": root} if rank == 0 else {}, strict=False)
+    assert torch.equal(module[0].linear.weight, before)
+    last = dist.get_world_size() - 1
+    with pytest.raises((ValueError, RayshardingError), match=f"wrong on rank {last}"):
+        load_full_state_dict(module, {"0._extra_state": f"wrong on rank {last}"} if rank == 0 else {}, strict=False)
+
+
+def apply_to(module: nn.Module) -> Any:
+    apply_fsdp2(module, init_mesh("cpu"))
+    return module
+
+
 def check_an_item_that_fails(root: Path) -> None:
     model = DistModule(on_meta())
     apply_fsdp2(model, init_mesh("cpu"))
@@ -269,9 +331,7 @@ def check_halves(root: Path) -> None:
 
 
 def check_files(root: Path) -> None:
-    """`load_state_dict` of files, one after the other, and accelerate's loading on top of it."""
-    import accelerate
-
+    """`load_state_dict` of files, one after the other."""
     rank = dist.get_rank()
     source = saved(filled(8))
     names = sorted(source)
@@ -309,19 +369,6 @@ def check_files(root: Path) -> None:
     assert all(tensor.is_meta for name, tensor in model.named_parameters() if name in names[1::2])
     model.load_state_dict(load_state_dict(files[1]), strict=False)
     require_equal(model, expected)
-    for make in (Odd, on_meta):
-        with patch_accelerate():
-            model = DistModule(make())
-            apply_fsdp2(model, init_mesh("cpu"))
-            accelerate.load_checkpoint_in_model(model, str(folder))
-            require_equal(model, expected)
-            with pytest.raises(ValueError, match="leave it out"):
-                accelerate.load_checkpoint_in_model(model, str(folder), device_map={"": "cpu"})
-    patch = patch_accelerate()
-    assert accelerate.utils.modeling.load_state_dict.__module__.startswith("raysharding")
-    patch.restore()
-    patch.restore()
-    assert accelerate.utils.modeling.load_state_dict.__module__.startswith("accelerate")
 
 
 def check_that_the_same_engine_moves_it(root: Path) -> None:

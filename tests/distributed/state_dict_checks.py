@@ -40,6 +40,7 @@ from raysharding.distributed.metadata import all_gather_json
 from tests.distributed.fsdp1 import IDS, bumped, ours, outcomes, same, shardings, theirs
 from tests.distributed.full_params_checks import rank, require_equal, require_shards
 from tests.distributed.models import Odd, filled
+from tests.distributed.sharding_checks import Scaled
 
 FULL, SHARDED, LOCAL = (
     StateDictType.FULL_STATE_DICT,
@@ -203,21 +204,36 @@ def _load(module: nn.Module, kind: StateDictType, state: dict[str, Any], strict:
 
 
 def check_local(root: Path) -> None:
-    """Plain local parts, of the module's own memory; another world size's are an error on every rank."""
-    for sharding in shardings():
-        module, other = ours(sharding), ours(sharding, seed=1)
+    """DTensors of the module's own memory; through files and torch.distributed.checkpoint each rank gets its rows."""
+    world_size = dist.get_world_size()
+    for index, sharding in enumerate(shardings()):
+        module, path = ours(sharding), root / f"local-{world_size}-{index}"
         with state_dict_type(module, LOCAL, LocalStateDictConfig(offload_to_cpu=True)):
             found = module.state_dict()
         assert list(found) == list(filled().state_dict())
-        assert not any(isinstance(value, DTensor) for value in found.values())
-        shard = local_tensor(module.embed.weight)
-        assert (found["head.weight"].shape, found["head.weight"].data_ptr()) == (shard.shape, shard.data_ptr())
-        _load(other, LOCAL, found)
-        require_equal(other, filled())
+        assert found["head.weight"].to_local().data_ptr() == local_tensor(module.embed.weight).data_ptr()
+        _load(loaded := ours(sharding, seed=1), LOCAL, found)
+        require_equal(loaded, filled())
+        save_sharded(found, checkpoint_id=path)
+        torch.save(found, path / f"rank{rank()}.pt")
+        dist.barrier()  # nobody reads before the files are whole
+        _load_checkpoint(loaded := ours(sharding, seed=1), path, LOCAL)
+        require_equal(loaded, filled())
+        _load(loaded := ours(sharding, seed=1), LOCAL, torch.load(path / f"rank{rank()}.pt"))
+        require_equal(loaded, filled())
+    flat, wanted = _flat(seed=0), _flat(seed=0)
+    with FullyShardedDataParallel.state_dict_type(flat, LOCAL):
+        save_sharded(flat.state_dict(), checkpoint_id=root / f"flat-{world_size}")
+    dist.barrier()
+    with FullyShardedDataParallel.state_dict_type(flat := _flat(seed=1), LOCAL):
+        state = flat.state_dict()
+        load_sharded(state, checkpoint_id=root / f"flat-{world_size}")
+        flat.load_state_dict(state)
+    assert torch.equal(next(flat.parameters()), next(wanted.parameters()))
     last = dist.get_world_size() - 1
     for key, value, word in (
-        ("large", torch.zeros(521, 1), "world size"),
-        ("narrow", module.narrow.detach(), "SHARDED_STATE_DICT"),
+        ("large", torch.zeros(521, 1), "DTensor"),
+        ("narrow", module.narrow.detach()[:1], "shape"),
         ("narrow", None, "not a tensor"),
     ):
         for strict in (True, False):
@@ -230,6 +246,91 @@ def check_local(root: Path) -> None:
     assert all("materialize" in text for text in outcomes(lambda: _load(empty, LOCAL, found)))
 
 
+def _flat(seed: int) -> FullyShardedDataParallel:
+    """FSDP1 with flat parameters, without which it has no local form."""
+    torch.manual_seed(seed)
+    return FullyShardedDataParallel(nn.Linear(5, 7), device_id=torch.device("cpu"))
+
+
+def _load_checkpoint(module: nn.Module, path: Path, kind: StateDictType) -> None:
+    with state_dict_type(module, kind):
+        state = module.state_dict()
+        load_sharded(state, checkpoint_id=path)
+        module.load_state_dict(state)
+
+
+def check_inner_modules(root: Path) -> None:
+    """An inner module gives and takes the form, as FSDP1's does, also one that is in its parent's group."""
+    for sharding, rank0_only in itertools.product(shardings(), (False, True)):
+        module, oracle, expected = ours(sharding), theirs(sharding), filled()
+        config = FullStateDictConfig(rank0_only=rank0_only)
+        with state_dict_type(module, FULL, config), FullyShardedDataParallel.state_dict_type(oracle, FULL, config):
+            block, wanted = module.blocks[0].state_dict(), oracle.blocks[0].state_dict()
+            if sharding.replicate_size == 1 or rank() == 0:  # under HSDP FSDP1 gives them to each replica's first rank
+                assert list(block) == list(wanted) == ([] if rank0_only and rank() else ["weight", "bias"])
+            assert all(same(wanted[name], value) for name, value in block.items())
+            module(IDS)  # the root keeps its full parameters registered, in low precision maybe
+            for name in ("head", "blocks"):
+                inner = module.get_submodule(name).state_dict(prefix="x.")
+                full = {} if rank0_only and rank() else expected.get_submodule(name).state_dict(prefix="x.")
+                assert inner.keys() == full.keys()
+                assert all(same(inner[key], value) for key, value in full.items())
+                module(IDS)
+                state = bumped().get_submodule(name).state_dict()
+                result = module.get_submodule(name).load_state_dict(state if rank() == 0 else {})
+                assert str(result) == "<All keys matched successfully>"
+                expected.get_submodule(name).load_state_dict(state)
+            assert get_state_dict_type(module.blocks[0]).state_dict_config is config
+            with state_dict_type(module.blocks[0], SHARDED):
+                assert isinstance(module.blocks[0].state_dict()["weight"], DTensor)
+            assert ("weight" in module.blocks[0].state_dict()) == (not rank0_only or rank() == 0)
+        require_equal(module, expected)
+        assert not any({"state_dict", "load_state_dict"} & set(inner.__dict__) for inner in module.modules())
+        for kind in (SHARDED, LOCAL):
+            with state_dict_type(module, kind):
+                module(IDS)
+                assert isinstance(module.head.state_dict()["weight"], DTensor)
+                assert str(module.head.load_state_dict(module.head.state_dict())) == "<All keys matched successfully>"
+                found = outcomes(partial(module.head.load_state_dict, {} if rank() == 0 else module.head.state_dict()))
+                assert all(text.startswith("PlanError") and "missing" in text for text in found), found
+
+
+def check_a_wrapped_root(root: Path) -> None:
+    """A root that is a checkpoint wrapper loads what it gave, and what the module that it wraps gave."""
+    for kind, outer in itertools.product((FULL, SHARDED, LOCAL), (False, True)):
+        module: Any = shard_module(checkpoint_wrapper(filled()), init_mesh("cpu"))
+        compiled: Any = torch.compile(filled(1), backend="eager")
+        other: Any = shard_module(checkpoint_wrapper(compiled), init_mesh("cpu"))
+        with state_dict_type(module, kind), state_dict_type(other, kind):
+            found = module.state_dict()
+            assert list(found) == list(filled().state_dict())
+            if outer:
+                nn.ModuleDict({"inner": other}).load_state_dict({f"inner.{key}": value for key, value in found.items()})
+            else:
+                assert str(other.load_state_dict(found, assign=kind is FULL)) == "<All keys matched successfully>"
+        require_equal_unformed(other, filled())
+
+
+def check_extra_state(root: Path) -> None:
+    """In the full form rank 0's, once on every rank; in the others each rank's own."""
+    states = ({"step": 3}, torch.arange(3), 5)
+    module: Any = shard_module(nn.Sequential(*map(Scaled, states)), init_mesh("cpu"))
+    for kind in (FULL, SHARDED):
+        other: Any = shard_module(nn.Sequential(*(Scaled() for _ in states)), init_mesh("cpu"))
+        with state_dict_type(module, kind), state_dict_type(other, kind):
+            state = module.state_dict()
+            result = other.load_state_dict(_on_rank_0(state) if kind is FULL else state)
+            assert str(result) == "<All keys matched successfully>"
+            assert repr([inner.state for inner in other]) == repr([inner.state for inner in module])
+            wrong = {key: value for key, value in state.items() if key != "1._extra_state"} | {"more._extra_state": 1}
+            for strict in (True, False):
+                found = outcomes(partial(other.load_state_dict, wrong if rank() == 0 else {}, strict=strict))
+                words = ("1._extra_state", "more._extra_state") if strict else ()
+                assert all(text.startswith("PlanError") == strict for text in found), found
+                assert all(word in found[0] for word in words), found
+            nn.ModuleDict({"x": other}).load_state_dict({f"x.{key}": value for key, value in state.items()})
+
+
 def check_settings(root: Path) -> None:
     """Forms nest, and go when their context does, by an exception too, after which FSDP1's stays."""
     module, oracle = ours(), theirs()
@@ -238,7 +339,7 @@ def check_settings(root: Path) -> None:
         settings = get_state_dict_type(module)
         assert (settings.state_dict_type, settings.state_dict_config) == (FULL, RANK_0_ONLY)
         with state_dict_type(module, LOCAL):
-            assert module.state_dict()["narrow"].shape == local_tensor(module.narrow).shape
+            assert isinstance(module.state_dict()["narrow"], DTensor)
         assert ("narrow" in module.state_dict()) == (rank() == 0)
         raise KeyError
     assert isinstance(module.state_dict()["narrow"], DTensor)
@@ -251,8 +352,7 @@ def check_settings(root: Path) -> None:
     assert set_state_dict_type(module, LOCAL).state_dict_type is FULL
     with pytest.raises(ValueError, match="ShardedStateDictConfig"):
         set_state_dict_type(module, SHARDED, FullStateDictConfig())
-    with pytest.warns(UserWarning, match="optim_state_dict_config"):
-        set_state_dict_type(module, FULL, None, FullOptimStateDictConfig())
+    set_state_dict_type(module, FULL, None, FullOptimStateDictConfig())
     assert isinstance(get_state_dict_type(module).optim_state_dict_config, FullOptimStateDictConfig)
 
 
@@ -276,11 +376,7 @@ def check_load(root: Path) -> None:
         module = ours(sharding, seed=9)
         _load(module, FULL, torch.load(path) if rank() == 0 else {})
         require_equal(module, filled(saved_by))
-        module = ours(sharding, seed=9)
-        with state_dict_type(module, SHARDED):
-            state = module.state_dict()
-            load_sharded(state, checkpoint_id=root / f"sharded-{saved_by}")
-            module.load_state_dict(state)
+        _load_checkpoint(module := ours(sharding, seed=9), root / f"sharded-{saved_by}", SHARDED)
         require_equal(module, filled(saved_by))
     count = len(list(root.glob("full-*.pt")))
     assert all_gather_json(count) == [count] * dist.get_world_size()

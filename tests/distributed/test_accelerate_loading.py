@@ -1,4 +1,4 @@
-"""`fsdp2_load_full_state_dict` beside accelerate's, and rank 0's values through `fsdp2_prepare_model`."""
+"""`fsdp2_load_full_state_dict` beside accelerate's, rank 0's values through `fsdp2_prepare_model`, and the patch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ from tests.distributed.checks import run_checks
 from tests.grid import world_sizes
 from tests.spawn import RanksFailedError, run_ranks
 
-CHECKS = ("check_full_state_dict", "check_bad_state_dict", "check_beside_accelerate", "check_rank_0_values")
+CHECKS = (
+    "check_full_state_dict",
+    "check_bad_state_dict",
+    "check_beside_accelerate",
+    "check_rank_0_values",
+    "check_patched_accelerate",
+    "check_patched_accelerate_on_other_modules",
+)
 
 
 @pytest.mark.timeout(120)

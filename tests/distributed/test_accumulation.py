@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from raysharding.config import Sharding
@@ -127,6 +128,20 @@ def sums_and_means() -> None:
     pair.compare()
 
 
+def first_sum_of_nothing() -> None:
+    """A first pass without labels does not show that the loss is a sum; those behind it do."""
+
+    def total(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(output.flatten(0, 1), labels.flatten(), reduction="sum")
+
+    case = Case(Scaled, CASES["token_mean"].rows, total)
+    rows = case.rows()
+    rows["labels"][:4] = -100
+    pair = AccumulatingPair(Scaled, "sgd")
+    pair.in_calls(case, rows, [0, 4, 7], 0.5, sync=False)
+    pair.compare()
+
+
 def give_up_and_go_on() -> None:
     """What was accumulated before an error, or before `zero_grad`, is in no later update."""
     case = CASES["token_mean"]
@@ -196,6 +211,6 @@ def refusals() -> None:
     pair.compare()
 
 
-@pytest.mark.parametrize("job", [half_masked, sums_and_means, give_up_and_go_on, refusals])
+@pytest.mark.parametrize("job", [half_masked, sums_and_means, first_sum_of_nothing, give_up_and_go_on, refusals])
 def test_what_goes_wrong_leaves_no_trace(job: object) -> None:
     run_ranks(2, job)  # type: ignore[arg-type]

@@ -23,6 +23,7 @@ ONCE = (
     "full_params_checks.check_a_gradient_that_some_ranks_lack",
     "full_params_checks.check_one_group",
     "full_params_checks.check_several_roots",
+    "full_params_checks.check_parts_of_several_strategies",
     "full_params_checks.check_what_the_body_does_to_parameters",
     "full_params_checks.check_load_inside",
     "full_params_checks.check_refusals",

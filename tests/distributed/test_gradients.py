@@ -11,10 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from raysharding.config import Sharding
-from raysharding.distributed.gradients import clip_grad_norm_
-from raysharding.distributed.mesh import init_mesh
-from raysharding.distributed.replicated_gradients import reduce_replicated_gradients
-from raysharding.distributed.sharded_module import shard_module
+from raysharding.distributed import clip_grad_norm_, init_mesh, reduce_replicated_gradients, shard_module
 from tests.spawn import run_ranks
 
 

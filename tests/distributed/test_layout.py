@@ -8,8 +8,17 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from raysharding.distributed.layout import TensorLayout, module_tensors, named_submodules, persistent_names
+from raysharding.distributed.layout import (
+    TensorLayout,
+    computes_on_cuda,
+    module_tensors,
+    named_submodules,
+    persistent_names,
+)
 
 
 def odd_tree() -> nn.Module:
@@ -75,3 +84,17 @@ def test_ranges_are_those_of_torch_chunk(shape: tuple[int, ...], num_shards: int
 def test_what_every_rank_holds_is_one_range() -> None:
     assert TensorLayout("x", (), torch.float32, 0).ranges() == [(0, 1)]
     assert TensorLayout("x", (3, 4), torch.float32, 0).ranges() == [(0, 12)]
+
+
+def test_a_module_computes_where_its_mesh_is_not_where_its_shards_lie() -> None:
+    def on_mesh(kind: str) -> nn.Module:
+        mesh = DeviceMesh(kind, [0], _init_backend=False, _rank=0)
+        local = torch.zeros(3)  # host memory, as under Sharding(cpu_offload=True)
+        spec = DTensorSpec(mesh, (Shard(0),), TensorMeta(local.shape, local.stride(), local.dtype))
+        module = nn.Module()
+        module.weight = nn.Parameter(DTensor(local, spec, requires_grad=True))
+        return module
+
+    assert computes_on_cuda(on_mesh("cuda"))
+    assert not computes_on_cuda(on_mesh("cpu"))
+    assert not computes_on_cuda(odd_tree())

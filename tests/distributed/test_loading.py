@@ -49,6 +49,7 @@ CHECKS = {
         "reader_checks.check_a_rank_that_cannot_map",
         "reader_checks.check_readers",
         "save_checks.check_saves",
+        "save_checks.check_small_files",
         "load_checks.check_training",
         "load_checks.check_a_reload",
     ),

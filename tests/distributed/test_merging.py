@@ -175,10 +175,12 @@ def test_large_weights_are_a_set_with_an_index(tmp_path: Path, monkeypatch: pyte
     save_file({"old": torch.ones(2)}, tmp_path / "old.safetensors")
     output.mkdir()
     (tmp_path / "old.safetensors").rename(output / "model.safetensors")
+    for name in ("model-00005-of-00005.safetensors", "README.md", "consolidated.safetensors"):
+        (output / name).touch()
     monkeypatch.setattr(merging, "MAX_FILE_BYTES", 1000)
     merge_fsdp_weights(tmp_path / "source", output)
     names = [f"model-0000{index}-of-00003.safetensors" for index in (1, 2, 3)]
-    extra = ["model.safetensors.index.json", "raysharding.manifest.json"]
+    extra = ["model.safetensors.index.json", "raysharding.manifest.json", "README.md", "consolidated.safetensors"]
     assert sorted(os.listdir(output)) == sorted([*names, *extra]), "the old model.safetensors would be opened instead"
     index = json.loads((output / extra[0]).read_text())
     assert index["metadata"] == {"total_size": 2008}
@@ -299,6 +301,10 @@ def test_removal(tmp_path: Path) -> None:
     merge_fsdp_weights(tmp_path / "source", tmp_path / "output", remove_checkpoint_dir=True)
     assert not (tmp_path / "source").exists()
     assert_same_bits(load_file(tmp_path / "output" / "model.safetensors"), STATE["model"])
+    (tmp_path / "kept" / "notes.txt").touch()
+    merge_fsdp_weights(tmp_path / "kept", tmp_path / "output", remove_checkpoint_dir=True)
+    merged = ["model.safetensors", "notes.txt", "raysharding.manifest.json"]
+    assert sorted(os.listdir(tmp_path / "kept")) == merged, "what is no sharded checkpoint stays"
 
 
 @pytest.mark.parametrize("safe_serialization", [True, False])

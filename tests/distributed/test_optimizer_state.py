@@ -15,8 +15,10 @@ CHECKS = (
     "optimizer_checks.check_full_against_one_process",
     "optimizer_checks.check_shards_continue",
     "optimizer_checks.check_against_fsdp1",
+    "optimizer_checks.check_forms",
     "optimizer_checks.check_mistakes",
     "optimizer_checks.check_file_mistakes",
+    "optimizer_checks.check_offloaded",
 )
 
 

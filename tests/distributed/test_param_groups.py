@@ -91,6 +91,25 @@ def test_a_plan_counts_what_it_makes() -> None:
     assert 0 < biases < all_of_it / 4
 
 
+class Asserting(torch.optim.SGD):
+    """An optimizer that refuses tensors without memory in its own way."""
+
+    def step(self, closure: Any = None) -> Any:
+        raise AssertionError("not on meta")
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adam, torch.optim.NAdam, torch.optim.RMSprop])
+def test_a_plan_counts_what_a_capturable_optimizer_makes(optimizer: Any) -> None:
+    tensors = held_tensors(nn.Linear(4, 4))
+    usual, capturable = (
+        footprints(tensors, [0], partial(optimizer, **options))[0].optimizer_bytes
+        for options in ({}, {"capturable": True})
+    )
+    assert usual == capturable
+    assert usual is not None
+    assert footprints(tensors, [0], Asserting)[0].optimizer_bytes is None
+
+
 @pytest.mark.parametrize(
     ("rules", "message"),
     [

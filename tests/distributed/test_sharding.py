@@ -15,6 +15,7 @@ CHECKS = (
     "sharding_checks.check_load_state_dict",
     "sharding_checks.check_assign",
     "sharding_checks.check_mismatches",
+    "sharding_checks.check_extra_state",
     "sharding_checks.check_an_item_that_fails",
     "sharding_checks.check_halves",
     "sharding_checks.check_files",

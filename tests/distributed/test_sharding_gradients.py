@@ -82,6 +82,23 @@ def odd_gradients() -> None:
     assert torch.equal(clip_grad_norm_(module, None), clip_grad_norm_(twin, None))
 
 
+def refuses_a_part() -> None:
+    """As FSDP1 does: the norm of a part is not that of the whole, and its gradients would shrink by themselves."""
+    module, oracle = sharded(build()), fsdp1(build())
+    for each in (module, oracle):
+        each(mine(rows(NUM_ROWS))).square().mean().backward()
+    before = gradients(module)
+    with pytest.raises(RuntimeError, match="root FSDP instance"):
+        oracle.blocks[0].clip_grad_norm_(1e-3)
+    for part, name in ((module.blocks[0], r"blocks\.0"), (module.blocks, r"blocks\.0"), (module.head, "Linear")):
+        with pytest.raises(RuntimeError, match=rf"{name}.*clip_grad_norm_\("):
+            clip_grad_norm_(part, 1e-3)
+    assert_same(gradients(module), before)
+    pair, plain = nn.ModuleList([module, sharded(build(seed=1))]), nn.Linear(2, 2)
+    assert clip_grad_norm_(pair, None) == clip_grad_norm_(module, None), "several roots have one norm"
+    assert clip_grad_norm_(plain, 1.0).item() == 0.0
+
+
 def torch_clips_by_the_largest() -> None:
     """What torch's own does with an empty shard: `few` has one row, so all ranks but the first hold none of it."""
     module = sharded(build())
@@ -236,7 +253,9 @@ class Opaque(Sometimes):
 
 def warns_of_what_it_cannot_see() -> None:
     module = sharded(build(Opaque), wrap="none")
-    with pytest.warns(UserWarning, match="no tensor is found in the output, a Sealed"):
+    with pytest.warns(
+        UserWarning, match=r"output, a Sealed: call raysharding\.distributed\.reduce_replicated_gradients\("
+    ):
         module(rows(2))
     module(rows(2))
 
@@ -248,6 +267,7 @@ def run_all() -> None:
         accumulates_with_one_reduction(replicate_size)
         averages_by_itself(replicate_size)
     odd_gradients()
+    refuses_a_part()
     puts_the_flags_back()
     gives_up_an_accumulation()
     some_ranks_do_not_use_it()

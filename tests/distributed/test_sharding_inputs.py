@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from raysharding.batch import RankBatch, Split
 from raysharding.distributed.input_device import move_inputs, move_inputs_before_forward
+from raysharding.distributed.training import train_step
 from tests.distributed.sharding_models import build, fsdp1, rows, sharded
+from tests.distributed.training_cases import Scaled, token_mean
 from tests.spawn import run_ranks
 
 META = torch.device("meta")
@@ -101,3 +105,30 @@ def run_containers() -> None:
 @pytest.mark.timeout(60)
 def test_fsdp1_takes_the_same() -> None:
     run_ranks(2, run_containers, timeout_s=50)
+
+
+class Moves(TorchDispatchMode):
+    """Notes the shapes of tensors that are copied to meta."""
+
+    shapes: ClassVar[set[tuple[int, ...]]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and result.is_meta:
+            Moves.shapes.add(tuple(result.shape))
+        return result
+
+
+def run_labels() -> None:
+    module = Scaled().to(META)  # stands for a GPU
+    batch = RankBatch(
+        (), {"tokens": Split(torch.ones(2, 3, dtype=torch.long)), "labels": Split(torch.ones(2, 4))}, 2, (2,)
+    )
+    # Numbers of a tensor without memory are what nobody can have: by then all of the batch has been moved.
+    with Moves(), pytest.raises((RuntimeError, ValueError)):  # type: ignore[no-untyped-call]
+        train_step(module, torch.optim.SGD(module.parameters(), lr=0.1), batch, loss=token_mean)
+    assert Moves.shapes >= {(2, 3), (2, 4)}
+
+
+def test_labels_that_the_loss_function_alone_takes_move_with_the_batch() -> None:
+    run_ranks(1, run_labels)

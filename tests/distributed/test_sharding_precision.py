@@ -11,8 +11,10 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
 from raysharding.config import Sharding
+from raysharding.distributed import clip_grad_norm_
 from raysharding.models import wrap_groups
 from tests.distributed.sharding_models import (
+    Net,
     assert_same,
     build,
     fsdp1,
@@ -116,6 +118,38 @@ def checkpointing_counts_statistics_once() -> None:
         assert_same(gradients(module), gradients(twin), rtol=0, atol=0)
 
 
+def keeps_low_precision_gradients(replicate_size: int) -> None:
+    """As FSDP1's `keep_low_precision_grads`, from backward to backward; a load on the way changes nothing."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    theirs = MixedPrecision(torch.bfloat16, torch.float32, keep_low_precision_grads=True)
+    fields: dict[str, Any] = {"mixed_precision": policy, "keep_low_precision_grads": True}
+    module, batch = sharded(build(Net), replicate_size=replicate_size, **fields), mine(rows(24))
+    twin = sharded(build(Net), replicate_size=replicate_size, mixed_precision=policy)
+    oracle = fsdp1(build(Net), mixed_precision=theirs)
+    for _ in range(2):
+        for each in (module, twin, oracle):
+            each(batch).float().square().mean().backward()
+        require_low_precision_gradients(module)
+        if dist.get_world_size() > 1:  # with one rank FSDP1 switches to NO_SHARD, which casts them all the same
+            assert {item.grad.dtype for item in oracle.parameters() if item.grad is not None} == {torch.bfloat16}
+        # FSDP1 cannot summon such gradients, so the values are those without the option.
+        assert_same(gradients(module), gradients(twin), rtol=1e-2, atol=1e-3)
+    before = float(clip_grad_norm_(module, 0.5))
+    assert float(clip_grad_norm_(module, None)) == pytest.approx(min(before, 0.5), rel=1e-2)
+    torch.optim.SGD(module.parameters(), lr=0.1).step()
+    module.load_state_dict(dict(module.state_dict()), assign=True)  # new parameters, without gradients
+    module(batch).float().square().mean().backward()
+    require_low_precision_gradients(module)
+
+
+def require_low_precision_gradients(module: nn.Module) -> None:
+    """In bf16, but for 0-dim parameters, which FSDP does not manage; FSDP1 refuses those."""
+    found = {name: item.grad for name, item in module.named_parameters() if item.grad is not None}
+    used = {name for name, item in Net().named_parameters() if item.requires_grad and not name.startswith("unused")}
+    assert found.keys() == used
+    assert all(grad.dtype == (torch.bfloat16 if grad.ndim else torch.float32) for grad in found.values())
+
+
 def stored_in_low_precision() -> None:
     """Full precision is what the module is stored in."""
     module = sharded(build(Normed).to(torch.bfloat16), wrap=["Layer"], mixed_precision="fp16")
@@ -127,6 +161,7 @@ def stored_in_low_precision() -> None:
 def run_all() -> None:
     for replicate_size in meshes():
         equals_fsdp1(replicate_size)
+        keeps_low_precision_gradients(replicate_size)
     checkpointing_counts_statistics_once()
     if dist.get_world_size() > 1:
         stored_in_low_precision()

@@ -8,7 +8,18 @@ from tests.distributed.checks import run_checks
 from tests.spawn import run_ranks
 
 CHECKS = {
-    3: ("full", "full_load", "full_mismatches", "sharded", "local", "settings", "save"),
+    3: (
+        "full",
+        "full_load",
+        "full_mismatches",
+        "sharded",
+        "local",
+        "inner_modules",
+        "a_wrapped_root",
+        "extra_state",
+        "settings",
+        "save",
+    ),
     4: ("load", "full", "full_load", "sharded", "local", "save"),
     1: ("load", "full", "full_load", "sharded", "local", "save"),
     2: ("load", "full", "full_load"),

@@ -27,9 +27,10 @@ class Row:
 
 ROWS = {
     1: Row(
-        "SIGKILL of a rank, in each phase",
+        "SIGKILL or SIGTERM of a rank, in each phase",
         (
             f"{FAULTS}/test_death_and_hang.py::test_a_rank_that_is_killed",
+            f"{FAULTS}/test_death_and_hang.py::test_a_rank_that_is_terminated",
             f"{SUPERVISION}::test_a_rank_killed_in_a_call",
             f"{SUPERVISION}::test_a_rank_killed_while_idle",
             f"{SUPERVISION}::test_a_rank_killed_while_the_model_is_built",
@@ -144,6 +145,7 @@ ROWS = {
             f"{FAULTS}/test_saving.py::test_a_rank_killed_at_any_moment_of_a_save",
             f"{FAULTS}/test_death_and_hang.py::test_a_rank_that_is_killed",
             "tests/checkpoint/test_commit.py::test_a_save_killed_at_any_moment_leaves_a_whole_checkpoint",
+            "tests/checkpoint/test_carry_over.py::test_killed_at_any_moment_it_loses_nothing",
         ),
     ),
     18: Row(
@@ -152,6 +154,7 @@ ROWS = {
             f"{FAULTS}/test_saving.py::test_a_full_disk_and_a_destination_that_is_taken",
             f"{FAULTS}/test_saving.py::test_two_saves_to_one_place",
             "tests/checkpoint/test_commit.py::test_of_two_saves_to_one_place_the_second_is_refused",
+            "tests/checkpoint/test_carry_over.py::test_what_cannot_go_along_is_refused_with_a_list",
         ),
     ),
     19: Row(
@@ -159,6 +162,9 @@ ROWS = {
         (
             "tests/group/test_driver.py::test_a_driver_that_is_killed_leaves_nothing",
             "tests/group/test_driver.py::test_a_stopped_job_leaves_nothing",
+            "tests/group/test_owners.py::test_an_actor_that_owns_a_group",
+            "tests/group/test_owners.py::test_a_task_that_owns_a_group",
+            "tests/group/test_owners.py::test_an_owner_that_dies_before_its_named_group_is_loaded",
         ),
     ),
     20: Row(
@@ -194,8 +200,10 @@ ROWS = {
         ),
     ),
     24: Row(
-        "twenty groups started at once; squatters on ports",
+        "twenty groups started at once; squatters on ports; strangers at ports",
         (
+            "tests/group/test_lines.py::test_strangers_that_use_up_the_descriptors_keep_nobody_out",
+            "tests/group/test_process_group.py::test_a_rank_lets_nobody_in_when_all_have_met",
             f"{FAULTS}/test_many.py::test_groups_that_start_at_once_do_not_collide",
             f"{FAULTS}/test_many.py::test_groups_side_by_side",
         ),

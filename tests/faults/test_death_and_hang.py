@@ -1,4 +1,4 @@
-"""Rows 1, 2 and 5: a rank that is killed, stopped, crashes or blocks: every phase; first, middle and last rank."""
+"""Rows 1, 2 and 5: a rank that is killed, told to end, stopped, crashes or blocks: every phase, and any rank."""
 
 from __future__ import annotations
 
@@ -90,6 +90,18 @@ def test_a_rank_that_is_killed(phase: str, rank: int, many_buckets: Path, tmp_pa
     assert error.primary is not None
     assert error.primary.kind == "died"
     assert not isinstance(error, CallTimeoutError)
+
+
+@pytest.mark.parametrize(
+    "phase", ["forward", *(pytest.param(one, marks=pytest.mark.full) for one in ("stream", "train_step", "save, half"))]
+)
+def test_a_rank_that_is_terminated(phase: str, many_buckets: Path, tmp_path: Path) -> None:
+    """By SIGTERM, as `kill`, schedulers and systemd send it. Under Ray's own handler it would live on, half dead."""
+    error, seconds = struck("terminate", phase, 1, many_buckets, tmp_path)
+    assert error is not None
+    assert error.primary is not None
+    assert error.primary.kind == "died"
+    assert seconds < DEATH_S
 
 
 @pytest.mark.parametrize(("phase", "rank"), cases("stop"))

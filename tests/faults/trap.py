@@ -19,7 +19,7 @@ from torch import nn
 
 from tests.clock import now
 
-How = Literal["kill", "stop", "segfault", "hold the GIL"]
+How = Literal["kill", "terminate", "stop", "segfault", "hold the GIL"]
 
 WIDTH = 32
 NUM_LAYERS = 8
@@ -31,7 +31,7 @@ class Fault:
     """What happens to which rank, and when."""
 
     how: How
-    """SIGKILL, SIGSTOP, a segmentation fault, or a thread that keeps the GIL for good."""
+    """SIGKILL, SIGTERM, SIGSTOP, a segmentation fault, or a thread that keeps the GIL for good."""
     rank: int
     """The rank."""
     call: str
@@ -77,10 +77,9 @@ def striker(how: How, clock: str) -> Callable[[], None]:
         with open(clock + "-partial", "w") as file:
             file.write(repr(now()))
         os.rename(clock + "-partial", clock)
-        if how == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif how == "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
+        signals = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "stop": signal.SIGSTOP}
+        if how in signals:
+            os.kill(os.getpid(), signals[how])
         elif how == "segfault":
             ctypes.string_at(0)
         else:

@@ -59,6 +59,18 @@ def test_ids_outside_the_model_are_refused_with_their_row() -> None:
         check(Split(along, dim=1), bounds=bounds)
 
 
+def test_floats_are_no_ids() -> None:
+    bounds = InputBounds(("input_ids", "labels"), {"input_ids": 12, "labels": 12})
+    wrong: list[dict[str, Any]] = [
+        {"input_ids": Split(IDS.float())},
+        {"input_ids": Split(IDS), "labels": Split(IDS.double())},
+    ]
+    for given in wrong:
+        with pytest.raises(ValueError, match=r"(input_ids|labels) is of torch.float\d\d, and the model takes ids"):
+            check(bounds=bounds, **given)
+    check(Split(IDS), pixel_values=Split(IDS.float()), bounds=bounds)
+
+
 @pytest.mark.parametrize("name", ["llama", "t5", "bert", "clip"])
 def test_a_transformers_model_says_which_ids_it_has(name: str) -> None:
     model = ARCHITECTURES[name].make()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from raysharding import CheckpointError, ShardedModelGroup, Split, Timeouts
+from raysharding.checkpoint import create_staging, remove_staging
 from raysharding.group import GroupState
 from tests.clock import now
 from tests.conftest import make_group
@@ -165,6 +167,83 @@ def test_of_two_in_the_queue_the_first_fails(trained: ShardedModelGroup, small_d
     trained.wait_for_save()
     assert trained.saves[-1] == str(tmp_path / "two")
     assert str(small_disk / "one") not in trained.saves
+
+
+def test_a_full_disk_ends_a_fit_with_one_error(trained: ShardedModelGroup, small_disk: Path) -> None:
+    """Two saves fail of it, one of them while the other is begun: no later call is told of that."""
+    (small_disk / "filler").write_bytes(b"x" * (os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_bsize))
+    rows = [{"input": row.tolist()} for row in BATCH]
+    options: dict[str, Any] = {"save_to": small_disk / "out", "save_every": 1, "async_save": True, "epochs": 40}
+    with pytest.raises(CheckpointError, match=r"cannot be (made|written)|No space left") as caught:
+        trained.fit(rows, batch_size=3, loss=mean_square(), **options)
+    print("raised once:", caught.value, getattr(caught.value, "__notes__", ()))
+    for _ in range(8):
+        train(trained)
+        time.sleep(0.1)
+    trained.wait_for_save()
+
+
+def broken(group: ShardedModelGroup) -> None:
+    until = now() + 30
+    while group.state is not GroupState.BROKEN:
+        assert now() < until
+        time.sleep(0.02)
+
+
+def appears(folder: Path, pattern: str) -> None:
+    until = now() + 30
+    while not list(folder.glob(pattern)):
+        assert now() < until
+        time.sleep(0.005)
+
+
+@pytest.mark.timeout(120)
+def test_a_restart_asks_the_files_how_saves_ended(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest that is whole is loaded, heard of or not; what the others have left is removed at once."""
+    monkeypatch.setattr("raysharding.group.pending._POLL_S", 60.0)  # the driver hears of no save in the background
+    with make_group(checkpoint, optimizer=ADAMW) as group:
+        train(group)
+        group.save(tmp_path / "step-1")
+        train(group)
+        weights = group.state_dict()
+        group.call(slow_writes(0.2))
+        group.save(tmp_path / "step-2", async_save=True)
+        appears(tmp_path, "step-2")
+        assert group.saves == (str(tmp_path / "step-1"),)
+        os.kill(group.ranks[1].pid, signal.SIGKILL)
+        broken(group)
+        assert group.restart().checkpoint == str(tmp_path / "step-2")
+        assert group.saves[-1] == str(tmp_path / "step-2")
+        assert all(torch.equal(value, weights[name]) for name, value in group.state_dict().items())
+        group.call(slow_writes(5.0))
+        others = create_staging(tmp_path / "step-3", overwrite=False)  # somebody else's, who lives
+        for number in (1, 3):
+            group.save.remote(tmp_path / f"step-{number}", overwrite=True, async_save=True)
+        appears(tmp_path, ".step-1.tmp-*")
+        os.kill(group.ranks[0].pid, signal.SIGKILL)
+        broken(group)
+        assert group.restart().checkpoint == str(tmp_path / "step-2")
+        assert sorted(os.listdir(tmp_path)) == sorted(["step-1", "step-2", os.path.basename(others)])
+        remove_staging(others)
+
+
+@pytest.mark.full
+def test_a_driver_that_attaches_asks_them_too(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raysharding.group.pending._POLL_S", 60.0)
+    first = make_group(checkpoint, optimizer=ADAMW, name="asks")
+    first.save(tmp_path / "step-1")
+    first.call(slow_writes(0.2))
+    first.save(tmp_path / "step-2", async_save=True)
+    appears(tmp_path, "step-2")
+    with ShardedModelGroup.attach("asks") as group:
+        assert group.saves == ()
+        os.kill(group.ranks[1].pid, signal.SIGKILL)
+        broken(group)
+        assert group.restart().checkpoint == str(tmp_path / "step-2")
 
 
 def make_large() -> Callable[[], torch.nn.Module]:

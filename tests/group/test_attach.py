@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import nn
 
 from raysharding import (
     CallTimeoutError,
+    FitStep,
     GroupBrokenError,
     GroupError,
     GroupTakenOverError,
@@ -105,6 +107,27 @@ def test_a_group_is_taken_over_with_all_that_it_is(lasting: tuple[int, ...]) -> 
     assert tuple(group.call(os.getpid)) == lasting
 
 
+def test_a_driver_that_has_lost_its_group_does_not_restart_it(lasting: tuple[int, ...], tmp_path: Path) -> None:
+    """It would remove what the ranks are writing, and make a group of its own once the name is free."""
+    first = ShardedModelGroup.attach("llama")
+    first.set_optimizer(torch.optim.SGD, lr=0.1)
+    first.save(tmp_path / "save")
+    first._spec = replace(first._spec, max_restarts=2)
+    taken: list[ShardedModelGroup] = []
+
+    def take(step: FitStep) -> None:
+        if not taken:
+            taken.append(ShardedModelGroup.attach("llama"))
+
+    rows = [{"input": [1.0] * 8}] * 400
+    with pytest.raises(GroupTakenOverError) as caught:
+        first.fit(rows, batch_size=2, loss=lambda output: output.square().mean(), callbacks=[take])
+    assert not getattr(caught.value, "__notes__", ()), "no restart was tried"
+    with pytest.raises(GroupTakenOverError):
+        first.restart(world_size=1)
+    assert tuple(taken[0].call(os.getpid)) == lasting
+
+
 def test_a_group_that_is_dropped_lives_on(lasting: tuple[int, ...], checkpoint: Path) -> None:
     threads = threading.active_count()
     for _ in range(3):
@@ -140,6 +163,25 @@ def test_the_call_of_an_earlier_driver_ends_first(lasting: tuple[int, ...]) -> N
         group.call(lambda: 1 / 0)
     again = ShardedModelGroup.attach("llama")
     assert again.call(work, 0.0) == [7, 7]
+
+
+def test_ranks_that_an_earlier_driver_left_unlike_are_reset(lasting: tuple[int, ...]) -> None:
+    """Its last call raised on one rank, which was reset, while the other kept the root gathered."""
+
+    def gather_root(rows: torch.Tensor, raises: bool) -> None:
+        from raysharding import current_worker
+
+        with torch.no_grad():
+            current_worker().module(rows)
+        if raises:
+            raise LookupError("alone")
+
+    first = ShardedModelGroup.attach("llama")
+    expected = first.forward(Split(ROWS))
+    with pytest.raises(GroupError, match="LookupError: alone"):
+        first.call(gather_root, ROWS, PerRank([False, True]))
+    second = ShardedModelGroup.attach("llama", timeouts=Timeouts(call_s=20.0, drain_s=1.0))
+    assert torch.equal(second.forward(Split(ROWS)), expected)
 
 
 def test_what_ray_brings_late_of_an_earlier_driver_is_nobodys_answer(lasting: tuple[int, ...]) -> None:

@@ -6,8 +6,10 @@ import asyncio
 import gc
 import os
 import pickle
+import re
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -224,3 +226,74 @@ def test_queued_arguments_are_bounded(group: ShardedModelGroup, monkeypatch: pyt
     assert first.done()
     assert [call.result() for call in calls] == [[100_000] * 2] * 8
     assert queue.num_bytes == 0
+
+
+def test_a_callback_that_would_wait_is_refused_at_once(
+    group: ShardedModelGroup, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that runs it would have to act on what it waits for."""
+    later: list[Call] = []
+    entries: dict[str, Callable[[], Any]] = {
+        "forward": lambda: group.forward(Split(torch.zeros(2, 8))),
+        "result": lambda: later[0].result(),
+        "result in time": lambda: later[0].result(timeout_s=60),
+        "per_rank": lambda: later[0].per_rank(),
+        "stream": lambda: list(later[0].stream()),
+        "wait": lambda: later[0].wait(60),
+        "restart": lambda: group.restart(world_size=1),
+        "save": lambda: group.save(tmp_path / "save"),
+        "wait_for_save": lambda: group.wait_for_save(),
+        "state_dict": lambda: group.state_dict(),
+        "fit": lambda: group.fit([{"input": torch.zeros(8)}], batch_size=1),
+        "set_optimizer": lambda: group.set_optimizer(torch.optim.SGD, lr=0.1),
+        "set_scheduler": lambda: group.set_scheduler(torch.optim.lr_scheduler.ConstantLR),
+        "interrupt": lambda: group.interrupt(),
+        "status": lambda: group.status(),
+        "stacks": lambda: group.stacks(),
+        "logs": lambda: group.logs(0),
+        "memory_summary": lambda: group.memory_summary(),
+        "from_checkpoint": lambda: make_group(checkpoint),
+        "attach": lambda: ShardedModelGroup.attach("nobody"),
+        "a full queue": lambda: group.call.remote(len, "ab"),
+    }
+    tried: list[str] = []
+    said: dict[str, str] = {}
+    is_done = threading.Event()
+
+    def callback(call: Call) -> None:
+        said["a call that has ended"] = str(call.result())
+        later.append(group.call.remote(len, "abc"))
+        for name, wait in entries.items():
+            tried.append(name)
+            try:
+                if name == "a full queue":
+                    monkeypatch.setattr(waiting, "_MAX_BYTES", 0)
+                said[name] = f"returned {wait()}"
+            except Exception as error:
+                said[name] = f"{type(error).__name__}: {error}"
+        monkeypatch.undo()
+        is_done.set()
+
+    group.call.remote(time.sleep, 0.3).when_done(callback)
+    assert is_done.wait(20), f"it waits for {tried[-1]}"
+    assert said.pop("a call that has ended") == "[None, None]"
+    assert later[0].result() == [3, 3]
+    wrong = {name: text for name, text in said.items() if not re.match(r"GroupError: .*\.remote\(", text)}
+    assert not wrong
+    assert said["save"].startswith("GroupError: save(): ")
+    assert group.state is GroupState.READY
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_callback_that_shuts_down_begins_that(checkpoint: Path, tmp_path: Path) -> None:
+    """What it would raise is only logged: the group lived on."""
+    group = make_group(checkpoint, world_size=1)
+    group.save(tmp_path / "save", async_save=True)
+    group.call.remote(time.sleep, 0.2).when_done(lambda _: group.shutdown())
+    behind = group.call.remote(time.sleep, 30.0)
+    with pytest.raises(GroupError, match="was shut down before this call ended"):
+        behind.result(timeout_s=20)
+    assert group.saves == (str(tmp_path / "save"),), "it was waited for"
+    group.shutdown()
+    assert group.state is GroupState.CLOSED

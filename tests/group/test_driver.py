@@ -9,8 +9,10 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -267,7 +269,8 @@ threading.Thread(target=make, kwargs={"placement": Placement(cpus_per_rank=1000)
 from ray.util.placement_group import placement_group_table
 while not [one for one in placement_group_table().values() if one["state"] == "PENDING"]:
     time.sleep(0.02)
-tell(waits=True)
+actors = [one for one in ray._private.state.actors().values() if one["State"] == "ALIVE"]
+tell(reapers=[one["Pid"] for one in actors if one["ActorClassName"].endswith("Reaper")])
 time.sleep(1000)
 """
 
@@ -284,11 +287,13 @@ except ValueError as error:
 
 
 @pytest.mark.full
-def test_a_placement_group_that_a_killed_driver_waited_for_is_found_and_removed(
+def test_a_placement_group_that_a_lost_driver_waited_for_is_found_and_removed(
     standing: StandingCluster, checkpoint: Path
 ) -> None:
+    """Its reaper is lost with it, as with the host of both."""
     with Driver(standing, checkpoint, WAITS_FOR_ROOM) as driver:
-        driver.hear()
+        (reaper,) = driver.hear()["reapers"]
+        os.kill(reaper, signal.SIGKILL)
         driver.kill()
         driver.process.wait(10)
     time.sleep(1.0)
@@ -297,6 +302,34 @@ def test_a_placement_group_that_a_killed_driver_waited_for_is_found_and_removed(
     assert "no group of that name is on the cluster; groups there are: none" in heard["error"]
     assert len(heard["before"]) == 1
     assert heard["after"] == []
+
+
+ENDS = """
+kept, named = make(), make(name="llama")
+named.shutdown()
+large = kept.call.remote(torch.zeros, 100_000)
+large.wait(60)
+ray.shutdown()
+for ask in (lambda: kept.logs(0), large.result):
+    try:
+        ask()
+    except GroupError as error:
+        tell(error=str(error), is_initialized=ray.is_initialized())
+"""
+
+
+def test_nothing_starts_another_ray_once_ray_is_shut_down(standing: StandingCluster, checkpoint: Path) -> None:
+    """Neither what is asked of a group then, nor what a named one does when the program ends."""
+    with tempfile.TemporaryDirectory(prefix="rs-", dir="/tmp") as scratch:
+        apart = replace(standing, environment=standing.environment | {"RAY_TMPDIR": scratch})
+        with Driver(apart, checkpoint, ENDS) as driver:
+            assert len(driver.hear()["pids"]) == len(driver.hear()["pids"])
+            asked = [driver.hear(), driver.hear()]
+            assert driver.process.wait(60) == 0
+        assert not list(Path(scratch).glob("ray/session_*"))
+        assert asked[0] == {"error": "Ray was shut down, which knows where the logs are", "is_initialized": False}
+        assert re.search("^the result of call on rank 0 is lost: .*Ray was shut down", asked[1]["error"])
+        assert not asked[1]["is_initialized"]
 
 
 JOB = """

@@ -123,7 +123,32 @@ def test_our_own_errors_reach_the_caller_as_they_are() -> None:
     assert given.__cause__ is group_error
 
 
-@pytest.mark.parametrize("error", [GLOO, dist.DistNetworkError("x"), ConnectionResetError("x")])
+NCCL = [
+    dist.DistBackendError(
+        "NCCL error in: ncclSystemError: System call (e.g. socket, malloc) or external library failed"
+    ),
+    dist.DistBackendError("Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3) ran for 600000 ms"),
+]
+
+
+@pytest.mark.parametrize("error", NCCL)
+def test_after_an_error_of_nccl_no_collective_can_work(error: Exception) -> None:
+    """Of the ranks that say so, none is the cause where another one says something else."""
+    alone, follows = saw_raise(info(1), raised(ValueError("row"))), saw_raise(info(0), raised(error))
+    assert judge([follows, alone], "call", timed_out=False).primary == alone.failure
+    assert not all_alike([saw_raise(info(rank), raised(error)) for rank in range(2)], 2)
+
+
+@pytest.mark.parametrize("said", ["ncclInvalidUsage", "ncclInvalidArgument", "ncclUnhandledCudaError"])
+def test_a_rank_that_used_nccl_wrongly_is_the_cause(said: str) -> None:
+    """Not the one that waits for it, which on a GPU need not be seen to."""
+    wrong = saw_raise(info(1), raised(dist.DistBackendError(f"NCCL error in: x.cpp\n{said}: something is wrong")))
+    waits = saw_hang(info(0), "call", 5.0, Stacks("in .item()", in_collective=False))
+    assert judge([wrong, waits], "call", timed_out=True).primary == wrong.failure
+    assert not all_recovered([wrong])
+
+
+@pytest.mark.parametrize("error", [GLOO, *NCCL, dist.DistNetworkError("x"), ConnectionResetError("x")])
 def test_lost_connections_are_known(error: Exception) -> None:
     assert is_connection_error(error)
     wrapped = RuntimeError("the step failed")

@@ -15,8 +15,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from raysharding import CheckpointError, DataError, FitStep, GroupError, ShardedModelGroup
+from raysharding import CheckpointError, DataError, EmptyBatchError, FitStep, GroupError, ShardedModelGroup
 from raysharding.group import GroupState
+from raysharding.group.dataset import given
 from tests.conftest import make_group, make_mlp
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -279,6 +280,37 @@ def test_the_report_is_for_people_too(fresh: ShardedModelGroup, parquet: Path, t
     assert report.as_dict()["num_steps"] == 8
 
 
+def of_known() -> Callable[..., Any]:
+    """The mean over rows whose target is known."""
+
+    def loss(output: torch.Tensor, *, target: torch.Tensor) -> tuple[torch.Tensor, int]:
+        known = ~target.isnan()
+        return ((output.mean(dim=1) - target.nan_to_num()) * known).square().sum(), int(known.sum())
+
+    return loss
+
+
+def test_a_batch_in_which_nothing_counts(fresh: ShardedModelGroup, rows: list[dict[str, Any]]) -> None:
+    data = [{**row, "y": float("nan")} if BATCH <= index < 2 * BATCH else row for index, row in enumerate(rows)]
+    told: list[FitStep] = []
+    with pytest.warns(UserWarning, match="fit: step 2 was skipped, as others like it will be") as warned:
+        report = fit(fresh, data, loss=of_known(), epochs=2, callbacks=[told.append])
+    assert report.skipped == (2, 10)
+    assert sum("skipped" in str(one.message) for one in warned) == 1
+    assert (report.num_steps, report.num_rows) == (16, 2 * (NUM_ROWS - BATCH))
+    assert [number for number, loss in enumerate(report.history["loss"], 1) if loss != loss] == [2, 10]
+    assert [step.num_steps for step in told if step.is_skipped] == [2, 10]
+    assert report.loss == report.history["loss"][-1]
+    assert "16 steps, 2 of them skipped" in str(report)
+    with pytest.raises(EmptyBatchError, match="nothing counts"):
+        fit(fresh, data, loss=of_known(), on_empty="raise")
+    assert fresh.state is GroupState.READY
+    with pytest.raises(ValueError, match="on_empty="):
+        fit(fresh, data, on_empty="ignore")
+    with pytest.warns(UserWarning, match="fit: the loss is inf from step 2 on"):
+        fit(fresh, [*rows[:BATCH], {**rows[0], "y": float("inf")}], loss=of_known())
+
+
 def near() -> Callable[..., Any]:
     """A metric that pickles by value: rows whose target is met within 0.5."""
 
@@ -286,6 +318,13 @@ def near() -> Callable[..., Any]:
         return ((output.mean(dim=1) - target).abs() < 0.5).sum(), len(target)
 
     return metric
+
+
+def test_floats_of_a_dataset_are_no_ids() -> None:
+    data = pytest.importorskip("ray.data").from_arrow(pa.table({"input_ids": [[1.0, 2.0]], "x": [0.5]}))
+    with pytest.raises(DataError, match="the column 'input_ids' holds lists of floats, and the model takes ids"):
+        given(data, None, 60, ["input_ids", "labels"])
+    assert given(data, ["x"], 60, ["input_ids"]).refs
 
 
 def test_evaluation_is_that_of_one_process(

@@ -291,8 +291,12 @@ def test_saves_of_another_run_are_left_alone(checkpoint: Path, parquet: Path, tm
             fit(group, parquet, epochs=2, resume=True, save_to=tmp_path / "one", keep_last=1)
         assert group.state is GroupState.READY
         assert sorted(os.listdir(tmp_path / "one")) == ["step-4", "step-8"]
+        (tmp_path / "two" / "step-4" / "eval.json").write_text("[]")
         fit(group, parquet, epochs=2, resume=True, save_to=tmp_path / "two", keep_last=1)
-    assert os.listdir(tmp_path / "two") == ["step-16"]
+        assert sorted(os.listdir(tmp_path / "two")) == ["step-16", "step-4"]
+        assert os.listdir(tmp_path / "two" / "step-4") == ["eval.json"], "no save of another run"
+        fit(group, parquet, epochs=3, resume=True, save_to=tmp_path / "two", keep_last=1)
+    assert sorted(os.listdir(tmp_path / "two")) == ["step-24", "step-4"]
 
 
 @pytest.mark.full
@@ -318,7 +322,7 @@ def test_a_save_that_older_ones_were_removed_for_is_found(checkpoint: Path, parq
     with make_group(checkpoint, optimizer=ADAMW) as group:
         fit(group, parquet, save_to=tmp_path, save_every=4)
         weights = group.state_dict()
-        group._origin = str(tmp_path / "step-4")
+        group._files.origin = str(tmp_path / "step-4")
         shutil.rmtree(tmp_path / "step-4")
         report = group.restart(world_size=1)
         assert report.checkpoint == str(tmp_path / "step-8")

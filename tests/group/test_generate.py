@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tests.models.architectures import ARCHITECTURES
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.timeout(240)]
 
 VOCAB = 64
+NO_STEP = functools.partial(torch.optim.SGD, lr=0.0)
 PROMPTS = torch.randint(3, VOCAB, (5, 4), generator=torch.Generator().manual_seed(3))
 
 
@@ -70,9 +72,13 @@ def test_greedy_and_beams_equal_one_process(llama: ShardedModelGroup, directory:
 def test_prompts_that_are_padded_on_the_left(llama: ShardedModelGroup, directory: Path) -> None:
     mask = torch.ones_like(PROMPTS)
     mask[1, :2] = mask[4, :3] = 0
+    batch = transformers.BatchEncoding({"input_ids": PROMPTS, "attention_mask": mask})
     options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
-    expected = reference_of("llama", directory).generate(input_ids=PROMPTS, attention_mask=mask, **options)
+    expected = reference_of("llama", directory).generate(**batch, **options)
     assert torch.equal(llama.generate(input_ids=Split(PROMPTS), attention_mask=Split(mask), **options), expected)
+    assert torch.equal(llama.generate(Split(batch), **options), expected)
+    with pytest.raises(ValueError, match=r"attention_mask: shape \(5, 4\) has 5 in dim 0"):
+        llama.generate(Split(PROMPTS), attention_mask=mask, **options)
 
 
 def test_what_comes_back_is_as_for_forward(llama: ShardedModelGroup) -> None:
@@ -144,11 +150,26 @@ def test_a_model_that_cannot_generate_says_so(checkpoint: Path) -> None:
         assert group.state is GroupState.READY
 
 
-@pytest.mark.full
-def test_an_encoder_decoder_too(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "model", CASES["t5"])
-    expected = reference_of("t5", tmp_path / "model").generate(PROMPTS, max_new_tokens=6, do_sample=False)
-    # Its encoder is called by itself, outside the root's forward.
-    sharding = Sharding(wrap="none")
-    with ShardedModelGroup.from_checkpoint(tmp_path / "model", world_size=2, device="cpu", sharding=sharding) as group:
-        assert torch.equal(group.generate(Split(PROMPTS), max_new_tokens=6, do_sample=False), expected)
+@pytest.mark.parametrize(
+    ("name", "wrap"),
+    [
+        ("t5", "auto"),
+        pytest.param("t5", "none", marks=pytest.mark.full),
+        pytest.param("bart", "auto", marks=pytest.mark.full),
+    ],
+)
+def test_an_encoder_decoder_too(tmp_path: Path, name: str, wrap: str) -> None:
+    """Its encoder is called by itself, outside the root's forward, and here before any forward of the root."""
+    make_checkpoint(tmp_path / "model", CASES[name])
+    reference = reference_of(name, tmp_path / "model")
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+    expected = reference.generate(PROMPTS, **options)
+    labels = {"input_ids": PROMPTS, "labels": PROMPTS}
+    split: dict[str, Any] = {key: Split(value) for key, value in labels.items()}
+    make: dict[str, Any] = {"world_size": 2, "device": "cpu", "sharding": Sharding(wrap=wrap), "optimizer": NO_STEP}
+    with ShardedModelGroup.from_checkpoint(tmp_path / "model", **make) as group:
+        assert torch.equal(group.generate(Split(PROMPTS), **options), expected)
+        loss = pytest.approx(reference(**labels).loss.item(), abs=1e-5)
+        assert group.forward(**split).loss.item() == loss
+        assert group.train_step(**split, mode="eval")["loss"] == loss
+        assert torch.equal(group.generate(Split(PROMPTS), **options), expected)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import os
+import resource
 import secrets
 import socket
 import threading
@@ -20,11 +23,12 @@ from raysharding.distributed.reachability import listen
 from raysharding.group import GroupState
 from raysharding.group.actor import CONCURRENCY_GROUPS, RankActor
 from raysharding.group.line import GREETING_BYTES, KEY_BYTES, Line, RankLine, greeting
-from raysharding.group.lines import _Door, _still_asked
+from raysharding.group.lines import MAX_STRANGERS, _Door, _still_asked
 from raysharding.group.ranks import Member, RankInfo
 from raysharding.group.work_thread import WorkThread
 from tests.conftest import make_group, make_mlp
 from tests.group.hsdp import Copied, kill_idle, make_hsdp
+from tests.spawn import run_ranks
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -151,6 +155,66 @@ def test_strangers_do_not_get_in_and_hold_nobody_up(listener: socket.socket) -> 
     assert receive(line) == [b"hello"]
     for one in (guest, again, line):
         one.close()
+    for stranger in strangers:
+        stranger.close()
+
+
+@contextlib.contextmanager
+def descriptors_used_up() -> Iterator[list[int]]:
+    """Leave this process no descriptor; who closes one of the list has that one."""
+    before, taken = resource.getrlimit(resource.RLIMIT_NOFILE), [os.dup(0)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 32, before[1]))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        yield taken
+    finally:
+        for one in taken:
+            os.close(one)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_strangers_that_use_up_the_descriptors_keep_nobody_out() -> None:
+    # In a process of its own: the threads of Ray that this one has need descriptors, too.
+    run_ranks(1, let_in_without_descriptors)
+
+
+def let_in_without_descriptors() -> None:
+    """A guest gets in where strangers hold all descriptors but a few."""
+    with listen("127.0.0.1") as listener:
+        key = secrets.token_bytes(KEY_BYTES)
+        strangers = [socket.create_connection(listener.getsockname()) for _ in range(200)]
+        guest = RankLine(listener.getsockname(), key, 5.0)
+        waiting = {greeting(key): 7}
+        with _Door(listener) as door:
+            with descriptors_used_up() as taken:
+                begun, worked = time.monotonic(), time.process_time()
+                while time.monotonic() - begun < 1.0:
+                    door.admit(waiting, 0.1)
+                assert time.process_time() - worked < 0.5, "it spins"
+                assert "Too many open files" in str(door.error)
+                for _ in range(4):
+                    os.close(taken.pop())
+                while waiting:
+                    door.admit(waiting, 0.1)
+                    assert time.monotonic() - begun < 10.0
+            assert list(door.take()) == [7]
+        guest.close()
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_strangers_are_few_and_do_not_stay(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    strangers = [socket.create_connection(listener.getsockname()) for _ in range(200)]
+    before = psutil.Process().num_fds()
+    with _Door(listener) as door:
+        for _ in range(200):
+            door.admit({}, 0.1)
+        assert psutil.Process().num_fds() - before <= MAX_STRANGERS + 2
+        monkeypatch.setattr("raysharding.group.lines.GREETING_S", 0.0)
+        door.admit({}, 0.1)
+        assert psutil.Process().num_fds() - before <= 2
     for stranger in strangers:
         stranger.close()
 

@@ -5,14 +5,19 @@ from __future__ import annotations
 import os
 import socket
 import struct
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from raysharding import ShardedModelGroup
 from raysharding.distributed.process_group import (
     StoreAddress,
+    collective_counters,
     interface_of,
     join_process_group,
     leave_process_group,
@@ -20,6 +25,7 @@ from raysharding.distributed.process_group import (
 )
 from raysharding.errors import RendezvousError
 from tests.clock import now
+from tests.distributed.test_connections import gets_in, listening
 
 HOST = "127.0.0.1"
 
@@ -120,3 +126,24 @@ def test_the_interface_is_found_by_its_address_and_the_users_choice_stands(monke
     with pytest.raises(RendezvousError):
         join(address, server, world_size=2, rendezvous_s=0.2)
     assert os.environ["GLOO_SOCKET_IFNAME"] == "mine"
+
+
+def test_a_rank_lets_nobody_in_when_all_have_met(group: ShardedModelGroup, tmp_path: Path) -> None:
+    """Of its process group, and of that of saves in the background. Rank 0 serves the store besides."""
+    group.save(tmp_path / "saved", async_save=True)
+    group.wait_for_save()
+    ends = listening(group.ranks[1].pid)
+    assert len(ends) == 2
+    before = psutil.Process(group.ranks[1].pid).num_fds()
+    assert not [end for end in ends if gets_in(end)]
+    assert psutil.Process(group.ranks[1].pid).num_fds() == before
+    assert group.call(max, 1, 2) == [2, 2]
+
+
+def test_a_backend_that_does_not_count_its_collectives_is_left_out() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        assert dist.group.WORLD is not None
+        assert collective_counters(dist.group.WORLD) == []
+    finally:
+        dist.destroy_process_group()

@@ -98,9 +98,10 @@ def killed_in_a_call(checkpoint: Path) -> ShardedModelGroup:
     return group
 
 
-def test_a_rank_killed_while_idle(checkpoint: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_rank_killed_while_idle(checkpoint: Path, number: int) -> None:
     group = make_group(checkpoint, timeouts=QUICK)
-    os.kill(group.ranks[0].pid, signal.SIGKILL)
+    os.kill(group.ranks[0].pid, number)
     until = now() + 2.0
     while group.state is not GroupState.BROKEN and now() < until:
         time.sleep(0.01)

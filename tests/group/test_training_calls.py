@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from raysharding import CheckpointError, GroupError, Scheduled, ShardedModelGroup, Split
+from raysharding import CheckpointError, GroupError, Same, Scheduled, ShardedModelGroup, Split
 from raysharding.group import GroupState
 from tests.conftest import make_group, make_mlp
 from tests.group.hsdp import Copied, kill_idle, make_hsdp
@@ -222,3 +222,35 @@ def test_a_schedule_goes_where_its_optimizer_goes(checkpoint: Path, rows: torch.
         found = [other.train_step(Split(rows), **step) for _ in range(2)]
         for mine, theirs in zip(found, expected, strict=True):
             assert mine == pytest.approx(theirs, rel=1e-4)
+
+
+def test_rows_beside_a_split_are_refused_by_every_call(training: ShardedModelGroup, rows: torch.Tensor) -> None:
+    training.set_optimizer(torch.optim.SGD, lr=0.1)
+    for name in ("forward", "generate", "train_step", "forward_backward", "call"):
+        begin = getattr(training, name)
+        args = [len, Split(rows)] if name == "call" else [Split(rows)]
+        for run in (begin, begin.remote):
+            with pytest.raises(
+                ValueError, match=r"mask: shape \(9, 8\) has 9 in dim 0, .*Give Split\(\.\.\.\) if it ho"
+            ):
+                run(*args, mask=rows)
+    with pytest.raises(ValueError, match=r"args\[1\] \(labels\): shape \(9,\)"):
+        training.call(lambda x, labels: None, Split(rows), torch.zeros(9))
+    assert training.call(lambda x, mask: tuple(mask.shape), Split(rows), mask=Same(rows)) == [(9, 8)] * 2
+    assert training.state is GroupState.READY
+
+
+def test_a_split_of_a_mapping_is_the_models_keyword_arguments(
+    training: ShardedModelGroup, twin: Twin, rows: torch.Tensor, counts: torch.Tensor
+) -> None:
+    def loss(output: torch.Tensor, input: torch.Tensor, counts: torch.Tensor) -> Any:
+        return (output.square().mean(dim=1) * counts).sum(), counts.sum()
+
+    assert torch.equal(training.forward(Split({"input": rows})), training.forward(Split(rows)))
+    batch = Split({"input": rows, "counts": counts})
+    assert training.train_step(batch, loss=loss) == pytest.approx(twin.step(rows, counts), abs=1e-5)
+    training.forward_backward(Split({"input": rows}), counts=Split(counts), loss=loss)
+    assert training.optim_step() == pytest.approx(twin.step(rows, counts), abs=1e-5)
+    assert training.call(lambda batch: sorted(batch), batch) == [["counts", "input"]] * 2, "fn gets the mapping itself"
+    with pytest.raises(ValueError, match="counts: given twice"):
+        training.train_step(batch, counts=Split(counts), loss=loss)

@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 
 from raysharding import Loading, Out, PerRank, ShardedModelGroup, Split
-from tests.distributed.fidelity import CASES, NUM_STEPS, batch_of, make_checkpoint
+from tests.distributed.fidelity import CASES, NUM_STEPS, Case, batch_of, make_checkpoint
 from tests.models.architectures import ARCHITECTURES
 
 pytestmark = [pytest.mark.usefixtures("nothing_left"), pytest.mark.timeout(120)]
@@ -74,6 +74,39 @@ def test_a_model_equals_one_process(name: str, world_size: int, tmp_path: Path) 
     with torch.no_grad():
         reopened = reference_of(name, tmp_path / "trained").eval()(**batch).logits
     torch.testing.assert_close(trained, reopened, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "mixtral"])
+def test_a_tokenizers_batch_with_padding_equals_one_process(name: str, world_size: int, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "model", Case(name))
+    reference = getattr(transformers, ARCHITECTURES[name].model).from_pretrained(tmp_path / "model").eval()
+    ids = torch.randint(3, 60, (5, 7), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    for row in range(5):
+        mask[row, :row] = 0
+    batch = transformers.BatchEncoding({"input_ids": ids, "attention_mask": mask})
+    labels = ids.masked_fill(mask == 0, -100)
+    with ShardedModelGroup.from_checkpoint(tmp_path / "model", world_size=world_size) as group:
+        found, expected = group.forward(Split(batch)).logits, reference(**batch).logits
+        # What stands at padding sees nothing: its outputs mean nothing.
+        torch.testing.assert_close(found[mask == 1], expected[mask == 1], rtol=1e-5, atol=1e-5)
+        for kept in ("input_ids", "attention_mask"):
+            split: dict[str, Any] = {one: value if one == kept else Split(value) for one, value in batch.items()}
+            with pytest.raises(ValueError, match=rf"{kept}: shape \(5, 7\) has 5 in dim 0"):
+                group.forward(**split)
+        with pytest.raises(ValueError, match=r"labels: shape \(5, 7\) has 5 in dim 0"):
+            group.forward_backward(Split(batch), labels=labels)
+        group.set_optimizer(torch.optim.AdamW, lr=1e-3)
+        whole = {**batch, "labels": labels}
+        losses = [group.train_step(Split(whole))["loss"] for _ in range(NUM_STEPS)]
+        if name != "bert":
+            options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
+            generated = group.generate(Split(batch), **options)
+    assert losses == pytest.approx(train_one_process(reference, whole), abs=1e-5)
+    if name != "bert":
+        assert torch.equal(generated, reference.generate(**batch, **options))
 
 
 def test_rows_times_rows_outputs_are_not_concatenated(tmp_path: Path) -> None:

@@ -1,0 +1,156 @@
+"""The process that made a group dies: an actor, a task, a driver whose group is not loaded yet. All is free in 10 s."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.util.placement_group import placement_group_table
+
+from raysharding import Placement
+from tests.clock import now
+from tests.group.conftest import make_group, make_mlp, placement_groups, rank_processes
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+RELEASE_S = 10.0
+
+
+def owner_class() -> Any:
+    """An actor that makes groups. Local, so that it pickles by value: workers need not import the tests."""
+
+    class Owner:
+        def make(self, checkpoint: str, options: dict[str, Any]) -> list[int]:
+            from raysharding import ShardedModelGroup
+
+            self.group = ShardedModelGroup.from_checkpoint(checkpoint, device="cpu", world_size=2, **options)
+            return [os.getpid(), *(one.pid for one in self.group.ranks)]
+
+        def own(self, cls: Any, checkpoint: str, options: dict[str, Any]) -> list[int]:
+            self.inner = ray.remote(num_cpus=0)(cls).remote()
+            return [os.getpid(), *ray.get(self.inner.make.remote(checkpoint, options))]
+
+    return Owner
+
+
+def make_and_wait(checkpoint: str, options: dict[str, Any], told: str) -> None:
+    """A task that makes a group, and tells the pids."""
+    from raysharding import ShardedModelGroup
+
+    group = ShardedModelGroup.from_checkpoint(checkpoint, device="cpu", world_size=2, **options)
+    Path(told + "~").write_text(" ".join(map(str, [os.getpid(), *(one.pid for one in group.ranks)])))
+    os.rename(told + "~", told)
+    time.sleep(1000)
+
+
+def held() -> set[Any]:
+    """What groups hold: processes, placement groups, names."""
+    return {*rank_processes(), *placement_groups(), *names()}
+
+
+@pytest.fixture
+def wait_free(cluster: None) -> Callable[[float], None]:
+    """Wait until all is free that is not held now, within 10 s of a time."""
+    before = held()
+
+    def wait(since: float) -> None:
+        while left := held() - before:
+            assert now() - since < RELEASE_S, left
+            time.sleep(0.05)
+        print(f"free after {now() - since:.2f} s")
+
+    return wait
+
+
+def states() -> set[str]:
+    return {entry["state"] for entry in placement_group_table().values()}
+
+
+def names() -> set[str]:
+    listed = ray.util.list_named_actors(all_namespaces=True)
+    return {one["name"] for one in listed if one["namespace"] == "raysharding"}
+
+
+@pytest.fixture
+def owner(cluster: None) -> Any:
+    return ray.remote(num_cpus=0)(owner_class()).remote()
+
+
+def test_what_ray_refuses_is_the_same_error_as_of_a_group_without_a_name(cluster: None, checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match=r"^Invalid label selector .*`a b`"):
+        make_group(checkpoint, name="llama", placement=Placement(labels={"a b": "x"}))
+
+
+@pytest.mark.parametrize("how", ["ray.kill", "with its ranks"])
+def test_an_actor_that_owns_a_group(owner: Any, checkpoint: Path, wait_free: Callable[[float], None], how: str) -> None:
+    pids = ray.get(owner.make.remote(str(checkpoint), {"model": make_mlp()}))
+    since = now()
+    if how == "ray.kill":
+        ray.kill(owner)
+    else:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+    wait_free(since)
+
+
+@pytest.mark.full
+def test_an_actor_whose_owner_dies(owner: Any, checkpoint: Path, wait_free: Callable[[float], None]) -> None:
+    ray.get(owner.own.remote(owner_class(), str(checkpoint), {"model": make_mlp()}))
+    since = now()
+    ray.kill(owner)
+    wait_free(since)
+
+
+@pytest.mark.full
+def test_a_task_that_owns_a_group(checkpoint: Path, tmp_path: Path, wait_free: Callable[[float], None]) -> None:
+    told = tmp_path / "pids"
+    task = ray.remote(num_cpus=0, max_retries=0)(make_and_wait)
+    made = task.remote(str(checkpoint), {"model": make_mlp()}, str(told))
+    until = now() + 60.0
+    while not told.exists():
+        assert now() < until
+        time.sleep(0.05)
+    since = now()
+    os.kill(int(told.read_text().split()[0]), signal.SIGKILL)
+    wait_free(since)
+    with pytest.raises(ray.exceptions.WorkerCrashedError):
+        ray.get(made)
+
+
+def test_an_owner_that_dies_before_its_named_group_is_loaded(
+    checkpoint: Path, tmp_path: Path, wait_free: Callable[[float], None]
+) -> None:
+    """While it waits for room, while its actors start, while they build the model."""
+
+    def build_for_ever() -> Any:
+        Path(str(tmp_path / "builds")).touch()
+        time.sleep(1000)
+
+    owners = [ray.remote(num_cpus=0)(owner_class()).remote() for _ in range(3)]
+    pids = ray.get([one.__ray_call__.remote(lambda _: os.getpid()) for one in owners])
+    asked: dict[str, dict[str, Any]] = {
+        "builds": {"model": build_for_ever},
+        "waits": {"placement": Placement(cpus_per_rank=1000)},
+        "starts": {},
+    }
+    seen: dict[str, Callable[[], bool]] = {
+        "builds": (tmp_path / "builds").exists,
+        "waits": lambda: "PENDING" in states(),
+        "starts": lambda: any(name.startswith("starts/") for name in names()),
+    }
+    for one, (name, options) in zip(owners, asked.items(), strict=True):
+        one.make.remote(str(checkpoint), {"name": name, "model": make_mlp(), **options})
+        until = now() + 60.0
+        while not seen[name]():
+            assert now() < until, name
+            time.sleep(0.005)
+    since = now()
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    wait_free(since)
