@@ -13,7 +13,7 @@ from raysharding.distributed.agreement import from_rank_0
 from raysharding.distributed.layout import unwrapped
 from raysharding.distributed.metadata import metadata_device
 from raysharding.distributed.recovery import generator_devices, module_mode, recover_after
-from raysharding.distributed.sharded_module import fsdp_modules, reshard
+from raysharding.distributed.sharded_module import fsdp_modules, init_roots, reshard
 from raysharding.distributed.training import mark_recovery
 from raysharding.outputs import RankOutput
 
@@ -57,10 +57,9 @@ def generate(module: nn.Module, batch: RankBatch, *, training: bool = False, kee
         with torch.no_grad(), module_mode(module, training=training), torch.random.fork_rng(devices=devices):
             # Ranks are started alike: without this all of them would draw the same samples.
             torch.manual_seed(seed + dist.get_rank())
+            init_roots(module)
             # An encoder is called by itself, before the root's forward would gather what is the root's.
             for root in fsdp_modules(module, root_only=True):
-                # FSDP2 takes what runs first for the root: without this a block of the encoder.
-                root._get_fsdp_state()._lazy_init()
                 root.unshard()
             ids = run(*batch.args, **batch.kwargs, synced_gpus=dist.get_world_size() > 1)
         reshard(module)

@@ -264,6 +264,18 @@ def show_shards(module: nn.Module) -> None:
         reshard(module)
 
 
+def init_roots(module: nn.Module) -> None:
+    """Have torch take the outermost FSDP modules for roots, once their weights are there; no collective.
+
+    FSDP2 takes what runs first for the root: a block that is called by itself, or an encoder. The forward of the whole
+    module then raises, and nothing makes it right again.
+    """
+    if any(parameter.is_meta for parameter in module.parameters()):
+        return
+    for root in fsdp_modules(module, root_only=True):
+        root._get_fsdp_state()._lazy_init()
+
+
 def _leave_forward(module: FSDPModule) -> None:
     """Forget a forward that ran some modules of a group only, such as `model.model(...)` without the head.
 

@@ -281,7 +281,8 @@ class ShardedModelGroup(Fitting):
     def call(self, fn: Callable[..., Any], /, *args: Any, out: Out | None = None, **kwargs: Any) -> Call:
         """Run `fn(*args, **kwargs)` on every rank inside the process group.
 
-        `raysharding.current_worker()` gives module, mesh and optimizer there. Ranks must call the same collectives.
+        `raysharding.current_worker()` gives module, mesh and optimizer there; the module's parameters are the shards
+        (DTensors), whatever ran before. Ranks must call the same collectives.
 
         When it ends, these are as they were: default dtype and device, grad, inference and autocast mode, the working
         directory. What is set for a process stays: random generators, the number of threads, deterministic algorithms,

@@ -23,7 +23,7 @@ from raysharding.distributed.rejoining import rejoin
 from raysharding.distributed.replicating import copy_replicas
 from raysharding.distributed.report import LoadReport, SaveReport
 from raysharding.distributed.saving import Destination, begin_save
-from raysharding.distributed.sharded_module import shard_module
+from raysharding.distributed.sharded_module import init_roots, shard_module, show_shards
 from raysharding.distributed.training import mark_recovery
 from raysharding.distributed.training_files import load_training
 from raysharding.models import build_module
@@ -205,6 +205,11 @@ class Worker(FittingRank):
         name = getattr(fn, "__qualname__", type(fn).__name__)
         seen = self._seen
         with self._running("call", f"call({name})"):
+            if self._module is not None:
+                if seen is None:
+                    init_roots(self._module)
+                # After a forward the root's full parameters are registered: what `fn` wrote into those would be lost.
+                show_shards(self._module)
             before = self._version() if seen is None else seen
             _current.append(self)
             try:

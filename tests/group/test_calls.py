@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
 import os
 import pickle
@@ -15,8 +16,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from raysharding import GroupError, Out, PerRank, ShardedModelGroup, Split
+from raysharding import GroupError, Out, PerRank, ShardedModelGroup, Sharding, Split
 from raysharding.group import GroupState, waiting
 from raysharding.group.call import Call
 from raysharding.group.handle import driver_handle
@@ -105,6 +107,57 @@ def test_a_bad_batch_leaves_the_model_right(group: ShardedModelGroup) -> None:
     with pytest.raises(GroupError, match="mat1 and mat2"):
         group.forward(Split(torch.randn(5, 9)))
     assert torch.equal(group.forward(Split(rows)), before)
+
+
+def write() -> Callable[[], None]:
+    """Return a function that changes the weights, whole or sharded, as they are registered."""
+
+    def run() -> None:
+        import torch
+
+        from raysharding import current_worker
+
+        with torch.no_grad():
+            for parameter in current_worker().module.parameters():
+                parameter.add_(1.0)
+
+    return run
+
+
+def is_first(module: nn.Module) -> bool:
+    return getattr(module, "out_features", 0) == 16
+
+
+def first_block() -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function that runs one block of the model only."""
+
+    def run(rows: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        from raysharding import current_worker
+
+        with torch.no_grad():
+            output: torch.Tensor = next(current_worker().module.children())(rows)
+            return output
+
+    return run
+
+
+def test_a_call_may_run_a_block_before_the_model_and_writes_the_shards(checkpoint: Path, reference: nn.Module) -> None:
+    rows = torch.randn(6, 8)
+    model = copy.deepcopy(reference)
+    blocks: Any = model
+    with make_group(checkpoint, sharding=Sharding(wrap=is_first)) as group:
+        for found in group.call(first_block(), rows):
+            torch.testing.assert_close(found, blocks[0](rows))
+        for _ in range(2):
+            # After a forward the root's parameters are full ones: a write into those would be lost.
+            torch.testing.assert_close(group.forward(Split(rows)), model(rows))
+            group.call(write())
+            for parameter in model.parameters():
+                parameter.add_(1.0)
+        torch.testing.assert_close(group.forward(Split(rows)), model(rows))
+        torch.testing.assert_close(group.state_dict(), dict(model.state_dict()))
 
 
 def test_what_cannot_travel_is_a_clear_error(group: ShardedModelGroup) -> None:
