@@ -29,7 +29,7 @@ from torch.distributed.fsdp.wrap import _Policy, size_based_auto_wrap_policy, tr
 from raysharding.config import Sharding
 from raysharding.distributed import accelerate_environment as environment
 from raysharding.distributed.accelerate_precision import policy_of_dict, policy_of_dtype, precision_dtype
-from raysharding.distributed.accelerate_sharding import sharding_of
+from raysharding.distributed.accelerate_sharding import sharding_of, to_empty
 from raysharding.distributed.accelerate_wrap import class_names, classes_named, split_names
 
 _POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
@@ -132,7 +132,7 @@ class FullyShardedDataParallelPlugin:
         self._read_ram_efficient_loading()
         self._read_mixed_precision()
         if self.sync_module_states and self.param_init_fn is None:
-            self.param_init_fn = functools.partial(_to_empty, device=_current_device())
+            self.param_init_fn = functools.partial(to_empty, device=_current_device())
         if obsolete:
             lines = "\n  ".join(obsolete)
             warnings.warn(f"settings of no meaning in FSDP2:\n  {lines}", UserWarning, stacklevel=3)
@@ -410,8 +410,3 @@ def _strategy(where: str, value: object) -> ShardingStrategy:
 def _current_device() -> torch.device:
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return torch.device("cpu") if kind is None else torch.device(kind.type, torch.accelerator.current_device_index())
-
-
-def _to_empty(module: nn.Module, device: torch.device) -> nn.Module:
-    """Memory for a module's own parameters and buffers."""
-    return module.to_empty(device=device, recurse=False)

@@ -116,10 +116,14 @@ def _ignored(ignored: Any) -> Any:
     return ignored if isinstance(ignored, str) else tuple(ignored or ())
 
 
+def to_empty(module: nn.Module, device: torch.device) -> nn.Module:
+    """Give memory to a module's own parameters and buffers."""
+    return module.to_empty(device=device, recurse=False)
+
+
 def _init_fn(plugin: Any) -> Callable[[nn.Module], Any] | None:
     """The user's function; the plugins' own only allocates, which is done anyway."""
     function: Callable[[nn.Module], Any] | None = plugin.param_init_fn
     maker = getattr(function, "func", function)
-    made_by = f"{getattr(maker, '__module__', '')}.{getattr(maker, '__qualname__', '')}"
-    own = ("accelerate_plugin._to_empty", "FullyShardedDataParallelPlugin.__post_init__.<locals>.<lambda>")
-    return None if made_by.endswith(own) else function
+    accelerates = "FullyShardedDataParallelPlugin.__post_init__.<locals>.<lambda>"
+    return None if maker is to_empty or getattr(maker, "__qualname__", "") == accelerates else function

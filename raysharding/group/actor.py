@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 from ray.util.placement_group import remove_placement_group
@@ -33,7 +33,6 @@ from raysharding.group.order import RESULT_BYTES, Order, Request, numbered, spli
 from raysharding.group.outcome import Outcome, Progress, Raised, Stacks, Stage, record_exception
 from raysharding.group.packing import AsValue, Packed, pack
 from raysharding.group.pending import SaveStatus
-from raysharding.group.record import GroupRecord
 from raysharding.group.witness import Sighting, look, testify
 from raysharding.group.work_thread import WorkThread
 
@@ -64,6 +63,14 @@ class ActorInfo:
     """Files on its node that it prints into, stdout and stderr."""
 
 
+class KeptRecord(Protocol):
+    """What a driver leaves with the rank for one that attaches; no rank reads it."""
+
+    @property
+    def version(self) -> float:
+        """The later one is larger."""
+
+
 class RankActor:
     """One rank. Created by `start.start_actors` with `max_restarts=0`: recovery is the whole group's."""
 
@@ -82,7 +89,7 @@ class RankActor:
         self._lease = RankLease(self._end)
         self._lease.renew(lease_s)
         end_with_head()
-        self._record: GroupRecord | None = None
+        self._record: KeptRecord | None = None
         self._last_outcome: dict[int, Outcome] = {}
         self._results: dict[tuple[int, int], Packed | AsValue | None] = {}
         self._control_threads: set[int] = set()
@@ -119,14 +126,14 @@ class RankActor:
             self._lease.renew(lease_s, (epoch, number))
 
     @ray.method(concurrency_group="control")
-    def keep(self, epoch: int, record: GroupRecord) -> None:
+    def keep(self, epoch: int, record: KeptRecord) -> None:
         """Keep what a driver needs that attaches to the group."""
         is_newer = self._record is None or record.version > self._record.version
         if self._fence.is_open(epoch) and is_newer:
             self._record = record
 
     @ray.method(concurrency_group="control")
-    def record(self) -> GroupRecord | None:
+    def record(self) -> KeptRecord | None:
         """Return what was kept; `None` while the group is being made."""
         return self._record
 

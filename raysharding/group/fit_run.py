@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from raysharding.checkpoint.uri import join_path
 from raysharding.distributed.fitting import FitPlan, StepFigures
@@ -29,7 +29,6 @@ from raysharding.group.progress import StepBar
 from raysharding.group.restart import RestartReport
 from raysharding.group.results import collect_all, collect_rank0
 from raysharding.group.state import GroupState
-from raysharding.group.training import Training
 from raysharding.worker import FitStart, FitSteps
 
 _CALL_S = 0.5
@@ -68,12 +67,35 @@ class FitOptions:
                 raise ValueError(f"{name}={value}, but nothing is saved: say where by save_to=")
 
 
+class FitGroup(Protocol):
+    """What a run asks of its group."""
+
+    @property
+    def name(self) -> str:
+        """As in messages."""
+
+    @property
+    def state(self) -> GroupState:
+        """Whether it may go on."""
+
+    @property
+    def saves(self) -> tuple[str, ...]:
+        """Paths of the committed saves, oldest first."""
+
+    @property
+    def save(self) -> Callable[..., Any]:
+        """Save the model."""
+
+    def wait_for_save(self, stall_s: float | None = None) -> None:
+        """Wait for the save in the background."""
+
+
 class FitRun:
     """One call of `fit`."""
 
     def __init__(
         self,
-        group: Training,
+        group: FitGroup,
         channel: Callable[[], Channel],
         plan: FitPlan,
         data: Given,
