@@ -17,17 +17,25 @@ from typing import TYPE_CHECKING
 
 from tqdm.auto import tqdm
 
-from raysharding.bench.command import DEFAULT_TRANSPORTS, TRANSPORTS, bench, verdict
-from raysharding.bench.load import Load, load_line
-from raysharding.bench.plot import require_matplotlib, save_plot
-from raysharding.bench.ratios import json_lines
-from raysharding.bench.table import progress_line, table
+from raysharding.bench import (
+    DEFAULT_TRANSPORTS,
+    TRANSPORTS,
+    Load,
+    bench,
+    json_lines,
+    load_line,
+    progress_line,
+    require_matplotlib,
+    save_plot,
+    table,
+    verdict,
+)
 from raysharding.checkpoint import Checkpoint, TensorInfo, open_checkpoint
-from raysharding.distributed.merging import merge_checkpoint, skipped_line
+from raysharding.distributed.saving import merge_checkpoint, skipped_line
 from raysharding.errors import RayshardingError
 
 if TYPE_CHECKING:
-    from raysharding.group.rooms import NodeRoom
+    from raysharding.group.cluster import NodeRoom
 
 __all__ = ["main"]
 
@@ -132,7 +140,7 @@ def _plan(options: argparse.Namespace) -> bool:
 
 def _imagined_nodes(options: argparse.Namespace) -> list[NodeRoom] | None:
     """Nodes that the options describe; `None` where they describe none, so the real ones count."""
-    from raysharding.group.rooms import NodeRoom
+    from raysharding.group.cluster import NodeRoom
 
     given = (options.nodes, options.gpus_per_node, options.gpu_memory, options.node_memory)
     if all(value is None for value in given):
@@ -147,7 +155,7 @@ def _imagined_nodes(options: argparse.Namespace) -> list[NodeRoom] | None:
 
 
 def _doctor(options: argparse.Namespace) -> bool:
-    from raysharding.group.doctor import diagnose
+    from raysharding.group.launch import diagnose
 
     report = diagnose(options.address)
     print(report)

@@ -243,7 +243,7 @@ class Loading:
     bucket_bytes: int | None = None
     """Bytes of one bucket, all ranks' parts together; under `local`, of each rank's part. Two make the ring: one is
     read while the other is on its way. Default: 32 MiB, and 64 MiB where each rank reads straight into its shard and
-    there is no ring; see the note in `distributed/plan.py`."""
+    there is no ring; see the note in `distributed/transfer/bucket_plan.py`."""
     dtype: torch.dtype | None = None
     """Floating dtype of the loaded parameters. Default: config.json's, else the one floating dtype of the files;
     for a callable's model, its parameters' own."""

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertModel
 
 from raysharding.cli import main
-from tests.checkpoint.dcp_files import save_with_torch
+from tests.checkpoint.torch_formats.dcp_files import save_with_torch
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, not re-exported
 
-from raysharding.distributed.process_group import serve_store
+from raysharding.distributed.comm.rendezvous import serve_store
 
 ROOT = Path(__file__).resolve().parents[1]
-UNPICKLING = {f"raysharding/group/{name}.py" for name in ("order", "outcome", "packing")}
-"""What ranks and driver send each other, over Ray or signed (see `group/line.py`); no file is read there."""
+UNPICKLING = {f"raysharding/group/rpc/{name}.py" for name in ("messages", "packing")}
+"""What ranks and driver send each other, over Ray or signed (see `group/rpc/connection.py`); no file is read there."""
 
 
 def calls() -> Iterator[tuple[str, str, ast.Call]]:

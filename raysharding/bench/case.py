@@ -60,7 +60,7 @@ class Arm:
 
 def shard_bytes(module: nn.Module) -> int:
     """Bytes of a module's parameters and buffers on this rank."""
-    from raysharding.distributed.layout import local_tensor, module_tensors
+    from raysharding.distributed.fully_shard import local_tensor, module_tensors
 
     return sum(local_tensor(tensor).nbytes for tensor in module_tensors(module).values())
 

@@ -10,7 +10,7 @@ from raysharding.bench.rank_set import BenchError, Setup, ended_by_sigterm
 from raysharding.bench.ratios import groups
 from raysharding.bench.rounds import Results, Rounds
 from raysharding.checkpoint import Checkpoint, open_checkpoint
-from raysharding.distributed.memory import RANK_BYTES, available_bytes
+from raysharding.distributed.transfer import RANK_BYTES, available_bytes
 
 GIB = 1 << 30
 TRANSPORTS = ("local", "scatter", "scatter_wire", "broadcast", "mmap")

@@ -19,7 +19,7 @@ from torch import nn
 from raysharding.bench.case import Case, Run, host_tensor_bytes
 from raysharding.checkpoint import Checkpoint, open_checkpoint
 from raysharding.distributed import materialize
-from raysharding.distributed.layout import ShardMap, local_tensor, module_tensors, tensor_layout
+from raysharding.distributed.fully_shard import ShardMap, local_tensor, module_tensors, tensor_layout
 from raysharding.models import Target, map_keys
 
 SCATTER_BYTES = 64 << 20

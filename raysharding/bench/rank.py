@@ -1,6 +1,6 @@
 """One rank of a benchmark, in a process of its own: loads what its driver asks for, and answers with the figures.
 
-Started by `rank_set.py` as `python -m raysharding.bench.rank SPEC`. Commands come as lines of JSON on stdin, answers go
+Started by `rank_set.py` with `python -m`. Commands come as lines of JSON on stdin, answers go
 as lines of JSON to a pipe; anything printed is the log. At the end of stdin the process ends, even in a load.
 """
 
@@ -29,11 +29,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from raysharding.bench.case import Arm, Case, Run, host_tensor_bytes, shard_bytes
-from raysharding.bench.counters import Counters, MemorySampler, count_operations
+from raysharding.bench.counters import Counters, MemorySampler, back_free_pages, count_operations, fill_page_cache
 from raysharding.bench.network import join_network
-from raysharding.bench.settle import back_free_pages, fill_page_cache
 from raysharding.distributed import LoadReport, init_mesh, reshard, shard_module
-from raysharding.distributed.layout import local_tensor
+from raysharding.distributed.fully_shard import local_tensor
 from raysharding.errors import RayshardingError
 
 EXIT_GRACE_S = 15.0

@@ -10,9 +10,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from raysharding.checkpoint.arrow_systems import connect
-from raysharding.checkpoint.remote_options import DEFAULT_REMOTE
-from raysharding.checkpoint.uri import is_remote, normal_path
+from raysharding.checkpoint.storage import DEFAULT_REMOTE, connect, is_remote, normal_path
 from raysharding.data.arrow_rows import ArrowRows
 from raysharding.data.column_kinds import check_whole, kind_of
 from raysharding.data.source import BlockSource, Reader

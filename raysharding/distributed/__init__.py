@@ -10,6 +10,7 @@ from raysharding.distributed.accelerate_compat import (
     fsdp2_prepare_model,
     fsdp2_switch_optimizer_parameters,
 )
+from raysharding.distributed.comm import init_mesh
 from raysharding.distributed.fsdp import (
     apply,
     apply_fsdp2,
@@ -31,18 +32,10 @@ from raysharding.distributed.fsdp import (
     state_dict_type,
     summon_full_params,
 )
-from raysharding.distributed.gathering import gather_state_dict
-from raysharding.distributed.loading import load_checkpoint
-from raysharding.distributed.materializing import materialize
-from raysharding.distributed.merging import merge_fsdp_weights
-from raysharding.distributed.mesh import init_mesh
-from raysharding.distributed.optimizer_files import load_optimizer_state
-from raysharding.distributed.param_groups import ParamGroups
-from raysharding.distributed.replicated_gradients import reduce_replicated_gradients
-from raysharding.distributed.report import LoadReport, SaveReport
-from raysharding.distributed.saving import save_checkpoint
-from raysharding.distributed.schedules import Scheduled
-from raysharding.distributed.sharded_module import reshard, shard_module
+from raysharding.distributed.fully_shard import materialize, reduce_replicated_gradients, reshard, shard_module
+from raysharding.distributed.loading import LoadReport, distribute_state_dict, load_checkpoint, load_full_state_dict
+from raysharding.distributed.optim import ParamGroups, Scheduled
+from raysharding.distributed.saving import SaveReport, load_optimizer_state, merge_fsdp_weights, save_checkpoint
 from raysharding.distributed.sharding import (
     DistModule,
     broadcast_and_shard_state_dict,
@@ -50,8 +43,8 @@ from raysharding.distributed.sharding import (
     patch_accelerate,
     shard_broadcasted_state_dict,
 )
-from raysharding.distributed.state_dict_loading import distribute_state_dict, load_full_state_dict
 from raysharding.distributed.training import train_step
+from raysharding.distributed.transfer import gather_state_dict
 
 # This library's own.
 __all__ = [
@@ -105,7 +98,7 @@ __all__ += [
     "summon_full_params",
 ]
 
-# accelerate's FSDP utilities: `accelerate_compat.py`, `merging.py`.
+# accelerate's FSDP utilities: `accelerate_compat.py`, `saving/merge_dcp.py`.
 __all__ += [
     "FullyShardedDataParallelPlugin",
     "disable_fsdp_ram_efficient_loading",

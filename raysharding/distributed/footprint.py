@@ -19,13 +19,17 @@ import torch
 from torch import nn
 
 from raysharding.config import Loading, Sharding
-from raysharding.distributed.layout import ShardMap, TensorLayout, local_tensor, module_tensors, tensor_layout
-from raysharding.distributed.memory import available_bytes
-from raysharding.distributed.param_groups import OptimizerFactory
-from raysharding.distributed.plan import BUCKET_BYTES
-from raysharding.distributed.ring import RING_SIZE
-from raysharding.distributed.schedules import call_factory
-from raysharding.distributed.sharded_module import is_offloaded, mixed_precision_policy
+from raysharding.distributed.fully_shard import (
+    ShardMap,
+    TensorLayout,
+    is_offloaded,
+    local_tensor,
+    mixed_precision_policy,
+    module_tensors,
+    tensor_layout,
+)
+from raysharding.distributed.optim import OptimizerFactory, call_factory
+from raysharding.distributed.transfer import BUCKET_BYTES, RING_SIZE, available_bytes
 from raysharding.errors import PlanError
 from raysharding.models import ignored_parameters, is_cut, stays_in_full_precision, unfreed_groups
 

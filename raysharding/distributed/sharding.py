@@ -24,9 +24,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
 from raysharding.checkpoint import read_state_dict
-from raysharding.distributed.accelerate_patch import AcceleratePatch, FileStateDict
-from raysharding.distributed.state_dict_loading import distribute_state_dict, load_full_state_dict
-from raysharding.distributed.tensor_table import meta_like
+from raysharding.distributed.accelerate_compat.patch import AcceleratePatch, FileStateDict
+from raysharding.distributed.fully_shard import meta_like
+from raysharding.distributed.loading import distribute_state_dict, load_full_state_dict
 
 # `get_extra_state` is not among them: torch takes a class that has its own for one that has such state.
 _DELEGATED = (

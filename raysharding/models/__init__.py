@@ -7,17 +7,17 @@ from raysharding.models.adapters import Adapted, AdapterNames, adapter_files
 from raysharding.models.blocks import Run
 from raysharding.models.build import ModelSource, build_module, make_contiguous, parameters_on_meta
 from raysharding.models.config_files import config_files
-from raysharding.models.group_dtypes import is_cut
-from raysharding.models.ignored import ignored_modules, ignored_parameters
-from raysharding.models.initial import Initialiser
+from raysharding.models.conversion import class_name
+from raysharding.models.initial import Initialiser, missing_rules
 from raysharding.models.inputs import MASKED_LABEL, InputBounds
-from raysharding.models.key_mapping import KeyMap, Target, map_keys, misfit
+from raysharding.models.key_mapping import KeyMap, Target, differing_ties, map_keys, misfit
 from raysharding.models.names import clean_name
-from raysharding.models.rules import missing_rules
 from raysharding.models.saved_names import SavedTensor, saved_layout
-from raysharding.models.ties import differing_ties
 from raysharding.models.wrap import (
+    ignored_modules,
+    ignored_parameters,
     input_and_output,
+    is_cut,
     lowers_precision,
     stays_in_full_precision,
     unfreed_groups,
@@ -37,6 +37,7 @@ __all__ = [
     "Target",
     "adapter_files",
     "build_module",
+    "class_name",
     "clean_name",
     "config_files",
     "differing_ties",

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from raysharding.checkpoint.names import SINGLE_NAME
+from raysharding.checkpoint.format import SINGLE_NAME
 from raysharding.errors import PlanError
 from raysharding.models.adapters import Adapted
 

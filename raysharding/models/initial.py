@@ -1,20 +1,100 @@
-"""`Initialiser`: what a parameter or buffer holds when the checkpoint does not say."""
+"""`Initialiser`: what a parameter or buffer holds when the checkpoint does not say.
+
+`Writes`: what in-place operations do to tensors, seen while an initialisation rule runs on a stand-in.
+
+`missing_rules`: which tensors no initialisation rule would set, found before any byte moves.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from raysharding.errors import PlanError
 from raysharding.models.adapters import apply_adapter_reset, holder_of_adapter
 from raysharding.models.conversion import CONVERSION_ERRORS, class_name, is_transformers_model
 from raysharding.models.stand_in import stand_in
-from raysharding.models.writes import Writes
+
+_SETTERS = frozenset(
+    {
+        "bernoulli_",
+        "cauchy_",
+        "copy_",
+        "exponential_",
+        "fill_",
+        "log_normal_",
+        "normal_",
+        "random_",
+        "uniform_",
+        "zero_",
+    }
+)
+"""Operations after which nothing is left of what was there before; `mul_` is none, and `copy_` of itself neither."""
+
+
+class Writes(TorchDispatchMode):
+    """Watches in-place operations, among tensors of which some are on meta and have no values."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._set: dict[int, torch.UntypedStorage] = {}
+        self._unknown: set[int] = set()
+
+    def cover(self, tensor: torch.Tensor) -> bool:
+        """Whether one operation set all of `tensor`, and none wrote what was computed from values unknown here."""
+        return _key(tensor) in self._set and not self.spoiled(tensor)
+
+    def spoiled(self, tensor: torch.Tensor) -> bool:
+        """Whether an operation should have used another tensor's values, which are not there.
+
+        torch does not always raise then: `real.mul_(on_meta)` returns without having changed anything.
+        """
+        return _key(tensor) in self._unknown
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run the operation and note what it wrote."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        names = [argument.name for argument in func._schema.arguments]
+        arguments = dict(zip(names, args, strict=False)) | dict(kwargs)
+        read: list[torch.Tensor] = []
+        written: list[torch.Tensor] = []
+        for argument in func._schema.arguments:
+            if isinstance(tensor := arguments.get(argument.name), torch.Tensor):
+                is_written = argument.alias_info is not None and argument.alias_info.is_write
+                (written if is_written else read).append(tensor)
+        for tensor in written:
+            self._note(func.overloadpacket.__name__, tensor, read)
+        return result
+
+    def _note(self, operation: str, tensor: torch.Tensor, read: Sequence[torch.Tensor]) -> None:
+        key = _key(tensor)
+        of_itself = [item.device == tensor.device and _key(item) == key for item in read]
+        if any(item.is_meta and not same for item, same in zip(read, of_itself, strict=True)):
+            self._unknown.add(key)
+        elif operation in _SETTERS and not any(of_itself) and _is_whole(tensor):
+            self._unknown.discard(key)
+            # Held, so that no later storage takes its address.
+            self._set[key] = tensor.untyped_storage()
+
+
+def _key(tensor: torch.Tensor) -> int:
+    """Identity of a tensor's memory; data pointers are all 0 on meta."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's elements are all of its memory's."""
+    return tensor.numel() * tensor.itemsize == tensor.untyped_storage().nbytes() and tensor.is_contiguous()
+
 
 INITIALISED = "_is_hf_initialized"
 """transformers' initialisers leave a tensor alone that carries this attribute."""
@@ -183,3 +263,66 @@ def apply_reset(root: nn.Module, fqn: str) -> None:
         if callable(getattr(owner, name, None)):
             getattr(owner, name)()
             return
+
+
+def missing_rules(module: nn.Module, names: Sequence[str], seed: int) -> tuple[str, ...]:
+    """Find the tensors for which `Initialiser.value` would raise; each rank alone, no collective.
+
+    The rules run on a stand-in that is on meta as a whole, and what they write is watched: a tensor that one operation
+    sets from end to end needs no values to be proven. Only the others are computed, and dropped again.
+
+    Args:
+        module: As for `Initialiser`; not changed.
+        names: Canonical FQNs, such as `KeyMap.initialise`.
+        seed: As for `Initialiser`.
+
+    Returns:
+        One line for each tensor that cannot be initialised, in the order of `names`. Cost: a walk over the modules that
+        own `names`, and the memory of the largest tensor that a dry run does not prove.
+    """
+    proven = _proven(module, names)
+    unproven = [name for name in names if name not in proven]
+    if not unproven:
+        return ()
+    initialiser = Initialiser(module, seed)
+    problems = []
+    for name in unproven:
+        try:
+            initialiser.value(name)
+        except PlanError as error:
+            problems.append(str(error))
+    return tuple(problems)
+
+
+def _proven(module: nn.Module, names: Iterable[str]) -> set[str]:
+    """Those names whose tensors the rules of their owners set as a whole."""
+    owners: dict[str, list[str]] = {}
+    for name in names:
+        owners.setdefault(name.rpartition(".")[0], []).append(name)
+    if not owners:
+        return set()
+    wanted = {id(lookup(owner_of(module, name), name)) for held in owners.values() for name in held}
+
+    copy = stand_in(module, lambda _, tensor: placeholder_of(tensor, is_settled=id(tensor) not in wanted))
+    return {name for held in owners.values() for name in _proven_of_owner(copy, held)}
+
+
+def _proven_of_owner(root: nn.Module, names: Sequence[str]) -> set[str]:
+    """As `_proven`, for tensors of one module of the stand-in, whose rules are the same."""
+    owner = owner_of(root, names[0])
+    proven: set[str] = set()
+    for rule in rules_for(root, names[0]):
+        before = {name: lookup(owner, name) for name in names}
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), Writes() as writes:
+            try:
+                rule(root, names[0])
+            except CONVERSION_ERRORS:
+                # The rule may want values, which this dry run has not: the real one decides.
+                return proven
+        proven |= {name for name in names if writes.cover(before[name]) or _replaced(before[name], lookup(owner, name))}
+    return proven
+
+
+def _replaced(before: torch.Tensor, after: torch.Tensor) -> bool:
+    """Whether a rule put a real tensor with values into the place of the old one."""
+    return after.device.type != "meta" and after.shape == before.shape and not bool(after.isnan().any())

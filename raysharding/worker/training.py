@@ -1,24 +1,48 @@
-"""`TrainingRank`: the optimizer of a rank, and the passes and updates that it takes part in."""
+"""`TrainingRank`: the optimizer of a rank, and the passes and updates that it takes part in.
+
+`FittingRank`: a rank that trains over data, and knows where the run stands.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
 from raysharding.batch import RankBatch
-from raysharding.distributed.accumulation import Accumulation
-from raysharding.distributed.agreement import agree
-from raysharding.distributed.gradients import clip_grad_norm_
-from raysharding.distributed.loss_call import LossFunction
-from raysharding.distributed.new_optimizer import make_optimizer
-from raysharding.distributed.optimizer_files import OptimizerLoad, has_optimizer_state
-from raysharding.distributed.schedules import Schedule, attach_schedule
-from raysharding.distributed.training import forward_backward, optim_step, train_step, zero_grad
-from raysharding.distributed.training_files import load_training
+from raysharding.checkpoint import is_checkpoint, is_left_over
+from raysharding.checkpoint.storage import join_path, storage_of
+from raysharding.data import Position
+from raysharding.distributed.comm import agree, from_rank_0
+from raysharding.distributed.fully_shard import clip_grad_norm_
+from raysharding.distributed.optim import Schedule, attach_schedule, make_optimizer
+from raysharding.distributed.saving import (
+    OptimizerLoad,
+    has_optimizer_state,
+    load_training,
+    random_state,
+    restore_random_state,
+    run_of,
+)
+from raysharding.distributed.training import (
+    Accumulation,
+    Evaluation,
+    EvaluationPlan,
+    Fit,
+    FitPlan,
+    LossFunction,
+    StepFigures,
+    forward_backward,
+    optim_step,
+    train_step,
+    zero_grad,
+)
 from raysharding.errors import CheckpointError
-from raysharding.worker.state import RankState, is_training
+from raysharding.models import InputBounds
+from raysharding.worker.status import RankState, is_training
 
 Mode = Literal["train", "eval"]
 
@@ -54,7 +78,7 @@ class TrainingRank(RankState):
                     self.position = load_training(self.loaded)
 
     def set_scheduler(self, schedule: Schedule) -> None:
-        """Give the optimizer a learning-rate schedule, in place of an earlier one; see `distributed.schedules`.
+        """Give the optimizer a learning-rate schedule, in place of an earlier one; see `distributed.optim.factories`.
 
         Args:
             schedule: Makes it for the optimizer.
@@ -89,11 +113,11 @@ class TrainingRank(RankState):
         mode: Mode | None = None,
         gradient_accumulation_steps: int = 1,
     ) -> dict[str, float]:
-        """One optimizer step over the whole batch; see `distributed.training.train_step`. Collective.
+        """One optimizer step over the whole batch; see `distributed.training.step.train_step`. Collective.
 
         Args:
             batch: From `deal`.
-            loss: See `distributed.loss.loss_share`.
+            loss: See `distributed.training.loss.loss_share`.
             max_grad_norm: Clip to this global 2-norm. Default: only measure.
             mode: `"train"` (default) or `"eval"`, for models whose training statistics depend on the whole batch.
             gradient_accumulation_steps: Parts that the rows are taken in, one after the other.
@@ -117,11 +141,11 @@ class TrainingRank(RankState):
     def forward_backward(
         self, batch: RankBatch, loss: LossFunction | None = None, mode: Mode | None = None, *, sync: bool = True
     ) -> dict[str, float]:
-        """Add a batch's gradients to those since the last update; see `distributed.training`. Collective.
+        """Add a batch's gradients to those since the last update; see `distributed.training.step`. Collective.
 
         Args:
             batch: From `deal`.
-            loss: See `distributed.loss.loss_share`.
+            loss: See `distributed.training.loss.loss_share`.
             mode: As for `train_step`.
             sync: Whether to reduce the gradients.
         """
@@ -134,7 +158,7 @@ class TrainingRank(RankState):
             return forward_backward(self.module, on_device, self.accumulation, loss=loss, training=training, sync=sync)
 
     def optim_step(self, max_grad_norm: float | None = None) -> dict[str, float]:
-        """Update the parameters with the gradients since the last update; see `distributed.training`. Collective.
+        """Update the parameters with the gradients since the last update; see `distributed.training.step`. Collective.
 
         Args:
             max_grad_norm: As for `train_step`.
@@ -176,3 +200,175 @@ class TrainingRank(RankState):
         """
         with self._running("call", "clip_grad_norm_"):
             return float(clip_grad_norm_(self.module, max_norm, norm_type))
+
+
+_BATCHES_A_STEP = 8
+_STEP_NAME = re.compile(r"step-\d+")
+
+
+@dataclass(frozen=True)
+class FitStart:
+    """A run that is about to go on."""
+
+    position: Position
+    """Where it stands."""
+    total_steps: int | None
+    """Steps of the whole run; `None` where nobody knows."""
+    is_saved: bool
+    """Whether files hold what the ranks hold: what was loaded, or saved with the optimizer, and not trained since."""
+
+
+@dataclass(frozen=True)
+class FitSteps:
+    """Some steps, as one rank saw them."""
+
+    steps: tuple[StepFigures, ...]
+    """In order; fewer than asked for at the end of the run."""
+    position: Position
+    """Where the run stands after them."""
+    is_over: bool
+    """Whether there are no more."""
+
+
+class FittingRank(TrainingRank):
+    """A rank that trains over data."""
+
+    _fit: Fit | None = None
+    _saves_async = False
+
+    def fit_begin(
+        self,
+        plan: FitPlan,
+        position: Position | None,
+        *,
+        resume: bool,
+        save_to: str | None = None,
+        async_save: bool = False,
+    ) -> FitStart:
+        """Look at the data, and find where to begin. Collective.
+
+        Args:
+            plan: The run.
+            position: With `resume`: where that run began, to which it goes back where the ranks hold no place of it;
+                `None`: there must be one.
+            resume: Whether to go on where the last run stands; otherwise one begins anew.
+            save_to: Directory of its saves, which must not hold another run's; `None`: there are none.
+            async_save: Whether they are written in the background.
+
+        Raises:
+            ValueError: No optimizer is set, or there is no run to resume.
+            DataError: On every rank: the data cannot be read, or is not what the run was fed before.
+            CheckpointError: On every rank: `save_to` holds the saves of another run.
+        """
+        self._require_optimizer("fit")
+        with self._running("fit", "fit"):
+            self.fit_end()
+            found = _agreed(self.position) if resume else None
+            if position is not None and (found is None or found.run != position.run):
+                found = position
+            if resume and found is None:
+                raise ValueError(
+                    "resume=True, but there is no run to go on with: load a checkpoint that fit saved, or leave it out"
+                )
+            self._fit = Fit(plan, self.device, found, InputBounds.of(self.module))
+            self.position = self._fit.position
+            self._saves_async = async_save
+            if save_to is not None:
+                here = self.position
+                from_rank_0(lambda: _check_own_saves(save_to, here))
+            return FitStart(self.position, self._fit.feed.total_steps, self.is_saved)
+
+    def fit_steps(self, num_steps: int) -> FitSteps:
+        """Take steps, as many as are left at most. Collective.
+
+        Args:
+            num_steps: How many.
+        """
+        optimizer = self._require_optimizer("fit")
+        assert self._fit is not None, "fit_begin comes before fit_steps"
+        steps: list[StepFigures] = []
+        for _ in range(num_steps):
+            with self._running("train_step", "fit_step"):
+                self._begin_update()
+                figures = self._fit.step(self.module, optimizer)
+                self.position = self._fit.position
+            if figures is None:
+                return FitSteps(tuple(steps), self.position, is_over=True)
+            steps.append(figures)
+            if self._saves_async:
+                self._saver.prepare(self.module, optimizer, stall_s=self._stall_s)
+                self._saves_async = False
+        return FitSteps(tuple(steps), self._fit.position, is_over=False)
+
+    def evaluate(self, plan: EvaluationPlan) -> Iterator[dict[str, float] | None]:
+        """Compute loss and metrics over data; see `distributed.training.evaluate`. Collective: all iterate to the end.
+
+        Args:
+            plan: The run.
+
+        Yields:
+            `None` after every few batches, in the end the values.
+        """
+        with self._running("forward", "evaluate"):
+            run = Evaluation(plan, self.device, InputBounds.of(self.module))
+        try:
+            is_over = False
+            while not is_over:
+                with self._running("forward", "evaluate"):
+                    is_over = not all(run.step(self.module) for _ in range(_BATCHES_A_STEP))
+                    values = run.values() if is_over else None
+                yield values
+        finally:
+            run.feed.close()
+
+    def generators(self) -> dict[str, Any]:
+        """Return this rank's random generators, as `random_state` gives them."""
+        return random_state()
+
+    def restore_generators(self, state: Mapping[str, Any]) -> None:
+        """Put back what `generators` gave.
+
+        Args:
+            state: This rank's.
+        """
+        restore_random_state(state)
+
+    def fit_end(self) -> None:
+        """Let go of the data. Each rank alone."""
+        if self._fit is not None:
+            self._fit.feed.close()
+            self._fit = None
+
+
+def _agreed(position: Position | None) -> Position | None:
+    """Where the run stands, of which a rank that has taken a lost one's place knows nothing; collective.
+
+    Raises:
+        ValueError: On every rank: ranks stand at different steps.
+    """
+    said = agree(None, None if position is None else position.as_dict())
+    known = [Position.from_dict(one) for one in said if one is not None]
+    if any(one != known[0] for one in known):
+        raise ValueError(f"ranks stand at different steps of the run: {sorted(one.num_steps for one in known)}")
+    return known[0] if known else None
+
+
+def _check_own_saves(directory: str, here: Position) -> None:
+    """Refuse a directory in which a run would overwrite, or remove, what another has saved.
+
+    Where one of its own was removed, what the user put beside it may be left: that is no save.
+    """
+    storage = storage_of(directory)
+    if storage.find(directory).kind != "directory":
+        return
+    for name in storage.list_names(directory):
+        path = join_path(directory, name)
+        if not _STEP_NAME.fullmatch(name) or is_left_over(path):
+            continue
+        if int(name.removeprefix("step-")) < here.num_steps and not is_checkpoint(path):
+            continue
+        if run_of(path) != here.run:
+            what = (
+                f"holds {name} of another run: save to another directory, or go on with that run: load it, resume=True"
+            )
+            raise CheckpointError(what, path=directory)

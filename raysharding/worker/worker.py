@@ -12,24 +12,24 @@ from torch import nn
 from raysharding.batch import Out, RankBatch
 from raysharding.checkpoint import Checkpoint, new_token
 from raysharding.config import Loading, Sharding
-from raysharding.distributed.async_saving import BackgroundSave
-from raysharding.distributed.forwarding import Forwarding
-from raysharding.distributed.gathering import gather_state_dict
-from raysharding.distributed.generating import generate
-from raysharding.distributed.loading import load_checkpoint
-from raysharding.distributed.mesh import init_mesh
-from raysharding.distributed.recovery import recover_after, reset
-from raysharding.distributed.rejoining import rejoin
-from raysharding.distributed.replicating import copy_replicas
-from raysharding.distributed.report import LoadReport, SaveReport
-from raysharding.distributed.saving import Destination, begin_save
-from raysharding.distributed.sharded_module import init_roots, shard_module, show_shards
-from raysharding.distributed.training import mark_recovery
-from raysharding.distributed.training_files import load_training
+from raysharding.distributed.comm import init_mesh
+from raysharding.distributed.fully_shard import (
+    init_roots,
+    mark_recovery,
+    recover_after,
+    rejoin,
+    reset,
+    shard_module,
+    show_shards,
+)
+from raysharding.distributed.loading import LoadReport, copy_replicas, load_checkpoint
+from raysharding.distributed.saving import BackgroundSave, Destination, SaveReport, begin_save, load_training
+from raysharding.distributed.training import Forwarding, generate
+from raysharding.distributed.transfer import gather_state_dict
 from raysharding.models import build_module
 from raysharding.outputs import RankOutput
-from raysharding.worker.fitting import FittingRank
-from raysharding.worker.state import is_training
+from raysharding.worker.status import is_training
+from raysharding.worker.training import FittingRank
 
 # What gives a module values before it is cut: of ranks that are there already nobody would take part in that.
 _VALUELESS: dict[str, Any] = {"sync_module_states": False, "param_init_fn": None}
@@ -184,7 +184,7 @@ class Worker(FittingRank):
     def generate(
         self, batch: RankBatch, mode: Literal["train", "eval"] | None = None, out: Out | None = None
     ) -> RankOutput:
-        """Generate token ids for this rank's part of the batch; see `distributed.generating`. Collective.
+        """Generate token ids for this rank's part of the batch; see `distributed.training.generate`. Collective.
 
         Args:
             batch: From `deal`.

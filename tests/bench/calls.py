@@ -33,11 +33,9 @@ from torch import nn
 from raysharding import Out, Placement, ShardedModelGroup
 from raysharding.batch import deal
 from raysharding.bench.ratios import Figure
-from raysharding.group.lines import open_lines
-from raysharding.group.order import Request, numbered, seal, split
-from raysharding.group.outcome import Outcome
-from raysharding.group.packing import Packed
-from raysharding.group.sending import pack_batches
+from raysharding.group.rpc.driver_connections import open_lines
+from raysharding.group.rpc.messages import Outcome, Request, numbered, seal, split
+from raysharding.group.rpc.packing import Packed, pack_batches
 
 NUM_CPUS = 8
 MATRIX = 256

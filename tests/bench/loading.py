@@ -28,9 +28,12 @@ from raysharding.bench.load import Load, load_line  # noqa: E402
 from raysharding.bench.network import private_network  # noqa: E402
 from raysharding.bench.plot import save_plot  # noqa: E402
 from raysharding.bench.rank_set import BenchError, Setup, ended_by_sigterm  # noqa: E402
-from raysharding.bench.ratios import json_lines  # noqa: E402
+from raysharding.bench.ratios import (  # noqa: E402
+    json_lines,
+    progress_line,
+    table,
+)
 from raysharding.bench.rounds import Results, Rounds  # noqa: E402
-from raysharding.bench.table import progress_line, table  # noqa: E402
 from raysharding.checkpoint import open_checkpoint  # noqa: E402
 
 KINDS = ("dense", "fp32", "small", "huge", "odd", "fp8")

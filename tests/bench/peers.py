@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from raysharding.checkpoint import open_checkpoint
 from raysharding.config import Loading
 from raysharding.distributed import init_mesh, load_checkpoint, materialize, shard_module
-from raysharding.distributed.layout import message_device
+from raysharding.distributed.fully_shard.layout import message_device
 from raysharding.models import build_module
 
 NUM_TOKENS = 8

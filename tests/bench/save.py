@@ -33,9 +33,9 @@ from raysharding.bench.counters import MemorySampler
 from raysharding.bench.ratios import Figure
 from raysharding.config import MIB
 from raysharding.distributed import init_mesh, save_checkpoint, shard_module
-from raysharding.distributed.async_saving import AsyncSaver
-from raysharding.distributed.layout import local_tensor
-from raysharding.distributed.saving import Destination
+from raysharding.distributed.fully_shard.layout import local_tensor
+from raysharding.distributed.saving.async_save import AsyncSaver
+from raysharding.distributed.saving.save import Destination
 from tests.spawn import run_ranks
 
 Seconds = dict[str, float]

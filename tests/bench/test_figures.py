@@ -20,12 +20,11 @@ from raysharding.bench.load import Load, Operations, load_line
 from raysharding.bench.network import join_network, private_network
 from raysharding.bench.plot import save_plot
 from raysharding.bench.rank import digest
-from raysharding.bench.ratios import Figure, groups, json_lines, named_ratios
+from raysharding.bench.ratios import Figure, groups, json_lines, named_ratios, table
 from raysharding.bench.rounds import Results
-from raysharding.bench.table import table
 from raysharding.checkpoint import open_checkpoint
 from raysharding.distributed import init_mesh, load_checkpoint, materialize, shard_module
-from raysharding.distributed.layout import local_tensor
+from raysharding.distributed.fully_shard.layout import local_tensor
 from tests.bench import arms as bench_arms
 from tests.bench.checkpoints import make
 from tests.spawn import run_ranks

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from raysharding.checkpoint import FileWriter
-from raysharding.checkpoint.tensor_info import DTYPE_OF_NAME
+from raysharding.checkpoint.format.tensor_info import DTYPE_OF_NAME
 
 GOOD = {
     "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from cluster.local.hosts import Hosts
 from cluster.local.ray_hosts import RayHosts
 from raysharding import GroupError
-from raysharding.group.head import HEAD_GONE_S
+from raysharding.group.cluster.gcs_monitor import HEAD_GONE_S
 from tests.clock import now
 from tests.cluster import jobs
 from tests.cluster.conftest import assert_released, ended, rank_pids, require_hosts

@@ -10,7 +10,7 @@ import pytest
 
 from cluster.local.ray_hosts import RayHosts
 from raysharding import CallTimeoutError, GroupError, Timeouts
-from raysharding.group.head import CUT_OFF_S
+from raysharding.group.cluster.gcs_monitor import CUT_OFF_S
 from tests.clock import now
 from tests.cluster import jobs
 from tests.cluster.conftest import assert_released, rank_pids

@@ -24,7 +24,7 @@ from raysharding.distributed import (
     save_checkpoint,
     shard_module,
 )
-from raysharding.distributed.training import train_step
+from raysharding.distributed.training.step import train_step
 from raysharding.models import build_module
 from tests.distributed.checks import outcome_of
 from tests.models.architectures import ARCHITECTURES, Architecture

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from raysharding.distributed.process_group import join_process_group, leave_process_group, serve_store
+from raysharding.distributed.comm.rendezvous import join_process_group, leave_process_group, serve_store
 
 HOST = "127.0.0.1"
 

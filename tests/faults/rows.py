@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 FAULTS = "tests/faults"
-SUPERVISION = "tests/group/test_supervision.py"
-REPLICAS = "tests/group/test_replicas.py"
-ON_RANKS = "tests/distributed/test_loading.py::test_on_ranks"
+SUPERVISION = "tests/group/supervision/test_supervision.py"
+REPLICAS = "tests/group/recovery/test_replicas.py"
+ON_RANKS = "tests/distributed/loading/test_loading.py::test_on_ranks"
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ ROWS = {
             f"{SUPERVISION}::test_a_rank_killed_in_a_call",
             f"{SUPERVISION}::test_a_rank_killed_while_idle",
             f"{SUPERVISION}::test_a_rank_killed_while_the_model_is_built",
-            "tests/group/test_placement.py::test_an_actor_that_died_is_reported_while_another_still_starts",
+            "tests/group/cluster/test_placement.py::test_an_actor_that_died_is_reported_while_another_still_starts",
             f"{REPLICAS}::test_a_lost_rank_is_copied_from_its_replica_one_fault_after_the_other",
         ),
     ),
@@ -55,8 +55,8 @@ ROWS = {
         "every rank raises alike in forward, in the loss, in backward",
         (
             f"{FAULTS}/test_raised.py::test_what_every_rank_raises_leaves_the_group_right",
-            "tests/distributed/test_training.py::test_steps_are_right_after_failures",
-            "tests/group/test_calls.py::test_an_error_of_all_ranks_is_raised_each_time_and_leaves_the_group_ready",
+            "tests/distributed/training/test_training.py::test_steps_are_right_after_failures",
+            "tests/group/calls/test_calls.py::test_an_error_of_all_ranks_is_raised_each_time_and_leaves_the_group_ready",
         ),
     ),
     5: Row(
@@ -76,18 +76,18 @@ ROWS = {
         "truncated file, trailing bytes, hole, overlap, oversized header, shape overflow, unknown dtype",
         (
             f"{FAULTS}/test_data.py::test_a_wrong_file_is_refused_before_there_is_an_actor",
-            "tests/checkpoint/test_header.py::test_a_wrong_header_is_refused",
-            "tests/checkpoint/test_header.py::test_a_wrong_header_length_is_refused",
-            "tests/checkpoint/test_hostile_headers.py::test_a_header_with_any_bytes_replaced",
-            "tests/checkpoint/test_mutated_checkpoints.py::test_500_mutated_checkpoints",
+            "tests/checkpoint/format/test_header.py::test_a_wrong_header_is_refused",
+            "tests/checkpoint/format/test_header.py::test_a_wrong_header_length_is_refused",
+            "tests/checkpoint/format/test_hostile_headers.py::test_a_header_with_any_bytes_replaced",
+            "tests/checkpoint/format/test_mutated_checkpoints.py::test_500_mutated_checkpoints",
         ),
     ),
     8: Row(
         "a duplicate JSON key in header or index",
         (
             f"{FAULTS}/test_data.py::test_a_wrong_file_is_refused_before_there_is_an_actor",
-            "tests/checkpoint/test_header.py::test_a_wrong_header_is_refused",
-            "tests/checkpoint/test_index.py::test_a_wrong_index_is_refused",
+            "tests/checkpoint/format/test_header.py::test_a_wrong_header_is_refused",
+            "tests/checkpoint/format/test_index.py::test_a_wrong_index_is_refused",
         ),
     ),
     9: Row(
@@ -100,31 +100,31 @@ ROWS = {
     ),
     10: Row(
         "NaN, Inf or flipped bytes in the payload",
-        (ON_RANKS, "tests/checkpoint/test_manifest.py::test_a_flipped_bit_is_found_and_named"),
+        (ON_RANKS, "tests/checkpoint/writing/test_manifest.py::test_a_flipped_bit_is_found_and_named"),
     ),
     11: Row("ranks differ after the load", (ON_RANKS,)),
     12: Row(
         "the file changes while it is streamed",
         (
             f"{FAULTS}/test_data.py::test_a_file_that_changes_while_it_is_streamed",
-            "tests/checkpoint/test_reader.py::test_a_file_rewritten_in_place_replaced_or_removed",
-            "tests/checkpoint/test_remote.py::test_a_file_replaced_after_its_header_was_read",
+            "tests/checkpoint/format/test_reader.py::test_a_file_rewritten_in_place_replaced_or_removed",
+            "tests/checkpoint/storage/test_remote.py::test_a_file_replaced_after_its_header_was_read",
         ),
     ),
     13: Row(
         "an index names ../x, an absolute path, a .bin, a symlink out",
         (
-            "tests/checkpoint/test_index.py::test_a_wrong_index_is_refused",
-            "tests/checkpoint/test_index.py::test_a_symlink_out_of_the_directory_is_refused",
-            "tests/checkpoint/test_mutated_checkpoints.py::test_500_mutated_checkpoints",
-            "tests/checkpoint/test_remote.py::test_a_hostile_index_is_refused_before_any_weight_file_is_touched",
+            "tests/checkpoint/format/test_index.py::test_a_wrong_index_is_refused",
+            "tests/checkpoint/format/test_index.py::test_a_symlink_out_of_the_directory_is_refused",
+            "tests/checkpoint/format/test_mutated_checkpoints.py::test_500_mutated_checkpoints",
+            "tests/checkpoint/storage/test_remote.py::test_a_hostile_index_is_refused_before_any_weight_file_is_touched",
         ),
     ),
     14: Row(
         "a remote read fails or stalls",
         (
-            "tests/checkpoint/test_remote_faults.py::test_what_passes_is_tried_again_and_the_bytes_are_right",
-            "tests/checkpoint/test_remote_faults.py::test_what_stays_ends_in_an_error_before_the_deadline",
+            "tests/checkpoint/storage/test_remote_faults.py::test_what_passes_is_tried_again_and_the_bytes_are_right",
+            "tests/checkpoint/storage/test_remote_faults.py::test_what_stays_ends_in_an_error_before_the_deadline",
         ),
     ),
     15: Row(
@@ -135,7 +135,7 @@ ROWS = {
         "disk full on save",
         (
             f"{FAULTS}/test_saving.py::test_a_full_disk_and_a_destination_that_is_taken",
-            "tests/checkpoint/test_writer.py::test_a_full_disk_leaves_the_old_checkpoint_and_no_temporary_files",
+            "tests/checkpoint/writing/test_writer.py::test_a_full_disk_leaves_the_old_checkpoint_and_no_temporary_files",
             ON_RANKS,
         ),
     ),
@@ -144,8 +144,8 @@ ROWS = {
         (
             f"{FAULTS}/test_saving.py::test_a_rank_killed_at_any_moment_of_a_save",
             f"{FAULTS}/test_death_and_hang.py::test_a_rank_that_is_killed",
-            "tests/checkpoint/test_commit.py::test_a_save_killed_at_any_moment_leaves_a_whole_checkpoint",
-            "tests/checkpoint/test_carry_over.py::test_killed_at_any_moment_it_loses_nothing",
+            "tests/checkpoint/writing/test_commit.py::test_a_save_killed_at_any_moment_leaves_a_whole_checkpoint",
+            "tests/checkpoint/writing/test_carry_over.py::test_killed_at_any_moment_it_loses_nothing",
         ),
     ),
     18: Row(
@@ -153,8 +153,8 @@ ROWS = {
         (
             f"{FAULTS}/test_saving.py::test_a_full_disk_and_a_destination_that_is_taken",
             f"{FAULTS}/test_saving.py::test_two_saves_to_one_place",
-            "tests/checkpoint/test_commit.py::test_of_two_saves_to_one_place_the_second_is_refused",
-            "tests/checkpoint/test_carry_over.py::test_what_cannot_go_along_is_refused_with_a_list",
+            "tests/checkpoint/writing/test_commit.py::test_of_two_saves_to_one_place_the_second_is_refused",
+            "tests/checkpoint/writing/test_carry_over.py::test_what_cannot_go_along_is_refused_with_a_list",
         ),
     ),
     19: Row(
@@ -162,9 +162,9 @@ ROWS = {
         (
             "tests/group/test_driver.py::test_a_driver_that_is_killed_leaves_nothing",
             "tests/group/test_driver.py::test_a_stopped_job_leaves_nothing",
-            "tests/group/test_owners.py::test_an_actor_that_owns_a_group",
-            "tests/group/test_owners.py::test_a_task_that_owns_a_group",
-            "tests/group/test_owners.py::test_an_owner_that_dies_before_its_named_group_is_loaded",
+            "tests/group/actors/test_owners.py::test_an_actor_that_owns_a_group",
+            "tests/group/actors/test_owners.py::test_a_task_that_owns_a_group",
+            "tests/group/actors/test_owners.py::test_an_owner_that_dies_before_its_named_group_is_loaded",
         ),
     ),
     20: Row(
@@ -177,9 +177,9 @@ ROWS = {
     21: Row(
         "Ctrl-C, once and twice",
         (
-            "tests/group/test_interrupts.py::test_once_stops_at_the_next_call_boundary",
-            "tests/group/test_interrupts.py::test_twice_tears_the_group_down",
-            "tests/group/test_interrupts.py::test_a_group_that_is_being_made_is_undone",
+            "tests/group/calls/test_interrupts.py::test_once_stops_at_the_next_call_boundary",
+            "tests/group/calls/test_interrupts.py::test_twice_tears_the_group_down",
+            "tests/group/calls/test_interrupts.py::test_a_group_that_is_being_made_is_undone",
         ),
     ),
     22: Row(
@@ -193,17 +193,17 @@ ROWS = {
     23: Row(
         "an infeasible or busy cluster",
         (
-            "tests/group/test_placement.py::test_an_infeasible_group_says_need_against_have",
-            "tests/group/test_placement.py::test_a_busy_cluster_is_not_called_infeasible",
-            "tests/group/test_plan.py::test_a_plan_says_which_resource_is_short_where",
-            "tests/group/test_preflight.py::test_a_model_that_memory_cannot_hold_is_refused_before_it_is_allocated",
+            "tests/group/cluster/test_placement.py::test_an_infeasible_group_says_need_against_have",
+            "tests/group/cluster/test_placement.py::test_a_busy_cluster_is_not_called_infeasible",
+            "tests/group/launch/test_plan.py::test_a_plan_says_which_resource_is_short_where",
+            "tests/group/launch/test_preflight.py::test_a_model_that_memory_cannot_hold_is_refused_before_it_is_allocated",
         ),
     ),
     24: Row(
         "twenty groups started at once; squatters on ports; strangers at ports",
         (
-            "tests/group/test_lines.py::test_strangers_that_use_up_the_descriptors_keep_nobody_out",
-            "tests/group/test_process_group.py::test_a_rank_lets_nobody_in_when_all_have_met",
+            "tests/group/rpc/test_lines.py::test_strangers_that_use_up_the_descriptors_keep_nobody_out",
+            "tests/group/supervision/test_process_group.py::test_a_rank_lets_nobody_in_when_all_have_met",
             f"{FAULTS}/test_many.py::test_groups_that_start_at_once_do_not_collide",
             f"{FAULTS}/test_many.py::test_groups_side_by_side",
         ),
@@ -213,8 +213,8 @@ ROWS = {
         (
             "tests/cluster/test_groups_over_hosts.py::test_groups_meet_where_host_names_mislead",
             "tests/cluster/test_groups_over_hosts.py::test_a_firewalled_host_is_named_within_the_deadline",
-            "tests/group/test_preflight.py::test_a_cluster_over_loopback_addresses_is_no_cluster",
-            "tests/group/test_preflight.py::test_an_interface_that_leads_nowhere_is_named",
+            "tests/group/launch/test_preflight.py::test_a_cluster_over_loopback_addresses_is_no_cluster",
+            "tests/group/launch/test_preflight.py::test_an_interface_that_leads_nowhere_is_named",
         ),
     ),
     26: Row(
@@ -244,8 +244,8 @@ ROWS = {
     30: Row(
         "an exception, argument or result that cannot be pickled",
         (
-            "tests/group/test_calls.py::test_what_cannot_travel_is_a_clear_error",
-            "tests/group/test_calls.py::test_a_result_that_unpickles_badly_names_call_and_rank",
+            "tests/group/calls/test_calls.py::test_what_cannot_travel_is_a_clear_error",
+            "tests/group/calls/test_calls.py::test_a_result_that_unpickles_badly_names_call_and_rank",
         ),
     ),
 }

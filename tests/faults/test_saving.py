@@ -32,7 +32,7 @@ def save_without_end(target: str, pids: str, first: int) -> None:
     import torch.distributed as dist
 
     from raysharding.distributed import save_checkpoint, shard_module
-    from raysharding.distributed.mesh import init_mesh
+    from raysharding.distributed.comm.device_mesh import init_mesh
 
     Path(pids, str(dist.get_rank())).write_text(str(os.getpid()))
     module = shard_module(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), init_mesh("cpu"))

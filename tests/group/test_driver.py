@@ -22,7 +22,14 @@ from raysharding import Timeouts
 from raysharding.group import GroupState
 from tests.clock import now
 from tests.group.conftest import make_group
-from tests.group.standing import PROLOGUE, ROOT, Driver, StandingCluster, seconds_until_gone, standing_cluster
+from tests.group.supervision.standing import (
+    PROLOGUE,
+    ROOT,
+    Driver,
+    StandingCluster,
+    seconds_until_gone,
+    standing_cluster,
+)
 
 RELEASE_S = 10.0
 

@@ -10,13 +10,13 @@ import torch
 
 from raysharding import CheckpointError, ShardedModelGroup, Split
 from raysharding.checkpoint import open_checkpoint
-from raysharding.checkpoint.remote_options import RemoteOptions
-from raysharding.checkpoint.remote_storage import remote_storage
+from raysharding.checkpoint.storage.remote import remote_storage
+from raysharding.checkpoint.storage.requests import RemoteOptions
 from raysharding.group import GroupState
 from tests.conftest import make_group
 from tests.faulty_proxy import Fault
-from tests.group.test_fit import ADAMW, fit, parquet, rows
-from tests.group.test_fit_restarts import Killer
+from tests.group.fit.test_fit import ADAMW, fit, parquet, rows
+from tests.group.fit.test_fit_restarts import Killer
 from tests.models.architectures import ARCHITECTURES
 from tests.s3 import CREDENTIALS, S3Server, s3, s3_server
 

@@ -14,7 +14,7 @@ import torch
 from raysharding import CheckpointError, GroupError, Same, Scheduled, ShardedModelGroup, Split
 from raysharding.group import GroupState
 from tests.conftest import make_group, make_mlp
-from tests.group.hsdp import Copied, kill_idle, make_hsdp
+from tests.group.recovery.hsdp import Copied, kill_idle, make_hsdp
 
 pytestmark = pytest.mark.usefixtures("cluster")
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from raysharding.checkpoint import open_checkpoint
-from raysharding.checkpoint.tensor_info import TensorInfo
+from raysharding.checkpoint.format.tensor_info import TensorInfo
 from raysharding.errors import PlanError
 from raysharding.models import KeyMap, build_module, map_keys
 from tests.models.architectures import ARCHITECTURES, ENCODER

@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from raysharding.checkpoint import FileReader, open_checkpoint
-from raysharding.distributed.source import CheckpointSource
-from raysharding.models import KeyMap, build_module, differing_ties, map_keys, ties
+from raysharding.distributed.transfer.sources import CheckpointSource
+from raysharding.models import KeyMap, build_module, differing_ties, map_keys
+from raysharding.models import key_mapping as ties
 from tests.models.architectures import ARCHITECTURES
 from tests.models.filling import rewrite
 

@@ -1,0 +1,90 @@
+"""What the files of a checkpoint say: names, headers, the index, checksums, tensors by name."""
+
+from raysharding.checkpoint.format.checkpoint import (
+    Checkpoint,
+    CheckpointFile,
+    identify,
+    identify_files,
+    open_checkpoint,
+)
+from raysharding.checkpoint.format.checksum import ALGORITHM, Checksums
+from raysharding.checkpoint.format.header import (
+    MAX_DIMS,
+    MAX_HEADER_BYTES,
+    Header,
+    header_sha256,
+    is_text,
+    parse_object,
+    read_header,
+)
+from raysharding.checkpoint.format.index import MAX_JSON_BYTES, list_sidecar_files, read_beside, read_sidecar
+from raysharding.checkpoint.format.names import (
+    ADAPTER_CONFIG_NAME,
+    ADAPTER_NAME,
+    EXTRA_STATE_NAME,
+    INDEX_NAME,
+    MANIFEST_NAME,
+    OPTIMIZER_FOLDER,
+    OPTIMIZER_NAME,
+    SAVE_RECORD_NAME,
+    SINGLE_NAME,
+    TRAINING_FOLDER,
+    TRAINING_NAME,
+)
+from raysharding.checkpoint.format.reader import FileReader
+from raysharding.checkpoint.format.staging import (
+    is_abandoned,
+    lock,
+    make_staging,
+    new_token,
+    renamed_staging,
+    staged_name,
+    staging_name,
+    staging_path,
+    unlock,
+)
+from raysharding.checkpoint.format.tensor_info import NAME_OF_DTYPE, TensorInfo
+
+__all__ = [
+    "ADAPTER_CONFIG_NAME",
+    "ADAPTER_NAME",
+    "ALGORITHM",
+    "EXTRA_STATE_NAME",
+    "INDEX_NAME",
+    "MANIFEST_NAME",
+    "MAX_DIMS",
+    "MAX_HEADER_BYTES",
+    "MAX_JSON_BYTES",
+    "NAME_OF_DTYPE",
+    "OPTIMIZER_FOLDER",
+    "OPTIMIZER_NAME",
+    "SAVE_RECORD_NAME",
+    "SINGLE_NAME",
+    "TRAINING_FOLDER",
+    "TRAINING_NAME",
+    "Checkpoint",
+    "CheckpointFile",
+    "Checksums",
+    "FileReader",
+    "Header",
+    "TensorInfo",
+    "header_sha256",
+    "identify",
+    "identify_files",
+    "is_abandoned",
+    "is_text",
+    "list_sidecar_files",
+    "lock",
+    "make_staging",
+    "new_token",
+    "open_checkpoint",
+    "parse_object",
+    "read_beside",
+    "read_header",
+    "read_sidecar",
+    "renamed_staging",
+    "staged_name",
+    "staging_name",
+    "staging_path",
+    "unlock",
+]

@@ -1,0 +1,261 @@
+"""`Checkpoint`: everything that the headers, the index and config.json say, and nothing of the payload."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, Self
+
+from raysharding.checkpoint.format.header import Header, header_sha256, read_header, read_header_bytes
+from raysharding.checkpoint.format.index import (
+    FileSet,
+    list_sidecar_files,
+    read_beside,
+    read_config,
+    read_sidecar,
+    resolve_files,
+)
+from raysharding.checkpoint.format.names import ADAPTER_CONFIG_NAME, ADAPTER_NAME
+from raysharding.checkpoint.format.tensor_info import DTYPE_OF_NAME, NAME_OF_DTYPE, TensorInfo
+from raysharding.checkpoint.storage import (
+    DEFAULT_REMOTE,
+    RemoteOptions,
+    Storage,
+    join_path,
+    normal_path,
+    read_bytes,
+    split_path,
+    storage_of,
+)
+from raysharding.errors import CheckpointError
+
+_MAX_TRIES: Final = 10
+"""How often a checkpoint is opened anew where a save replaced it meanwhile."""
+
+
+@dataclass(frozen=True)
+class CheckpointFile:
+    """One safetensors file, and what shows whether it changed since its header was read."""
+
+    path: str
+    """Absolute local path, or a URI."""
+    num_bytes: int
+    """Size of the file, header included."""
+    mtime_ns: int | None
+    """Time of the last change in nanoseconds since the epoch; `None` where the file system has none."""
+    header_sha256: str
+    """SHA-256, in hex, of the header's length (8 bytes) and the header: tells files of one path on two nodes apart."""
+    etag: str | None = None
+    """The object store's name of this version of the content; `None` for local files, and where the store has none."""
+
+    @property
+    def name(self) -> str:
+        """The file's name in its directory."""
+        return split_path(self.path)[1]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A validated checkpoint, from its headers alone. A few hundred bytes for each tensor."""
+
+    path: str
+    """The path as the user gave it."""
+    files: tuple[CheckpointFile, ...]
+    """The safetensors files, sorted by name."""
+    tensors: Mapping[str, TensorInfo]
+    """Key in the files → where the tensor lies; in file order, so reading them in turn reads each file forward."""
+    config: Mapping[str, Any] | None
+    """Parsed config.json from beside the weights, or `None` where there is none."""
+    metadata: Mapping[str, str]
+    """`__metadata__` of all files; where two files give a key, the first file's value."""
+    adapter: Mapping[str, Any] | None = None
+    """Parsed adapter_config.json, where the file is peft's adapter_model.safetensors: adapters, and no whole model."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Payload bytes of all tensors, as they are in the files."""
+        return sum(info.num_bytes for info in self.tensors.values())
+
+    @property
+    def directory(self) -> str:
+        """Absolute path or URI of the directory that holds the files."""
+        return split_path(self.files[0].path)[0]
+
+    def to_json(self) -> bytes:
+        """Encode as JSON (ASCII), for the ranks that cannot see the files. `from_json` gives an equal `Checkpoint`."""
+        tensors = [[t.name, NAME_OF_DTYPE[t.dtype], t.shape, t.file, t.offset] for t in self.tensors.values()]
+        fields = {
+            "path": self.path,
+            "files": [[file.path, file.num_bytes, file.mtime_ns, file.header_sha256, file.etag] for file in self.files],
+            "tensors": tensors,
+            "config": self.config,
+            "metadata": self.metadata,
+            "adapter": self.adapter,
+        }
+        return json.dumps(fields, separators=(",", ":")).encode("ascii")
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Self:
+        """Decode what `to_json` wrote.
+
+        Raises:
+            CheckpointError: `data` is not what `to_json` writes.
+        """
+        try:
+            fields = json.loads(data)
+            tensors = {
+                name: TensorInfo(name, DTYPE_OF_NAME[dtype], tuple(shape), file, offset)
+                for name, dtype, shape, file, offset in fields["tensors"]
+            }
+            files = tuple(CheckpointFile(*file) for file in fields["files"])
+            rest = (fields["config"], fields["metadata"], fields["adapter"])
+            return cls(fields["path"], files, tensors, *rest)
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{len(data)} bytes are not an encoded Checkpoint ({error!r}); do all ranks run the same raysharding?"
+            ) from error
+
+    def sidecar_files(self) -> tuple[str, ...]:
+        """Names of the tokenizer, config and generation files beside the weights, sorted.
+
+        Never weights, never code, never a file over 64 MiB or a symlink that leaves the checkpoint. A save copies
+        these next to the new weights. Call it on a rank that can read the checkpoint.
+
+        Raises:
+            CheckpointError: the directory cannot be listed.
+        """
+        return list_sidecar_files(storage_of(self.directory), self.directory)
+
+    def read_sidecar(self, name: str) -> bytes:
+        """Read one of `sidecar_files`, on a rank that can read the checkpoint.
+
+        Raises:
+            CheckpointError: it is none of them, is gone, or cannot be read.
+        """
+        return read_sidecar(storage_of(self.directory), self.directory, name)
+
+    def read_beside(self, name: str, max_bytes: int) -> bytes | None:
+        """Read a whole file beside the weights, at most `max_bytes`; `None` where there is none.
+
+        Raises:
+            CheckpointError: it is larger, a symlink that leaves the checkpoint, no regular file, or cannot be read.
+        """
+        return read_beside(storage_of(self.directory), self.directory, name, max_bytes)
+
+
+def open_checkpoint(path: str | os.PathLike[str], *, remote: RemoteOptions = DEFAULT_REMOTE) -> Checkpoint:
+    """Read and validate the index, every header and config.json. No payload byte is read.
+
+    Args:
+        path: A Hugging Face directory, one `.safetensors` file, or an index JSON: a local path, a `file://` URI, or
+            one that `pyarrow.fs.FileSystem.from_uri` takes (`s3://`, `gs://`, `hdfs://`, `abfs://`), with its query.
+        remote: How to read from a remote URI.
+
+    Returns:
+        The checkpoint: all tensors of all files, each key once, each within its file. Where a save replaces it
+        meanwhile, the old one or the new one, never a mixture. (In an object store, where files are replaced one by
+        one, `FileReader.verify_unchanged` finds a mixture.)
+
+    Raises:
+        CheckpointError: nothing there, or anything in it that cannot be trusted; names the file and the tensor.
+    """
+    given = os.fspath(path)
+    normal = normal_path(given)
+    storage = storage_of(normal, remote)
+    for _ in range(_MAX_TRIES):
+        before = storage.identity(normal)
+        try:
+            checkpoint = _read_checkpoint(storage, given)
+        except CheckpointError:
+            if storage.identity(normal) == before:
+                raise
+            continue
+        if storage.identity(normal) == before:
+            return checkpoint
+    what = f"was replaced {_MAX_TRIES} times while it was opened: open it when its writer is done"
+    raise CheckpointError(what, path=given)
+
+
+def identify(path: str, *, remote: RemoteOptions = DEFAULT_REMOTE) -> CheckpointFile:
+    """Look at one safetensors file as this process sees it: size, mtime and header hash. The header is not parsed.
+
+    Equal to the entry in `Checkpoint.files` of a rank that sees the same file under this path.
+
+    Args:
+        path: A `CheckpointFile.path`.
+        remote: How to read from a remote URI.
+
+    Raises:
+        CheckpointError: there is none, or no header can be read from it.
+    """
+    storage = storage_of(path, remote)
+    with closing(storage.open(path)) as file:
+        found = file.found
+        data = read_header_bytes(path, found.num_bytes, partial(read_bytes, file))
+    return CheckpointFile(path, found.num_bytes, found.mtime_ns, header_sha256(data), found.etag)
+
+
+def identify_files(paths: Sequence[str], *, remote: RemoteOptions = DEFAULT_REMOTE) -> tuple[CheckpointFile, ...]:
+    """`identify` of files of one directory, remote ones several at once.
+
+    Raises:
+        CheckpointError: as `identify`, of the first that cannot be read.
+    """
+    if not paths:
+        return ()
+    return tuple(storage_of(paths[0], remote).each(partial(identify, remote=remote), paths))
+
+
+def _read_checkpoint(storage: Storage, given: str) -> Checkpoint:
+    file_set = resolve_files(storage, given)
+    paths = [join_path(file_set.directory, name) for name in file_set.names]
+    read = storage.each(lambda numbered: _read_file(storage, numbered[1], numbered[0]), enumerate(paths))
+    files, headers = [file for file, _ in read], [header for _, header in read]
+    tensors = _merge(files, headers)
+    if file_set.weight_map is not None:
+        _check_index(file_set, tensors)
+    metadata: dict[str, str] = {}
+    for header in headers:
+        metadata = header.metadata | metadata
+    directory, adapter = file_set.directory, None
+    if file_set.names == (ADAPTER_NAME,):
+        adapter = read_config(storage, directory, ADAPTER_CONFIG_NAME)
+    return Checkpoint(given, tuple(files), tensors, read_config(storage, directory), metadata, adapter)
+
+
+def _read_file(storage: Storage, path: str, number: int) -> tuple[CheckpointFile, Header]:
+    """Read one file's header; its size and mtime come from the same open file as the header."""
+    with closing(storage.open(path)) as file:
+        found = file.found
+        header = read_header(path, number, found.num_bytes, partial(read_bytes, file))
+    return CheckpointFile(path, found.num_bytes, found.mtime_ns, header.sha256, found.etag), header
+
+
+def _merge(files: list[CheckpointFile], headers: list[Header]) -> dict[str, TensorInfo]:
+    tensors: dict[str, TensorInfo] = {}
+    for header in headers:
+        for info in header.tensors:
+            first = tensors.setdefault(info.name, info)
+            if first is not info:
+                what = f"is in this file and in {files[first.file].name} too: remove one"
+                raise CheckpointError(what, path=files[info.file].path, tensor=info.name)
+    return tensors
+
+
+def _check_index(file_set: FileSet, tensors: Mapping[str, TensorInfo]) -> None:
+    """Check that index and headers agree on which file holds which tensor, both ways."""
+    assert file_set.weight_map is not None
+    for name, file_name in file_set.weight_map.items():
+        info = tensors.get(name)
+        found = None if info is None else file_set.names[info.file]
+        if found != file_name:
+            what = f"index says it is in {file_name}, " + (f"but it is in {found}" if found else "but no file holds it")
+            raise CheckpointError(what, path=file_set.index_path, tensor=name)
+    for name, info in tensors.items():
+        if name not in file_set.weight_map:
+            what = f"is in {file_set.names[info.file]}, but the index does not list it"
+            raise CheckpointError(what, path=file_set.index_path, tensor=name)

@@ -1,0 +1,266 @@
+"""One safetensors header: read, and checked until nothing in it needs to be trusted.
+
+Layout of a file: 8 bytes little-endian header length, the header (a JSON object), the payload. Each entry of the header
+is `name: {"dtype", "shape", "data_offsets": [begin, end]}`, offsets counted from the start of the payload.
+
+JSON as headers and indexes need it: what Python's parser lets pass, such as a key given twice, is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn
+
+import torch
+
+from raysharding.checkpoint.format.tensor_info import DTYPE_OF_NAME, SUB_BYTE_NAMES, TensorInfo
+from raysharding.errors import CheckpointError, shown
+
+_HALF_PAIR: Final = re.compile(r"\\u[dD][89a-fA-F]")
+"""Half a surrogate pair can only come from an escape; whole ones may, and are looked at once more."""
+_MAX_DIGITS: Final = 300
+"""Of a whole number that fits a double for certain."""
+
+
+def parse_object(data: bytes) -> dict[str, Any]:
+    """Parse one JSON object, strictly.
+
+    Args:
+        data: UTF-8 text.
+
+    Raises:
+        ValueError: not UTF-8, not JSON, not an object, a key given twice, a NaN or Infinity, a number that no double
+            holds, a string that is not Unicode text, or nested too deep. The message says which.
+    """
+    try:
+        # str first: json.loads(bytes) would guess at UTF-16 and UTF-32, which other readers of the format do not.
+        text = data.decode("utf-8")
+        parsed = json.loads(
+            text,
+            object_pairs_hook=_unique,
+            parse_constant=_refuse_constant,
+            parse_float=_finite,
+            parse_int=_whole,
+        )
+        if _HALF_PAIR.search(text) and not is_text(json.dumps(parsed, ensure_ascii=False)):
+            raise ValueError("holds a string that is not Unicode text")
+    except RecursionError:
+        raise ValueError("is nested too deep") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not UTF-8 ({error.reason} at byte {error.start})") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"is not JSON ({error})") from None
+    if not isinstance(parsed, dict):
+        raise ValueError(f"is a JSON {type(parsed).__name__}, not an object")
+    return parsed
+
+
+def is_text(text: str) -> bool:
+    """Whether `text` can be written as UTF-8. Half a surrogate pair (JSON can spell one) cannot."""
+    return text.isascii() or not any(0xD800 <= ord(character) <= 0xDFFF for character in text)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build an object, refusing a key given twice: readers differ on which one counts."""
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"gives the key {shown(key)} twice")
+            seen.add(key)
+    for key in result:
+        if not is_text(key):
+            raise ValueError(f"has the key {shown(key)}, which is not Unicode text")
+    return result
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    raise ValueError(f"holds {text}, which is not JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"holds the number {text[:20]}..., which no double can hold")
+    return number
+
+
+def _whole(text: str) -> int:
+    if len(text) > _MAX_DIGITS:
+        _finite(text)
+    return int(text)
+
+
+MAX_HEADER_BYTES: Final = 100_000_000
+"""Longest header that is read; the safetensors library has the same cap."""
+MAX_DIMS: Final = 64
+"""Most dimensions of a tensor that torch and numpy can work with."""
+_MAX_INT64: Final = (1 << 63) - 1
+_LENGTH_BYTES: Final = 8
+
+
+@dataclass(frozen=True)
+class Header:
+    """The checked header of one file."""
+
+    tensors: tuple[TensorInfo, ...]
+    """In file order."""
+    metadata: dict[str, str]
+    """`__metadata__`; empty where there is none."""
+    sha256: str
+    """SHA-256, in hex, of the length's 8 bytes and the header as they are in the file."""
+
+
+def read_header(path: str, file: int, num_bytes: int, read: Callable[[int, int], bytes]) -> Header:
+    """Read and check the header of one safetensors file.
+
+    Args:
+        path: Names the file in errors.
+        file: Index of the file in its checkpoint, kept in each `TensorInfo`.
+        num_bytes: Size of the whole file.
+        read: `(offset, length)` → bytes; fewer than `length` only at the end of the file.
+
+    Raises:
+        CheckpointError: anything wrong with the file's length, its header, or one of its tensors.
+    """
+    return parse_header(path, file, num_bytes, read_header_bytes(path, num_bytes, read))
+
+
+def read_header_bytes(path: str, num_bytes: int, read: Callable[[int, int], bytes]) -> bytes:
+    """Read the header, without the length before it, as `read_header` does; only its length is checked."""
+    if num_bytes < _LENGTH_BYTES:
+        raise CheckpointError(f"has {num_bytes} bytes, too few for a safetensors file: it is truncated", path=path)
+    length = int.from_bytes(_read_exactly(path, read, 0, _LENGTH_BYTES), "little")
+    if length > MAX_HEADER_BYTES:
+        what = f"header length {length} is over the cap of {MAX_HEADER_BYTES} bytes: not a safetensors file?"
+        raise CheckpointError(what, path=path)
+    if length > num_bytes - _LENGTH_BYTES:
+        what = f"header length {length} does not fit into the file's {num_bytes} bytes: it is truncated"
+        raise CheckpointError(what, path=path)
+    return _read_exactly(path, read, _LENGTH_BYTES, length)
+
+
+def header_sha256(data: bytes) -> str:
+    """SHA-256, in hex, of a file's first bytes: the header's length, and the header `data`."""
+    digest = hashlib.sha256(len(data).to_bytes(_LENGTH_BYTES, "little"))
+    digest.update(data)
+    return digest.hexdigest()
+
+
+def parse_header(path: str, file: int, num_bytes: int, data: bytes) -> Header:
+    """Check header bytes `data` (without the length before them) against a file of `num_bytes` that holds them."""
+    start = _LENGTH_BYTES + len(data)
+    assert start <= num_bytes, f"{path}: a header that ends at {start} in a file of {num_bytes}"
+    if not data.startswith(b"{"):
+        raise CheckpointError(f"header begins with {data[:1]!r}, not with '{{': not a safetensors file?", path=path)
+    try:
+        entries = parse_object(data)
+    except ValueError as error:
+        raise CheckpointError(f"header {error}", path=path) from error
+    metadata = _check_metadata(path, entries.pop("__metadata__", {}))
+    tensors = sorted(
+        (_check_entry(path, file, start, name, entry) for name, entry in entries.items()),
+        key=lambda info: (info.offset, info.num_bytes),
+    )
+    _check_tiling(path, tensors, start, num_bytes)
+    return Header(tuple(tensors), metadata, header_sha256(data))
+
+
+def _read_exactly(path: str, read: Callable[[int, int], bytes], offset: int, length: int) -> bytes:
+    data = read(offset, length)
+    if len(data) != length:
+        what = f"ended at byte {offset + len(data)} while its header was read: it is truncated or being written"
+        raise CheckpointError(what, path=path)
+    return data
+
+
+def _check_metadata(path: str, metadata: Any) -> dict[str, str]:
+    if not isinstance(metadata, dict):
+        raise CheckpointError(f"__metadata__ is a JSON {type(metadata).__name__}, not an object", path=path)
+    for key, value in metadata.items():
+        if not isinstance(value, str) or not is_text(value):
+            what = f"__metadata__ maps {shown(key)} to {shown(value)}, which is not a string of Unicode text"
+            raise CheckpointError(what, path=path)
+    return metadata
+
+
+def _check_entry(path: str, file: int, start: int, name: str, entry: Any) -> TensorInfo:
+    """Check one tensor's entry on its own: types, dtype, shape, and that its bytes are as many as its shape needs."""
+    try:
+        if not isinstance(entry, dict):
+            raise ValueError(f"its header entry is a JSON {type(entry).__name__}, not an object")
+        missing = [key for key in ("dtype", "shape", "data_offsets") if key not in entry]
+        if missing:
+            raise ValueError(f"its header entry lacks {', '.join(missing)}")
+        dtype = _check_dtype(entry["dtype"])
+        shape = _check_shape(entry["shape"], dtype)
+        begin, end = _check_offsets(entry["data_offsets"])
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if end - begin != num_bytes:
+            what = f"shape {list(shape)} of {entry['dtype']} takes {num_bytes} bytes, but data_offsets "
+            raise ValueError(what + f"[{begin}, {end}] hold {end - begin}")
+    except ValueError as error:
+        raise CheckpointError(str(error), path=path, tensor=name) from error
+    return TensorInfo(name, dtype, shape, file, start + begin)
+
+
+def _check_dtype(name: Any) -> torch.dtype:
+    dtype = DTYPE_OF_NAME.get(name) if isinstance(name, str) else None
+    if dtype is not None:
+        return dtype
+    if isinstance(name, str) and name in SUB_BYTE_NAMES:
+        raise ValueError(f"dtype {name} is unsupported: its elements are narrower than a byte")
+    raise ValueError(f"dtype {shown(name)} is unknown; known are {', '.join(DTYPE_OF_NAME)}")
+
+
+def _check_shape(shape: Any, dtype: torch.dtype) -> tuple[int, ...]:
+    if not isinstance(shape, list) or not all(map(_is_size, shape)):
+        raise ValueError(f"shape {shown(shape)} is not a list of integers from 0 to 2**63 - 1")
+    if len(shape) > MAX_DIMS:
+        raise ValueError(f"has {len(shape)} dimensions; at most {MAX_DIMS} are possible")
+    # Dimensions of 0 are left out: strides are computed without them, and would overflow all the same.
+    if math.prod(dim or 1 for dim in shape) * dtype.itemsize > _MAX_INT64:
+        raise ValueError(f"shape {shape} of {dtype} overflows 64 bits")
+    return tuple(shape)
+
+
+def _check_offsets(offsets: Any) -> tuple[int, int]:
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)):
+        raise ValueError(f"data_offsets {shown(offsets)} are not two integers from 0 to 2**63 - 1")
+    return offsets[0], offsets[1]
+
+
+def _is_size(value: Any) -> bool:
+    # `type`, not isinstance: JSON's true is a Python int too.
+    return type(value) is int and 0 <= value <= _MAX_INT64
+
+
+def _check_tiling(path: str, tensors: list[TensorInfo], start: int, num_bytes: int) -> None:
+    """Check that the tensors, sorted by offset, cover the payload from end to end, once."""
+    position = start
+    previous = "the header"
+    for info in tensors:
+        if info.offset < position:
+            what = f"overlaps {previous}: begins at byte {info.offset}, which ends at {position}"
+            raise CheckpointError(what, path=path, tensor=info.name)
+        if info.offset > position:
+            what = f"begins at byte {info.offset}, but {previous} ends at {position}: a hole between them"
+            raise CheckpointError(what, path=path, tensor=info.name)
+        position += info.num_bytes
+        previous = f"tensor {shown(info.name)}"
+    if position > num_bytes:
+        what = f"ends at byte {position}, but the file has {num_bytes}: it is truncated"
+        raise CheckpointError(what, path=path, tensor=_first_cut(tensors, num_bytes))
+    if position < num_bytes:
+        what = f"has {num_bytes - position} trailing bytes: {previous} ends at {position}, the file at {num_bytes}"
+        raise CheckpointError(what, path=path)
+
+
+def _first_cut(tensors: list[TensorInfo], num_bytes: int) -> str:
+    return next(info.name for info in tensors if info.offset + info.num_bytes > num_bytes)

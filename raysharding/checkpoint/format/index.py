@@ -1,0 +1,269 @@
+"""Which files make up a checkpoint: the user's path resolved, the index checked, the small files beside the weights.
+
+Nothing here looks into a weight file; that is `header.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from typing import Any, Final
+
+from raysharding.checkpoint.format.header import parse_object
+from raysharding.checkpoint.format.names import (
+    ADAPTER_CONFIG_NAME,
+    ADAPTER_NAME,
+    INDEX_NAME,
+    MANIFEST_NAME,
+    SAVE_RECORD_NAME,
+    SINGLE_NAME,
+)
+from raysharding.checkpoint.format.staging import find_set_aside, is_staging_path
+from raysharding.checkpoint.storage import (
+    Storage,
+    is_remote,
+    join_path,
+    normal_path,
+    read_bytes,
+    require_file,
+    split_path,
+)
+from raysharding.errors import CheckpointError, shown
+
+_MAX_NAME_CHARS: Final = 255
+_SUFFIX: Final = ".safetensors"
+_SHARD_NAME: Final = re.compile(r"-\d+-of-\d+\.safetensors$")
+"""A part of a checkpoint, of which an index must say that it is all: a save or a download may have broken off."""
+_INDEX_SUFFIX: Final = ".safetensors.index.json"
+MAX_JSON_BYTES: Final = 256 << 20
+"""Longest index or config.json that is read."""
+_MAX_SIDECAR_BYTES: Final = 64 << 20
+_SIDECAR_SUFFIXES: Final = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".spm", ".vocab")
+_CONVERT: Final = (
+    "convert it once with transformers: AutoModel.from_pretrained(path).save_pretrained(new_path) writes safetensors"
+)
+
+
+@dataclass(frozen=True)
+class FileSet:
+    """The files of one checkpoint."""
+
+    directory: str
+    """Absolute path or URI of the directory that holds all of them."""
+    names: tuple[str, ...]
+    """File names, sorted. All are regular files, or symlinks to such."""
+    weight_map: dict[str, str] | None
+    """Tensor → file name, as the index says; `None` where there is no index."""
+    index_path: str | None
+    """Absolute path or URI of the index, or `None`."""
+
+
+def resolve_files(storage: Storage, path: str) -> FileSet:
+    """Find the files that `path` stands for.
+
+    Args:
+        storage: What holds them.
+        path: A directory, a `.safetensors` file or an index JSON; a local path or a URI.
+
+    Raises:
+        CheckpointError: nothing usable there, an ambiguous directory, or an index that is malformed or unsafe.
+    """
+    normal = normal_path(path)
+    found = storage.find(normal)
+    if found.kind == "directory":
+        return _resolve_directory(storage, normal)
+    if found.kind == "missing":
+        raise _nothing_there(path, normal)
+    directory, name = split_path(normal)
+    if name.endswith(_INDEX_SUFFIX):
+        return _read_index(storage, normal)
+    if name.endswith(_SUFFIX):
+        # The user named this very file, so a symlink that leads elsewhere is the user's choice.
+        require_file(found, normal)
+        return FileSet(directory, (name,), None, None)
+    what = f"is neither a directory, nor a {_SUFFIX} file, nor a {_INDEX_SUFFIX}"
+    if name.endswith((".bin", ".pt", ".pth", ".ckpt")):
+        what += f", and pickled weights are never read; {_CONVERT}"
+    raise CheckpointError(what, path=path)
+
+
+def read_config(storage: Storage, directory: str, name: str = "config.json") -> dict[str, Any] | None:
+    """Parse config.json, or another JSON file, in `directory`; `None` where there is none.
+
+    Python's JSON dialect is accepted here, as transformers accepts it: Mamba's configs hold Infinity.
+
+    Raises:
+        CheckpointError: not readable, not JSON, or not an object.
+    """
+    path = join_path(directory, name)
+    data = read_beside(storage, directory, name, MAX_JSON_BYTES)
+    if data is None:
+        return None
+    try:
+        config = json.loads(data.decode("utf-8"))
+    except RecursionError:
+        raise CheckpointError("is nested too deep", path=path) from None
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"is not UTF-8 ({error.reason} at byte {error.start})", path=path) from error
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"is not JSON ({error})", path=path) from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"is a JSON {type(config).__name__}, not an object", path=path)
+    return config
+
+
+def list_sidecar_files(storage: Storage, directory: str) -> tuple[str, ...]:
+    """Names of the tokenizer, config and generation files in `directory`; see `Checkpoint.sidecar_files`."""
+    names = [name for name in storage.list_names(directory) if _is_sidecar_name(name)]
+
+    def is_small(name: str) -> bool:
+        found = storage.find(join_path(directory, name))
+        return found.kind == "file" and found.num_bytes < _MAX_SIDECAR_BYTES and _is_inside(storage, directory, name)
+
+    small = storage.each(is_small, names)
+    return tuple(name for name, wanted in zip(names, small, strict=True) if wanted)
+
+
+def read_sidecar(storage: Storage, directory: str, name: str) -> bytes:
+    """Read one of `list_sidecar_files`; see `Checkpoint.read_sidecar`."""
+    if not _is_sidecar_name(name) or "/" in name or "\\" in name or "\0" in name:
+        raise CheckpointError(f"{name!r} is none of sidecar_files()", path=directory)
+    data = read_beside(storage, directory, name, _MAX_SIDECAR_BYTES)
+    if data is None:
+        raise CheckpointError("is gone since the directory was listed", path=join_path(directory, name))
+    return data
+
+
+def read_beside(storage: Storage, directory: str, name: str, max_bytes: int) -> bytes | None:
+    """Read a whole small file in `directory`, after a look at what and how big it is; `None` where there is none."""
+    storage.check_inside(directory, name)
+    path = join_path(directory, name)
+    found = storage.find(path)
+    if found.kind == "missing":
+        return None
+    require_file(found, path)
+    file = storage.open(path)
+    try:
+        num_bytes = file.found.num_bytes
+        if num_bytes > max_bytes:
+            what = f"has {num_bytes} bytes, is over the cap of {max_bytes} bytes for a file beside the weights"
+            raise CheckpointError(what, path=path)
+        return read_bytes(file, 0, num_bytes)
+    finally:
+        file.close()
+
+
+def _is_sidecar_name(name: str) -> bool:
+    if name.endswith(".index.json") or name.startswith(".") or name in (MANIFEST_NAME, SAVE_RECORD_NAME):
+        return False
+    return name.endswith(_SIDECAR_SUFFIXES)
+
+
+def _is_inside(storage: Storage, directory: str, name: str) -> bool:
+    try:
+        storage.check_inside(directory, name)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _resolve_directory(storage: Storage, directory: str) -> FileSet:
+    if not is_remote(directory) and is_staging_path(directory):
+        raise CheckpointError("is the temporary directory of an unfinished save: its files are partial", path=directory)
+    names = storage.list_names(directory)
+    if INDEX_NAME in names:
+        files = _read_index(storage, join_path(directory, INDEX_NAME))
+        if SINGLE_NAME in names and SINGLE_NAME not in files.names:
+            what = f"holds both {INDEX_NAME} and a {SINGLE_NAME} outside it: give the path of the one you mean"
+            raise CheckpointError(what, path=directory)
+        return files
+    found = [name for name in names if name.endswith(_SUFFIX)]
+    indexes = [name for name in names if name.endswith(_INDEX_SUFFIX)]
+    if SINGLE_NAME in found:
+        found = [SINGLE_NAME]
+    elif ADAPTER_NAME in found and ADAPTER_CONFIG_NAME in names:
+        found = [ADAPTER_NAME]
+    elif len(indexes) == 1:
+        return _read_index(storage, join_path(directory, indexes[0]))
+    if len(found) != 1 or _SHARD_NAME.search(found[0]):
+        raise _no_checkpoint(directory, names, found)
+    storage.check_inside(directory, found[0])
+    path = join_path(directory, found[0])
+    require_file(storage.find(path), path)
+    return FileSet(directory, (found[0],), None, None)
+
+
+def _nothing_there(path: str, normal: str) -> CheckpointError:
+    if is_remote(normal):
+        what = "no such file or directory in the store: check bucket, path and, in the query, region and endpoint"
+        return CheckpointError(what, path=path)
+    aside = find_set_aside(normal)
+    if aside is not None:
+        what = f"no such directory, but an interrupted save left the previous checkpoint in {aside}: rename it back"
+        return CheckpointError(what, path=path)
+    what = "no such file or directory"
+    if not os.path.isabs(path) and path.count("/") == 1:
+        what += f"; if it is a model of the Hugging Face hub, give huggingface_hub.snapshot_download({path!r})"
+    return CheckpointError(what, path=path)
+
+
+def _no_checkpoint(directory: str, names: list[str], found: list[str]) -> CheckpointError:
+    """Say what a directory without a usable checkpoint does hold, and what to do."""
+    if found:
+        listed = ", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
+        what = f"holds {len(found)} {_SUFFIX} files ({listed}) and no {INDEX_NAME}: give one file, or restore the index"
+        return CheckpointError(what, path=directory)
+    pickled = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
+    if pickled:
+        what = f"holds no {_SUFFIX} file, only pickled weights ({', '.join(pickled[:8])}), which are never read"
+        return CheckpointError(f"{what}; {_CONVERT}", path=directory)
+    listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    return CheckpointError(f"holds no {_SUFFIX} file; it holds {listed or 'nothing'}", path=directory)
+
+
+def _read_index(storage: Storage, path: str) -> FileSet:
+    """Parse an index and check each file name in it. Whether the files hold those tensors is checked later."""
+    directory, index_name = split_path(path)
+    data = read_beside(storage, directory, index_name, MAX_JSON_BYTES)
+    if data is None:
+        raise CheckpointError("is gone since the directory was listed", path=path)
+    try:
+        index = parse_object(data)
+    except ValueError as error:
+        raise CheckpointError(f"index {error}", path=path) from error
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError("index has no weight_map with a tensor in it", path=path)
+    names: dict[str, str] = {}
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str):
+            raise CheckpointError(f"index maps it to {shown(name)}, not to a file name", path=path, tensor=tensor)
+        names.setdefault(name, tensor)
+    for name, tensor in names.items():
+        _check_name(path, name, tensor)
+
+    def check_file(name: str) -> None:
+        storage.check_inside(directory, name)
+        found = storage.find(join_path(directory, name))
+        if found.kind == "missing":
+            what = f"index names the file {name!r}, which is missing"
+            raise CheckpointError(what, path=path, tensor=names[name])
+        require_file(found, join_path(directory, name))
+
+    storage.each(check_file, names)
+    return FileSet(directory, tuple(sorted(names)), weight_map, path)
+
+
+def _check_name(path: str, name: str, tensor: str) -> None:
+    """Refuse a file name that is anything but a plain name of a safetensors file."""
+    if len(name) > _MAX_NAME_CHARS:
+        what = f"index names a file by {len(name)} characters ({name[:40]!r}...), more than a file system takes"
+        raise CheckpointError(what, path=path, tensor=tensor)
+    what = f"index names the file {name!r}"
+    if "/" in name or "\\" in name or "\0" in name or name.startswith("."):
+        what += ": only plain names of files beside the index are allowed, nothing that leaves its directory"
+        raise CheckpointError(what, path=path, tensor=tensor)
+    if not name.endswith(_SUFFIX):
+        raise CheckpointError(f"{what}, which is not a {_SUFFIX} file; {_CONVERT}", path=path, tensor=tensor)

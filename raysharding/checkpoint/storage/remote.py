@@ -1,0 +1,279 @@
+"""Files behind a URI that pyarrow.fs takes: S3, Google Cloud Storage, Azure, HDFS.
+
+pyarrow's file systems: connecting to one with deadlines of ours, and its answers in words of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from functools import lru_cache
+from typing import Any, Final
+
+from raysharding.checkpoint.storage.interface import Found, Item, Result
+from raysharding.checkpoint.storage.requests import Job, RemoteOptions, Requests, requests_of
+from raysharding.checkpoint.storage.uri import join_path, split_path
+from raysharding.errors import CheckpointError
+
+
+def connect(uri: str, options: RemoteOptions, for_writing: bool = False) -> tuple[Any, str]:
+    """Return the `pyarrow.fs.FileSystem` of a URI, and the path inside it.
+
+    Args:
+        uri: Of a directory.
+        options: Deadlines and tries.
+        for_writing: Parts of a stream are tried again by pyarrow, since only it can, and sent one after the other:
+            sent in the background, they would wait for the network in memory without bound.
+
+    Raises:
+        ValueError: pyarrow knows no such scheme or query.
+        NotImplementedError: this pyarrow was built without it.
+        OSError: the store cannot be reached, or a library is missing.
+    """
+    import pyarrow.fs as arrow_fs  # takes half a second
+
+    system, inside = arrow_fs.FileSystem.from_uri(uri)
+    # A URI cannot carry these, so the file system is made anew from its own pickled arguments. Tries are counted in
+    # `Requests`: pyarrow's own, times ours, would outlast every deadline.
+    num_tries = options.num_tries if for_writing else 1
+    if system.type_name == "s3":
+        arguments = system.__reduce__()[1][0] | {
+            "connect_timeout": options.request_s / 2,
+            "request_timeout": options.request_s / 2,
+            "retry_strategy": arrow_fs.AwsStandardS3RetryStrategy(max_attempts=num_tries),
+            "background_writes": not for_writing,
+        }
+        system = arrow_fs.S3FileSystem(**arguments)
+    elif system.type_name == "gcs":
+        limit_s = max(1.0, options.request_s / 2) * num_tries
+        arguments = system.__reduce__()[1][0] | {"retry_time_limit": timedelta(seconds=limit_s)}
+        system = arrow_fs.GcsFileSystem(**arguments)
+    return system, inside
+
+
+def found_in(info: Any) -> Found:
+    """What a `pyarrow.fs.FileInfo` says."""
+    import pyarrow.fs as arrow_fs
+
+    if info.type == arrow_fs.FileType.File:
+        return Found("file", info.size, info.mtime_ns)
+    if info.type == arrow_fs.FileType.Directory:
+        return Found("directory")
+    return Found("missing" if info.type == arrow_fs.FileType.NotFound else "other")
+
+
+def version_in(metadata: Mapping[Any, Any]) -> tuple[str | None, int | None]:
+    """Etag and mtime (ns) in what an open object says of itself; `None` for what it does not say."""
+    texts = {_text(key).lower(): _text(value) for key, value in metadata.items()}
+    changed = texts.get("last-modified")
+    try:
+        moment = datetime.fromisoformat(changed) if changed else None
+    except ValueError:
+        moment = None  # the store spells it in another way: `FileInfo` says it too
+    if moment is None:
+        return texts.get("etag"), None
+    return texts.get("etag"), round(moment.replace(tzinfo=moment.tzinfo or UTC).timestamp()) * 10**9
+
+
+def _text(value: Any) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+
+
+_MIN_PART_BYTES: Final = 1 << 20
+"""Least bytes of a part, where a range has more: below this a request's latency outweighs its bytes."""
+
+
+_WITHOUT_DIRECTORIES: Final = ("s3", "gcs", "abfs")
+"""pyarrow's names of stores whose objects need no directory to be in."""
+
+
+class RemoteFile:
+    """An object. Bytes pass through the memory of the requests in flight, see `RemoteOptions`.
+
+    Args:
+        path: URI, for errors.
+        handle: A pyarrow `NativeFile`; its `read_at` may be called by several threads.
+        found: What the store said when it was opened.
+        requests: Sends the requests.
+    """
+
+    def __init__(self, path: str, handle: Any, found: Found, requests: Requests) -> None:
+        self._path = path
+        self._handle = handle
+        self._found = found
+        self._requests = requests
+
+    @property
+    def found(self) -> Found:
+        """See `StoredFile`."""
+        return self._found
+
+    def fill(self, offset: int, views: Sequence[memoryview]) -> int:
+        """See `StoredFile`. A long range is cut into parts that are fetched at once."""
+        num_bytes = sum(view.nbytes for view in views)
+        end = offset + num_bytes
+        if end > self._found.num_bytes:
+            what = f"ends at byte {self._found.num_bytes}, but {num_bytes} bytes were asked for at {offset}"
+            raise CheckpointError(f"{what}: it is another file than the one whose header was read", path=self._path)
+        options = self._requests.options
+        part_bytes = min(options.part_bytes, max(_MIN_PART_BYTES, -(-num_bytes // options.max_in_flight)))
+        jobs, position = [], offset
+        for part in cut_views(views, part_bytes):
+            length = sum(view.nbytes for view in part)
+            jobs.append(self._job(position, length, part))
+            position += length
+        self._requests.run(self._path, jobs)
+        return num_bytes
+
+    def close(self) -> None:
+        """See `StoredFile`. The handle is only dropped: an abandoned request may still read from it."""
+        self._handle = None
+
+    def _job(self, offset: int, length: int, views: Sequence[memoryview]) -> Job:
+        handle = self._handle
+
+        def send() -> bytes:
+            data: bytes = handle.read_at(length, offset)
+            return data
+
+        def take(data: bytes) -> None:
+            if len(data) != length:
+                raise OSError(f"the answer has {len(data)} bytes instead of {length}")
+            memory, start = memoryview(data), 0
+            for view in views:
+                view.cast("B")[:] = memory[start : start + view.nbytes]
+                start += view.nbytes
+
+        return Job(f"reading {length} bytes at {offset}", send, take)
+
+
+class RemoteStorage:
+    """See `Storage`. Made by `remote_storage`, once for each process and options."""
+
+    def __init__(self, options: RemoteOptions) -> None:
+        self._requests = requests_of(options)
+        self._directories: dict[tuple[str, bool], tuple[Any, str]] = {}
+
+    def find(self, path: str) -> Found:
+        """See `Storage`. Of a file without its etag: that takes an open one."""
+        system, inside = self._locate(path)
+        info = self._requests.call(path, "looking it up", lambda: system.get_file_info(inside))
+        return found_in(info)
+
+    def list_names(self, directory: str) -> list[str]:
+        """See `Storage`."""
+        import pyarrow.fs as arrow_fs
+
+        system, inside = self._enter(directory, directory)
+        selector = arrow_fs.FileSelector(inside)
+        infos = self._requests.call(directory, "listing it", lambda: system.get_file_info(selector))
+        return sorted(info.base_name for info in infos)
+
+    def open(self, path: str) -> RemoteFile:
+        """See `Storage`."""
+        system, inside = self._locate(path)
+
+        def send() -> tuple[Any, Found]:
+            handle = system.open_input_file(inside)
+            etag, mtime_ns = version_in(handle.metadata() or {})
+            if mtime_ns is None:
+                mtime_ns = found_in(system.get_file_info(inside)).mtime_ns
+            return handle, Found("file", handle.size(), mtime_ns, etag)
+
+        handle, found = self._requests.call(path, "opening it", send)
+        return RemoteFile(path, handle, found, self._requests)
+
+    def identity(self, path: str) -> Hashable:
+        """See `Storage`. Object stores have no directories that could be renamed into place."""
+        return None
+
+    def check_inside(self, directory: str, name: str) -> None:
+        """See `Storage`. Object stores have no symlinks; HDFS has none that pyarrow shows."""
+        assert "/" not in name, f"{join_path(directory, name)} is no plain name in its directory"
+
+    def put(self, path: str, data: bytes) -> None:
+        """Write a whole object, which appears as a whole."""
+        system, inside = self._locate_for_writing(path)
+
+        def send() -> None:
+            with system.open_output_stream(inside) as stream:
+                stream.write(data)
+
+        self._requests.call(path, f"writing {len(data)} bytes", send)
+
+    def open_output(self, path: str) -> Any:
+        """Begin an object: a pyarrow stream, by which it appears when it is closed."""
+        system, inside = self._locate_for_writing(path)
+        return self._requests.call(path, "making it", lambda: system.open_output_stream(inside))
+
+    def remove_file(self, path: str) -> None:
+        """Remove an object; a missing one is fine."""
+        system, inside = self._locate(path)
+        self._requests.call(path, "removing it", lambda: _unless_missing(system.delete_file, inside))
+
+    def remove_tree(self, directory: str) -> None:
+        """Remove everything under a directory; a missing one is fine."""
+        system, inside = self._enter(directory, directory)
+        # A bucket is not ours to remove.
+        remove = system.delete_dir if "/" in inside.strip("/") else system.delete_dir_contents
+        self._requests.call(directory, "removing it", lambda: _unless_missing(remove, inside))
+
+    def each(self, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+        """See `Storage`. As many at once as requests may be in flight; the first error stops the rest."""
+        pool = ThreadPoolExecutor(self._requests.options.max_in_flight, thread_name_prefix="raysharding-remote")
+        try:
+            return list(pool.map(function, items))
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _locate_for_writing(self, path: str) -> tuple[Any, str]:
+        """As `_locate`; parents are there then, where the store has such."""
+        system, inside = self._locate(path, for_writing=True)
+        if system.type_name not in _WITHOUT_DIRECTORIES:
+            parent = inside.rpartition("/")[0]
+            self._requests.call(path, "making its directory", lambda: system.create_dir(parent, recursive=True))
+        return system, inside
+
+    def _locate(self, path: str, *, for_writing: bool = False) -> tuple[Any, str]:
+        """File system of a path, and the path inside it."""
+        directory, name = split_path(path)
+        system, inside = self._enter(directory, path, for_writing=for_writing)
+        return system, f"{inside.rstrip('/')}/{name}" if name else inside
+
+    def _enter(self, directory: str, path: str, *, for_writing: bool = False) -> tuple[Any, str]:
+        """The same of a directory, whose files share the connections; errors name `path`."""
+        entered = self._directories.get((directory, for_writing))
+        if entered is None:
+            options = self._requests.options
+            # A request: where the URI names no region, S3 is asked for the bucket's.
+            entered = self._requests.call(path, "connecting", lambda: connect(directory, options, for_writing))
+            self._directories[directory, for_writing] = entered
+        return entered
+
+
+def _unless_missing(remove: Callable[[str], None], inside: str) -> None:
+    with suppress(FileNotFoundError):
+        remove(inside)
+
+
+@lru_cache(maxsize=8)
+def remote_storage(options: RemoteOptions) -> RemoteStorage:
+    """Return the storage behind URIs, with these options."""
+    return RemoteStorage(options)
+
+
+def cut_views(views: Sequence[memoryview], part_bytes: int) -> list[list[memoryview]]:
+    """Deal views out into parts of `part_bytes`, the last one shorter; a view that spans parts is cut."""
+    parts: list[list[memoryview]] = []
+    room = 0
+    for view in views:
+        rest = view.cast("B") if view.nbytes else view
+        while rest.nbytes:
+            if room == 0:
+                parts.append([])
+                room = part_bytes
+            parts[-1].append(rest[:room])
+            rest, room = rest[room:], room - min(room, rest.nbytes)
+    return parts

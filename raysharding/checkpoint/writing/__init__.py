@@ -1,0 +1,66 @@
+"""Saves, whole or not at all: files planned and written aside, a manifest, one rename, and what goes of older ones."""
+
+from raysharding.checkpoint.writing.commit import (
+    StagedDirectory,
+    check_destination,
+    commit_files,
+    commit_staging,
+    create_staging,
+    is_left_over,
+    make_directory,
+    remove_staging,
+)
+from raysharding.checkpoint.writing.file_plan import (
+    file_names,
+    file_order,
+    make_folder,
+    plan_files,
+    write_file,
+    write_index,
+)
+from raysharding.checkpoint.writing.manifest import Manifest, check_manifest, mismatches, read_manifest, write_manifest
+from raysharding.checkpoint.writing.retention import (
+    check_numbered,
+    is_checkpoint,
+    newest_after,
+    remove_left_overs,
+    remove_older,
+    remove_unfinished,
+)
+from raysharding.checkpoint.writing.save_files import is_save_name, is_weight_name
+from raysharding.checkpoint.writing.save_record import SaveRecord, own_sidecars, read_save_record
+from raysharding.checkpoint.writing.writer import FileWriter
+
+__all__ = [
+    "FileWriter",
+    "Manifest",
+    "SaveRecord",
+    "StagedDirectory",
+    "check_destination",
+    "check_manifest",
+    "check_numbered",
+    "commit_files",
+    "commit_staging",
+    "create_staging",
+    "file_names",
+    "file_order",
+    "is_checkpoint",
+    "is_left_over",
+    "is_save_name",
+    "is_weight_name",
+    "make_directory",
+    "make_folder",
+    "mismatches",
+    "newest_after",
+    "own_sidecars",
+    "plan_files",
+    "read_manifest",
+    "read_save_record",
+    "remove_left_overs",
+    "remove_older",
+    "remove_staging",
+    "remove_unfinished",
+    "write_file",
+    "write_index",
+    "write_manifest",
+]

@@ -1,0 +1,234 @@
+"""`Manifest`: what a save wrote, file by file and tensor by tensor, so that a load can tell whether it still is there.
+
+Format of `raysharding.manifest.json`: {"format_version": 1, "algorithm": "crc32",
+"files": {name: {"num_bytes", "header_sha256"}}, "tensors": {name: {"num_bytes", "crc32": 8 hex digits}}}.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Self
+
+from raysharding.checkpoint.format import ALGORITHM, MANIFEST_NAME, Checkpoint, Checksums, parse_object
+from raysharding.checkpoint.storage import join_path, split_path
+from raysharding.checkpoint.writing.file_plan import write_file
+from raysharding.checkpoint.writing.writer import FileWriter
+from raysharding.errors import CheckpointError, shown
+
+FORMAT_VERSION: Final = 1
+"""The only one so far."""
+MAX_MANIFEST_BYTES: Final = 256 << 20
+"""Longest manifest that is read; an index has the same cap."""
+_SHA256: Final = re.compile("[0-9a-f]{64}")
+_CRC32: Final = re.compile("[0-9a-f]{8}")
+_STALE: Final = (
+    f"if the files were replaced on purpose, remove {MANIFEST_NAME}; if not, restore the files that were saved with it"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestFile:
+    """One checkpoint file."""
+
+    num_bytes: int
+    """Size of the file, header included."""
+    header_sha256: str
+    """SHA-256, hex, of the 8 length bytes and the header."""
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestTensor:
+    """One tensor."""
+
+    num_bytes: int
+    """Bytes in the file."""
+    crc32: int
+    """CRC-32 of those bytes."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What one save wrote."""
+
+    files: Mapping[str, ManifestFile]
+    """File name → size and header, sorted by name."""
+    tensors: Mapping[str, ManifestTensor]
+    """Key in the files → size and checksum, sorted by name."""
+
+    @classmethod
+    def of_files(cls, writers: Iterable[FileWriter]) -> Self:
+        """Describe finished files, from what their writers saw pass. No file is read."""
+        files = {}
+        tensors = {}
+        for writer in writers:
+            files[split_path(writer.path)[1]] = ManifestFile(writer.num_bytes, writer.header_sha256)
+            for name, info in writer.tensors.items():
+                crc32 = writer.checksums.value(name, info.num_bytes)
+                assert crc32 is not None, f"{name}: {writer.checksums.problem(name, info.num_bytes)}"
+                tensors[name] = ManifestTensor(info.num_bytes, crc32)
+        return cls(dict(sorted(files.items())), dict(sorted(tensors.items())))
+
+    @classmethod
+    def of_parts(cls, parts: Iterable[Self]) -> Self:
+        """Put together what each rank wrote."""
+        files: dict[str, ManifestFile] = {}
+        tensors: dict[str, ManifestTensor] = {}
+        for part in parts:
+            assert not files.keys() & part.files.keys(), "two ranks wrote one file"
+            assert not tensors.keys() & part.tensors.keys(), "two ranks wrote one tensor"
+            files.update(part.files)
+            tensors.update(part.tensors)
+        return cls(dict(sorted(files.items())), dict(sorted(tensors.items())))
+
+    @property
+    def num_bytes(self) -> int:
+        """Payload bytes of all tensors."""
+        return sum(tensor.num_bytes for tensor in self.tensors.values())
+
+    def as_dict(self) -> dict[str, Any]:
+        """The manifest as a JSON value; equal manifests give the same text."""
+        return {
+            "format_version": FORMAT_VERSION,
+            "algorithm": ALGORITHM,
+            "files": {
+                name: {"num_bytes": file.num_bytes, "header_sha256": file.header_sha256}
+                for name, file in self.files.items()
+            },
+            "tensors": {
+                name: {"num_bytes": tensor.num_bytes, "crc32": f"{tensor.crc32:08x}"}
+                for name, tensor in self.tensors.items()
+            },
+        }
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any], path: str) -> Self:
+        """Check what `as_dict` gave, or somebody else wrote.
+
+        Args:
+            fields: A JSON object.
+            path: Names the manifest in errors.
+
+        Raises:
+            CheckpointError: another format or algorithm, or a field that is missing or malformed.
+        """
+        version, algorithm = fields.get("format_version"), fields.get("algorithm")
+        if type(version) is not int or version != FORMAT_VERSION or algorithm != ALGORITHM:
+            what = f"is of format_version {shown(version)} with algorithm {shown(algorithm)}, but only "
+            what += f"{FORMAT_VERSION} with {ALGORITHM!r} is known: upgrade raysharding, or remove the file"
+            raise CheckpointError(what, path=path)
+        files = {
+            name: ManifestFile(*_fields(entry, "header_sha256", _SHA256, path, f"file {shown(name)}: ", None))
+            for name, entry in _object(fields, "files", path).items()
+        }
+        tensors = {}
+        for name, entry in _object(fields, "tensors", path).items():
+            num_bytes, crc32 = _fields(entry, "crc32", _CRC32, path, "", name)
+            tensors[name] = ManifestTensor(num_bytes, int(crc32, 16))
+        return cls(dict(sorted(files.items())), dict(sorted(tensors.items())))
+
+
+def read_manifest(checkpoint: Checkpoint) -> Manifest | None:
+    """Read the manifest beside a checkpoint's files; call it where they can be read.
+
+    Returns:
+        The manifest; `None` where there is none, as in every directory that something else saved.
+
+    Raises:
+        CheckpointError: it cannot be read, or is not what `write_manifest` writes.
+    """
+    path = join_path(checkpoint.directory, MANIFEST_NAME)
+    data = checkpoint.read_beside(MANIFEST_NAME, MAX_MANIFEST_BYTES)
+    if data is None:
+        return None
+    try:
+        fields = parse_object(data)
+    except ValueError as error:
+        raise CheckpointError(f"manifest {error}", path=path) from error
+    return Manifest.from_dict(fields, path)
+
+
+def write_manifest(directory: str, manifest: Manifest) -> None:
+    """Write a manifest into a staging directory. `commit_staging` puts it on the disk.
+
+    Raises:
+        CheckpointError: the disk is full or failed.
+    """
+    write_file(directory, MANIFEST_NAME, json.dumps(manifest.as_dict(), separators=(",", ":")).encode("ascii") + b"\n")
+
+
+def check_manifest(manifest: Manifest, checkpoint: Checkpoint) -> None:
+    """Compare sizes, headers and tensors of the files with the manifest, before any payload byte is read.
+
+    Files of the manifest that the checkpoint lacks are fine: the user may have opened one of several. Reads nothing:
+    what `open_checkpoint` saw is compared.
+
+    Raises:
+        CheckpointError: a file or a tensor that is not in the manifest or differs from it: names it.
+    """
+    for file in checkpoint.files:
+        expected = manifest.files.get(file.name)
+        if expected is None:
+            what = f"is not in {MANIFEST_NAME}, so the save that made that did not write this file"
+        elif file.num_bytes != expected.num_bytes:
+            what = f"has {file.num_bytes} bytes, but {MANIFEST_NAME} says {expected.num_bytes}"
+        elif file.header_sha256 != expected.header_sha256:
+            what = f"has a header with SHA-256 {file.header_sha256}, but {MANIFEST_NAME} says {expected.header_sha256}"
+        else:
+            continue
+        raise CheckpointError(f"{what}; {_STALE}", path=file.path)
+    for name, info in checkpoint.tensors.items():
+        tensor = manifest.tensors.get(name)
+        if tensor is None or tensor.num_bytes != info.num_bytes:
+            has = "does not list it" if tensor is None else f"says {tensor.num_bytes} bytes"
+            what = f"has {info.num_bytes} bytes, but the manifest {has}; {_STALE}"
+            raise CheckpointError(what, path=checkpoint.files[info.file].path, tensor=name)
+
+
+def mismatches(manifest: Manifest, checksums: Checksums, tensors: Iterable[str] | None = None) -> list[str]:
+    """Compare what was read with the manifest; call it with the pieces of all ranks merged.
+
+    Args:
+        manifest: What was saved.
+        checksums: What was read.
+        tensors: Keys that were read in full and must agree; `None` for all in the manifest.
+
+    Returns:
+        A line for each tensor that differs, was not read in full, or is not in the manifest: tensor, expected, found.
+    """
+    lines = []
+    for name in manifest.tensors if tensors is None else tensors:
+        expected = manifest.tensors.get(name)
+        if expected is None:
+            lines.append(f"tensor {shown(name)}: is not in {MANIFEST_NAME}")
+            continue
+        found = checksums.value(name, expected.num_bytes)
+        if found != expected.crc32:
+            what = checksums.problem(name, expected.num_bytes) if found is None else f"found {found:08x}"
+            wanted = f"{ALGORITHM} of {expected.num_bytes} bytes: expected {expected.crc32:08x}"
+            lines.append(f"tensor {shown(name)}: {wanted}, {what}")
+    return lines
+
+
+def _object(fields: Mapping[str, Any], key: str, path: str) -> dict[str, Any]:
+    value = fields.get(key)
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{key} is {shown(value)}, not an object", path=path)
+    return value
+
+
+def _fields(entry: Any, key: str, form: re.Pattern[str], path: str, where: str, tensor: str | None) -> tuple[int, str]:
+    """`num_bytes` and the digest under `key`, checked."""
+    if not isinstance(entry, dict) or entry.keys() != {"num_bytes", key}:
+        what = f"{where}{shown(entry)} is not an object of num_bytes and {key}"
+        raise CheckpointError(what, path=path, tensor=tensor)
+    num_bytes, digest = entry["num_bytes"], entry[key]
+    # `type`, not isinstance: JSON's true is a Python int too.
+    if type(num_bytes) is not int or not 0 <= num_bytes < 1 << 63:
+        what = f"{where}num_bytes {shown(num_bytes)} is not an integer from 0 to 2**63 - 1"
+        raise CheckpointError(what, path=path, tensor=tensor)
+    if not isinstance(digest, str) or form.fullmatch(digest) is None:
+        raise CheckpointError(f"{where}{key} {shown(digest)} is not {form.pattern}", path=path, tensor=tensor)
+    return num_bytes, digest

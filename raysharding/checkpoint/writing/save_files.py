@@ -1,0 +1,79 @@
+"""Which entries of a directory a save writes. All others are the user's, and outlast every save and its removal."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from raysharding.checkpoint.format import (
+    MANIFEST_NAME,
+    OPTIMIZER_FOLDER,
+    OPTIMIZER_NAME,
+    TRAINING_FOLDER,
+    TRAINING_NAME,
+)
+from raysharding.checkpoint.storage import Storage, join_path
+
+_WEIGHTS: Final = r"model(-\d{5,}-of-\d{5,})?\.safetensors|model\.safetensors\.index\.json|raysharding\.manifest\.json"
+_MODEL: Final = r"adapter_model\.safetensors|(adapter_|generation_)?config\.json|raysharding\.save\.json"
+_FILES: Final[Mapping[str, re.Pattern[str]]] = {
+    "": re.compile(f"{_WEIGHTS}|{_MODEL}"),
+    OPTIMIZER_FOLDER: re.compile(rf"{_WEIGHTS}|raysharding\.optimizer\.json"),
+    TRAINING_FOLDER: re.compile(r"raysharding\.training\.json"),
+}
+"""Folder of a save → names of the files that a save writes there."""
+_MARKS: Final = {OPTIMIZER_FOLDER: OPTIMIZER_NAME, TRAINING_FOLDER: TRAINING_NAME}
+"""Folder of a save → the file without which the folder, in spite of its name, is the user's."""
+
+
+def is_save_name(name: str, folder: str = "") -> bool:
+    """Return True if a save writes a file of this name into this folder of its directory."""
+    return _FILES[folder].fullmatch(name) is not None
+
+
+def is_weight_name(name: str) -> bool:
+    """Return True if a save writes its model's weights, or the index of their files, into a file of this name."""
+    return name != MANIFEST_NAME and re.fullmatch(_WEIGHTS, name) is not None
+
+
+def save_files(storage: Storage, directory: str) -> list[tuple[str, str]]:
+    """Return folder and name of the files in a directory that have the names of a save's.
+
+    Args:
+        storage: What holds it.
+        directory: A normal path or URI of a directory.
+    """
+    found = []
+    for folder in _FILES:
+        where = join_path(directory, folder) if folder else directory
+        if not folder or storage.find(where).kind == "directory":
+            found += [(folder, name) for name in storage.list_names(where) if is_save_name(name, folder)]
+    return found
+
+
+def other_entries(directory: str) -> list[str]:
+    """Return what is in a local directory and no save writes: paths in it, sorted; of a directory its path alone.
+
+    An entry of a save's name and another kind (a directory `config.json`) is such a one, too. Symlinks are followed
+    nowhere.
+    """
+    return sorted(_other_entries(directory, ""))
+
+
+def _other_entries(directory: str, folder: str) -> Iterator[str]:
+    is_ours = not folder or os.path.lexists(os.path.join(directory, folder, _MARKS[folder]))
+    with os.scandir(os.path.join(directory, folder)) as entries:
+        for entry in entries:
+            is_directory = entry.is_dir(follow_symlinks=False)
+            if is_directory and not folder and entry.name in _FILES:
+                yield from _other_entries(directory, entry.name)
+            elif is_directory or not (is_ours and is_save_name(entry.name, folder)):
+                yield os.path.join(folder, entry.name)
+
+
+def has_save_name(entry: str) -> bool:
+    """Return True if an entry of `other_entries` stands where a save writes a file or a folder."""
+    folder, name = os.path.split(entry)
+    return is_save_name(name, folder) or (not folder and name in _FILES)

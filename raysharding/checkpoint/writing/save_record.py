@@ -1,0 +1,86 @@
+"""`SaveRecord`: which save made a directory, and which small files it copied there.
+
+Format of `raysharding.save.json`: {"format_version": 1, "token": hex digits, "sidecars": {name: SHA-256, hex}}.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Final
+
+from raysharding.checkpoint.format import (
+    MAX_JSON_BYTES,
+    SAVE_RECORD_NAME,
+    list_sidecar_files,
+    parse_object,
+    read_beside,
+    read_sidecar,
+)
+from raysharding.checkpoint.storage import storage_of
+from raysharding.checkpoint.writing.file_plan import write_file
+from raysharding.checkpoint.writing.save_files import is_save_name
+
+_FORMAT_VERSION: Final = 1
+
+
+@dataclass(frozen=True)
+class SaveRecord:
+    """What one save says of itself."""
+
+    token: str = ""
+    """Tells it from all others; empty where there is no record."""
+    sidecars: Mapping[str, str] = field(default_factory=dict)
+    """Name of a small file that it copied → SHA-256 of what it copied."""
+
+    @classmethod
+    def of(cls, token: str, sidecars: Mapping[str, bytes]) -> SaveRecord:
+        """Describe a save that copies these files."""
+        copied = {name: data for name, data in sidecars.items() if not is_save_name(name)}
+        return cls(token, {name: hashlib.sha256(data).hexdigest() for name, data in copied.items()})
+
+    def write(self, directory: str) -> None:
+        """Write it into the directory of a save that is being made.
+
+        Raises:
+            CheckpointError: The disk is full or failed, or the store is out of reach.
+        """
+        fields = {"format_version": _FORMAT_VERSION, **asdict(self)}
+        write_file(directory, SAVE_RECORD_NAME, json.dumps(fields).encode("ascii") + b"\n")
+
+
+def read_save_record(directory: str) -> SaveRecord:
+    """Read the record of the save in a directory, a normal path or URI; an empty one where there is none to trust.
+
+    Raises:
+        CheckpointError: The store is out of reach.
+    """
+    data = read_beside(storage_of(directory), directory, SAVE_RECORD_NAME, MAX_JSON_BYTES)
+    try:
+        fields = {} if data is None else parse_object(data)
+    except ValueError:
+        return SaveRecord()
+    token, sidecars = fields.get("token"), fields.get("sidecars")
+    if fields.get("format_version") != _FORMAT_VERSION or not isinstance(token, str) or not isinstance(sidecars, dict):
+        return SaveRecord()
+    return SaveRecord(token, sidecars)
+
+
+def own_sidecars(directory: str) -> frozenset[str]:
+    """Return the small files that the save in a directory copied there, and that nobody has changed since.
+
+    Raises:
+        CheckpointError: The store is out of reach.
+    """
+    listed = read_save_record(directory).sidecars
+    if not listed:
+        return frozenset()
+    storage = storage_of(directory)
+
+    def is_unchanged(name: str) -> bool:
+        return hashlib.sha256(read_sidecar(storage, directory, name)).hexdigest() == listed[name]
+
+    present = [name for name in list_sidecar_files(storage, directory) if name in listed]
+    return frozenset(name for name in present if is_unchanged(name))

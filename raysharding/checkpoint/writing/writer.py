@@ -1,0 +1,224 @@
+"""`FileWriter`: one standard safetensors file, written by parts in any order."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Final, Self
+
+import torch
+
+from raysharding.checkpoint.format import MAX_HEADER_BYTES, NAME_OF_DTYPE, Checksums, TensorInfo, header_sha256, is_text
+from raysharding.checkpoint.storage import LocalOutput, Output, open_output
+from raysharding.errors import CheckpointError
+
+_ALIGNMENT: Final = 8
+_PART_BYTES: Final = 256 << 10
+"""Checksummed, then written, a part at a time: the write finds it in the cache."""
+_PYTORCH_METADATA: Final[dict[str, str]] = {"format": "pt"}
+"""transformers opens a file only if it says which framework's tensors it holds."""
+
+
+class FileWriter:
+    """Writes one safetensors file. A context manager: leaving it normally closes, leaving it by an error aborts.
+
+    The header is written at once, the tensors' bytes as they come, from any thread and in any order; `close` and
+    `abort` come after all of them. Holds no buffer: bytes go from the caller's memory to the file. An object of a
+    store takes bytes in file order alone, and holds those that come early; see `RemoteOutput`.
+
+    Several processes of one host may fill a file: one makes it, the others join; before it closes, it merges what they
+    say that they wrote.
+
+    Args:
+        path: The file to make, a path or a remote URI; a file must not exist yet.
+        tensors: (name, dtype, full shape) of each tensor. They are laid out in this order, wider dtypes first, so that
+            every tensor is aligned to its element.
+        metadata: `__metadata__` of the file.
+        join: Fill a file that another process has made of the same tensors; the header is not written.
+
+    Raises:
+        CheckpointError: a name that is given twice or reserved, a dtype that safetensors lacks, or a file that cannot
+            be made.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]],
+        metadata: Mapping[str, str] = _PYTORCH_METADATA,
+        *,
+        join: bool = False,
+    ) -> None:
+        header, infos = _lay_out(path, tensors, metadata)
+        self.path = path
+        """As given."""
+        self.tensors: Mapping[str, TensorInfo] = infos
+        """Name → place in this file, in file order; `TensorInfo.file` is 0."""
+        self.num_bytes = len(header) + sum(info.num_bytes for info in infos.values())
+        """Size of the finished file, header included."""
+        self.header_sha256 = header_sha256(header[8:])
+        """SHA-256, in hex, of the 8 length bytes and the header, as `CheckpointFile` has it."""
+        self.checksums = Checksums()
+        """Of the tensors' bytes, as they were given to `write_at`; whole after `close`."""
+        self._lock = threading.Lock()
+        self._written = _Intervals()
+        self._is_guest = join
+        self._output: Output | None = open_output(path, join=join)
+        try:
+            if not join:
+                self._write(memoryview(header), 0, None)
+        except BaseException:
+            self.abort()
+            raise
+
+    @property
+    def inode(self) -> tuple[int, int]:
+        """Device and inode of the open local file, by which processes of a host know that they write into one."""
+        assert isinstance(self._output, LocalOutput), "inode of a file that is closed, or of an object"
+        return self._output.inode
+
+    def write_at(self, name: str, byte_offset: int, buffer: memoryview | torch.Tensor) -> None:
+        """Write a part of one tensor. Thread-safe.
+
+        Args:
+            name: The tensor.
+            byte_offset: Where in the tensor, counted from its first byte.
+            buffer: A contiguous memoryview, or a contiguous uint8 tensor on the CPU.
+
+        Raises:
+            CheckpointError: the disk is full or failed.
+        """
+        view = buffer.numpy().data if isinstance(buffer, torch.Tensor) else buffer
+        info = self.tensors[name]
+        end = byte_offset + view.nbytes
+        assert 0 <= byte_offset <= end <= info.num_bytes, f"{name}: [{byte_offset}, {end}) of {info.num_bytes}"
+        data = view.cast("B") if view.nbytes else memoryview(b"")
+        for start in range(0, data.nbytes, _PART_BYTES):
+            part = data[start : start + _PART_BYTES]
+            self.checksums.add(name, byte_offset + start, part)
+            self._write(part, info.offset + byte_offset + start, name)
+
+    def written(self) -> dict[str, Any]:
+        """What this process has written, for `merge` in the one that made the file: a JSON value."""
+        with self._lock:
+            return {"ranges": self._written.ranges(), "checksums": self.checksums.pieces()}
+
+    def merge(self, written: Mapping[str, Any]) -> None:
+        """Take what `written` gave in a process that joined."""
+        self.checksums.merge(written["checksums"])
+        with self._lock:
+            for begin, end in written["ranges"]:
+                self._written.add(begin, end)
+
+    def close(self) -> None:
+        """Check that every byte was written once, put the file on the disk or into the store, and close it. Idempotent.
+
+        One that joined only closes: the file is its maker's.
+
+        Raises:
+            CheckpointError: a tensor lacks bytes, or the disk is full or failed. The file is then removed.
+        """
+        if self._output is None:
+            return
+        if not self._is_guest:
+            try:
+                self._require_complete()
+            except CheckpointError:
+                self.abort()
+                raise
+        output, self._output = self._output, None
+        output.finish()
+
+    def abort(self) -> None:
+        """Close and remove the file. After `close`, or a second time, it does nothing."""
+        if self._output is not None:
+            output, self._output = self._output, None
+            output.abort()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.abort()
+
+    def _write(self, view: memoryview, offset: int, name: str | None) -> None:
+        if self._output is None:
+            raise ValueError(f"{self.path}: FileWriter is closed")
+        self._output.write(view, offset, name)
+        with self._lock:
+            self._written.add(offset, offset + view.nbytes)
+
+    def _require_complete(self) -> None:
+        if self._written.is_exactly(0, self.num_bytes):
+            return
+        for info in self.tensors.values():
+            if not self._written.covers(info.offset, info.offset + info.num_bytes):
+                raise CheckpointError(
+                    "was not written in full, or in parts that overlap", path=self.path, tensor=info.name
+                )
+        raise CheckpointError("some bytes were written twice", path=self.path)
+
+
+class _Intervals:
+    """The byte ranges written so far, neighbours merged."""
+
+    def __init__(self) -> None:
+        self._end_of: dict[int, int] = {}  # begin → end
+        self._begin_of: dict[int, int] = {}  # end → begin
+        self._num_bytes = 0
+
+    def add(self, begin: int, end: int) -> None:
+        self._num_bytes += end - begin
+        if begin in self._begin_of:
+            begin = self._begin_of.pop(begin)
+        if end in self._end_of:
+            end = self._end_of.pop(end)
+        self._end_of[begin] = end
+        self._begin_of[end] = begin
+
+    def ranges(self) -> list[list[int]]:
+        """The merged ranges: [begin, end] each."""
+        return [[begin, end] for begin, end in self._end_of.items()]
+
+    def is_exactly(self, begin: int, end: int) -> bool:
+        """Whether the range was written from end to end, no byte twice, and nothing beside it."""
+        return self._end_of == {begin: end} and self._num_bytes == end - begin
+
+    def covers(self, begin: int, end: int) -> bool:
+        """Whether one merged range holds this one."""
+        return begin == end or any(first <= begin and end <= last for first, last in self._end_of.items())
+
+
+def _lay_out(
+    path: str, tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str]
+) -> tuple[bytes, dict[str, TensorInfo]]:
+    """Make the header, its length in front, and say where each tensor goes."""
+    entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    begins: list[tuple[TensorInfo, int]] = []
+    position = 0
+    for name, dtype, shape in sorted(tensors, key=lambda tensor: -tensor[1].itemsize):  # as `file_plan.file_order`
+        if name in entries or name == "__metadata__" or not is_text(name):
+            raise CheckpointError("the name is given twice, reserved, or not Unicode text", path=path, tensor=name)
+        if dtype not in NAME_OF_DTYPE:
+            what = f"safetensors has no {dtype}: convert it, or leave the tensor out"
+            raise CheckpointError(what, path=path, tensor=name)
+        info = TensorInfo(name, dtype, tuple(shape), 0, 0)
+        end = position + info.num_bytes
+        entries[name] = {"dtype": NAME_OF_DTYPE[dtype], "shape": info.shape, "data_offsets": (position, end)}
+        begins.append((info, position))
+        position = end
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+    text += b" " * (-len(text) % _ALIGNMENT)
+    if len(text) > MAX_HEADER_BYTES:
+        what = f"{len(tensors)} tensors make a header of {len(text)} bytes, over the cap of {MAX_HEADER_BYTES}"
+        raise CheckpointError(f"{what}: save into more files", path=path)
+    header = len(text).to_bytes(8, "little") + text
+    infos = {info.name: TensorInfo(info.name, info.dtype, info.shape, 0, len(header) + b) for info, b in begins}
+    return header, infos

@@ -1,0 +1,145 @@
+"""Rank 0's tensors into a sharded module under the names that its `state_dict()` gives them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from raysharding.distributed.comm import agree
+from raysharding.distributed.fully_shard import mark_offloaded, materialize, message_device, reshard
+from raysharding.distributed.loading import distribute_state_dict
+from raysharding.distributed.transfer import saved_tensors, tied_names
+from raysharding.models import clean_name
+
+
+def fsdp2_load_full_state_dict(
+    accelerator: Any,
+    model: nn.Module,
+    full_sd: Mapping[str, torch.Tensor],
+    cpu_offload: bool = False,
+    *,
+    timeout_s: float = 120.0,
+) -> nn.Module:
+    """Load a full state dict, held by rank 0, into a sharded model in place; collective: every rank calls it.
+
+    As accelerate's function of this name, over the engine that loads checkpoints. Where accelerate's fails or hangs
+    (buffers, a dict of another dtype than the model's, a key that is missing on rank 0) this one works, or raises on
+    every rank. The model's dtypes stay, its ties too.
+
+    Args:
+        accelerator: accelerate's `Accelerator`, a process group of all ranks, or `None`: it is only checked.
+        model: Sharded with FSDP2 over all ranks (1-D or HSDP), here or by others; on meta or real. Checkpoint wrappers
+            and compiled modules may be in it.
+        full_sd: On rank 0 name → full tensor, as `model.state_dict()` names them before sharding; one name of a tied
+            tensor is enough, and items may load on access. The other ranks' is not looked at: pass an empty one.
+        cpu_offload: Put the shards of a model on meta into host memory, as its `CPUOffloadPolicy` wants.
+        timeout_s: Longest wait for one item or bucket.
+
+    Returns:
+        The same model. Wire and memory: see `load_full_state_dict`.
+
+    Raises:
+        PlanError: On every rank, before data moves: each key that is missing or does not fit. A model that was on meta
+            is there again. Keys that the model has no place for are a UserWarning on rank 0 (accelerate says nothing).
+        ValueError: On every rank: a process group that is not all ranks.
+    """
+    _require_all_ranks(accelerator)
+    if cpu_offload:
+        mark_offloaded(model)
+    values: Mapping[str, torch.Tensor] = {}
+    error: Exception | None = None
+    try:
+        if dist.get_rank() == 0:
+            values = _by_own_names(model, full_sd)
+    except Exception as raised:  # noqa: BLE001 - the other ranks wait to hear of it
+        error = raised
+    agree(error)  # a rank that raised alone would leave the others in the load
+    fill(model, saved_tensors, values, timeout_s)
+    return model
+
+
+def fill(
+    model: nn.Module,
+    collect: Callable[[nn.Module], dict[str, torch.Tensor]],
+    values: Mapping[str, torch.Tensor],
+    timeout_s: float = 120.0,
+) -> None:
+    """Give a sharded model's tensors rank 0's values; collective.
+
+    Args:
+        model: Its tensors on meta get memory, if `collect` names them.
+        collect: The tensors by name, each once: `saved_tensors` or `module_tensors`.
+        values: On rank 0 the same names → full tensors.
+        timeout_s: Longest wait for one item or bucket.
+
+    Raises:
+        PlanError: On every rank, before data moves; what was on meta is there again.
+    """
+    reshard(model)
+    wanted = {id(tensor) for tensor in collect(model).values()}
+    undo: Callable[[], None] | None = None
+    error: Exception | None = None
+    try:
+        undo = materialize(model, message_device(model), only=wanted)
+    except (RuntimeError, MemoryError) as raised:
+        error = raised
+    try:
+        agree(error)  # a rank without memory must not leave the others in the load
+        distribute_state_dict(values, collect(model), timeout_s=timeout_s)
+    except BaseException:
+        if undo is not None:
+            undo()
+        raise
+
+
+def _require_all_ranks(accelerator: Any) -> None:
+    """Refuse a group that leaves ranks out, or in which another rank is the first."""
+    if not isinstance(accelerator, dist.ProcessGroup):
+        return
+    ranks = dist.get_process_group_ranks(accelerator)
+    if ranks[0] != 0 or len(ranks) != dist.get_world_size():
+        raise ValueError(
+            f"the process group holds ranks {ranks} of {dist.get_world_size()}: give one of all ranks with rank 0 "
+            "first, or None"
+        )
+
+
+class _Renamed(Mapping[str, torch.Tensor]):
+    """Some items of a mapping under other names; loaded when they are asked for."""
+
+    def __init__(self, values: Mapping[str, torch.Tensor], keys: Mapping[str, str]) -> None:
+        self._values = values
+        self._keys = keys
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._values[self._keys[name]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+
+def _by_own_names(model: nn.Module, full_sd: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """The state dict under the names by which the model's modules are reached, second names of ties left out."""
+    names: dict[str, list[str]] = {name: [name] for name in saved_tensors(model)}
+    for second, name in tied_names(model).items():
+        names[name].append(second)
+    present = {clean_name(key): key for key in full_sd}
+    keys: dict[str, str] = {}
+    known: set[str] = set()
+    for name, every in names.items():
+        known.update(every)
+        if (key := next((key for key in every if key in present), None)) is not None:
+            keys[name] = present[key]
+    if unused := sorted(key for name, key in present.items() if name not in known):
+        more = f" and {len(unused) - 6} more" if len(unused) > 6 else ""
+        message = f"the state dict holds what {type(model).__name__} has no place for: {', '.join(unused[:6])}{more}"
+        warnings.warn(message, UserWarning, stacklevel=3)
+    return _Renamed(full_sd, keys)

@@ -1,0 +1,114 @@
+"""An optimizer made before its model was sharded, put on the sharded parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from raysharding.distributed.fully_shard import cut, local_tensor
+
+
+def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping: Mapping[int, torch.Tensor]) -> None:
+    """Put an optimizer on sharded parameters, in place; each rank alone, no communication.
+
+    As accelerate's function of this name. Options of the groups and the order of the parameters stay. State that the
+    optimizer has already is carried over, where accelerate's would be left behind under the old parameters: tensors of
+    a parameter's shape are cut as the new one is, in its dtype and on its device; each rank cuts its own copy, so the
+    copies must be equal, as they are after equal steps.
+
+    Args:
+        optimizer: Holds the parameters from before sharding, or stand-ins whose attribute `data_ptr` is an int, as
+            accelerate leaves them so that the full parameters can be freed.
+        mapping: `data_ptr()` of an original parameter (of its local part, for a DTensor) → the sharded parameter.
+
+    Raises:
+        KeyError: On the rank that sees it: parameters without a partner, each with its group, place, shape and name
+            where the optimizer knows it. The optimizer is as it was.
+        ValueError: On the rank that sees it: state that belongs to no parameter of the mapping, or does not fit the
+            new one. The optimizer is as it was.
+    """
+    switched = _partners(optimizer, mapping)
+    states = _carried_over(optimizer, mapping, switched)
+    for group in optimizer.param_groups:
+        group["params"] = [switched[parameter] for parameter in group["params"]]
+    optimizer.state.clear()
+    optimizer.state.update(states)
+
+
+def _address(parameter: torch.Tensor) -> int:
+    """Where the values of an original parameter lie, or lay."""
+    found: Any = parameter.data_ptr  # an int on a stand-in
+    if isinstance(found, int):
+        return found
+    return local_tensor(parameter).data_ptr()
+
+
+def _partners(
+    optimizer: torch.optim.Optimizer, mapping: Mapping[int, torch.Tensor]
+) -> dict[torch.Tensor, torch.Tensor]:
+    """Old parameter → new one, for all of the optimizer's."""
+    switched: dict[torch.Tensor, torch.Tensor] = {}
+    taken: dict[int, str] = {}
+    problems = []
+    for index, group in enumerate(optimizer.param_groups):
+        names = group.get("param_names") or ()
+        for place, parameter in enumerate(group["params"]):
+            name = f"{names[place]} " if place < len(names) else ""
+            label = f"{name}(group {index}, parameter {place}, shape {tuple(parameter.shape)})"
+            new = mapping.get(_address(parameter))
+            if new is None:
+                problems.append(f"{label}: no sharded parameter for data_ptr {_address(parameter)}")
+            elif id(new) in taken:
+                problems.append(f"{label}: data_ptr {_address(parameter)} is also that of {taken[id(new)]}")
+            else:
+                switched[parameter] = new
+                taken[id(new)] = label
+    if problems:
+        listed = "; ".join(problems)
+        raise KeyError(
+            f"{len(problems)} of the optimizer's parameters have no partner of their own among {len(mapping)} sharded "
+            f"ones: {listed}. Take the addresses before the model is sharded, moved or cast, and give the optimizer "
+            "parameters of this model only; nothing was switched"
+        )
+    return switched
+
+
+def _carried_over(
+    optimizer: torch.optim.Optimizer, mapping: Mapping[int, torch.Tensor], switched: Mapping[torch.Tensor, torch.Tensor]
+) -> dict[Any, Any]:
+    """The optimizer's state under the new parameters."""
+    states: dict[Any, Any] = {}
+    for key, state in optimizer.state.items():
+        if not isinstance(key, torch.Tensor):
+            states[key] = state
+            continue
+        # Behind a stand-in the state is still under the original, found by its address, unless that has moved.
+        new = switched.get(key)
+        if new is None and (address := _address(key)):
+            new = mapping.get(address)
+        if new is None or new.shape != key.shape:
+            raise ValueError(
+                f"the optimizer holds state ({', '.join(map(str, state))}) of a parameter of shape {tuple(key.shape)} "
+                "whose sharded partner is not known, maybe because it was moved: switch before the first step, or load "
+                "the optimizer's state after sharding; nothing was switched"
+            )
+        states[new] = {name: _cut_like(name, value, new) for name, value in state.items()}
+    return states
+
+
+def _cut_like(name: str, value: Any, parameter: torch.Tensor) -> Any:
+    """This rank's part of a state tensor of the parameter's shape; any other value as it is."""
+    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape or not parameter.ndim:
+        return value
+    local = local_tensor(parameter)
+    dtype = parameter.dtype if value.is_floating_point() else value.dtype
+    if not isinstance(parameter, DTensor):
+        return value.to(local.device, dtype)
+    if isinstance(value, DTensor):
+        if value.placements != parameter.placements or value.device_mesh != parameter.device_mesh:
+            raise ValueError(f"{name}: cut as {value.placements}, its parameter as {parameter.placements}")
+        return value
+    return cut(value.to(dtype), parameter)

@@ -1,0 +1,132 @@
+"""`patch_accelerate`: accelerate's checkpoint loading, with rank 0 as the only reader.
+
+Note: what is patched.
+    `accelerate.load_checkpoint_in_model`, which knows the module: for a `DistModule` it runs with another reader, for
+    any other module as it is. Its code is replaced, not its name: `from accelerate import load_checkpoint_in_model` may
+    have run before.
+
+Note: why the other reader returns a dict of a class of its own.
+    `load_checkpoint_in_model` reads file by file and hands each to `set_model_state_dict` of torch, which leaves at
+    once where the dict is empty (the ranks that read nothing), and slices tensors itself where it is not. So on every
+    rank the reader's dict has rank 0's keys, and values that torch passes on untouched, because they are no tensors;
+    `DistModule.load_state_dict`, at the end of that road, takes the tensors from rank 0's.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Mapping
+from types import FunctionType, TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from raysharding.checkpoint import read_state_dict
+from raysharding.distributed.comm import from_rank_0
+
+
+class Unread:
+    """Stands for a tensor of a file that rank 0 holds."""
+
+    def __repr__(self) -> str:
+        return "<a tensor that rank 0 distributes: give it to DistModule.load_state_dict>"
+
+
+class FileStateDict(dict[str, Any]):
+    """What the patched reader returns on every rank: rank 0's keys, and `Unread` values.
+
+    Args:
+        names: Rank 0's keys.
+        values: Key → full tensor on rank 0; empty elsewhere.
+    """
+
+    def __init__(self, names: list[str], values: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(dict.fromkeys(names, Unread()))
+        self.rank_0_values = values
+        """Key → full tensor on rank 0; empty elsewhere."""
+
+
+def _read(checkpoint_file: str | os.PathLike[str], device_map: Any = None) -> dict[str, Any]:
+    """Read as accelerate's `load_state_dict`; collective where there is a process group."""
+    if not dist.is_initialized():
+        return read_state_dict(checkpoint_file, device_map)
+    if device_map is not None:
+        raise ValueError("device_map: under patch_accelerate() the module's mesh says where tensors go; leave it out")
+    values: dict[str, torch.Tensor] = {}
+
+    def read() -> list[str]:
+        values.update(read_state_dict(checkpoint_file, None))
+        return list(values)
+
+    # The other ranks' dicts must have keys, or torch leaves them out of the load and rank 0 waits for them.
+    return FileStateDict(from_rank_0(read), values)
+
+
+_patches: list[AcceleratePatch] = []
+"""Those in place."""
+
+
+class AcceleratePatch:
+    """accelerate as `patch_accelerate` left it; as a context manager it is put back at the end.
+
+    Args:
+        kind: Class of the modules that all ranks load together.
+    """
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        from accelerate.utils import modeling
+
+        self._kind = kind
+        self._function: FunctionType = modeling.load_checkpoint_in_model
+        self._original: FunctionType = _patches[0]._original if _patches else _copy(self._function, {})
+        # The defaults are by position: those of other code would be taken for arguments that it does not have.
+        self._function.__defaults__ = None
+        self._function.__code__ = _load_checkpoint_in_model.__code__
+        _patches.append(self)
+
+    def load(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        """Do what `load_checkpoint_in_model` is asked for; collective for a module of `kind`."""
+        if not isinstance(model, self._kind):
+            self._original(model, *args, **kwargs)
+            return
+        call = inspect.signature(self._original).bind(model, *args, **kwargs)
+        # Rank 0 alone would enter the reader, whose tensors come from rank 0 anyway.
+        call.arguments["broadcast_from_rank0"] = False
+        _copy(self._original, {"load_state_dict": _read})(*call.args, **call.kwargs)
+
+    def restore(self) -> None:
+        """Put accelerate's own function back; a second call does nothing."""
+        if self in _patches:
+            _patches.remove(self)
+        if not _patches:
+            self._function.__code__ = self._original.__code__
+            self._function.__defaults__ = self._original.__defaults__
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.restore()
+
+
+def _copy(function: FunctionType, replaced: Mapping[str, Any]) -> FunctionType:
+    """Copy a function; in the copy some global names mean other objects."""
+    names = {**function.__globals__, **replaced} if replaced else function.__globals__
+    return FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+
+
+def load_patched(*args: Any, **kwargs: Any) -> None:
+    """Do what the patched function is asked for."""
+    _patches[-1].load(*args, **kwargs)
+
+
+def _load_checkpoint_in_model(*args: Any, **kwargs: Any) -> None:
+    """Take the place of accelerate's code, which runs in accelerate's module: no name of this one is there."""
+    import sys
+
+    sys.modules["raysharding.distributed.accelerate_compat.patch"].load_patched(*args, **kwargs)

@@ -1,0 +1,206 @@
+"""accelerate's and FSDP1's wrap policies as predicates over modules.
+
+Note: which policies mean what.
+    accelerate on FSDP2 knows two policies by identity, torch's `transformer_auto_wrap_policy` and
+    `size_based_auto_wrap_policy`; its answers to those are kept here. Any other callable it drops without a word, and
+    the model becomes one group. Here such a callable is walked over the model once, as FSDP1 does, and the modules
+    that it picked make the predicate.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp.wrap import _Policy, size_based_auto_wrap_policy, transformer_auto_wrap_policy
+
+from raysharding.distributed.fully_shard import named_submodules
+from raysharding.errors import PlanError
+
+Predicate = Callable[[nn.Module], bool]
+
+DEFAULT_MIN_NUM_PARAMS = 100_000_000
+"""FSDP1's own, where a plugin holds the size-based policy but no size."""
+
+
+@dataclass(frozen=True)
+class OfClasses:
+    """Whether a module, or what a checkpoint wrapper holds, is an instance of some classes."""
+
+    classes: tuple[type[nn.Module], ...]
+
+    def __call__(self, module: nn.Module) -> bool:
+        """The answer for one module."""
+        return isinstance(getattr(module, "_checkpoint_wrapped_module", module), self.classes)
+
+
+@dataclass(frozen=True)
+class LargerThan:
+    """Whether a module holds more parameters than a number, those of its submodules included."""
+
+    num_params: int
+
+    def __call__(self, module: nn.Module) -> bool:
+        """The answer for one module."""
+        return sum(parameter.numel() for parameter in module.parameters()) > self.num_params
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """Whether a module is one that a policy picked."""
+
+    modules: frozenset[nn.Module]
+
+    def __call__(self, module: nn.Module) -> bool:
+        """The answer for one module."""
+        return module in self.modules
+
+
+def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: nn.Module) -> Predicate | None:
+    """A plugin's wrap policy as a predicate over the modules of a model; each rank alone, no communication.
+
+    As accelerate's function of this name, and with its answers where that has any: instances of the named classes
+    (`transformer_based_wrap`; without names, the model's `_no_split_modules`), or modules with more than
+    `min_num_params` parameters (`size_based_wrap`). It goes further where accelerate gives up: FSDP1's callables
+    `policy(module, recurse, nonwrapped_numel)` (partials of them, `lambda_auto_wrap_policy`), `ModuleWrapPolicy`,
+    `CustomPolicy`, and plain predicates `policy(module)` are asked as FSDP1 asks them.
+
+    Args:
+        fsdp2_plugin: accelerate's plugin or this library's; `auto_wrap_policy`, `transformer_cls_names_to_wrap`,
+            `min_num_params` and `ignored_modules` are read.
+        model: The root, before it is sharded, on meta or real.
+
+    Returns:
+        The predicate, or `None` where the plugin has no policy. It can be pickled unless the policy picked modules.
+
+    Raises:
+        PlanError: (a ValueError) A class that was asked for is in no module of the model.
+    """
+    policy = fsdp2_plugin.auto_wrap_policy
+    keywords: dict[str, Any] = {}
+    base = policy
+    if isinstance(policy, functools.partial):
+        base, keywords = policy.func, policy.keywords
+    if policy is None:
+        return None
+    if base is transformer_auto_wrap_policy:
+        return OfClasses(_transformer_classes(fsdp2_plugin.transformer_cls_names_to_wrap, keywords, model))
+    if base is size_based_auto_wrap_policy:
+        size = fsdp2_plugin.min_num_params
+        return LargerThan(keywords.get("min_num_params", DEFAULT_MIN_NUM_PARAMS) if size is None else size)
+    ignored = set(ignored_modules(fsdp2_plugin.ignored_modules, model))
+    return OneOf(frozenset(_picked(policy, model, ignored)))
+
+
+def _transformer_classes(
+    names: Iterable[str] | str | None, keywords: dict[str, Any], model: nn.Module
+) -> tuple[type[nn.Module], ...]:
+    if names is None and "transformer_layer_cls" in keywords:
+        return tuple(keywords["transformer_layer_cls"])
+    return classes_named(model, class_names(names, model), strict=names is not None)
+
+
+def class_names(names: Iterable[str] | str | None, model: nn.Module) -> list[str]:
+    """The names that a plugin gives, one text with commas too; a model's `_no_split_modules` where it gives none."""
+    if isinstance(names, str):
+        names = split_names(names)
+    if names is None:
+        names = getattr(model, "_no_split_modules", None) or ()
+    return list(names)
+
+
+def split_names(text: str) -> list[str] | None:
+    """Class names from one text with commas; `None` where it has none."""
+    return [name for part in text.split(",") if (name := part.strip())] or None
+
+
+def classes_named(model: nn.Module, names: Iterable[str], *, strict: bool = True) -> tuple[type[nn.Module], ...]:
+    """The classes of a model's modules that go by some names; more than one where a name is used twice.
+
+    Args:
+        model: The root; its own class counts.
+        names: Class names.
+        strict: Whether a name that no module has is an error. Off for `_no_split_modules`, which nobody asked for: it
+            may name parts that this model was built without.
+
+    Raises:
+        PlanError: A name that no module's class has.
+    """
+    found: dict[str, dict[type[nn.Module], None]] = {}
+    for _, module in named_submodules(model):
+        found.setdefault(type(module).__name__, {})[type(module)] = None
+    wanted = list(dict.fromkeys(names))
+    unknown = [name for name in wanted if name not in found]
+    if unknown and strict:
+        raise PlanError(
+            f"transformer_cls_names_to_wrap names {', '.join(map(repr, unknown))}, but no module of "
+            f"{type(model).__name__} has that class; its modules' classes are {', '.join(sorted(found))}"
+        )
+    return tuple(kind for name in wanted for kind in found.get(name, ()))
+
+
+def ignored_modules(ignored: Iterable[nn.Module] | str | None, model: nn.Module) -> list[nn.Module]:
+    """The modules that a plugin's `ignored_modules` means: given, or every one whose whole FQN the pattern matches.
+
+    Raises:
+        ValueError: The pattern is no regular expression.
+    """
+    if not isinstance(ignored, str):
+        return list(ignored or ())
+    try:
+        pattern = re.compile(ignored)
+    except re.error as error:
+        raise ValueError(f"ignored_modules={ignored!r}: not a regular expression ({error})") from error
+    return [module for name, module in named_submodules(model) if pattern.fullmatch(name.removesuffix("."))]
+
+
+# --- other policies -------------------------------------------------------------------------------------------------
+
+
+def _picked(policy: Any, model: nn.Module, ignored: set[nn.Module]) -> set[nn.Module]:
+    """The modules that a policy object or callable picks."""
+    if isinstance(policy, _Policy):
+        targets = policy._run_policy(model, ignored, {})
+        if any(targets.values()):
+            warnings.warn(
+                f"{type(policy).__name__} gives modules options of their own; here all groups have the same options",
+                UserWarning,
+                stacklevel=2,
+            )
+        return set(targets)
+    found: set[nn.Module] = set()
+    if _is_fsdp1_callable(policy):
+        _walk(model, policy, ignored, found)
+    else:
+        found.update(module for _, module in named_submodules(model) if module not in ignored and policy(module))
+    return found
+
+
+def _is_fsdp1_callable(policy: Callable[..., Any]) -> bool:
+    """Whether a callable takes what FSDP1 calls policies with; one that does not is a predicate over modules."""
+    try:
+        inspect.signature(policy).bind(module=None, recurse=True, nonwrapped_numel=0)
+    except TypeError:
+        return False
+    except ValueError:  # no signature to look at: something built in
+        return False
+    return True
+
+
+def _walk(module: nn.Module, policy: Callable[..., Any], ignored: set[nn.Module], found: set[nn.Module]) -> int:
+    """FSDP1's descent: children first, then the module itself by what they left; parameters in groups are returned."""
+    own = {parameter for other in ignored for parameter in other.parameters()}
+    num_params = sum(parameter.numel() for parameter in module.parameters() if parameter not in own)
+    if not policy(module=module, recurse=True, nonwrapped_numel=num_params):
+        return 0
+    taken = sum(_walk(child, policy, ignored, found) for child in module.children() if child not in ignored)
+    if policy(module=module, recurse=False, nonwrapped_numel=num_params - taken):
+        found.add(module)
+        return num_params
+    return taken

@@ -1,0 +1,41 @@
+"""The device mesh: one axis `shard`, or `replicate` × `shard` for HSDP."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from raysharding.config import Sharding
+from raysharding.distributed.comm.abort import nobody_connects_later
+
+SHARD_AXIS = "shard"
+REPLICATE_AXIS = "replicate"
+
+
+def init_mesh(device_type: str, sharding: Sharding | None = None) -> DeviceMesh:
+    """Make the mesh over all ranks of the default process group; every rank calls it.
+
+    Args:
+        device_type: `"cpu"` or `"cuda"`.
+        sharding: `replicate_size` gives the number of replicas. Default: none.
+
+    Returns:
+        A mesh with the axis `shard`, or the axes (`replicate`, `shard`). Neighbouring ranks share a replica, so a
+        replica's all-gathers stay on a node where the ranks are ordered by node.
+
+    Raises:
+        ValueError: On every rank, when `replicate_size` does not divide the world size.
+    """
+    replicate_size = (sharding or Sharding()).replicate_size
+    world_size = dist.get_world_size()
+    if world_size % replicate_size:
+        raise ValueError(
+            f"replicate_size={replicate_size} does not divide world_size={world_size}: give a divisor of the world size"
+        )
+    if replicate_size == 1:
+        return init_device_mesh(device_type, (world_size,), mesh_dim_names=(SHARD_AXIS,))
+    shape = (replicate_size, world_size // replicate_size)
+    with nobody_connects_later() if device_type == "cpu" else nullcontext():
+        return init_device_mesh(device_type, shape, mesh_dim_names=(REPLICATE_AXIS, SHARD_AXIS))

@@ -1,0 +1,307 @@
+"""Optimizer state of sharded modules, whole or in shards: FSDP1's four functions, and what saves and loads are made of.
+
+The interfaces are the static methods of `torch.distributed.fsdp.FullyShardedDataParallel`. A *full* optimizer state
+dict is keyed by FQN and holds whole tensors on the CPU; what `shard_...` and `scatter_...` return is keyed by parameter
+id, ready for `optimizer.load_state_dict`. World sizes may differ between the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate, chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import OptimStateKeyType
+from torch.distributed.tensor import DTensor
+
+from raysharding.distributed.comm import agree, from_rank_0
+from raysharding.distributed.fully_shard import cut, local_tensor, message_device
+from raysharding.distributed.loading import distribute_state_dict
+from raysharding.distributed.optim import OptimizerSnapshot, agreed_snapshot, parameter_names, split_state, state_like
+from raysharding.distributed.transfer import gather_tensors
+from raysharding.errors import PlanError
+
+OptimInput = Sequence[Mapping[str, Any]] | Iterable[torch.Tensor]
+"""What an optimizer was made of: parameters, or param groups."""
+
+
+def full_optim_state_dict(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    optim_input: OptimInput | None = None,
+    rank0_only: bool = True,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """Bring an optimizer's whole state to rank 0; collective: every rank calls it.
+
+    As FSDP1's `full_optim_state_dict`. To save it, `save_checkpoint(..., optimizer=optim)` needs no rank to hold it.
+
+    Args:
+        model: The sharded root module.
+        optim: Over its parameters.
+        optim_input: Not needed, and not looked at: the optimizer knows its parameters.
+        rank0_only: Only rank 0 gets it. If not, every rank does, each holding all of it.
+        group: The default group, or `None`.
+
+    Returns:
+        `{"state": {FQN: {name: CPU tensor or value}}, "param_groups": [{..., "params": [FQN, ...]}]}`; an empty dict
+        on the other ranks under `rank0_only`. Wire: each shard once to each rank that gets it.
+
+    Raises:
+        ValueError: `group` is not the default group.
+        PlanError: On every rank: see `agreed_snapshot`.
+        RuntimeError: From the process group, when a rank is gone.
+    """
+    require_default_group(group)
+    snapshot = agreed_snapshot(model, optim)
+    assert snapshot is not None, "there is an optimizer"
+    return gathered(snapshot, model, rank0_only=rank0_only)
+
+
+def gathered(snapshot: OptimizerSnapshot, model: nn.Module, *, rank0_only: bool, on_cpu: bool = True) -> dict[str, Any]:
+    """A full optimizer state dict; collective.
+
+    Args:
+        snapshot: What the optimizer holds.
+        model: The sharded root module.
+        rank0_only: The other ranks get an empty dict.
+        on_cpu: In host memory; if not, on the shards' device.
+    """
+    ranks = (0,) if rank0_only else tuple(range(dist.get_world_size()))
+    full = gather_tensors(snapshot.tensors, ranks, message_device(model))
+    if dist.get_rank() not in ranks:
+        return {}
+    if not on_cpu:
+        full = {key: value.to(local_tensor(snapshot.tensors[key]).device) for key, value in full.items()}
+    return snapshot.state_dict(full, on_cpu=on_cpu)
+
+
+def shard_full_optim_state_dict(
+    full_optim_state_dict: Mapping[str, Any],
+    model: nn.Module,
+    optim_input: OptimInput | None = None,
+    optim: torch.optim.Optimizer | None = None,
+) -> dict[str, Any]:
+    """Cut a full optimizer state dict that this rank holds; each rank alone, no communication.
+
+    As FSDP1's `shard_full_optim_state_dict`.
+
+    Args:
+        full_optim_state_dict: Keyed by FQN; the same on every rank that calls this.
+        model: The sharded root module, of any world size.
+        optim_input: What the optimizer was made of, or will be. Default: `optim`'s, else `model.parameters()`.
+        optim: The optimizer that will load it.
+
+    Returns:
+        A state dict keyed by parameter id, for `optim.load_state_dict`: this rank's shards as DTensors.
+
+    Raises:
+        PlanError: Names or shapes that the model has not, or param groups that are not the optimizer's.
+    """
+    order = _Order(model, optim_input, optim)
+    state: dict[int, dict[str, Any]] = {}
+    problems = order.unknown(full_optim_state_dict["state"])
+    groups = order.groups(full_optim_state_dict["param_groups"], problems)
+    if (misfit := _misfit(problems)) is not None:
+        raise misfit
+    for fqn, held in full_optim_state_dict["state"].items():
+        parameter = order.parameters[order.ids[fqn]]
+        state[order.ids[fqn]] = {name: _shard_of(value, parameter) for name, value in held.items()}
+    return {"state": dict(sorted(state.items())), "param_groups": groups}
+
+
+def scatter_full_optim_state_dict(
+    full_optim_state_dict: Mapping[str, Any] | None,
+    model: nn.Module,
+    optim_input: OptimInput | None = None,
+    optim: torch.optim.Optimizer | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """Cut a full optimizer state dict that rank 0 alone holds, and send each rank its shards; collective.
+
+    As FSDP1's `scatter_full_optim_state_dict`, over the engine that distributes module state dicts.
+
+    Args:
+        full_optim_state_dict: On rank 0, keyed by FQN; the other ranks' is not looked at.
+        model: See `shard_full_optim_state_dict`.
+        optim_input: See there.
+        optim: See there.
+        group: The default group, or `None`.
+
+    Returns:
+        As `shard_full_optim_state_dict`. Wire: each shard once. Memory above the shards: two buckets of 32 MiB.
+
+    Raises:
+        ValueError: `group` is not the default group.
+        PlanError: On every rank, before data moves: rank 0 has none, or one with values of other types, or what does
+            not fit.
+    """
+    require_default_group(group)
+    values: dict[str, torch.Tensor] = {}
+
+    def outline() -> dict[str, Any]:
+        snapshot, described = _described(full_optim_state_dict)
+        values.update(snapshot.tensors)
+        return described
+
+    target = OptimizerSnapshot.from_outline(from_rank_0(outline), model)  # the same on every rank, so all raise or none
+    order = _Order(model, optim_input, optim)
+    problems = order.unknown(target.names)
+    groups = order.groups(target.groups, problems)
+    agree(_misfit(problems))  # each rank was given its own `optim`
+    tensors = distribute_state_dict(values, target.tensors, like=model)
+    state = {order.ids[fqn]: held for fqn, held in target.state(tensors).items()}
+    return {"state": dict(sorted(state.items())), "param_groups": groups}
+
+
+def rekey_optim_state_dict(
+    optim_state_dict: Mapping[str, Any],
+    optim_state_key_type: OptimStateKeyType,
+    model: nn.Module,
+    optim_input: OptimInput | None = None,
+    optim: torch.optim.Optimizer | None = None,
+) -> dict[str, Any]:
+    """Rename the keys of an optimizer state dict, FQN ↔ parameter id; each rank alone, no communication.
+
+    As FSDP1's `rekey_optim_state_dict`: brings a full state dict into an optimizer of an unsharded model, and an
+    unsharded optimizer's into the form that `shard_...` and `scatter_...` take. Values are not copied.
+
+    Args:
+        optim_state_dict: Keyed by FQN or by id.
+        optim_state_key_type: Which keys the result has: `OptimStateKeyType.PARAM_NAME` or `PARAM_ID`.
+        model: The model that the ids and names are of, sharded or not.
+        optim_input: What the optimizer was made of. Default: `optim`'s, else `model.parameters()`.
+        optim: The optimizer that the ids are of.
+
+    Returns:
+        A new dict of the same form.
+
+    Raises:
+        ValueError: `optim_state_key_type` is neither.
+        PlanError: Keys that the model or the optimizer has not.
+    """
+    order = _Order(model, optim_input, optim)
+    to_names = optim_state_key_type == OptimStateKeyType.PARAM_NAME
+    if not to_names and optim_state_key_type != OptimStateKeyType.PARAM_ID:
+        raise ValueError(
+            f"optim_state_key_type={optim_state_key_type!r}: give OptimStateKeyType.PARAM_NAME or PARAM_ID"
+        )
+    renamed: Mapping[Any, Any] = dict(enumerate(order.names)) if to_names else order.ids
+    groups: Sequence[Mapping[str, Any]] = optim_state_dict["param_groups"]
+    held = set(optim_state_dict["state"]) | set(chain.from_iterable(part["params"] for part in groups))
+    # Keys that are of the wanted kind already stay: renaming twice does no harm.
+    renamed = {**{key: key for key in (order.ids if to_names else range(len(order.names)))}, **renamed}
+    problems = [f"{key!r}: not a parameter of the model" for key in held if key not in renamed]
+    # An optimizer pairs ids of a state dict with its own parameters by position: they must ascend, group by group.
+    named = [{**part, "params": [order.name(key) for key in part["params"]]} for part in groups] if not problems else []
+    by_id = order.groups(named, problems) if not to_names and not problems else named
+    if problems:
+        raise PlanError("the optimizer state dict does not fit the model:", problems=problems)
+    return {"state": {renamed[key]: value for key, value in optim_state_dict["state"].items()}, "param_groups": by_id}
+
+
+class _Order:
+    """Which id and which name each parameter of an optimizer has.
+
+    Raises:
+        ValueError: The optimizer holds parameters that are not the model's, or both sources of the order are given.
+    """
+
+    def __init__(self, model: nn.Module, optim_input: OptimInput | None, optim: torch.optim.Optimizer | None) -> None:
+        if optim_input is not None and optim is not None:
+            raise ValueError("optim_input and optim are both given: give the optimizer alone")
+        names = parameter_names(model)
+        self._groups: list[list[torch.Tensor]] | None = None
+        if optim is not None:
+            self._groups = [list(group["params"]) for group in optim.param_groups]
+        elif optim_input is not None:
+            self._groups = _groups_of(optim_input)
+        self.parameters = list(chain.from_iterable(self._groups)) if self._groups is not None else list(names)
+        strangers = sum(parameter not in names for parameter in self.parameters)
+        if strangers:
+            raise ValueError(
+                f"{strangers} of the optimizer's parameters are not the model's: is it the sharded model's?"
+            )
+        self.names = [names[parameter] for parameter in self.parameters]
+        self.ids = {name: index for index, name in enumerate(self.names)}
+
+    def name(self, key: str | int) -> str:
+        """The FQN of a parameter, from its id or itself."""
+        return self.names[key] if isinstance(key, int) else key
+
+    def unknown(self, fqns: Iterable[str]) -> list[str]:
+        """A line for each FQN with state whose parameter the optimizer has not."""
+        return [f"{fqn}: not among the optimizer's parameters" for fqn in fqns if fqn not in self.ids]
+
+    def groups(self, groups: Sequence[Mapping[str, Any]], problems: list[str]) -> list[dict[str, Any]]:
+        """Param groups by id; what does not fit is appended to `problems`.
+
+        Ids ascend: an optimizer pairs those of a state dict with its own parameters by position.
+        """
+        named = list(chain.from_iterable(part["params"] for part in groups))
+        unknown = [f"{fqn}: in a param group, not among the optimizer's" for fqn in named if fqn not in self.ids]
+        if unknown:
+            problems += unknown
+            return []
+        found = [{**part, "params": sorted(self.ids[fqn] for fqn in part["params"])} for part in groups]
+        if self._groups is not None and [part["params"] for part in found] != self._ids_by_group(self._groups):
+            sizes = [len(part["params"]) for part in found], [len(held) for held in self._groups]
+            problems.append(f"param groups of {sizes[0]} parameters, the optimizer's of {sizes[1]}, or others in them")
+        return found
+
+    @staticmethod
+    def _ids_by_group(groups: Sequence[Sequence[torch.Tensor]]) -> list[list[int]]:
+        ends = list(accumulate(map(len, groups)))
+        return [list(range(end - len(held), end)) for end, held in zip(ends, groups, strict=True)]
+
+
+def _groups_of(optim_input: OptimInput) -> list[list[torch.Tensor]]:
+    items: list[Any] = list(optim_input)
+    if items and isinstance(items[0], Mapping):
+        return [list(group["params"]) for group in items]
+    return [items]
+
+
+def _misfit(problems: list[str]) -> PlanError | None:
+    return PlanError("the full optimizer state dict does not fit:", problems=problems) if problems else None
+
+
+def _described(full: Mapping[str, Any] | None) -> tuple[OptimizerSnapshot, dict[str, Any]]:
+    """A full state dict, and its outline."""
+    if not full:
+        raise PlanError("rank 0 has no full_optim_state_dict: it is the one that must pass it")
+    try:
+        groups = tuple(dict(part) for part in full["param_groups"])
+        values, tensors = split_state(full["state"])
+        snapshot = OptimizerSnapshot(groups, values, tensors, tuple(full["state"]))
+        return snapshot, snapshot.outline()
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        what = f"rank 0's is no full optimizer state dict ({error!r})"
+        raise PlanError(f"{what}: pass what full_optim_state_dict returned") from error
+
+
+def _shard_of(value: Any, parameter: torch.Tensor) -> Any:
+    """This rank's part of a state value, in memory of its own."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    like = state_like(parameter, value.shape, value.dtype)
+    if not isinstance(like, DTensor):
+        return value.clone()
+    assert isinstance(parameter, DTensor), "state is cut where its parameter is"
+    return cut(value, parameter)
+
+
+def require_default_group(group: dist.ProcessGroup | None) -> None:
+    """Refuse a process group that leaves ranks out.
+
+    Raises:
+        ValueError: It is not over all ranks.
+    """
+    if group is not None and dist.get_world_size(group) != dist.get_world_size():
+        raise ValueError(
+            f"group: has {dist.get_world_size(group)} of {dist.get_world_size()} ranks; modules are sharded over all "
+            "ranks of the default group: leave it out"
+        )

@@ -1,0 +1,172 @@
+"""FSDP1's `optim_state_dict` and its like: optimizer state in the form that `state_dict_type` chose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import OptimStateKeyType, StateDictType
+from torch.distributed.tensor import DTensor
+
+from raysharding.distributed.comm import agree
+from raysharding.distributed.fsdp.optim_state_dict import (
+    gathered,
+    rekey_optim_state_dict,
+    require_default_group,
+    scatter_full_optim_state_dict,
+    shard_full_optim_state_dict,
+)
+from raysharding.distributed.fsdp.state_dict_type import get_state_dict_type
+from raysharding.distributed.optim import agreed_snapshot, parameter_names, state_like
+from raysharding.errors import PlanError
+
+
+def optim_state_dict(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    optim_state_dict: Mapping[str, Any] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """An optimizer's state by FQN, in the form that `state_dict_type` chose for the model; collective.
+
+    As FSDP1's `optim_state_dict`, whose form without a choice is the full one; here it is the model's, the sharded one.
+    In the full form tensors are whole, on every rank or (`FullOptimStateDictConfig(rank0_only=True)`) on rank 0 alone;
+    in the others they are DTensors, for `torch.distributed.checkpoint`. `offload_to_cpu`, on by default, brings them
+    to host memory.
+
+    Args:
+        model: The sharded root module.
+        optim: Over its parameters.
+        optim_state_dict: What to bring into this form, of `optim.state_dict()`'s own. Default: `optim.state_dict()`.
+        group: The default group, or `None`.
+
+    Returns:
+        `{"state": {FQN: {name: tensor or value}}, "param_groups": [{..., "params": [FQN, ...]}]}`; an empty dict on
+        the other ranks under `rank0_only`. Wire: in the full form each shard to each rank that gets it; else nothing.
+
+    Raises:
+        ValueError: `group` is not the default group.
+        PlanError: On every rank: see `agreed_snapshot`.
+    """
+    settings = get_state_dict_type(model)
+    config = settings.optim_state_dict_config
+    if settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
+        return _sharded(model, optim, optim_state_dict, group, config.offload_to_cpu)
+    require_default_group(group)
+    snapshot = agreed_snapshot(model, optim, optim_state_dict)
+    assert snapshot is not None, "there is an optimizer"
+    rank0_only = getattr(config, "rank0_only", False)
+    return gathered(snapshot, model, rank0_only=rank0_only, on_cpu=config.offload_to_cpu)
+
+
+def sharded_optim_state_dict(
+    model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
+) -> dict[str, Any]:
+    """An optimizer's state by FQN, its tensors DTensors in host memory; collective, no tensor is sent.
+
+    As FSDP1's `sharded_optim_state_dict`: `optim_state_dict` in the sharded form, whatever `state_dict_type` says.
+
+    Raises:
+        ValueError: `group` is not the default group.
+        PlanError: On every rank: see `agreed_snapshot`.
+    """
+    return _sharded(model, optim, None, group, offload_to_cpu=True)
+
+
+def optim_state_dict_to_load(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    optim_state_dict: Mapping[str, Any],
+    is_named_optimizer: bool = False,
+    load_directly: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """Bring what `optim_state_dict` gave into the form that the optimizer loads; collective.
+
+    As FSDP1's `optim_state_dict_to_load`. World sizes may differ between the two in the full form, and in the others
+    where `torch.distributed.checkpoint` loaded the state.
+
+    Args:
+        model: The sharded root module.
+        optim: The optimizer that loads it.
+        optim_state_dict: In the form that `state_dict_type` chose for the model; in the full one under
+            `FullOptimStateDictConfig(rank0_only=True)` rank 0's counts, and the other ranks' is not looked at.
+        is_named_optimizer: Keys of the result are FQNs, as torch's `_NamedOptimizer` takes them; if not, parameter ids.
+        load_directly: Call `optim.load_state_dict` with the result, too.
+        group: The default group, or `None`.
+
+    Returns:
+        A state dict for `optim.load_state_dict`. Wire: under `rank0_only` each shard once; else nothing but outcomes.
+
+    Raises:
+        ValueError: `group` is not the default group.
+        PlanError: On every rank, before data moves: names, shapes, param groups or kinds of tensor that do not fit.
+    """
+    require_default_group(group)
+    settings = get_state_dict_type(model)
+    if settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
+        result = _agreed(lambda: _checked_by_id(optim_state_dict, model, optim))
+    elif getattr(settings.optim_state_dict_config, "rank0_only", False):
+        result = scatter_full_optim_state_dict(optim_state_dict, model, optim=optim)
+    else:
+        result = _agreed(lambda: shard_full_optim_state_dict(optim_state_dict, model, optim=optim))
+    if is_named_optimizer:
+        result = rekey_optim_state_dict(result, OptimStateKeyType.PARAM_NAME, model, optim=optim)
+    if load_directly:
+        optim.load_state_dict(result)
+    return result
+
+
+def _sharded(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    optim_state_dict: Mapping[str, Any] | None,
+    group: dist.ProcessGroup | None,
+    offload_to_cpu: bool,
+) -> dict[str, Any]:
+    """State by FQN, cut as it is; collective."""
+    require_default_group(group)
+    snapshot = agreed_snapshot(model, optim, optim_state_dict)
+    assert snapshot is not None, "there is an optimizer"
+    tensors = {key: value.cpu() if offload_to_cpu else value for key, value in snapshot.tensors.items()}
+    return snapshot.state_dict(tensors, on_cpu=offload_to_cpu)
+
+
+def _agreed(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `make` returns, once it went well on every rank; collective."""
+    result: dict[str, Any] = {}
+    error: Exception | None = None
+    try:
+        result = make()
+    except (ValueError, KeyError, TypeError) as raised:
+        error = raised
+    agree(error)
+    return result
+
+
+def _checked_by_id(
+    optim_state_dict: Mapping[str, Any], model: nn.Module, optim: torch.optim.Optimizer
+) -> dict[str, Any]:
+    """Sharded state by parameter id; each rank alone.
+
+    Raises:
+        PlanError: A parameter is not the model's, or a tensor is not cut as its parameter.
+    """
+    result = rekey_optim_state_dict(optim_state_dict, OptimStateKeyType.PARAM_ID, model, optim=optim)
+    parameters = {name: parameter for parameter, name in parameter_names(model).items()}
+    problems = []
+    for fqn, held in optim_state_dict["state"].items():
+        for name, value in held.items():
+            if isinstance(value, torch.Tensor) and fqn in parameters and value.ndim:
+                like = state_like(parameters[fqn], value.shape, value.dtype)
+                meshes = [one.device_mesh if isinstance(one, DTensor) else None for one in (value, like)]
+                if meshes[0] != meshes[1]:
+                    what = "another mesh" if all(meshes) else "no mesh" if meshes[0] is None else "a mesh"
+                    problems.append(f"{fqn}: {name} is on {what}, its parameter is not")
+    if problems:
+        cure = "load it by torch.distributed.checkpoint, or use FULL_STATE_DICT for full tensors"
+        raise PlanError(f"the sharded optimizer state dict does not fit; {cure}:", problems=problems)
+    return result

@@ -1,0 +1,377 @@
+"""`state_dict_type`: which form a sharded module's `state_dict()` gives and its `load_state_dict()` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import _IncompatibleKeys
+from torch.utils.hooks import RemovableHandle
+
+from raysharding.distributed.comm import agree
+from raysharding.distributed.fully_shard import (
+    local_tensor,
+    message_device,
+    named_submodules,
+    reshard,
+    show_shards,
+    unwrapped,
+)
+from raysharding.distributed.loading import extra_state_owners, load_full_tensors
+from raysharding.distributed.transfer import gather_into, saved_tensors, tied_names
+from raysharding.errors import PlanError
+from raysharding.models import clean_name
+
+_CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
+    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
+    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
+}
+
+
+@contextmanager
+def state_dict_type(
+    module: nn.Module,
+    state_dict_type: StateDictType,
+    state_dict_config: StateDictConfig | None = None,
+    optim_state_dict_config: OptimStateDictConfig | None = None,
+) -> Iterator[None]:
+    """Choose the form of `module.state_dict()` and `module.load_state_dict()` inside a `with`; no communication.
+
+    As FSDP1's `FullyShardedDataParallel.state_dict_type`, which leaves its form in place after an exception; here the
+    one from before is back. Inside, every rank calls `state_dict()` and `load_state_dict()`. See `set_state_dict_type`.
+    """
+    before = {submodule: _forms.get(submodule) for _, submodule in named_submodules(module)}
+    set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
+    try:
+        yield
+    finally:
+        for submodule, form in before.items():
+            _install(submodule, form)
+
+
+def set_state_dict_type(
+    module: nn.Module,
+    state_dict_type: StateDictType,
+    state_dict_config: StateDictConfig | None = None,
+    optim_state_dict_config: OptimStateDictConfig | None = None,
+) -> StateDictSettings:
+    """Choose the form of `module.state_dict()` and `module.load_state_dict()` from now on; no communication.
+
+    As FSDP1's `FullyShardedDataParallel.set_state_dict_type`; the modules inside it get the form, too. Names are those
+    of the module before it was sharded, tied ones under each name; persistent buffers are in it, each rank's own.
+
+    - `FULL_STATE_DICT`: full tensors, on every rank or (`rank0_only`) on rank 0 and nothing elsewhere, on the shards'
+      device or (`offload_to_cpu`) in host memory. A load takes rank 0's: the others pass the same or nothing. Wire of a
+      `state_dict()`: each shard to each rank that gets it; memory: the whole module there. Of a load: each shard once.
+    - `SHARDED_STATE_DICT`: DTensors that share the module's memory, for `torch.distributed.checkpoint` (which loads
+      them at another world size too). `_use_dtensor` is taken for granted: `ShardedTensor` is FSDP1's alone.
+    - `LOCAL_STATE_DICT`: the same. FSDP1 gives a ShardedTensor for each flat parameter here, and FSDP2 has none. Plain
+      local tensors would not do: `torch.distributed.checkpoint` takes those for copies, and writes rank 0's alone.
+
+    Without a call, a module gives and takes what FSDP2 does: `SHARDED_STATE_DICT`. A load is collective in every form:
+    PlanError on every rank, before data moves, where a key (under `strict`), a shape or a kind of tensor on any rank
+    does not fit. Called through a module that contains this one, `strict` is torch's own to check, after the load.
+    `DistModule.load_state_dict` takes rank 0's full tensors in any form.
+
+    Args:
+        module: The root, or a module inside it.
+        state_dict_type: torch's enum.
+        state_dict_config: torch's class that goes with it. Default: an empty one.
+        optim_state_dict_config: The same for `optim_state_dict` and `optim_state_dict_to_load`. The older functions for
+            optimizer state say their form themselves.
+
+    Returns:
+        What held before.
+
+    Raises:
+        ValueError: A config of another type.
+        PlanError: From `load_state_dict`, see above.
+        RuntimeError: From `state_dict` and `load_state_dict` in the full form, inside `summon_full_params`.
+    """
+    config_type, optim_config_type = _CONFIGS[state_dict_type]
+    config = config_type() if state_dict_config is None else state_dict_config
+    optim_config = optim_config_type() if optim_state_dict_config is None else optim_state_dict_config
+    for name, value, wanted in (
+        ("state_dict_config", config, config_type),
+        ("optim_state_dict_config", optim_config, optim_config_type),
+    ):
+        if type(value) is not wanted:
+            raise ValueError(f"{name}={value!r}: give a {wanted.__name__} with {state_dict_type}")
+    before = get_state_dict_type(module)
+    form = _Form(unwrapped(module), StateDictSettings(state_dict_type, config, optim_config))
+    for _, submodule in named_submodules(module):
+        _install(submodule, form)
+    return before
+
+
+def _install(module: nn.Module, form: _Form | None) -> None:
+    """Put a form in the place of the one that a module has; `None` leaves it none."""
+    if (old := _forms.pop(module, None)) is not None:
+        old.leave(module)
+    if form is not None:
+        _forms[module] = form
+        form.enter(module)
+
+
+def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+    """What `set_state_dict_type` chose for a module, or what FSDP2 does by itself; no communication.
+
+    As FSDP1's `FullyShardedDataParallel.get_state_dict_type`.
+    """
+    form = _forms.get(unwrapped(module))
+    if form is not None:
+        return form.settings
+    return StateDictSettings(StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(), ShardedOptimStateDictConfig())
+
+
+class _Form:
+    """What gives the state dicts of a module, and of all modules inside it, their form.
+
+    Args:
+        root: The module for which the form was chosen.
+        settings: The form.
+    """
+
+    def __init__(self, root: nn.Module, settings: StateDictSettings) -> None:
+        self.settings = settings
+        self._root = ref(root)  # `_forms` would keep a module that its form holds
+        self._hook: RemovableHandle | None = None
+        self._is_gathering = self._is_loading = False
+
+    def enter(self, module: nn.Module) -> None:
+        """Take over the `state_dict` and `load_state_dict` of one of the modules."""
+        for name in _Method.NAMES:
+            module.__dict__[name] = _Method(name, module, self)
+        if module is self._root():
+            self._hook = module.register_load_state_dict_pre_hook(partial(self._load_from_around))
+
+    def leave(self, module: nn.Module) -> None:
+        """Give `module` back what it had."""
+        for name in _Method.NAMES:
+            method = module.__dict__.get(name)
+            if isinstance(method, _Method):
+                del module.__dict__[name]
+                module.__dict__.update({name: method.hidden} if method.hidden is not None else {})
+        if module is self._root() and self._hook is not None:
+            self._hook.remove()
+
+    @property
+    def _on_cpu(self) -> bool:
+        return bool(self.settings.state_dict_config.offload_to_cpu)
+
+    @property
+    def _is_full(self) -> bool:
+        return self.settings.state_dict_type is StateDictType.FULL_STATE_DICT
+
+    # --- state_dict -------------------------------------------------------------------------------------------------
+
+    def state_dict(self, module: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """`module.state_dict` in this form; collective in the full one."""
+        if self._is_gathering:
+            part: dict[str, Any] = call(*args, **kwargs)
+            return part  # of a larger one, which takes its form as a whole
+        # A forward may have left full parameters in the group of the root, of inner modules, too.
+        root = self._root() or module
+        if self._is_full:
+            reshard(root)
+        else:
+            show_shards(root)
+        self._is_gathering = True
+        try:
+            state_dict: dict[str, Any] = call(*args, **kwargs)
+        finally:
+            self._is_gathering = False
+        self._convert(module, state_dict, kwargs.get("prefix", args[1] if len(args) > 1 else ""))
+        return state_dict
+
+    def _convert(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+        """Put tensors of this form in the place of DTensors."""
+        for key in [key for key in state_dict if key.startswith(prefix)]:
+            state_dict[prefix + clean_name(key.removeprefix(prefix))] = state_dict.pop(key)
+        if self._is_full:
+            self._gather(module, state_dict, prefix)
+        if self._on_cpu:
+            for key, value in state_dict.items():
+                if key.startswith(prefix) and isinstance(value, torch.Tensor):
+                    state_dict[key] = value.cpu()
+
+    def _gather(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+        """Full tensors in the place of DTensors; collective."""
+        rank0_only = getattr(self.settings.state_dict_config, "rank0_only", False)
+        aliases = {prefix + name: prefix + first for name, first in tied_names(module).items()}
+        found = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
+        sharded = {aliases.get(key, key): value for key, value in found.items() if isinstance(value, DTensor)}
+        is_wanted = not rank0_only or not dist.is_initialized() or dist.get_rank() == 0
+        if sharded:
+            full = self._allocate(sharded if is_wanted else {})
+            ranks = (0,) if rank0_only else range(dist.get_world_size())
+            gather_into(full, sharded, ranks, message_device(module))
+        for key, value in found.items():
+            if not is_wanted:
+                del state_dict[key]
+            elif isinstance(value, DTensor):
+                state_dict[key] = full[aliases.get(key, key)]
+            elif isinstance(value, torch.Tensor):
+                state_dict[key] = value.clone()  # as the others: what is kept must not follow the next steps
+
+    def _allocate(self, tensors: Mapping[str, DTensor]) -> dict[str, torch.Tensor]:
+        """Memory for full tensors; collective: a rank that has none says so before the others wait for it."""
+        error: Exception | None = None
+        memory = {}
+        try:
+            for key, tensor in tensors.items():
+                device = torch.device("cpu") if self._on_cpu else local_tensor(tensor).device
+                memory[key] = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        except (RuntimeError, MemoryError) as failure:
+            error = failure
+        agree(error)
+        return memory
+
+    # --- load_state_dict --------------------------------------------------------------------------------------------
+
+    def load_state_dict(
+        self,
+        module: nn.Module,
+        call: Callable[..., Any],
+        state_dict: Mapping[str, Any],
+        strict: bool = True,
+        assign: bool = False,
+    ) -> _IncompatibleKeys:
+        """`module.load_state_dict` in this form; collective."""
+        # A hook, for users' own come first, and may rename keys; torch does not tell it of `strict` and `assign`.
+        hook = module.register_load_state_dict_pre_hook(partial(self._load, strict, assign))
+        self._is_loading = True
+        try:
+            result: _IncompatibleKeys = call(state_dict, strict=strict, assign=assign)
+            return result
+        finally:
+            self._is_loading = False
+            hook.remove()
+
+    def _load_from_around(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *reports: Any) -> None:
+        """torch's hook in a load that a module around the root began; collective."""
+        if not self._is_loading:
+            self._load(False, False, module, state_dict, prefix)
+
+    def _load(
+        self, strict: bool, assign: bool, module: nn.Module, state_dict: dict[str, Any], prefix: str, *reports: Any
+    ) -> None:
+        """torch's hook before `module.load_state_dict()` looks at its values; collective.
+
+        Tensors are put into place here. torch finds the module's own, and copies each onto itself.
+        """
+        keys = [key for key in state_dict if key.startswith(prefix)]
+        incoming = {clean_name(key.removeprefix(prefix)): state_dict.pop(key) for key in keys}
+        error: RuntimeError | None = None
+        try:
+            reshard(self._root() or module)  # as in `state_dict`
+        except RuntimeError as raised:
+            error = raised
+        agree(error)  # a rank inside summon_full_params must not leave the others in the next exchange
+        found: dict[str, Any] = incoming
+        if self._is_full:
+            result, extra = load_full_tensors(module, incoming, strict=strict, assign=assign)
+            missing, aliases, own = {*result.missing_keys}, tied_names(module), _named_tensors(module)
+            found = {name: tensor for name, tensor in own.items() if aliases.get(name, name) not in missing}
+            found |= {**dict.fromkeys(result.unexpected_keys, torch.empty(0)), **extra.values}
+        else:
+            self._require_fit(incoming, module, strict)
+        torch_keys = _torch_keys(module)
+        # The hook by which a wrapper puts its part into keys ran already.
+        own_part = f"{_CHECKPOINT_WRAPPED}." if isinstance(module, ActivationWrapper) else ""
+        state_dict.update({prefix + own_part + torch_keys.get(name, name): value for name, value in found.items()})
+
+    def _require_fit(self, incoming: Mapping[str, Any], module: nn.Module, strict: bool) -> None:
+        """Raise on every rank where anything on any rank does not fit; collective."""
+        own = _named_tensors(module)
+        problems = [_misfit(name, value, own[name]) for name, value in incoming.items() if name in own]
+        if strict:
+            # Extra state is each rank's own, and left to torch.
+            names = own.keys() | extra_state_owners(module).keys()
+            problems += [f"{name}: missing in the state dict" for name in names if name not in incoming]
+            problems += [f"{name}: not in the module" for name in incoming if name not in names]
+        problems = [problem for problem in problems if problem]
+        kind = self.settings.state_dict_type.name
+        agree(PlanError(f"the state dict does not fit the module as {kind}", problems=problems) if problems else None)
+
+
+def _misfit(name: str, value: Any, tensor: torch.Tensor) -> str:
+    """What is wrong with a value for one of the module's tensors, or nothing."""
+    if not isinstance(value, torch.Tensor):
+        return f"{name}: {type(value).__name__}, not a tensor"
+    if tensor.is_meta:
+        return f"{name}: on meta; call materialize(module, device), or load a full state dict, which gives it memory"
+    if not isinstance(tensor, DTensor) and isinstance(value, DTensor):
+        return f"{name}: a DTensor, where a plain tensor goes"
+    if isinstance(tensor, DTensor):
+        if not isinstance(value, DTensor):
+            return f"{name}: a plain tensor, where a DTensor goes; use FULL_STATE_DICT for full tensors"
+        if value.device_mesh != tensor.device_mesh:
+            return f"{name}: a DTensor on another mesh; load it by torch.distributed.checkpoint"
+    if value.shape != tensor.shape:
+        return f"{name}: shape {tuple(value.shape)}, but the module has {tuple(tensor.shape)}"
+    return ""
+
+
+class _Method:
+    """Stands for one module's `state_dict` or `load_state_dict`.
+
+    Args:
+        name: Which of the two.
+        module: The module.
+        form: Its form, which has a method of that name.
+    """
+
+    NAMES = ("state_dict", "load_state_dict")
+
+    def __init__(self, name: str, module: nn.Module, form: _Form) -> None:
+        self.hidden: Callable[..., Any] | None = module.__dict__.get(name)
+        """What another library has put there."""
+        self._name = name
+        self._module = module
+        self._form = form
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = self.hidden or partial(getattr(type(self._module), self._name), self._module)
+        return getattr(self._form, self._name)(self._module, call, *args, **kwargs)
+
+
+_CHECKPOINT_WRAPPED = "_checkpoint_wrapped_module"
+
+
+def _torch_keys(module: nn.Module) -> dict[str, str]:
+    """FQN → the key that torch looks for: `CheckpointWrapper` takes its part out of keys, torch.compile does not."""
+    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    names = [name for name, _ in named] + list(extra_state_owners(module, clean=False))
+    return {clean_name(name): ".".join(p for p in name.split(".") if p != _CHECKPOINT_WRAPPED) for name in names}
+
+
+def _named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """FQN → parameter or persistent buffer, under every name: what torch's `load_state_dict` expects."""
+    tensors = saved_tensors(module)
+    return tensors | {name: tensors[canonical] for name, canonical in tied_names(module).items()}
+
+
+_forms: WeakKeyDictionary[nn.Module, _Form] = WeakKeyDictionary()
+"""Modules that were given a form."""

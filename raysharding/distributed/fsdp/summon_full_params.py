@@ -1,0 +1,419 @@
+"""`summon_full_params` and `apply`: full parameters in place of the shards, and back.
+
+Note: why the shards are gathered by us.
+    `FSDPModule.unshard()` follows the mixed-precision policy: it gives copies in the low dtype, and what is written
+    into them is lost at the next reshard. Here the shards themselves travel, in their own dtype, and what the body of
+    the context leaves in the full parameters is cut up again and copied into the shards' own memory. FSDP2 and an
+    optimizer, which hold on to that memory, need not be told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, field
+from hashlib import sha256
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from raysharding.distributed.comm import agree, broadcast_json
+from raysharding.distributed.fully_shard import (
+    by_mesh,
+    fsdp_modules,
+    loadable,
+    local_tensor,
+    message_device,
+    reduce_replicated_gradients,
+    refusing_use,
+    require_idle,
+    reshard,
+    shard_index_of,
+    tensor_layout,
+    unwrapped,
+)
+from raysharding.distributed.loading import distribute_state_dict
+from raysharding.distributed.transfer import gather_into
+from raysharding.errors import PlanError
+from raysharding.models import is_cut
+
+
+@contextmanager
+def summon_full_params(
+    module: nn.Module,
+    *,
+    recurse: bool = True,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Iterator[None]:
+    """Register full parameters in place of the shards, inside a `with`; collective, every rank enters and leaves it.
+
+    As FSDP1's `FullyShardedDataParallel.summon_full_params`. The full parameters are plain `nn.Parameter`s under the
+    module's own FQNs, in the shards' dtype also under mixed precision; ties stay ties, `requires_grad` stays. They are
+    copies: the 0-dim parameters that FSDP2 does not cut too. Buffers are left as they are. Inside, `state_dict()` and
+    `load_state_dict()` are those of an unsharded module; a forward or backward is a RuntimeError.
+
+    As with FSDP1, modules inside one another may have been sharded by strategies of their own.
+    Beyond FSDP1: `rank0_only` with `writeback`, `with_grads` with `offload_to_cpu`, a parameter that the body replaces
+    (by one of its shape) is written back, `writeback=False` undoes changes at any world size, and replicas never part.
+
+    Args:
+        module: The root, an FSDP module inside it (outside of a forward), or a module that contains several.
+        recurse: Also those of the FSDP modules below; if not, only the parameters of `module`'s own group, and none if
+            `module` is not an FSDP module.
+        writeback: On leaving, by an exception too, put what changed into the shards: each rank cuts its own part out of
+            its own full parameter, so all ranks have to make the same changes. With replicas (HSDP), and for 0-dim
+            parameters, the first holder's values go to the others; under `rank0_only` rank 0's go to all.
+        rank0_only: Only rank 0 gets full parameters; the others keep their shards registered.
+        offload_to_cpu: Put them into host memory. Default: the shards' device.
+        with_grads: Each full parameter has its full `.grad` too, where any rank has one. Gradients of parameters that
+            are not sharded are averaged over the ranks first. With `writeback` the gradients are written back as well,
+            and those that the body sets to `None` go.
+
+    Wire: each shard to each rank that gets the parameters. With `writeback`, under `rank0_only` each shard from rank 0
+    to the ranks that hold it; with replicas each shard once to each further one; else nothing.
+    Memory: all selected full parameters at once on each rank that gets them (and gradients), 32 MiB of messages.
+
+    Raises:
+        RuntimeError: In a forward, backward or another `summon_full_params` of the same parameters; on leaving, where
+            the body removed a parameter or changed its shape, which is then not written.
+        ValueError: Parameters are on meta.
+        PlanError: On every rank, when ranks gave different modules or options.
+        RayshardingError: On every rank, when another one could not enter (no memory, say).
+    """
+    module = unwrapped(module)
+    if not recurse and not isinstance(module, FSDPModule):
+        yield
+        return
+    options = _Options(writeback, rank0_only, offload_to_cpu, with_grads)
+    full_params = _enter(module, recurse, options)
+    users = fsdp_modules(module) if recurse else [module]
+    with refusing_use([user for user in users if isinstance(user, FSDPModule)]):
+        full_params.register()
+        try:
+            with loadable({owner for item in full_params.held if item.full is not None for owner, _ in item.places}):
+                yield
+        finally:
+            # Also after an exception, as FSDP1 does, and on every rank whatever happened to it: ranks that left
+            # without it would keep the others waiting in the exchange.
+            full_params.leave()
+
+
+def apply(module: nn.Module, fn: Callable[[nn.Module], object]) -> nn.Module:
+    """Call `fn` on every submodule, children first, with its group's full parameters registered; collective.
+
+    As FSDP1's `FullyShardedDataParallel.apply` and `nn.Module.apply`: typically to initialise. Each submodule is
+    visited once, also if the tree holds it twice. What `fn` changes is kept, as by `summon_full_params`: let every rank
+    make the same changes, with random numbers from the same seed. Parameters have their full precision, also under
+    mixed precision.
+
+    Args:
+        module: The root, an FSDP module inside it, or a module that contains several.
+        fn: Gets a submodule. The parameters of FSDP modules below that one are shards.
+
+    Returns:
+        `module`.
+
+    Wire: each shard to each rank. Memory: the full parameters of one FSDP group, and of those around it.
+
+    Raises:
+        Exception: What `fn` raised; on the other ranks a RayshardingError that names the first such rank. `fn` is
+            called on nothing further, and the changes until then are kept.
+        RuntimeError: See `summon_full_params`.
+    """
+    visit = _Visit(fn)
+    visit.walk(unwrapped(module))
+    if visit.met_fsdp:
+        agree(visit.error)  # collective: no rank goes on as if all were well
+    elif visit.error is not None:
+        raise visit.error
+    return module
+
+
+@dataclass
+class _Visit:
+    fn: Callable[[nn.Module], object]
+    error: Exception | None = None
+    met_fsdp: bool = False
+    seen: set[nn.Module] = field(default_factory=set)
+
+    def walk(self, module: nn.Module) -> None:
+        if module in self.seen:
+            return
+        self.seen.add(module)
+        self.met_fsdp |= isinstance(module, FSDPModule)
+        is_leaving = False
+        try:
+            with summon_full_params(module, recurse=False):
+                for child in module.children():
+                    self.walk(child)
+                # A rank on which `fn` failed goes on through the other groups' gathers: the others would wait there.
+                if self.error is None:
+                    try:
+                        self.fn(module)
+                    except Exception as error:  # noqa: BLE001 - raised at the end of the walk
+                        self.error = error
+                is_leaving = True
+        except RuntimeError as error:
+            # This rank's `fn` may have changed a shape, of which the others know nothing: they go on.
+            if not is_leaving:
+                raise
+            self.error = self.error or error
+
+
+# --- what is registered ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Options:
+    writeback: bool
+    rank0_only: bool
+    offload_to_cpu: bool
+    with_grads: bool
+
+
+@dataclass
+class _Held:
+    """One parameter."""
+
+    name: str
+    """First FQN, from the summoned module."""
+    places: list[tuple[nn.Module, str]]
+    """Every (owner, name in the owner) under which it is registered: several where it is tied."""
+    sharded: nn.Parameter
+    """What is registered outside: a DTensor, or a 0-dim parameter."""
+    full: nn.Parameter | None = None
+    """Full shape; `None` on a rank that gets none."""
+
+    def register(self, parameter: nn.Parameter) -> None:
+        for owner, leaf in self.places:
+            # Not into the table: some modules (nn.LSTM) keep a list of their parameters, which `setattr` renews.
+            setattr(owner, leaf, parameter)
+
+    def value(self) -> torch.Tensor:
+        """What the body left: the full parameter, or the one that was put in its place.
+
+        Raises:
+            RuntimeError: It cannot be written back.
+        """
+        assert self.full is not None, "only where the full parameter was registered"
+        now = [owner._parameters.get(leaf) for owner, leaf in self.places]
+        new = next((item for item in now if item is not self.full), self.full)
+        if new is None or isinstance(new, DTensor) or new.shape != self.sharded.shape:
+            found = "it was removed" if new is None else f"it is a {type(new).__name__} of shape {tuple(new.shape)} now"
+            shape = tuple(self.sharded.shape)
+            raise RuntimeError(f"{self.name}: {found}; inside summon_full_params a parameter keeps its shape {shape}")
+        return new
+
+
+def _select(module: nn.Module, recurse: bool) -> list[_Held]:
+    """The sharded parameters of a module, and those that FSDP2 does not cut, each once under its first name."""
+    found: dict[torch.Tensor, _Held] = {}
+    for prefix, submodule in _submodules(module, recurse):
+        for leaf, parameter in submodule._parameters.items():
+            # A plain parameter with rows is one that the user keeps out of FSDP.
+            if parameter is not None and (isinstance(parameter, DTensor) or not is_cut(parameter)):
+                found.setdefault(parameter, _Held(prefix + leaf, [], parameter)).places.append((submodule, leaf))
+    return list(found.values())
+
+
+def _submodules(module: nn.Module, recurse: bool) -> list[tuple[str, nn.Module]]:
+    """(prefix, submodule) of what FSDP modules hold, parents first; without `recurse`, down to the next FSDP module."""
+    found: list[tuple[str, nn.Module]] = []
+    seen: set[nn.Module] = set()
+
+    def collect(prefix: str, submodule: nn.Module, is_held: bool) -> None:
+        is_held = is_held or isinstance(submodule, FSDPModule)
+        if submodule in seen or (not recurse and isinstance(submodule, FSDPModule) and submodule is not module):
+            return
+        seen.add(submodule)
+        if is_held:
+            found.append((prefix, submodule))
+        for name, child in submodule._modules.items():
+            if child is not None:
+                collect(f"{prefix}{name}.", child, is_held)
+
+    collect("", module, False)
+    return found
+
+
+# --- entering -------------------------------------------------------------------------------------------------------
+
+
+def _enter(module: nn.Module, recurse: bool, options: _Options) -> _FullParams:
+    """Gather; collective. Nothing is registered yet."""
+    error: Exception | None = None
+    held: list[_Held] = []
+    memory: dict[str, torch.Tensor] = {}
+    grads: list[int] = []
+    try:
+        require_idle(fsdp_modules(module))  # before `reshard`, which forgets a forward that is not over
+        reshard(module)
+        held = _select(module, recurse)
+        on_meta = [item.name for item in held if item.sharded.is_meta]
+        if on_meta:
+            raise ValueError(f"{on_meta[:3]} are on meta: load a checkpoint, or call materialize, first")
+        grads = [index for index, item in enumerate(held) if options.with_grads and item.sharded.grad is not None]
+        memory = _allocate(held, options)
+    except (RuntimeError, ValueError, MemoryError) as failure:
+        error = failure
+    if not held and error is None:
+        return _FullParams([], options, torch.device("cpu"))
+    # Every rank learns here whether all can go on with the same: one that raised alone would leave the others in the
+    # gather, and one that gathers something else would take other parameters' bytes for its own.
+    values = agree(error, [list(astuple(options)), _fingerprint(held), grads])
+    if any(value[:2] != values[0][:2] for value in values):
+        raise PlanError("the ranks gave summon_full_params different modules or options: all have to call it alike")
+    full_params = _FullParams(held, options, message_device(module))
+    full_params.gather(memory)
+    if options.with_grads:
+        reduce_replicated_gradients(module)
+        full_params.gather_grads(sorted({index for value in values for index in value[2]}))
+    return full_params
+
+
+def _allocate(held: Sequence[_Held], options: _Options) -> dict[str, torch.Tensor]:
+    """Name → memory for the full tensor, where this rank gets it."""
+    if options.rank0_only and dist.get_rank() != 0:
+        return {}
+    memory = {}
+    for item in held:
+        device = torch.device("cpu") if options.offload_to_cpu else local_tensor(item.sharded).device
+        memory[item.name] = torch.empty(item.sharded.shape, dtype=item.sharded.dtype, device=device)
+    return memory
+
+
+def _fingerprint(held: Sequence[_Held]) -> str:
+    """The same on ranks that hold parts of the same parameters."""
+    text = repr([tensor_layout(item.name, item.sharded) for item in held])
+    return sha256(text.encode()).hexdigest()
+
+
+@dataclass
+class _FullParams:
+    """The parameters of one context."""
+
+    held: list[_Held]
+    options: _Options
+    device: torch.device
+    """Of the messages."""
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The global ranks that get full parameters."""
+        return (0,) if self.options.rank0_only else range(dist.get_world_size())
+
+    def register(self) -> None:
+        for item in self.held:
+            if item.full is not None:
+                item.register(item.full)
+
+    def gather(self, memory: Mapping[str, torch.Tensor]) -> None:
+        """Bring the parameters; collective."""
+        gather_into(memory, {item.name: item.sharded for item in self.held}, self.ranks, self.device)
+        for item in self.held:
+            if item.name in memory:
+                item.full = nn.Parameter(memory[item.name], requires_grad=item.sharded.requires_grad)
+                item.full.__dict__.update(item.sharded.__dict__)  # marks that libraries hang on parameters
+
+    def gather_grads(self, present: Sequence[int]) -> None:
+        """Bring the gradients that some rank has; collective. Where one has none, its part counts as zeros."""
+        held = [self.held[index] for index in present]
+        tensors = _grads(held)
+        memory = _allocate(held, self.options)
+        gather_into(memory, tensors, self.ranks, self.device)
+        for item in held:
+            if item.full is not None:
+                item.full.grad = memory[item.name]
+
+    # --- leaving ----------------------------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """Register the shards again and write back; collective where ranks have to send each other something."""
+        error: RuntimeError | None = None
+        values: dict[str, torch.Tensor] = {}
+        for item in self.held:
+            if item.full is not None:
+                try:
+                    if self.options.writeback:
+                        values[item.name] = item.value().detach()
+                except RuntimeError as failure:
+                    error = error or failure
+                item.register(item.sharded)
+        if self.options.writeback and self.held:
+            self._write_back(values, error)
+        if error is not None:
+            raise error
+
+    @torch.no_grad()
+    def _write_back(self, values: Mapping[str, torch.Tensor], error: RuntimeError | None) -> None:
+        # A write would fail the backward of a forward that ran before the context, which holds 0-dim parameters
+        # themselves: they are written only where they changed. Of the others it holds FSDP2's full copies.
+        plain = {item.name: item.sharded.clone() for item in self.held if not isinstance(item.sharded, DTensor)}
+        tensors = {item.name: plain.get(item.name, item.sharded.detach()) for item in self.held}
+        if self.options.rank0_only:
+            # The others wait for rank 0's values: they have to hear that none will come.
+            agree(error)
+        self._spread(values, tensors)
+        for item in self.held:
+            if item.name in plain and not torch.equal(plain[item.name], item.sharded):
+                item.sharded.copy_(plain[item.name])
+        if self.options.with_grads:
+            own = [
+                index for index, item in enumerate(self.held) if item.full is not None and item.full.grad is not None
+            ]
+            # Rank 0 says which gradients there are, or ranks would send what others do not expect.
+            present = set(broadcast_json(own))
+            for index, item in enumerate(self.held):
+                if index not in present:
+                    item.sharded.grad = None
+            held = [self.held[index] for index in sorted(present)]
+            tensors = _grads(held)
+            full_grads = {item.name: item.full.grad for item in held if item.full is not None}
+            self._spread({name: grad for name, grad in full_grads.items() if grad is not None}, tensors)
+
+    def _spread(self, values: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Put full values into local parts; collective under `rank0_only` and where there are replicas."""
+        if self.options.rank0_only:
+            for part in by_mesh(tensors):
+                distribute_state_dict({name: values[name] for name in part if name in values}, part)
+            return
+        for name, tensor in tensors.items():
+            if name in values:
+                index = shard_index_of(tensor) if isinstance(tensor, DTensor) else 0
+                first, stop = tensor_layout(name, tensor).local_range(index)
+                local_tensor(tensor).view(-1).copy_(values[name].reshape(-1)[first:stop])
+            _settle_replicas(tensor, self.device)
+
+
+def _grads(held: Sequence[_Held]) -> dict[str, torch.Tensor]:
+    """Name → the shard's gradient, made of zeros where there is none."""
+    tensors = {}
+    for item in held:
+        if item.sharded.grad is None:
+            item.sharded.grad = torch.zeros_like(item.sharded, requires_grad=False)
+        tensors[item.name] = item.sharded.grad
+    return tensors
+
+
+def _settle_replicas(tensor: torch.Tensor, device: torch.device) -> None:
+    """Give every holder of a local part the first one's values; collective over the holders.
+
+    Ranks that changed their full parameters differently would train on as replicas that are none.
+    """
+    groups: list[dist.ProcessGroup | None] = [None]
+    if isinstance(tensor, DTensor):
+        mesh, placements = tensor.device_mesh, tensor.placements
+        groups = [mesh.get_group(axis) for axis, placement in enumerate(placements) if placement.is_replicate()]
+    local = local_tensor(tensor)
+    for group in groups:
+        if local.numel() and dist.get_world_size(group) > 1:
+            message = local.to(device)
+            dist.broadcast(message, group=group, group_src=0)
+            if message is not local:
+                local.copy_(message)

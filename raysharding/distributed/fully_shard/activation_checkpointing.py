@@ -1,0 +1,147 @@
+"""Activation checkpointing: a module keeps its inputs for backward and runs its forward again there.
+
+Note: why modules stay as they are.
+    torch's `CheckpointWrapper` puts a module around the module: classes, paths and `isinstance` change, and names have
+    to be cleaned. Here the module's own `forward` is replaced, inside the hooks of `__call__`. FSDP2's hooks therefore
+    run once: backward gathers the parameters before it needs what the second forward computes.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.checkpoint import checkpoint
+
+from raysharding.config import Sharding
+from raysharding.errors import PlanError
+from raysharding.models import class_name
+
+_CACHES = ("past_key_values", "past_key_value", "layer_past")
+"""Arguments by which transformers' layers get their key-value cache."""
+
+_log = logging.getLogger("raysharding")
+
+
+def checkpoint_activations(module: nn.Module, groups: Sequence[tuple[str, ...]], sharding: Sharding) -> None:
+    """Checkpoint the modules that `Sharding.activation_checkpointing` means; each rank alone, no collective.
+
+    Args:
+        module: The root, before `fully_shard`, which changes classes.
+        groups: What `wrap_groups` chose.
+        sharding: Its `activation_checkpointing` and `activation_checkpointing_offload` are read.
+
+    Raises:
+        PlanError: A class name that no module has.
+    """
+    if sharding.activation_checkpointing is False:
+        return
+    chosen = _outermost(_chosen(module, groups, sharding))
+    if not chosen:
+        _log.warning("activation_checkpointing: no module of %s is checkpointed", type(module).__name__)
+    for name in chosen:
+        submodule = module.get_submodule(name)
+        forward = _Checkpointed(submodule, sharding.activation_checkpointing_offload)
+        # The signature stays: callers look at it to find out which arguments a module takes.
+        submodule.forward = functools.update_wrapper(forward, submodule.forward)
+
+
+def _chosen(module: nn.Module, groups: Sequence[tuple[str, ...]], sharding: Sharding) -> list[str]:
+    wanted = sharding.activation_checkpointing
+    modules = {name: submodule for name, submodule in module.named_modules() if name}
+    if wanted is True:
+        # A leaf saves little more than its input.
+        return [name for names in groups for name in names if any(True for _ in modules[name].children())]
+    if callable(wanted):
+        return [name for name, submodule in modules.items() if wanted(submodule)]
+    assert not isinstance(wanted, bool), "the caller looks at False"
+    classes = {name: class_name(submodule) for name, submodule in modules.items()}
+    if missing := [wish for wish in wanted if wish not in classes.values()]:
+        names = ", ".join(sorted(set(classes.values())))
+        raise PlanError(f"activation_checkpointing names {missing}, but no module has such a class; they have {names}")
+    return [name for name, found in classes.items() if found in wanted]
+
+
+def _outermost(names: Sequence[str]) -> list[str]:
+    """Those that lie in no other one: a second forward inside a second forward saves nothing more."""
+    return [name for name in names if not any(name.startswith(other + ".") for other in names)]
+
+
+class _Checkpointed:
+    """Stands in the place of a module's `forward`."""
+
+    def __init__(self, module: nn.Module, offload: bool) -> None:
+        self._module = module
+        self._forward: Callable[..., Any] = module.forward
+        self._offload = offload
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # transformers' own switch does the same, and a second layer of it would run the forward a third time.
+        if not torch.is_grad_enabled() or getattr(self._module, "gradient_checkpointing", False):
+            return self._forward(*args, **kwargs)
+        if any(kwargs.get(name) is not None for name in _CACHES):
+            if not self._module.training:
+                return self._forward(*args, **kwargs)
+            kwargs = self._without_caches(kwargs)
+        names = tuple(kwargs)
+        num_args = len(args)
+
+        def run(*values: Any) -> Any:
+            return self._forward(*values[:num_args], **dict(zip(names, values[num_args:], strict=True)))
+
+        # All by position: only those inputs go through the hooks that move them to host memory.
+        with self._saving():
+            return checkpoint(run, *args, *kwargs.values(), use_reentrant=False, context_fn=self._contexts)
+
+    def _without_caches(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The second forward would write into a cache once more, so there is none, as in transformers itself."""
+        for name in _CACHES:
+            length = getattr(kwargs.get(name), "get_seq_length", lambda: 0)()
+            if length:
+                raise ValueError(
+                    f"{name} holds {length} positions: a module under activation_checkpointing takes no filled cache "
+                    "in training; leave it out, call eval(), or shard without activation_checkpointing"
+                )
+        dropped = {name: None for name in _CACHES if name in kwargs}
+        return {**kwargs, **dropped, **({"use_cache": False} if "use_cache" in kwargs else {})}
+
+    def _saving(self) -> AbstractContextManager[Any]:
+        return save_on_cpu(pin_memory=torch.cuda.is_available()) if self._offload else nullcontext()
+
+    def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        return contexts_of(self._module)
+
+
+def contexts_of(module: nn.Module) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """What a checkpointed module's first and second forward run in: torch's `context_fn`."""
+    return nullcontext(), _UnchangedStatistics(module)
+
+
+class _UnchangedStatistics:
+    """Lets BatchNorm's running statistics take a batch once, not again in the second forward. Entered as often as
+    backward runs.
+    """  # noqa: D205
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._kept: list[tuple[nn.Module, str, torch.Tensor]] = []
+
+    def __enter__(self) -> None:
+        norms = [inner for inner in self._module.modules() if isinstance(inner, _NormBase) and inner.training]
+        self._kept = [
+            (norm, name, buffer) for norm in norms for name, buffer in norm._buffers.items() if buffer is not None
+        ]
+        for norm, name, buffer in self._kept:
+            norm._buffers[name] = buffer.clone()
+
+    def __exit__(self, *_: object) -> None:
+        for norm, name, buffer in self._kept:
+            norm._buffers[name] = buffer
+        self._kept = []

@@ -1,0 +1,161 @@
+"""Whether all ranks ran a module's FSDP groups in the same order: otherwise they gathered each other's parameters.
+
+Note: what this finds, and what it cannot.
+    FSDP2 gathers a group when one of its modules runs. Where ranks run different groups (experts picked by the rows of
+    each rank), their all-gathers still pair up, and with equal sizes every rank goes on with a mixture of two groups'
+    parameters. The check after the forward turns that into an error. Where the number of gathers differs, a rank waits
+    in the check while another waits in a gather: both end with the process group's timeout, and a note says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from raysharding.distributed.comm import all_gather_json, metadata_device
+from raysharding.errors import PlanError
+
+_MODULUS = (1 << 61) - 1
+_FACTOR = 1_000_003
+_CURE = (
+    "pass Sharding(wrap='none'), or wrap=[class names] of modules that run on every rank in the same order (the layer "
+    "around the experts, not each expert)"
+)
+
+
+class _Order:
+    """What has run on this rank since the last check.
+
+    Args:
+        labels: Name of each group, for messages; the root's is last.
+    """
+
+    def __init__(self, labels: Sequence[str]) -> None:
+        self.labels = tuple(labels)
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what has run."""
+        self.digest = 0
+        self.last: list[int] = []
+        self._in_forward = False
+
+    def add(self, index: int) -> None:
+        """A module of group `index` begins its forward."""
+        # Activation checkpointing runs forwards again inside backward, maybe after the check.
+        if torch._C._current_graph_task_id() != -1:
+            return
+        if index == len(self.labels) - 1:
+            # A forward that did not end raised an exception: what it ran says nothing about the next one.
+            if self._in_forward:
+                self.restart()
+            self.last = []
+            self._in_forward = True
+        self.digest = (self.digest * _FACTOR + index + 1) % _MODULUS
+        self.last.append(index)
+
+    def end(self) -> None:
+        """The root has ended its forward."""
+        self._in_forward = False
+
+
+_orders: WeakKeyDictionary[nn.Module, _Order] = WeakKeyDictionary()
+
+
+def record_execution_order(module: nn.Module, groups: Sequence[tuple[str, ...]]) -> None:
+    """Install hooks that note the order in which FSDP groups run; each rank alone, no collective.
+
+    Args:
+        module: The root, after `fully_shard`.
+        groups: What `wrap_groups` chose: FQNs of the modules of each group, the root left out.
+    """
+    order = _orders[module] = _Order([*(", ".join(names) for names in groups), "the root"])
+    for index, names in enumerate(groups):
+        for name in names:
+            module.get_submodule(name).register_forward_pre_hook(_adder(order, index), prepend=True)
+    if groups:
+        module.register_forward_pre_hook(_adder(order, len(groups)), prepend=True)
+        module.register_forward_hook(_ender(order))
+
+
+def forget_execution_order(module: nn.Module) -> None:
+    """Forget what has run since the last check, where ranks were stopped at different places; no collective."""
+    if module in _orders:
+        _orders[module].restart()
+
+
+def last_execution_order(module: nn.Module) -> tuple[int, ...]:
+    """Indices of the groups that the last forward of a root ran, with repeats; the root's own is behind the others'.
+
+    Args:
+        module: A root whose order is recorded, before `check_execution_order` forgets what has run.
+    """
+    return tuple(_orders[module].last)
+
+
+def _adder(order: _Order, index: int) -> Any:
+    def add(module: nn.Module, args: Any) -> None:
+        order.add(index)
+
+    return add
+
+
+def _ender(order: _Order) -> Any:
+    def end(module: nn.Module, args: Any, output: Any) -> None:
+        order.end()
+
+    return end
+
+
+def check_execution_order(module: nn.Module) -> None:
+    """Make sure that every rank ran the same FSDP groups in the same order since the last check; collective.
+
+    Every rank of the default group calls it, after the same forwards and before anything uses their results. A module
+    without recorded groups (`wrap="none"`, or not from `shard_module`) needs no check, and nothing is sent.
+
+    Args:
+        module: The root module.
+
+    Raises:
+        PlanError: On every rank, when the orders differ: names groups that differ on this rank, and the cure.
+        RuntimeError: From the process group, when a rank does not come within the group's timeout.
+    """
+    order = _orders.get(module)
+    if order is None or len(order.labels) < 2 or dist.get_world_size() == 1:
+        return
+    digest, last = order.digest, list(order.last)
+    order.restart()
+    bounds = torch.tensor([digest, -digest], dtype=torch.int64, device=metadata_device())
+    try:
+        # All ranks must learn of a difference that any of them sees, or some would go on to their next collective
+        # while the others raise.
+        dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
+    except RuntimeError as error:
+        error.add_note(f"raysharding: a rank that runs other FSDP groups than this one never arrives here: {_CURE}")
+        raise
+    highest, lowest = bounds.tolist()
+    if highest == -lowest:
+        return
+    every: list[list[int]] = all_gather_json(last)
+    raise PlanError(f"{_difference(order.labels, every, dist.get_rank())}; {_CURE}")
+
+
+def _difference(labels: Sequence[str], every: Sequence[Sequence[int]], rank: int) -> str:
+    """The first place where this rank and another one differ; the same pair of ranks for as many as possible."""
+    text = "the ranks ran FSDP groups in different orders, so each went on with parts of other groups' parameters"
+    mine = every[rank]
+    other = next((index for index, order in enumerate(every) if list(order) != list(mine)), None)
+    if other is None:
+        return f"{text} (in a forward before the last)"
+    theirs = every[other]
+    place = next(
+        (index for index, pair in enumerate(zip(mine, theirs, strict=False)) if pair[0] != pair[1]),
+        min(len(mine), len(theirs)),
+    )
+    names = [labels[order[place]] if place < len(order) else "nothing" for order in (mine, theirs)]
+    return f"{text}: as number {place + 1}, rank {rank} (this one) ran {names[0]} and rank {other} ran {names[1]}"

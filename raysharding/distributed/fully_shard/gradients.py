@@ -1,0 +1,387 @@
+"""`clip_grad_norm_`: the norm of all gradients, over all shards.
+
+`keep_low_precision_grads`: gradients stay in the dtype that their parameters have in forward.
+
+`no_sync`: backward passes that add up gradients on each rank, before one that reduces them.
+
+Gradients of parameters that are not sharded: averaged over the ranks at the end of every backward.
+
+Note: why this is automatic.
+    FSDP does not touch 0-dim parameters and those of ignored modules. Left alone, each rank's optimizer would move its
+    copy by its own rows' gradient, and the copies would drift apart without any error. So the root's outputs carry a
+    hook, as FSDP2's own do, which asks autograd to call back when the backward is over. Every rank comes there: they
+    run the root's backward together, because FSDP's reductions are collective.
+    The gradient is linear: a backward that adds a rank's own gradient to an average, and averages again, comes to the
+    average of the sum. Inside `no_sync` nothing is averaged, and the backward after it averages the sums.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd import Variable
+from torch.distributed.tensor import DTensor, Replicate
+
+from raysharding.distributed.comm import metadata_device
+from raysharding.distributed.fully_shard.internals import fsdp_groups, fsdp_modules, reshard, syncs_gradients
+from raysharding.models import class_name, clean_name
+from raysharding.tree import leaves
+
+
+def keep_low_precision_grads(module: nn.Module) -> None:
+    """Cast the gradient of each shard as soon as it was reduced; each rank alone, no collective.
+
+    Args:
+        module: The root, after `fully_shard`.
+    """
+    module.register_forward_pre_hook(_watch_dtypes)
+
+
+def _watch_dtypes(module: nn.Module, args: Any) -> None:
+    # In every forward: a load may have put new parameters in place, and frozen ones may be trained later.
+    for group in fsdp_groups(module):
+        for item in group.fsdp_params:
+            parameter = item.sharded_param
+            if item.param_dtype is not None and parameter.requires_grad and parameter.grad_dtype is not None:
+                parameter.grad_dtype = None  # any: FSDP2 sets it in the stored dtype first
+                parameter.register_post_accumulate_grad_hook(partial(_cast, item.param_dtype))
+
+
+def _cast(dtype: torch.dtype, parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None, "it was accumulated"
+    parameter.grad = parameter.grad.to(dtype)
+
+
+@contextmanager
+def no_sync(module: nn.Module) -> Iterator[None]:
+    """Accumulate gradients without communication, for all backward passes but the last; every rank enters it alike.
+
+    As FSDP1's `no_sync()`. Backward passes inside add full gradients up on each rank; the first one outside reduces
+    the sum, once for each FSDP group, those of replicated parameters included. The gradient is then that of the mean
+    over ranks, summed over the passes: equal to one large batch's if each loss is divided by the number of passes.
+
+    Wire: nothing for gradients inside; parameters are gathered as always. Memory: each rank holds full, unsharded
+    gradients between the passes, where accumulating without `no_sync` holds shards and reduces every time.
+
+    Inside, and until a backward outside, the shards have no gradients: an optimizer step or `clip_grad_norm_` comes
+    after that. To give the sum up, call `drop_unreduced_gradients`, as `train_step` does; `zero_grad` cannot see it.
+
+    Args:
+        module: The sharded root module.
+
+    Raises:
+        ValueError: On every rank, when nothing in `module` is sharded.
+    """
+    if not fsdp_groups(module):
+        raise ValueError(f"no_sync: nothing in this {type(module).__name__} is sharded; call shard_module first")
+    with gradient_sync(module, False):
+        yield
+
+
+@contextmanager
+def gradient_sync(module: nn.Module, sync: bool) -> Iterator[None]:
+    """Reduce gradients in the backward passes inside, or do not, whatever was set before; no collective.
+
+    Args:
+        module: The sharded root module.
+        sync: Whether to reduce them; if not, as in `no_sync`.
+    """
+    groups = fsdp_groups(module)
+    before = [(group, group.reduce_grads, group.all_reduce_grads) for group in groups]
+    _set((group, sync, sync) for group in groups)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _set(flags: Any) -> None:
+    for group, reduce, all_reduce in flags:
+        group.reduce_grads, group.all_reduce_grads = reduce, all_reduce
+
+
+MESSAGE_BYTES = 64 << 20
+"""Gradients in one all-reduce; a larger one goes alone."""
+
+
+_left_alone: WeakSet[nn.Module] = WeakSet()
+"""Modules whose parameters' gradients are each rank's own: `Sharding(average_ignored_gradients=False)`."""
+
+
+def leave_gradients_alone(modules: Iterable[nn.Module]) -> None:
+    """Say that the gradients of parameters that these modules hold themselves are not averaged."""
+    _left_alone.update(modules)
+
+
+def reduce_replicated_gradients(module: nn.Module) -> None:
+    """Average the gradients of parameters that are not sharded (0-dim, ignored) over all ranks; collective.
+
+    A module from `shard_module` does this at the end of every backward that its outputs lead to: call it after one
+    that they do not (a `UserWarning` says so). A rank on which such a parameter got no gradient counts as zeros; where
+    no rank has one, it stays `None`, so that an optimizer skips it as it would in one process. Twice is as good as
+    once. `Sharding(average_ignored_gradients=False)` leaves those of ignored modules alone. Wire: the parameters' own
+    bytes, in fp32 or wider, once around.
+
+    Args:
+        module: The sharded root module, after backward.
+    """
+    for parameters in _messages(replicated_parameters(module)):
+        _average(parameters)
+
+
+def replicated_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Trainable parameters that FSDP does not manage, and whose gradients are averaged, in module order."""
+    alone = {id(parameter) for parameter in parameters_left_alone(module)}
+    return [item for item in plain_parameters(module) if item.requires_grad and id(item) not in alone]
+
+
+def parameters_left_alone(module: nn.Module) -> list[nn.Parameter]:
+    """Parameters whose gradients are each rank's own; no collective."""
+    holders = [submodule for submodule in module.modules() if submodule in _left_alone]
+    return [parameter for holder in holders for parameter in holder.parameters(recurse=False)]
+
+
+def plain_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Parameters that FSDP does not manage, in module order; no collective."""
+    # After a forward without a backward, full parameters stand in the place of shards: they are no replicas.
+    full = {id(item._unsharded_param) for item in _managed(module) if hasattr(item, "_unsharded_param")}
+    return [item for item in module.parameters() if not isinstance(item, DTensor) and id(item) not in full]
+
+
+def _managed(module: nn.Module) -> Iterator[Any]:
+    for group in fsdp_groups(module):
+        yield from group.fsdp_params
+
+
+def _messages(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Parameters of one device and dtype, up to `MESSAGE_BYTES` together; the same on every rank."""
+    buckets: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = defaultdict(list)
+    for parameter in parameters:
+        buckets[parameter.device, parameter.dtype].append(parameter)
+    for bucket in buckets.values():
+        message: list[nn.Parameter] = []
+        for parameter in bucket:
+            if message and sum(item.nbytes for item in message) + parameter.nbytes > MESSAGE_BYTES:
+                yield message
+                message = []
+            message.append(parameter)
+        yield message
+
+
+def _average(parameters: list[nn.Parameter]) -> None:
+    """Average the gradients of parameters of one dtype, in one flat message that also carries who has one."""
+    present = [float(parameter.grad is not None) for parameter in parameters]
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    # Half precision would lose the last bits of a sum over many ranks.
+    dtype = torch.promote_types(parameters[0].dtype, torch.float32)
+    flat = torch.cat([grad.detach().reshape(-1).to(dtype) for grad in grads] + [grads[0].new_tensor(present).to(dtype)])
+    flat = flat.to(group_device(flat.device))
+    # Every rank sends a bucket of the same size, with zeros for what it lacks: else the others would wait here.
+    dist.all_reduce(flat)
+    start = 0
+    for parameter, count in zip(parameters, flat[-len(parameters) :].tolist(), strict=True):
+        piece = flat[start : start + parameter.numel()] / dist.get_world_size()
+        start += parameter.numel()
+        if count:
+            parameter.grad = piece.reshape(parameter.shape).to(parameter)
+
+
+def group_device(device: torch.device) -> torch.device:
+    """Where a tensor that lives on `device` can be reduced: there, or on the group's own device (CPU-offloaded shards
+    under NCCL alone).
+    """  # noqa: D205
+    return device if device.type == "cuda" else metadata_device()
+
+
+class _Reduction:
+    """Asks autograd, once in each backward through the root's outputs, to reduce when that backward is over."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        # An aborted backward never calls back; the next one has another number, so nothing is left to reset.
+        self._graph_task = -1
+        self._warned = False
+
+    def watch(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Forward hook of the root: hook on every output that backward may come through."""
+        if not torch.is_grad_enabled():
+            return
+        tensors = [leaf for _, leaf in leaves(output) if isinstance(leaf, torch.Tensor)]
+        for tensor in tensors:
+            if tensor.requires_grad:
+                tensor.register_hook(self._queue)
+        if not tensors and output is not None and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"no tensor is found in the output, a {type(output).__name__}: call "
+                "raysharding.distributed.reduce_replicated_gradients(module) after each backward, or return a dict, "
+                "tuple or dataclass",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    def _queue(self, grad: torch.Tensor) -> None:
+        graph_task = torch._C._current_graph_task_id()
+        if graph_task != self._graph_task:
+            self._graph_task = graph_task
+            # After FSDP2's own callback, whose hook was there first: the shards are registered again by then.
+            Variable._execution_engine.queue_callback(self._reduce)
+
+    def _reduce(self) -> None:
+        # Every rank of the group comes here at the end of the same backward, whether its rows used the parameters or
+        # not; and all of them are inside no_sync or none is.
+        if syncs_gradients(self._module):
+            reduce_replicated_gradients(self._module)
+
+
+def reduce_after_backward(module: nn.Module) -> None:
+    """Make every backward of the root average the gradients of replicated parameters, if there are any now.
+
+    Args:
+        module: The root, after `fully_shard`. Parameters that are added later are left to the caller of
+            `reduce_replicated_gradients`, unless there were others.
+    """
+    # Frozen ones too: they may be trained later.
+    if any(not isinstance(parameter, DTensor) for parameter in module.parameters()):
+        module.register_forward_hook(_Reduction(module).watch)
+
+
+def clip_grad_norm_(module: nn.Module, max_norm: float | None, norm_type: float = 2.0) -> torch.Tensor:
+    """Scale all gradients so that their global norm is at most `max_norm`; collective, one all-reduce of one number.
+
+    The norm is that of the unsharded gradients: shards are summed over the ranks, copies (replicated parameters, the
+    replicas of HSDP) count once; under `average_ignored_gradients=False` ignored modules are no copies. Missing
+    gradients and empty shards count as zero. As FSDP1's method, and `torch.nn.utils.clip_grad_norm_`: the factor is
+    `min(1, max_norm / (norm + 1e-6))`, so that `max_norm=0` makes all gradients 0, an infinite norm makes finite ones
+    0, and a NaN makes all of them NaN.
+
+    Args:
+        module: The sharded root module, after a backward outside `no_sync`.
+        max_norm: Upper bound, 0 or more; `None` or infinity only measures.
+        norm_type: p of the p-norm, above 0; `inf` for the largest magnitude. Default 2.
+
+    Returns:
+        The norm before clipping: 0-dim fp32 tensor, equal on every rank.
+
+    Raises:
+        ValueError: On every rank, when `norm_type` is not positive, or `max_norm` negative or NaN.
+        RuntimeError: On every rank, when `module` is a part of a sharded module, as from FSDP1: its gradients would be
+            clipped by a norm of their own.
+    """
+    check_norm(max_norm, norm_type)
+    _require_root(module)
+    reshard(module)  # a forward since the backward may have hidden the root's shards, and their gradients
+    by_copies = _local_gradients(module)
+    device = group_device(next((parameter.device for parameter in module.parameters()), metadata_device()))
+    norm = _global_norm(by_copies, norm_type, device)
+    if max_norm is not None and max_norm != math.inf:
+        _scale((grad for grads in by_copies.values() for grad in grads), (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
+def _require_root(module: nn.Module) -> None:
+    """Refuse a module inside an FSDP root; each rank alone, and all alike.
+
+    Raises:
+        RuntimeError: It is one. Before the first forward FSDP2 knows of no root, and there are no gradients either.
+    """
+    found = fsdp_modules(module, root_only=True)
+    cure = (
+        "the norm is that of all gradients: call clip_grad_norm_(root, ...) with the module that was sharded as a whole"
+    )
+    if not found and any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+        raise RuntimeError(f"this {class_name(module)} is in the FSDP group of a module around it; {cure}")
+    for inner in found:
+        state = inner._get_fsdp_state()
+        if state._is_root is False:
+            root = next(other._modules[0] for other in state._state_ctx.all_states if other._is_root)
+            name = next(name for name, submodule in root.named_modules() if submodule is inner)
+            raise RuntimeError(f"{clean_name(name)} is a part of a sharded {class_name(root)}; {cure}")
+
+
+def scale_gradients(module: nn.Module, factor: float) -> None:
+    """Multiply all gradients by a number; no collective.
+
+    Args:
+        module: The sharded root module, after a backward outside `no_sync`.
+        factor: The same on every rank.
+    """
+    reshard(module)  # as in `clip_grad_norm_`
+    grads = [grad for several in _local_gradients(module).values() for grad in several]
+    if factor != 1.0:
+        _scale(grads, torch.tensor(factor))
+
+
+def check_norm(max_norm: float | None, norm_type: float) -> None:
+    """Refuse bounds and powers that no norm has.
+
+    Raises:
+        ValueError: `norm_type` is not positive, or `max_norm` negative or NaN.
+    """
+    if not norm_type > 0:
+        raise ValueError(f"norm_type={norm_type!r}: give a positive number, or inf")
+    if max_norm is not None and not max_norm >= 0:
+        raise ValueError(f"max_norm={max_norm!r}: give 0 or more, or None to only measure")
+
+
+def _local_gradients(module: nn.Module) -> dict[int, list[torch.Tensor]]:
+    """This rank's non-empty gradient shards, keyed by how many ranks hold a copy of each."""
+    by_copies: dict[int, list[torch.Tensor]] = defaultdict(list)
+    alone = {id(parameter) for parameter in parameters_left_alone(module)}
+    for parameter in module.parameters():
+        grad = parameter.grad
+        if grad is None:
+            continue
+        copies = 1 if id(parameter) in alone else dist.get_world_size()
+        if isinstance(grad, DTensor):
+            sharded = math.prod(
+                grad.device_mesh.size(axis)
+                for axis, placement in enumerate(grad.placements)
+                if not isinstance(placement, Replicate)
+            )
+            copies //= sharded
+            grad = grad.to_local()
+        if grad.numel():
+            by_copies[copies].append(grad)
+    return by_copies
+
+
+def _global_norm(by_copies: dict[int, list[torch.Tensor]], norm_type: float, device: torch.device) -> torch.Tensor:
+    """Reduce the norms of all shards in fp64; each of `copies` equal tensors adds its part of one."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    is_max = norm_type == math.inf
+    for copies, grads in by_copies.items():
+        norms = torch.stack([norm.to(device, torch.float64) for norm in _norms(grads, norm_type)])
+        total = torch.maximum(total, norms.max()) if is_max else total + norms.pow(norm_type).sum() / copies
+    # Every rank reduces its one number, also without any gradient: a rank that left early would stop the others here.
+    dist.all_reduce(total, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM)
+    return (total if is_max else total.pow(1.0 / norm_type)).float()
+
+
+def _norms(grads: list[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
+    """Each tensor's own norm, in fp32 or wider, one fused call for each device and dtype."""
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+    for grad in grads:
+        groups[grad.device, grad.dtype].append(grad)
+    norms: list[torch.Tensor] = []
+    for (_, dtype), group in groups.items():
+        norms += torch._foreach_norm(group, norm_type, dtype=torch.promote_types(dtype, torch.float32))
+    return norms
+
+
+def _scale(grads: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
+    groups: dict[torch.device, list[torch.Tensor]] = defaultdict(list)
+    for grad in grads:
+        groups[grad.device].append(grad)
+    for device, group in groups.items():
+        torch._foreach_mul_(group, factor.to(device))

@@ -1,0 +1,380 @@
+"""How a module on meta gets its memory, as FSDP2 wants it.
+
+What a module's tensors hold before they are cut: `param_init_fn` and `sync_module_states`, one group at a time.
+
+Note: how `param_init_fn` is called.
+    First while the module is on meta, as FSDP1 does: its functions ask `is_meta`, allocate and fill. What is left on
+    meta then gets memory, and the function is called again: it is one that only fills values. While it runs, new memory
+    is filled with a pattern, by which values that nobody has set are found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from raysharding.config import Sharding
+from raysharding.distributed.comm import agree, all_gather_json
+from raysharding.distributed.fully_shard.internals import is_offloaded, tell_fsdp
+from raysharding.distributed.fully_shard.layout import module_tensors, named_submodules, tensor_layout
+from raysharding.errors import PlanError
+
+_Slot = tuple[dict[str, Any], str, torch.Tensor]
+"""A module's table, a name in it, and the tensor that was there."""
+
+
+class FirstValues:
+    """Gives tensors on meta memory and values, and every rank rank 0's.
+
+    Args:
+        module: The root, before any `fully_shard`.
+        device: Where it computes.
+        sharding: Its `param_init_fn` and `sync_module_states` are read.
+
+    Raises:
+        PlanError: On every rank, when ranks hold different modules, or rank 0 has nothing to send.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device, sharding: Sharding) -> None:
+        self._root = module
+        self._device = device
+        self._fn = sharding.param_init_fn
+        self._syncs = sharding.sync_module_states
+        self._is_receiver = self._syncs and dist.get_rank() != 0
+        # Tensors that no group takes may be shared between modules of several groups, and are few.
+        self._done: dict[torch.Tensor, torch.Tensor] = {}
+        self._sent: set[torch.Tensor] = set()
+        if self._syncs:
+            _check_alike(module, has_rule=self._fn is not None)
+
+    def settle(self, modules: Sequence[nn.Module], kept: set[nn.Parameter]) -> None:
+        """Settle the tensors of one FSDP group that is about to be cut; collective under `sync_module_states`.
+
+        Memory: the group's full tensors on this rank.
+
+        Args:
+            modules: Of the group; inner groups are cut already, and left alone.
+            kept: Parameters that no group cuts.
+
+        Raises:
+            PlanError: `param_init_fn` left tensors without a value; under `sync_module_states` on every rank, and
+                only for rank 0's.
+            Exception: What `param_init_fn` raised; under `sync_module_states` on every rank.
+        """
+        error: Exception | None = None
+        submodules = list(_own_submodules(modules))
+        try:
+            self._initialise(submodules, kept)
+        except Exception as raised:  # noqa: BLE001 - the other ranks wait to hear of it
+            error = raised
+        if self._syncs:
+            # A rank whose function failed, or that has no memory, must not leave the others in the broadcasts.
+            agree(error)
+        if error is not None:
+            raise error
+        if self._syncs:
+            self._broadcast(submodules, kept)
+
+    def _initialise(self, submodules: Sequence[nn.Module], kept: set[nn.Parameter]) -> None:
+        real = dict(self._done)
+        cause: Exception | None = None
+        with torch.no_grad(), _MarkedMemory():
+            # All are chosen before the first call, as by FSDP1: a function may reach into a module's children.
+            for submodule, slots in [(item, _on_meta([item])) for item in submodules if _on_meta(item.modules())]:
+                cause = self._materialize(submodule, slots, real) or cause
+        self._done.update((old, new) for old, new in real.items() if old in kept or not isinstance(old, nn.Parameter))
+        if self._fn is not None and not self._is_receiver:
+            self._require_values(submodules, cause)
+
+    def _materialize(
+        self, module: nn.Module, slots: Sequence[_Slot], real: dict[torch.Tensor, torch.Tensor]
+    ) -> Exception | None:
+        """Give a module's own tensors on meta memory, and the values of `param_init_fn`.
+
+        Args:
+            module: The module.
+            slots: Its own tensors that were on meta before the first call; none for a module that only has children.
+            real: Tensor on meta → what took its place; ties are kept by it.
+
+        Returns:
+            What the function raised while the module was on meta, if it was called again.
+        """
+        for table, name, tensor in slots:
+            table[name] = real.get(tensor, table[name])
+        stopped = self._call_on_meta(module, slots)
+        left = [slot for slot in slots if _is_on_meta(slot)]
+        for table, name, tensor in left:
+            if tensor not in real:
+                real[tensor] = _empty_like(tensor, self._device)
+            table[name] = real[tensor]
+        if left and self._fn is not None:
+            self._fn(module)
+        for table, name, tensor in slots:
+            table[name] = real.setdefault(tensor, table[name])
+        return stopped
+
+    def _call_on_meta(self, module: nn.Module, slots: Sequence[_Slot]) -> Exception | None:
+        """Call the function as FSDP1 does; return its error if it is one that only fills values."""
+        if self._fn is None:
+            return None
+        on_meta = [slot for slot in slots if _is_on_meta(slot)]
+        attributes, generator = dict(vars(module)), torch.get_rng_state()
+        stopped: Exception | None = None
+        try:
+            self._fn(module)
+        except Exception as error:  # noqa: BLE001 - values read on meta, or set by `.data`; raised below, or the cause
+            stopped = error
+        if on_meta and all(map(_is_on_meta, on_meta)):
+            # The next call is to be as the first one: transformers' functions mark a module as initialised.
+            for name in vars(module).keys() - attributes.keys():
+                del vars(module)[name]
+            vars(module).update(attributes)
+            torch.set_rng_state(generator)
+            return stopped
+        if stopped is not None:
+            raise stopped
+        return None
+
+    def _require_values(self, submodules: Sequence[nn.Module], cause: Exception | None) -> None:
+        """Refuse tensors that the function has left without a value."""
+        unset = {id(tensor) for _, _, tensor in _tensors(submodules) if tensor.is_meta or _is_marked(tensor)}
+        if not unset:
+            return
+        names = tuple(name for name, tensor in module_tensors(self._root).items() if id(tensor) in unset)
+        raise PlanError(
+            f"param_init_fn left {len(names)} tensors without a value: set every parameter and buffer that a module "
+            "holds itself; leave param_init_fn out where a load brings the values, which allocates, too, or set "
+            "sync_module_states=True where rank 0 has them",
+            problems=names,
+        ) from cause
+
+    def _broadcast(self, submodules: Sequence[nn.Module], kept: set[nn.Parameter]) -> None:
+        kept_now = {self._done.get(parameter, parameter) for parameter in kept}
+        sent: set[torch.Tensor] = set()
+        for _, _, tensor in _tensors(submodules):
+            if tensor in sent or tensor in self._sent or not tensor.numel():
+                continue
+            # What no group takes may be met again. What is cut must not be held on to.
+            (self._sent if tensor in kept_now or not isinstance(tensor, nn.Parameter) else sent).add(tensor)
+            staged = tensor.detach().to(self._device).contiguous()
+            # All ranks hold the same tensors in the same order (`_check_alike`), so each one meets its own.
+            dist.broadcast(staged.reshape(-1).view(torch.uint8), src=0)
+            if staged.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(staged)
+
+
+def _own_submodules(modules: Sequence[nn.Module]) -> Iterator[nn.Module]:
+    seen: set[nn.Module] = set()
+    for module in modules:
+        # Breadth first, as FSDP1: functions that draw random numbers draw the same ones.
+        for _, submodule in sorted(named_submodules(module), key=lambda item: item[0].count(".")):
+            if submodule not in seen:
+                seen.add(submodule)
+                yield submodule
+
+
+def _tensors(submodules: Iterable[nn.Module]) -> Iterator[_Slot]:
+    """What these modules hold themselves and FSDP has not cut."""
+    for submodule in submodules:
+        for table in (submodule._parameters, submodule._buffers):
+            for name, tensor in list(table.items()):
+                if tensor is not None and not isinstance(tensor, DTensor):
+                    yield table, name, tensor
+
+
+def _on_meta(submodules: Iterable[nn.Module]) -> list[_Slot]:
+    return [slot for slot in _tensors(submodules) if slot[2].is_meta]
+
+
+def _is_on_meta(slot: _Slot) -> bool:
+    """Return True if what is in the place of a slot's tensor now is on meta."""
+    table, name, _ = slot
+    return bool(table[name].is_meta)
+
+
+def _empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    value = torch.empty_like(tensor, device=device)
+    if isinstance(tensor, nn.Parameter):
+        value = nn.Parameter(value, requires_grad=tensor.requires_grad)
+    # Marks that models hang on tensors, and those of subclasses of nn.Parameter.
+    value.__dict__.update(tensor.__dict__)
+    return value
+
+
+class _MarkedMemory(TorchFunctionMode):
+    """Fills uninitialised memory with a pattern that no value has, by which `_is_marked` finds it.
+
+    Raises:
+        PlanError: New memory is asked for what an inner group has cut, and filled, already.
+    """
+
+    _ALLOCATING = (torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in self._ALLOCATING and isinstance(result, DTensor):
+            raise PlanError(
+                "param_init_fn allocates parameters of a module that is sharded already, and would lose their values: "
+                "call to_empty(..., recurse=False), and set what a module holds itself"
+            )
+        if func in self._ALLOCATING and type(result) is torch.Tensor and not result.is_meta:
+            _bits(result).fill_(_pattern(result))
+        return result
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    plain = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    return plain.view(_INTEGERS[plain.element_size()])
+
+
+def _is_number(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _pattern(tensor: torch.Tensor) -> int:
+    """All bits set, which is a NaN that no arithmetic gives; for integers and booleans an unlikely number."""
+    return -1 if _is_number(tensor) else int.from_bytes(b"\xa5" * tensor.element_size(), "little", signed=True)
+
+
+def _is_marked(tensor: torch.Tensor) -> bool:
+    """Return True if memory has not been written: any element of a float, all elements of an integer tensor."""
+    if not tensor.numel():
+        return False
+    found = _bits(tensor) == _pattern(tensor)
+    return bool(found.any() if _is_number(tensor) else found.all())
+
+
+def _check_alike(module: nn.Module, *, has_rule: bool) -> None:
+    """Compare names, shapes and dtypes over the ranks; collective."""
+    tensors = module_tensors(module)
+    mine = [[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()]
+    on_meta = next((name for name, tensor in tensors.items() if tensor.is_meta), None)
+    # Ranks with other tensors would wait in broadcasts that have no partner.
+    every = all_gather_json({"tensors": mine, "on_meta": on_meta, "has_rule": has_rule})
+    for rank, other in enumerate(every):
+        if other["tensors"] != every[0]["tensors"]:
+            pairs = zip(other["tensors"], every[0]["tensors"], strict=False)
+            found = next((pair for pair in pairs if pair[0] != pair[1]), None)
+            what = f"has {found[0]} where rank 0 has {found[1]}" if found else "has more or fewer tensors than rank 0"
+            raise PlanError(f"sync_module_states: rank {rank} {what}; build the same module on every rank")
+    if every[0]["on_meta"] is not None and not every[0]["has_rule"]:
+        raise PlanError(
+            f"sync_module_states: {every[0]['on_meta']} is on meta on rank 0, which has nothing to send: build the "
+            "module with values there, give param_init_fn, or load a checkpoint instead"
+        )
+
+
+def materialize(
+    module: nn.Module,
+    device: torch.device,
+    memory: Mapping[torch.Tensor, torch.Tensor] | None = None,
+    only: Container[int] | None = None,
+) -> Callable[[], None]:
+    """Give every parameter and buffer on meta uninitialised memory on `device`; each rank alone, no collective.
+
+    Unlike `Module.to_empty` this keeps ties (a parameter that two modules share stays one), leaves tensors alone that
+    are real already, and allocates each tensor once. The values are garbage until a load writes them. Shards of a
+    module under `Sharding(cpu_offload=True)` are allocated in host memory.
+
+    Args:
+        module: A module, sharded or not.
+        device: Where the memory comes from.
+        memory: Tensor on meta → this rank's part of it, where there is one already.
+        only: `id` of the tensors that get memory; the others stay on meta. Default: all.
+
+    Returns:
+        A function that puts the tensors back on meta, for a load that fails: garbage must not be left to run on.
+    """
+    replaced: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+
+    def undo() -> None:
+        for tensors, name, tensor in replaced:
+            tensors[name] = tensor
+        tell_fsdp(module)
+
+    try:
+        _allocate(module, device, memory or {}, only, replaced)
+        tell_fsdp(module)
+        _cut_padding(replaced)
+    except (RuntimeError, MemoryError):
+        undo()
+        raise
+    return undo
+
+
+def _cut_padding(replaced: Iterable[tuple[dict[str, Any], str, torch.Tensor]]) -> None:
+    """Let shards that are shorter than other ranks' end where they end, now that FSDP2 knows the memory behind them.
+
+    FSDP2 wants all shards of one length. Shown a short one it makes a longer copy, and the load would wait for the
+    first touch of all memory twice; shown one that is long already it keeps it.
+    """
+    for tensors, name, before in replaced:
+        if isinstance(before, DTensor):
+            length = len(before._local_tensor)
+            local = tensors[name]._local_tensor
+            if len(local) > length:
+                with torch.no_grad():
+                    local[length:].zero_()  # travels in all-gathers: it need not be a NaN
+                tensors[name]._local_tensor = local.narrow(0, 0, length)
+
+
+def _longest_shard(tensor: DTensor) -> tuple[int, ...]:
+    """Shape of the longest shard on any rank."""
+    num_shards = tensor_layout("", tensor).num_shards
+    shape = tuple(tensor._local_tensor.shape)
+    return (-(-tensor.shape[0] // num_shards), *shape[1:]) if num_shards else shape
+
+
+def _allocate(
+    module: nn.Module,
+    device: torch.device,
+    memory: Mapping[torch.Tensor, torch.Tensor],
+    only: Container[int] | None,
+    replaced: list[tuple[dict[str, Any], str, torch.Tensor]],
+) -> None:
+    """Put new tensors into the module's tables; what they replace is appended to `replaced`."""
+    new: dict[torch.Tensor, torch.Tensor] = {}
+    shard_device = torch.device("cpu") if is_offloaded(module) else device
+    for tensors in _registries(module):
+        for name, tensor in tensors.items():
+            if tensor is None or not tensor.is_meta or (only is not None and id(tensor) not in only):
+                continue
+            if tensor not in new:
+                new[tensor] = _filled_like(tensor, shard_device if isinstance(tensor, DTensor) else device, memory)
+            replaced.append((tensors, name, tensor))
+            tensors[name] = new[tensor]
+
+
+def _registries(module: nn.Module) -> Iterator[dict[str, Any]]:
+    """The parameter and buffer tables of every submodule."""
+    for _, submodule in named_submodules(module):
+        yield submodule._parameters
+        yield submodule._buffers
+
+
+def _filled_like(
+    tensor: torch.Tensor, device: torch.device, memory: Mapping[torch.Tensor, torch.Tensor]
+) -> torch.Tensor:
+    """A tensor as `tensor`, of the memory that there is for it, or of new memory on `device`."""
+    shape = _longest_shard(tensor) if isinstance(tensor, DTensor) else tuple(tensor.shape)
+    value = memory.get(tensor)
+    if value is None:
+        value = torch.empty(shape, dtype=tensor.dtype, device=device)  # empty_like of meta takes 50 times as long
+    if isinstance(tensor, DTensor):
+        # As FSDP2 makes its own; `DTensor.from_local` takes ten times as long, which thousands of parameters feel.
+        value = DTensor(value, tensor._spec, requires_grad=tensor.requires_grad)
+    elif isinstance(tensor, nn.Parameter):
+        value = nn.Parameter(value, requires_grad=tensor.requires_grad)
+    # Attributes that models hang on tensors (transformers' `_is_hf_initialized`, weight-decay marks) stay, and those by
+    # which torch knows a parameter or buffer of another class than `nn.Parameter` or `nn.Buffer`.
+    value.__dict__.update(tensor.__dict__)
+    return value

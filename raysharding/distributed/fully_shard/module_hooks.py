@@ -1,0 +1,208 @@
+"""What is hung on modules around their forward: precision, compilation, input devices, prefetching.
+
+BatchNorm under mixed precision: computes in the dtype it is stored in, between modules that compute in another.
+
+`Sharding.compile`: `torch.compile` of the blocks, one by one.
+
+A root's inputs come to the device it computes on.
+
+`warn_once`: what a user should hear, and not at every call.
+
+Which group's all-gather is issued ahead of time: FSDP1's `forward_prefetch` and `backward_prefetch` on FSDP2.
+
+Note: what is left of the two knobs.
+    FSDP2 issues each all-gather on a stream of its own and, in backward, one group ahead (`BACKWARD_PRE`). Explicit
+    prefetching issues it earlier from the CPU, or further ahead. On CPUs an all-gather is waited for where it is
+    issued, so that prefetching only moves it, and holds more memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.utils.rnn import PackedSequence
+
+from raysharding.config import Sharding
+from raysharding.distributed.fully_shard.execution_order import last_execution_order
+from raysharding.tree import leaves, map_leaves
+
+
+def compile_blocks(module: nn.Module, groups: Sequence[tuple[str, ...]], sharding: Sharding) -> None:
+    """Compile the forwards of the FSDP groups that have modules inside; each rank alone, no collective.
+
+    Only `forward` is compiled: the hooks around it, which gather and free the parameters, run as they are. Alike
+    blocks share what was compiled for the first of them.
+
+    Args:
+        module: The root, before activations are checkpointed: what is computed again is compiled, too.
+        groups: What `wrap_groups` chose.
+        sharding: Its `compile` is read.
+    """
+    if sharding.compile is False:
+        return
+    backend = "inductor" if sharding.compile is True else sharding.compile
+    for names in groups:
+        for block in map(module.get_submodule, names):
+            if any(True for _ in block.children()):
+                # The signature stays: callers look at it to find out which arguments a module takes.
+                compiled = torch.compile(block.forward, backend=backend)
+                block.forward = functools.update_wrapper(compiled, block.forward)
+
+
+def move_inputs(tree: Any, device: torch.device) -> Any:
+    """Copy what is not on `device` yet; containers are made anew only where something moved.
+
+    Args:
+        tree: Tensors in dicts, lists, tuples, namedtuples, dataclasses, and any mapping such as transformers'
+            `BatchEncoding`. A `DTensor` stays where its mesh is; other objects are left alone.
+        device: The target, with its index.
+
+    Returns:
+        `tree` itself if nothing had to move, else a tree of the same types.
+    """
+    if not any(_is_elsewhere(leaf, device) for _, leaf in leaves(tree, leaf=PackedSequence)):
+        return tree
+    return map_leaves(
+        lambda _, leaf: leaf.to(device, non_blocking=True) if _is_elsewhere(leaf, device) else leaf,
+        tree,
+        leaf=PackedSequence,
+    )
+
+
+def _is_elsewhere(leaf: Any, device: torch.device) -> bool:
+    if isinstance(leaf, PackedSequence):
+        return leaf.data.device != device
+    return isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor) and leaf.device != device
+
+
+def move_inputs_before_forward(module: nn.Module, device: torch.device) -> None:
+    """Make a root's forward move its inputs first, as FSDP1's does; each rank alone.
+
+    FSDP2 does it on GPUs only, and for tensors in plain dicts, lists, tuples and namedtuples: it finds nothing left to
+    move. A pinned tensor is copied without waiting for it.
+
+    Args:
+        module: The root, after `fully_shard`.
+        device: Where it computes.
+    """
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return move_inputs(args, device), move_inputs(kwargs, device)
+
+    module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+
+
+_warned: set[str] = set()
+
+
+def warn_once(message: str) -> None:
+    """Give a UserWarning, the first time only that this process has this message."""
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, UserWarning, stacklevel=4)
+
+
+def keep_full_precision(module: nn.Module) -> None:
+    """Cast a module's floating inputs to the dtype it is stored in, and its outputs back; each rank alone.
+
+    As FSDP1 does with `MixedPrecision._module_classes_to_ignore`, which casts to fp32 whatever the module is stored in.
+
+    Args:
+        module: After `fully_shard` with a policy that keeps the stored dtype.
+    """
+    casts = _Casts()
+    # Behind FSDP2's hooks: after the parameters are gathered, and before they are freed.
+    module.register_forward_pre_hook(casts.before, with_kwargs=True)
+    module.register_forward_hook(casts.after)
+
+
+class _Casts:
+    def __init__(self) -> None:
+        self._outside: torch.dtype | None = None
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        inside = _stored_dtype(module)
+        self._outside = None
+
+        def cast(_: str, leaf: Any) -> Any:
+            if not _is_floating(leaf) or leaf.dtype == inside:
+                return leaf
+            self._outside = leaf.dtype
+            return leaf.to(inside)
+
+        return map_leaves(cast, args), map_leaves(cast, kwargs)
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        outside = self._outside
+        if outside is None:
+            return output
+        return map_leaves(lambda _, leaf: leaf.to(outside) if _is_floating(leaf) else leaf, output)
+
+
+def _is_floating(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+
+
+def _stored_dtype(module: nn.Module) -> torch.dtype:
+    """dtype of the parameters, or of the running statistics; fp32 for a module that holds neither."""
+    for tensor in (*module._parameters.values(), *module._buffers.values()):
+        if tensor is not None and tensor.is_floating_point():
+            return tensor.dtype
+    return torch.float32
+
+
+def set_prefetching(module: nn.Module, groups: Sequence[tuple[str, ...]], sharding: Sharding) -> None:
+    """Apply `forward_prefetch` and `backward_prefetch`; each rank alone, no collective.
+
+    Args:
+        module: The root, after `fully_shard` and `record_execution_order`.
+        groups: What `wrap_groups` chose.
+        sharding: Its two fields are read.
+    """
+    heads = [_fsdp_module(module.get_submodule(names[0])) for names in groups] + [_fsdp_module(module)]
+    when = sharding.backward_prefetch
+    name = (when.name if isinstance(when, Enum) else when or "").lower()
+    if name == "backward_post":
+        warn_once(
+            "backward_prefetch='backward_post': FSDP2 gathers the next group before this one's gradients are computed, "
+            "or when it is needed; it is taken as None, which needs as little memory"
+        )
+    if name != "backward_pre":
+        for head in heads:
+            # An empty list means FSDP2's own choice; a group that is gathered already costs nothing.
+            head.set_modules_to_backward_prefetch([head])
+    if sharding.forward_prefetch and groups:
+        _Ahead(module, heads, int(sharding.forward_prefetch)).install()
+
+
+def _fsdp_module(module: nn.Module) -> FSDPModule:
+    assert isinstance(module, FSDPModule), "fully_shard made it one"
+    return module
+
+
+class _Ahead:
+    """Sets what each group prefetches in forward once the first forward has shown the order."""
+
+    def __init__(self, module: nn.Module, heads: Sequence[FSDPModule], num_ahead: int) -> None:
+        self._module = module
+        self._heads = heads
+        self._num_ahead = num_ahead
+
+    def install(self) -> None:
+        """Wait for the first forward of the root to end."""
+        self._handle = self._module.register_forward_hook(self._after_forward)
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._handle.remove()
+        order = list(dict.fromkeys(last_execution_order(module)))
+        for place, index in enumerate(order):
+            ahead = order[place + 1 : place + 1 + self._num_ahead]
+            self._heads[index].set_modules_to_forward_prefetch([self._heads[other] for other in ahead])

@@ -1,0 +1,126 @@
+"""All ranks must shard the same parameters, and average the gradients of the same: compared before the first forward.
+
+Note: what happens without.
+    A rank that ignores another module than the others, wraps or freezes others, or holds another dtype, gathers and
+    reduces messages of another size: gloo ends the process (`std::terminate`), NCCL waits or takes wrong bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from raysharding.distributed.comm import all_gather_json
+from raysharding.distributed.fully_shard.gradients import plain_parameters, replicated_parameters
+from raysharding.distributed.fully_shard.internals import fsdp_group, fsdp_groups
+from raysharding.distributed.fully_shard.layout import module_tensors, named_submodules
+from raysharding.errors import PlanError
+
+_MAX_PROBLEMS = 20
+_MISSING = ["missing"]
+
+_hooks: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()
+"""Roots that have not been compared yet."""
+
+
+def compare_before_forward(module: nn.Module) -> None:
+    """Make the next forward of a root compare its parameters over the ranks; this call itself is no collective.
+
+    Without gradients and with nothing to gather (NO_SHARD) a forward is no collective: the one after it compares.
+    Ranks that a mesh leaves out (of another stage of a pipeline) do not come: over such a mesh nothing is compared.
+
+    Args:
+        module: The root, after `fully_shard`.
+    """
+    world_size = dist.get_world_size()
+    if world_size == 1 or any(group.mesh_info.mesh.size() != world_size for group in fsdp_groups(module)):
+        return
+    # Ranks that meet again around a module, some of them new, have to compare equally often.
+    if module in _hooks:
+        _hooks.pop(module).remove()
+
+    def compare(module: nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled() or any(group.mesh_info.shard_mesh_size > 1 for group in fsdp_groups(module)):
+            require_same_parameters(module)
+            _hooks.pop(module).remove()
+
+    _hooks[module] = module.register_forward_pre_hook(compare, prepend=True)
+
+
+def require_same_parameters(module: nn.Module) -> None:
+    """Make sure that all ranks shard the same parameters and average the same gradients; collective.
+
+    Args:
+        module: The sharded root module.
+
+    Raises:
+        PlanError: On every rank, when they do not: names modules and ranks.
+    """
+    mine = _described(module)
+    if len(set(all_gather_json(sha256(json.dumps(mine).encode()).hexdigest()))) == 1:
+        return
+    # Every rank has seen that two differ, so all of them come here.
+    problems = _differences(all_gather_json(mine))
+    raise PlanError(
+        "the ranks ignore or shard different modules, so that they cannot gather and reduce together: build the same "
+        "module on every rank, and give the same Sharding (ignored_modules, wrap); for modules that only some ranks "
+        "have, ignore those and set average_ignored_gradients=False:",
+        problems=problems[:_MAX_PROBLEMS],
+    )
+
+
+def _described(module: nn.Module) -> dict[str, list[str]]:
+    """FQN → what a rank does with a parameter; without those that no other rank deals with.
+
+    Whether it is sharded or whole, then all that decides on which message it is in, and of what size.
+    """
+    plain = {id(parameter) for parameter in plain_parameters(module)}
+    averaged = {id(parameter) for parameter in replicated_parameters(module)}
+    groups = _groups(module)
+    return {
+        name: [
+            "whole" if id(tensor) in plain else "sharded",
+            f"of shape {list(tensor.shape)}",
+            str(tensor.dtype),
+            "trained" if tensor.requires_grad else "frozen",
+            groups.get(id(tensor), ""),
+        ]
+        for name, tensor in module_tensors(module).items()
+        if isinstance(tensor, nn.Parameter) and (id(tensor) not in plain or id(tensor) in averaged)
+    }
+
+
+def _groups(module: nn.Module) -> dict[int, str]:
+    """Id of a parameter, sharded or gathered → in which FSDP group it is."""
+    found: dict[int, str] = {}
+    for name, submodule in named_submodules(module):
+        if group := fsdp_group(submodule):
+            for item in group.fsdp_params:
+                for parameter in (item.sharded_param, getattr(item, "_unsharded_param", None)):
+                    found.setdefault(id(parameter), f"in the FSDP group of {name.rstrip('.') or 'the root'}")
+    return found
+
+
+def _differences(every: Sequence[Mapping[str, list[str]]]) -> list[str]:
+    """One line for each module that is sharded on some ranks only, or parameter that differs otherwise."""
+    lines: dict[str, None] = {}
+    for name in dict.fromkeys(name for found in every for name in found):
+        held = [found.get(name, _MISSING) for found in every]
+        has_one_kind = len({kind for kind, *_ in held}) == 1
+        ranks: dict[str, list[int]] = defaultdict(list)
+        for rank, parts in enumerate(held):
+            differing = [part for part, *others in zip(parts, *held, strict=False) if set(others) != {part}]
+            ranks[", ".join(differing) if has_one_kind else parts[0]].append(rank)
+        if len(ranks) > 1:
+            what = name if has_one_kind else name.rpartition(".")[0] or "the root"
+            lines[f"{what}: " + ", ".join(f"{text} on ranks {some}" for text, some in ranks.items())] = None
+    return list(lines)

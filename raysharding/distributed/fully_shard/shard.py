@@ -1,0 +1,222 @@
+"""FSDP2 set-up: which groups, which policies.
+
+Note: FSDP1's constructor, argument by argument.
+    `process_group`, `device_mesh`      the mesh, from `init_mesh`; its ranks are those of the default process group
+    `sharding_strategy`                 `Sharding.from_strategy`: `reshard_after_forward` and `replicate_size`
+    `cpu_offload`                       `Sharding.cpu_offload`
+    `auto_wrap_policy`                  `Sharding.wrap`, `min_num_params`
+    `backward_prefetch`                 `Sharding.backward_prefetch`
+    `forward_prefetch`                  `Sharding.forward_prefetch`
+    `mixed_precision`                   `Sharding.mixed_precision`, BatchNorm left out of it;
+                                        `Sharding.keep_low_precision_grads`
+    `ignored_modules`, `ignored_states` `Sharding.ignored_modules`; gradients averaged, or not as there:
+                                        `Sharding.average_ignored_gradients`
+    `param_init_fn`                     `Sharding.param_init_fn`
+    `sync_module_states`                `Sharding.sync_module_states`
+    `device_id`                         the mesh's device type, and on GPUs the current device
+    `limit_all_gathers`                 always: FSDP2 reuses memory without it
+    `use_orig_params`                   always: FSDP2 has no flat parameters
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from raysharding.config import Sharding
+from raysharding.distributed.fully_shard.activation_checkpointing import checkpoint_activations
+from raysharding.distributed.fully_shard.execution_order import record_execution_order
+from raysharding.distributed.fully_shard.gradients import (
+    keep_low_precision_grads,
+    leave_gradients_alone,
+    reduce_after_backward,
+)
+from raysharding.distributed.fully_shard.internals import fsdp_modules, offloaded, reshard, summoned
+from raysharding.distributed.fully_shard.layout import named_submodules, unwrapped
+from raysharding.distributed.fully_shard.materialize import FirstValues
+from raysharding.distributed.fully_shard.module_hooks import (
+    compile_blocks,
+    keep_full_precision,
+    move_inputs_before_forward,
+    set_prefetching,
+)
+from raysharding.distributed.fully_shard.same_parameters import compare_before_forward
+from raysharding.errors import PlanError
+from raysharding.models import (
+    ignored_modules,
+    is_cut,
+    lowers_precision,
+    make_contiguous,
+    stays_in_full_precision,
+    unfreed_groups,
+    wrap_groups,
+)
+
+_LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def mixed_precision_policy(sharding: Sharding) -> MixedPrecisionPolicy:
+    """The policy that `Sharding.mixed_precision` names; `"bf16"` and `"fp16"` reduce gradients in fp32."""
+    policy = sharding.mixed_precision
+    if isinstance(policy, str):
+        return MixedPrecisionPolicy(param_dtype=_LOW_PRECISION[policy], reduce_dtype=torch.float32)
+    return policy if policy is not None else MixedPrecisionPolicy()
+
+
+def shard_module(module: nn.Module, mesh: DeviceMesh, sharding: Sharding | None = None) -> nn.Module:
+    """Cut a module over a mesh with FSDP2, in place; every rank calls it with the same module and mesh.
+
+    Blocks become FSDP groups of their own (`Sharding.wrap`), inner ones first, the rest goes into the root's group.
+    0-dim parameters, those without elements and those of ignored modules stay plain tensors on every rank; their
+    gradients are averaged over all ranks at the end of every backward. Forward moves its inputs to the mesh's device;
+    the first one compares over the ranks what is sharded and what is averaged: a difference is a PlanError on every
+    rank.
+    On meta nothing is allocated, unless `param_init_fn` or `sync_module_states` asks for values. As FSDP1's
+    constructor: the table above says which argument went where.
+
+    Args:
+        module: The root module or a `DistModule`, on meta or real; real ones are moved to the mesh's device.
+        mesh: From `init_mesh`, or any mesh with one shard axis (and one replicate axis before it).
+        sharding: See `Sharding`.
+
+    Returns:
+        The same module. Wire: none, but under `sync_module_states` the module once to each rank.
+
+    Raises:
+        PlanError: On every rank alike, when `sharding` does not fit the module, a group is sharded already or would
+            mix dtypes, or, under `sync_module_states`, the ranks' modules differ.
+    """
+    root = unwrapped(module)
+    sharding = sharding or Sharding()
+    groups = wrap_groups(root, sharding)
+    shard_groups(root, mesh, sharding, groups, unfreed_groups(root, sharding, groups))
+    return module
+
+
+def shard_groups(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    sharding: Sharding,
+    groups: Sequence[tuple[str, ...]],
+    unfreed: Container[tuple[str, ...]] = (),
+) -> None:
+    """As `shard_module`, with the groups given.
+
+    Args:
+        module: The root module itself, no `DistModule`.
+        mesh: The mesh.
+        sharding: Its `wrap` is not looked at.
+        groups: What `wrap_groups` returned.
+        unfreed: Those that keep their full parameters from forward to backward, whatever `sharding` says.
+    """
+    _require_unsharded(module, groups)
+    device = _device_of(mesh)
+    ignored = ignored_modules(module, sharding)
+    make_contiguous(module)  # a shard must be one range of memory
+    compile_blocks(module, groups, sharding)
+    checkpoint_activations(module, groups, sharding)
+    values = None
+    if sharding.param_init_fn is not None or sharding.sync_module_states:
+        values = FirstValues(module, device, sharding)
+    options: dict[str, Any] = {"mesh": mesh}
+    if sharding.cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+        offloaded.add(module)
+    kept = _kept_whole(module, ignored)
+    for names in (*groups, ("",)):
+        members = [module.get_submodule(name) for name in names]
+        if values is not None:
+            values.settle(members, kept)
+            kept = _kept_whole(module, ignored)
+        policy = _policy_of(members, sharding)
+        options["reshard_after_forward"] = False if names in unfreed else sharding.reshard_after_forward
+        fully_shard(members if len(members) > 1 else members[0], mp_policy=policy, ignored_params=kept, **options)
+    _move(kept, device)
+    if lowers_precision(sharding):
+        _keep_full_precision(module)
+    if sharding.keep_low_precision_grads:
+        keep_low_precision_grads(module)
+    record_execution_order(module, groups)
+    set_prefetching(module, groups, sharding)
+    if not sharding.average_ignored_gradients:
+        leave_gradients_alone(ignored)
+    reduce_after_backward(module)
+    move_inputs_before_forward(module, device)
+    compare_before_forward(module)
+
+
+def _require_unsharded(module: nn.Module, groups: Sequence[tuple[str, ...]]) -> None:
+    """Refuse modules that are to be groups and are so already, before anything is changed."""
+    names = [name for names in (*groups, ("",)) for name in names]
+    taken = [name or "the root" for name in names if isinstance(module.get_submodule(name), FSDPModule)]
+    if taken:
+        raise PlanError(
+            f"{len(taken)} modules to be FSDP groups are sharded already, by an earlier fully_shard or shard_module: "
+            "leave that call out, or give a Sharding.wrap that does not name them (under mixed precision every "
+            "BatchNorm is to be a group):",
+            problems=taken,
+        )
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    kind = mesh.device_type
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+
+def _kept_whole(module: nn.Module, ignored: set[nn.Module]) -> set[nn.Parameter]:
+    """Parameters that no group takes.
+
+    fully_shard refuses 0-dim parameters, and fails in the backward of those without elements.
+    """
+    inside = {parameter for submodule in ignored for parameter in submodule._parameters.values()}
+    return {
+        parameter
+        for parameter in module.parameters()
+        if not isinstance(parameter, DTensor) and (parameter in inside or not is_cut(parameter))
+    }
+
+
+def _policy_of(members: Sequence[nn.Module], sharding: Sharding) -> MixedPrecisionPolicy:
+    if all(stays_in_full_precision(member) for member in members):
+        return MixedPrecisionPolicy()
+    return mixed_precision_policy(sharding)
+
+
+def _keep_full_precision(module: nn.Module) -> None:
+    """Cast around the modules that mixed precision leaves out."""
+    for _, submodule in named_submodules(module):
+        if stays_in_full_precision(submodule) and (
+            isinstance(submodule, FSDPModule) or not any(isinstance(item, DTensor) for item in submodule.parameters())
+        ):
+            keep_full_precision(submodule)
+
+
+def _move(parameters: set[nn.Parameter], device: torch.device) -> None:
+    """Bring parameters that fully_shard leaves alone to where the others are."""
+    for parameter in parameters:
+        if parameter.device != device and not parameter.is_meta:
+            parameter.data = parameter.data.to(device)
+
+
+def show_shards(module: nn.Module) -> None:
+    """Reshard, but for a module inside `summon_full_params`, whose full parameters are meant to be seen."""
+    if not any(submodule in summoned for submodule in module.modules()):
+        reshard(module)
+
+
+def init_roots(module: nn.Module) -> None:
+    """Have torch take the outermost FSDP modules for roots, once their weights are there; no collective.
+
+    FSDP2 takes what runs first for the root: a block that is called by itself, or an encoder. The forward of the whole
+    module then raises, and nothing makes it right again.
+    """
+    if any(parameter.is_meta for parameter in module.parameters()):
+        return
+    for root in fsdp_modules(module, root_only=True):
+        root._get_fsdp_state()._lazy_init()

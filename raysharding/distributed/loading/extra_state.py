@@ -1,0 +1,148 @@
+"""Extra state of modules (`get_extra_state`): rank 0's for every rank, as JSON and tensors, never pickle."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from raysharding.checkpoint.format import EXTRA_STATE_NAME
+from raysharding.distributed.comm import agree, from_rank_0, metadata_device
+from raysharding.distributed.fully_shard import named_submodules, persistent_names
+from raysharding.distributed.loading.state_dict_source import why_refused
+from raysharding.distributed.optim import decode, encode
+from raysharding.distributed.transfer import as_bytes
+from raysharding.errors import PlanError
+from raysharding.models import clean_name
+
+
+def extra_state_owners(module: nn.Module, clean: bool = True) -> dict[str, nn.Module]:
+    """Key in a state dict → the module whose `set_extra_state` takes the value.
+
+    Args:
+        module: The root.
+        clean: Whether wrappers' parts are left out of keys.
+    """
+    return {
+        (clean_name(prefix) if clean else prefix) + EXTRA_STATE_NAME: submodule
+        for prefix, submodule in named_submodules(module, aliases=True)
+        if type(submodule).set_extra_state is not nn.Module.set_extra_state
+    }
+
+
+def extra_state_keys(state_dict: Collection[object], module: nn.Module) -> list[str]:
+    """The keys of a state dict that are of extra state, whether or not a module takes it; no value is looked at."""
+    found = [key for key in state_dict if isinstance(key, str) and key.rpartition(".")[2] == EXTRA_STATE_NAME]
+    own = persistent_names(module) if found else set()  # a table of tensors may have such a name
+    return [key for key in found if key not in own]
+
+
+@dataclass(frozen=True)
+class ExtraState:
+    """What came from rank 0, the same on every rank."""
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """Key → value, for `set_extra_state`."""
+    missing: tuple[str, ...] = ()
+    """Keys that the module takes, and rank 0's state dict has not."""
+    unexpected: tuple[str, ...] = ()
+    """Keys that no module takes."""
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """Of all extra state in rank 0's state dict."""
+        return frozenset((*self.values, *self.unexpected))
+
+    @property
+    def mismatches(self) -> tuple[str, ...]:
+        """A line for each key that is missing or unexpected."""
+        missing = (f"missing from the state dict: {key}" for key in self.missing)
+        return (*missing, *(f"unexpected in the state dict: {key}" for key in self.unexpected))
+
+    def apply(self, module: nn.Module) -> None:
+        """Call `set_extra_state` of each module that has a value; collective, if there are any.
+
+        Raises:
+            Exception: What a module raised; on the other ranks as from `agree`.
+        """
+        if not self.values:
+            return
+        error: Exception | None = None
+        try:
+            owners = extra_state_owners(module)
+            for key, value in self.values.items():
+                owners[key].set_extra_state(value)
+        except Exception as raised:  # noqa: BLE001 - the other ranks wait to hear of it
+            error = raised
+        agree(error)
+
+
+def distribute_extra_state(module: nn.Module, state_dict: Mapping[str, Any]) -> ExtraState:
+    """Send rank 0's extra state to every rank; collective.
+
+    Args:
+        module: Takes it; it is not changed.
+        state_dict: On rank 0, its other items are not looked at; the other ranks' is not looked at.
+
+    Returns:
+        The values: tensors in memory of their own, on the kind of device that they were on.
+
+    Raises:
+        PlanError: On every rank: a value is neither a tensor nor what JSON can hold, nor made of such.
+    """
+    tensors: list[torch.Tensor] = []
+
+    def outline() -> dict[str, Any]:
+        owners = extra_state_owners(module)
+        keys = extra_state_keys(state_dict, module)
+        values, problems = {}, []
+        for key in keys:
+            if key in owners:
+                before = len(tensors)
+                try:
+                    values[key] = encode(state_dict[key], key, tensors)
+                except ValueError as error:
+                    problems.append(str(error))
+                problems += [f"{key}: {problem}" for problem in map(why_refused, tensors[before:]) if problem]
+        if problems:
+            cure = "leave its keys out, pass strict=False, and call set_extra_state of those modules on every rank"
+            raise PlanError(
+                f"the state dict holds extra state that cannot be sent to other ranks: {cure}:", problems=problems
+            )
+        return {
+            "values": values,
+            "missing": [key for key in owners if key not in values],
+            "unexpected": [key for key in keys if key not in owners],
+            "tensors": [
+                [list(item.shape), str(item.dtype).removeprefix("torch."), item.device.type] for item in tensors
+            ],
+        }
+
+    told = from_rank_0(outline)
+    received = _broadcast(tensors, told["tensors"])
+    values = {key: decode(value, received) for key, value in told["values"].items()}
+    return ExtraState(values, tuple(told["missing"]), tuple(told["unexpected"]))
+
+
+def _broadcast(tensors: list[torch.Tensor], outlines: list[list[Any]]) -> list[torch.Tensor]:
+    """Rank 0's tensors, made anew on every rank; collective, if there are any. One message of all their bytes."""
+    kinds = [(tuple(shape), getattr(torch, dtype), torch.device(device)) for shape, dtype, device in outlines]
+    ends = list(accumulate(prod(shape) * dtype.itemsize for shape, dtype, _ in kinds))
+    if not ends:
+        return []
+    message = torch.empty(ends[-1], dtype=torch.uint8, device=metadata_device())
+    for tensor, end in zip(tensors, ends, strict=False):
+        flat = as_bytes(tensor.detach().reshape(-1))
+        message[end - flat.numel() : end].copy_(flat)
+    dist.broadcast(message, src=0)
+    made = []
+    for (shape, dtype, device), start, end in zip(kinds, [0, *ends], ends, strict=False):
+        # A copy begins where its dtype may begin, which a part of the message need not.
+        made.append(message[start:end].clone().view(dtype).reshape(shape).to(device))
+    return made

@@ -1,0 +1,229 @@
+"""Full state dicts from rank 0's memory into sharded modules and tables, over the engine that loads checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules.module import _IncompatibleKeys
+
+from raysharding.config import Loading
+from raysharding.distributed.comm import agree, from_rank_0
+from raysharding.distributed.fully_shard import (
+    TensorTable,
+    is_fsdp_hook,
+    meta_like,
+    named_submodules,
+    reshard,
+    tell_fsdp,
+)
+from raysharding.distributed.loading.extra_state import (
+    ExtraState,
+    distribute_extra_state,
+    extra_state_keys,
+    extra_state_owners,
+)
+from raysharding.distributed.loading.load import load_held
+from raysharding.distributed.loading.state_dict_source import HeldStateDict
+from raysharding.errors import PlanError
+from raysharding.models import clean_name
+
+
+def load_full_state_dict(
+    module: nn.Module,
+    state_dict: Mapping[str, Any],
+    *,
+    strict: bool = True,
+    assign: bool = False,
+    timeout_s: float = 120.0,
+) -> _IncompatibleKeys:
+    """Distribute rank 0's full state dict into a module; collective: every rank of the default group calls it.
+
+    Each rank is sent the bytes of its own shards, in buckets, in the narrower of the two dtypes.
+
+    Args:
+        module: Sharded over all ranks (1-D or HSDP), or not sharded; real, or on meta as a whole or in part.
+        state_dict: On rank 0 FQN → full tensor on any device; it may be a mapping whose items load on access, and so be
+            larger than memory. The other ranks' is not looked at. What it holds for `set_extra_state` is set on every
+            rank: tensors, numbers, text, and lists, tuples and dicts of them.
+        strict: Missing and unexpected keys are errors. If not, what is missing stays as it is, on meta too.
+        assign: Take dtypes from the state dict, in new tensors; if not, the module's tensors keep theirs. Tensors on
+            meta get memory on the mesh's device in both cases, where torch's own `load_state_dict` does nothing.
+        timeout_s: Longest wait for one item or bucket.
+
+    Returns:
+        `missing_keys` and `unexpected_keys`, the same on every rank. Wire: each shard once to each rank that holds it
+        (on CPUs by shared memory inside rank 0's host). Memory above the shards: two buckets of 32 MiB, and on rank 0
+        one item where items load on access.
+
+    Raises:
+        PlanError: On every rank, before data moves: every mismatch of keys, shapes and kinds of dtype, or extra state
+            of other types. The module is as it was.
+        RayshardingError: On the other ranks, when an item failed to load on rank 0, where that error itself is raised.
+            A module that was on meta is there again; a real one holds some of the new values.
+        RuntimeError: From the process group, when a rank does not come within its time.
+    """
+    keys, extra = load_full_tensors(module, state_dict, strict=strict, assign=assign, timeout_s=timeout_s)
+    extra.apply(module)
+    for _, submodule in named_submodules(module):
+        for hook in submodule._load_state_dict_post_hooks.values():
+            if not is_fsdp_hook(hook):  # FSDP2's ran when there was memory, before the values
+                hook(submodule, keys)
+    return keys
+
+
+def load_full_tensors(
+    module: nn.Module, state_dict: Mapping[str, Any], *, strict: bool, assign: bool, timeout_s: float = 120.0
+) -> tuple[_IncompatibleKeys, ExtraState]:
+    """As `load_full_state_dict`, but extra state is given back for the caller to set, and no hook is called."""
+    values = state_dict if dist.get_rank() == 0 else {}
+    extra = _extra_state(module, values, assign)
+    held = HeldStateDict(values, extra.keys, extra.mismatches)
+    restore = _take_dtypes(module, held) if assign else _nothing
+    try:
+        report = load_held(module, held, Loading(transport="scatter", strict=strict), timeout_s)
+    except BaseException:
+        restore()
+        raise
+    missing, unexpected = [*report.missing, *extra.missing], [*report.unexpected, *extra.unexpected]
+    return _IncompatibleKeys(missing, unexpected), extra
+
+
+def _extra_state(module: nn.Module, state_dict: Mapping[str, Any], assign: bool) -> ExtraState:
+    """Rank 0's extra state, and the check that all ranks pass the same `assign`; collective."""
+    error: Exception | None = None
+    has_some = False
+    try:
+        has_some = bool(extra_state_owners(module) or extra_state_keys(state_dict, module))
+    except Exception as raised:  # noqa: BLE001 - the other ranks wait to hear of it
+        error = raised
+    answers = agree(error, [assign, has_some])
+    # Ranks with another `assign` would enter another collective, and all would wait.
+    if len({given for given, _ in answers}) > 1:
+        raise PlanError("assign is True on some ranks and False on others: pass the same on all")
+    return distribute_extra_state(module, state_dict) if any(some for _, some in answers) else ExtraState()
+
+
+def distribute_state_dict(
+    state_dict: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    like: nn.Module | None = None,
+    timeout_s: float = 120.0,
+) -> dict[str, torch.Tensor]:
+    """As `load_full_state_dict`, into a dict of tensors instead of a module; collective.
+
+    Args:
+        state_dict: On rank 0 name → full tensor, exactly the names of `tensors`; the other ranks' is not looked at.
+        tensors: On every rank name → DTensor, or a tensor that every rank holds whole; real ones are overwritten.
+        like: As for `TensorTable`.
+        timeout_s: Longest wait for one item or bucket.
+
+    Returns:
+        Name → tensor with its values: those of `tensors`, new ones in the place of those on meta.
+
+    Raises:
+        PlanError: On every rank, before data moves: every mismatch.
+    """
+    table = TensorTable(tensors, like=like)
+    load_full_state_dict(table, state_dict, timeout_s=timeout_s)
+    found = table.tensors
+    return {name: found[name] for name in tensors}
+
+
+def _nothing() -> None:
+    """Undo nothing."""
+
+
+def _take_dtypes(module: nn.Module, held: HeldStateDict) -> Callable[[], None]:
+    """Put tensors on meta, of the incoming dtypes, in the place of those that the state dict names; collective.
+
+    Returns:
+        A function that puts the old ones back.
+    """
+    reshard(module)
+
+    def dtypes() -> dict[str, str]:
+        infos = held.as_checkpoint().tensors
+        return {name: str(info.dtype).removeprefix("torch.") for name, info in infos.items()}
+
+    # Rank 0 alone knows them, and every rank must plan with the same.
+    incoming = {name: getattr(torch, dtype) for name, dtype in from_rank_0(dtypes).items()}
+    replaced = _replace(module, incoming)
+
+    def restore() -> None:
+        for table, name, tensor in replaced:
+            table[name] = tensor
+        tell_fsdp(module)
+
+    try:
+        _require_sound_groups(module)  # every rank finds the same, so no exchange is needed
+    except PlanError:
+        restore()
+        raise
+    return restore
+
+
+def _require_sound_groups(module: nn.Module) -> None:
+    """Refuse dtypes that FSDP2 would fail on in the next forward.
+
+    Raises:
+        PlanError: A group would mix trainable dtypes, or has buffers in the dtype that it had when it ran first.
+    """
+    cure = "pass assign=False, which keeps the module's dtypes"
+    for name, submodule in named_submodules(module):
+        if not isinstance(submodule, FSDPModule):
+            continue
+        group_name = name.removesuffix(".") or "the root"
+        state = submodule._get_fsdp_state()
+        for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+            held = [] if group is None else [(item, item.sharded_param) for item in group.fsdp_params]
+            dtypes = sorted({str(parameter.dtype) for _, parameter in held if parameter.requires_grad})
+            if len(dtypes) > 1:
+                what = f"assign=True would give the FSDP group of {group_name} parameters of {' and '.join(dtypes)}"
+                raise PlanError(f"{what}, and a group must have one dtype: {cure}")
+            for item, parameter in held:
+                # FSDP2 makes its buffers in the first forward, and keeps them.
+                if hasattr(item, "_unsharded_param") and item.orig_dtype != parameter.dtype:
+                    what = f"assign=True would turn parameters of {group_name} from {item.orig_dtype} into "
+                    raise PlanError(
+                        f"{what}{parameter.dtype}, but it ran already: do so before the first forward, or {cure}"
+                    )
+
+
+def _replace(module: nn.Module, incoming: Mapping[str, torch.dtype]) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
+    """Replace tensors by ones on meta; a tied one under all its names, in the dtype of the name that comes."""
+    places: dict[torch.Tensor, list[tuple[dict[str, Any], str]]] = {}
+    wanted: dict[torch.Tensor, torch.dtype] = {}
+    for prefix, submodule in named_submodules(module, aliases=True):
+        tables: tuple[dict[str, Any], ...] = (submodule._parameters, submodule._buffers)
+        for table in tables:
+            for name, tensor in table.items():
+                if tensor is None:
+                    continue
+                places.setdefault(tensor, []).append((table, name))
+                # Another kind of dtype is a mismatch, which the plan reports.
+                found = incoming.get(clean_name(prefix) + name)
+                if found is not None and _same_kind(found, tensor.dtype):
+                    wanted.setdefault(tensor, found)
+    replaced = []
+    for tensor, dtype in wanted.items():
+        new = meta_like(tensor, dtype)
+        new.__dict__.update(tensor.__dict__)
+        for table, name in places[tensor]:
+            replaced.append((table, name, tensor))
+            table[name] = new
+    tell_fsdp(module)
+    return replaced
+
+
+def _same_kind(one: torch.dtype, other: torch.dtype) -> bool:
+    return (one.is_floating_point, one.is_complex, one == torch.bool) == (
+        other.is_floating_point,
+        other.is_complex,
+        other == torch.bool,
+    )

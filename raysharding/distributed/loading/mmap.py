@@ -1,0 +1,70 @@
+"""`Loading(mmap=True)`: shards that are pages of the checkpoint's files instead of copies of them."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from raysharding.checkpoint import CheckpointFile
+from raysharding.distributed.fully_shard import TensorLayout
+from raysharding.distributed.transfer import Extents
+from raysharding.errors import CheckpointError
+
+
+def mappable(layout: TensorLayout, wire_dtype: torch.dtype, extents: Extents) -> bool:
+    """Whether every rank's part of a tensor can be a range of a file; the same answer on every rank.
+
+    It must lie there in one piece, in the module's dtype and aligned to it; and no shard may be shorter than another,
+    since FSDP2 pads short ones in memory of its own.
+    """
+    if extents is None or len(extents) != 1 or wire_dtype != layout.dtype or extents[0].dtype != layout.dtype:
+        return False
+    even = layout.num_shards == 0 or layout.shape[0] % layout.num_shards == 0
+    return even and extents[0].offset % layout.dtype.itemsize == 0 and layout.num_elements > 0
+
+
+def map_tensors(
+    files: Sequence[CheckpointFile], layouts: Sequence[TensorLayout], extents: Mapping[str, Extents], shard_index: int
+) -> dict[str, torch.Tensor]:
+    """Map this rank's parts of tensors, copy-on-write: what is written stays in this process.
+
+    Returns:
+        FQN → local tensor. Pages are read when they are touched first. The maps live as long as the tensors.
+
+    Raises:
+        CheckpointError: A file cannot be mapped.
+    """
+    maps: dict[int, mmap.mmap] = {}
+    mapped = {}
+    for layout in layouts:
+        found = extents[layout.fqn]
+        assert found is not None, f"{layout.fqn}: not mappable"
+        extent = found[0]
+        if extent.file not in maps:
+            maps[extent.file] = _map(files[extent.file])
+        start, stop = layout.local_range(shard_index)
+        offset = extent.offset + (start - extent.start) * layout.dtype.itemsize
+        try:
+            flat = torch.frombuffer(maps[extent.file], dtype=layout.dtype, count=stop - start, offset=offset)
+        except ValueError as error:
+            what = f"ends before byte {offset + (stop - start) * layout.dtype.itemsize}: it was cut short meanwhile"
+            raise CheckpointError(what, path=files[extent.file].path, tensor=extent.key) from error
+        shape = layout.shape
+        if layout.num_shards:
+            shape = (shape[0] // layout.num_shards, *shape[1:])
+        mapped[layout.fqn] = flat.view(shape)
+    return mapped
+
+
+def _map(file: CheckpointFile) -> mmap.mmap:
+    try:
+        descriptor = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
+        finally:
+            os.close(descriptor)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot be mapped: {error}; load without mmap=True", path=file.path) from error

@@ -1,0 +1,404 @@
+"""The plan of a load: rank 0 fits the checkpoint to the module from headers, and every rank lays out the same buckets.
+
+Note: who plans what.
+    Rank 0 alone reads headers and matches keys: transformers' tables and operations cost a tenth of a second in every
+    process that touches them, and nobody else needs to know which bytes of which file feed a tensor. What the others
+    need is an `Outline`: the tensors in the order in which they travel, in which dtype, and what is left to initialise.
+    Together with what they see of the files the ranks then compare what it stands on: the tensors of their modules, and
+    the options.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from raysharding.checkpoint import (
+    MANIFEST_NAME,
+    Checkpoint,
+    CheckpointFile,
+    FileReader,
+    Manifest,
+    check_manifest,
+    open_checkpoint,
+    read_manifest,
+)
+from raysharding.config import Loading
+from raysharding.distributed.comm import agree, broadcast_json
+from raysharding.distributed.fully_shard import ShardMap, TensorLayout, persistent_names, tensor_layout
+from raysharding.distributed.loading.mmap import mappable
+from raysharding.distributed.loading.readers import Choice, Sight, Whereabouts, choose, is_settled, look, seen_here
+from raysharding.distributed.loading.state_dict_source import HeldStateDict, StateDictSource
+from raysharding.distributed.transfer import (
+    BUCKET_BYTES,
+    STRAIGHT_BYTES,
+    BucketPlan,
+    CheckpointSource,
+    Extents,
+    PlannedTensor,
+    extents_from_json,
+    extents_of,
+    extents_to_json,
+    plan_buckets,
+    wire_dtype,
+)
+from raysharding.errors import CheckpointError, PlanError
+from raysharding.models import AdapterNames, KeyMap, Target, differing_ties, map_keys, misfit, missing_rules
+
+Origin = Checkpoint | str | os.PathLike[str] | HeldStateDict
+"""Where the values of a load come from."""
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What every rank knows of the fit of checkpoint and module; travels as JSON."""
+
+    checkpoint: str
+    """The checkpoint, as it was named."""
+    checkpoint_bytes: int
+    """Bytes of the files' tensors."""
+    whereabouts: Mapping[str, Any] | None
+    """Where rank 0 sees the files: `Whereabouts` as JSON; `None` for a state dict, which lies in its memory."""
+    extents: tuple[Any, ...] | None
+    """Where the tensors lie in the files, as `extents_to_json`; `None` where only rank 0 reads."""
+    tensors: tuple[tuple[str, str], ...]
+    """(canonical FQN, wire dtype such as `bfloat16`) of what is loaded: first what lies in ranges of files and
+    is cut over the ranks, in file order, then what every rank holds whole and what rank 0 computes."""
+    num_ranged: int
+    """How many come first: any reader can read them. Rank 0 reads the rest."""
+    initialise: tuple[str, ...]
+    """Canonical FQNs that nothing feeds and that need a value."""
+    missing: tuple[str, ...]
+    """See `KeyMap.missing`."""
+    unexpected: tuple[str, ...]
+    """See `KeyMap.unexpected`."""
+    ignored: tuple[str, ...]
+    """See `KeyMap.ignored`."""
+    tied: tuple[str, ...]
+    """Second names of tied tensors."""
+    converted: tuple[str, ...]
+    """`FQN: operations` of what transformers' operations compute."""
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Outline:
+        """Undo what JSON does to tuples."""
+        plain = {field.name: value[field.name] for field in fields(cls)}
+        lists = {name: tuple(item) for name, item in plain.items() if isinstance(item, list)}
+        return cls(**{**plain, **lists, "tensors": tuple((fqn, dtype) for fqn, dtype in plain["tensors"])})
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How the checkpoint feeds the module; rank 0 alone has it."""
+
+    checkpoint: Checkpoint
+    """What is in the files."""
+    keys: KeyMap
+    """Which checkpoint tensors feed which FQN."""
+    held: HeldStateDict | None
+    """The values, where they are in memory and not in files."""
+    initialise: tuple[str, ...]
+    """Canonical FQNs that nothing feeds and that need a value."""
+    manifest: Manifest | None
+    """What the files held when they were saved; only under `verify="full"`."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What a rank knows before it has heard from the others."""
+
+    layouts: Mapping[str, TensorLayout]
+    """FQN → layout of every tensor of this rank's module."""
+    digests: tuple[str, ...]
+    """Of the module and of the options: what must be the same on all ranks."""
+    on_meta: frozenset[str]
+    """FQNs of tensors without memory."""
+    fit: Fit | None
+    """Rank 0's; `None` elsewhere."""
+    outline: Outline | None
+    """Rank 0's; `None` elsewhere."""
+    error: Exception | None
+    """Why this rank cannot load."""
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """All that is known before the first byte moves."""
+
+    outline: Outline
+    """The same on every rank."""
+    choice: Choice
+    """Who reads, and how it travels; the same on every rank."""
+    buckets: BucketPlan
+    """How the tensors are cut, those that lie in ranges of files first; the same on every rank."""
+    checkpoint: Checkpoint | None
+    """The files as this rank sees them; `None` on ranks that do not read."""
+    extents: Mapping[str, Extents]
+    """FQN → where it lies in them; empty on ranks that need not know."""
+    mapped: tuple[TensorLayout, ...]
+    """What is not streamed, since each rank maps its part of the files; the same on every rank."""
+    fit: Fit | None
+    """What feeds the tensors; `None` but on rank 0."""
+    is_straight: bool
+    """Whether every rank reads all that it needs into its shard, so that nobody has a ring; the same on every rank."""
+
+
+def propose_load(
+    module: nn.Module,
+    tensors: Mapping[str, torch.Tensor],
+    checkpoint: Origin,
+    loading: Loading,
+) -> Proposal:
+    """Look at this rank's module, and on rank 0 at the checkpoint; each rank alone, no collective.
+
+    Args:
+        module: Sharded; on meta, where the load is to allocate it.
+        tensors: Its `module_tensors`.
+        checkpoint: Path or URI, opened by rank 0 alone; an opened checkpoint; or a state dict in rank 0's memory.
+        loading: The same on every rank.
+
+    Returns:
+        The proposal; errors are in it, to be told by `agree_on_plan`.
+    """
+    layouts: dict[str, TensorLayout] = {}
+    digests: tuple[str, ...] = ()
+    on_meta: list[str] = []
+    fit: Fit | None = None
+    outline: Outline | None = None
+    error: Exception | None = None
+    try:
+        layouts = {fqn: tensor_layout(fqn, tensor) for fqn, tensor in tensors.items()}
+        on_meta = [fqn for fqn, tensor in tensors.items() if tensor.is_meta]
+        persistent = sorted(persistent_names(module))
+        held = [(item.fqn, item.shape, item.dtype, item.num_shards) for item in layouts.values()]
+        digests = tuple(_digest(repr(item)) for item in ((held, on_meta, persistent), loading))
+        if dist.get_rank() == 0:
+            fit = _fit(module, checkpoint, loading)
+            outline = _outline(fit, loading, layouts)
+    except Exception as raised:  # noqa: BLE001 - the other ranks wait to hear of it
+        error = raised
+    return Proposal(layouts, digests, frozenset(on_meta), fit, outline, error)
+
+
+def agree_on_plan(
+    proposal: Proposal, error: Exception | None, loading: Loading, shards: ShardMap, device: torch.device
+) -> LoadPlan:
+    """Exchange proposals and cut the buckets; collective.
+
+    Args:
+        proposal: This rank's.
+        error: What else keeps this rank from loading.
+        loading: See `propose_load`.
+        shards: Who holds what.
+        device: Of the messages.
+
+    Raises:
+        CheckpointError: On every rank, when the headers cannot be read or trusted, or readers see different files.
+        PlanError: On every rank, when the checkpoint does not fit, or the ranks differ in module or options.
+    """
+    outline, sights, found = _exchange(proposal, proposal.error or error, loading)
+    choice, checkpoint = Choice(loading.transport, (0,), "rank 0 holds the state dict"), None
+    if outline.whereabouts is not None:
+        choice, checkpoint = choose(loading, Whereabouts.from_json(outline.whereabouts), sights, found)
+    extents = _all_extents(proposal.fit, outline)
+    if proposal.fit is not None:
+        checkpoint = proposal.fit.checkpoint
+    reads = shards.rank in choice.readers
+    planned = [PlannedTensor(proposal.layouts[fqn], getattr(torch, dtype)) for fqn, dtype in outline.tensors]
+    mapped = _mapped(planned, proposal, extents) if loading.mmap else []
+    names = {layout.fqn for layout in mapped}
+    streamed = [item for item in planned if item.layout.fqn not in names]
+    num_ranged = sum(item.layout.fqn not in names for item in planned[: outline.num_ranged])
+    # A rank that reads for others must know what they hold; for the rest, lengths are enough.
+    reads_for_others = reads and (choice.transport != "local" or (shards.rank == 0 and num_ranged < len(streamed)))
+    wanted = None if reads_for_others else (shards.shard_index,)
+    alone = choice.transport == "local" and shards.num_shards == shards.world_size and device.type == "cpu"
+    fits = [item.layout.num_shards > 0 and item.wire_dtype == item.layout.dtype for item in streamed]
+    first_bytes = _bucket_bytes(loading, choice, shards, alone and all(fits[:num_ranged]))
+    rest_bytes = loading.bucket_bytes or BUCKET_BYTES
+    buckets = plan_buckets(streamed, shards.num_shards, first_bytes, num_ranged, wanted, rest_bytes)
+    return LoadPlan(
+        outline,
+        choice,
+        buckets,
+        checkpoint if reads else None,
+        extents,
+        tuple(mapped),
+        proposal.fit,
+        is_straight=alone and all(fits),
+    )
+
+
+def _exchange(
+    proposal: Proposal, error: Exception | None, loading: Loading
+) -> tuple[Outline, list[Sight], tuple[CheckpointFile, ...]]:
+    """Hear rank 0's outline, and tell what this rank has and sees; collective.
+
+    Returns:
+        The outline, what each rank sees of the files (nothing where it does not matter), and what this one does.
+    """
+    # A rank that failed comes here too, and rank 0 sends nothing if it did: the others wait for both.
+    received = broadcast_json(None if proposal.outline is None else vars(proposal.outline))
+    outline = None if received is None else Outline.from_json(received)
+    sight: Sight | None = None
+    found: tuple[CheckpointFile, ...] = ()
+    if outline is not None and outline.whereabouts is not None:
+        sight, found = look(loading, Whereabouts.from_json(outline.whereabouts))
+    # Before any data collective: ranks with different plans would send and receive different sizes, and hang.
+    answers = agree(error, (proposal.digests, None if sight is None else asdict(sight)))
+    _compare_ranks([digests for digests, _ in answers])
+    assert outline is not None, "rank 0 said why there is none"
+    return outline, [Sight(**value) for _, value in answers if value is not None], found
+
+
+def _all_extents(fit: Fit | None, outline: Outline) -> Mapping[str, Extents]:
+    """Where the tensors lie; empty on ranks that need not know."""
+    if fit is not None:
+        return {fqn: extents_of(fit.checkpoint, fit.keys.targets[fqn]) for fqn, _ in outline.tensors}
+    if outline.extents is None:
+        return {}
+    return {fqn: extents_from_json(item) for (fqn, _), item in zip(outline.tensors, outline.extents, strict=True)}
+
+
+def _bucket_bytes(loading: Loading, choice: Choice, shards: ShardMap, straight: bool) -> int:
+    """Size of a bucket. Where all read their own parts, these have nothing in common but the bucket's number."""
+    if choice.transport != "local":
+        return loading.bucket_bytes or BUCKET_BYTES
+    return shards.num_shards * (loading.bucket_bytes or (STRAIGHT_BYTES if straight else BUCKET_BYTES))
+
+
+def _mapped(planned: Sequence[PlannedTensor], proposal: Proposal, extents: Mapping[str, Extents]) -> list[TensorLayout]:
+    """What can be mapped. A range that feeds two tensors is one's only: what is written to one must not be in both."""
+    taken: set[tuple[int, int]] = set()
+    mapped = []
+    for item in planned:
+        found = extents[item.layout.fqn]
+        if item.layout.fqn not in proposal.on_meta or not mappable(item.layout, item.wire_dtype, found):
+            continue
+        assert found is not None, "mappable"
+        if (found[0].file, found[0].offset) not in taken:
+            taken.add((found[0].file, found[0].offset))
+            mapped.append(item.layout)
+    return mapped
+
+
+def _fit(module: nn.Module, origin: Origin, loading: Loading) -> Fit:
+    held = origin if isinstance(origin, HeldStateDict) else None
+    if isinstance(origin, HeldStateDict):
+        opened = origin.as_checkpoint()
+    else:
+        opened = seen_here(origin) if isinstance(origin, Checkpoint) else open_checkpoint(origin)
+    if opened.adapter is not None:
+        adapters = AdapterNames.of(module)
+        if adapters is None:
+            what = "holds LoRA adapters, and the model has none: from_checkpoint(path) makes the model with them"
+            raise PlanError(f"{opened.path} {what}")
+        adapters.check(opened)
+    manifest = _manifest(opened) if loading.verify == "full" else None
+    keys = map_keys(module, opened.tensors, loading.key_mapping)
+    initialise = keys.initialise if held is None else _settable(module, keys, loading)
+    fit = Fit(opened, keys, held, initialise, manifest)
+    if problems := _problems(module, fit, loading):
+        raise misfit(opened.path, problems)
+    return fit
+
+
+def _settable(module: nn.Module, keys: KeyMap, loading: Loading) -> tuple[str, ...]:
+    """What to initialise beside a state dict: as with torch's own, parameters that it lacks stay as they are.
+
+    Left are non-persistent buffers on meta, which no state dict holds. One without a rule is an error under `strict`;
+    else it stays, too: a later part of the state dict cannot bring it, but its owner may set it.
+    """
+    names = tuple(name for name in keys.initialise if name not in keys.missing)
+    if loading.strict or not missing_rules(module, names, loading.seed):
+        return names
+    return tuple(name for name in names if not missing_rules(module, [name], loading.seed))
+
+
+def _manifest(checkpoint: Checkpoint) -> Manifest:
+    """The manifest beside the files, once it fits their headers."""
+    manifest = read_manifest(checkpoint)
+    if manifest is None:
+        what = f"verify='full' needs the {MANIFEST_NAME} that raysharding's saves hold, and there is none: load with "
+        raise CheckpointError(what + "verify='finite', or save it once with raysharding", path=checkpoint.path)
+    check_manifest(manifest, checkpoint)
+    return manifest
+
+
+def _outline(fit: Fit, loading: Loading, layouts: Mapping[str, TensorLayout]) -> Outline:
+    keys = fit.keys
+    # File order, so that the stream reads the disk forward.
+    targets = sorted(keys.targets.values(), key=lambda target: _file_position(fit.checkpoint, target))
+    cut = {target.fqn for target in targets if target.runs is not None and layouts[target.fqn].num_shards}
+    ranged = [target for target in targets if target.fqn in cut]
+    computed = [target for target in targets if target.fqn not in cut]
+    extents = None
+    if dist.get_world_size() > 1 and not is_settled(loading):
+        extents = tuple(extents_to_json(extents_of(fit.checkpoint, target)) for target in (*ranged, *computed))
+    return Outline(
+        checkpoint=fit.checkpoint.path,
+        checkpoint_bytes=fit.checkpoint.num_bytes,
+        whereabouts=asdict(Whereabouts.of(fit.checkpoint.files)) if fit.held is None else None,
+        extents=extents,
+        tensors=tuple((target.fqn, _wire_name(target)) for target in (*ranged, *computed)),
+        num_ranged=len(ranged),
+        initialise=fit.initialise,
+        missing=keys.missing,
+        unexpected=keys.unexpected,
+        ignored=keys.ignored,
+        tied=tuple(keys.aliases),
+        converted=tuple(f"{fqn}: {target.operations}" for fqn, target in keys.targets.items() if target.runs is None),
+    )
+
+
+def _wire_name(target: Target) -> str:
+    return str(wire_dtype(target.source_dtype, target.dtype)).removeprefix("torch.")
+
+
+def _file_position(checkpoint: Checkpoint, target: Target) -> tuple[int, int]:
+    """File and offset of a target's first source."""
+    info = checkpoint.tensors[target.sources[0]]
+    return info.file, info.offset
+
+
+def _problems(module: nn.Module, fit: Fit, loading: Loading) -> list[str]:
+    """Everything that keeps the load from being carried out, a line each."""
+    keys = fit.keys
+    problems = keys.mismatches(strict=loading.strict)
+    if loading.strict and fit.held is not None:
+        problems += fit.held.mismatches
+    refused = set(keys.missing) if loading.strict else set()
+    problems += missing_rules(module, [name for name in fit.initialise if name not in refused], loading.seed)
+    if keys.doubled:
+        # Headers cannot show whether two tied names hold one value.
+        targets = {**keys.targets, **{target.fqn: target for target in keys.doubled}}
+        cache_bytes = loading.bucket_bytes or BUCKET_BYTES
+        if fit.held is not None:
+            infos = fit.checkpoint.tensors
+            extents = {fqn: extents_of(fit.checkpoint, target) for fqn, target in targets.items()}
+            held = StateDictSource(fit.held, infos, extents, targets, cache_bytes)
+            return problems + list(differing_ties(keys, held.read_elements))
+        with FileReader(fit.checkpoint) as reader:
+            source = CheckpointSource.of(fit.checkpoint, reader, targets, cache_bytes)
+            problems += differing_ties(keys, source.read_elements)
+    return problems
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _compare_ranks(every: Sequence[Sequence[str]]) -> None:
+    for index, what in enumerate(("built another model", "were given other options")):
+        differing = [str(rank) for rank, digests in enumerate(every) if digests[index] != every[0][index]]
+        if differing:
+            raise PlanError(
+                f"ranks {', '.join(differing)} {what} than rank 0: make the model and `Loading` the same on every rank"
+            )

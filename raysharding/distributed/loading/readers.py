@@ -1,0 +1,236 @@
+"""Which ranks read the files: each says what it sees of them, and all decide alike.
+
+Note: the same files?
+    On rank 0's host it is enough that a path leads to the same inode. On other hosts sizes and headers are compared,
+    and a few samples of the payload: two training steps of one model have the same headers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from raysharding.checkpoint import Checkpoint, CheckpointFile, FileReader, file_system_type, identify_files
+from raysharding.config import Loading
+from raysharding.distributed.comm import agree
+from raysharding.distributed.transfer import host_identity
+from raysharding.errors import CheckpointError
+
+_NUM_SAMPLES = 64
+_SAMPLE_BYTES = 4096
+"""Of each file. They find another training step, which changes all of it; not a change of a few bytes."""
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """Where rank 0 sees the files; travels as JSON."""
+
+    files: tuple[CheckpointFile, ...]
+    """The checkpoint's files."""
+    host: tuple[str, ...]
+    """See `host_identity`."""
+    inodes: tuple[tuple[int, int], ...]
+    """(device, inode) of each local file; none for remote ones."""
+    file_system: str
+    """Type of the first file's file system."""
+
+    @classmethod
+    def of(cls, files: Sequence[CheckpointFile]) -> Whereabouts:
+        """As this process sees them."""
+        return cls(tuple(files), tuple(host_identity()), _inodes(files), file_system_type(files[0].path))
+
+    @classmethod
+    def from_json(cls, value: Any) -> Whereabouts:
+        """Undo what JSON does to dataclasses and tuples."""
+        files = tuple(CheckpointFile(**file) for file in value["files"])
+        inodes = tuple((device, inode) for device, inode in value["inodes"])
+        return cls(files, tuple(value["host"]), inodes, value["file_system"])
+
+
+def _inodes(files: Sequence[CheckpointFile]) -> tuple[tuple[int, int], ...]:
+    """Empty where one is remote, or cannot be read."""
+    if not all("://" not in file.path and os.access(file.path, os.R_OK) for file in files):
+        return ()
+    try:
+        found = [os.stat(file.path) for file in files]
+    except OSError:
+        return ()
+    return tuple((status.st_dev, status.st_ino) for status in found)
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What one rank sees under the checkpoint's paths; travels as JSON."""
+
+    host: Sequence[str]
+    """See `host_identity`."""
+    sees: bool
+    """Whether it can open all files."""
+    is_same: bool
+    """Whether they are rank 0's own inodes."""
+    why_not: str
+    """Why a file is not seen."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a load moves its bytes; the same on every rank."""
+
+    transport: str
+    """`broadcast`, `scatter`, or `local`: every rank reads."""
+    readers: tuple[int, ...]
+    """Ranks that read files."""
+    reason: str
+    """Why, in words."""
+
+
+def seen_here(checkpoint: Checkpoint) -> Checkpoint:
+    """A checkpoint that was opened elsewhere, with its files as this process sees them: a copy has another mtime.
+
+    Raises:
+        CheckpointError: A file is not there, or another one.
+    """
+    found = identify_files([file.path for file in checkpoint.files])
+    for there, here in zip(checkpoint.files, found, strict=True):
+        if (there.num_bytes, there.header_sha256) != (here.num_bytes, here.header_sha256):
+            what = f"is another file on {host_identity()[0]} than where the checkpoint was opened: copy the same one"
+            raise CheckpointError(f"{what} to every node, or open it anew", path=here.path)
+    return replace(checkpoint, files=tuple(found))
+
+
+def is_settled(loading: Loading) -> bool:
+    """Whether rank 0 alone reads, whatever the others see."""
+    return not loading.mmap and loading.transport in ("scatter", "broadcast") and loading.num_readers in (None, 1)
+
+
+def look(loading: Loading, there: Whereabouts) -> tuple[Sight | None, tuple[CheckpointFile, ...]]:
+    """Open the files as this rank sees them.
+
+    Returns:
+        What there is, `None` where nobody needs to know; and the files with this rank's own modification times, none if
+        one is not seen. Cost: a `stat` of each file on rank 0's host, the headers elsewhere.
+    """
+    if is_settled(loading):
+        return None, ()
+    host = tuple(host_identity())
+    if host == there.host and there.inodes and _inodes(there.files) == there.inodes:
+        return Sight(host, sees=True, is_same=True, why_not=""), there.files
+    try:
+        found = tuple(identify_files([file.path for file in there.files]))
+        return Sight(host, sees=True, is_same=False, why_not=""), found
+    except Exception as error:  # noqa: BLE001 - the other ranks wait to hear what this one sees
+        return Sight(host, sees=False, is_same=False, why_not=str(error)), ()
+
+
+def choose(
+    loading: Loading, there: Whereabouts, sights: Sequence[Sight], found: Sequence[CheckpointFile]
+) -> tuple[Choice, Checkpoint | None]:
+    """Decide how the bytes move; collective where ranks see files that are not rank 0's own.
+
+    Args:
+        loading: The same on every rank.
+        there: The same on every rank.
+        sights: What each rank sees, in rank order; none where nobody looked. A rank that decided from its own sight
+            alone would wait for messages that nobody sends.
+        found: The files as this rank sees them.
+
+    Returns:
+        The choice, and the files for `FileReader` where this rank sees them and was asked to look.
+
+    Raises:
+        CheckpointError: On every rank, when ranks see different content under one path, or too few see the files.
+    """
+    transport = "local" if loading.mmap else loading.transport
+    if not sights:
+        return Choice(transport, (0,), "asked for"), None
+    if not sights[0].sees:
+        raise CheckpointError(f"rank 0 lost sight of it: {sights[0].why_not}", path=there.files[0].path)
+    if any(item.sees and not item.is_same for item in sights):
+        _require_same_content(found, sights, there)
+    seeing = tuple(rank for rank, item in enumerate(sights) if item.sees)
+    _require_enough(loading, seeing, sights, there.files[0].path)
+    wanted = loading.num_readers or len(seeing)
+    readers = _spread(seeing, sights)[:wanted] if transport != "local" else seeing
+    checkpoint = Checkpoint("", tuple(found), {}, None, {}) if found else None
+    return _choice(transport, tuple(sorted(readers)), seeing, sights, there), checkpoint
+
+
+def _require_same_content(found: Sequence[CheckpointFile], sights: Sequence[Sight], there: Whereabouts) -> None:
+    """Compare what ranks see that do not see rank 0's own inodes; collective."""
+    # All ranks come here, those that see nothing too: the others wait for them.
+    digest, error = "", None
+    try:
+        digest = _digest(found) if found else ""
+    except Exception as raised:  # noqa: BLE001 - the other ranks wait
+        error = raised
+    digests = agree(error, digest)
+    differing = [rank for rank, item in enumerate(sights) if item.sees and digests[rank] != digests[0]]
+    if differing:
+        raise CheckpointError(
+            f"{_named(differing, sights)} see other content under this path than {_named([0], sights)}: copy the same "
+            "checkpoint to every node, or use transport='scatter', which takes rank 0's",
+            path=there.files[0].path,
+        )
+
+
+def _digest(files: Sequence[CheckpointFile]) -> str:
+    """Of sizes, headers and samples."""
+    text = hashlib.sha256()
+    with FileReader(Checkpoint("", tuple(files), {}, None, {})) as reader:
+        for index, file in enumerate(files):
+            text.update(f"{file.num_bytes} {file.header_sha256}\n".encode())
+            # An object has one content, wherever it is read; a path has one on each node.
+            for sample in range(0 if "://" in file.path else _NUM_SAMPLES):
+                data = bytearray(min(_SAMPLE_BYTES, file.num_bytes))
+                first = (file.num_bytes - len(data)) * sample // (_NUM_SAMPLES - 1)
+                reader.read_into(index, first, memoryview(data))
+                text.update(data)
+    return text.hexdigest()
+
+
+def _require_enough(loading: Loading, seeing: Sequence[int], sights: Sequence[Sight], path: str) -> None:
+    blind = [rank for rank in range(len(sights)) if rank not in seeing]
+    if (loading.mmap or loading.transport == "local") and blind:
+        asked = "mmap=True" if loading.mmap else "transport='local'"
+        raise CheckpointError(
+            f"{asked}, but {_named(blind, sights)} cannot read it ({sights[blind[0]].why_not}): make it readable on "
+            "every node, or use transport='auto' without mmap",
+            path=path,
+        )
+    if loading.num_readers is not None and loading.num_readers > len(seeing):
+        raise CheckpointError(
+            f"num_readers={loading.num_readers}, but only {_named(seeing, sights)} can read it: leave num_readers out "
+            "to have all that can",
+            path=path,
+        )
+
+
+def _choice(
+    transport: str, readers: tuple[int, ...], seeing: Sequence[int], sights: Sequence[Sight], there: Whereabouts
+) -> Choice:
+    name = transport
+    if transport == "auto":
+        name = "local" if len(readers) == len(sights) else "scatter"
+    who = "every rank sees" if len(seeing) == len(sights) else f"{_named(seeing, sights)} alone see"
+    shared = "" if len(readers) in (1, len(sights)) else f", {len(readers)} ranks share the reading"
+    asked = "auto" if transport == "auto" else "asked for"
+    return Choice(name, readers, f"{asked}: {who} the files ({there.file_system}){shared}")
+
+
+def _spread(ranks: Sequence[int], sights: Sequence[Sight]) -> list[int]:
+    """Ranks so ordered that the first few are on different hosts."""
+    on_host: dict[tuple[str, ...], int] = {}
+    position = {}
+    for rank in ranks:
+        host = tuple(sights[rank].host)
+        position[rank] = on_host[host] = on_host.get(host, -1) + 1
+    return sorted(ranks, key=lambda rank: (position[rank], rank))
+
+
+def _named(ranks: Sequence[int], sights: Sequence[Sight]) -> str:
+    """`ranks 2, 3 (node-b)`."""
+    hosts = ", ".join(dict.fromkeys(str(sights[rank].host[0]) for rank in ranks))
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} ({hosts})"

@@ -1,0 +1,201 @@
+"""What a load or a save did, in figures: the same report on every rank.
+
+One rank's figures of a load, and the report that all ranks' figures make.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from raysharding.distributed.loading.plan import LoadPlan
+
+MIB = 1 << 20
+
+
+def format_bytes(num_bytes: float) -> str:
+    """`1.78 GiB`, `512.0 MiB`, `17 B`."""
+    for unit, size, digits in (("GiB", 1 << 30, 2), ("MiB", MIB, 1), ("KiB", 1 << 10, 1)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.{digits}f} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def _names(names: tuple[str, ...], limit: int = 6) -> str:
+    more = f", and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """One load. `str(report)` is for people, `as_dict()` for programs."""
+
+    checkpoint: str
+    """The checkpoint, as it was named."""
+    num_tensors: int
+    """Tensors loaded from files."""
+    checkpoint_bytes: int
+    """Bytes of the files' tensors."""
+    read_bytes: int
+    """Bytes read from files, all ranks together, headers not counted."""
+    mapped_bytes: int
+    """Bytes of tensors whose shards are pages of the files (`Loading.mmap`)."""
+    wire_bytes: int
+    """Bytes that ranks sent each other in messages, padding included."""
+    shared_bytes: int
+    """Bytes that ranks took out of the buffers of a reader of their host instead."""
+    seconds: float
+    """From the call to the last rank's end."""
+    plan_s: float
+    """Headers, key mapping and bucket plan; slowest rank."""
+    stream_s: float
+    """From the first bucket to the last; slowest rank."""
+    read_s: float
+    """Reading files, in a thread that overlaps with sending; slowest rank."""
+    send_s: float
+    """Starting and waiting for messages; slowest rank."""
+    place_s: float
+    """Copying out of buffers into shards; slowest rank."""
+    initialise_s: float
+    """Values that the checkpoint does not hold; slowest rank."""
+    num_buckets: int
+    """Buckets streamed."""
+    bucket_bytes: int
+    """Size of the largest bucket."""
+    ring_bytes: int
+    """Buffers of the rank that needs most: twice the largest bucket's part that passes through it."""
+    transport: str
+    """`local`, `scatter` or `broadcast`; see `Loading`."""
+    transport_reason: str
+    """Why that transport."""
+    readers: tuple[int, ...]
+    """Ranks that read the files."""
+    world_size: int
+    """Ranks."""
+    shard_bytes: tuple[int, ...]
+    """Bytes of parameters and buffers on each rank."""
+    peak_extra_bytes: tuple[int, ...]
+    """Highest host memory (RssAnon + RssShmem) above the start and the host shards, on each rank, seen after each
+    bucket."""
+    peak_device_bytes: tuple[int, ...]
+    """Highest device memory above the start, shards included, on each rank; 0 on the CPU."""
+    digest: str = ""
+    """Of all values, 16 hex digits, the same at every world size; empty unless `Loading.digest`."""
+    missing: tuple[str, ...] = ()
+    """FQNs without a tensor in the checkpoint."""
+    unexpected: tuple[str, ...] = ()
+    """Checkpoint keys that no FQN takes."""
+    ignored: tuple[str, ...] = ()
+    """Checkpoint keys and FQNs that do not count as missing or unexpected."""
+    initialised: tuple[str, ...] = ()
+    """FQNs that were given a value by the module's own rule."""
+    tied: tuple[str, ...] = ()
+    """FQNs that share another one's parameter."""
+    converted: tuple[str, ...] = ()
+    """`FQN: operations` of the tensors that went whole through transformers' own operations on rank 0."""
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Checkpoint bytes over the whole time."""
+        return self.checkpoint_bytes / self.seconds if self.seconds > 0 else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """All fields and `bytes_per_s`, ready for JSON."""
+        return asdict(self) | {"bytes_per_s": self.bytes_per_s}
+
+    def __str__(self) -> str:
+        lines = [
+            f"loaded {self.num_tensors} tensors, {format_bytes(self.checkpoint_bytes)}, from {self.checkpoint}",
+            f"  time       {self.seconds:.2f} s, {format_bytes(self.bytes_per_s)}/s (plan {self.plan_s:.2f} s, stream "
+            f"{self.stream_s:.2f} s, initialise {self.initialise_s:.2f} s)",
+            f"  overlap    read {self.read_s:.2f} s, send {self.send_s:.2f} s, place {self.place_s:.2f} s of stream",
+            f"  transport  {self.transport} ({self.transport_reason}) to {self.world_size} ranks, {self.num_buckets} "
+            f"buckets of at most {format_bytes(self.bucket_bytes)}",
+            f"  bytes      read {format_bytes(self.read_bytes)}, sent {format_bytes(self.wire_bytes)}"
+            + (f", {format_bytes(self.shared_bytes)} through shared memory" if self.shared_bytes else "")
+            + (f", {format_bytes(self.mapped_bytes)} mapped" if self.mapped_bytes else ""),
+            f"  memory     shards {self._per_rank(self.shard_bytes)}; peak above them "
+            f"{self._per_rank(self.peak_extra_bytes)}",
+        ]
+        if any(self.peak_device_bytes):
+            lines.append(f"  device     peak {self._per_rank(self.peak_device_bytes)}")
+        if self.digest:
+            lines.append(f"  digest     {self.digest}")
+        for title in ("missing", "unexpected", "ignored", "initialised", "tied", "converted"):
+            names = getattr(self, title)
+            if names:
+                lines.append(f"  {title:<10} {len(names)}: {_names(names)}")
+        return "\n".join(lines)
+
+    @staticmethod
+    def _per_rank(values: tuple[int, ...]) -> str:
+        low, high = min(values), max(values)
+        return f"{format_bytes(low)} a rank" if low == high else f"{format_bytes(low)} to {format_bytes(high)} a rank"
+
+
+_TIMES = ("seconds", "plan_s", "stream_s", "read_s", "send_s", "place_s", "initialise_s")
+
+
+@dataclass
+class Figures:
+    """What a rank measured, exchanged as JSON; fields as in `LoadReport`."""
+
+    seconds: float = 0.0
+    plan_s: float = 0.0
+    stream_s: float = 0.0
+    read_s: float = 0.0
+    send_s: float = 0.0
+    place_s: float = 0.0
+    initialise_s: float = 0.0
+    wire_bytes: int = 0
+    shared_bytes: int = 0
+    read_bytes: int = 0
+    ring_bytes: int = 0
+    shard_bytes: int = 0
+    host_bytes: int = 0
+    device_bytes: int = 0
+    digest: str = ""
+
+
+def make_report(plan: LoadPlan, every: Sequence[Figures]) -> LoadReport:
+    """Put all ranks' figures together."""
+
+    def largest(name: str) -> Any:
+        return max(getattr(figures, name) for figures in every)
+
+    mapped_bytes = sum(layout.num_elements * layout.dtype.itemsize for layout in plan.mapped)
+    outline = plan.outline
+    return LoadReport(
+        checkpoint=outline.checkpoint,
+        num_tensors=len(outline.tensors),
+        checkpoint_bytes=outline.checkpoint_bytes,
+        read_bytes=sum(figures.read_bytes for figures in every),
+        mapped_bytes=mapped_bytes,
+        wire_bytes=sum(figures.wire_bytes for figures in every),
+        shared_bytes=sum(figures.shared_bytes for figures in every),
+        **{name: largest(name) for name in _TIMES},
+        num_buckets=len(plan.buckets.buckets),
+        bucket_bytes=plan.buckets.max_bucket_bytes,
+        ring_bytes=largest("ring_bytes"),
+        transport=plan.choice.transport,
+        transport_reason=plan.choice.reason,
+        readers=plan.choice.readers,
+        world_size=len(every),
+        shard_bytes=tuple(figures.shard_bytes for figures in every),
+        peak_extra_bytes=tuple(_extra_bytes(figures) for figures in every),
+        peak_device_bytes=tuple(figures.device_bytes for figures in every),
+        digest=every[0].digest,
+        missing=outline.missing,
+        unexpected=outline.unexpected,
+        ignored=outline.ignored,
+        initialised=outline.initialise,
+        tied=outline.tied,
+        converted=outline.converted,
+    )
+
+
+def _extra_bytes(figures: Figures) -> int:
+    """Host memory above the shards that lie there."""
+    host_shard_bytes = 0 if figures.device_bytes else figures.shard_bytes
+    return max(0, figures.host_bytes - host_shard_bytes)

@@ -1,0 +1,149 @@
+"""A state dict in rank 0's memory, in the shape in which the planner and the stream take checkpoints.
+
+Note: lazily read values.
+    Nothing here keeps a value. Planning looks at each once, for shape and dtype, and drops it; the stream takes each in
+    turn and drops it before the next. So a mapping whose items load on access may be larger than memory: two buckets
+    and its largest item are held at once. Each item is loaded twice, or once for each bucket that it is cut into when
+    other items are loaded in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from raysharding.checkpoint import Checkpoint
+from raysharding.checkpoint.format import TensorInfo
+from raysharding.distributed.transfer import Conversions, Extents, Request, as_memory, overlaps
+from raysharding.errors import PlanError
+from raysharding.models import Target
+
+NAME = "the state dict"
+"""What messages and reports call it."""
+
+
+@dataclass(frozen=True)
+class HeldStateDict:
+    """A full state dict that rank 0 holds; on the other ranks, which hold none, an empty one."""
+
+    values: Mapping[str, torch.Tensor]
+    """Key → full tensor, on any device; read anew whenever it is needed."""
+    skipped: Collection[str] = ()
+    """Keys of what is no tensor of the module, and is not looked at here: extra state."""
+    mismatches: Sequence[str] = ()
+    """What of them does not fit the module under `strict`, a line each."""
+
+    def as_checkpoint(self) -> Checkpoint:
+        """Describe it as a checkpoint without files, its tensors one behind the other.
+
+        Raises:
+            PlanError: A value is no tensor with values: every such key, listed.
+        """
+        infos: dict[str, TensorInfo] = {}
+        problems = []
+        offset = 0
+        for key in self.values:
+            if key in self.skipped:
+                continue
+            value = self.values[key]
+            if (problem := why_refused(value)) is None:
+                infos[key] = TensorInfo(key, value.dtype, tuple(value.shape), 0, offset)
+                offset += infos[key].num_bytes
+            else:
+                problems.append(f"{key}: {problem}")
+            del value  # before the next one is loaded
+        if problems:
+            raise PlanError(f"{NAME} holds what cannot be distributed:", problems=problems)
+        return Checkpoint(NAME, (), infos, None, {})
+
+
+def why_refused(value: object) -> str | None:
+    """What keeps a value of a state dict from being sent to other ranks, or `None`."""
+    if not isinstance(value, torch.Tensor):
+        return f"a {type(value).__name__}, not a tensor: leave it out"
+    if isinstance(value, DTensor):
+        return "a DTensor, of which rank 0 holds one shard: pass value.full_tensor()"
+    if value.is_meta:
+        return "on meta, without a value: load it first"
+    if value.layout != torch.strided:
+        return f"of layout {value.layout}: pass value.to_dense()"
+    return None
+
+
+class StateDictSource:
+    """An `ElementSource` over a `HeldStateDict`; rank 0 alone has one.
+
+    Args:
+        held: The values.
+        tensors: What `HeldStateDict.as_checkpoint` said of them.
+        extents: FQN → which elements of which key it takes.
+        targets: FQN → what feeds it; needed for conversions.
+        cache_bytes: How much of converted targets to keep.
+    """
+
+    def __init__(
+        self,
+        held: HeldStateDict,
+        tensors: Mapping[str, TensorInfo],
+        extents: Mapping[str, Extents],
+        targets: Mapping[str, Target],
+        cache_bytes: int,
+    ) -> None:
+        self._held = held
+        self._tensors = tensors
+        self._extents = extents
+        self._conversions = Conversions(targets, lambda key: self._load(key).cpu(), cache_bytes)
+        self._last: tuple[str, torch.Tensor] | None = None
+        self._num_bytes = 0
+
+    @property
+    def num_bytes_read(self) -> int:
+        """Bytes that went into buffers and shards."""
+        return self._num_bytes
+
+    def read(self, requests: Iterable[Request]) -> None:
+        """See `ElementSource`; takes each key once a call, and keeps the last one, which the next call may go on with.
+
+        Raises:
+            PlanError: A value has another shape or dtype than when it was looked at.
+        """
+        wanted: dict[str, list[tuple[int, int, torch.Tensor]]] = {}
+        for request in requests:
+            out = torch.frombuffer(request.memory, dtype=request.dtype)
+            extents = self._extents[request.fqn]
+            if extents is None:
+                out.copy_(self._conversions.whole(request.fqn)[request.start : request.stop])
+                self._num_bytes += out.nbytes
+                continue
+            for extent, start, stop in overlaps(extents, request.start, request.stop):
+                first = (extent.offset - extent.key_offset) // extent.dtype.itemsize + start - extent.start
+                part = out[start - request.start : stop - request.start]
+                wanted.setdefault(extent.key, []).append((first, first + stop - start, part))
+        for key, parts in wanted.items():
+            flat = self._flat(key)
+            for first, last, part in parts:
+                part.copy_(flat[first:last])
+                self._num_bytes += part.nbytes
+            del flat  # before the next one is loaded
+
+    def read_elements(self, fqn: str, start: int, stop: int, out: torch.Tensor) -> None:
+        """Fill 1-D `out` with elements `start` to `stop` of `fqn`."""
+        self.read([Request(fqn, start, stop, out.dtype, as_memory(out))])
+
+    def _flat(self, key: str) -> torch.Tensor:
+        if self._last is None or self._last[0] != key:
+            self._last = None
+            self._last = (key, self._load(key).reshape(-1))
+        return self._last[1]
+
+    def _load(self, key: str) -> torch.Tensor:
+        value = self._held.values[key]
+        info = self._tensors[key]
+        if (problem := why_refused(value)) is None and (value.dtype, tuple(value.shape)) != (info.dtype, info.shape):
+            problem = f"{value.dtype} {tuple(value.shape)} now, {info.dtype} {info.shape} when the load was planned"
+        if problem is not None:
+            raise PlanError(f"{NAME} changed under the load:", problems=[f"{key}: {problem}"])
+        return value.detach()

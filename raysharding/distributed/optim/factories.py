@@ -1,0 +1,265 @@
+"""`ParamGroups`: an optimizer's param groups by the names of their parameters.
+
+`Scheduled`: an optimizer with a learning-rate schedule that goes wherever the optimizer goes.
+
+Note [Schedules]: a schedule belongs to its optimizer: torch's holds it and changes its param groups. Here the optimizer
+holds the schedule, too, so that whatever makes, saves, loads or copies an optimizer does so with its schedule.
+
+An optimizer over the shards of a module.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from raysharding.distributed.fully_shard import reshard
+from raysharding.models import clean_name
+
+_NAMES_SHOWN = 3
+
+OptimizerFactory = Callable[..., torch.optim.Optimizer]
+"""An optimizer class, or what makes one from parameters; `ParamGroups` and `Scheduled` are given names, too."""
+
+Rule = str | Callable[[str], bool]
+"""Which FQNs: a regular expression that is searched for in them, or a function of them."""
+
+
+class ParamGroups:
+    """A factory of an optimizer with other hyperparameters for parameters of some names.
+
+    To be given wherever an optimizer's factory is; it pickles, provided that functions in it do::
+
+        ParamGroups(torch.optim.AdamW, {r"bias$|norm": {"weight_decay": 0.0}, "embed": {"lr": 1e-5}}, lr=1e-4)
+    """
+
+    def __init__(self, factory: OptimizerFactory, rules: Mapping[Rule, Mapping[str, Any]], **kwargs: Any) -> None:
+        """Check the rules.
+
+        Args:
+            factory: An optimizer class, or what takes param groups as one does.
+            rules: Which parameters → hyperparameters of their group. A parameter is of the first rule that takes it;
+                those that no rule takes are a group of their own.
+            **kwargs: Hyperparameters of all groups but for what their rule says.
+
+        Raises:
+            ValueError: No rules, a name that is no regular expression, or no dict of hyperparameters.
+        """
+        if not rules:
+            raise ValueError("ParamGroups: no rules; give the optimizer's class itself where all parameters are alike")
+        for rule, options in rules.items():
+            _check(rule, options)
+        self.factory = factory
+        self.rules = {rule: dict(options) for rule, options in rules.items()}
+        self.kwargs = kwargs
+
+    def __call__(self, named: Iterable[tuple[str, nn.Parameter]], **kwargs: Any) -> torch.optim.Optimizer:
+        """Make the optimizer.
+
+        Args:
+            named: FQNs and parameters, as `Module.named_parameters` gives them.
+            **kwargs: As of the constructor, and before those.
+
+        Raises:
+            ValueError: A rule takes no parameter, or one that an earlier rule has taken each time.
+        """
+        pairs = list(named)
+        if not all(isinstance(pair, tuple) for pair in pairs):
+            raise ValueError("ParamGroups needs names: call it with module.named_parameters()")
+        groups: dict[Rule | None, list[nn.Parameter]] = {rule: [] for rule in (*self.rules, None)}
+        for name, parameter in pairs:
+            groups[next((rule for rule in self.rules if _takes(rule, name)), None)].append(parameter)
+        for rule in self.rules:
+            if not groups[rule]:
+                shown = ", ".join(name for name, _ in pairs[:_NAMES_SHOWN])
+                raise ValueError(
+                    f"ParamGroups: no parameter is left for {rule!r}: of {len(pairs)} that are trained, {shown}, ..., "
+                    "none matches, or earlier rules take those that do; mend the rule, or leave it out"
+                )
+        made = [{"params": groups[rule], **options} for rule, options in self.rules.items()]
+        rest = [{"params": groups[None]}] if groups[None] else []
+        return self.factory([*made, *rest], **{**self.kwargs, **kwargs})
+
+    def __repr__(self) -> str:
+        name = getattr(self.factory, "__name__", repr(self.factory))
+        options = "".join(f", {key}={value!r}" for key, value in self.kwargs.items())
+        return f"ParamGroups({name}, {self.rules!r}{options})"
+
+
+def _check(rule: Any, options: Any) -> None:
+    if not isinstance(options, Mapping) or "params" in options:
+        raise ValueError(f"ParamGroups: {rule!r}: {options!r}; give a dict of hyperparameters, without 'params'")
+    if isinstance(rule, str):
+        try:
+            re.compile(rule)
+        except re.error as error:
+            raise ValueError(f"ParamGroups: {rule!r} is no regular expression: {error}") from error
+    elif not callable(rule):
+        raise ValueError(f"ParamGroups: {rule!r}: give a regular expression, or a function of a parameter's name")
+
+
+def _takes(rule: Rule, name: str) -> bool:
+    return re.search(rule, name) is not None if isinstance(rule, str) else bool(rule(name))
+
+
+_ATTRIBUTE = "raysharding_schedule"
+
+Schedule = Callable[[torch.optim.Optimizer], LRScheduler]
+"""Makes a schedule of `torch.optim.lr_scheduler` for an optimizer."""
+
+
+class Scheduled:
+    """A factory of an optimizer with a learning-rate schedule, which takes a step with every update.
+
+    To be given wherever an optimizer's factory is; it pickles if its parts do::
+
+        Scheduled(torch.optim.AdamW, partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=1000), lr=1e-4)
+    """
+
+    def __init__(self, factory: OptimizerFactory, schedule: Schedule, **kwargs: Any) -> None:
+        """Keep the parts.
+
+        Args:
+            factory: As elsewhere: an optimizer class, a function of parameters, or a `ParamGroups`.
+            schedule: A class of `torch.optim.lr_scheduler`, or what takes an optimizer as one does.
+            **kwargs: Given to `factory`.
+
+        Raises:
+            ValueError: The schedule is none, or one that exists already.
+        """
+        check_schedule(schedule)
+        self.factory = bound(factory, kwargs)
+        self.schedule = schedule
+
+    def __call__(self, named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        """Make the optimizer and its schedule from names and parameters."""
+        optimizer = call_factory(self.factory, named)
+        attach_schedule(optimizer, self.schedule)
+        return optimizer
+
+    def __repr__(self) -> str:
+        return f"Scheduled({self.factory!r}, {self.schedule!r})"
+
+
+def call_factory(
+    factory: OptimizerFactory, named: Iterable[tuple[str, nn.Parameter]], **kwargs: Any
+) -> torch.optim.Optimizer:
+    """Call an optimizer's factory with what it takes: names and parameters, or parameters alone."""
+    factory = bound(factory, kwargs)
+    pairs = list(named)
+    return factory(pairs if isinstance(factory, (ParamGroups, Scheduled)) else [parameter for _, parameter in pairs])
+
+
+def bound(factory: OptimizerFactory, kwargs: dict[str, Any]) -> OptimizerFactory:
+    """Return a factory that needs these keywords no more."""
+    if not kwargs:
+        return factory
+    if isinstance(factory, Scheduled):
+        return Scheduled(factory.factory, factory.schedule, **kwargs)
+    if isinstance(factory, ParamGroups):
+        return ParamGroups(factory.factory, factory.rules, **{**factory.kwargs, **kwargs})
+    return partial(factory, **kwargs)
+
+
+def rescheduled(factory: OptimizerFactory, schedule: Schedule) -> Scheduled:
+    """Return a factory of the same optimizer with this schedule, in place of one that it may have."""
+    return Scheduled(factory.factory if isinstance(factory, Scheduled) else factory, schedule)
+
+
+def check_schedule(schedule: Any) -> None:
+    """Refuse what makes no schedule.
+
+    Raises:
+        ValueError: Not a callable, or a schedule that exists already.
+    """
+    if isinstance(schedule, LRScheduler) or not callable(schedule):
+        raise ValueError(
+            f"schedule={schedule!r}: give a class of torch.optim.lr_scheduler, or a function of the optimizer, such as "
+            "functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=1000)"
+        )
+
+
+def attach_schedule(optimizer: torch.optim.Optimizer, schedule: Schedule) -> None:
+    """Give an optimizer a schedule, in place of an earlier one.
+
+    Raises:
+        ValueError: `schedule` made none.
+    """
+    made = schedule(optimizer)
+    if not callable(getattr(made, "step", None)) or not hasattr(made, "state_dict"):
+        raise ValueError(
+            f"the schedule's factory returned a {type(made).__name__}; return an lr_scheduler of torch.optim"
+        )
+    setattr(optimizer, _ATTRIBUTE, made)
+
+
+def schedule_of(optimizer: torch.optim.Optimizer) -> LRScheduler | None:
+    """Return an optimizer's schedule, if it has one."""
+    return getattr(optimizer, _ATTRIBUTE, None)
+
+
+def check_schedule_has_loss(optimizer: torch.optim.Optimizer, loss: float | None) -> None:
+    """Before an update: refuse one whose schedule could not take its step after it.
+
+    Raises:
+        ValueError: The schedule looks at the loss (`ReduceLROnPlateau`), and there is none.
+    """
+    schedule = schedule_of(optimizer)
+    if loss is None and isinstance(schedule, ReduceLROnPlateau):
+        raise ValueError(f"{type(schedule).__name__} looks at the loss, and gradients of a call(fn) come with none")
+
+
+def step_schedule(optimizer: torch.optim.Optimizer, loss: float | None) -> dict[str, float]:
+    """After an update: take the schedule's step.
+
+    Args:
+        optimizer: It.
+        loss: Of the update, for schedules that look at it (`ReduceLROnPlateau`).
+
+    Returns:
+        `lr`, the first param group's learning rate in that update; nothing where there is no schedule.
+    """
+    schedule = schedule_of(optimizer)
+    if schedule is None:
+        return {}
+    used = learning_rate(optimizer)
+    if isinstance(schedule, ReduceLROnPlateau):
+        assert loss is not None, "check_schedule_has_loss comes before the update"
+        schedule.step(loss)
+    else:
+        schedule.step()
+    return used
+
+
+def learning_rate(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """Return `lr`, the first param group's learning rate now; nothing where there is no schedule."""
+    return {} if schedule_of(optimizer) is None else {"lr": float(optimizer.param_groups[0]["lr"])}
+
+
+def make_optimizer(
+    module: nn.Module, factory: Callable[..., torch.optim.Optimizer], kwargs: Mapping[str, Any] | None = None
+) -> torch.optim.Optimizer:
+    """Make `factory(parameters, **kwargs)` over the parameters that require gradients; each rank alone, no collective.
+
+    Args:
+        module: The sharded root module.
+        factory: A class, or any callable that takes parameters; or a `ParamGroups` or `Scheduled`.
+        kwargs: Given to it after the parameters.
+
+    Raises:
+        ValueError: `factory` did not return a torch optimizer.
+    """
+    # After a forward the root's full parameters are registered; an optimizer must hold the shards.
+    reshard(module)
+    named = [(clean_name(name), one) for name, one in module.named_parameters() if one.requires_grad]
+    optimizer = call_factory(factory, named, **(kwargs or {}))
+    if not callable(getattr(optimizer, "step", None)) or not hasattr(optimizer, "zero_grad"):
+        kind = type(optimizer).__name__
+        raise ValueError(f"the optimizer factory returned a {kind}; return a torch.optim.Optimizer")
+    return optimizer

@@ -1,0 +1,299 @@
+"""Writing tensors as checkpoint files: each rank gathers and writes its own, as part of a save."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right, insort
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from raysharding.checkpoint import (
+    ADAPTER_NAME,
+    SINGLE_NAME,
+    FileWriter,
+    Manifest,
+    file_names,
+    file_order,
+    plan_files,
+    write_index,
+    write_manifest,
+)
+from raysharding.checkpoint.storage import is_remote, join_path
+from raysharding.config import MIB
+from raysharding.distributed.comm import agree
+from raysharding.distributed.transfer import Gather, as_bytes, host_identity
+from raysharding.errors import CheckpointError
+from raysharding.models import Run, SavedTensor
+
+MAX_FILE_BYTES = 5_000_000_000
+"""Largest checkpoint file, unless a single tensor is larger: transformers' own default."""
+SMALL_BYTES = 256 * MIB
+"""Up to this size a checkpoint is one file, written by rank 0: more files would only be harder to read."""
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """Who writes what; the same on every rank."""
+
+    names: tuple[tuple[str, ...], ...]
+    """File → keys in it."""
+    sources: tuple[tuple[str, ...], ...]
+    """File → tensors that feed them."""
+    files: tuple[str, ...]
+    """File names."""
+    writers: tuple[int, ...]
+    """File → rank that writes it."""
+
+    @property
+    def has_index(self) -> bool:
+        """Whether an index says which file holds what."""
+        return SINGLE_NAME not in self.files and ADAPTER_NAME not in self.files
+
+    def of_rank(self, rank: int) -> list[int]:
+        """Files that a rank writes."""
+        return [index for index, writer in enumerate(self.writers) if writer == rank]
+
+    def destinations(self) -> dict[int, list[str]]:
+        """Rank → tensors that it must get."""
+        wanted: dict[int, list[str]] = {}
+        for sources, writer in zip(self.sources, self.writers, strict=True):
+            wanted.setdefault(writer, []).extend(sources)
+        return wanted
+
+
+def total_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
+    """Bytes of whole tensors."""
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
+
+
+def _plan_files(
+    layout: Mapping[str, SavedTensor], directory: str, group: dist.ProcessGroup | None, file_name: str | None
+) -> FilePlan:
+    """Deal the tensors over files and the files over the ranks that see the directory."""
+    # On another node the path may be another disk. Every rank answers, so that all make the same plan.
+    sees = agree(None, is_remote(directory) or os.path.isdir(directory), group)
+    able = [rank for rank, answer in enumerate(sees) if answer]
+    sizes = {key: prod(saved.shape) * saved.dtype.itemsize for key, saved in layout.items()}
+    total = sum(sizes.values())
+    is_one = file_name is not None or total <= SMALL_BYTES
+    num_files = 1 if is_one else max(len(able), -(-total // MAX_FILE_BYTES))
+    units = _units(layout)
+    dealt = plan_files({first: sum(map(sizes.__getitem__, keys)) for first, keys in units.items()}, num_files)
+    position = {key: number for number, key in enumerate(layout)}
+    names = tuple(
+        tuple(sorted((key for first in one for key in units[first]), key=position.__getitem__)) for one in dealt
+    )
+    files = (file_name,) if file_name is not None else file_names(len(names), is_listed=is_remote(directory))
+    if is_remote(directory):
+        names = tuple(tuple(file_order(_as_sources_lie(one, layout), lambda key: layout[key].dtype)) for one in names)
+    sources = tuple(tuple(dict.fromkeys(run.source for key in one for run in layout[key].runs)) for one in names)
+    return FilePlan(names, sources, files, tuple(able[index % len(able)] for index in range(len(names))))
+
+
+def _as_sources_lie(names: Sequence[str], layout: Mapping[str, SavedTensor]) -> list[str]:
+    """Keys in the order in which the tensors that feed them pass: what comes before its turn waits in memory."""
+    sources = dict.fromkeys(run.source for key in names for run in layout[key].runs)
+    place = {source: index for index, source in enumerate(sources)}
+
+    def first(key: str) -> tuple[int, int]:
+        runs = layout[key].runs
+        return (place[runs[0].source], runs[0].source_start) if runs else (-1, 0)
+
+    return sorted(names, key=first)
+
+
+def _units(layout: Mapping[str, SavedTensor]) -> dict[str, list[str]]:
+    """First key → keys that one rank has to write, since one tensor feeds several of them."""
+    units: dict[str, list[str]] = {}
+    unit_of: dict[str, str] = {}
+    for key, saved in layout.items():
+        sources = dict.fromkeys(run.source for run in saved.runs)
+        first, *others = dict.fromkeys(unit_of[source] for source in sources if source in unit_of) or (key,)
+        units.setdefault(first, []).append(key)
+        for other in others:
+            units[first] += units.pop(other)
+            unit_of |= {source: first for source, unit in unit_of.items() if unit == other}
+        unit_of |= dict.fromkeys(sources, first)
+    return units
+
+
+@dataclass(frozen=True)
+class Written:
+    """Files of one directory, all closed, before index and manifest are beside them."""
+
+    plan: FilePlan
+    """Who wrote what."""
+    wire_bytes: int
+    """Bytes that this rank sent."""
+    parts: Sequence[Mapping[str, Any]]
+    """By rank: its part of the manifest."""
+
+    def finish(self, directory: str) -> None:
+        """Write manifest and index, which makes it a checkpoint in an object store. One rank calls it.
+
+        Raises:
+            CheckpointError: The disk is full or failed.
+        """
+        manifest = Manifest.of_parts(Manifest.from_dict(part, directory) for part in self.parts)
+        write_manifest(directory, manifest)
+        if self.plan.has_index:
+            pairs = zip(self.plan.names, self.plan.files, strict=True)
+            write_index(directory, {name: file for names, file in pairs for name in names}, manifest.num_bytes)
+
+
+def write_tensors(
+    tensors: Mapping[str, torch.Tensor],
+    directory: str,
+    device: torch.device,
+    stall_s: float,
+    on_round: Callable[[int], None],
+    group: dist.ProcessGroup | None = None,
+    layout: Mapping[str, SavedTensor] | None = None,
+    file_name: str | None = None,
+) -> Written:
+    """Write tensors as one or more checkpoint files, whole; collective: every rank calls it.
+
+    Args:
+        tensors: Name → DTensor, or a tensor that every rank holds whole (rank 0's is written).
+        directory: A directory that rank 0 sees; the ranks that see it too share the writing.
+        device: Of the messages.
+        stall_s: Longest wait for one round of messages.
+        on_round: Called on every rank after each round with the bytes written so far.
+        group: Of all ranks. Default: the default group.
+        layout: Key in the files → what fills it of `tensors`. Default: these as they are.
+        file_name: Of the one file to write. Default: as many as are good, under standard names.
+
+    Raises:
+        CheckpointError: On every rank: the disk is full or failed.
+    """
+    layout = layout or {name: SavedTensor.whole(name, tensor) for name, tensor in tensors.items()}
+    plan = _plan_files(layout, directory, group, file_name)
+    with ExitStack() as open_files:
+        writers = _Writers(plan, layout, directory, open_files)
+        made = agree(writers.error, {"host": host_identity(), "inodes": writers.inodes()}, group)
+        joined = agree(None, writers.join(made), group)
+        beside = {rank: {*owners, rank} for rank, owners in enumerate(joined)}
+        options: dict[str, Any] = {"group": group, "beside": beside, "in_order": is_remote(directory)}
+        gather = Gather(tensors, plan.destinations(), writers.write, device, stall_s, **options)
+        gather.run(on_round)
+        # A full disk on one rank is everybody's failure; before this the others would go on to the commit.
+        writers.merge(agree(writers.error, writers.for_others(), group))
+        return Written(plan, gather.wire_bytes, agree(writers.error or writers.close(), writers.written, group))
+
+
+class _Writers:
+    """This rank's open files. After the first error it takes bytes and drops them, so that no sender is left.
+
+    Its own files, and those of other ranks of its host, where the path leads to the same files: what it holds of them
+    it writes itself, and no message carries it. On other hosts it does not, whatever the file system: two clients of a
+    network's may overwrite each other's pages.
+
+    Every exception is kept and handed to `agree`: one that left the gather here would leave the other ranks in it.
+    """
+
+    def __init__(
+        self, plan: FilePlan, layout: Mapping[str, SavedTensor], directory: str, open_files: ExitStack
+    ) -> None:
+        self.error: Exception | None = None
+        self.written: dict[str, Any] = {}
+        """Manifest of this rank's files, after `close`."""
+        self._plan = plan
+        self._layout = layout
+        self._directory = directory
+        self._open_files = open_files
+        self._rank = dist.get_rank()
+        self._files: dict[int, FileWriter] = {}
+        self._guests: dict[int, FileWriter] = {}
+        self._file_of: dict[str, FileWriter] = {}
+        self._runs: dict[str, list[tuple[Run, str]]] = {}
+        try:
+            self._files = {index: self._open(index) for index in plan.of_rank(self._rank)}
+        except CheckpointError as error:
+            self.error = error
+
+    def _open(self, index: int, *, join: bool = False) -> FileWriter:
+        names = self._plan.names[index]
+        layout = [(name, self._layout[name].dtype, self._layout[name].shape) for name in names]
+        path = join_path(self._directory, self._plan.files[index])
+        writer = self._open_files.enter_context(FileWriter(path, layout, join=join))
+        self._file_of.update(dict.fromkeys(names, writer))
+        for name in names:
+            for run in self._layout[name].runs:
+                insort(self._runs.setdefault(run.source, []), (run, name), key=lambda item: item[0].source_start)
+        return writer
+
+    def inodes(self) -> dict[str, list[int]]:
+        """Number of each of its own files → device and inode; none of objects in a store, which nobody can join."""
+        if self.error is not None or is_remote(self._directory):
+            return {}
+        return {str(index): list(writer.inode) for index, writer in self._files.items()}
+
+    def join(self, made: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Open the files of ranks of this host.
+
+        Args:
+            made: By rank: its host and its files.
+
+        Returns:
+            Ranks all of whose files this one writes into.
+        """
+        joined: list[int] = []
+        if is_remote(self._directory):
+            return joined
+        for rank, one in enumerate(made):
+            if rank == self._rank or one["host"] != made[self._rank]["host"]:
+                continue
+            try:
+                guests = {int(index): self._open(int(index), join=True) for index in one["inodes"]}
+            except CheckpointError:
+                continue  # it does not see them: then it sends, as from another host
+            if all(list(guest.inode) == one["inodes"][str(index)] for index, guest in guests.items()):
+                self._guests.update(guests)
+                joined.append(rank)
+        return joined
+
+    def for_others(self) -> dict[str, Any]:
+        """What it wrote into other ranks' files: number of the file → `FileWriter.written`."""
+        return {str(index): guest.written() for index, guest in self._guests.items()}
+
+    def merge(self, others: Sequence[Mapping[str, Any]]) -> None:
+        """Take what others wrote into its own files."""
+        for other in others:
+            for index, written in other.items():
+                if int(index) in self._files:
+                    self._files[int(index)].merge(written)
+
+    def write(self, name: str, first: int, values: torch.Tensor) -> None:
+        """The gather's sink."""
+        if self.error is None:
+            try:
+                self._write(name, first, values)
+            except Exception as error:  # noqa: BLE001 - see the class
+                self.error = error
+
+    def _write(self, source: str, first: int, values: torch.Tensor) -> None:
+        runs, stop = self._runs[source], first + values.numel()
+        index = max(bisect_right(runs, first, key=lambda item: item[0].source_start) - 1, 0)
+        while index < len(runs) and runs[index][0].source_start < stop:
+            run, key = runs[index]
+            begin, end = max(first, run.source_start), min(stop, run.source_start + run.num_elements)
+            if begin < end:
+                at = run.target_start + begin - run.source_start
+                self._file_of[key].write_at(key, at * values.itemsize, as_bytes(values[begin - first : end - first]))
+            index += 1
+
+    def close(self) -> Exception | None:
+        """Put every file on the disk and fill `written`; the first failure is returned."""
+        try:
+            for writer in (*self._guests.values(), *self._files.values()):
+                writer.close()
+            self.written = Manifest.of_files(self._files.values()).as_dict()
+        except Exception as error:  # noqa: BLE001 - see the class
+            return error
+        return None

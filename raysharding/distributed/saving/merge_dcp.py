@@ -1,0 +1,363 @@
+"""`merge_fsdp_weights`: a sharded checkpoint of `torch.distributed.checkpoint` becomes one that anything opens."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from raysharding.checkpoint import (
+    INDEX_NAME,
+    MANIFEST_NAME,
+    DcpMetadata,
+    DcpReader,
+    DcpTensor,
+    FileWriter,
+    Manifest,
+    TensorInfo,
+    TorchFileWriter,
+    commit_files,
+    file_names,
+    make_directory,
+    new_token,
+    plan_files,
+    read_dcp_metadata,
+    remove_left_overs,
+    remove_staging,
+    write_index,
+    write_manifest,
+)
+from raysharding.checkpoint.format import make_staging
+from raysharding.checkpoint.torch_formats import METADATA_NAME
+from raysharding.checkpoint.writing import is_weight_name
+from raysharding.distributed.comm import agree, broadcast_json
+from raysharding.distributed.saving.file_writers import MAX_FILE_BYTES
+from raysharding.errors import CheckpointError
+
+BEAT_S = 5.0
+"""Seconds between two messages from the rank that merges to those that wait."""
+TORCH_NAME = "pytorch_model.bin"
+_STAGED = "raysharding-merge"
+
+Progress = Callable[[int, int], None]
+"""Called as `progress(bytes_done, bytes_total)`."""
+
+
+@dataclass(frozen=True)
+class MergeReport:
+    """What a merge wrote."""
+
+    files: tuple[str, ...]
+    """Paths of the checkpoint files."""
+    num_tensors: int
+    """Tensors in them."""
+    num_bytes: int
+    """Their bytes."""
+    skipped: tuple[str, ...]
+    """Keys of saved values that are in none of the files."""
+
+
+def merge_fsdp_weights(
+    checkpoint_dir: str | os.PathLike[str],
+    output_path: str | os.PathLike[str],
+    safe_serialization: bool = True,
+    remove_checkpoint_dir: bool = False,
+) -> None:
+    """Merge a sharded checkpoint into standard files; accelerate's function of that name.
+
+    Without a process group the calling process merges. In one, every rank calls it and rank 0 alone reads and writes,
+    as accelerate's main process does; the others wait as long as bytes move, each wait at most the process group's
+    timeout. Only rank 0's arguments count.
+
+    The tensors are streamed: whatever their sizes, about 10 MiB of memory is used, where accelerate holds all of
+    them. A state of one key, such as accelerate's `{"model": ...}`, is unwrapped. Tied tensors are saved by torch under
+    each of their names, and stay so. Each file is complete before it appears under its name, the index comes last, and
+    other files of `output_path`, such as config.json, stay; weights that an earlier save left there under the standard
+    names are replaced. Beside safetensors files lies a manifest for `Loading(verify="full")`.
+
+    No pickle of the checkpoint is run: `.metadata` is read as data, and a name in it that is not torch's is an error.
+
+    Args:
+        checkpoint_dir: A local directory with `.metadata` and `*.distcp` files, as `torch.distributed.checkpoint.save`
+            writes it: accelerate's `pytorch_model_fsdp_0` or `optimizer_0`.
+        output_path: The directory to write into; made where it is missing.
+        safe_serialization: True: `model.safetensors`, or, over 5 GB, a set of files with an index. What is no tensor
+            is left out with a warning, and nested state such as an optimizer's is refused. False: one
+            `pytorch_model.bin`, which `torch.load(weights_only=True)` reads: nested state, numbers and lists too.
+        remove_checkpoint_dir: Remove `.metadata` and the `*.distcp` files when the output is on the disk, and
+            `checkpoint_dir` with them where it holds nothing else.
+
+    Raises:
+        CheckpointError: On every rank, before anything is written: the directory is no sharded checkpoint
+            (subdirectories that are, are named), the files are not what `.metadata` says, chunks overlap or leave a
+            gap, or the state does not fit into the format. While writing: the disk is full or failed; then what
+            `output_path` held is untouched.
+    """
+    report = merge_checkpoint(checkpoint_dir, output_path, safe_serialization, remove_checkpoint_dir)
+    if report is not None and report.skipped:
+        warnings.warn(skipped_line(report), stacklevel=2)
+
+
+def skipped_line(report: MergeReport) -> str:
+    """Say what a merge left out."""
+    listed = ", ".join(report.skipped[:8]) + (f" and {len(report.skipped) - 8} more" if len(report.skipped) > 8 else "")
+    return f"left out of {os.path.basename(report.files[0])}, because it holds tensors only: {listed}"
+
+
+def merge_checkpoint(
+    checkpoint_dir: str | os.PathLike[str],
+    output_path: str | os.PathLike[str],
+    safe_serialization: bool = True,
+    remove_checkpoint_dir: bool = False,
+    progress: Progress | None = None,
+) -> MergeReport | None:
+    """Do what `merge_fsdp_weights` describes, and report it.
+
+    Args:
+        checkpoint_dir: See there.
+        output_path: See there.
+        safe_serialization: See there.
+        remove_checkpoint_dir: See there.
+        progress: Called on the rank that merges, after each piece of a few MiB.
+
+    Returns:
+        The report; `None` on ranks other than 0.
+
+    Raises:
+        CheckpointError: see there.
+    """
+    source, output = os.fspath(checkpoint_dir), os.fspath(output_path)
+
+    def run(tell: Progress) -> MergeReport:
+        _check_removal(source, output, remove_checkpoint_dir)
+        report = _merge(source, output, safe_serialization, tell)
+        if remove_checkpoint_dir:
+            _remove(source, output)
+        return report
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return run(progress or _silent)
+    return _on_rank_0(run, progress or _silent)
+
+
+def _silent(done: int, total: int) -> None:
+    """Progress that nobody looks at."""
+
+
+def _on_rank_0(run: Callable[[Progress], MergeReport], progress: Progress) -> MergeReport | None:
+    """Rank 0 runs it; the others hear of it every few seconds as long as it goes on, and of how it ended."""
+    report = None
+    error: Exception | None = None
+    if dist.get_rank() == 0:
+        last = time.monotonic()
+
+        def tell(done: int, total: int) -> None:
+            nonlocal last
+            progress(done, total)
+            if time.monotonic() - last >= BEAT_S:
+                # A merge may take longer than one collective may wait: each beat begins the others' wait anew.
+                broadcast_json(True)
+                last = time.monotonic()
+
+        try:
+            report = run(tell)
+        except Exception as raised:  # noqa: BLE001 - the other ranks wait to hear of it
+            error = raised
+        # However it ended: the others are in the receiving half of this, until they hear that no beat follows.
+        broadcast_json(False)
+    else:
+        while broadcast_json(None):
+            pass
+    agree(error)
+    return report
+
+
+def _check_removal(source: str, output: str, remove: bool) -> None:
+    """Refuse to remove the directory that the output goes into."""
+    inside = os.path.commonpath((os.path.realpath(source), os.path.realpath(output))) == os.path.realpath(source)
+    if remove and inside:
+        what = f"is in {source}, which remove_checkpoint_dir=True removes: merge into another directory"
+        raise CheckpointError(what, path=output)
+
+
+def _remove(source: str, output: str) -> None:
+    """Remove a sharded checkpoint, and its directory where nothing else is in it."""
+    try:
+        names = sorted(os.listdir(source))  # .metadata first: without it nobody opens the rest
+        for name in names:
+            if name == METADATA_NAME or name.endswith(".distcp"):
+                os.unlink(os.path.join(source, name))
+        if not os.listdir(source) and not os.path.islink(source):
+            os.rmdir(source)
+    except OSError as error:
+        what = f"is merged into {output}, but could not be removed: {error.strerror}"
+        raise CheckpointError(what, path=source) from error
+
+
+def _merge(source: str, output: str, safe_serialization: bool, tell: Progress) -> MergeReport:
+    metadata = read_dcp_metadata(source)
+    with DcpReader(metadata) as reader, _Staging(output) as staging:
+        read = _Counted(reader, metadata, tell)
+        if safe_serialization:
+            return _write_safetensors(metadata, read, staging, output)
+        return _write_torch_file(metadata, read, staging, output)
+
+
+class _Staging:
+    """A directory within the output, on the same file system therefore, which is gone at the end."""
+
+    def __init__(self, output: str) -> None:
+        self._output = output
+        self._is_new = not os.path.isdir(output)
+        self.path = ""
+
+    def __enter__(self) -> str:
+        target = os.path.join(self._output, _STAGED)
+        try:
+            make_directory(self._output)
+            remove_left_overs(target)
+            self.path = make_staging(target, new_token())
+        except OSError as error:
+            raise CheckpointError(f"cannot make a directory: {error.strerror}", path=target) from error
+        return self.path
+
+    def __exit__(self, error_type: object, error: BaseException | None, traceback: object) -> None:
+        try:
+            remove_staging(self.path)
+            if error is not None and self._is_new:
+                os.rmdir(self._output)
+        except (CheckpointError, OSError) as left:
+            if error is None:
+                raise
+            error.add_note(str(left))  # the first failure stays the one that is raised
+
+
+class _Counted:
+    """A reader that tells how far it is."""
+
+    def __init__(self, reader: DcpReader, metadata: DcpMetadata, tell: Progress) -> None:
+        self.reader = reader
+        self._tell = tell
+        self._done = 0
+        self._total = sum(tensor.num_bytes for tensor in metadata.tensors)
+
+    def pieces(self, tensor: DcpTensor) -> Iterable[tuple[int, memoryview]]:
+        """See `DcpReader.pieces`."""
+        for offset, piece in self.reader.pieces(tensor):
+            yield offset, piece
+            self._done += piece.nbytes
+            self._tell(self._done, self._total)
+
+
+def _write_safetensors(metadata: DcpMetadata, read: _Counted, staging: str, output: str) -> MergeReport:
+    tensors = _by_name(metadata)
+    sizes = {name: tensor.num_bytes for name, tensor in tensors.items()}
+    parts = plan_files(sizes, max(1, -(-sum(sizes.values()) // MAX_FILE_BYTES)))
+    files = file_names(len(parts))
+    with ExitStack() as open_files:
+        writers = []
+        for names, file in zip(parts, files, strict=True):
+            layout = [(name, tensors[name].dtype, tensors[name].shape) for name in names]
+            writers.append(open_files.enter_context(FileWriter(os.path.join(staging, file), layout)))
+        for writer in writers:
+            for name in writer.tensors:
+                for offset, piece in read.pieces(tensors[name]):
+                    writer.write_at(name, offset, piece)
+            writer.close()
+    manifest = Manifest.of_files(writers)
+    write_manifest(staging, manifest)
+    index: tuple[str, ...] = ()
+    if len(files) > 1:
+        write_index(
+            staging,
+            {name: file for names, file in zip(parts, files, strict=True) for name in names},
+            manifest.num_bytes,
+        )
+        index = (INDEX_NAME,)
+    # What was there before under names of a model's files would be opened instead, or lie there for ever.
+    names = (*files, MANIFEST_NAME, *index)
+    stale = [name for name in os.listdir(output) if is_weight_name(name) and name not in names]
+    commit_files(staging, output, names, remove=stale)
+    return _report(output, files, metadata.tensors, [value.key for value in metadata.values])
+
+
+def _by_name(metadata: DcpMetadata) -> dict[str, DcpTensor]:
+    """The name of each tensor in a safetensors file, which has no nesting."""
+    paths = [tensor.path for tensor in metadata.tensors]
+    if not paths:
+        raise CheckpointError("holds no tensor, so there is nothing to merge", path=metadata.directory)
+    # One key around all is unwrapped, as accelerate does; a single tensor is not taken for the state around it.
+    depth = 2 if len(paths[0]) == 2 and len({path[0] for path in paths}) == 1 else 1
+    named = {str(path[-1]): tensor for path, tensor in zip(paths, metadata.tensors, strict=True)}
+    if any(len(path) != depth or not isinstance(path[-1], str) for path in paths):
+        below = ", ".join(sorted({str(path[0]) for path in paths})[:8])
+        what = f"holds nested state, with a tensor at {max(paths, key=len)}; its first keys are {below}"
+        cure = "safetensors files hold one flat state dict: save the model's alone, or pass safe_serialization=False"
+        raise CheckpointError(f"{what}; {cure}", path=metadata.directory)
+    if len(named) != len(paths):
+        raise CheckpointError("gives two tensors the same place in the saved state", path=metadata.directory)
+    return named
+
+
+def _write_torch_file(metadata: DcpMetadata, read: _Counted, staging: str, output: str) -> MergeReport:
+    leaves: list[tuple[Sequence[str | int], Any]] = [
+        (t.path, TensorInfo(t.key, t.dtype, t.shape, 0, 0)) for t in metadata.tensors
+    ]
+    skipped = []
+    for value in metadata.values:
+        try:
+            leaves.append((value.path, read.reader.read_value(value)))
+        except CheckpointError:
+            skipped.append(value.key)  # the report names it
+    tree = _nest(leaves, metadata.directory)
+    # As accelerate does, for what it saves as {"model": ...}; of a single tensor it would leave out the name.
+    only = next(iter(tree.values())) if len(tree) == 1 else None
+    tensors = {tensor.key: tensor for tensor in metadata.tensors}
+    with TorchFileWriter(os.path.join(staging, TORCH_NAME), only if isinstance(only, dict) else tree) as writer:
+        for name in writer.tensors:
+            writer.write(name, (piece for _, piece in read.pieces(tensors[name])))
+    commit_files(staging, output, (TORCH_NAME,))
+    return _report(output, (TORCH_NAME,), metadata.tensors, skipped)
+
+
+def _nest(leaves: Iterable[tuple[Sequence[str | int], Any]], directory: str) -> dict[str, Any]:
+    """Dicts and lists as they were saved, from the path of each value in them."""
+    root = _Node()
+    for path, value in leaves:
+        node = root
+        for part in path[:-1]:
+            child = node.setdefault(part, _Node())
+            if not isinstance(child, _Node):
+                raise CheckpointError(f"holds both a value at {path[:-1]} and values below it", path=directory)
+            node = child
+        if path[-1] in node:
+            raise CheckpointError(f"holds two values at {path}", path=directory)
+        node[path[-1]] = value
+    nested = root.built(directory)
+    assert isinstance(nested, dict), "a path begins with a key"
+    return nested
+
+
+class _Node(dict[str | int, Any]):
+    """A dict or list that is being built."""
+
+    def built(self, directory: str) -> dict[str, Any] | list[Any]:
+        """The dict, where the keys are names; the list, where they are its positions."""
+        values = {part: value.built(directory) if isinstance(value, _Node) else value for part, value in self.items()}
+        if all(isinstance(part, str) for part in values):
+            return {str(part): value for part, value in values.items()}
+        if values.keys() != set(range(len(values))):
+            what = f"holds a list with the positions {sorted(map(str, values))[:8]}: one is missing"
+            raise CheckpointError(what, path=directory)
+        return [values[position] for position in range(len(values))]
+
+
+def _report(output: str, files: Sequence[str], tensors: Sequence[DcpTensor], skipped: Sequence[str]) -> MergeReport:
+    paths = tuple(os.path.join(output, file) for file in files)
+    return MergeReport(paths, len(tensors), sum(tensor.num_bytes for tensor in tensors), tuple(skipped))

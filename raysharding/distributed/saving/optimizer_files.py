@@ -1,0 +1,192 @@
+"""Optimizer state in a save: its tensors as checkpoint files, the rest as JSON, in a folder beside the model.
+
+Format of `optimizer/raysharding.optimizer.json`: {"format_version": 1, "outline": `OptimizerSnapshot.outline`}. The
+tensors lie beside it as a checkpoint of their own, under `FQN/name`. Nothing is pickled, and nothing depends on the
+world size.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from raysharding.checkpoint import make_folder, write_file
+from raysharding.checkpoint.format import MAX_JSON_BYTES, OPTIMIZER_FOLDER, OPTIMIZER_NAME, parse_object, read_beside
+from raysharding.checkpoint.storage import join_path, normal_path, split_path, storage_of
+from raysharding.config import Loading
+from raysharding.distributed.comm import agree, from_rank_0
+from raysharding.distributed.fully_shard import TensorTable
+from raysharding.distributed.loading import LoadReport, Progress, load_checkpoint
+from raysharding.distributed.optim import OptimizerSnapshot
+from raysharding.distributed.saving.file_writers import write_tensors
+from raysharding.errors import CheckpointError, PlanError
+
+FORMAT_VERSION = 1
+"""The only one so far."""
+
+
+def write_optimizer(
+    tensors: Mapping[str, torch.Tensor],
+    outline: Mapping[str, Any],
+    staging: str,
+    device: torch.device,
+    stall_s: float,
+    on_round: Callable[[int], None],
+    group: dist.ProcessGroup | None = None,
+) -> Exception | None:
+    """Write an optimizer's state into a save that is being made; collective.
+
+    Args:
+        tensors: Of its snapshot.
+        outline: Of its snapshot.
+        staging: Where the save is being made.
+        device: See `write_tensors`; so are the others.
+        stall_s: Longest wait for one round of messages.
+        on_round: Called with the bytes written so far.
+        group: Of all ranks.
+
+    Returns:
+        What went wrong on this rank after the tensors were written, to be told to all.
+
+    Raises:
+        CheckpointError: On every rank: the disk is full or failed.
+    """
+    directory = join_path(staging, OPTIMIZER_FOLDER)
+    error: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            make_folder(staging, OPTIMIZER_FOLDER)
+        except CheckpointError as raised:
+            error = raised
+    agree(error, group=group)
+    written = write_tensors(tensors, directory, device, stall_s, on_round, group)
+    if dist.get_rank() != 0:
+        return None
+    try:
+        written.finish(directory)
+        found = {"format_version": FORMAT_VERSION, "outline": outline}
+        write_file(directory, OPTIMIZER_NAME, json.dumps(found).encode("ascii"))
+    except Exception as raised:  # noqa: BLE001 - the other ranks wait to hear of it
+        return raised
+    return None
+
+
+def has_optimizer_state(checkpoint: str | os.PathLike[str]) -> bool:
+    """Whether a save holds an optimizer's state, as this process sees it.
+
+    Args:
+        checkpoint: The directory of a save, or a file in it: a path or URI.
+
+    Raises:
+        CheckpointError: The path cannot be looked at.
+    """
+    path = join_path(beside(checkpoint, OPTIMIZER_FOLDER), OPTIMIZER_NAME)
+    return storage_of(path).find(path).kind != "missing"
+
+
+def load_optimizer_state(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    checkpoint: str | os.PathLike[str],
+    *,
+    loading: Loading | None = None,
+    progress: Progress | None = None,
+    stall_s: float = 120.0,
+) -> LoadReport:
+    """Bring back what `save_checkpoint(..., optimizer=...)` saved, bit for bit, at any world size; collective.
+
+    Args:
+        module: The sharded root module.
+        optimizer: Over its parameters, of the class and with the param groups that were saved; its state and
+            hyperparameters (learning rate and all) are replaced. State that the save has not (of a step that was never
+            taken) is dropped.
+        checkpoint: The directory of the save, or a file in it: a path or URI.
+        loading: How the bytes move: `transport`, `verify`, buckets; dtypes are those that were saved.
+        progress: See `load_checkpoint`.
+        stall_s: See `load_checkpoint`.
+
+    Returns:
+        The same report on every rank. Cost as of `load_checkpoint`.
+
+    Raises:
+        CheckpointError: On every rank: there is no such state, or it cannot be read or trusted.
+        PlanError: On every rank, before data moves: state or param groups that are not this optimizer's. It is as it
+            was then.
+        RuntimeError: From the process group, when a rank is gone.
+    """
+    return OptimizerLoad.plan(module, optimizer, checkpoint).run(loading, progress, stall_s)
+
+
+@dataclass(frozen=True)
+class OptimizerLoad:
+    """A load of an optimizer's state that was seen to fit, before a byte of it has moved."""
+
+    module: nn.Module
+    """The sharded root module."""
+    optimizer: torch.optim.Optimizer
+    """Gets the state."""
+    directory: str
+    """Where its files are."""
+    target: OptimizerSnapshot
+    """What was saved, its tensors on meta, cut as the module's are."""
+
+    @classmethod
+    def plan(
+        cls, module: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: str | os.PathLike[str]
+    ) -> OptimizerLoad:
+        """Read and compare all but the tensors; collective. Raises as `load_optimizer_state` before data moves."""
+        directory = beside(checkpoint, OPTIMIZER_FOLDER)
+        target = OptimizerSnapshot.from_outline(from_rank_0(partial(_read_outline, module, directory)), module)
+        misfit: PlanError | None = None
+        try:
+            misfit = target.misfit(OptimizerSnapshot.of(module, optimizer), "saved")
+        except ValueError as error:
+            misfit = PlanError(str(error))
+        # Each rank was given its own optimizer: one that differs must not leave the others in the load.
+        agree(misfit)
+        return cls(module, optimizer, directory, target)
+
+    def table(self) -> TensorTable:
+        """Return the state's tensors, to be given memory where the module's shards have theirs."""
+        return TensorTable(self.target.tensors, like=self.module)
+
+    def run(self, loading: Loading | None, progress: Progress | None, stall_s: float) -> LoadReport:
+        """Bring the tensors, and put all into the optimizer; collective."""
+        table = self.table()
+        options = replace(loading or Loading(), dtype=None, strict=True, key_mapping=None, mmap=False)
+        report = load_checkpoint(table, self.directory, loading=options, progress=progress, stall_s=stall_s)
+        self.target.apply(self.module, self.optimizer, table.tensors)
+        return report
+
+
+def beside(checkpoint: str | os.PathLike[str], folder: str) -> str:
+    """Where a folder of a save lies, beside the model's files."""
+    path = normal_path(os.fspath(checkpoint))
+    return join_path(split_path(path)[0] if path.endswith((".safetensors", ".json")) else path, folder)
+
+
+def _read_outline(module: nn.Module, directory: str) -> Any:
+    path = join_path(directory, OPTIMIZER_NAME)
+    data = read_beside(storage_of(directory), directory, OPTIMIZER_NAME, MAX_JSON_BYTES)
+    if data is None:
+        what = "holds no optimizer state: save with an optimizer, or load the model alone"
+        raise CheckpointError(what, path=split_path(directory)[0])
+    try:
+        fields = parse_object(data)
+        if fields.get("format_version") != FORMAT_VERSION:
+            what = f"has format_version {fields.get('format_version')!r}, this raysharding reads {FORMAT_VERSION}"
+            raise CheckpointError(what, path=path)
+        OptimizerSnapshot.from_outline(fields["outline"], module)
+    except (PlanError, CheckpointError):
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(f"is not what raysharding writes ({error!r})", path=path) from error
+    return fields["outline"]

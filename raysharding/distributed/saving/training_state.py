@@ -1,0 +1,166 @@
+"""Where a training run stands, in a save: its position in the data, and every rank's random generators.
+
+Format of `training/raysharding.training.json`: {"format_version": 1, "position": `Position.as_dict` or null, "random":
+[`random_state` of each rank]}. It lies beside the folder `optimizer`, and comes back with that.
+
+The random generators of a rank, as a JSON value: torch's, its device's, numpy's and Python's global ones.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import random
+import zlib
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from raysharding.checkpoint import make_folder, write_file
+from raysharding.checkpoint.format import MAX_JSON_BYTES, TRAINING_FOLDER, TRAINING_NAME, parse_object, read_beside
+from raysharding.checkpoint.storage import join_path, storage_of
+from raysharding.data import Position
+from raysharding.distributed.comm import agree, from_rank_0
+from raysharding.distributed.saving.optimizer_files import beside
+from raysharding.errors import CheckpointError
+
+
+def random_state() -> dict[str, Any]:
+    """Return the state of this process's generators, the current CUDA device's too; 20 KB of JSON."""
+    version, words, gauss = random.getstate()
+    legacy: dict[str, Any] = np.random.get_state(legacy=False)
+    state = {
+        "torch": _text(torch.get_rng_state()),
+        "python": [version, list(words), gauss],
+        "numpy": [legacy["state"]["key"].tolist(), legacy["state"]["pos"], legacy["has_gauss"], legacy["gauss"]],
+    }
+    return state | ({"cuda": _text(torch.cuda.get_rng_state())} if torch.cuda.is_initialized() else {})
+
+
+def restore_random_state(state: Mapping[str, Any]) -> None:
+    """Put back what `random_state` gave, as far as this process has such generators.
+
+    Raises:
+        ValueError: It is something else; some generators may have been set.
+        KeyError: As before.
+        TypeError: As before.
+    """
+    torch.set_rng_state(_tensor(state["torch"]))
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    key, position, has_gauss, value = state["numpy"]
+    np.random.set_state(("MT19937", np.array(key, dtype=np.uint32), position, has_gauss, value))
+    if torch.cuda.is_initialized() and "cuda" in state:
+        torch.cuda.set_rng_state(_tensor(state["cuda"]))
+
+
+def seed_apart(state: Mapping[str, Any], rank: int) -> None:
+    """Seed the generators of a rank that no state was saved of: by a saved one and the rank, so always alike."""
+    seed = zlib.crc32(f"{state['torch']}, rank {rank}".encode())
+    torch.manual_seed(seed)  # CUDA's, too
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+def _text(state: torch.Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode("ascii")
+
+
+def _tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8)
+
+
+FORMAT_VERSION = 1
+"""The only one so far."""
+
+
+def training_state(position: Position | None) -> dict[str, Any]:
+    """Return what a save holds of a run, as a JSON value; collective.
+
+    Args:
+        position: Rank 0's counts; `None` where no run over data has begun.
+    """
+    states = agree(None, random_state())
+    where = None if position is None else position.as_dict()
+    return {"format_version": FORMAT_VERSION, "position": where, "random": states}
+
+
+def write_training(staging: str, state: Mapping[str, Any]) -> None:
+    """Write what `training_state` gave into a save that is being made. One rank calls it.
+
+    Raises:
+        CheckpointError: The disk is full or failed.
+    """
+    write_file(
+        make_folder(staging, TRAINING_FOLDER), TRAINING_NAME, json.dumps(state, separators=(",", ":")).encode("ascii")
+    )
+
+
+def load_training(checkpoint: str | os.PathLike[str]) -> Position | None:
+    """Bring back the generators of this rank, and say where the run stood; collective.
+
+    At another world size, ranks that no generators were saved of are seeded by a saved one.
+
+    Args:
+        checkpoint: The directory of a save, or a file in it: a path or URI that rank 0 reads.
+
+    Returns:
+        The position; `None` where the save has none.
+
+    Raises:
+        CheckpointError: On every rank: the file cannot be read, or is not what `write_training` writes.
+    """
+    found = from_rank_0(partial(_read, checkpoint))
+    if found is None:
+        return None
+    states, rank = found["random"], dist.get_rank()
+    error: Exception | None = None
+    try:
+        if len(states) == dist.get_world_size():
+            restore_random_state(states[rank])
+        elif states:
+            seed_apart(states[0], rank)
+    except (ValueError, KeyError, TypeError, RuntimeError, OverflowError) as raised:
+        path = join_path(beside(checkpoint, TRAINING_FOLDER), TRAINING_NAME)
+        error = CheckpointError(f"holds no state of random generators that torch takes ({raised!r})", path=path)
+    # One rank's damaged state must not leave it behind the others.
+    agree(error)
+    return None if found["position"] is None else Position.from_dict(found["position"])
+
+
+def run_of(checkpoint: str | os.PathLike[str]) -> str | None:
+    """Return the run that a save belongs to, as this process sees it; `None` where it belongs to none.
+
+    Raises:
+        CheckpointError: Its file cannot be read, or is not what `write_training` writes.
+    """
+    found = _read(checkpoint)
+    position = None if found is None else found["position"]
+    return None if position is None else Position.from_dict(position).run
+
+
+def _read(checkpoint: str | os.PathLike[str]) -> dict[str, Any] | None:
+    directory = beside(checkpoint, TRAINING_FOLDER)
+    path = join_path(directory, TRAINING_NAME)
+    data = read_beside(storage_of(directory), directory, TRAINING_NAME, MAX_JSON_BYTES)
+    if data is None:
+        return None
+    try:
+        found = parse_object(data)
+        if found.get("format_version") != FORMAT_VERSION:
+            what = f"has format_version {found.get('format_version')!r}, this raysharding reads {FORMAT_VERSION}"
+            raise CheckpointError(what, path=path)
+        if found["position"] is not None:
+            Position.from_dict(found["position"])
+        if not isinstance(found["random"], list):
+            raise ValueError("random is no list")
+    except CheckpointError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"is not what raysharding writes ({error!r})", path=path) from error
+    return {"position": found["position"], "random": found["random"]}

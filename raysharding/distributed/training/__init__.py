@@ -1,0 +1,36 @@
+"""Steps over dealt rows, equal to those that one process would take; forward, generate, evaluate, fit."""
+
+from raysharding.distributed.training.data_loader import FeedPlan
+from raysharding.distributed.training.evaluate import Evaluation, EvaluationPlan
+from raysharding.distributed.training.fit import Fit, FitPlan, StepFigures
+from raysharding.distributed.training.forward import Forwarding
+from raysharding.distributed.training.generate import check_generation, generate
+from raysharding.distributed.training.loss_call import LossFunction, positions_of
+from raysharding.distributed.training.step import (
+    Accumulation,
+    check_max_grad_norm,
+    forward_backward,
+    optim_step,
+    train_step,
+    zero_grad,
+)
+
+__all__ = [
+    "Accumulation",
+    "Evaluation",
+    "EvaluationPlan",
+    "FeedPlan",
+    "Fit",
+    "FitPlan",
+    "Forwarding",
+    "LossFunction",
+    "StepFigures",
+    "check_generation",
+    "check_max_grad_norm",
+    "forward_backward",
+    "generate",
+    "optim_step",
+    "positions_of",
+    "train_step",
+    "zero_grad",
+]

@@ -1,0 +1,126 @@
+"""`Evaluation`: loss and metrics over data, without gradients, equal to those of one process on the same rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from raysharding.batch import RankBatch
+from raysharding.distributed.comm import agree_all_went_well, metadata_device
+from raysharding.distributed.fully_shard import mark_recovery, module_mode, recover_after, reshard, unwrapped
+from raysharding.distributed.training.data_loader import Feed, FeedPlan
+from raysharding.distributed.training.loss import loss_share
+from raysharding.distributed.training.loss_call import LossFunction, call_loss
+from raysharding.distributed.training.step import Accumulation
+from raysharding.models import InputBounds
+
+Metric: TypeAlias = Callable[..., Any]
+"""`metric(output, ...)`: takes of the batch's arguments those that it names, as a loss does, and returns (sum, count):
+the metric over all rows is the sum of the sums by the sum of the counts."""
+
+
+@dataclass(frozen=True)
+class EvaluationPlan:
+    """What to compute. Picklable; the same on every rank."""
+
+    feed: FeedPlan
+    """The data."""
+    loss: LossFunction | None = None
+    """See `loss.loss_share`."""
+    with_loss: bool = True
+    """Whether there is one."""
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    """Name → metric."""
+
+
+class Evaluation:
+    """A run that only looks. Every rank makes one, with the same plan, and takes the same steps."""
+
+    def __init__(self, plan: EvaluationPlan, device: torch.device, bounds: InputBounds | None = None) -> None:
+        """Look at the data; collective. As `Feed`."""
+        self._plan = plan
+        self.feed = Feed(plan.feed, device, bounds=bounds)
+        self._loss = Accumulation()
+        # Sums and counts by metric, then rows: added up on every rank alone, over the ranks when they are asked for.
+        self._sums = torch.zeros(2 * len(plan.metrics) + 1, dtype=torch.float64)
+
+    def step(self, module: nn.Module) -> bool:
+        """Take one batch; collective.
+
+        Args:
+            module: The sharded root module; its modes are put back.
+
+        Returns:
+            Whether there was one.
+
+        Raises:
+            DataError: On every rank: the next batch could not be made on some rank.
+            Exception: On every rank, what a metric raised on one.
+        """
+        batch = self.feed.next()
+        if batch is None:
+            return False
+        module = unwrapped(module)
+        try:
+            with torch.no_grad(), module_mode(module, training=False):
+                output = self._forward(module, batch)
+        except BaseException as error:
+            mark_recovery(error, recover_after(error, module, in_backward=False), torn=False)
+            raise
+        failed: Exception | None = None
+        try:
+            if not batch.is_dummy:
+                self._add(output, batch)
+        except Exception as error:  # noqa: BLE001 - the other ranks wait to hear of it
+            failed = error
+        if self._plan.metrics:
+            agree_all_went_well(failed)
+        self.feed.advance()
+        return True
+
+    def values(self) -> dict[str, float]:
+        """Return `loss`, each metric and `num_rows` of all batches so far; collective. NaN where nothing counted."""
+        sums = self._sums.to(metadata_device(), copy=True)
+        # Ranks that had no rows add zeros; one that stayed away would leave the others waiting.
+        dist.all_reduce(sums)
+        found = sums.tolist()
+        values = {"loss": self._loss.loss()} if self._plan.with_loss else {}
+        for index, name in enumerate(self._plan.metrics):
+            total, count = found[2 * index : 2 * index + 2]
+            values[name] = total / count if count else float("nan")
+        return {**values, "num_rows": found[-1]}
+
+    def _add(self, output: Any, batch: RankBatch) -> None:
+        for index, (name, metric) in enumerate(self._plan.metrics.items()):
+            self._sums[2 * index : 2 * index + 2] += _sum_and_count(name, metric, output, batch)
+        self._sums[-1] += batch.num_rows or 0
+
+    def _forward(self, module: nn.Module, batch: RankBatch) -> Any:
+        """Run the model, note the loss, and return the output."""
+        reshard(module)
+        if not self._plan.with_loss:
+            return module(*batch.args, **batch.kwargs)
+        seen: list[Any] = []
+        # The forwards of a probe come before the one that counts, which is the last.
+        hook = module.register_forward_hook(lambda _module, _inputs, output: seen.append(output))
+        try:
+            share = loss_share(module, batch, self._plan.loss, may_be_empty=True)
+        finally:
+            hook.remove()
+        total = share.value.detach().clone()
+        # Every rank adds its share, empty ranks a zero.
+        dist.all_reduce(total)
+        self._loss.add(float(total), share.weight, is_reduced=True)
+        return seen[-1]
+
+
+def _sum_and_count(name: str, metric: Metric, output: Any, batch: RankBatch) -> torch.Tensor:
+    found: Any = call_loss(metric, output, batch.args, batch.kwargs)
+    if not isinstance(found, tuple) or len(found) != 2:
+        raise ValueError(f"metrics[{name!r}] returned a {type(found).__name__}: return (sum, count) over its rows")
+    return torch.tensor([float(found[0]), float(found[1])], dtype=torch.float64)

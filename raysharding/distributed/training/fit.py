@@ -1,0 +1,124 @@
+"""`Fit`: training over data. The batches are those of one process, and so are the steps."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from raysharding.batch import RankBatch
+from raysharding.data import Position
+from raysharding.distributed.fully_shard import is_recoverable
+from raysharding.distributed.optim import learning_rate
+from raysharding.distributed.training.data_loader import Feed, FeedPlan, check_whole
+from raysharding.distributed.training.loss_call import LossFunction
+from raysharding.distributed.training.step import train_step
+from raysharding.errors import EmptyBatchError
+from raysharding.models import InputBounds
+
+
+@dataclass(frozen=True)
+class FitPlan:
+    """What a run over data is asked to do. Picklable; the same on every rank."""
+
+    feed: FeedPlan
+    """The data."""
+    loss: LossFunction | None = None
+    """See `loss.loss_share`."""
+    max_grad_norm: float | None = None
+    """See `train_step`."""
+    gradient_accumulation_steps: int = 1
+    """See `train_step`."""
+    on_empty: Literal["skip", "raise"] = "skip"
+    """What becomes of a batch in which nothing counts: it is skipped on all ranks alike, or ends the run."""
+
+    def __post_init__(self) -> None:
+        """Refuse what no run can do."""
+        check_whole("gradient_accumulation_steps", self.gradient_accumulation_steps, least=1)
+        if self.on_empty not in ("skip", "raise"):
+            raise ValueError(f"on_empty={self.on_empty!r}: give 'skip' or 'raise'")
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """One step, as one rank saw it."""
+
+    metrics: dict[str, float]
+    """What `train_step` returned: the same on every rank. NaN for a batch that was skipped, but for `lr`."""
+    epoch: int
+    """Epochs that were over."""
+    num_rows: int
+    """Rows of this rank that were trained on."""
+    num_tokens: int
+    """Elements of `input_ids` of this rank; 0 where the batch has none."""
+    wait_s: float
+    """Seconds that this rank waited for its batch."""
+    skipped: str = ""
+    """Why the batch was skipped; empty where it was not."""
+
+
+class Fit:
+    """A run that trains. Every rank makes one, with the same plan, and takes the same steps."""
+
+    def __init__(
+        self,
+        plan: FitPlan,
+        device: torch.device,
+        position: Position | None = None,
+        bounds: InputBounds | None = None,
+    ) -> None:
+        """Look at the data; collective. As `Feed`."""
+        self._plan = plan
+        self.feed = Feed(plan.feed, device, position, bounds)
+
+    @property
+    def position(self) -> Position:
+        """Where the run stands, after the last step."""
+        return self.feed.position
+
+    def step(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> StepFigures | None:
+        """Take one step; collective. `None` where the run is over.
+
+        Args:
+            module: The sharded root module.
+            optimizer: Over its parameters.
+
+        A batch in which nothing counts (see `FitPlan.on_empty`) takes its number and its place in the data, and neither
+        optimizer nor schedule takes a step.
+
+        Raises:
+            DataError: On every rank, and nothing has changed: the next batch could not be made on some rank.
+            EmptyBatchError: On every rank, under `on_empty="raise"`.
+            Exception: As from `train_step`.
+        """
+        begun = time.perf_counter()
+        batch = self.feed.next()
+        wait_s = time.perf_counter() - begun
+        if batch is None:
+            return None
+        try:
+            metrics = train_step(
+                module,
+                optimizer,
+                batch,
+                loss=self._plan.loss,
+                max_grad_norm=self._plan.max_grad_norm,
+                gradient_accumulation_steps=self._plan.gradient_accumulation_steps,
+            )
+        except EmptyBatchError as error:
+            if self._plan.on_empty == "raise" or not is_recoverable(error):
+                raise
+            self.feed.advance()
+            nothing = {"loss": math.nan, "grad_norm": math.nan, **learning_rate(optimizer)}
+            return StepFigures(nothing, self.position.epoch, 0, 0, wait_s, str(error))
+        self.feed.advance()
+        return StepFigures(metrics, self.position.epoch, batch.num_rows or 0, _num_tokens(batch), wait_s)
+
+
+def _num_tokens(batch: RankBatch) -> int:
+    ids = batch.kwargs.get("input_ids")
+    return ids.numel() if isinstance(ids, torch.Tensor) and not batch.is_dummy else 0

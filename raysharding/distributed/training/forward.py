@@ -1,0 +1,121 @@
+"""A forward over a batch that is dealt out: inference mode, the reduced loss, and which outputs hold rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from raysharding.batch import RankBatch
+from raysharding.distributed.comm import metadata_device
+from raysharding.distributed.fully_shard import (
+    check_execution_order,
+    mark_recovery,
+    module_mode,
+    recover_after,
+    without_trace,
+)
+from raysharding.distributed.training.loss import reduce_loss
+from raysharding.distributed.training.loss_call import find_loss
+from raysharding.outputs import RankOutput, ambiguous_leaves, follows_rows, without_caches
+from raysharding.tree import children, leaves, map_leaves, rebuild
+
+LeafKey = tuple[str, int, int]
+"""Path, number of dims, row dim."""
+
+
+class Forwarding:
+    """Runs forwards of one module and remembers which of its outputs hold rows.
+
+    Args:
+        module: The sharded root module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._holds_rows: dict[LeafKey, bool] = {}
+
+    def run(self, batch: RankBatch, *, training: bool = False, keep: bool = True) -> RankOutput:
+        """Run the module on this rank's part of a batch, without gradients; collective.
+
+        Args:
+            batch: From `deal`, on the module's device.
+            training: Train mode rather than eval mode; each submodule's own mode is put back.
+            keep: Whether this rank's output is wanted.
+
+        Returns:
+            The output, detached and on the CPU, key-value caches replaced by `None`. Where the call has a `Split`,
+            `loss` is the whole batch's, and tensors that look like rows but are not are listed.
+
+        Raises:
+            Exception: Whatever the module raised; if all ranks raise it alike, later calls are right.
+        """
+        try:
+            with torch.no_grad(), module_mode(self._module, training=training):
+                value = map_leaves(_whole, without_caches(self._module(*batch.args, **batch.kwargs)))
+            check_execution_order(self._module)
+            reduced: tuple[str, ...] = ()
+            local: tuple[str, ...] = ()
+            if batch.rows:
+                value, reduced = self._reduce(value, batch)
+                local = self._settle(value, batch)
+        except BaseException as error:
+            mark_recovery(error, recover_after(error, self._module, in_backward=False), torn=False)
+            raise
+        return RankOutput(map_leaves(_to_cpu, value) if keep else None, reduced, local)
+
+    def _reduce(self, value: Any, batch: RankBatch) -> tuple[Any, tuple[str, ...]]:
+        """Put the whole batch's loss in place of this rank's; collective where the output has a loss."""
+        loss = find_loss(value)
+        nodes = children(value)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or nodes is None:
+            return value, ()
+        names = [name for name, item in nodes if item is loss]
+        total = reduce_loss(self._module, batch, loss.reshape(())).reshape(loss.shape)
+        return rebuild(value, [total if name in names[:1] else item for name, item in nodes]), tuple(names[:1])
+
+    def _settle(self, value: Any, batch: RankBatch) -> tuple[str, ...]:
+        """Find the leaves that only look like rows. Collective when all ranks have the same number of rows.
+
+        A [2, 2] output of 2 rows is two labels for each row, or rows against rows (CLIP): one more forward, on another
+        number of rows, shows which dims follow. Ranks with unequal numbers need none: their other dims differ.
+        """
+        counts = {rows for rows in batch.rows if rows}
+        if len(counts) != 1 or sum(rows > 0 for rows in batch.rows) == 1:
+            return ()
+        num_rows = counts.pop()
+        found = dict(leaves(value))
+        keys = {path: (path, found[path].ndim, batch.dim) for path in ambiguous_leaves(value, num_rows, batch.dim)}
+        if self._any_rank(any(key not in self._holds_rows for key in keys.values())):
+            other = 1 if num_rows > 1 else 2
+            with without_trace(self._module):
+                again = without_caches(self._module(*(probe := batch.resized(other)).args, **probe.kwargs))
+            after = dict(leaves(again))
+            for path, key in keys.items():
+                self._holds_rows[key] = follows_rows(found[path], after.get(path), other, batch.dim)
+        return tuple(path for path, key in keys.items() if not self._holds_rows[key])
+
+    @staticmethod
+    def _any_rank(flag: bool) -> bool:
+        votes = torch.tensor([int(flag)], dtype=torch.int32, device=metadata_device())
+        # The extra forward is collective: a rank that entered it alone would wait in its first all-gather.
+        dist.all_reduce(votes, op=dist.ReduceOp.MAX)
+        return bool(votes.item())
+
+
+def _whole(_: str, leaf: Any) -> Any:
+    """A leaf without its sharding; collective for a DTensor, so it comes before a rank may drop its output."""
+    return leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
+
+
+def _to_cpu(_: str, leaf: Any) -> Any:
+    """A leaf as it travels: a tensor detached, on the CPU, with no more storage than it shows."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    tensor = leaf.detach().to("cpu")
+    # Pickling a view sends the whole storage behind it.
+    is_view = tensor.layout == torch.strided and tensor.untyped_storage().nbytes() > tensor.numel() * tensor.itemsize
+    return tensor.clone() if is_view else tensor

@@ -1,0 +1,94 @@
+"""Tensor bytes in buckets: the plan, who reads and who passes on, shared memory, and the way back to rank 0."""
+
+from raysharding.distributed.transfer.bucket_plan import (
+    BUCKET_BYTES,
+    STRAIGHT_BYTES,
+    BucketPlan,
+    PlannedTensor,
+    plan_buckets,
+)
+from raysharding.distributed.transfer.buffers import RING_SIZE, Slot, make_ring, shared_ring
+from raysharding.distributed.transfer.gather import (
+    Gather,
+    gather_into,
+    gather_state_dict,
+    gather_tensors,
+    saved_tensors,
+    tied_names,
+)
+from raysharding.distributed.transfer.local_shards import Placer
+from raysharding.distributed.transfer.memory import (
+    RANK_BYTES,
+    MemoryPeak,
+    Prefault,
+    available_bytes,
+    back,
+    host_memory_bytes,
+    is_fresh,
+    resident_bytes,
+)
+from raysharding.distributed.transfer.routes import Routes
+from raysharding.distributed.transfer.shared_memory import SharedRings, host_identity, share_rings
+from raysharding.distributed.transfer.sources import (
+    CheckpointSource,
+    Conversions,
+    Extents,
+    ReadThreads,
+    Request,
+    as_bytes,
+    as_memory,
+    extents_from_json,
+    extents_of,
+    extents_to_json,
+    overlaps,
+    wire_dtype,
+)
+from raysharding.distributed.transfer.stream import BucketStream
+from raysharding.distributed.transfer.transport import Broadcast, BucketTransport, Scatter
+
+__all__ = [
+    "BUCKET_BYTES",
+    "RANK_BYTES",
+    "RING_SIZE",
+    "STRAIGHT_BYTES",
+    "Broadcast",
+    "BucketPlan",
+    "BucketStream",
+    "BucketTransport",
+    "CheckpointSource",
+    "Conversions",
+    "Extents",
+    "Gather",
+    "MemoryPeak",
+    "Placer",
+    "PlannedTensor",
+    "Prefault",
+    "ReadThreads",
+    "Request",
+    "Routes",
+    "Scatter",
+    "SharedRings",
+    "Slot",
+    "as_bytes",
+    "as_memory",
+    "available_bytes",
+    "back",
+    "extents_from_json",
+    "extents_of",
+    "extents_to_json",
+    "gather_into",
+    "gather_state_dict",
+    "gather_tensors",
+    "host_identity",
+    "host_memory_bytes",
+    "is_fresh",
+    "make_ring",
+    "overlaps",
+    "plan_buckets",
+    "resident_bytes",
+    "saved_tensors",
+    "share_rings",
+    "shared_ring",
+    "tied_names",
+    "wire_dtype",
+]

@@ -1,0 +1,316 @@
+"""The road driven backwards: shards to whole tensors, a bucket at a time, on the rank that wants them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from raysharding.config import MIB
+from raysharding.distributed.fully_shard import (
+    ShardMap,
+    by_mesh,
+    message_device,
+    persistent_names,
+    reshard,
+    tensor_layout,
+)
+from raysharding.distributed.transfer.bucket_plan import (
+    REPLICATED,
+    Bucket,
+    BucketPlan,
+    PlannedTensor,
+    Section,
+    plan_buckets,
+    plan_in_order,
+)
+from raysharding.distributed.transfer.local_shards import Placer
+from raysharding.distributed.transfer.sources import as_bytes
+from raysharding.models import clean_name
+
+Sink = Callable[[str, int, torch.Tensor], None]
+"""Takes `(fqn, first element, values)`: 1-D CPU values of a range of the flattened tensor, valid during the call."""
+
+GATHER_BUCKET_BYTES = 32 * MIB
+"""Bytes in flight in one round of a gather, all destinations together."""
+
+
+def _named(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(FQN, tensor) of every parameter and persistent buffer, under every name that it has."""
+    persistent = persistent_names(module)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        yield clean_name(name), parameter
+    for name, buffer in module.named_buffers(remove_duplicate=False):
+        if (clean := clean_name(name)) in persistent:
+            yield clean, buffer
+
+
+def saved_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Canonical FQN → parameter or persistent buffer, tied ones once: what a checkpoint of the module holds."""
+    first: dict[torch.Tensor, str] = {}
+    for name, tensor in _named(module):
+        first.setdefault(tensor, name)
+    return {name: tensor for tensor, name in first.items()}
+
+
+def tied_names(module: nn.Module) -> dict[str, str]:
+    """Second FQN of a tied parameter or persistent buffer → its canonical FQN, the one in `saved_tensors`."""
+    canonical = {tensor: name for name, tensor in saved_tensors(module).items()}
+    return {name: canonical[tensor] for name, tensor in _named(module) if canonical[tensor] != name}
+
+
+@dataclass
+class Gather:
+    """Brings tensors to the ranks that asked for them. Every rank makes it with equal arguments and calls `run` once.
+
+    In round k each destination's k-th bucket is on its way: every rank sends its sections, the destination receives
+    them and hands the segments to its sink. Large segments leave from the shard itself, small ones packed. A rank that
+    stands beside the destination hands its segments to a sink of its own instead, and sends nothing.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    """FQN → parameter or buffer of the module."""
+    destinations: Mapping[int, Sequence[str]]
+    """Global rank → FQNs that it wants, in order."""
+    sink: Sink
+    """Where this rank's tensors go; unused on ranks that want none."""
+    device: torch.device
+    """Device of the messages."""
+    timeout_s: float
+    """Longest wait for one round."""
+    bucket_bytes: int = GATHER_BUCKET_BYTES
+    """Bytes in flight in one round, all destinations together."""
+    group: dist.ProcessGroup | None = None
+    """Of all ranks; the default group if `None`."""
+    beside: Mapping[int, Set[int]] = field(default_factory=dict)
+    """Rank → destinations beside which it stands; the same on every rank."""
+    in_order: bool = False
+    """Whether each destination gets its tensors one after the other, from their first elements to their last."""
+    wire_bytes: int = field(default=0, init=False)
+    """Bytes that this rank sent."""
+
+    def __post_init__(self) -> None:
+        self._shards = ShardMap.of(self.tensors)
+        share = max(self.bucket_bytes // max(len(self.destinations), 1), 1)
+        self._plans = {rank: self._plan(names, share) for rank, names in self.destinations.items()}
+        self._placers = {rank: Placer(plan, self.tensors, self._shards) for rank, plan in self._plans.items()}
+
+    def _plan(self, names: Sequence[str], share: int) -> BucketPlan:
+        planned = [PlannedTensor(tensor_layout(name, self.tensors[name]), self.tensors[name].dtype) for name in names]
+        if self.in_order:
+            return plan_in_order(planned, self._shards.num_shards, share)
+        return plan_buckets(planned, self._shards.num_shards, share)
+
+    def run(self, on_round: Callable[[int], None] | None = None) -> None:
+        """Move everything; collective. `on_round` is called on every rank with the bytes delivered so far."""
+        delivered = 0
+        rounds = max((len(plan.buckets) for plan in self._plans.values()), default=0)
+        own = self._plans.get(self._shards.rank)
+        size = own.max_bucket_bytes if own is not None and self._receives() else 0
+        buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
+        for index in range(rounds):
+            staged: list[torch.Tensor] = []
+            ops: list[dist.P2POp] = []
+            for rank, plan in self._plans.items():
+                if index < len(plan.buckets):
+                    ops += self._messages(rank, plan.buckets[index], buffer, staged)
+                    self._hand_over(rank, plan.buckets[index])
+            # One batch a round, in the same order on all ranks: every send finds its receive posted.
+            for work in dist.batch_isend_irecv(ops) if ops else []:
+                work.wait(timedelta(seconds=self.timeout_s))
+            if own is not None and index < len(own.buckets):
+                self._deliver(own.buckets[index], buffer)
+            delivered += sum(
+                plan.buckets[index].payload_bytes for plan in self._plans.values() if index < len(plan.buckets)
+            )
+            if on_round is not None:
+                on_round(delivered)
+
+    def _is_beside(self, sender: int, destination: int) -> bool:
+        return destination in self.beside.get(sender, ())
+
+    def _receives(self) -> bool:
+        """Whether this rank gets anything but by its own hand, or another's beside it."""
+        rank = self._shards.rank
+        senders = {self._sender(section) for bucket in self._plans[rank].buckets for section in bucket.sections}
+        return any(not self._is_beside(sender, rank) for sender in senders)
+
+    def _hand_over(self, destination: int, bucket: Bucket) -> None:
+        """Give a sink what this rank holds of a bucket, where it stands beside the destination."""
+        if not self._is_beside(self._shards.rank, destination):
+            return
+        placer, plan = self._placers[destination], self._plans[destination]
+        for section in bucket.sections:
+            if self._sender(section) == self._shards.rank:
+                for segment in section.segments:
+                    values = placer.values(segment).cpu()
+                    self.sink(plan.tensors[segment.tensor].layout.fqn, segment.start, values)
+
+    def _sender(self, section: Section) -> int:
+        """The one rank that sends a section: its first holder; rank 0 for what all hold."""
+        return 0 if section.shard_index == REPLICATED else self._shards.holders[section.shard_index][0]
+
+    def _messages(
+        self, destination: int, bucket: Bucket, buffer: torch.Tensor, staged: list[torch.Tensor]
+    ) -> list[dist.P2POp]:
+        """This rank's part in bringing a bucket to `destination`; pieces to send are appended to `staged`."""
+        ops: list[dist.P2POp] = []
+        rank = self._shards.rank
+        for section in bucket.sections:
+            sender = self._sender(section)
+            if self._is_beside(sender, destination):
+                continue
+            if rank == sender:
+                pieces = self._pieces(destination, section)
+                if rank == destination:
+                    for (offset, length, _), piece in zip(section.messages, pieces, strict=True):
+                        buffer[section.offset + offset :][:length].copy_(piece)
+                    continue
+                staged += pieces  # must live until the round's wait
+                ops += [dist.P2POp(dist.isend, piece, destination, self.group) for piece in pieces]
+                self.wire_bytes += section.num_bytes
+            elif rank == destination:
+                memory = buffer[section.offset :]
+                ops += [
+                    dist.P2POp(dist.irecv, memory[offset:][:length], sender, self.group)
+                    for offset, length, _ in section.messages
+                ]
+        return ops
+
+    def _pieces(self, destination: int, section: Section) -> list[torch.Tensor]:
+        """A section's messages as uint8 on the message device: the packed part, then each large segment."""
+        placer = self._placers[destination]
+        pieces = []
+        for _, length, segment in section.messages:
+            if segment is not None:
+                pieces.append(as_bytes(placer.values(segment)).to(self.device))
+                continue
+            packed = torch.empty(length, dtype=torch.uint8, device=self.device)
+            for small in section.packed:
+                packed[small.offset : small.offset + small.num_bytes].copy_(as_bytes(placer.values(small)))
+            pieces.append(packed)
+        return pieces
+
+    def _deliver(self, bucket: Bucket, buffer: torch.Tensor) -> None:
+        host = buffer[: bucket.num_bytes].cpu()  # empty, where nothing is received
+        plan = self._plans[self._shards.rank]
+        for section in bucket.sections:
+            if self._is_beside(self._sender(section), self._shards.rank):
+                continue
+            for segment in section.segments:
+                start = section.offset + segment.offset
+                planned = plan.tensors[segment.tensor]
+                values = host[start : start + segment.num_bytes].view(planned.wire_dtype)
+                self.sink(planned.layout.fqn, segment.start, values)
+
+
+def gather_state_dict(
+    module: nn.Module,
+    keys: Sequence[str] | None = None,
+    *,
+    bucket_bytes: int = GATHER_BUCKET_BYTES,
+    timeout_s: float = 120.0,
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Bring full tensors to rank 0, some at a time; collective: every rank iterates to the end.
+
+    Args:
+        module: A sharded module (or one that is not).
+        keys: FQNs, tied aliases allowed; `None` for all parameters and persistent buffers.
+        bucket_bytes: A part holds this many bytes, or one tensor that is larger.
+        timeout_s: Longest wait for one round of messages.
+
+    Yields:
+        On rank 0, FQN → full CPU tensor in the module's dtype, tied aliases beside their canonical name (one tensor
+        object); on other ranks as many empty dicts. Each shard travels to rank 0 once.
+
+    Raises:
+        ValueError: On every rank, when a key is not in the module.
+    """
+    reshard(module)
+    tensors = saved_tensors(module)
+    aliases = tied_names(module)
+    wanted = list(dict.fromkeys(keys)) if keys is not None else [*tensors, *aliases]
+    unknown = [key for key in wanted if aliases.get(key, key) not in tensors]
+    if unknown:
+        raise ValueError(f"keys {unknown} are not in the module: it has {len(tensors)}, such as {list(tensors)[:3]}")
+    names_of: dict[str, list[str]] = {}
+    for key in wanted:
+        names_of.setdefault(aliases.get(key, key), []).append(key)
+    device = message_device(module)
+    for part in _parts(tensors, list(names_of), bucket_bytes):
+        wanted_now = {name: tensors[name] for name in part}
+        full = gather_tensors(wanted_now, (0,), device, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
+        yield {key: full[name] for name in part for key in names_of[name]} if full else {}
+
+
+def _parts(tensors: Mapping[str, torch.Tensor], names: Sequence[str], part_bytes: int) -> Iterator[list[str]]:
+    part: list[str] = []
+    size = 0
+    for name in names:
+        num_bytes = tensors[name].numel() * tensors[name].itemsize
+        if part and size + num_bytes > part_bytes:
+            yield part
+            part, size = [], 0
+        part.append(name)
+        size += num_bytes
+    if part:
+        yield part
+
+
+def gather_tensors(
+    tensors: Mapping[str, torch.Tensor],
+    ranks: Sequence[int],
+    device: torch.device,
+    *,
+    bucket_bytes: int = GATHER_BUCKET_BYTES,
+    timeout_s: float = 120.0,
+) -> dict[str, torch.Tensor]:
+    """Bring whole tensors to some ranks; collective: every rank of the default process group calls it alike.
+
+    Args:
+        tensors: Name → DTensor (or a tensor that every rank holds whole: rank 0's is taken); the same names, layouts
+            and order on every rank.
+        ranks: Global ranks that get them.
+        device: Of the messages, see `message_device`.
+        bucket_bytes: Bytes in flight in one round, all ranks together.
+        timeout_s: Longest wait for one round of messages.
+
+    Returns:
+        Name → full CPU tensor on `ranks`, an empty dict elsewhere. Each shard travels once to each of them.
+    """
+    full: dict[str, torch.Tensor] = {}
+    if dist.get_rank() in ranks:
+        full = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}
+    gather_into(full, tensors, ranks, device, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
+    return full
+
+
+def gather_into(
+    full: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor],
+    ranks: Sequence[int],
+    device: torch.device,
+    *,
+    bucket_bytes: int = GATHER_BUCKET_BYTES,
+    timeout_s: float = 120.0,
+) -> None:
+    """As `gather_tensors`, into memory that is there; collective.
+
+    Args:
+        full: Name → contiguous memory of the full tensor, on any device; empty on a rank that is not in `ranks`.
+        tensors: See `gather_tensors`; so are the others.
+        ranks: Global ranks that get them.
+        device: Of the messages.
+        bucket_bytes: Bytes in flight in one round, all ranks together.
+        timeout_s: Longest wait for one round of messages.
+    """
+
+    def sink(name: str, first: int, values: torch.Tensor) -> None:
+        full[name].view(-1)[first : first + values.numel()].copy_(values)
+
+    for part in by_mesh(tensors):
+        Gather(part, {rank: list(part) for rank in ranks}, sink, device, timeout_s, bucket_bytes).run()

@@ -1,0 +1,65 @@
+"""Writes segments into the shards of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+
+import torch
+
+from raysharding.distributed.fully_shard import ShardMap, local_tensor
+from raysharding.distributed.transfer.bucket_plan import BucketPlan, PlannedTensor, Section, Segment
+from raysharding.distributed.transfer.memory import back
+from raysharding.distributed.transfer.sources import as_bytes
+
+
+class Placer:
+    """The local memory of a plan's tensors, addressed by segments.
+
+    Args:
+        plan: What is placed.
+        tensors: FQN → tensor of this process's module.
+        shards: Who holds what.
+        fresh: Whether the memory was never touched: then it is backed just before it is written to.
+    """
+
+    def __init__(
+        self, plan: BucketPlan, tensors: Mapping[str, torch.Tensor], shards: ShardMap, fresh: bool = False
+    ) -> None:
+        self._planned = plan.tensors
+        self._fresh = fresh
+        self._flat = [self._flatten(planned, tensors[planned.layout.fqn]) for planned in plan.tensors]
+        index = shards.shard_index
+        self._first = [planned.layout.local_range(index)[0] for planned in plan.tensors]
+
+    @staticmethod
+    def _flatten(planned: PlannedTensor, tensor: torch.Tensor) -> torch.Tensor:
+        local = local_tensor(tensor)
+        assert local.is_contiguous(), f"{planned.layout.fqn}: the shard is not contiguous"
+        return local.view(-1)
+
+    def lands(self, segment: Segment, device_type: str) -> bool:
+        """Whether a segment's wire bytes can be written into the shard unchanged by `device_type`."""
+        flat = self._flat[segment.tensor]
+        return flat.dtype == self._planned[segment.tensor].wire_dtype and flat.device.type == device_type
+
+    def memory(self, segment: Segment) -> torch.Tensor:
+        """uint8 memory of a segment in this process; backed if it is fresh, since it is about to be written."""
+        return as_bytes(self.values(segment))
+
+    def values(self, segment: Segment) -> torch.Tensor:
+        """The elements of a segment in this process, 1-D, in the module's dtype; backed as by `memory`."""
+        first = self._first[segment.tensor]
+        values = self._flat[segment.tensor][segment.start - first : segment.stop - first]
+        if self._fresh:
+            back(values)
+        return values
+
+    def place(self, segment: Segment, data: torch.Tensor) -> None:
+        """Copy uint8 wire bytes into the shard, converting to the module's dtype."""
+        self.values(segment).copy_(data.view(self._planned[segment.tensor].wire_dtype), non_blocking=True)
+
+    def place_section(self, section: Section, memory: torch.Tensor, landed: Set[tuple[int, int]]) -> None:
+        """Copy all segments of a section out of its uint8 memory, but for those that `landed` already."""
+        for segment in section.segments:
+            if (segment.tensor, segment.start) not in landed:
+                self.place(segment, memory[segment.offset : segment.offset + segment.num_bytes])

@@ -1,0 +1,258 @@
+"""Readers' rings of buffers in memory that the ranks of their host map: bytes are not copied through a socket.
+
+Note: who shares.
+    A ring is a memfd: it has no name, so nothing is left behind whatever dies. A reader tells its pid and descriptor;
+    a rank of the same boot, host name and network namespace opens it through /proc and checks a random token. A rank
+    that may not (another container, another user) says so and is sent its bytes instead. Hosts that are simulated by
+    network namespaces stay hosts. Behind the buffers are counters by which the ranks tell each other how far they are.
+
+Counters in shared memory that processes of one host wait on: what a message of one byte would say, without a socket.
+
+A message between two ranks wakes two threads on each side; a futex wakes the one that waits. Linux, see futex(2).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import platform
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from raysharding.distributed.comm import agree, all_gather_json
+
+_FUTEX = {"x86_64": 202, "aarch64": 98}
+_WAIT, _WAKE = 0, 1
+_WORD_BYTES = 4
+_SLICE_S = 1.0
+"""So often a waiting process looks whether the other one is still there."""
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+def has_futex() -> bool:
+    """Whether this machine's system call is known here."""
+    return platform.system() == "Linux" and platform.machine() in _FUTEX
+
+
+def signal_bytes(count: int) -> int:
+    """Bytes that `count` counters take."""
+    return count * _WORD_BYTES
+
+
+class Signals:
+    """Counters that only grow, each written by one process.
+
+    Args:
+        memory: Shared by all processes that use them.
+        offset: First byte of the counters; a multiple of 4.
+        count: Number of counters.
+    """
+
+    def __init__(self, memory: mmap.mmap, offset: int, count: int) -> None:
+        self._memory = memory
+        self._words = (ctypes.c_uint32 * count).from_buffer(memory, offset)
+        self._address = ctypes.addressof(self._words)
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._fence = threading.Lock()  # taking it orders memory, which plain loads and stores do not on every machine
+        self._number = _FUTEX[platform.machine()]
+
+    def post(self, index: int, value: int) -> None:
+        """Set a counter and wake those who wait for it. What was written to the memory before is seen by them."""
+        with self._fence:
+            self._words[index] = value
+        self._call(index, _WAKE, 0x7FFFFFFF, None)
+
+    def wait(self, index: int, value: int, timeout_s: float, pid: int) -> None:
+        """Wait until a counter has reached `value`.
+
+        Args:
+            index: The counter.
+            value: What it must reach.
+            timeout_s: Longest wait.
+            pid: The process that writes it.
+
+        Raises:
+            RuntimeError: That process is gone, or did not get so far in time.
+        """
+        until = time.monotonic() + timeout_s
+        while (found := self._words[index]) < value:
+            left = until - time.monotonic()
+            if left <= 0:
+                raise RuntimeError(f"process {pid} of this host said nothing for {timeout_s:.0f} s")
+            # Returns at once where the counter has changed meanwhile.
+            self._call(index, _WAIT, found, min(left, _SLICE_S))
+            if self._words[index] < value and not _is_alive(pid):
+                raise RuntimeError(f"process {pid} of this host is gone")
+        with self._fence:
+            return
+
+    def _call(self, index: int, operation: int, value: int, timeout_s: float | None) -> None:
+        address = ctypes.c_void_p(self._address + index * _WORD_BYTES)
+        timeout = None
+        if timeout_s is not None:
+            timeout = ctypes.byref(_Timespec(int(timeout_s), int(timeout_s % 1 * 1e9)))
+        number = ctypes.c_long(self._number)
+        if self._libc.syscall(number, address, operation, ctypes.c_uint32(value), timeout, None, 0) < 0:
+            code = ctypes.get_errno()
+            assert code in (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT), os.strerror(code)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        # A dead process stays a zombie until its parent asks; the state follows the name in brackets.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+_TOKEN_BYTES = 16
+
+
+@dataclass(frozen=True)
+class MappedRing:
+    """One reader's ring in this process."""
+
+    slots: tuple[torch.Tensor, ...]
+    """uint8 [slot bytes] each: the reader writes them, the others read."""
+    signals: Signals
+    """Counter 0: buckets that the reader has filled; 1 + rank: buckets that this rank has placed."""
+    reader_pid: int
+    """The process that fills it."""
+
+
+@dataclass(frozen=True)
+class SharedRings:
+    """The readers' rings, as this process sees them."""
+
+    rings: Mapping[int, MappedRing]
+    """Reader → its ring, this rank's own included."""
+    peers: Mapping[int, frozenset[int]]
+    """Reader → the other ranks that map its ring; the same on every rank."""
+    pids: Sequence[int]
+    """Rank → its process, as ranks of one host know it."""
+
+
+def share_rings(num_slots: int, slot_bytes: int, group: dist.ProcessGroup | None = None) -> SharedRings:
+    """Make a ring on every reader and map it wherever that works; collective over `group`.
+
+    Args:
+        num_slots: Number of buffers.
+        slot_bytes: Size of each of this rank's; 0 on a rank that reads nothing for others.
+        group: Process group, the default group if `None`.
+
+    Returns:
+        The rings. A rank that cannot map one is not among its peers; a reader without peers has none. Memory: each ring
+        once, in shared memory; each rank counts the pages of it that it touches.
+    """
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    control_bytes = signal_bytes(1 + world_size) + _TOKEN_BYTES
+    size = _pages(num_slots * slot_bytes) + _pages(control_bytes)
+    descriptor, memory = _reserve(size) if slot_bytes > 0 else (None, None)
+    try:
+        # Every rank must know which rings there are, or it would wait for messages that nobody sends.
+        mine = None if memory is None else _offer(descriptor, memory, slot_bytes)
+        offers = dict(enumerate(all_gather_json(mine, group)))
+        found = {reader: _map(offer) for reader, offer in offers.items() if offer is not None and reader != rank}
+        mapped = {reader: ring for reader, ring in found.items() if ring is not None}
+        # A reader must know who reads its ring before it sends, and keep the descriptor until they have opened it.
+        every = agree(None, {"pid": os.getpid(), "mapped": sorted(mapped)}, group)
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+    peers = {
+        reader: readable
+        for reader in offers
+        if (readable := frozenset(peer for peer, value in enumerate(every) if reader in value["mapped"]))
+    }
+    if memory is not None:
+        mapped[rank] = memory
+    rings = {
+        reader: _ring(ring, num_slots, offers[reader], world_size) for reader, ring in mapped.items() if reader in peers
+    }
+    return SharedRings(rings, peers, [value["pid"] for value in every])
+
+
+def _pages(num_bytes: int) -> int:
+    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _ring(memory: mmap.mmap, num_slots: int, offer: Mapping[str, Any], world_size: int) -> MappedRing:
+    slot_bytes = offer["slot_bytes"]
+    whole = torch.frombuffer(memory, dtype=torch.uint8, count=num_slots * slot_bytes)
+    signals = Signals(memory, _pages(num_slots * slot_bytes), 1 + world_size)
+    return MappedRing(tuple(whole.view(num_slots, slot_bytes).unbind()), signals, offer["pid"])
+
+
+def _reserve(size: int) -> tuple[int | None, mmap.mmap | None]:
+    """A memfd whose pages are there (running out of them later would be a SIGBUS), mapped; nothing where it cannot be.
+
+    The ring is a convenience, and the other ranks wait to hear of it: no error may leave here.
+    """
+    if not has_futex():
+        return None, None
+    descriptor: int | None = None
+    try:
+        descriptor = os.memfd_create("raysharding-ring", os.MFD_CLOEXEC)
+        os.posix_fallocate(descriptor, 0, size)
+        memory = mmap.mmap(descriptor, size)
+    except (OSError, ValueError):
+        if descriptor is not None:
+            os.close(descriptor)
+        return None, None
+    return descriptor, memory
+
+
+def _offer(descriptor: int | None, memory: mmap.mmap, slot_bytes: int) -> dict[str, Any]:
+    memory[-_TOKEN_BYTES:] = token = secrets.token_bytes(_TOKEN_BYTES)
+    return {
+        "host": host_identity(),
+        "pid": os.getpid(),
+        "descriptor": descriptor,
+        "token": token.hex(),
+        "size": len(memory),
+        "slot_bytes": slot_bytes,
+    }
+
+
+def _map(offer: dict[str, Any]) -> mmap.mmap | None:
+    size = offer["size"]
+    if offer["host"] != host_identity():
+        return None
+    try:
+        descriptor = os.open(f"/proc/{offer['pid']}/fd/{offer['descriptor']}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        # A pid of another namespace may name any process: take only a file of the right size with the token in it.
+        if os.fstat(descriptor).st_size != size:
+            return None
+        memory = mmap.mmap(descriptor, size)
+    except (OSError, ValueError):
+        return None
+    finally:
+        os.close(descriptor)
+    return memory if memory[-_TOKEN_BYTES:].hex() == offer["token"] else None
+
+
+def host_identity() -> list[str]:
+    """[host name, boot, network namespace], which ranks of one host share; unlike any where /proc is silent."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        network = os.readlink("/proc/self/ns/net")
+    except OSError:
+        return [secrets.token_hex(16)]
+    return [socket.gethostname(), boot, network]

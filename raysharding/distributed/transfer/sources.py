@@ -1,0 +1,407 @@
+"""Where a reader's bytes come from: ranges of checkpoint files, read straight into buffers and shards.
+
+Several reads at once: one thread alone reaches neither a fast disk's rate nor the page cache's.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from math import prod
+from operator import attrgetter
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from raysharding.checkpoint import Checkpoint, Checksums, FileReader
+from raysharding.models import Target
+
+Job = Callable[[], None]
+
+
+class _Batch:
+    """Jobs of which the caller waits for the last."""
+
+    def __init__(self, num_jobs: int) -> None:
+        self._left = num_jobs
+        self._lock = threading.Lock()
+        self.done = threading.Event()
+        self.error: Exception | None = None
+
+    def run(self, job: Job) -> None:
+        try:
+            if self.error is None:
+                job()
+        except Exception as error:  # noqa: BLE001 - raised again in the thread that waits
+            self.error = self.error or error
+        with self._lock:
+            self._left -= 1
+            if not self._left:
+                self.done.set()
+
+
+class ReadThreads:
+    """Runs jobs in a few threads, the caller's among them; a context manager that lets the others end.
+
+    They are daemons: a read that hangs on a dead file system must not keep the process from exiting.
+
+    Args:
+        num_threads: How many jobs run at once.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        self._jobs: queue.SimpleQueue[tuple[_Batch, Job] | None] = queue.SimpleQueue()
+        self._num_others = num_threads - 1
+        for number in range(self._num_others):
+            threading.Thread(target=self._work, name=f"raysharding-read-{number}", daemon=True).start()
+
+    def run(self, jobs: Sequence[Job]) -> None:
+        """Run all jobs and wait for them; raises the first error that one of them raised."""
+        if not self._num_others:
+            for job in jobs:
+                job()
+            return
+        batch = _Batch(len(jobs))
+        for job in jobs[1:]:
+            self._jobs.put((batch, job))
+        for job in jobs[:1]:
+            batch.run(job)
+            self._help()
+            batch.done.wait()
+        if batch.error is not None:
+            raise batch.error
+
+    def _help(self) -> None:
+        """Take jobs that no thread has taken yet."""
+        while True:
+            try:
+                item = self._jobs.get_nowait()
+            except queue.Empty:
+                return
+            assert item is not None, "closed while it ran"
+            item[0].run(item[1])
+
+    def _work(self) -> None:
+        while (item := self._jobs.get()) is not None:
+            item[0].run(item[1])
+
+    def __enter__(self) -> ReadThreads:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for _ in range(self._num_others):
+            self._jobs.put(None)
+
+
+JOB_BYTES = 4 << 20
+"""What one thread reads before another may take over; a call, and a job of several, ends when it reaches this."""
+LOCAL_GAP_BYTES = 0
+REMOTE_GAP_BYTES = 256 << 10
+"""Ranges of a file that are no further apart are read as one, what lies between in vain: a request to a store costs as
+much as so many bytes, a local read less than any."""
+PIECE_BYTES = 16 << 20
+"""A longer range of a local file is read in pieces, so that a slow disk is seen to give bytes."""
+SCRATCH_BYTES = 4 << 20
+"""Size of the scratch through which values pass whose dtype in the file is wider than on the wire."""
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A 1-D contiguous tensor's memory as uint8."""
+    return tensor.view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
+
+
+def as_memory(tensor: torch.Tensor) -> memoryview:
+    """A 1-D contiguous CPU tensor's memory."""
+    memory: memoryview = as_bytes(tensor).numpy().data
+    return memory
+
+
+def wire_dtype(source: torch.dtype, target: torch.dtype) -> torch.dtype:
+    """The dtype that travels: the narrower of the file's and the module's; the file's if they are equally wide."""
+    return target if target.itemsize < source.itemsize else source
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A range of a tensor that lies in one piece in one file."""
+
+    start: int
+    """First element, in the flattened tensor."""
+    num_elements: int
+    """Length."""
+    file: int
+    """Index into the checkpoint's files."""
+    offset: int
+    """First byte, from the start of the file."""
+    dtype: torch.dtype
+    """dtype in the file."""
+    key: str
+    """Checkpoint key whose bytes these are."""
+    key_offset: int
+    """First byte of the key's tensor in the file."""
+
+
+_Piece = tuple[int, int, memoryview, Extent]
+"""(file, first byte in it, where it goes, what it is part of)."""
+Extents = tuple[Extent, ...] | None
+"""What fills a tensor, ascending; `None` where transformers' operations compute it, on rank 0."""
+
+
+def extents_of(checkpoint: Checkpoint, target: Target) -> Extents:
+    """Where a target's elements lie in the files."""
+    if target.runs is None:
+        return None
+    extents = []
+    for run in target.runs:
+        info = checkpoint.tensors[run.source]
+        offset = info.offset + run.source_start * info.dtype.itemsize
+        extents.append(
+            Extent(run.target_start, run.num_elements, info.file, offset, info.dtype, run.source, info.offset)
+        )
+    return tuple(extents)
+
+
+def extents_to_json(extents: Extents) -> Any:
+    """Encode for the other readers."""
+    if extents is None:
+        return None
+    return [[e.start, e.num_elements, e.file, e.offset, str(e.dtype)[6:], e.key, e.key_offset] for e in extents]
+
+
+def extents_from_json(value: Any) -> Extents:
+    """Decode what `extents_to_json` gave."""
+    if value is None:
+        return None
+    return tuple(
+        Extent(start, length, file, offset, getattr(torch, dtype), key, key_offset)
+        for start, length, file, offset, dtype, key, key_offset in value
+    )
+
+
+class Request(NamedTuple):
+    """A range of a tensor, and where its bytes should go."""
+
+    fqn: str
+    """The tensor."""
+    start: int
+    """First element, in the flattened tensor."""
+    stop: int
+    """One past the last element."""
+    dtype: torch.dtype
+    """dtype in which the bytes are wanted."""
+    memory: memoryview
+    """Writable bytes, as many as the elements take in `dtype`."""
+
+
+class ElementSource(Protocol):
+    """Anything that can produce ranges of full tensors."""
+
+    @property
+    def num_bytes_read(self) -> int:
+        """Bytes read so far."""
+
+    def read(self, requests: Iterable[Request]) -> None:
+        """Fill the memory of every request."""
+
+
+class Conversions:
+    """Targets that transformers' operations compute, made whole and kept until a bucket's worth has come after them.
+
+    Args:
+        targets: FQN → what feeds it.
+        read: Checkpoint key → whole CPU tensor.
+        cache_bytes: How much to keep: what one bucket holds, since its sections ask in turn.
+    """
+
+    def __init__(self, targets: Mapping[str, Target], read: Callable[[str], torch.Tensor], cache_bytes: int) -> None:
+        self._targets = targets
+        self._read = read
+        self._cache_bytes = cache_bytes
+        self._kept: dict[str, torch.Tensor] = {}
+
+    def whole(self, fqn: str) -> torch.Tensor:
+        """The flattened value of `fqn`, on CPU."""
+        if fqn not in self._kept:
+            target = self._targets[fqn]
+            num_bytes = prod(target.shape) * target.source_dtype.itemsize
+            # Oldest first, and before the next one is made.
+            while self._kept and num_bytes + self._kept_bytes() > self._cache_bytes:
+                del self._kept[next(iter(self._kept))]
+            self._kept[fqn] = target.convert(self._read).reshape(-1)
+        return self._kept[fqn]
+
+    def _kept_bytes(self) -> int:
+        return sum(value.numel() * value.itemsize for value in self._kept.values())
+
+
+class CheckpointSource:
+    """Reads tensors from checkpoint files through their extents, or through transformers' own operations.
+
+    A tensor with extents is read range by range, never whole; ranges that are close in a file are read by one call,
+    whatever memory they go to. A tensor without (a transpose, a RoPE permutation) is converted whole, on rank 0 only,
+    once: it is kept until its bucket is full, and a bucket's worth with it.
+
+    Args:
+        checkpoint: What is in the files; its `tensors` are needed for conversions only.
+        reader: Reads them.
+        extents: FQN → where it lies.
+        targets: FQN → what feeds it; needed for conversions only.
+        cache_bytes: How much of converted targets to keep: those of one bucket, since its sections ask in turn.
+        checksums: Gets all bytes that are read.
+        threads: Run the reads. Default: one at a time.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        reader: FileReader,
+        extents: Mapping[str, Extents],
+        targets: Mapping[str, Target],
+        cache_bytes: int,
+        checksums: Checksums | None = None,
+        threads: ReadThreads | None = None,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._reader = reader
+        self._extents = extents
+        self._conversions = Conversions(targets, self._read_whole, cache_bytes)
+        self._checksums = checksums
+        self._threads = threads or ReadThreads(1)
+        self._remote = ["://" in file.path for file in checkpoint.files]
+
+    @classmethod
+    def of(
+        cls, checkpoint: Checkpoint, reader: FileReader, targets: Mapping[str, Target], cache_bytes: int
+    ) -> CheckpointSource:
+        """The source of targets that were matched in this process."""
+        extents = {fqn: extents_of(checkpoint, target) for fqn, target in targets.items()}
+        return cls(checkpoint, reader, extents, targets, cache_bytes)
+
+    @property
+    def num_bytes_read(self) -> int:
+        """See `ElementSource`."""
+        return self._reader.num_bytes_read
+
+    def read(self, requests: Iterable[Request]) -> None:
+        """See `ElementSource.read`; raises `CheckpointError` when a file cannot be read to the end."""
+        pieces: list[_Piece] = []
+        computed: dict[str, list[Request]] = {}
+        for request in requests:
+            extents = self._extents[request.fqn]
+            if extents is None:
+                computed.setdefault(request.fqn, []).append(request)
+                continue
+            for extent, start, stop in overlaps(extents, request.start, request.stop):
+                size = request.dtype.itemsize
+                memory = request.memory
+                if stop - start < request.stop - request.start:
+                    memory = memory[(start - request.start) * size : (stop - request.start) * size]
+                offset = extent.offset + (start - extent.start) * extent.dtype.itemsize
+                if extent.dtype == request.dtype:
+                    step = memory.nbytes if self._remote[extent.file] else PIECE_BYTES
+                    pieces += [
+                        (extent.file, offset + done, memory[done : done + step], extent)
+                        for done in range(0, memory.nbytes, step)
+                    ]
+                else:
+                    self._read_narrowing(extent, offset, torch.frombuffer(memory, dtype=request.dtype))
+        pieces.sort(key=lambda piece: piece[:2])
+        self._read_pieces(pieces)
+        for fqn, wanted in computed.items():  # one after the other: each is made once, however large
+            whole = self._conversions.whole(fqn)
+            for request in wanted:
+                torch.frombuffer(request.memory, dtype=request.dtype).copy_(whole[request.start : request.stop])
+
+    def read_elements(self, fqn: str, start: int, stop: int, out: torch.Tensor) -> None:
+        """Fill 1-D `out` with elements `start` to `stop` of `fqn`."""
+        self.read([Request(fqn, start, stop, out.dtype, as_memory(out))])
+
+    def _read_pieces(self, pieces: Sequence[_Piece]) -> None:
+        """Read sorted pieces: those that touch in one call, and several calls at once."""
+        jobs: list[Job] = []
+        ranges: list[Sequence[_Piece]] = []
+        num_bytes = 0
+        for file, found in self._ranges(pieces):
+            if ranges and (num_bytes >= JOB_BYTES or self._remote[file] or file != ranges[0][0][0]):
+                jobs.append(partial(self._read_ranges, ranges))
+                ranges, num_bytes = [], 0
+            ranges.append(found)
+            num_bytes += sum(piece[2].nbytes for piece in found)
+        if ranges:
+            jobs.append(partial(self._read_ranges, ranges))
+        self._threads.run(jobs)
+
+    def _ranges(self, pieces: Sequence[_Piece]) -> Iterator[tuple[int, Sequence[_Piece]]]:
+        """(file, pieces that lie close together in it), each up to `JOB_BYTES`."""
+        first = 0
+        while first < len(pieces):
+            file, start, memory, _ = pieces[first]
+            end, last = start + memory.nbytes, first + 1
+            gap = REMOTE_GAP_BYTES if self._remote[file] else LOCAL_GAP_BYTES
+            while last < len(pieces) and end - start < JOB_BYTES:
+                next_file, offset, memory, _ = pieces[last]
+                if next_file != file or not 0 <= offset - end <= gap:
+                    break
+                end = offset + memory.nbytes
+                last += 1
+            yield file, pieces[first:last]
+            first = last
+
+    def _read_ranges(self, ranges: Sequence[Sequence[_Piece]]) -> None:
+        """Read some ranges of one file."""
+        self._reader.read_ranges(ranges[0][0][0], [(pieces[0][1], _views(pieces)) for pieces in ranges])
+        if self._checksums is not None:
+            for _, offset, memory, extent in chain.from_iterable(ranges):
+                self._checksums.add(extent.key, offset - extent.key_offset, memory)
+
+    def _read_narrowing(self, extent: Extent, offset: int, out: torch.Tensor) -> None:
+        """Read elements that are wider in the file than on the wire."""
+        step = SCRATCH_BYTES // extent.dtype.itemsize
+        scratch = torch.empty(min(step, out.numel()), dtype=extent.dtype)
+        for done in range(0, out.numel(), step):
+            part = scratch[: min(step, out.numel() - done)]
+            first = offset + done * extent.dtype.itemsize
+            self._reader.read_into(extent.file, first, as_bytes(part))
+            if self._checksums is not None:
+                self._checksums.add(extent.key, first - extent.key_offset, as_memory(part))
+            out[done : done + part.numel()].copy_(part)
+
+    def _read_whole(self, key: str) -> torch.Tensor:
+        value = self._reader.read_tensor(self._checkpoint.tensors[key])
+        if self._checksums is not None:
+            self._checksums.add(key, 0, as_memory(value.reshape(-1)))
+        return value
+
+
+def _views(pieces: Sequence[_Piece]) -> list[memoryview]:
+    """The memory of pieces that lie close together in a file, and scratch for what lies between."""
+    views: list[memoryview] = []
+    end = pieces[0][1]
+    for _, offset, memory, _ in pieces:
+        if offset > end:
+            views.append(memoryview(bytearray(offset - end)))
+        views.append(memory)
+        end = offset + memory.nbytes
+    return views
+
+
+_start = attrgetter("start")
+
+
+def overlaps(extents: Sequence[Extent], start: int, stop: int) -> Iterable[tuple[Extent, int, int]]:
+    """The extents that elements `start` to `stop` lie in, and which elements lie in each."""
+    index = bisect_right(extents, start, key=_start) - 1
+    while start < stop:
+        extent = extents[index]
+        last = min(stop, extent.start + extent.num_elements)
+        yield extent, start, last
+        start = last
+        index += 1

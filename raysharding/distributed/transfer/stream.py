@@ -1,0 +1,289 @@
+"""The stream of a load: bucket by bucket, what this rank reads, gets, passes on and places.
+
+A reader's thread: fills the next bucket's buffer, and shards that nobody else needs, while messages travel.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from time import monotonic, perf_counter
+from types import TracebackType
+
+import torch
+
+from raysharding.distributed.comm import Pulse
+from raysharding.distributed.transfer.bucket_plan import Bucket, BucketPlan, Segment
+from raysharding.distributed.transfer.buffers import Slot
+from raysharding.distributed.transfer.local_shards import Placer
+from raysharding.distributed.transfer.memory import MemoryPeak
+from raysharding.distributed.transfer.sources import ElementSource, Request, as_memory
+from raysharding.distributed.transfer.transport import BucketTransport, Passage
+
+_LOOK_S = 1.0
+"""Time between two looks at whether a slow disk gives bytes."""
+
+
+class ReadAhead:
+    """The thread that fills the ring; a context manager that ends the thread.
+
+    After an error it goes on to hand out buckets, unread, until its rank stops: the others have receives for them.
+    """
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        source: ElementSource,
+        transport: BucketTransport,
+        placer: Placer,
+        slots: Sequence[Slot],
+        device: torch.device,
+    ) -> None:
+        self._plan = plan
+        self._source = source
+        self._transport = transport
+        self._placer = placer
+        self._slots = slots
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._free = threading.Semaphore(len(slots))
+        self._filled: queue.Queue[int] = queue.Queue()
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="raysharding-read-ahead", daemon=True)
+        self.error: Exception | None = None
+        self.read_s = 0.0
+
+    def __enter__(self) -> ReadAhead:
+        if self._stream is not None:
+            # Kernels that still write to the shards' memory come first.
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stopped = True
+        self._free.release()
+        # A read of a local file ends by itself; the bound is for a file system that hangs.
+        self._thread.join(timeout=5.0)
+        if self._stream is not None:
+            self._stream.synchronize()  # shards that are filled by this stream are complete
+
+    def next(self, timeout_s: float, reading: Callable[[int], None]) -> None:
+        """Wait until the next bucket was read, or given up.
+
+        Args:
+            timeout_s: Longest wait for a byte.
+            reading: Called now and then, while bytes come, with how many came since the wait began.
+
+        Raises:
+            TimeoutError: When nothing was read for `timeout_s`.
+        """
+        index = self._wait(timeout_s, reading)
+        copied = self._slots[index % len(self._slots)].copied
+        if copied is not None:
+            torch.cuda.current_stream().wait_event(copied)
+
+    def _wait(self, timeout_s: float, reading: Callable[[int], None]) -> int:
+        first = seen = self._source.num_bytes_read
+        since = monotonic()
+        while True:
+            try:
+                return self._filled.get(timeout=min(_LOOK_S, timeout_s))
+            except queue.Empty:
+                if (now := self._source.num_bytes_read) > seen:
+                    seen, since = now, monotonic()
+                    reading(seen - first)
+                elif monotonic() - since >= timeout_s:
+                    what = f"nothing was read for {timeout_s:.0f} s: the checkpoint's disk stalls"
+                    raise TimeoutError(what) from None
+
+    def release(self, index: int) -> None:
+        """Bucket `index` was sent and placed: its buffer may be filled again."""
+        if self._stream is not None:
+            # On NCCL a finished wait means queued behind, not done: the copy of the next bucket waits for this event.
+            slot = self._slots[index % len(self._slots)]
+            slot.sent = torch.cuda.Event()
+            slot.sent.record()
+        self._free.release()
+
+    def _run(self) -> None:
+        for index, bucket in enumerate(self._plan.buckets):
+            self._free.acquire()
+            if self._stopped:
+                return
+            started = perf_counter()
+            if self.error is None:
+                try:
+                    self._fill(index, bucket, self._slots[index % len(self._slots)])
+                except Exception as raised:  # noqa: BLE001 - handed to the streaming thread, which tells every rank
+                    self.error = raised
+            self.read_s += perf_counter() - started
+            self._filled.put(index)
+
+    def _fill(self, index: int, bucket: Bucket, slot: Slot) -> None:
+        if slot.copied is not None:
+            slot.copied.synchronize()  # the last copy to the device still reads this buffer
+        offsets = self._transport.offsets(index, bucket)
+        requests: list[Request] = []
+        staged: list[tuple[Segment, torch.Tensor]] = []
+        sent: list[slice] = []
+        for section in self._transport.reads(index, bucket):
+            first = offsets[section.shard_index]
+            alone = self._transport.is_alone(index, section)
+            if not alone:
+                sent.append(slice(first, first + section.num_bytes))
+            for segment in section.segments:
+                if alone and self._placer.lands(segment, "cpu"):
+                    requests.append(self._request(segment, as_memory(self._placer.values(segment))))
+                    continue
+                part = slice(first + segment.offset, first + segment.offset + segment.num_bytes)
+                requests.append(self._request(segment, slot.memory[part]))
+                if alone:
+                    staged.append((segment, slot.host[part]))
+        self._source.read(requests)
+        if self._stream is None:
+            self._place(staged)
+        else:
+            self._copy_to_device(self._stream, slot, sent, staged)
+
+    def _place(self, staged: Sequence[tuple[Segment, torch.Tensor]]) -> None:
+        for segment, data in staged:
+            self._placer.place(segment, data)
+
+    def _copy_to_device(
+        self,
+        stream: torch.cuda.Stream,
+        slot: Slot,
+        sent: Sequence[slice],
+        staged: Sequence[tuple[Segment, torch.Tensor]],
+    ) -> None:
+        with torch.cuda.stream(stream):
+            if slot.sent is not None:
+                stream.wait_event(slot.sent)
+            for part in sent:
+                slot.wire[part].copy_(slot.host[part], non_blocking=True)
+            self._place(staged)
+            slot.copied = torch.cuda.Event()
+            slot.copied.record(stream)
+
+    def _request(self, segment: Segment, memory: memoryview) -> Request:
+        planned = self._plan.tensors[segment.tensor]
+        return Request(planned.layout.fqn, segment.start, segment.stop, planned.wire_dtype, memory)
+
+
+BucketDone = Callable[[int], None]
+"""Called with a bucket's index when it was sent or placed."""
+BucketReading = Callable[[int, int], None]
+"""Called with a bucket's index while it is read for long, and how many bytes came."""
+
+
+@dataclass
+class StreamTimes:
+    """Where a rank's time went, in seconds."""
+
+    read_s: float = 0.0
+    """Reading files, in a thread."""
+    send_s: float = 0.0
+    """Starting and waiting for messages."""
+    place_s: float = 0.0
+    """Copying out of buffers into shards."""
+
+
+@dataclass
+class BucketStream:
+    """One load's stream on one rank. Every rank calls `run` once."""
+
+    plan: BucketPlan
+    transport: BucketTransport
+    placer: Placer
+    slots: Sequence[Slot]
+    device: torch.device
+    """Device of the messages: the mesh's."""
+    timeout_s: float
+    """Longest wait for one bucket."""
+    peak: MemoryPeak
+    """Looks at this process's memory after each bucket."""
+    done: BucketDone
+    reading: BucketReading
+    times: StreamTimes = field(default_factory=StreamTimes)
+
+    def run(self, source: ElementSource | None) -> Exception | None:
+        """Read, send, receive and place every bucket.
+
+        Args:
+            source: Where the bytes come from; `None` on a rank that reads nothing.
+
+        Returns:
+            This rank's own first error, after which it went on until all ranks agreed to stop, so that nobody was left
+            waiting for it.
+        """
+        with ExitStack() as stack:
+            ahead = None
+            if source is not None:
+                ahead = ReadAhead(self.plan, source, self.transport, self.placer, self.slots, self.device)
+                stack.enter_context(ahead)
+            try:
+                return self._run(ahead)
+            finally:
+                self.times.read_s = 0.0 if ahead is None else ahead.read_s
+
+    def _run(self, ahead: ReadAhead | None) -> Exception | None:
+        pulse = Pulse(len(self.plan.buckets), self.timeout_s)
+        error: Exception | None = None
+        for index in range(len(self.plan.buckets)):
+            error = self._finish(self._start(index, ahead), ahead, error)
+            self.peak.sample()
+            self.done(index)
+            if pulse.beat(index, failed=error is not None):
+                break
+        pulse.close()
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()  # offloaded shards are read by the host next
+        return error
+
+    def _start(self, index: int, ahead: ReadAhead | None) -> Passage:
+        if ahead is not None:
+            ahead.next(self.timeout_s, partial(self.reading, index))
+        passage = Passage(index, self.plan.buckets[index], self.slots[index % len(self.slots)].wire)
+        with self._sending():
+            self.transport.start(passage, self._landing)
+        return passage
+
+    def _finish(self, passage: Passage, ahead: ReadAhead | None, error: Exception | None) -> Exception | None:
+        with self._sending():
+            self.transport.arrive(passage, self._landing)
+        if ahead is not None:
+            error = error or ahead.error
+        if error is None:
+            error = self._place(passage)
+        with self._sending():
+            self.transport.release(passage)
+        if ahead is not None:
+            ahead.release(passage.index)
+        return error
+
+    @contextmanager
+    def _sending(self) -> Iterator[None]:
+        started = perf_counter()
+        yield
+        self.times.send_s += perf_counter() - started
+
+    def _landing(self, segment: Segment) -> torch.Tensor | None:
+        return self.placer.memory(segment) if self.placer.lands(segment, self.device.type) else None
+
+    def _place(self, passage: Passage) -> Exception | None:
+        """Copy what arrived into the shards; an error is returned, to be told when all ranks agree on the outcome."""
+        started = perf_counter()
+        try:
+            for found in self.transport.found(passage):
+                self.placer.place_section(found.section, found.memory, passage.landed)
+        except RuntimeError as error:  # out of memory, mostly
+            return error
+        finally:
+            self.times.place_s += perf_counter() - started
+        return None

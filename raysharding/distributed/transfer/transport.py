@@ -1,0 +1,246 @@
+"""How a bucket's sections get from their readers to the shards: messages along the routes, or one broadcast.
+
+Note: every rank does the same, bucket by bucket.
+    `start` starts a bucket's first messages, `arrive` waits for what comes in and passes it on, `release` waits until
+    nobody needs the buffer. All ranks call them for the same buckets in the same order, so that every message finds
+    its counterpart. A reader that fails sends what its buffer holds, and the ranks agree to stop (`Pulse`): a rank that
+    left early would hold the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from raysharding.distributed.transfer.bucket_plan import REPLICATED, Bucket, Section, Segment
+from raysharding.distributed.transfer.buffers import RING_SIZE
+from raysharding.distributed.transfer.routes import Routes
+from raysharding.distributed.transfer.shared_memory import SharedRings
+
+Landing = Callable[[Segment], torch.Tensor | None]
+"""Gives the uint8 memory into which a large segment may be received, or `None` if it must be staged."""
+
+
+@dataclass
+class Passage:
+    """One bucket on its way through this rank."""
+
+    index: int
+    """The bucket's index in the plan."""
+    bucket: Bucket
+    """What moves."""
+    buffer: torch.Tensor
+    """uint8: this rank's, for the sections that it reads for others or receives."""
+    incoming: list[dist.Work] = field(default_factory=list)
+    """Messages to this rank."""
+    outgoing: list[dist.Work] = field(default_factory=list)
+    """Messages out of `buffer` and out of shards."""
+    landed: set[tuple[int, int]] = field(default_factory=set)
+    """(tensor, start) of the segments that were received straight into the shard."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A section that has arrived."""
+
+    section: Section
+    """The section."""
+    memory: torch.Tensor
+    """uint8 [section bytes]."""
+
+
+class Scatter:
+    """Point-to-point messages along the routes: each rank gets only the sections that it needs.
+
+    Wire: each section once to each holder but its reader. Ranks that map the reader's ring are told when a bucket is
+    there, read their sections, and answer when they have, all in shared memory.
+    """
+
+    def __init__(self, routes: Routes, rings: SharedRings, timeout_s: float) -> None:
+        self.routes = routes
+        self._rank = routes.shards.rank
+        self._rings = rings
+        self._timeout_s = timeout_s
+        self.wire_bytes = 0
+        self.shared_bytes = 0
+
+    def offsets(self, index: int, bucket: Bucket) -> dict[int, int]:
+        """Shard index → first byte of the section in this rank's buffer."""
+        return self.routes.offsets(index, bucket, self._rank)
+
+    def reads(self, index: int, bucket: Bucket) -> list[Section]:
+        """The sections that this rank reads."""
+        return [item for item in bucket.sections if self.routes.path(index, item.shard_index)[0] == self._rank]
+
+    def is_alone(self, index: int, section: Section) -> bool:
+        """Whether nobody but its reader needs a section."""
+        return len(self.routes.path(index, section.shard_index)) == 1
+
+    def start(self, passage: Passage, landing: Landing) -> None:
+        """Start the messages between a bucket's readers and those who are next to them."""
+        self._start_hop(passage, 0, landing)
+        if self._served_by_me(passage):
+            self._rings.rings[self._rank].signals.post(0, passage.index + 1)
+
+    def arrive(self, passage: Passage, landing: Landing) -> None:
+        """Wait for this rank's sections and pass on those that go further."""
+        self._wait(passage.incoming)
+        for reader in self._serve_me(passage):
+            ring = self._rings.rings[reader]
+            ring.signals.wait(0, passage.index + 1, self._timeout_s, ring.reader_pid)
+        longest = max(len(self._chain(passage, section)) for section in passage.bucket.sections)
+        for hop in range(1, longest - 1):
+            passage.incoming = []
+            self._start_hop(passage, hop, landing)
+            self._wait(passage.incoming)
+
+    def found(self, passage: Passage) -> Iterator[Found]:
+        """What this rank holds of the sections that travelled, once `arrive` returned."""
+        bucket, index = passage.bucket, passage.index
+        held = (self.routes.shards.shard_index, REPLICATED)
+        own = self.routes.offsets(index, bucket, self._rank)
+        theirs: dict[int, dict[int, int]] = {}
+        for section in self.routes.travelling(index, bucket, self._rank):
+            if section.shard_index not in held:
+                continue  # read for others
+            memory, offset = passage.buffer, own[section.shard_index]
+            if self._rank in self.routes.served(index, section.shard_index):
+                reader = self.routes.path(index, section.shard_index)[0]
+                if reader not in theirs:
+                    theirs[reader] = self.routes.offsets(index, bucket, reader)
+                memory = self._rings.rings[reader].slots[index % RING_SIZE]
+                offset = theirs[reader][section.shard_index]
+                self.shared_bytes += section.num_bytes
+            yield Found(section, memory[offset : offset + section.num_bytes])
+
+    def release(self, passage: Passage) -> None:
+        """The bucket was placed: tell the readers whose rings this rank read; wait until nobody needs the buffer."""
+        for reader in self._serve_me(passage):
+            self._rings.rings[reader].signals.post(1 + self._rank, passage.index + 1)
+        self._wait(passage.outgoing)
+        for peer in self._served_by_me(passage):
+            signals = self._rings.rings[self._rank].signals
+            signals.wait(1 + peer, passage.index + 1, self._timeout_s, self._rings.pids[peer])
+
+    def _chain(self, passage: Passage, section: Section) -> tuple[int, ...]:
+        return self.routes.chain(passage.index, section.shard_index)
+
+    def _served_by_me(self, passage: Passage) -> list[int]:
+        """Ranks that take a section of this bucket out of this rank's ring."""
+        reads = self.reads(passage.index, passage.bucket)
+        return sorted({peer for item in reads for peer in self.routes.served(passage.index, item.shard_index)})
+
+    def _serve_me(self, passage: Passage) -> list[int]:
+        """Ranks out of whose rings this rank takes a section of this bucket."""
+        index = passage.index
+        mine = [item.shard_index for item in self.routes.travelling(index, passage.bucket, self._rank)]
+        return sorted({self.routes.path(index, i)[0] for i in mine if self._rank in self.routes.served(index, i)})
+
+    def _start_hop(self, passage: Passage, hop: int, landing: Landing) -> None:
+        """Start the messages from each chain's rank number `hop` to the next one."""
+        sends, receives = [], []
+        offsets = self.offsets(passage.index, passage.bucket)
+        for section in self.routes.travelling(passage.index, passage.bucket, self._rank):
+            chain = self._chain(passage, section)
+            if len(chain) <= hop + 1 or self._rank not in chain[hop : hop + 2]:
+                continue
+            sends_it = chain[hop] == self._rank
+            peer = chain[hop + 1] if sends_it else chain[hop]
+            memory = passage.buffer[offsets[section.shard_index] :]
+            for offset, length, segment in section.messages:
+                piece = memory[offset : offset + length]
+                if segment is not None and (not sends_it or (segment.tensor, segment.start) in passage.landed):
+                    piece = self._land(passage, segment, landing, piece)
+                if sends_it:
+                    sends.append(dist.P2POp(dist.isend, piece, peer))
+                    self.wire_bytes += length
+                else:
+                    receives.append(dist.P2POp(dist.irecv, piece, peer))
+        # One batch a hop: on NCCL, messages with several peers outside of a batch would wait for each other.
+        works = _start(receives + sends)
+        if len(works) == len(receives) + len(sends):
+            passage.incoming += works[: len(receives)]
+            passage.outgoing += works[len(receives) :]
+        else:  # NCCL gives one handle for all
+            passage.incoming += works
+
+    @staticmethod
+    def _land(passage: Passage, segment: Segment, landing: Landing, staged: torch.Tensor) -> torch.Tensor:
+        """The shard's own memory for a segment that comes in, or that did and goes further; else the buffer's."""
+        memory = landing(segment)
+        if memory is None:
+            return staged
+        passage.landed.add((segment.tensor, segment.start))
+        return memory
+
+    def _wait(self, works: Sequence[dist.Work]) -> None:
+        """Wait for messages, at most the time-out: a peer that stops cannot hold this rank for ever."""
+        for work in works:
+            work.wait(timedelta(seconds=self._timeout_s))
+
+
+class Broadcast:
+    """One broadcast a bucket: every rank is sent everything and keeps its part.
+
+    Wire: W − 1 times the checkpoint on gloo (its broadcast sends to each rank). Same calls as `Scatter`.
+    """
+
+    def __init__(self, routes: Routes, timeout_s: float) -> None:
+        self.routes = routes
+        self._timeout = timedelta(seconds=timeout_s)
+        self.wire_bytes = 0
+        self.shared_bytes = 0
+
+    def offsets(self, index: int, bucket: Bucket) -> dict[int, int]:
+        """As `Scatter.offsets`: the bucket's own, since it travels whole."""
+        return {section.shard_index: section.offset for section in bucket.sections}
+
+    def reads(self, index: int, bucket: Bucket) -> list[Section]:
+        """As `Scatter.reads`: all sections on the bucket's reader."""
+        return list(bucket.sections) if self._reader(index) == self.routes.shards.rank else []
+
+    def is_alone(self, index: int, section: Section) -> bool:
+        """As `Scatter.is_alone`: never, every section passes through the buffer."""
+        return False
+
+    def start(self, passage: Passage, landing: Landing) -> None:
+        """Start a bucket's broadcast."""
+        whole = passage.buffer[: passage.bucket.num_bytes]
+        reader = self._reader(passage.index)
+        if reader == self.routes.shards.rank:
+            self.wire_bytes += whole.numel() * (self.routes.shards.world_size - 1)
+        # Every rank enters for every bucket, also after a failed read: a rank that left early would hold the others.
+        work = dist.broadcast(whole, src=reader, async_op=True)
+        passage.incoming += [work] if work is not None else []
+
+    def arrive(self, passage: Passage, landing: Landing) -> None:
+        """Wait for the broadcast, at most the time-out, so that a stopped peer cannot hold this rank."""
+        for work in passage.incoming:
+            work.wait(self._timeout)
+
+    def found(self, passage: Passage) -> Iterator[Found]:
+        """As `Scatter.found`."""
+        held = (self.routes.shards.shard_index, REPLICATED)
+        for section in passage.bucket.sections:
+            if section.shard_index in held:
+                yield Found(section, passage.buffer[section.offset :][: section.num_bytes])
+
+    def release(self, passage: Passage) -> None:
+        """Nothing: `arrive` has waited."""
+
+    def _reader(self, index: int) -> int:
+        readers = self.routes.readers if index < self.routes.num_ranged else (0,)
+        return readers[index % len(readers)]
+
+
+BucketTransport = Scatter | Broadcast
+
+
+def _start(ops: list[Any]) -> list[dist.Work]:
+    works: list[dist.Work] = dist.batch_isend_irecv(ops) if ops else []
+    return works

@@ -1,0 +1,46 @@
+"""What the caller holds: calls, results, checks of inputs, interrupts, saves in the background, progress."""
+
+from raysharding.group.calls.background_saves import Asking, PendingSaves
+from raysharding.group.calls.call import Call, Collect, Handle, Sent, blocking, driver_handle, handle
+from raysharding.group.calls.input_checks import check_batches
+from raysharding.group.calls.interrupts import HeldInterrupts, PutOffInterrupts, Stopping, UndoneByInterrupt
+from raysharding.group.calls.model_files import BegunSave, ModelFiles
+from raysharding.group.calls.progress import ProgressOption, follow, is_shown
+from raysharding.group.calls.results import (
+    FullStateDict,
+    LastValue,
+    collect_all,
+    collect_generated,
+    collect_outputs,
+    collect_rank0,
+    collect_returns,
+)
+
+__all__ = [
+    "Asking",
+    "BegunSave",
+    "Call",
+    "Collect",
+    "FullStateDict",
+    "Handle",
+    "HeldInterrupts",
+    "LastValue",
+    "ModelFiles",
+    "PendingSaves",
+    "ProgressOption",
+    "PutOffInterrupts",
+    "Sent",
+    "Stopping",
+    "UndoneByInterrupt",
+    "blocking",
+    "check_batches",
+    "collect_all",
+    "collect_generated",
+    "collect_outputs",
+    "collect_rank0",
+    "collect_returns",
+    "driver_handle",
+    "follow",
+    "handle",
+    "is_shown",
+]

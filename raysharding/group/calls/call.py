@@ -1,0 +1,391 @@
+"""`Call`: a running or finished call of all ranks; `Handle`: a group method that blocks, or returns a `Call`.
+
+Decorators that make a method a `Handle` (`handle`, `driver_handle`); and `blocking`, for one that only waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial, wraps
+from types import MethodType
+from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, Self, TypeAlias, TypeVar, overload
+
+import ray
+
+from raysharding.errors import CallTimeoutError, GroupError
+from raysharding.group.calls.interrupts import HeldInterrupts, Interruptible
+from raysharding.group.cluster import refuse_in_fork
+from raysharding.group.rpc import Packed, refuse_to_wait
+
+P = ParamSpec("P")
+
+
+Sent: TypeAlias = Packed | ray.ObjectRef | None
+"""A rank's result: a small one itself, a large one's place in the object store."""
+
+
+def fetched(sent: Sent, timeout_s: float) -> Any:
+    """Bring a rank's result to this process, where it is not here yet.
+
+    Raises:
+        ray.exceptions.RayError: It is lost, or did not arrive within `timeout_s`.
+    """
+    if not isinstance(sent, ray.ObjectRef):
+        return sent
+    if not ray.is_initialized():
+        raise ray.exceptions.RaySystemError("Ray was shut down")  # to ask it would start another one
+    return ray.get(sent, timeout=timeout_s)
+
+
+def _as_sent(_: int, value: Any) -> Any:
+    return value
+
+
+@dataclass(frozen=True)
+class Collect:
+    """How what the ranks sent becomes what the caller gets. Runs in the thread that asks."""
+
+    join: Callable[[Call], Any]
+    """Makes the result of the whole call."""
+    own: Callable[[int, Any], Any] = _as_sent
+    """Makes one rank's part, given the rank and what it sent: for `per_rank()` and `stream()`."""
+
+
+class Call:
+    """A call that all ranks run together, in the order in which the group's calls were submitted.
+
+    A failure is raised by `result()`, `per_rank()`, `stream()` and `await`, each time the same error. As long as the
+    `Call` lives, results over 48 KiB stay in Ray's object store until they are asked for, smaller ones in the driver.
+    """
+
+    def __init__(
+        self, name: str, world_size: int, collect: Collect, fetch_s: float, group: Interruptible | None = None
+    ) -> None:
+        """Made by the group.
+
+        Args:
+            name: The method, for errors and `repr`.
+            world_size: Number of ranks.
+            collect: Turns the ranks' values into the result.
+            fetch_s: Longest wait for one rank's value to cross from the object store.
+            group: What Ctrl-C stops while the main thread waits; `None`: Ctrl-C only ends the wait.
+        """
+        self.name = name
+        self._group = group
+        self._world_size = world_size
+        self._collect = collect
+        self._fetch_s = fetch_s
+        self._changed = threading.Condition()
+        self._order: list[int] = []
+        self._sent: dict[int, Sent] = {}
+        self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._collecting = threading.Lock()
+        self._collected: list[Any] = []
+        self._owner: object = None
+        self.progress: tuple[int, int] = (0, 0)
+
+    @classmethod
+    def in_thread(cls, name: str, fn: Callable[[], Any]) -> Call:
+        """Run something of the driver's own on a thread: it is no part of the ranks' queue, so it need not wait there.
+
+        Args:
+            name: The method, for errors and `repr`.
+            fn: What to run; bounded by its own deadlines. Its value is the result.
+        """
+        values: list[Any] = []
+        call = cls(name, 0, Collect(lambda _: values[0]), 0.0)
+
+        def run() -> None:
+            try:
+                values.append(fn())
+            except BaseException as error:  # noqa: BLE001 - raised by result(), which would wait for ever without it
+                call.end(error)
+            else:
+                call.end(None)
+
+        threading.Thread(target=run, name=f"raysharding-{name}", daemon=True).start()
+        return call
+
+    def result(self, timeout_s: float | None = None) -> Any:
+        """Wait for all ranks and return the result.
+
+        Args:
+            timeout_s: How long this thread waits. The call goes on after that. Default: until the call ends, which
+                its own deadline (`Timeouts`) bounds.
+
+        Raises:
+            TimeoutError: `timeout_s` passed; the call still runs.
+            GroupError: Ranks failed; see the class. Or the call runs, and this is a callback of `when_done`.
+            CallCancelledError: Ctrl-C or `group.interrupt()` took the call out of the queue.
+            KeyboardInterrupt: In the main thread, once the running call has ended: the calls behind it are cancelled,
+                the group is READY. A second Ctrl-C meanwhile stops the ranks: the group is BROKEN.
+        """
+        self._wait(timeout_s)
+        with self._collecting:
+            if not self._collected:
+                self._collected.append(self._collect.join(self))
+        return self._collected[0]
+
+    def per_rank(self, timeout_s: float | None = None) -> list[Any]:
+        """Wait for all ranks and return each one's own part of the result, by rank.
+
+        `None` from a rank that sent nothing: one that had no rows, or that `out=` left out.
+
+        Args:
+            timeout_s: As for `result`.
+
+        Raises:
+            TimeoutError: As for `result`.
+            GroupError: As for `result`.
+        """
+        self._wait(timeout_s)
+        return [self._collect.own(rank, value) for rank, value in enumerate(self.values())]
+
+    def stream(self, timeout_s: float | None = None) -> Iterator[tuple[int, Any]]:
+        """Yield `(rank, value)` as the ranks finish, the values as `per_rank` gives them.
+
+        Args:
+            timeout_s: How long to wait in all.
+
+        Raises:
+            TimeoutError: As for `result`.
+            GroupError: As for `result`; values of ranks that finished before come first.
+        """
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        for index in range(self._world_size):
+            self._refuse_to_wait()
+            # Not around the yield: there it is the caller's code that runs.
+            ended = self._end_here()
+            with HeldInterrupts(self._group), self._changed:
+                left = None if until is None else max(0.0, until - time.monotonic())
+                if not self._changed.wait_for(lambda: len(self._order) > index or ended.done(), left):  # noqa: B023
+                    raise self._too_slow(timeout_s)
+                rank = self._order[index] if len(self._order) > index else None
+            if rank is None:
+                ended.result()
+                return
+            yield rank, self._collect.own(rank, self.value(rank))
+        self._wait(None if until is None else max(0.0, until - time.monotonic()))
+
+    def done(self) -> bool:
+        """Whether all ranks have finished, or the call has failed."""
+        return self._end_here().done()
+
+    def succeeded(self) -> bool:
+        """Whether the call has ended, and well."""
+        return self.done() and self._ended.exception() is None
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait at most `timeout_s` for the call to end, well or not; return `done()`."""
+        self._refuse_to_wait()
+        concurrent.futures.wait([self._end_here()], timeout_s)
+        return self.done()
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._await().__await__()
+
+    async def _await(self) -> Any:
+        # Shielded: cancelling the task that waits must not mark the ranks' call as ended.
+        await asyncio.shield(asyncio.wrap_future(self._end_here()))
+        return await asyncio.get_running_loop().run_in_executor(None, self.result)
+
+    def __repr__(self) -> str:
+        if not self._ended.done():
+            state = f"running, {len(self._order)} of {self._world_size} ranks finished"
+        else:
+            error = self._ended.exception()
+            state = "finished" if error is None else f"failed: {type(error).__name__}"
+        return f"<Call {self.name}: {state}>"
+
+    def value(self, rank: int) -> Any:
+        """Fetch what one rank sent, once that rank has finished.
+
+        Raises:
+            GroupError: The value was lost with the node that held it, or cannot be unpickled in this process.
+            CallTimeoutError: It did not arrive within `Timeouts.call_s`.
+        """
+        try:
+            packed = fetched(self._sent[rank], self._fetch_s)
+        except ray.exceptions.GetTimeoutError as error:
+            message = f"the result of {self.name} on rank {rank} did not arrive within {self._fetch_s:g} s"
+            raise CallTimeoutError(message) from error
+        except (ray.exceptions.RayError, ValueError) as error:  # `ValueError`: of a Ray that was shut down before this
+            raise GroupError(f"the result of {self.name} on rank {rank} is lost: {error}") from error
+        if not isinstance(packed, Packed):
+            return packed
+        try:
+            return packed.unpack()
+        except Exception as error:  # a value's own code may raise anything: this is the boundary
+            what = f"the result of {self.name} on rank {rank} cannot be unpickled on the driver"
+            cure = "return tensors, numbers, strings or containers of them"
+            raise GroupError(f"{what}: {type(error).__name__}: {error}; {cure}") from error
+
+    def values(self) -> list[Any]:
+        """Fetch what every rank sent, by rank, once the call has ended; see `value`."""
+        return [self.value(rank) for rank in range(self._world_size)]
+
+    def sent(self) -> Sequence[Sent]:
+        """What the ranks sent, by rank, once the call has ended; nothing is fetched."""
+        return [self._sent[rank] for rank in range(self._world_size)]
+
+    def keep_alive(self, owner: object) -> Self:
+        """Hold the group until the call ends: a group that nobody holds is shut down, and its calls with it."""
+        with self._changed:
+            if not self._ended.done():
+                self._owner = owner
+        return self
+
+    def when_done(self, fn: Callable[[Call], None]) -> None:
+        """Run `fn` with this call when it has ended, well or not, on the thread that ends it; at once where it has.
+
+        That thread runs all calls of the group: `fn` must be quick. It may use this call's result and begin calls by
+        `.remote(...)`; what would wait there raises a `GroupError`, but `group.shutdown()` begins and returns. What
+        `fn` raises is logged (`concurrent.futures`).
+        """
+        self._ended.add_done_callback(lambda _: fn(self))
+
+    def rank_finished(self, rank: int, sent: Sent) -> None:
+        """Supervision: a rank's part has succeeded."""
+        with self._changed:
+            self._sent[rank] = sent
+            self._order.append(rank)
+            self._changed.notify_all()
+
+    def end(self, error: BaseException | None) -> None:
+        """Supervision: the whole call has ended."""
+        with self._changed:
+            if error is None:
+                self._ended.set_result(None)
+            else:
+                self._ended.set_exception(error)
+            # Let go at the end of this method, not under the lock: it may have been the last to hold the group.
+            owner, self._owner = self._owner, None
+            self._changed.notify_all()
+        del owner
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Call cannot leave its driver process; send its result()")
+
+    def _refuse_to_wait(self) -> None:
+        if not self.done():
+            refuse_to_wait(f"the result of {self.name}, which has not ended")
+
+    def _wait(self, timeout_s: float | None) -> None:
+        self._refuse_to_wait()
+        with HeldInterrupts(self._group):
+            try:
+                error = self._end_here().exception(timeout_s)
+            except concurrent.futures.TimeoutError:
+                raise self._too_slow(timeout_s) from None
+            if error is not None:
+                raise error
+
+    def _end_here(self) -> concurrent.futures.Future[None]:
+        """Return what ends with the call, unless this is a forked child, where nothing ends it."""
+        refuse_in_fork(self.name)
+        return self._ended
+
+    def _too_slow(self, timeout_s: float | None) -> TimeoutError:
+        return TimeoutError(f"{self.name} has not finished after {timeout_s:g} s; it still runs: ask again, or wait")
+
+
+class Handle(Generic[P]):
+    """A method of the group, run by all ranks: `group.x(...)` blocks, `group.x.remote(...)` returns a `Call`."""
+
+    def __init__(self, submit: Callable[P, Call], run: Callable[P, Any] | None = None) -> None:
+        """Made by the decorators of `call.py`.
+
+        Args:
+            submit: Begins the call.
+            run: Runs it in the calling thread, in place of waiting for what `submit` began.
+        """
+        self._submit = submit
+        self._run = run
+        self.__doc__ = (run or submit).__doc__
+        self.__name__ = getattr(run or submit, "__name__", "call")
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+        """Run on all ranks and return the result."""
+        if self._run is not None:
+            return self._run(*args, **kwargs)
+        refuse_to_wait(f"{self.__name__}()")
+        return self._submit(*args, **kwargs).result()
+
+    def remote(self, *args: P.args, **kwargs: P.kwargs) -> Call:
+        """Submit to all ranks and return a `Call` without waiting for them.
+
+        Arguments are copied now: later changes do not reach the ranks. It waits only while the arguments of the calls
+        in the queue weigh more than 256 MiB, until an earlier call has begun. The group lives at least until the call
+        has ended.
+        """
+        return self._submit(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<Handle {self.__name__}: call it, or .remote(...) for a Call>"
+
+
+T = TypeVar("T")
+
+
+def blocking(method: Callable[P, T]) -> Callable[P, T]:
+    """Have a method that is no `handle` refuse to wait on a supervision thread, as those do."""
+
+    @wraps(method)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        refuse_to_wait(f"{method.__name__}()")
+        return method(*args, **kwargs)
+
+    return checked
+
+
+class handle(Generic[P]):
+    """Descriptor: `instance.method` is a `Handle` that blocks when called, with `.remote(...)` beside it."""
+
+    def __init__(self, submit: Callable[Concatenate[Any, P], Call]) -> None:
+        self._submit = submit
+        self.__doc__ = submit.__doc__
+        self.__name__ = submit.__name__
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> Self: ...
+
+    @overload
+    def __get__(self, instance: object, owner: type) -> Handle[P]: ...
+
+    def __get__(self, instance: object | None, owner: type) -> Self | Handle[P]:
+        if instance is None:
+            return self
+        return Handle(MethodType(self._submit, instance))
+
+
+class driver_handle(Generic[P]):
+    """Descriptor, for what is no part of the ranks' queue: `.remote(...)` runs it on a thread, a plain call does not.
+
+    So the plain call works while the interpreter ends, when Python starts no threads any more.
+    """
+
+    def __init__(self, run: Callable[Concatenate[Any, P], Any]) -> None:
+        self._run = run
+        self.__doc__ = run.__doc__
+        self.__name__ = run.__name__
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> Self: ...
+
+    @overload
+    def __get__(self, instance: object, owner: type) -> Handle[P]: ...
+
+    def __get__(self, instance: object | None, owner: type) -> Self | Handle[P]:
+        if instance is None:
+            return self
+        run = MethodType(self._run, instance)
+
+        def submit(*args: P.args, **kwargs: P.kwargs) -> Call:
+            return Call.in_thread(self.__name__, partial(run, *args, **kwargs))
+
+        return Handle(submit, run)

@@ -1,0 +1,123 @@
+"""From what the ranks sent to what the caller gets: one collector for each kind of result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+import torch
+
+from raysharding.batch import Out, PerRank
+from raysharding.errors import GroupError
+from raysharding.group.calls.call import Call, Collect, Sent, fetched
+from raysharding.group.rpc import Packed
+from raysharding.outputs import RankOutput, select_output
+
+collect_all = Collect(lambda call: call.values())
+"""What each rank sent, by rank."""
+collect_rank0 = Collect(lambda call: call.value(0))
+"""What rank 0 sent."""
+
+
+def collect_outputs(out: Out | None, rows: Sequence[int], dim: int) -> Collect:
+    """Join the ranks' outputs of a forward; rows and dim as in `RankBatch`."""
+    if out is not None and out.kind == "refs":
+        return _collect_refs(rows)
+    return Collect(lambda call: select_output(out, call.values(), rows, dim), _own_output)
+
+
+def collect_generated(out: Out | None, rows: Sequence[int]) -> Collect:
+    """Join the ranks' token ids; several sequences of a row follow each other, as in one process."""
+    if out is not None and out.kind == "refs":
+        return _collect_refs(rows)
+
+    def join(call: Call) -> Any:
+        ids = select_output(out, call.values(), rows, 0)
+        return PerRank([_flat(one) for one in ids]) if isinstance(ids, PerRank) else _flat(ids)
+
+    return Collect(join, lambda rank, sent: _flat(_own_output(rank, sent)))
+
+
+def _flat(ids: Any) -> Any:
+    return ids.flatten(0, 1) if isinstance(ids, torch.Tensor) and ids.ndim == 3 else ids
+
+
+def collect_returns(out: Out | None, rows: Sequence[int]) -> Collect:
+    """Give back what the user's function returned on the ranks: a list, unless `out` says otherwise.
+
+    Raises:
+        ValueError: `Out.gather()`: nobody knows which of the returned values are rows.
+    """
+    kind = None if out is None else out.kind
+    if kind == "gather":
+        raise ValueError(
+            "out=Out.gather(): what fn returns is not gathered; leave out= out for a list by rank, and torch.cat it"
+        )
+    if kind == "refs":
+        return _collect_refs(rows)
+    if kind == "rank0":
+        return collect_rank0
+    if kind == "none":
+        return Collect(lambda _: None)
+    return Collect(lambda call: call.values() if kind is None else PerRank(call.values()))
+
+
+def _collect_refs(rows: Sequence[int]) -> Collect:
+    """References to what the ranks with rows sent; `ray.get` gives the values."""
+
+    def join(call: Call) -> PerRank:
+        return PerRank([None if rows and not rows[rank] else ref for rank, ref in enumerate(call.sent())])
+
+    return Collect(join)
+
+
+def _own_output(_: int, sent: RankOutput) -> Any:
+    return sent.value
+
+
+class LastValue:
+    """Of a command in steps, what rank 0 sent with the last."""
+
+    def __init__(self) -> None:
+        """Nothing came yet."""
+        self._sent: Sent = None
+
+    def keep(self, sent: Sent) -> None:
+        """Take the next value."""
+        self._sent = sent
+
+    def collect(self, call: Call) -> Any:
+        """Return the last."""
+        assert isinstance(self._sent, Packed), "small values come as they are"
+        return self._sent.unpack()
+
+
+class FullStateDict:
+    """Full tensors, kept on the driver bucket by bucket as rank 0 sends them."""
+
+    def __init__(self, fetch_s: float) -> None:
+        """Empty.
+
+        Args:
+            fetch_s: Longest wait for one bucket to cross from the object store.
+        """
+        self._fetch_s = fetch_s
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._lost: GroupError | None = None
+
+    def keep(self, sent: Sent) -> None:
+        """Take the next bucket."""
+        try:
+            packed = fetched(sent, self._fetch_s)
+        except ray.exceptions.RayError as error:
+            self._lost = GroupError(f"a bucket of the state dict did not reach the driver: {error}")
+            return
+        if packed is not None:
+            self._tensors.update(packed.unpack())
+
+    def collect(self, call: Call) -> dict[str, torch.Tensor]:
+        """Return the whole of it."""
+        if self._lost is not None:
+            raise self._lost
+        return self._tensors

@@ -1,0 +1,22 @@
+"""The driver's part of a run over data: steps, saves, restarts, callbacks, the report."""
+
+from raysharding.group.fit.callbacks import MLflow, RayGauges, TensorBoard, WeightsAndBiases
+from raysharding.group.fit.datasets import Given, given
+from raysharding.group.fit.lock import FitLock
+from raysharding.group.fit.report import FitReport, FitStep
+from raysharding.group.fit.run import Callback, FitOptions, FitRun
+
+__all__ = [
+    "Callback",
+    "FitLock",
+    "FitOptions",
+    "FitReport",
+    "FitRun",
+    "FitStep",
+    "Given",
+    "MLflow",
+    "RayGauges",
+    "TensorBoard",
+    "WeightsAndBiases",
+    "given",
+]

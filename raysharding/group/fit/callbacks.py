@@ -1,0 +1,119 @@
+"""Callbacks of `fit` that log to trackers by their own clients, and to the metrics of Ray's dashboard."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from ray.util.metrics import Gauge
+
+from raysharding.group.fit.report import FitStep
+
+
+def figures(step: FitStep) -> dict[str, float]:
+    """What is logged of a step: its metrics, unless it was skipped, its epoch, and the rates."""
+    rates = {"epoch": float(step.epoch), "rows_per_s": step.rows_per_s}
+    if step.num_tokens:
+        rates["tokens_per_s"] = step.tokens_per_s
+    return rates if step.is_skipped else {**step.metrics, **rates}
+
+
+class RayGauges:
+    """Gauges `raysharding_fit_<name>`, tagged with the group's name, which Ray exports and its dashboard can chart.
+
+    `fit` has one of its own.
+    """
+
+    def __init__(self, group: str) -> None:
+        """Set nothing yet.
+
+        Args:
+            group: Value of the tag `group`.
+        """
+        self._tags = {"group": group}
+        self._gauges: dict[str, Gauge] = {}
+
+    def __call__(self, step: FitStep) -> None:
+        """Set the gauges."""
+        for name, value in {**figures(step), "step": float(step.num_steps)}.items():
+            if name not in self._gauges:
+                described = f"{name} of a raysharding run, after its last step"
+                self._gauges[name] = Gauge(f"raysharding_fit_{name}", described, tag_keys=("group",))
+            self._gauges[name].set(value, tags=self._tags)
+
+
+class TensorBoard:
+    """Writes scalars for TensorBoard: `pip install tensorboard`."""
+
+    def __init__(self, log_dir: str | os.PathLike[str]) -> None:
+        """Open the log.
+
+        Args:
+            log_dir: Directory, on the driver.
+
+        Raises:
+            ImportError: tensorboard is not installed.
+        """
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(os.fspath(log_dir))
+
+    def __call__(self, step: FitStep) -> None:
+        """Write a step."""
+        for name, value in figures(step).items():
+            self._writer.add_scalar(name, value, step.num_steps)
+
+    def close(self) -> None:
+        """Put the log on the disk."""
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """Logs to Weights & Biases: `pip install wandb`."""
+
+    def __init__(self, **options: Any) -> None:
+        """Begin a run.
+
+        Args:
+            **options: Of `wandb.init`: `project=`, `name=`, `mode="offline"`, ...
+
+        Raises:
+            ImportError: wandb is not installed.
+        """
+        import wandb
+
+        self._run: Any = wandb.init(**options)
+
+    def __call__(self, step: FitStep) -> None:
+        """Log a step."""
+        self._run.log(figures(step), step=step.num_steps)
+
+    def close(self) -> None:
+        """End the run."""
+        self._run.finish()
+
+
+class MLflow:
+    """Logs to MLflow: `pip install mlflow-skinny`."""
+
+    def __init__(self, **options: Any) -> None:
+        """Begin a run, at the tracking server that MLflow is set to.
+
+        Args:
+            **options: Of `mlflow.start_run`: `run_name=`, `experiment_id=`, ...
+
+        Raises:
+            ImportError: mlflow is not installed.
+        """
+        import mlflow
+
+        self._mlflow: Any = mlflow
+        self._run: Any = mlflow.start_run(**options)
+
+    def __call__(self, step: FitStep) -> None:
+        """Log a step."""
+        self._mlflow.log_metrics(figures(step), step=step.num_steps, run_id=self._run.info.run_id)
+
+    def close(self) -> None:
+        """End the run."""
+        self._mlflow.end_run()

@@ -1,0 +1,29 @@
+"""From a spec to loaded ranks: find the checkpoint, plan memory, start actors, check nodes, load."""
+
+from raysharding.group.launch.doctor import diagnose
+from raysharding.group.launch.find_checkpoint import anchored
+from raysharding.group.launch.launch import launch, rendezvous
+from raysharding.group.launch.memory_plan import GroupPlan, plan_group
+from raysharding.group.launch.preflight import Preflight, PreflightReport
+from raysharding.group.launch.record import GroupRecord, Launched, keep_record, update_record
+from raysharding.group.launch.spec import GroupSpec, check_optimizer
+from raysharding.group.launch.start_actors import Started, start_in_place_of
+
+__all__ = [
+    "GroupPlan",
+    "GroupRecord",
+    "GroupSpec",
+    "Launched",
+    "Preflight",
+    "PreflightReport",
+    "Started",
+    "anchored",
+    "check_optimizer",
+    "diagnose",
+    "keep_record",
+    "launch",
+    "plan_group",
+    "rendezvous",
+    "start_in_place_of",
+    "update_record",
+]

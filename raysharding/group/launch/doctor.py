@@ -1,0 +1,97 @@
+"""`diagnose`: the preflight of a whole cluster, by small actors of its own on every node; `raysharding doctor`."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raysharding.config import Placement, Timeouts
+from raysharding.errors import PreflightError, RayshardingError
+from raysharding.group.actors import CONCURRENCY_GROUPS, ActorInfo, RankActor
+from raysharding.group.cluster import Lifetime, connect
+from raysharding.group.launch.launch import rendezvous
+from raysharding.group.launch.preflight import Finding, Preflight, PreflightReport
+from raysharding.group.launch.start_actors import Started, number_actors
+from raysharding.group.supervision import Channel, Supervisor
+
+_TIMEOUTS = Timeouts(start_s=60.0, rendezvous_s=30.0, call_s=120.0)
+
+
+def diagnose(address: str | None = None) -> PreflightReport:
+    """Check versions, interfaces, links, free memory and exposure of every node; reserves nothing, leaves nothing.
+
+    One process without a GPU is started on each node, two on a node that is alone; they meet in a gloo process group,
+    as CPU ranks do. (The NCCL of a group on GPUs is checked by the group's own preflight.)
+
+    Args:
+        address: The cluster. Default: the one that `ray.init()` finds or starts; one that is joined here is left again.
+
+    Raises:
+        PlacementError: The cluster does not answer.
+    """
+    was_connected = ray.is_initialized()
+    connect(address)
+    try:
+        return _diagnose()
+    finally:
+        if not was_connected:
+            ray.shutdown()
+
+
+def _diagnose() -> PreflightReport:
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    chosen = nodes * 2 if len(nodes) == 1 else nodes
+    actors = [_start(node["NodeID"]) for node in chosen]
+    started, findings = _await(actors, [node["NodeManagerAddress"] for node in chosen])
+    if not started.members:
+        return PreflightReport((), None, tuple(findings), 0.0)
+    # It kills the actors, whatever happens; there is no placement group to give back.
+    supervisor = Supervisor(f"doctor {secrets.token_hex(3)}", started.members, _TIMEOUTS, lambda: None, Lifetime())
+    preflight = Preflight(Channel(started.members, supervisor, _TIMEOUTS, 1 << 20), thorough=True)
+    preflight.add(findings)
+    try:
+        supervisor.open_lines()
+        preflight.nodes(with_gpus=True)
+        rendezvous(preflight.channel, started, Placement())
+        preflight.link()
+    except PreflightError as error:
+        preflight.add(_not_yet_told(preflight, error))
+    except RayshardingError as error:
+        preflight.add([Finding(True, "link", str(error))])
+    finally:
+        supervisor.shutdown()
+    return preflight.report()
+
+
+def _not_yet_told(preflight: Preflight, error: PreflightError) -> list[Finding]:
+    """What an error says that is no finding of the report yet."""
+    if preflight.report().errors:
+        return []
+    return [Finding(True, "link", str(error))]
+
+
+def _start(node_id: str) -> Any:
+    remote = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(RankActor)
+    here = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    return remote.options(num_cpus=0, max_restarts=0, max_task_retries=0, scheduling_strategy=here).remote()
+
+
+def _await(actors: Sequence[Any], addresses: Sequence[str]) -> tuple[Started, list[Finding]]:
+    """Wait until the actors have told where they run; those that do not are killed, and become findings."""
+    refs = [actor.probe.remote(None) for actor in actors]
+    ray.wait(refs, num_returns=len(refs), timeout=_TIMEOUTS.start_s)
+    answered: dict[int, ActorInfo] = {}
+    findings = []
+    for index, (actor, ref, address) in enumerate(zip(actors, refs, addresses, strict=True)):
+        try:
+            answered[index] = ray.get(ref, timeout=0)
+        except ray.exceptions.RayError as error:
+            ray.kill(actor, no_restart=True)
+            late = isinstance(error, ray.exceptions.GetTimeoutError)
+            why = f"did not start within {_TIMEOUTS.start_s:g} s" if late else f"could not start: {error}"
+            findings.append(Finding(True, "node", f"node {address}: a process without resources {why}"))
+    return number_actors([actors[index] for index in answered], list(answered.values()), "cpu", Lifetime()), findings

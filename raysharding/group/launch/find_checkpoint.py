@@ -1,0 +1,199 @@
+"""What a group is made of: a checkpoint, or LoRA adapters and the checkpoint that they name as their base.
+
+Open a checkpoint where its files are: on the driver, or on the first node of the cluster that sees them.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raysharding.checkpoint import Checkpoint, open_checkpoint
+from raysharding.errors import CheckpointError, RayshardingError
+from raysharding.group.launch.spec import GroupSpec
+from raysharding.models import Adapted
+
+
+def local_path(checkpoint: str) -> str | None:
+    """Return the path in the file system that a checkpoint names, `None` for a remote URI."""
+    if "://" not in checkpoint:
+        return os.path.abspath(checkpoint)
+    parts = urlsplit(checkpoint)
+    return unquote(parts.path) if parts.scheme == "file" else None
+
+
+def anchored(checkpoint: str) -> str:
+    """Return a path that means the same wherever the program goes: absolute, or the URI that it is."""
+    return checkpoint if "://" in checkpoint else os.path.abspath(checkpoint)
+
+
+def open_here(checkpoint: str) -> Checkpoint | None:
+    """Open a checkpoint in this process; `None` where this machine does not see the path.
+
+    Raises:
+        CheckpointError: It is not valid, or of a kind that is not supported.
+    """
+    path = local_path(checkpoint)
+    return open_checkpoint(checkpoint) if path is None or _is_there(path) else None
+
+
+def _is_there(path: str) -> bool:
+    """Whether there is something at a path; the mount point of what is mounted on other nodes is an empty directory."""
+    try:
+        return bool(os.listdir(path))
+    except NotADirectoryError:
+        return True
+    except OSError:
+        return os.path.exists(path)  # a directory that may not be read: opening it says so
+
+
+def open_on_a_node(checkpoint: str, start_s: float) -> Checkpoint:
+    """Open a checkpoint on the first node of the cluster that sees its path.
+
+    Args:
+        checkpoint: A local path or `file://` URI.
+        start_s: Deadline for the nodes' answers.
+
+    Raises:
+        CheckpointError: No node sees it, or it is not valid.
+    """
+    path = local_path(checkpoint)
+    assert path is not None, "a remote URI is opened on the driver"
+    nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+    task = ray.remote(num_cpus=0, max_retries=0)(_open_if_there)
+    refs = {
+        task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(path): address
+        for node_id, address in nodes.items()
+    }
+    found, silent = first_answer(refs, start_s)
+    if isinstance(found, RayshardingError):
+        raise found
+    if found is not None:
+        return Checkpoint.from_json(found)
+    asked = ", ".join(address for address in nodes.values() if address not in silent) or "none"
+    unheard = "".join(f"; no answer from {address}: {why}" for address, why in silent.items())
+    raise CheckpointError(
+        f"no such file or directory, or an empty one, on the driver and on every node (asked: {asked}){unheard}",
+        path=checkpoint,
+    )
+
+
+def first_answer(refs: Mapping[Any, str], timeout_s: float) -> tuple[Any, dict[str, str]]:
+    """Return the first node's answer that is not `None`, and of the nodes that gave none: address → why.
+
+    Args:
+        refs: Ray reference → node's address.
+        timeout_s: Deadline for all of them.
+    """
+    until = time.monotonic() + timeout_s
+    pending, silent = list(refs), dict[str, str]()
+    while pending:
+        ready, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, until - time.monotonic()))
+        if not ready:
+            break
+        try:
+            answer = ray.get(ready[0])
+        except ray.exceptions.RayError as error:
+            said = str(error).strip() or type(error).__name__
+            silent[refs[ready[0]]] = said.splitlines()[-1]  # of a remote traceback, the error itself
+            continue
+        if answer is not None:
+            _cancel(pending)
+            return answer, silent
+    _cancel(pending)
+    return None, silent | {refs[ref]: f"none within {timeout_s:g} s" for ref in pending}
+
+
+def _cancel(refs: Sequence[Any]) -> None:
+    for ref in refs:
+        ray.cancel(ref, force=True)
+
+
+def _open_if_there(path: str) -> bytes | RayshardingError | None:
+    """Runs on one node: the opened checkpoint, the error in it, or `None` where the node does not see it."""
+    if not _is_there(path):
+        return None
+    try:
+        return open_checkpoint(path).to_json()
+    except RayshardingError as error:
+        return error
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What a group is made of."""
+
+    model: Any
+    """What the ranks build: as the user gave it, or an `Adapted`."""
+    base: Checkpoint
+    """The checkpoint that it is built for."""
+    adapters: Checkpoint | None
+    """What is loaded after it; `None` where the base is all."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes to load."""
+        return self.base.num_bytes + (0 if self.adapters is None else self.adapters.num_bytes)
+
+
+def opened_here(spec: GroupSpec) -> Opened | None:
+    """Open it in this process; `None` where this machine does not see all of it.
+
+    Raises:
+        CheckpointError: It is not valid, or adapters name no base that can be opened.
+        ValueError: The adapters in the files are others than `peft_config` says.
+    """
+    return _opened(spec, open_here)
+
+
+def opened_on_a_node(spec: GroupSpec, start_s: float) -> Opened:
+    """Open it on the first node of the cluster that sees its path; as `opened_here`.
+
+    Args:
+        spec: What was asked for.
+        start_s: Deadline for the nodes' answers.
+    """
+    opened = _opened(spec, lambda path: open_here(path) or open_on_a_node(path, start_s))
+    assert opened is not None, "what no node sees is an error"
+    return opened
+
+
+def opened_without_cluster(spec: GroupSpec) -> Opened:
+    """Open it in this process, which is the only one that could; as `opened_here`."""
+    opened = _opened(spec, open_checkpoint)
+    assert opened is not None, "what is not seen is an error"
+    return opened
+
+
+def _opened(spec: GroupSpec, open_one: Callable[[str], Checkpoint | None]) -> Opened | None:
+    given = open_one(spec.checkpoint)
+    if given is None:
+        return None
+    if given.adapter is None:
+        model = spec.model
+        if isinstance(model, Adapted):
+            model = replace(model, base=anchored(spec.checkpoint))
+        return Opened(model, given, None)
+    adapted = Adapted.of_files(spec.model, given)
+    base = adapted.base or given.adapter.get("base_model_name_or_path")
+    how = "give the base's path and peft_config=LoraConfig.from_pretrained(adapters), then group.load(adapters)"
+    if not isinstance(base, str) or not base or "\0" in base:
+        what = f"adapter_config.json names no base model (base_model_name_or_path={base!r}): {how}"
+        raise CheckpointError(what, path=given.path)
+    try:
+        found = open_one(base)
+    except CheckpointError as error:
+        error.add_note(f"raysharding: {given.path} names this as the base model; if it is elsewhere now, {how}")
+        raise
+    if found is None:
+        return None
+    if found.adapter is not None:
+        raise CheckpointError(f"names {base} as its base model, which holds adapters, too: {how}", path=given.path)
+    return Opened(replace(adapted, base=anchored(base)), found, given)

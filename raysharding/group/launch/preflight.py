@@ -1,0 +1,341 @@
+"""Preflight: what is wrong with nodes and links, found out before bytes move.
+
+Note: what is checked when.
+    Every `from_checkpoint`: versions and interfaces, which each rank's process tells in one round of calls; an
+    all-reduce of one number; free memory against what the shards and the load need, which the ranks know once the
+    module is built on meta. Together a few ms. Where the group spans several nodes also: a broadcast of 64 MB, since
+    there a wrong interface or a slow link hurts (0.1 s at 10 Gbit/s, nothing beside the load), and Ray's
+    authentication, since there others may reach its ports. `raysharding doctor` checks all of it on all nodes.
+
+`Preflight`: asks the ranks of one group, and gathers what they say into a report.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import ray
+
+from raysharding.distributed.comm import LinkTimes
+from raysharding.distributed.footprint import MemoryNeed
+from raysharding.errors import CallTimeoutError, PreflightError
+from raysharding.group.calls import collect_all
+from raysharding.group.cluster import NodeFacts, size, text_table, versions_here
+from raysharding.group.ranks import RankInfo
+from raysharding.group.supervision import Channel
+
+Subject = Literal["versions", "interface", "link", "memory", "security", "node"]
+MUST_AGREE = ("python", "torch", "raysharding")
+"""What runs on every rank as one program; the others only read files or carry messages."""
+BROADCAST_BYTES = 64_000_000
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong."""
+
+    is_error: bool
+    """Whether the group cannot work like this; else it is a warning."""
+    subject: Subject
+    """What was checked."""
+    message: str
+    """Which nodes, which values, and what to do."""
+
+    def __str__(self) -> str:
+        return f"{'error' if self.is_error else 'warning'}: {self.subject}: {self.message}"
+
+
+@dataclass(frozen=True)
+class PreflightReport:
+    """What a preflight saw."""
+
+    nodes: tuple[NodeFacts, ...]
+    """One for each node, by what its first rank said."""
+    link: LinkTimes | None
+    """The slowest rank's times; `None` where the ranks did not come that far."""
+    findings: tuple[Finding, ...]
+    """Errors first."""
+    seconds: float
+    """Time that the checks took."""
+
+    @property
+    def errors(self) -> tuple[Finding, ...]:
+        """Findings with which a group cannot work."""
+        return tuple(finding for finding in self.findings if finding.is_error)
+
+    @property
+    def warnings(self) -> tuple[Finding, ...]:
+        """The other findings."""
+        return tuple(finding for finding in self.findings if not finding.is_error)
+
+    def raise_if_wrong(self) -> None:
+        """Raise what was found, all of it at once.
+
+        Raises:
+            PreflightError: There are errors; warnings are listed too.
+        """
+        if self.errors:
+            message = f"preflight found {len(self.errors)} errors; from_checkpoint(preflight=False) tries all the same:"
+            raise PreflightError(message, problems=[str(finding) for finding in self.findings])
+
+    def __repr__(self) -> str:
+        header = ("node", *_shown(self.nodes), "interface", "free memory", "gpus")
+        rows = [
+            (
+                node.node_ip,
+                *(node.versions.get(name, "-") for name in _shown(self.nodes)),
+                node.chosen_interface or node.interface or "none",
+                size(node.available_bytes),
+                str(len(node.gpu_free_bytes)),
+            )
+            for node in self.nodes
+        ]
+        found = [str(finding) for finding in self.findings] or ["nothing is wrong"]
+        return "\n".join([text_table(header, rows), _link_line(self.link), *found])
+
+
+def _shown(nodes: Sequence[NodeFacts]) -> list[str]:
+    return list(dict.fromkeys(name for node in nodes for name in node.versions))
+
+
+def _link_line(link: LinkTimes | None) -> str:
+    if link is None:
+        return "link: not measured"
+    rate = link.bytes_per_s
+    broadcast = "" if rate is None else f", broadcast of {size(link.broadcast_bytes)} at {size(int(rate))}/s"
+    return f"link: all-reduce {link.latency_s * 1e3:.2f} ms{broadcast}"
+
+
+def errors_first(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    """Sort findings for a report."""
+    return tuple(sorted(findings, key=lambda finding: not finding.is_error))
+
+
+def check_versions(driver: Mapping[str, str], nodes: Sequence[NodeFacts]) -> list[Finding]:
+    """Compare the driver's versions and the nodes'.
+
+    A build (`+cpu`, `+cu128`) is no version: the driver needs no GPU, so may run another one.
+    """
+    found = []
+    names = dict.fromkeys(name for versions in (driver, *(node.versions for node in nodes)) for name in versions)
+    for name in names:
+        holders: dict[str, list[str]] = {}
+        for where, versions in [("the driver", driver), *((node.node_ip, node.versions) for node in nodes)]:
+            version = versions.get(name, "absent")
+            seen = holders.setdefault(_release(name, version), [])
+            if where not in seen:
+                seen.append(where)
+        if len(holders) > 1:
+            told = "; ".join(f"{version} on {', '.join(where)}" for version, where in holders.items())
+            cure = "install one version everywhere, for example by Placement(runtime_env={'pip': [...]})"
+            found.append(Finding(name in MUST_AGREE, "versions", f"{name} differs: {told}; {cure}"))
+    return found
+
+
+def _release(name: str, version: str) -> str:
+    # Pickled functions hold byte code, which changes with the minor version of Python and not with the micro one.
+    return ".".join(version.split(".")[:2]) if name == "python" else version.partition("+")[0]
+
+
+def check_interfaces(nodes: Sequence[NodeFacts]) -> list[Finding]:
+    """Say on which node the ranks' messages would take a way that leads to no other node."""
+    if len({node.node_ip for node in nodes}) < 2:
+        return []
+    found = []
+    for node in nodes:
+        name = node.chosen_interface or node.interface
+        owner = f"node {node.node_ip}"
+        if node.chosen_interface is not None and _is_loopback_name(node.chosen_interface):
+            cure = "unset GLOO_SOCKET_IFNAME there, or name the interface that the other nodes reach"
+            found.append(_unreachable(f"{owner}: GLOO_SOCKET_IFNAME={name} is the loopback interface", cure))
+        elif ipaddress.ip_address(node.node_ip).is_loopback or (name is not None and _is_loopback_name(name)):
+            cure = "start Ray there with --node-ip-address=<address that the others reach>"
+            found.append(_unreachable(f"{owner}: its address is the loopback interface's ({name or 'lo'})", cure))
+        elif name is None:
+            cure = "set GLOO_SOCKET_IFNAME there, or start Ray with an address of one of its interfaces"
+            found.append(_unreachable(f"{owner}: no network interface owns that address", cure))
+    return found
+
+
+def _is_loopback_name(interface: str) -> bool:
+    return interface.split(",")[0].strip() == "lo"
+
+
+def _unreachable(what: str, cure: str) -> Finding:
+    return Finding(True, "interface", f"{what}, which no other node of the group can reach: {cure}")
+
+
+def check_security(nodes: Sequence[NodeFacts], dashboard: str) -> list[Finding]:
+    """Say whom Ray itself would let in: without a token, whoever reaches its ports can run code.
+
+    Args:
+        nodes: What they said.
+        dashboard: From `dashboard_url`.
+    """
+    found = []
+    open_nodes = [node.node_ip for node in nodes if not node.has_token_auth]
+    if open_nodes:
+        cure = (
+            "on every node run `ray get-auth-token --generate` once (and copy ~/.ray/auth_token), export "
+            "RAY_AUTH_MODE=token, and start the cluster anew"
+        )
+        where = ", ".join(dict.fromkeys(open_nodes))
+        found.append(Finding(False, "security", f"Ray runs without token authentication on {where}: {cure}"))
+    if open_nodes and dashboard and not _is_loopback_host(dashboard.rpartition(":")[0]):
+        what = f"the dashboard at {dashboard} takes jobs from whoever reaches it"
+        cure = "use a token, or start Ray with --dashboard-host=127.0.0.1 (the default)"
+        found.append(Finding(False, "security", f"{what}: {cure}"))
+    return found
+
+
+def dashboard_url() -> str:
+    """host:port of the cluster's dashboard, empty where none runs."""
+    url: str | None = ray._private.worker.get_dashboard_url()
+    return (url or "").rpartition("://")[2].rstrip("/")
+
+
+def _is_loopback_host(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+LINK_S = 60.0
+"""Longest time of the link's check. 64 MB take it at 10 Mbit/s, where a load takes days."""
+_MEMORY_TRIES = 3
+_MEMORY_PAUSE_S = 1.0
+
+_log = logging.getLogger("raysharding")
+
+
+class Preflight:
+    """The checks of one group's nodes and links, in the order in which they become possible."""
+
+    def __init__(self, channel: Channel, *, thorough: bool = False) -> None:
+        """Check nothing yet.
+
+        Args:
+            channel: The way to the ranks.
+            thorough: Also on one node what only matters between several.
+        """
+        self.channel = channel
+        self._thorough = thorough or len({info.node_id for info in channel.ranks}) > 1
+        self._nodes: list[NodeFacts] = []
+        self._findings: list[Finding] = []
+        self._link: LinkTimes | None = None
+        self._seconds = 0.0
+
+    def nodes(self, *, with_gpus: bool = False) -> None:
+        """Compare what the ranks' processes see of their nodes; before they meet.
+
+        Raises:
+            PreflightError: They cannot work together; lists everything.
+        """
+        begun = time.monotonic()
+        ranks = self.channel.ranks
+        arguments = [(info.node_ip, with_gpus) for info in ranks]
+        call = self.channel.submit_each(
+            "look", arguments, deadline_s=self.channel.timeouts.start_s, collect=collect_all
+        )
+        facts: list[NodeFacts] = call.result()
+        first_of_node = {info.node_id: info.rank for info in reversed(ranks)}
+        self._nodes = [facts[rank] for rank in sorted(first_of_node.values())]
+        self._findings += [*check_versions(versions_here(), facts), *check_interfaces(self._nodes)]
+        if self._thorough:
+            self._findings += check_security(self._nodes, dashboard_url())
+        self._seconds += time.monotonic() - begun
+        self.report().raise_if_wrong()
+
+    def link(self) -> None:
+        """Time small all-reduces, and between nodes a broadcast; once the ranks have met.
+
+        Raises:
+            PreflightError: Not done within 60 s; says what each rank was doing.
+        """
+        begun = time.monotonic()
+        num_bytes = BROADCAST_BYTES if self._thorough else 0
+        arguments = [(num_bytes,)] * len(self.channel.ranks)
+        call = self.channel.submit_each("check_link", arguments, deadline_s=LINK_S, collect=collect_all)
+        try:
+            times: list[LinkTimes] = call.result()
+        except CallTimeoutError as error:
+            message = f"the ranks met, but a small all-reduce{' and a broadcast' * bool(num_bytes)} did not end"
+            found = [str(failure) for _, failure in sorted(error.failures.items())]
+            raise PreflightError(f"{message} within {LINK_S:g} s: {error.message}", problems=found) from error
+        self._link = max(times, key=lambda one: (one.broadcast_s, one.latency_s))
+        self._seconds += time.monotonic() - begun
+
+    def memory(self, optimizer: Callable[..., Any] | None) -> None:
+        """Compare free memory with what shards and load need; once the module is on meta.
+
+        Raises:
+            PreflightError: A node's host memory, or a rank's GPU memory, is too small.
+        """
+        begun = time.monotonic()
+        findings: list[Finding] = []
+        for attempt in range(_MEMORY_TRIES):
+            if attempt:
+                time.sleep(_MEMORY_PAUSE_S)  # what a group before this one held may be on its way back
+            arguments = [(optimizer,)] * len(self.channel.ranks)
+            deadline_s = self.channel.timeouts.start_s
+            call = self.channel.submit_each("memory_need", arguments, deadline_s=deadline_s, collect=collect_all)
+            findings = list(check_memory(self.channel.ranks, call.result()))
+            if not any(finding.is_error for finding in findings):
+                break
+        self._findings += findings
+        self._seconds += time.monotonic() - begun
+        self.report().raise_if_wrong()
+
+    def add(self, findings: Iterable[Finding]) -> None:
+        """Add what others found."""
+        self._findings += findings
+
+    def report(self) -> PreflightReport:
+        """What was found so far."""
+        return PreflightReport(tuple(self._nodes), self._link, errors_first(self._findings), self._seconds)
+
+    def finish(self) -> PreflightReport:
+        """The report of a group that is about to load; its warnings are logged."""
+        report = self.report()
+        for finding in report.warnings:
+            _log.warning("preflight: %s: %s", finding.subject, finding.message)
+        return report
+
+
+def check_memory(ranks: Sequence[RankInfo], needs: Sequence[MemoryNeed]) -> Iterable[Finding]:
+    """Compare need and have: host memory node by node, GPU memory rank by rank.
+
+    Args:
+        ranks: By rank.
+        needs: By rank.
+    """
+    nodes: dict[str, list[int]] = {}
+    for info in ranks:
+        nodes.setdefault(info.node_id, []).append(info.rank)
+    for members in nodes.values():
+        free = min(needs[rank].host_free_bytes for rank in members)
+        load = sum(needs[rank].host_bytes for rank in members)
+        training = sum(needs[rank].host_training_bytes for rank in members)
+        named = f"ranks {', '.join(map(str, members))} on node {ranks[members[0]].node_ip}"
+        cure = "spread the ranks over more nodes, or load in a narrower dtype"
+        yield from _short(f"host memory of {named}", load, training, free, cure)
+    for info, need in zip(ranks, needs, strict=True):
+        if need.device_free_bytes is not None:
+            named = f"GPU memory of rank {info.rank} ({info.device} of node {info.node_ip})"
+            cure = "use more ranks, or Sharding(cpu_offload=True), or end what else uses the GPU"
+            yield from _short(named, need.device_bytes, need.device_training_bytes, need.device_free_bytes, cure)
+
+
+def _short(what: str, load: int, training: int, free: int, cure: str) -> Iterable[Finding]:
+    if load > free:
+        amounts = f"{size(load)} are needed for shards and load, {size(free)} are free"
+        yield Finding(True, "memory", f"{what}: {amounts}: short by {size(load - free)}; {cure}")
+    elif load + training > free:
+        amounts = f"{size(load + training)} are needed with gradients and optimizer state, {size(free)} are free"
+        yield Finding(False, "memory", f"{what}: {amounts}: a train step may run out of memory; {cure}")

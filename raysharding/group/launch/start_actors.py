@@ -1,0 +1,232 @@
+"""From a reservation to members: start one actor per bundle, ask where each runs, and number them."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from raysharding.config import Placement
+from raysharding.errors import CallTimeoutError, CheckpointError, FailureKind, GroupError, RankFailure
+from raysharding.group.actors import CONCURRENCY_GROUPS, ActorInfo, RankActor
+from raysharding.group.cluster import Lifetime, Reservation, name_taken, tell
+from raysharding.group.launch.find_checkpoint import local_path
+from raysharding.group.launch.spec import GroupSpec
+from raysharding.group.ranks import Member, RankInfo
+
+_PID = re.compile(r"\bpid: (\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The group's actors, numbered."""
+
+    members: tuple[Member, ...]
+    """By rank."""
+    visible_gpus: tuple[str, ...]
+    """By rank: CUDA_VISIBLE_DEVICES of its node, all of the group's GPUs there; empty for CPU ranks."""
+
+
+def start_actors(
+    reservation: Reservation,
+    world_size: int,
+    device_type: str,
+    placement: Placement,
+    start_s: float,
+    checkpoint_path: str | None,
+    lifetime: Lifetime,
+) -> Started:
+    """Start one actor in each bundle and number them.
+
+    Args:
+        reservation: A ready placement group.
+        world_size: Number of ranks.
+        device_type: `cuda` or `cpu`.
+        placement: CPUs and runtime environment of a rank.
+        start_s: Deadline for all actors to answer.
+        checkpoint_path: Local path that rank 0's node must see, `None` where any node will do.
+        lifetime: What the actors hang on.
+
+    Raises:
+        ValueError: A name that is taken.
+        GroupError: An actor died while it started.
+        CallTimeoutError: Actors did not answer in time.
+        CheckpointError: No actor's node sees the path.
+    """
+    actors: list[Any] = []
+    try:
+        # One by one: those before the one that fails must be stopped.
+        actors.extend(_start(reservation, bundle, device_type, placement, lifetime) for bundle in range(world_size))
+        infos = probe(actors, start_s, checkpoint_path, reservation.node_ip)
+        if not any(info.sees_checkpoint for info in infos):
+            nodes = ", ".join(sorted({info.node_ip for info in infos}))
+            raise CheckpointError(f"not visible on the nodes of the ranks: {nodes}", path=checkpoint_path)
+        return number_actors(actors, infos, device_type, lifetime)
+    except BaseException:
+        for actor in actors:
+            ray.kill(actor, no_restart=True)
+        raise
+
+
+def start_in_place_of(
+    members: Sequence[Member], lost: Collection[int], reservation: Reservation, spec: GroupSpec
+) -> dict[int, Member]:
+    """Start actors in the bundles of CPU ranks that are gone; see `start_actors`. Bundles may lie on other nodes now.
+
+    Args:
+        members: All ranks of before.
+        lost: Those that are gone.
+        reservation: Theirs.
+        spec: What the group was asked to be.
+
+    Returns:
+        Lost rank → its new member.
+    """
+    ranks, lifetime = sorted(lost), spec.lifetime
+    bundles = [members[rank].bundle for rank in ranks]
+    actors: list[Any] = []
+    try:
+        actors.extend(_start(reservation, bundle, "cpu", spec.placement, lifetime) for bundle in bundles)
+        path = local_path(spec.checkpoint)
+        infos = probe(actors, spec.timeouts.start_s, path, lambda index: reservation.node_ip(bundles[index]), ranks)
+    except BaseException:
+        for actor in actors:
+            ray.kill(actor, no_restart=True)
+        raise
+    if ranks[0] == 0 and not infos[0].sees_checkpoint:
+        tell(f"rank 0 is on {infos[0].node_ip} now, where {path} is not: a save leaves out what is not weights")
+    taken = {(one.info.node_id, one.info.local_rank) for one in members if one.info.rank not in lost}
+    found = {}
+    for rank, bundle, actor, info in zip(ranks, bundles, actors, infos, strict=True):
+        local_rank = next(number for number in count() if (info.node_id, number) not in taken)
+        taken.add((info.node_id, local_rank))
+        described = RankInfo(rank, info.node_id, info.node_ip, info.pid, local_rank, "cpu")
+        found[rank] = _member(described, actor, info, bundle, lifetime)
+    return found
+
+
+def _member(described: RankInfo, actor: Any, info: ActorInfo, bundle: int, lifetime: Lifetime) -> Member:
+    name = lifetime.actor_name(bundle)
+    return Member(described, actor, info.stacks_descriptor, info.log_paths, name, bundle)
+
+
+def _start(reservation: Reservation, bundle: int, device_type: str, placement: Placement, lifetime: Lifetime) -> Any:
+    environment = dict(placement.runtime_env or {})
+    if device_type == "cuda":
+        # Every rank of a node sees all of the group's GPUs there: NCCL between processes that see one GPU each is
+        # slow or hangs on NVSwitch machines. Ray must not mask them; `RankCommands.join` sets the group's own mask.
+        variables = {**environment.get("env_vars", {}), "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+        environment["env_vars"] = variables
+    remote = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(RankActor)
+    options: dict[str, Any] = {
+        "num_cpus": reservation.need.get("CPU", 0),
+        "num_gpus": reservation.need.get("GPU", 0),
+        "max_restarts": 0,
+        "max_task_retries": 0,
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(
+            reservation.placement_group, placement_group_bundle_index=bundle
+        ),
+    }
+    if environment:
+        options["runtime_env"] = environment
+    try:
+        return remote.options(**options, **lifetime.actor_options(bundle)).remote(
+            lifetime.first_lease_s, reservation.is_ours
+        )
+    except ray.exceptions.ActorAlreadyExistsError as error:
+        raise name_taken(str(lifetime.name)) from error
+
+
+def probe(
+    actors: Sequence[Any],
+    start_s: float,
+    checkpoint_path: str | None,
+    node_ip: Callable[[int], str],
+    numbers: Sequence[int] | None = None,
+) -> list[ActorInfo]:
+    """Ask every actor where it runs, once it has started; see `start_actors`.
+
+    Args:
+        actors: By bundle.
+        start_s: Deadline for all of them.
+        checkpoint_path: See `start_actors`.
+        node_ip: Says where an actor's bundle lies: one that did not start cannot.
+        numbers: What an error calls the actors: their ranks, where they have any. Default: 0, 1, ...
+
+    Raises:
+        GroupError: An actor died while it started.
+        CallTimeoutError: Actors did not answer in time.
+    """
+    until = time.monotonic() + start_s
+    numbers = range(len(actors)) if numbers is None else numbers
+    refs = [actor.probe.remote(checkpoint_path) for actor in actors]
+    infos: dict[int, ActorInfo] = {}
+    pending = list(refs)
+    while pending:
+        # As they come: a death must not wait for an actor before it that hangs.
+        ready, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, until - time.monotonic()))
+        if not ready:
+            message = f"{len(actors)} actors did not all start within {start_s:g} s; raise Timeouts.start_s"
+            indexes = [refs.index(ref) for ref in pending]
+            absent = [_failed(numbers[one], node_ip(one), "hung", "", "does not answer yet") for one in indexes]
+            late = {one.rank: one for one in absent}
+            raise CallTimeoutError(message, primary=next(iter(late.values())), failures=late)
+        index = refs.index(ready[0])
+        try:
+            infos[index] = ray.get(ready[0])
+        except ray.exceptions.RayError as error:
+            failed = _failed(numbers[index], node_ip(index), "died", type(error).__name__, str(error))
+            raise GroupError("an actor could not start", primary=failed, failures={failed.rank: failed}) from error
+    return [infos[index] for index in range(len(actors))]
+
+
+def _failed(number: int, node_ip: str, kind: FailureKind, error_type: str, message: str) -> RankFailure:
+    """Describe an actor that did not start; where ranks are numbered later, by its bundle's number."""
+    told = _PID.search(message)  # Ray knows it where there was a process
+    return RankFailure(number, node_ip, int(told[1]) if told else 0, kind, "start", error_type, message)
+
+
+def rank_order(infos: Sequence[ActorInfo], driver_node: str) -> list[int]:
+    """Return actor indexes in rank order: by node, then GPU; bundles themselves are in no order.
+
+    Args:
+        infos: By actor.
+        driver_node: Ray's id of the driver's node, which comes first among those that see the checkpoint.
+    """
+    seeing = {info.node_id for info in infos if info.sees_checkpoint}
+
+    def place(index: int) -> tuple[Any, ...]:
+        info = infos[index]
+        gpus = _gpu_order(info.gpu_ids)
+        return info.node_id not in seeing, info.node_id != driver_node, info.node_ip, info.node_id, gpus, index
+
+    return sorted(range(len(infos)), key=place)
+
+
+def number_actors(actors: Sequence[Any], infos: Sequence[ActorInfo], device_type: str, lifetime: Lifetime) -> Started:
+    """Number the actors by `rank_order`."""
+    members: list[Member] = []
+    gpus: dict[str, list[str]] = {}
+    taken: Counter[str] = Counter()
+    for rank, index in enumerate(rank_order(infos, ray.get_runtime_context().get_node_id())):
+        info, local_rank = infos[index], taken[infos[index].node_id]
+        taken[info.node_id] += 1
+        gpus.setdefault(info.node_id, []).extend(info.gpu_ids)
+        device = f"cuda:{local_rank}" if device_type == "cuda" else "cpu"
+        described = RankInfo(rank, info.node_id, info.node_ip, info.pid, local_rank, device)
+        members.append(_member(described, actors[index], info, index, lifetime))
+    is_cuda = device_type == "cuda"
+    visible = tuple(",".join(gpus[member.info.node_id]) if is_cuda else "" for member in members)
+    return Started(tuple(members), visible)
+
+
+def _gpu_order(gpu_ids: Sequence[str]) -> tuple[Any, ...]:
+    """GPUs by number; those that carry a UUID instead come after, by name."""
+    return tuple((not gpu.isdigit(), int(gpu) if gpu.isdigit() else 0, gpu) for gpu in gpu_ids)

@@ -1,0 +1,331 @@
+"""What travels to a rank for one command: a frame over its line, and over Ray what is too large for a frame.
+
+How a rank's part of a call ended, as typed data: what a rank tells the driver instead of raising through Ray.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import ray
+import torch.distributed as dist
+from ray import cloudpickle
+
+from raysharding.errors import GroupTakenOverError, RayshardingError, said
+from raysharding.group.rpc.packing import Packed
+
+Mode = Literal["train", "eval"] | None
+"""Mode of the modules in a call; `None`: the call's own default."""
+
+
+def taken_over(name: str) -> GroupTakenOverError:
+    """Build the error of an earlier driver's calls."""
+    return GroupTakenOverError(
+        f"{name} was taken over by another driver, which attached to it: its ranks live on and obey that one; attach "
+        "again to take it back"
+    )
+
+
+Stage = Literal["run", "output"]
+
+# What gloo and the TCP store say, inside plain RuntimeErrors, when a peer has gone.
+_CONNECTION_MARKS = (
+    "gloo/transport",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection refused",
+    "Broken pipe",
+    "Timed out waiting",
+    "NCCL communicator was aborted",
+    "ncclRemoteError",
+)
+
+# What NCCL says of the rank itself: what it was asked for, or the GPU that it ran on.
+_OWN_MARKS = ("ncclInvalidUsage", "ncclInvalidArgument", "ncclUnhandledCudaError")
+
+# What a rank raised is read on the thread that watches all others, and is shown to people.
+_MAX_MESSAGE_CHARS = 64 << 10
+_MAX_TRACEBACK_CHARS = 256 << 10
+_MAX_PICKLE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """An exception on a rank."""
+
+    error_type: str
+    """Qualified name of its class."""
+    message: str
+    """Its `str()`."""
+    traceback: str
+    """The formatted remote traceback, causes included."""
+    stage: Stage
+    """`run`: while the ranks worked together; `output`: while this rank packed its result, all collectives done."""
+    is_connection: bool
+    """Whether it says that a peer has gone, so that another rank's failure came first."""
+    lost_peers: bool
+    """Whether torch.distributed said so: the process group is gone. A `ConnectionError` may be from anywhere."""
+    recovered: bool
+    """Whether the module is right for later calls, provided that every rank raised alike."""
+    phase: str
+    """What the rank was doing."""
+    tensor: str | None
+    """The tensor it last touched, in a load or save."""
+    pickled: bytes | None
+    """The exception itself, `None` where it does not survive pickling, or is over 1 MiB."""
+
+    def exception(self) -> BaseException | None:
+        """Rebuild the exception, `None` where this process cannot (a class it does not have, say)."""
+        if self.pickled is None:
+            return None
+        try:
+            rebuilt = pickle.loads(self.pickled)
+        except Exception:  # noqa: BLE001  a foreign __init__ may raise anything; message and traceback stand without it
+            return None
+        return rebuilt if isinstance(rebuilt, BaseException) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """What a command did to a rank's weights and optimizer state.
+
+    Ranks that held one model before it hold one after it where their stamps are equal and whole.
+    """
+
+    whole: bool
+    """Whether no change was left half-way, by this command or an earlier one."""
+    num_changes: int
+    """How often the command changed them."""
+    num_collectives: int = field(default=0, compare=False)
+    """How many collectives the rank began meanwhile: where ranks differ, the next ones would not match."""
+
+
+def in_step(stamps: Iterable[Stamp]) -> bool:
+    """Return True if ranks with these stamps began as many collectives, so that their next ones match."""
+    return len({stamp.num_collectives for stamp in stamps}) == 1
+
+
+def one_model(stamps: Iterable[Stamp]) -> bool:
+    """Whether ranks with these stamps hold one model, if they held one before."""
+    kinds = set(stamps)
+    return len(kinds) == 1 and all(stamp.whole for stamp in kinds)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The end of one call on one rank."""
+
+    stamp: Stamp
+    """What it did to what the rank holds."""
+    raised: Raised | None = None
+    """The exception, `None` after success."""
+    more: bool = False
+    """Whether the same call has more to give (`state_dict`, a bucket at a time)."""
+    value: Packed | None = None
+    """Its packed result, where that is small; `None` where it is `None`."""
+    is_beside: bool = False
+    """Whether the result is an object of its own, as large ones and those that the user wants as references are."""
+
+    def to_bytes(self) -> bytes:
+        """Pickle it."""
+        stamp = self.stamp.whole, self.stamp.num_changes, self.stamp.num_collectives
+        value = None if self.value is None else (self.value.stream, self.value.buffers)
+        return pickle.dumps((stamp, self.raised, self.more, value, self.is_beside), pickle.HIGHEST_PROTOCOL)
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Outcome:
+        """Rebuild what `to_bytes` gave."""
+        stamp, raised, more, value, is_beside = pickle.loads(data)
+        return Outcome(Stamp(*stamp), raised, more, None if value is None else Packed(*value), is_beside)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a rank is doing now."""
+
+    phase: str
+    """`plan`, `stream`, `finalize`, `ready` or the name of the call."""
+    bytes_done: int
+    """Bytes that the load or save has moved."""
+    bytes_total: int
+    """Bytes that it will move, 0 while unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stacks:
+    """Python stacks of a rank's threads."""
+
+    text: str
+    """The work thread's first, formatted."""
+    in_collective: bool
+    """Whether the work thread waits inside torch.distributed, so for another rank."""
+
+
+def record_exception(error: BaseException, *, stage: Stage, phase: str, tensor: str | None, recovered: bool) -> Raised:
+    """Describe an exception on the rank where it was raised.
+
+    Args:
+        error: The exception.
+        stage: See `Raised`.
+        phase: See `Raised`.
+        tensor: See `Raised`.
+        recovered: See `Raised`.
+    """
+    cls = type(error)
+    is_builtin = cls.__module__ == "builtins"
+    return Raised(
+        error_type=cls.__qualname__ if is_builtin else f"{cls.__module__}.{cls.__qualname__}",
+        message=said(error)[:_MAX_MESSAGE_CHARS],
+        traceback="".join(traceback.format_exception(error))[-_MAX_TRACEBACK_CHARS:],
+        stage=stage,
+        is_connection=is_connection_error(error),
+        lost_peers=has_lost_peers(error),
+        recovered=recovered,
+        phase=phase,
+        tensor=tensor,
+        pickled=_pickle_exception(error),
+    )
+
+
+def is_connection_error(error: BaseException) -> bool:
+    """Whether an exception says that a peer or the store has gone, rather than that this rank did something wrong."""
+    if any(isinstance(one, dist.DistBackendError) and _has(one, _OWN_MARKS) for one in _causes(error)):
+        return False
+    return any(isinstance(one, ConnectionError) for one in _causes(error)) or has_lost_peers(error)
+
+
+def has_lost_peers(error: BaseException) -> bool:
+    """Whether torch.distributed says that a peer or the store has gone, so that no later collective can work."""
+    return any(
+        # Of a backend: NCCL's errors and time-outs, after which its communicator is aborted.
+        isinstance(one, (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError))
+        or (isinstance(one, RuntimeError) and _has(one, _CONNECTION_MARKS))
+        for one in _causes(error)
+    )
+
+
+def _has(error: BaseException, marks: tuple[str, ...]) -> bool:
+    return any(mark in said(error) for mark in marks)
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error and its causes, up to one of ours, which says itself what happened."""
+    while error is not None and not isinstance(error, RayshardingError):
+        yield error
+        error = error.__cause__
+
+
+def _pickle_exception(error: BaseException) -> bytes | None:
+    try:
+        data: bytes = cloudpickle.dumps(error)
+        if len(data) > _MAX_PICKLE_BYTES:
+            return None
+        rebuilt: Any = pickle.loads(data)
+    except Exception:  # noqa: BLE001  an exception may hold anything; its type, message and traceback are kept as text
+        return None
+    return data if isinstance(rebuilt, BaseException) else None
+
+
+@dataclass(frozen=True)
+class SaveStatus:
+    """What rank 0 says of a save."""
+
+    is_done: bool
+    """Whether it has ended, well or not."""
+    bytes_done: int
+    """Bytes written so far."""
+    error: Exception | None
+    """What it failed of."""
+
+
+ORDER_BYTES = 256 << 10
+"""Longest argument in a frame: the driver sends it to every rank, while Ray sends a stored one once to every node."""
+RESULT_BYTES = 48 << 10
+"""Longest result that travels in the frame: the driver holds it until it is asked for, Ray a stored one on its node."""
+
+OutputMode = Literal["value", "ref"]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What to run, and what to do with the result."""
+
+    method: str
+    """Name of a method of `RankCommands`."""
+    output: OutputMode
+    """`value`: the result as `Packed`; `ref`: as an object that `ray.get` turns into the result itself."""
+    max_output_bytes: int | None
+    """Cap on the packed result, `None` for results that are bounded otherwise."""
+    resets: bool = False
+    """Whether every rank resets its module first, as those did that raised alone in the call before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A command as a rank gets it."""
+
+    epoch: int
+    """The driver's; a rank refuses the commands of a driver that another has followed."""
+    request: Request
+    """What to run."""
+    own: Packed
+    """Packed `(args, kwargs)` of this rank."""
+    shared: Packed | None
+    """Packed tuple of values that all ranks share, which stand in `own` as `commands.Shared` marks."""
+
+
+_NUMBER = struct.Struct("!Q")
+
+
+def store(packed: Packed) -> Packed | ray.ObjectRef:
+    """Put a large argument into the object store once; a small one travels in the frame.
+
+    Raises:
+        ray.exceptions.RayError: The store is full.
+    """
+    return packed if packed.num_bytes <= ORDER_BYTES else ray.put(packed)
+
+
+def seal(
+    epoch: int, request: Request, own: Packed | ray.ObjectRef, shared: Packed | ray.ObjectRef | None
+) -> tuple[bytes, list[ray.ObjectRef]]:
+    """Return an order as bytes, and what is to be fetched before it can be read; see `Order`.
+
+    Args:
+        epoch: The driver's.
+        request: What to run.
+        own: As `store` returned it.
+        shared: As `store` returned it; `None`: the ranks share nothing.
+    """
+    beside = [part for part in (own, shared) if isinstance(part, ray.ObjectRef)]
+    # Plain tuples: to pickle a dataclass and back costs as much as all the rest of it.
+    asked = request.method, request.output, request.max_output_bytes, request.resets
+    return pickle.dumps((epoch, asked, _inside(own), _inside(shared)), pickle.HIGHEST_PROTOCOL), beside
+
+
+def _inside(part: Packed | ray.ObjectRef | None) -> tuple[Any, ...] | None:
+    return (part.stream, part.buffers) if isinstance(part, Packed) else None
+
+
+def unseal(sealed: bytes, beside: Sequence[Packed]) -> Order:
+    """Put together on the rank what `seal` took apart."""
+    epoch, asked, own, shared = pickle.loads(sealed)
+    rest = list(beside)
+    first = rest.pop(0) if own is None else Packed(*own)
+    second = None if shared is None else Packed(*shared)
+    return Order(epoch, Request(*asked), first, rest.pop(0) if rest else second)
+
+
+def numbered(number: int, data: bytes) -> bytes:
+    """Return the frame of an order, or of the outcome of the one with this number."""
+    return _NUMBER.pack(number) + data
+
+
+def split(frame: bytes) -> tuple[int, bytes]:
+    """Return what `numbered` was given."""
+    return _NUMBER.unpack_from(frame)[0], frame[_NUMBER.size :]

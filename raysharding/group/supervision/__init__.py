@@ -1,0 +1,25 @@
+"""One thread for each group sends calls out, judges failures, and ends or keeps ranks."""
+
+from raysharding.group.supervision.client import Channel
+from raysharding.group.supervision.failures import broken, judge, leaves_intact, resets_some, saw_raise
+from raysharding.group.supervision.group_state import GroupState
+from raysharding.group.supervision.probes import ask_all, read_log, read_stacks
+from raysharding.group.supervision.running_call import Check
+from raysharding.group.supervision.supervisor import Supervisor
+from raysharding.group.supervision.survivors import Replicas
+
+__all__ = [
+    "Channel",
+    "Check",
+    "GroupState",
+    "Replicas",
+    "Supervisor",
+    "ask_all",
+    "broken",
+    "judge",
+    "leaves_intact",
+    "read_log",
+    "read_stacks",
+    "resets_some",
+    "saw_raise",
+]

@@ -1,0 +1,295 @@
+"""`Runner`: takes one call through the ranks, and decides how it ended. All on the supervision thread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import ray
+
+from raysharding.config import Timeouts
+from raysharding.errors import GroupError, RankFailure
+from raysharding.group.calls import Sent
+from raysharding.group.ranks import Member
+from raysharding.group.rpc import Future, Outcome, Packed, Request, numbered, pack, record_exception, seal, split, store
+from raysharding.group.supervision import failures
+from raysharding.group.supervision.probes import POLL_S, Questions
+from raysharding.group.supervision.running_call import Run, Task
+from raysharding.group.supervision.survivors import BUSY, TORN, Remains, Survivors
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What the supervision does for its runner."""
+
+    watch: Callable[[Future, Callable[[Future], None]], None]
+    """Make the end of a future an event."""
+    send: Callable[[int, bytes], bool]
+    """Send a rank a frame; return whether it is within reach. One that is not dies soon, or is stopped."""
+    has_ray: Callable[[], bool]
+    """Whether Ray is there yet, which would be started anew by what it is asked; else the group breaks."""
+    advance: Callable[[], None]
+    """Do what has become due, of the call and of those behind it."""
+    died: Callable[[int, BaseException], None]
+    """Hear that a rank is gone, and why Ray says so."""
+    broke: Callable[[Sequence[failures.Observed], GroupError, Remains], None]
+    """Break the group: failures, error, what is left of it."""
+    settled: Callable[[Remains], None]
+    """Hear what is left after all, where that was not known when the group broke."""
+    why_not: Callable[[Collection[int]], str]
+    """Say why the ranks could not meet again without these, if they held one model; empty where they could."""
+    remark: Callable[[], str]
+    """Say what else is wrong, for an error's first line; empty where nothing is."""
+
+
+class Runner:
+    """The call that the ranks work on."""
+
+    def __init__(
+        self, name: str, members: Sequence[Member], timeouts: Timeouts, survivors: Survivors, hooks: Hooks
+    ) -> None:
+        """Run nothing yet.
+
+        Args:
+            name: The group's name in errors.
+            members: By rank.
+            timeouts: Deadlines.
+            survivors: Who holds what; told where copies of a shard differ.
+            hooks: The supervision's part.
+        """
+        self.run: Run | None = None
+        self._survivors = survivors
+        self._replicas = survivors.replicas
+        self._is_started = False
+        self._resets_next = False
+        self._name = name
+        self._members = members
+        self._timeouts = timeouts
+        self._hooks = hooks
+        self._failed: Run | None = None
+        self._questions = Questions(members, hooks.watch, lambda: self.run or self._failed, hooks.advance)
+        # No other driver's: what Ray brings late of an earlier one's is refused by number, too.
+        self._numbers = members[0].epoch << 32
+        self._last_number: int | None = None
+        self.leaving: set[int] = set()
+
+    def note_start(self) -> None:
+        """The ranks are well and hold the model: note what will be needed to free them of one that is lost."""
+        self._is_started = True
+        if self._replicas.are_several:
+            self._questions.note_connections()
+
+    def check(self, dead: Collection[int]) -> None:
+        """Do what is due: end the step, ask late ranks, stop waiting."""
+        run, now = self.run, time.monotonic()
+        if run is None:
+            self._settle(dead, now)
+            return
+        everyone = len(run.finished) == len(self._members)
+        if run.drain_until is not None:
+            if not run.awaited(self._members) or now >= run.drain_until:
+                self._conclude(run, dead)
+            elif run.witnesses_at is not None and now >= run.witnesses_at:
+                self._questions.witnesses(run)
+        elif everyone:
+            self._step_done(run)
+        elif now >= run.deadline:
+            self._questions.stacks(run)
+        elif run.task.watch_progress and now >= run.next_poll:
+            self._questions.progress(run, dead)
+
+    def begin(self, task: Task, request: Request) -> None:
+        """Send one step to all ranks."""
+        now = time.monotonic()
+        self._numbers += 1
+        self.run = run = Run(task, self._numbers, begun=now, deadline=now + task.deadline_s, next_poll=now + POLL_S)
+        try:
+            # Large arguments are stored before any rank is asked: a full store must not leave some ranks at work.
+            orders = self._orders(task, replace(request, resets=self._resets_next))
+        except ray.exceptions.RayError as error:
+            self.run = None
+            task.call.end(GroupError(f"cannot store the arguments of {task.call.name}: {error}"))
+            return
+        self._resets_next = False
+        for rank, (sealed, beside) in enumerate(orders):
+            self._send(run.number, rank, sealed, beside)
+
+    def leave(self) -> None:
+        """Have idle ranks leave the process group: `leaving` has those that have not yet. No call comes after it."""
+        self._numbers += 1
+        self._last_number = self._numbers
+        sealed, _ = seal(self._members[0].epoch, Request("close", "value", None), pack(((), {}), "close"), None)
+        frame = numbered(self._numbers, sealed)
+        self.leaving = {rank for rank in range(len(self._members)) if self._hooks.send(rank, frame)}
+
+    def _send(self, number: int, rank: int, sealed: bytes, beside: Sequence[ray.ObjectRef]) -> None:
+        frame = numbered(number, sealed)
+        if beside:
+            # Ray brings the large parts to the rank, and the frame with them.
+            delivered = self._members[rank].actor.deliver.remote(frame, *beside).future()
+            self._hooks.watch(delivered, partial(self._on_delivered, number, rank))
+        else:
+            self._hooks.send(rank, frame)
+
+    def _orders(self, task: Task, request: Request) -> Sequence[tuple[bytes, Sequence[ray.ObjectRef]]]:
+        epoch = self._members[0].epoch  # one driver's, so the same of all
+        shared = None if task.shared is None else store(task.shared)
+        if isinstance(task.own, Packed):
+            return [seal(epoch, request, store(task.own), shared)] * len(self._members)
+        return [seal(epoch, request, store(own), shared) for own in task.own]
+
+    def hear(self, rank: int, frame: bytes) -> None:
+        """Take in what a rank says of its part of a call."""
+        number, said = split(frame)
+        if number == self._last_number:
+            self.leaving.discard(rank)
+            return
+        outcome = Outcome.from_bytes(said)
+        if not outcome.is_beside:
+            self._on_outcome(number, rank, outcome, outcome.value)
+            return
+        if not self._hooks.has_ray():
+            return
+        # The rank has packed it; until Ray has stored it, it is no result.
+        stored, result = self._members[rank].actor.take.remote(self._members[rank].epoch, number)
+        self._hooks.watch(stored.future(), partial(self._on_stored, number, rank, outcome, result))
+
+    def _on_stored(self, number: int, rank: int, outcome: Outcome, result: ray.ObjectRef, future: Future) -> None:
+        error, run = future.exception(), self._run_of(number)
+        if isinstance(error, ray.exceptions.RayActorError):
+            self._hooks.died(rank, error)
+        elif error is not None and run is not None:
+            raised = record_exception(error, stage="output", phase=run.task.call.name, tensor=None, recovered=True)
+            self._on_outcome(number, rank, replace(outcome, raised=raised), None)
+        else:
+            self._on_outcome(number, rank, outcome, result)
+
+    def _on_delivered(self, number: int, rank: int, future: Future) -> None:
+        error, run = future.exception(), self._run_of(number)
+        if error is not None and run is not None:
+            self._on_task_error(run, rank, error)
+
+    def _run_of(self, number: int) -> Run | None:
+        run = self.run or self._failed
+        return run if run is not None and run.number == number else None
+
+    def _on_outcome(self, number: int, rank: int, outcome: Outcome, sent: Sent) -> None:
+        run = self._run_of(number)
+        if run is None:
+            return
+        run.finished.add(rank)
+        run.stamps[rank] = outcome.stamp
+        if run.is_freed or run is self._failed:
+            pass  # what it raises is our own doing
+        elif outcome.raised is not None:
+            self.see(run, failures.saw_raise(self._members[rank].info, outcome.raised), self._timeouts.drain_s)
+        else:
+            run.more = outcome.more if rank == 0 else run.more
+            if run.task.keep_step is None:
+                run.task.call.rank_finished(rank, sent)
+            elif rank == 0:
+                run.task.keep_step(sent)
+        self._hooks.advance()
+
+    def _on_task_error(self, run: Run, rank: int, error: BaseException) -> None:
+        """Ray could not bring a rank its arguments: the actor is gone, or they are."""
+        if isinstance(error, ray.exceptions.RayActorError):
+            self._hooks.died(rank, error)
+            return
+        if run is self._failed:
+            return
+        run.finished.add(rank)
+        info = self._members[rank].info
+        message = f"Ray could not bring the rank its arguments: {error}"
+        one = RankFailure(
+            info.rank, info.node_ip, info.pid, "raised", run.task.call.name, type(error).__name__, message
+        )
+        self.see(run, failures.Observed(one), self._timeouts.drain_s)
+        self._hooks.advance()
+
+    def see(self, run: Run, observed: failures.Observed, patience_s: float) -> None:
+        """Note a failure. Its peers get a while to finish: what they say tells a bad input from a broken rank."""
+        run.seen.append(observed)
+        until = time.monotonic() + patience_s
+        run.drain_until = until if run.drain_until is None else min(run.drain_until, until)
+
+    def _step_done(self, run: Run) -> None:
+        task = run.task
+        if run.more and task.next_request is not None:
+            self.begin(task, task.next_request)
+            return
+        self._compare_replicas(run)
+        if task.keep_step is not None:
+            for rank in range(len(self._members)):
+                task.call.rank_finished(rank, None)
+        self.run = None
+        task.call.end(None)
+
+    def _compare_replicas(self, run: Run) -> None:
+        """A user's function may change one copy of a shard, and leave the group READY: then no copy is another's."""
+        if self._is_started:  # before, some may have a model and others none yet
+            self._survivors.compare(run.stamps)
+
+    def _conclude(self, run: Run, dead: Collection[int]) -> None:
+        """End a call that failed or is late: leave the group READY where that is safe, else break it."""
+        everyone = len(run.finished) == len(self._members)
+        if everyone and not run.seen:
+            self._step_done(run)  # late, but done before it was stopped
+            return
+        if not run.is_freed and not everyone:
+            run.describe_late(self._members)
+            run.given_up = self._hung(run)
+            if run.awaited(self._members) and not self._hooks.why_not({*dead, *run.given_up}):
+                self._questions.free(run, {*dead, *run.given_up})
+                return
+        what = f"{run.task.call.name} on {self._name}{self._hooks.remark()}"
+        error = failures.judge(run.seen, what, run.is_late, run.arrived)
+        is_intact = failures.leaves_intact(run.task.call.name, run.seen, run.stamps.values(), len(self._members))
+        if everyone and is_intact and not run.is_freed:
+            self.run = None
+            self._compare_replicas(run)
+            # A gathered parameter, or a gradient, on some ranks only would have the next call wait for the others.
+            self._resets_next = failures.resets_some(run.seen, len(self._members))
+            run.task.call.end(failures.typed_error(run.seen, error))
+        else:
+            remains = self._remains(run, dead)
+            if remains.pending:
+                self._failed, run.settled_by = run, time.monotonic() + self._timeouts.drain_s
+            self._hooks.broke(run.seen, error, remains)
+
+    def _settle(self, dead: Collection[int], now: float) -> None:
+        """Of a failed call: see whether the ranks that were at work when it was given up have ended their part."""
+        run = self._failed
+        if run is None:
+            return
+        run.finished.update(dead)
+        if now >= run.settled_by:
+            run.given_up.update(run.unfinished(self._members))
+        if not run.awaited(self._members):
+            self._failed = None
+            self._hooks.settled(self._remains(run, dead))
+
+    def _hung(self, run: Run) -> set[int]:
+        """Late ranks that would not end their part if nobody waited for anybody any more, as far as is known."""
+        if run.stacks is None:
+            return set()
+        return {rank for rank in run.unfinished(self._members) if not run.waits(rank)}
+
+    def _remains(self, run: Run, dead: Collection[int]) -> Remains:
+        """What is left. Of several replicas ranks may be at work yet: they end it soon, for nobody answers them.
+
+        Until they have, what they hold is not asked: `_settle` comes here again, and nothing is taken before.
+        """
+        lost = frozenset({*dead, *run.given_up})
+        pending = frozenset(run.awaited(self._members))
+        why_not = self._hooks.why_not(lost)
+        if pending and self._replicas.are_several and not why_not:
+            return Remains(lost, "", pending)
+        if not why_not and self._hooks.why_not(lost := lost | pending):
+            why_not = BUSY
+        if not why_not and not run.holds_one_model(lost):
+            why_not = TORN
+        changed = any(stamp.num_changes for rank, stamp in run.stamps.items() if rank not in lost)
+        return Remains(lost, why_not, done=run.task.call.name if changed else "")

@@ -1,0 +1,130 @@
+"""`Channel`: packs a command for the ranks and submits it to the supervision."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from raysharding.batch import RankBatch
+from raysharding.config import Timeouts
+from raysharding.errors import GroupBrokenError
+from raysharding.group.calls import Call, Collect, PendingSaves, collect_rank0
+from raysharding.group.ranks import Member, RankInfo
+from raysharding.group.rpc import Packed, Request, pack_batches, pack_same
+from raysharding.group.supervision.running_call import Check, Continue, Task
+from raysharding.group.supervision.supervisor import Supervisor
+
+
+@dataclass(frozen=True)
+class Channel:
+    """The way to the ranks. Every method raises `GroupBrokenError` at once where the group is broken or shut down."""
+
+    members: tuple[Member, ...]
+    """By rank."""
+    supervisor: Supervisor
+    """Runs the calls."""
+    timeouts: Timeouts
+    """Deadlines."""
+    max_output_bytes: int
+    """Cap on one rank's result."""
+
+    pending: PendingSaves = field(default_factory=PendingSaves)
+    """Saves in the background."""
+
+    @property
+    def ranks(self) -> tuple[RankInfo, ...]:
+        """Where each rank runs."""
+        return tuple(member.info for member in self.members)
+
+    def submit_batches(
+        self,
+        method: str,
+        batches: Sequence[RankBatch],
+        *extra: Any,
+        collect: Collect,
+        as_refs: bool = False,
+        check: Check | None = None,
+    ) -> Call:
+        """Submit a command whose arguments were dealt out, under `Timeouts.call_s`.
+
+        Args:
+            method: The command; it takes its batch first.
+            batches: By rank.
+            extra: Arguments that follow the batch, the same on every rank.
+            collect: Makes the result.
+            as_refs: Leave the results in the object store as plain objects.
+            check: See `submit_same`.
+        """
+        self._refuse()
+        if len(batches) != len(self.members):
+            raise GroupBrokenError(f"{method}: the number of ranks changed while the call was made; call again")
+        own, shared = pack_batches(method, batches, *extra)
+        request = Request(method, "ref" if as_refs else "value", self.max_output_bytes)
+        call = Call(method, len(self.members), collect, self.timeouts.call_s, self.supervisor)
+        self.supervisor.submit(Task(call, request, own, shared, self.timeouts.call_s), check)
+        return call
+
+    def submit_same(
+        self,
+        method: str,
+        *args: Any,
+        deadline_s: float | None = None,
+        watch: bool = False,
+        keep_step: Continue | None = None,
+        collect: Collect = collect_rank0,
+        is_last: bool = False,
+        check: Check | None = None,
+    ) -> Call:
+        """Submit a command with the same arguments on every rank.
+
+        Args:
+            method: The command.
+            args: Its arguments.
+            deadline_s: Deadline. Default `Timeouts.call_s`.
+            watch: Whether progress puts off the deadline.
+            keep_step: Takes the values of a command in steps, whose later steps are the command `<method>_next`.
+            collect: Makes the result. Default: what rank 0 sent.
+            is_last: Whether it ends something that has failed already: what a save failed of waits for the next.
+            check: Run in the moment in which the call is queued; raises where it must not be.
+        """
+        if not is_last:
+            self._refuse()
+        own = pack_same(method, *args)
+        return self._submit_own(method, own, collect, deadline_s, watch, keep_step, check)
+
+    def submit_each(
+        self, method: str, args: Sequence[tuple[Any, ...]], *, deadline_s: float, collect: Collect = collect_rank0
+    ) -> Call:
+        """Submit a command with different arguments for each rank.
+
+        Args:
+            method: The command.
+            args: By rank.
+            deadline_s: Deadline.
+            collect: Makes the result. Default: what rank 0 sent.
+        """
+        own = [pack_same(method, *one) for one in args]
+        return self._submit_own(method, own, collect, deadline_s, watch=False, keep_step=None, check=None)
+
+    def _refuse(self) -> None:
+        """Raise what a call cannot begin after."""
+        self.supervisor.standing.refuse_if_unusable()
+        self.pending.raise_failed()
+
+    def _submit_own(
+        self,
+        method: str,
+        own: Packed | Sequence[Packed],
+        collect: Collect,
+        deadline_s: float | None,
+        watch: bool,
+        keep_step: Continue | None,
+        check: Check | None,
+    ) -> Call:
+        deadline_s = self.timeouts.call_s if deadline_s is None else deadline_s
+        call = Call(method, len(self.members), collect, self.timeouts.call_s, self.supervisor)
+        request = Request(method, "value", None)
+        later = None if keep_step is None else Request(f"{method}_next", "value", None)
+        self.supervisor.submit(Task(call, request, own, None, deadline_s, watch, later, keep_step), check)
+        return call

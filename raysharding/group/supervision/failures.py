@@ -1,0 +1,202 @@
+"""Which failure came first: from what was seen of the ranks to one typed error, primary cause first."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from raysharding.errors import (
+    CallTimeoutError,
+    FailureKind,
+    GroupBrokenError,
+    GroupError,
+    GroupTakenOverError,
+    RankFailure,
+    RayshardingError,
+    RendezvousError,
+)
+from raysharding.group.cluster import Sighting
+from raysharding.group.ranks import RankInfo
+from raysharding.group.rpc import Raised, Stacks, Stamp, in_step, one_model
+
+_MAX_DEATH_CHARS = 600
+_ABSENCE = f"{RendezvousError.__module__}.{RendezvousError.__qualname__}"
+
+E = TypeVar("E", bound=GroupError)
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """One failure, as it reached the driver."""
+
+    failure: RankFailure
+    """What happened."""
+    raised: Raised | None = None
+    """The exception, where there was one."""
+    follows: bool = False
+    """Whether it only says that another rank has gone, or waits for one."""
+
+
+def saw_raise(info: RankInfo, raised: Raised) -> Observed:
+    """Describe a rank that raised."""
+    failure = RankFailure(
+        rank=info.rank,
+        node_ip=info.node_ip,
+        pid=info.pid,
+        kind="raised",
+        phase=raised.phase,
+        error_type=raised.error_type,
+        message=raised.message,
+        traceback=raised.traceback,
+        tensor=raised.tensor,
+    )
+    return Observed(failure, raised, follows=raised.is_connection)
+
+
+def saw_death(info: RankInfo, phase: str, error: BaseException, note: str = "") -> Observed:
+    """Describe a rank whose process is gone. `error` is Ray's, `note` what the driver knows of it."""
+    return Observed(_plain(info, "died", phase, _one_line(str(error)) + note))
+
+
+def saw_hang(
+    info: RankInfo, phase: str, deadline_s: float, stacks: Stacks | None, sighting: Sighting | None = None
+) -> Observed:
+    """Describe a rank that did not finish in time.
+
+    Args:
+        info: The rank.
+        phase: What it was doing.
+        deadline_s: How long it had.
+        stacks: Its answer, `None` where it did not even answer.
+        sighting: What others say of it, `None` where nobody could see it.
+    """
+    what, where = f"not finished after {deadline_s:g} s", ""
+    if stacks is None:
+        what += ", and its process answers no questions" + (f"; {sighting.state}" if sighting else "")
+        where = sighting.stacks if sighting else ""
+    else:
+        what += ": waits in a collective for other ranks" if stacks.in_collective else ""
+        where = stacks.text
+    failure = replace(_plain(info, "hung", phase, what), traceback=where)
+    return Observed(failure, follows=stacks is not None and stacks.in_collective)
+
+
+def saw_stop(info: RankInfo, phase: str) -> Observed:
+    """Describe a rank that the driver stopped because another one had failed."""
+    return Observed(_plain(info, "collateral", phase, "stopped, because another rank had failed"), follows=True)
+
+
+def all_alike(seen: Sequence[Observed], world_size: int) -> bool:
+    """Whether every rank raised the same kind of error on its own account, and its module is right for later calls."""
+    raised = [observed.raised for observed in seen]
+    # One whose result cannot be sent has done its work, and was not reset.
+    kinds = {(one.error_type, one.stage) for one in raised if one is not None}
+    return len(seen) == world_size and all_recovered(seen) and len(kinds) == 1
+
+
+def all_recovered(seen: Sequence[Observed]) -> bool:
+    """Whether every failure is an exception after which its rank's module and process group are right."""
+    raised = [observed.raised for observed in seen]
+    return all(one is not None and not one.lost_peers and one.recovered for one in raised)
+
+
+def resets_some(seen: Sequence[Observed], world_size: int) -> bool:
+    """Return True if the ranks that raised have reset their modules and the others, or some of them, have not."""
+    return not output_only(seen) and not all_alike(seen, world_size)
+
+
+def leaves_intact(call: str, seen: Sequence[Observed], stamps: Collection[Stamp], world_size: int) -> bool:
+    """Whether the group is READY after these failures, all ranks having ended their part of the call.
+
+    Args:
+        call: Its name.
+        seen: The failures.
+        stamps: What the call did to the ranks, as far as they said so.
+        world_size: Number of ranks.
+    """
+    if output_only(seen):
+        return True
+    are_alike = all_alike(seen, world_size)
+    if call != "call":
+        return are_alike
+    # A user's function may do different things on different ranks; here no rank waits for another any more. But some
+    # may have taken the optimizer step that the one which failed did not come to, or begun a collective without it.
+    are_equal = len(stamps) == world_size and len(set(stamps)) == 1 and in_step(stamps)
+    return are_equal and (are_alike or (all_recovered(seen) and one_model(stamps)))
+
+
+def output_only(seen: Sequence[Observed]) -> bool:
+    """Whether the ranks did their work together, and only packing a result failed."""
+    return all(one.raised is not None and one.raised.stage == "output" for one in seen)
+
+
+def judge(seen: Sequence[Observed], what: str, timed_out: bool, arrivals: str = "") -> GroupError:
+    """Build the error from all failures in the order in which they were seen.
+
+    Args:
+        seen: At least one failure.
+        what: The call and the group, for the message.
+        timed_out: Whether the call's deadline passed first.
+        arrivals: Which ranks wait for which, as the end of a sentence.
+    """
+    if any(one.failure.kind == "died" for one in seen):
+        # Who did not come was dead: that is the cause, though the ranks that waited may have spoken first.
+        seen = [replace(one, follows=one.follows or _misses_ranks(one)) for one in seen]
+    primary = next((one for one in seen if not one.follows), seen[0])
+    failures = {one.failure.rank: _beside(one, primary) for one in seen}
+    failures[primary.failure.rank] = primary.failure
+    first = primary.failure
+    message = f"{what}: rank {first.rank} {first.kind}, {_count(failures.values())}{arrivals}"
+    cls = CallTimeoutError if timed_out else GroupError
+    return cls(message, primary=first, failures=dict(sorted(failures.items())))
+
+
+def _misses_ranks(one: Observed) -> bool:
+    return one.raised is not None and one.raised.error_type == _ABSENCE
+
+
+def twin(error: E) -> E:
+    """Return an error that says the same and was never raised: without traceback, cause and context."""
+    return type(error)(error.message, primary=error.primary, failures=error.failures)
+
+
+def typed_error(seen: Sequence[Observed], error: GroupError) -> RayshardingError:
+    """Return what the caller is given: the primary's own error where it is one of ours (`PlanError`), else `error`."""
+    raised = next((one.raised for one in seen if one.failure is error.primary), None)
+    original = raised.exception() if raised is not None else None
+    if isinstance(original, RayshardingError):
+        original.__cause__ = error
+        return original
+    if original is not None:
+        error.__cause__ = original
+    return error
+
+
+def broken(name: str, cause: GroupError) -> GroupBrokenError:
+    """Build the error of every later call."""
+    if isinstance(cause, GroupTakenOverError):
+        return twin(cause)
+    message = f"{name} is broken and refuses calls: {cause.message}; group.restart() makes it whole"
+    return GroupBrokenError(message, primary=cause.primary, failures=cause.failures)
+
+
+def _plain(info: RankInfo, kind: FailureKind, phase: str, message: str) -> RankFailure:
+    return RankFailure(rank=info.rank, node_ip=info.node_ip, pid=info.pid, kind=kind, phase=phase, message=message)
+
+
+def _beside(one: Observed, primary: Observed) -> RankFailure:
+    """Describe a failure in the light of the primary one."""
+    is_own = one is primary or not one.follows or one.failure.kind == "hung" == primary.failure.kind
+    return one.failure if is_own else replace(one.failure, kind="collateral")
+
+
+def _count(failures: Iterable[RankFailure]) -> str:
+    ranks = list(failures)
+    return "1 rank failed" if len(ranks) == 1 else f"{len(ranks)} ranks failed"
+
+
+def _one_line(text: str) -> str:
+    joined = re.sub(r"\s+", " ", text).strip()
+    return joined if len(joined) <= _MAX_DEATH_CHARS else joined[: _MAX_DEATH_CHARS - 1] + "…"

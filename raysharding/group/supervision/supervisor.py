@@ -1,0 +1,426 @@
+"""`Supervisor`: sends a group's calls out one after the other, and decides what became of them."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import math
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+
+import ray
+
+from raysharding.config import Timeouts
+from raysharding.errors import CallCancelledError, GroupBrokenError, GroupError
+from raysharding.group.calls import HeldInterrupts, PutOffInterrupts, Stopping
+from raysharding.group.cluster import HEAD_GONE_S, Head, Lifetime, head_address, tell
+from raysharding.group.ranks import Member
+from raysharding.group.rpc import Events, Future, Lines, open_lines, refuse_to_wait, taken_over
+from raysharding.group.supervision import failures
+from raysharding.group.supervision.call_runner import Hooks, Runner
+from raysharding.group.supervision.group_state import GroupState, Standing
+from raysharding.group.supervision.lease_renewal import Renewal
+from raysharding.group.supervision.running_call import Check, Task, WaitingCalls
+from raysharding.group.supervision.survivors import NOTHING, STOPPED, Remains, Replicas, Survivors
+from raysharding.group.supervision.teardown import Teardown, close_at_exit
+
+_TICK_S = 1.0
+_AFTER_DEATH_S = 0.5
+_RELEASE_S = 10.0
+_HEARD_S = 2.0
+_LEAVE_S = 2.0
+
+
+class Supervisor:
+    """Runs a group's calls in order, under deadlines, and stops everything when one rank fails."""
+
+    def __init__(
+        self,
+        name: str,
+        members: Sequence[Member],
+        timeouts: Timeouts,
+        release: Callable[[], None],
+        lifetime: Lifetime,
+        *,
+        replicas: Replicas | None = None,
+        is_loaded: bool = False,
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            name: The group's name in errors.
+            members: By rank.
+            timeouts: Deadlines.
+            release: Gives the placement group back; called once, after the actors were stopped.
+            lifetime: What the ranks hang on: a group with a name outlives this driver.
+            replicas: Which ranks hold the same shard. Default: none do.
+            is_loaded: Whether the ranks hold a model already, so need no lease of a group that is being made.
+        """
+        self.name = name
+        self.members = tuple(members)
+        self.standing = Standing(name)
+        self._timeouts = timeouts
+        self._lifetime = lifetime
+        self._teardown = Teardown(members, release)
+        lease_s = lifetime.lease_s if is_loaded else lifetime.starting_lease_s
+        self._renewal = Renewal(members, lease_s, self._teardown.has_ray)
+        self._head = Head(head_address())
+        self._events = Events(f"supervise {name}", self._patience, self._tick, self._on_failed)
+        replicas = Replicas(len(members), len(members)) if replicas is None else replicas
+        self.survivors = Survivors(replicas, timeouts.keep_s)
+        self._lines = Lines(self._events, lambda *heard: self._runner.hear(*heard), self._has_ray)
+        self._unreachable: dict[int, str] = {}
+        hooks = Hooks(
+            self._events.watch,
+            self._lines.send,
+            self._has_ray,
+            self._advance,
+            self._on_death,
+            self._break,
+            self._settled,
+            self._why_not,
+            self._remark,
+        )
+        self._runner = Runner(name, members, timeouts, self.survivors, hooks)
+        self._waiting = WaitingCalls()
+        for rank, member in enumerate(members):
+            self._events.watch(member.actor.lifetime.remote(member.epoch).future(), partial(self._on_lifetime, rank))
+        self._events.start()
+        close_at_exit(self)
+
+    def open_lines(self) -> None:
+        """Have the ranks connect to this process: no call goes out before. At most `Timeouts.rendezvous_s`.
+
+        Raises:
+            RendezvousError: A rank cannot reach this process, or did not in time.
+            GroupError: A rank is gone, or the group was stopped meanwhile.
+        """
+        opened = open_lines(self.members, self._timeouts.rendezvous_s, self.standing.refuse_if_unusable)
+        self._events.put(partial(self._lines.take, opened))
+
+    @property
+    def state(self) -> GroupState:
+        """The group's state now."""
+        return self.standing.state(is_busy=self._runner.run is not None or bool(self._waiting))
+
+    def started(self) -> None:
+        """Leave STARTING: the model is loaded."""
+        self.standing.start()
+        self._renewal.change(self._lifetime.lease_s)
+        self._events.put(self._runner.note_start)
+
+    def revive(self, silent: Collection[int] = ()) -> Remains | None:
+        """Leave BROKEN for STARTING where ranks were kept: they are to meet again.
+
+        Until `started`, calls of the thread that revives are taken, and no others.
+
+        Args:
+            silent: Ranks that have not answered just now: they are given up, too.
+
+        Returns:
+            What there is to go on with; `None` where too little is left.
+        """
+        with self.survivors.lock:
+            remains = None if self.standing.is_closing else self.survivors.take(silent)
+            if remains is not None:
+                self.standing.revive()
+        if remains is not None:
+            self._teardown.stop_some(remains.lost - self.survivors.dead)
+        return remains
+
+    def let_go(self) -> None:
+        """Leave the ranks to another supervision, which has begun; this one stops nothing any more."""
+        self._teardown.let_go()
+
+    def give_up(self, why: str) -> None:
+        """Stop all ranks and give everything back, as a failure would; the group is BROKEN then. At most 20 s.
+
+        Args:
+            why: What calls get to hear, where no failure came first.
+        """
+        done = threading.Event()
+        self._events.put(partial(self._give_up, GroupError(f"{self.name}: {why}"), done))
+        done.wait(2 * _RELEASE_S)
+
+    def submit(self, task: Task, check: Check | None = None) -> None:
+        """Queue a call behind those before it; waits while the queued arguments weigh more than 256 MiB.
+
+        Args:
+            task: The call.
+            check: Run in the moment in which the call is queued; raises where it must not be.
+
+        Raises:
+            GroupBrokenError: The group is broken or shut down.
+            Exception: What `check` raised.
+        """
+        if self._waiting.is_full():
+            refuse_to_wait(f"{task.call.name}.remote(), while the queue has no room for its arguments")
+            with HeldInterrupts(self):
+                self._waiting.wait_for_room(lambda: self.standing.is_usable)
+        with PutOffInterrupts():
+            self._waiting.add(task, self.standing.refuse_if_unusable, *([] if check is None else [check]))
+            self._events.put(self._advance)
+
+    def interrupt_soon(self, source: str) -> Stopping:
+        """Cancel the calls in the queue, in the supervision's own time; a group that is still STARTING breaks.
+
+        Args:
+            source: Who interrupts (`Ctrl-C`), for a line on stderr; empty: no line.
+
+        Returns:
+            Ends when the call that runs now has ended; its value is the number of cancelled calls.
+        """
+        stopping = Stopping()
+        self._events.put(partial(self._interrupt, source, stopping))
+        return stopping
+
+    def wait_stopped(self, stopping: Stopping, timeout_s: float | None = None) -> None:
+        """Wait for the end of the call that ran at an interrupt; its own deadline bounds that.
+
+        Raises:
+            TimeoutError: `timeout_s` passed first; the call still runs.
+        """
+        until = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        # A supervision that has ended acts on no event any more.
+        while not stopping.done() and not self._events.is_closed():
+            left = until - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(f"{self.name}: the running call has not ended after {timeout_s:g} s; it still runs")
+            concurrent.futures.wait([stopping], min(left, _TICK_S))
+
+    def abandon_soon(self, reason: str) -> None:
+        """Stop the ranks, whatever they do; the group is BROKEN. `reason` says on whose wish."""
+        self._events.put(partial(self._abandon, reason))
+
+    def shutdown(self) -> None:
+        """Stop all ranks and give everything back; returns when it is, or after 20 s. May be called many times."""
+        self.shut_down_soon()
+        self._events.wait_closed(2 * _RELEASE_S)
+
+    def shut_down_soon(self) -> None:
+        """Begin `shutdown` without waiting for its end."""
+        self._events.put(self._close)
+
+    def detach(self) -> None:
+        """End the supervision and leave the ranks as they are, for another driver."""
+        self._teardown.let_go()
+        self.shutdown()
+        self._renewal.wait_heard(_HEARD_S)
+
+    def leave(self) -> None:
+        """The program ends: so does the group, unless it has a name."""
+        # What a broken one holds, no other driver could use.
+        if self._lifetime.name is None or self.standing.cause is not None:
+            self.shutdown()
+        else:
+            self.detach()
+
+    def dropped_soon(self) -> None:
+        """The group's object is gone: shut down, but for a named group, which this driver goes on to keep alive."""
+        self._events.put(self._drop)
+
+    def _on_failed(self, error: Exception) -> None:
+        try:
+            self._break([], GroupError(f"{self.name}: supervision failed: {type(error).__name__}: {error}"))
+        finally:
+            self.standing.is_closing = True
+            self._lines.close()
+
+    def _patience(self) -> float:
+        """Seconds until something is due."""
+        run = self._runner.run
+        longest_s = max(0.0, min(_TICK_S, self._lines.patience_s()))
+        if run is None:
+            return min(longest_s, self.survivors.left_s) if self.survivors.is_kept else longest_s
+        return min(longest_s, max(0.0, run.due - time.monotonic()))
+
+    def _tick(self) -> None:
+        self._has_ray()
+        self._advance()
+
+    def _has_ray(self) -> bool:
+        """Whether Ray is there yet; else the group breaks."""
+        if self.standing.is_usable and not self._teardown.has_ray():
+            self._break([], GroupError(f"{self.name}: Ray was shut down under the group"))
+        return self.standing.is_usable
+
+    def _advance(self) -> None:
+        """Do what is due: end the current step, stop late ranks, begin the next call."""
+        if self.standing.is_usable and self._head.silent_s() > HEAD_GONE_S:
+            self._break([], GroupError(f"{self.name}: {self._head.gone()}"))
+        if self.survivors.is_kept and not self.survivors.left_s:
+            self._drop_kept()
+        self._stop_unreachable()
+        self._runner.check(self.survivors.dead)
+        while self._runner.run is None and self._waiting and self._may_begin():
+            task = self._waiting.take()
+            self._runner.begin(task, task.request)
+
+    def _may_begin(self) -> bool:
+        """Whether the next call may go out. What Ray is to carry would start another Ray where this one is gone."""
+        return self._has_ray() if self._waiting.next_is_large() else self.standing.is_usable
+
+    def _on_lifetime(self, rank: int, future: Future) -> None:
+        error = future.exception()
+        if error is None:
+            self._taken_over()
+        else:
+            self._on_death(rank, error)
+
+    def _on_death(self, rank: int, error: BaseException) -> None:
+        with self.survivors.lock:
+            if not self.survivors.hear_death(rank):
+                return
+            is_usable = self.standing.is_usable
+        if not is_usable:
+            if self.survivors.remains.why_not:
+                self._drop_kept()  # what it held is nowhere else: there is nothing to keep the others for
+            return
+        run = self._runner.run
+        doing = "idle" if run is None else run.phase(rank)
+        note = self._renewal.explain() or self._unreachable.get(rank, "")
+        seen = failures.saw_death(self.members[rank].info, doing, error, note)
+        if run is None:
+            remains = Remains(frozenset(self.survivors.dead), self._why_not(self.survivors.dead))
+            self._break([seen], failures.judge([seen], self.name, timed_out=False), remains)
+            return
+        run.finished.add(rank)
+        # Of a lost connection Ray tells a second or two later, after a look for its cause: the peers had their while.
+        is_old = isinstance(error, ray.exceptions.ActorUnavailableError)
+        self._runner.see(run, seen, 0.0 if is_old else _AFTER_DEATH_S)
+        self._advance()
+
+    def _stop_unreachable(self) -> None:
+        """A rank that cannot be reached any more is lost: it is stopped, and Ray tells of its death."""
+        for rank, error in self._lines.out_of_reach().items():
+            if rank not in self.survivors.dead:
+                self._unreachable[rank] = f"; its connection to the driver had broken before: {error}"
+                self._teardown.stop_some([rank])
+
+    def _why_not(self, lost: Collection[int]) -> str:
+        """Why ranks that hold one model could not meet again without `lost`; empty where they could."""
+        if not self.standing.is_started:
+            return STOPPED
+        if any(one.info.device != "cpu" for one in self.members):
+            return "the ranks are on GPUs: an aborted NCCL collective may have left anything"
+        return self.survivors.why_not(lost)
+
+    def _remark(self) -> str:
+        return f" ({self._head.gone()})" if self._head.is_silent() else ""
+
+    def _break(self, seen: Sequence[failures.Observed], error: GroupError, remains: Remains = NOTHING) -> None:
+        """Fail the current call and those behind it; stop every rank and give everything back, or those of no use."""
+        run, self._runner.run = self._runner.run, None
+        with self.survivors.lock:
+            self.survivors.keep(remains)
+            self.standing.fail(error)
+        try:
+            if remains.why_not:
+                self._stop()
+            else:
+                self._teardown.stop_some(remains.lost - self.survivors.dead)
+        finally:
+            if run is not None:
+                run.task.call.end(failures.typed_error(seen, error))
+            self._waiting.fail(failures.broken(self.name, error))
+
+    def _settled(self, remains: Remains) -> None:
+        self.survivors.settle(remains)
+        if remains.why_not:
+            self._drop_kept()
+        elif self.survivors.is_kept:
+            self._teardown.stop_some(remains.lost - self.survivors.dead)
+
+    def _interrupt(self, source: str, stopping: Stopping) -> None:
+        if not self.standing.is_started and self.standing.is_usable:
+            self._abandon(source)
+        who = source or "interrupt()"
+        error = CallCancelledError(f"{who} cancelled the call before any rank of {self.name} began it")
+        num_cancelled = self._waiting.fail(error)
+        if self._runner.run is None:
+            stopping.set_result(num_cancelled)
+            return
+        call = self._runner.run.task.call
+        call.when_done(lambda _: stopping.set_result(num_cancelled))
+        if source:
+            left_s = max(0.0, self._runner.run.deadline - time.monotonic())
+            tell(
+                f"{source}: {self.name} stops when the running {call.name} has ended (deadline in {left_s:.0f} s); "
+                f"queued calls cancelled: {num_cancelled}; once more stops the ranks now, and their weights are lost"
+            )
+
+    def _abandon(self, reason: str) -> None:
+        if self.standing.is_usable:
+            doing = "idle" if self._runner.run is None else f"in {self._runner.run.task.call.name}"
+            self._break([], GroupError(f"{self.name} was stopped by {reason} ({doing})"))
+
+    def _taken_over(self) -> None:
+        """Leave the ranks to the driver that has attached to them, or to the supervision that follows this one."""
+        self._teardown.let_go()
+        self._lines.close()  # the ranks hang up, which says nothing of them
+        if self.standing.is_usable and not self.standing.is_restarting:
+            self._break([], taken_over(self.name))
+            if self.standing.is_dropped:
+                self._close()
+
+    def _drop(self) -> None:
+        self.standing.is_dropped = True
+        if self._lifetime.name is None or self.standing.cause is not None:
+            self._close()
+
+    def _close(self) -> None:
+        """Shut down: stop the ranks, well where they are idle, and wait until Ray says that they are gone."""
+        if self.standing.is_closing:
+            return
+        was_idle = self._runner.run is None and self.standing.cause is None and self._has_ranks()
+        self.standing.is_closing = True
+        error = GroupBrokenError(f"{self.name} was shut down before this call ended")
+        run, self._runner.run = self._runner.run, None
+        if run is not None:
+            run.task.call.end(error)
+        self._waiting.fail(error)
+        try:
+            if was_idle:
+                self._leave()
+            self._stop_all()
+        finally:
+            self._lines.close()
+            self._events.close()
+
+    def _leave(self) -> None:
+        """Let idle ranks leave the process group; those that do not within 2 s are stopped all the same."""
+        self._runner.leave()
+        until = time.monotonic() + _LEAVE_S
+        while self._runner.leaving - self.survivors.dead and time.monotonic() < until:
+            self._events.act(0.1)
+
+    def _give_up(self, error: GroupError, done: threading.Event) -> None:
+        try:
+            if self.standing.is_usable:
+                self._break([], self.standing.first_cause(error))
+            self._drop_kept()
+            self._stop_all()
+        finally:
+            done.set()
+
+    def _drop_kept(self) -> None:
+        """Stop ranks that were kept for a restart, unless one has begun."""
+        if self.survivors.drop():
+            self._stop()
+
+    def _stop(self) -> None:
+        self._renewal.stop()
+        self._teardown.stop(has_head=not self._head.is_silent())
+
+    def _has_ranks(self) -> bool:
+        """Whether there may be ranks left that are this driver's to stop."""
+        is_ours = self._teardown.has_ray() and not self._teardown.is_let_go
+        return is_ours and len(self.survivors.dead) < len(self.members)
+
+    def _stop_all(self) -> None:
+        """Stop the ranks, and wait until Ray says that they are gone."""
+        self._stop()
+        until = time.monotonic() + _RELEASE_S
+        while self._has_ranks() and time.monotonic() < until:
+            self._events.act(0.1)

@@ -1,0 +1,196 @@
+"""Writing into an object store: bytes in any order, errors in time, and no checkpoint before its index is there."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from raysharding.checkpoint import (
+    FileReader,
+    FileWriter,
+    SaveRecord,
+    create_staging,
+    is_left_over,
+    newest_after,
+    open_checkpoint,
+    remove_older,
+    remove_staging,
+    write_file,
+    write_index,
+)
+from raysharding.checkpoint.storage.output import RemoteOutput
+from raysharding.checkpoint.storage.remote import remote_storage
+from raysharding.checkpoint.storage.requests import RemoteOptions
+from raysharding.checkpoint.storage.uri import join_path
+from raysharding.checkpoint.writing.manifest import Manifest, write_manifest
+from raysharding.errors import CheckpointError
+from tests.checkpoint.build import save as save_locally
+from tests.faulty_proxy import Fault
+from tests.s3 import S3Server, s3, s3_server
+
+__all__ = ["s3", "s3_server"]
+
+QUICK = RemoteOptions(num_tries=2, request_s=4.0, backoff_s=0.01, part_bytes=5 << 20)
+"""S3 takes no smaller parts."""
+STORAGE = remote_storage(RemoteOptions())
+NAME = "model-00001-of-00001.safetensors"
+
+
+def write(uri: str, values: torch.Tensor, *, commit: bool = True) -> None:
+    """Write a checkpoint of one file as a save does."""
+    staging = create_staging(uri, overwrite=True)
+    with FileWriter(join_path(staging, NAME), [("a", values.dtype, values.shape)]) as writer:
+        writer.write_at("a", 0, values.view(torch.uint8))
+    write_manifest(staging, Manifest.of_files([writer]))
+    if commit:
+        write_index(staging, {"a": NAME}, values.nbytes)
+
+
+def all_names(uri: str) -> list[str]:
+    """Everything under a directory."""
+    found = []
+    for name in names(uri):
+        path = join_path(uri, name)
+        inner = all_names(path) if STORAGE.find(path).kind == "directory" else []
+        found += [f"{name}/{one}" for one in inner] or [name]
+    return sorted(found)
+
+
+def read(uri: str) -> torch.Tensor:
+    opened = open_checkpoint(uri)
+    with FileReader(opened) as reader:
+        return reader.read_tensor(opened.tensors["a"])
+
+
+def names(uri: str) -> list[str]:
+    return STORAGE.list_names(uri) if STORAGE.find(uri).kind == "directory" else []
+
+
+@pytest.mark.parametrize("num_bytes", [0, 100, 12 << 20])
+def test_bytes_in_any_order_make_the_file_that_the_disk_would_have(
+    s3: S3Server, num_bytes: int, tmp_path: Path
+) -> None:
+    values = torch.arange(num_bytes, dtype=torch.int32).to(torch.uint8)
+    pieces = [(start, values[start : start + 700_001]) for start in range(0, num_bytes, 700_001)]
+    random.Random(3).shuffle(pieces)
+    paths = (s3.uri(f"order-{num_bytes}/x.safetensors"), str(tmp_path / "x.safetensors"))
+    for path in paths:
+        with FileWriter(path, [("a", torch.uint8, (num_bytes,))]) as writer:
+            for start, piece in pieces:
+                writer.write_at("a", start, piece)
+    system, inside = STORAGE._locate(paths[0])
+    with system.open_input_file(inside) as file:
+        assert file.read() == (tmp_path / "x.safetensors").read_bytes()
+
+
+def test_a_writer_that_is_left_by_an_error_leaves_nothing(s3: S3Server) -> None:
+    uri = s3.uri("left/x.safetensors")
+
+    def fail() -> None:
+        with FileWriter(uri, [("a", torch.uint8, (6 << 20,))]) as writer:
+            writer.write_at("a", 0, torch.zeros(5 << 20, dtype=torch.uint8))
+            raise KeyError("somebody else's")
+
+    with pytest.raises(KeyError):
+        fail()
+    assert STORAGE.find(uri).kind == "missing"
+    with pytest.raises(CheckpointError, match="was not written in full"):
+        FileWriter(uri, [("a", torch.uint8, (6,))]).close()
+    assert STORAGE.find(uri).kind == "missing"
+
+
+def fill(output: RemoteOutput, data: memoryview) -> None:
+    for start in range(0, data.nbytes, 1 << 20):
+        output.write(data[start : start + (1 << 20)], start, None)
+    output.finish()
+
+
+@pytest.mark.parametrize("times", [1, 1 << 30], ids=["once", "always"])
+@pytest.mark.parametrize("kind", ["status", pytest.param("stall", marks=pytest.mark.full)])
+def test_a_part_that_fails_is_sent_again_and_then_told_of(s3: S3Server, kind: str, times: int) -> None:
+    s3.proxy.faults.append(Fault(kind, method="PUT", times=times, after_bytes=-1))  # type: ignore[arg-type]
+    began = time.monotonic()
+    output = RemoteOutput(s3.uri(f"{kind}-{times}/x"), QUICK)
+    data = memoryview(bytes(16 << 20))
+    if times == 1:
+        output.write(data, 0, None)
+        output.finish()
+        assert STORAGE.find(s3.uri(f"{kind}-{times}/x")).num_bytes == 16 << 20
+        return
+    with pytest.raises(CheckpointError, match=r"cannot be written: .*"):
+        fill(output, data)
+    output.abort()
+    assert time.monotonic() - began < 40
+    s3.proxy.reset()
+    assert STORAGE.find(s3.uri(f"{kind}-{times}/x")).kind == "missing"
+
+
+def test_the_index_commits(s3: S3Server) -> None:
+    uri = s3.uri("commit")
+    write(uri, torch.zeros(10), commit=False)
+    assert is_left_over(uri)
+    with pytest.raises(CheckpointError, match="restore the index"):
+        open_checkpoint(uri)
+    with pytest.raises(CheckpointError, match="exists already"):
+        create_staging(uri, overwrite=False)
+    write(uri, torch.ones(10))
+    assert not is_left_over(uri)
+    assert read(uri).eq(1).all()
+    write(uri, torch.full((10,), 2.0))
+    assert read(uri).eq(2).all()
+    remove_staging(uri)
+    assert names(uri) == []
+
+
+def test_what_is_no_checkpoint_is_not_replaced(s3: S3Server, tmp_path: Path) -> None:
+    uri = s3.uri("work")
+    write_file(uri, "thesis.txt", b"three years")
+    with pytest.raises(CheckpointError, match=r"holds no \.safetensors file"):
+        create_staging(uri, overwrite=True)
+    assert names(uri) == ["thesis.txt"]
+    with pytest.raises(CheckpointError, match="is not a directory"):
+        create_staging(join_path(uri, "thesis.txt"), overwrite=True)
+    # A checkpoint of somebody else's, in one file, is one.
+    save_locally(tmp_path / "model.safetensors", {"a": torch.zeros(3)})
+    theirs = s3.upload(tmp_path, "theirs")
+    assert not is_left_over(theirs)
+    write(theirs, torch.ones(3))
+    assert names(theirs) == [NAME, "model.safetensors.index.json", "raysharding.manifest.json"]
+
+
+def test_what_no_save_wrote_stays(s3: S3Server) -> None:
+    theirs = ["README.md", "checkpoint-500/model.safetensors", "optimizer/notes.txt", "tokenizer.json"]
+    ours = [NAME, "model.safetensors.index.json", "raysharding.manifest.json", "raysharding.save.json"]
+    older = ["model-00001-of-00002.safetensors", "config.json", "optimizer/model.safetensors", "training/x.txt"]
+    uri = s3.uri("mixed/step-1")
+    write(uri, torch.zeros(10))
+    for name in (*theirs, *older):
+        s3.put(f"mixed/step-1/{name}", b"{}")
+    SaveRecord.of("0a", {"vocab.txt": b"words", "tokenizer.json": b"of the save"}).write(uri)
+    s3.put("mixed/step-1/vocab.txt", b"words")
+    theirs.append("training/x.txt")
+    write(uri, torch.ones(10))
+    assert all_names(uri) == sorted([*theirs, *ours, "vocab.txt"]), "the next save may bring no vocab.txt"
+    assert read(uri).eq(1).all()
+    write(s3.uri("mixed/step-2"), torch.ones(10))
+    remove_older(s3.uri("mixed/step-2"), 1)
+    assert all_names(uri) == sorted(theirs)
+    assert newest_after(uri) == s3.uri("mixed/step-2"), "what is left is no save"
+
+
+def test_the_newest_stay(s3: S3Server) -> None:
+    for number in (1, 2, 10):
+        write(s3.uri(f"row/step-{number}"), torch.full((2,), float(number)))
+    write(s3.uri("row/step-5"), torch.zeros(2), commit=False)
+    write_file(s3.uri("row/step-3"), "notes.txt", b"mine")
+    assert newest_after(s3.uri("row/step-2")) == s3.uri("row/step-2")
+    assert newest_after(s3.uri("row/step-4")) == s3.uri("row/step-10")
+    assert newest_after(s3.uri("row/step-5")) == s3.uri("row/step-10")  # its removal has begun, or it never was one
+    assert newest_after(s3.uri("nowhere/step-4")) == s3.uri("nowhere/step-4")
+    remove_older(s3.uri("row/step-10"), 2)
+    assert names(s3.uri("row")) == ["step-10", "step-2", "step-3", "step-5"]
+    assert read(s3.uri("row/step-2")).eq(2).all()

@@ -1,0 +1,348 @@
+"""Sharded torch checkpoints: what torch writes is read to the last bit, and nothing in it is believed or run."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import SerializationFormat
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from raysharding.checkpoint import DcpReader, read_dcp_metadata
+from raysharding.checkpoint.torch_formats import dcp_reader as dcp
+from raysharding.errors import CheckpointError
+from tests.checkpoint.build import random_tensors
+from tests.checkpoint.torch_formats.dcp_files import (
+    FILE,
+    assert_same_bits,
+    cut,
+    metadata_of,
+    read_all,
+    read_with_torch,
+    save_with_torch,
+    saved,
+    write_dcp,
+    write_metadata,
+)
+
+pytestmark = pytest.mark.timeout(60)
+
+
+WHOLE = torch.arange(24.0).reshape(4, 6)
+
+
+class Hostile:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.mark}",)
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces of 64 bytes: every tensor has many."""
+    monkeypatch.setattr(dcp, "PIECE_BYTES", 64)
+
+
+@pytest.mark.parametrize("piece_bytes", [64, 1000, 4 << 20])
+def test_every_dtype_and_shape(piece_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dcp, "PIECE_BYTES", piece_bytes)
+    tensors = random_tensors() | {"C128": torch.randn(7, 5, dtype=torch.complex128), "wide": torch.randn(2, 999)}
+    save_with_torch(tmp_path, tensors)
+    assert_same_bits(read_all(tmp_path), tensors)
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize(
+    "cuts",
+    [((3, 4),), ((), (1, 8)), ((2,), (5,)), ((), (), (3,)), ((1, 6), (4,), (2, 3)), ((), (), ())],
+    ids=str,
+)
+def test_chunks_cut_along_any_dimensions(cuts: tuple[tuple[int, ...], ...], tmp_path: Path) -> None:
+    whole = torch.randn(7, 9, 5).bfloat16()
+    write_dcp(tmp_path, {"w": cut(whole, *cuts), "long": cut(torch.arange(999), (1, 500))})
+    assert_same_bits(read_all(tmp_path), {"w": whole, "long": torch.arange(999)})
+    assert_same_bits(read_with_torch(tmp_path), {"w": whole, "long": torch.arange(999)})
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_chunks_need_not_be_a_grid(tmp_path: Path) -> None:
+    whole = torch.randn(4, 6)
+    parts = [((0, 0), whole[:, :2]), ((0, 2), whole[:1, 2:]), ((1, 2), whole[1:, 2:5]), ((1, 5), whole[1:, 5:])]
+    write_dcp(tmp_path, {"w": [(offsets, part.clone()) for offsets, part in parts]})
+    assert_same_bits(read_all(tmp_path), {"w": whole})
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_memory_in_another_order(tmp_path: Path) -> None:
+    tensors = {
+        "transposed": torch.randn(30, 40).t(),
+        "channels last": torch.randn(3, 5, 6, 7).to(memory_format=torch.channels_last),
+        "conjugate": torch.randn(20, dtype=torch.complex64).conj(),
+        "negative": torch.randn(20, dtype=torch.complex64).conj().imag,
+        "one row": torch.randn(9, 1).t(),
+    }
+    save_with_torch(tmp_path, tensors)
+    assert_same_bits(read_all(tmp_path), {name: tensor.resolve_conj() for name, tensor in tensors.items()})
+
+
+def test_places_in_the_saved_state_and_plain_values(tmp_path: Path) -> None:
+    groups = [{"lr": 0.1, "betas": (0.9, 0.99), "params": ["a", "b"]}, {"step": torch.tensor(3)}]
+    state = {"model": {"a.b": torch.ones(2)}, "groups": groups, "flags": {1, 2}, "none": None, "dtype": torch.bfloat16}
+    save_with_torch(tmp_path, state)
+    metadata = read_dcp_metadata(tmp_path)
+    places = {tensor.key: tensor.path for tensor in metadata.tensors}
+    assert places == {"model.a.b": ("model", "a.b"), "groups.1.step": ("groups", 1, "step")}
+    with DcpReader(metadata) as reader:
+        values = {value.path: reader.read_value(value) for value in metadata.values}
+    assert values == {
+        ("groups", 0, "lr"): 0.1,
+        ("groups", 0, "betas"): (0.9, 0.99),
+        ("groups", 0, "params"): ["a", "b"],
+        ("flags",): {1, 2},
+        ("none",): None,
+        ("dtype",): torch.bfloat16,
+    }
+
+
+def test_safetensors_files(tmp_path: Path) -> None:
+    tensors = {"a.b": torch.randn(300, 7).bfloat16(), "c": torch.tensor(5)}
+    state = tensors | {"n": {"d": torch.zeros(3)}, "step": 3}
+    save_with_torch(tmp_path, state, serialization_format=SerializationFormat.SAFETENSORS)
+    assert_same_bits(read_all(tmp_path), tensors | {"n.d": torch.zeros(3)})
+    with pytest.raises(CheckpointException):
+        read_with_torch(tmp_path)  # torch's own reader cannot
+
+
+def test_a_safetensors_file_that_lost_a_chunk(tmp_path: Path) -> None:
+    metadata = metadata_of({"w": cut(WHOLE, (2,))}, tmp_path)
+    save_with_torch(tmp_path, {"w": WHOLE[2:]}, serialization_format=SerializationFormat.SAFETENSORS)
+    for place in metadata.storage_data.values():
+        place.offset, place.length = 0, 48
+    write_metadata(tmp_path, metadata)
+    with pytest.raises(CheckpointError, match=r"tensor 'w': the file holds another chunk.* not the one at \[2, 0\]"):
+        read_all(tmp_path)
+
+
+def test_hostile_metadata_runs_nothing_and_is_named(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    metadata = metadata_of({"w": cut(torch.ones(4))}, tmp_path)
+    metadata.planner_data = {"w": ("w",), "x": Hostile(mark)}
+    write_metadata(tmp_path, metadata)
+    with pytest.raises(CheckpointError, match=r"\.metadata: names posix\.system"):
+        read_dcp_metadata(tmp_path)
+    assert not mark.exists()
+    # It is the same file that torch's own reader runs.
+    read_with_torch(tmp_path)
+    assert mark.exists()
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (b"cbuiltins\neval\n(V1+1\ntR.", "builtins.eval"),
+        (b"cos\nsystem\n(Vtrue\ntR.", "os.system"),
+        (b"ctorch\nload\n(Vx\ntR.", "torch.load"),
+        (b"ctorch.distributed.checkpoint.metadata\nos.system\n(Vtrue\ntR.", "metadata.os.system"),
+        (b"\x80\x04\x8c\x08builtins\x8c\x04exec\x93.", "builtins.exec"),
+        (b"\x80\x02}(\x82\x01t.", "extension code"),
+        (b"Pid\n.", "persistent id"),
+    ],
+)
+def test_names_that_are_not_admitted(call: bytes, named: str, tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(call)
+    with pytest.raises(CheckpointError, match=named):
+        read_dcp_metadata(tmp_path)
+
+
+def test_admitted_names_do_nothing(tmp_path: Path) -> None:
+    # `getattr` is how Python 3.11 pickles members of an enum; here it is no function.
+    reach = b"cbuiltins\ngetattr\n(ctorch\nSize\nV__subclasses__\ntR(tR."
+    (tmp_path / ".metadata").write_bytes(reach)
+    with pytest.raises(CheckpointError):
+        read_dcp_metadata(tmp_path)
+
+
+def test_deep_tuples_do_not_end_the_process(tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(b"\x80\x04})" + b"\x85" * 1_000_000 + b"Ks.")
+    with pytest.raises(CheckpointError, match="more than 4096 items"):
+        read_dcp_metadata(tmp_path)
+
+
+def test_hostile_payload_runs_nothing(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    metadata = metadata_of({"w": cut(torch.ones(4))}, tmp_path)
+    place = metadata.storage_data[MetadataIndex("w", (0,))]
+    hostile = saved([torch.ones(4), Hostile(mark)])
+    (tmp_path / FILE).write_bytes(hostile)
+    place.length = len(hostile)
+    write_metadata(tmp_path, metadata)
+    with pytest.raises(CheckpointError, match=r"__0_0.distcp: tensor 'w': .*weights_only(.|\n)*system"):
+        read_all(tmp_path)
+    assert not mark.exists()
+
+
+def test_hostile_value_runs_nothing(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    save_with_torch(tmp_path, {"w": torch.ones(2), "extra": Hostile(mark)})
+    metadata = read_dcp_metadata(tmp_path)
+    with DcpReader(metadata) as reader, pytest.raises(CheckpointError, match=r"'extra': names posix\.system"):
+        reader.read_value(metadata.values[0])
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    ("parts", "shape", "message"),
+    [
+        (cut(WHOLE, (2,))[:1], [4, 6], r"hold 12 of the 24 elements of shape \[4, 6\]: one is missing"),
+        ([*cut(WHOLE), ((2, 0), WHOLE[2:])], [4, 6], r"two chunks overlap: at \[0, 0\]"),
+        ([((0, 0), WHOLE[:3]), ((2, 0), WHOLE[2:])], [4, 6], "two chunks overlap"),
+        ([((0, 0), WHOLE[:, :4]), ((0, 3), WHOLE[:, 3:])], [4, 6], "two chunks overlap"),
+        (cut(WHOLE), [3, 6], r"reaches out of shape \[3, 6\]"),
+        (cut(WHOLE), [24], r"is no part of shape \[24\]"),
+        (cut(WHOLE), [4, 7], "one is missing"),
+        (cut(WHOLE), [1 << 62, 1 << 62], "overflows 64 bits"),
+    ],
+)
+def test_chunks_that_do_not_cover(parts: Any, shape: list[int], message: str, tmp_path: Path) -> None:
+    write_metadata(tmp_path, metadata_of({"w": parts}, tmp_path, {"w": shape}))
+    with pytest.raises(CheckpointError, match=rf"\.metadata: tensor 'w': .*{message}"):
+        read_dcp_metadata(tmp_path)
+
+
+def change_place(metadata: Any, **fields: Any) -> None:
+    vars(metadata.storage_data[MetadataIndex("w", (0, 0))]).update(fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"relative_path": "../secret"}, "only plain names of files beside"),
+        ({"relative_path": "/etc/passwd"}, "only plain names of files beside"),
+        ({"relative_path": ".."}, "only plain names of files beside"),
+        ({"relative_path": "link"}, "outside the checkpoint"),
+        ({"relative_path": "gone"}, "gone: tensor 'w': the file that holds it is missing"),
+        ({"relative_path": "pipe"}, "not a regular file"),
+        ({"offset": -1}, "offset is -1"),
+        ({"offset": True}, "offset is True"),
+        ({"offset": 1 << 62}, "truncated"),
+        ({"length": 1 << 62}, "truncated"),
+        ({"length": 0}, "neither a torch.save archive nor a safetensors file"),
+        ({"length": 100}, "no torch.save archive"),
+        ({"offset": 1, "length": 1600}, "at byte 1 there is neither a torch.save archive nor a safetensors file"),
+        ({"transform_descriptors": ["zstd"]}, "zstd.*without stream extensions"),
+    ],
+)
+def test_places_that_cannot_be(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoint"
+    directory.mkdir()
+    (tmp_path / "secret").write_bytes(saved(WHOLE))
+    (directory / "link").symlink_to(tmp_path / "secret")
+    os.mkfifo(directory / "pipe")
+    metadata = metadata_of({"w": cut(WHOLE)}, directory)
+    change_place(metadata, **fields)
+    write_metadata(directory, metadata)
+    with pytest.raises(CheckpointError, match=message):
+        read_all(directory)
+
+
+@pytest.mark.parametrize(
+    ("payload", "message"),
+    [
+        (WHOLE.double(), r"is torch.float64 of shape \[4, 6\], but .metadata says torch.float32"),
+        (WHOLE.reshape(6, 4), r"is torch.float32 of shape \[6, 4\], but"),
+        (WHOLE.to_sparse(), "is a torch.sparse_coo, not a strided tensor"),
+        ({"w": WHOLE}, "is a dict, not a strided tensor"),
+        (OrderedDict(w=WHOLE), "is a OrderedDict, not a strided tensor"),
+    ],
+)
+def test_payload_that_is_not_what_metadata_says(payload: Any, message: str, tmp_path: Path) -> None:
+    metadata = metadata_of({"w": cut(WHOLE)}, tmp_path)
+    data = saved(payload)
+    (tmp_path / FILE).write_bytes(data)
+    change_place(metadata, length=len(data))
+    write_metadata(tmp_path, metadata)
+    with pytest.raises(CheckpointError, match=rf"{FILE}: tensor 'w': {message}"):
+        read_all(tmp_path)
+
+
+def repack(data: Path, change: Any) -> None:
+    """Write an archive's records again, each as `change(name, bytes)` gives it: bytes, or bytes and compression."""
+    with zipfile.ZipFile(data) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(data, "w") as archive:
+        for name, content in records.items():
+            new, compression = change(name, content)
+            archive.writestr(name, new, compression)
+
+
+def test_a_storage_that_is_too_short(tmp_path: Path) -> None:
+    metadata = metadata_of({"w": cut(WHOLE)}, tmp_path)
+    repack(tmp_path / FILE, lambda name, data: (data[:-4] if "/data/" in name else data, zipfile.ZIP_STORED))
+    change_place(metadata, length=(tmp_path / FILE).stat().st_size)
+    write_metadata(tmp_path, metadata)
+    with pytest.raises(CheckpointError, match=r"its storage has 92 bytes, but .* needs 96"):
+        read_all(tmp_path)
+
+
+def test_compressed_records_are_left_to_torch_and_bounded(tmp_path: Path) -> None:
+    metadata = metadata_of({"w": cut(WHOLE)}, tmp_path)
+    repack(tmp_path / FILE, lambda name, data: (data, zipfile.ZIP_DEFLATED))
+    change_place(metadata, length=(tmp_path / FILE).stat().st_size)
+    write_metadata(tmp_path, metadata)
+    assert_same_bits(read_all(tmp_path), {"w": WHOLE})
+    repack(
+        tmp_path / FILE,
+        lambda name, data: (bytes(100 << 20) if "/data/" in name else data, zipfile.ZIP_DEFLATED),
+    )
+    change_place(metadata, length=(tmp_path / FILE).stat().st_size)
+    write_metadata(tmp_path, metadata)
+    with pytest.raises(CheckpointError, match="unpacks to 1048"):
+        read_all(tmp_path)
+
+
+def test_a_file_that_is_cut_short_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dcp, "PIECE_BYTES", 64)
+    write_dcp(tmp_path, {"w": cut(WHOLE), "t": [((0, 0), WHOLE.t())]})
+    metadata = read_dcp_metadata(tmp_path)
+    with DcpReader(metadata) as reader:
+        os.truncate(tmp_path / FILE, 100)
+        for tensor in metadata.tensors:
+            with pytest.raises(CheckpointError, match="cut short"):
+                list(reader.pieces(tensor))
+
+
+def test_directories_without_metadata(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no such directory"):
+        read_dcp_metadata(tmp_path / "none")
+    with pytest.raises(CheckpointError, match=r"holds no \.metadata[^;]*$"):
+        read_dcp_metadata(tmp_path)
+    for name in ("pytorch_model_fsdp_0", "optimizer_0"):
+        save_with_torch(tmp_path / name, {"w": torch.ones(2)})
+    named = f"pass the directory that is: {tmp_path}/optimizer_0 or {tmp_path}/pytorch_model_fsdp_0"
+    with pytest.raises(CheckpointError, match=named):
+        read_dcp_metadata(tmp_path)
+    with pytest.raises(CheckpointError, match="local directory only"):
+        read_dcp_metadata("s3://bucket/checkpoint")
+
+
+def test_older_metadata_is_read(tmp_path: Path) -> None:
+    """As torch 2.0 wrote it: other module names, no `storage_meta`, no version, and no planner's data."""
+    metadata = metadata_of({"w": cut(WHOLE, (2,))}, tmp_path)
+    del metadata.storage_meta, metadata.version, metadata.planner_data
+    data = pickle.dumps(metadata, protocol=2)
+    new, old = b"torch.distributed.checkpoint.metadata\nTensorProperties", b"torch.distributed._shard.sharded_tensor"
+    assert new in data
+    data = data.replace(new, old + b".metadata\nTensorProperties")
+    (tmp_path / ".metadata").write_bytes(data)
+    assert_same_bits(read_all(tmp_path), {"w": WHOLE})

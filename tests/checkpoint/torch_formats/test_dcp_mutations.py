@@ -1,0 +1,227 @@
+"""Mutated sharded checkpoints: a typed error or a tensor, never a crash, a hang or a byte from outside of the file."""
+
+from __future__ import annotations
+
+import pickle
+import pickletools
+from collections.abc import Iterator
+from copy import deepcopy
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from raysharding.checkpoint.storage import local as local_storage
+from raysharding.checkpoint.torch_formats.tiling import intersection, is_contiguous, offset_of, slabs, tiling_problem
+from raysharding.errors import CheckpointError
+from tests.checkpoint.torch_formats.dcp_files import FILE, cut, read_all, write_dcp
+
+pytestmark = pytest.mark.timeout(60)
+many = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A row-major tensor in two chunks, one in another order, and a value."""
+    parts = {"w": cut(torch.arange(24.0).reshape(4, 6), (2,)), "t": [((0, 0), torch.randn(3, 5).t())]}
+    return write_dcp(tmp_path, parts)
+
+
+@pytest.fixture
+def within(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every read lies within its file."""
+    fill = local_storage.LocalFile.fill
+
+    def checked(self: Any, offset: int, views: Any) -> int:
+        assert 0 <= offset <= offset + sum(view.nbytes for view in views) <= self.found.num_bytes
+        return fill(self, offset, views)
+
+    monkeypatch.setattr(local_storage.LocalFile, "fill", checked)
+
+
+def tried(directory: Path) -> bool:
+    """Whether it was read; every other error than ours fails the test."""
+    try:
+        read_all(directory)
+    except CheckpointError:
+        return False
+    return True
+
+
+EDITS = st.lists(
+    st.tuples(
+        st.sampled_from(["set", "insert", "delete", "cut"]), st.floats(0, 1, exclude_max=True), st.binary(max_size=4)
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+def edited(data: bytes, edits: list[tuple[str, float, bytes]]) -> bytes:
+    """Some bytes changed, put in, taken out, or the end cut off."""
+    for kind, where, new in edits:
+        place = int(where * len(data))
+        if kind == "cut":
+            data = data[:place]
+        else:
+            data = data[:place] + (b"" if kind == "delete" else new) + data[place + len(new) * (kind != "insert") :]
+    return data
+
+
+@many
+@given(edits=EDITS)
+@pytest.mark.usefixtures("within")
+def test_any_bytes_of_metadata(checkpoint: Path, edits: list[tuple[str, float, bytes]]) -> None:
+    good = (checkpoint / ".metadata").read_bytes()
+    try:
+        (checkpoint / ".metadata").write_bytes(edited(good, edits))
+        tried(checkpoint)
+    finally:
+        (checkpoint / ".metadata").write_bytes(good)
+
+
+def test_a_record_without_a_state(checkpoint: Path) -> None:
+    good = (checkpoint / ".metadata").read_bytes()
+    states = [place or 0 for op, _, place in pickletools.genops(good) if op.name == "BUILD"]
+    assert len(states) > 5
+    for place in states:
+        # BUILD takes a state and an object, and leaves the object: POP leaves one that has been given no state.
+        (checkpoint / ".metadata").write_bytes(good[:place] + pickle.POP + good[place + 1 :])
+        tried(checkpoint)
+
+
+@many
+@given(edits=EDITS)
+@pytest.mark.usefixtures("within")
+def test_any_bytes_of_a_file(checkpoint: Path, edits: list[tuple[str, float, bytes]]) -> None:
+    good = (checkpoint / FILE).read_bytes()
+    try:
+        (checkpoint / FILE).write_bytes(edited(good, edits))
+        tried(checkpoint)
+    finally:
+        (checkpoint / FILE).write_bytes(good)
+
+
+@many
+@given(data=st.binary(max_size=80))
+@pytest.mark.usefixtures("within")
+def test_any_pickle_like_bytes(checkpoint: Path, data: bytes) -> None:
+    (checkpoint / ".metadata").write_bytes(b"\x80\x04" + data + b".")
+    assert not tried(checkpoint)
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The place of everything in a metadata object: attributes, keys and positions."""
+    yield path
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from leaves(inner, (*path, key))
+    elif isinstance(value, list):
+        for key, inner in enumerate(value):
+            yield from leaves(inner, (*path, key))
+    elif hasattr(value, "__dict__") and not isinstance(value, type):
+        for key, inner in vars(value).items():
+            yield from leaves(inner, (*path, f".{key}"))
+
+
+def put(root: Any, path: tuple[Any, ...], value: Any) -> None:
+    """Replace what is at a place that `leaves` named."""
+    for part in path[:-1]:
+        root = vars(root)[part[1:]] if isinstance(part, str) and part.startswith(".") else root[part]
+    if isinstance(path[-1], str) and path[-1].startswith("."):
+        vars(root)[path[-1][1:]] = value
+    else:
+        root[path[-1]] = value
+
+
+JUNK: st.SearchStrategy[Any] = st.sampled_from(
+    [
+        *(
+            None,
+            True,
+            -1,
+            0,
+            1,
+            3,
+            1 << 62,
+            1 << 63,
+            0.5,
+            "",
+            "\ud800",
+            "w",
+            b"w",
+            [],
+            {},
+            {"w": 1},
+            (0, 3),
+            ("a", "b"),
+        ),
+        *(torch.float64, torch.Size([2, 6]), torch.Size([0]), torch.Size([1 << 40, 1 << 40]), torch.Size([1] * 100)),
+    ]
+)
+
+
+@many
+@given(data=st.data())
+@pytest.mark.usefixtures("within")
+def test_any_field_of_metadata(checkpoint: Path, data: st.DataObject) -> None:
+    good = (checkpoint / ".metadata").read_bytes()
+    metadata = pickle.loads(good)
+    for _ in range(data.draw(st.integers(1, 2))):
+        put(metadata, data.draw(st.sampled_from(list(leaves(metadata))[1:])), deepcopy(data.draw(JUNK)))
+    try:
+        changed = pickle.dumps(metadata)
+    except (TypeError, RuntimeError):
+        return  # torch's own `__getstate__` refuses it
+    try:
+        (checkpoint / ".metadata").write_bytes(changed)
+        tried(checkpoint)
+    finally:
+        (checkpoint / ".metadata").write_bytes(good)
+
+
+@many
+@given(
+    shape=st.lists(st.integers(0, 4), max_size=3),
+    boxes=st.lists(st.tuples(*[st.lists(st.integers(0, 4), min_size=3, max_size=3)] * 2), max_size=4),
+)
+def test_tiling_is_what_counting_finds(shape: list[int], boxes: list[tuple[list[int], list[int]]]) -> None:
+    whole = torch.zeros(shape, dtype=torch.int64)
+    fits = True
+    checked = []
+    for offsets, sizes in boxes:
+        box = tuple(offsets[: len(shape)]), tuple(max(size, 1) for size in sizes[: len(shape)])
+        checked.append(box)
+        fits &= all(offset + size <= dim for offset, size, dim in zip(*box, shape, strict=True))
+        whole[tuple(slice(offset, offset + size) for offset, size in zip(*box, strict=True))] += 1
+    assert (tiling_problem(tuple(shape), checked) == "") == (fits and bool((whole == 1).all()))
+
+
+@many
+@given(shape=st.lists(st.integers(0, 5), max_size=4), max_elements=st.integers(1, 40))
+def test_slabs_are_the_tensor_in_order(shape: list[int], max_elements: int) -> None:
+    whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
+    found: list[int] = []
+    for offsets, sizes in slabs(tuple(shape), max_elements):
+        part = whole[tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))]
+        assert tuple(part.shape) == sizes
+        assert 1 <= part.numel() <= max_elements
+        assert is_contiguous(sizes, tuple(shape))
+        assert offset_of(offsets, tuple(shape)) == len(found)
+        found += part.flatten().tolist()
+    assert found == list(range(whole.numel()))
+
+
+@many
+@given(boxes=st.lists(st.tuples(*[st.tuples(st.integers(0, 4), st.integers(1, 4))] * 2), min_size=2, max_size=2))
+def test_intersection(boxes: Any) -> None:
+    def cells(box: Any) -> set[Any]:
+        return set(product(*(range(offset, offset + size) for offset, size in zip(*box, strict=True))))
+
+    one, other = (tuple(zip(*box, strict=True)) for box in boxes)
+    shared = intersection(one, other)  # type: ignore[arg-type]
+    assert (set() if shared is None else cells(shared)) == cells(one) & cells(other)

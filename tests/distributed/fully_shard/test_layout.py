@@ -1,0 +1,100 @@
+"""Where tensors lie: names as torch gives them, ranges as `torch.chunk` does, and no module kept alive."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from raysharding.distributed.fully_shard.layout import (
+    TensorLayout,
+    computes_on_cuda,
+    module_tensors,
+    named_submodules,
+    persistent_names,
+)
+
+
+def odd_tree() -> nn.Module:
+    """Shared submodules, ties, tensors that are not there, and a buffer that is not saved."""
+    root, shared = nn.Module(), nn.Linear(3, 2)
+    root.first = nn.Sequential(shared, nn.BatchNorm1d(2), nn.Linear(2, 2, bias=False))
+    root.second = nn.ModuleDict({"again": shared, "deep": nn.Sequential(nn.Sequential(shared))})
+    root.register_module("absent", None)
+    root.register_buffer("nothing", None)
+    root.register_buffer("kept", torch.ones(()))
+    root.register_buffer("scratch", torch.ones(0, 4), persistent=False)
+    root.tied = root.first[2].weight
+    return root
+
+
+def test_names_and_order_are_those_of_torch() -> None:
+    root = odd_tree()
+    expected = [*root.named_parameters(), *root.named_buffers()]
+    found = list(module_tensors(root).items())
+    assert [name for name, _ in found] == [name for name, _ in expected]
+    assert all(mine is theirs for (_, mine), (_, theirs) in zip(found, expected, strict=True))
+    for aliases in (False, True):
+        every = list(root.named_modules(remove_duplicate=not aliases))
+        mine = [(name.rstrip("."), item) for name, item in named_submodules(root, aliases=aliases)]
+        assert mine == every
+    assert persistent_names(root) == set(root.state_dict()) | {"nothing"}
+
+
+def test_a_tree_in_a_cycle_is_walked_once() -> None:
+    root = odd_tree()
+    root.get_submodule("first").add_module("parent", root)
+    assert [name for name, _ in named_submodules(root)] == [
+        f"{name}." if name else "" for name, _ in root.named_modules()
+    ]
+    assert list(module_tensors(root)) == [name for name, _ in (*root.named_parameters(), *root.named_buffers())]
+
+
+def test_a_walk_keeps_no_module_alive() -> None:
+    root = odd_tree()
+    alive = weakref.ref(root)
+    gc.disable()
+    try:
+        module_tensors(root)
+        persistent_names(root)
+        del root
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (1,), (3, 0), (5, 2), (7,), (8, 3, 2), (64, 2)])
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 4, 7])
+def test_ranges_are_those_of_torch_chunk(shape: tuple[int, ...], num_shards: int) -> None:
+    layout = TensorLayout("x", shape, torch.float32, num_shards)
+    values = torch.arange(layout.num_elements).view(shape)
+    chunks = list(values.chunk(num_shards))
+    expected = [chunks[index].reshape(-1).tolist() if index < len(chunks) else [] for index in range(num_shards)]
+    found = layout.ranges()
+    assert [values.view(-1)[start:stop].tolist() for start, stop in found] == expected
+    assert found == [layout.local_range(index) for index in range(num_shards)]
+
+
+def test_what_every_rank_holds_is_one_range() -> None:
+    assert TensorLayout("x", (), torch.float32, 0).ranges() == [(0, 1)]
+    assert TensorLayout("x", (3, 4), torch.float32, 0).ranges() == [(0, 12)]
+
+
+def test_a_module_computes_where_its_mesh_is_not_where_its_shards_lie() -> None:
+    def on_mesh(kind: str) -> nn.Module:
+        mesh = DeviceMesh(kind, [0], _init_backend=False, _rank=0)
+        local = torch.zeros(3)  # host memory, as under Sharding(cpu_offload=True)
+        spec = DTensorSpec(mesh, (Shard(0),), TensorMeta(local.shape, local.stride(), local.dtype))
+        module = nn.Module()
+        module.weight = nn.Parameter(DTensor(local, spec, requires_grad=True))
+        return module
+
+    assert computes_on_cuda(on_mesh("cuda"))
+    assert not computes_on_cuda(on_mesh("cpu"))
+    assert not computes_on_cuda(odd_tree())

@@ -1,0 +1,131 @@
+"""`load_checkpoint` and `save_checkpoint` on real gloo groups, one group for each number of ranks."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from raysharding.checkpoint import open_checkpoint
+from raysharding.distributed import load_checkpoint, save_checkpoint
+from tests.distributed.checks import run_checks
+from tests.distributed.loading import load_checks, verify_checks
+from tests.distributed.models import filled, saved
+from tests.distributed.saving import save_checks
+from tests.distributed.transfer import reader_checks
+from tests.models.architectures import ARCHITECTURES
+from tests.spawn import run_ranks
+
+CHECKS = {
+    1: (
+        "load_checks.check_odd_shapes",
+        "verify_checks.check_mapping",
+        "verify_checks.check_digests",
+        "load_checks.check_dtypes",
+        "load_checks.check_training",
+    ),
+    2: (
+        "load_checks.check_plan_errors",
+        "verify_checks.check_mapping",
+        "verify_checks.check_checksums",
+        "verify_checks.check_finite_values",
+        "verify_checks.check_a_failed_read_is_told_as_such",
+        "verify_checks.check_digests",
+        "load_checks.check_a_model_that_differs",
+        "load_checks.check_options_that_differ",
+        "stall_checks.check_a_slow_disk",
+        "stall_checks.check_no_memory_for_a_ring",
+        "save_checks.check_a_save_that_fails_late",
+        "save_checks.check_full_disk",
+        "load_checks.check_training",
+    ),
+    3: (
+        "reader_checks.check_broken_stream",
+        "reader_checks.check_a_rank_that_cannot_map",
+        "reader_checks.check_readers",
+        "save_checks.check_saves",
+        "save_checks.check_small_files",
+        "load_checks.check_training",
+        "load_checks.check_a_reload",
+    ),
+    4: (
+        "load_checks.check_odd_shapes",
+        "reader_checks.check_replicas",
+        "verify_checks.check_mapping",
+        "verify_checks.check_digests",
+        "load_checks.check_dtypes",
+        "load_checks.check_training",
+    ),
+}
+
+
+def write_checkpoints(root: Path) -> None:
+    state = saved(filled())
+    for name in (load_checks.ODD, *map(reader_checks.shrinking, reader_checks.SHRINKING)):
+        save_file(state, root / name)
+    for dtype in load_checks.FILE_DTYPES:
+        cast = {name: value.to(dtype) if value.is_floating_point() else value for name, value in state.items()}
+        save_file(cast, root / f"{dtype}.safetensors")
+    infinite = {name: value.clone() for name, value in state.items()}
+    infinite["blocks.0.weight"][-1, -1] = torch.inf
+    save_file(infinite, root / verify_checks.INFINITE)
+    run_ranks(1, save_with_manifest, root, timeout_s=60)
+    del state["blocks.0.weight"]
+    bad = {"narrow": torch.zeros(3, 64), "extra": torch.zeros(1), "table": torch.zeros(3, 4)}
+    save_file(state | bad, root / "bad.safetensors")
+    (root / "saves").mkdir()
+    (root / reader_checks.APART).mkdir()
+    save_file(saved(filled()), root / reader_checks.APART / load_checks.ODD)
+    ARCHITECTURES["llama"].make().save_pretrained(root / "llama")
+
+
+def save_with_manifest(root: Path) -> None:
+    """On one rank: a save of our own, and a copy of it with one byte changed."""
+    module = load_checks.sharded(root / load_checks.ODD)
+    load_checkpoint(module, root / load_checks.ODD)
+    save_checkpoint(module, root / verify_checks.SAVED)
+    shutil.copytree(root / verify_checks.SAVED, root / verify_checks.FLIPPED)
+    path = root / verify_checks.FLIPPED / "model.safetensors"
+    info = open_checkpoint(path).tensors["blocks.1.weight"]
+    with path.open("r+b") as file:
+        file.seek(info.offset + info.num_bytes // 2)
+        byte = file.read(1)[0]
+        file.seek(info.offset + info.num_bytes // 2)
+        file.write(bytes([byte ^ 1]))
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The checkpoints, and a small file system where this machine lets us mount one."""
+    path = tmp_path_factory.mktemp("loading")
+    write_checkpoints(path)
+    small = path / save_checks.SMALL_DISK
+    small.mkdir()
+    mounts = os.geteuid() == 0 and not subprocess.call(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(small)])
+    yield path
+    if mounts:
+        subprocess.check_call(["umount", str(small)])
+
+
+@cache
+def outcomes(world_size: int, root: Path) -> list[dict[str, str]]:
+    """Every rank's check → traceback."""
+    return run_ranks(world_size, run_checks, CHECKS[world_size], root, timeout_s=100)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("world_size", "name"), [(size, name) for size, names in CHECKS.items() for name in names])
+def test_on_ranks(world_size: int, name: str, root: Path) -> None:
+    if name == "save_checks.check_full_disk" and not os.path.ismount(root / save_checks.SMALL_DISK):
+        pytest.skip("this machine does not let us mount a small file system")
+    if name == "reader_checks.check_readers" and os.geteuid() != 0:
+        pytest.skip("hiding a directory from some ranks takes root")
+    for rank, outcome in enumerate(outcomes(world_size, root)):
+        assert not outcome[name], f"rank {rank} of {world_size}:\n{outcome[name]}"

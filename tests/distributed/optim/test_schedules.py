@@ -1,0 +1,150 @@
+"""Learning-rate schedules: the rates, losses and weights of one process, through saves and at another world size."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from raysharding import ParamGroups, Scheduled
+from raysharding.config import Sharding
+from raysharding.distributed import load_checkpoint, load_optimizer_state, save_checkpoint
+from raysharding.distributed.comm.device_mesh import init_mesh
+from raysharding.distributed.fully_shard.recovery import is_recoverable, is_torn
+from raysharding.distributed.fully_shard.shard import shard_module
+from raysharding.distributed.optim.factories import attach_schedule, bound, make_optimizer, schedule_of
+from raysharding.distributed.training.step import Accumulation, optim_step, train_step
+from raysharding.errors import PlanError
+from tests.distributed.training.test_training import Pair, batch_of, full
+from tests.distributed.training.training_cases import CASES
+from tests.spawn import run_ranks
+
+ADAM = partial(torch.optim.AdamW, lr=1e-2, eps=1e-5)
+
+
+def warm_up_then_fall(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+    parts: list[Any] = [
+        lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3),
+        lr_scheduler.MultiStepLR(optimizer, [1, 1, 3], gamma=0.5),
+    ]
+    return lr_scheduler.SequentialLR(optimizer, parts, milestones=[3])
+
+
+SCHEDULES: dict[str, Any] = {
+    "cosine": partial(lr_scheduler.CosineAnnealingLR, T_max=5),
+    "warm-up": warm_up_then_fall,
+    "multi-step": partial(lr_scheduler.MultiStepLR, milestones=[1, 2, 2, 4]),
+    "plateau": partial(lr_scheduler.ReduceLROnPlateau, patience=0, threshold=0.5),
+    "one cycle": partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=20),
+    "lambda": partial(lr_scheduler.LambdaLR, lr_lambda=lambda step: 1 / (1 + step)),
+}
+
+
+class ScheduledPair(Pair):
+    def __init__(self, kind: str) -> None:
+        super().__init__(CASES["token_mean"].build, "adamw")
+        self.kind = kind
+        self.optimizer = make_optimizer(self.module, Scheduled(ADAM, SCHEDULES[kind]))
+        self.twin_optimizer = ADAM(self.twin.parameters())
+        self.twin_schedule = SCHEDULES[kind](self.twin_optimizer)
+
+    def both(self, rows: dict[str, torch.Tensor]) -> dict[str, float]:
+        case = CASES["token_mean"]
+        rate = self.twin_optimizer.param_groups[0]["lr"]
+        loss, _ = self.twin_step(case, rows, None)
+        self.twin_schedule.step(*([loss] if self.kind == "plateau" else []))
+        said = train_step(self.module, self.optimizer, batch_of(rows), loss=case.loss)
+        assert said["lr"] == pytest.approx(rate, rel=1e-6)
+        assert said["loss"] == pytest.approx(loss, abs=1e-5)
+        return said
+
+
+def train(kind: str, folder: str) -> None:
+    """Steps, a save, and steps after it, in the same module and in a new one that loads the save."""
+    pair, rows = ScheduledPair(kind), CASES["token_mean"].rows()
+    for _ in range(3):
+        pair.both(rows)
+    save_checkpoint(pair.module, f"{folder}/{kind}", optimizer=pair.optimizer)
+    after = [pair.both(rows) for _ in range(4)]
+    assert len({step["lr"] for step in after}) > 1, "the rate moves"
+    pair.compare()
+    assert resumed(kind, folder, 4) == after
+
+
+def resumed(kind: str, folder: str, num_steps: int) -> list[dict[str, float]]:
+    case = CASES["token_mean"]
+    module = shard_module(case.build(), init_mesh("cpu", Sharding()), Sharding())
+    load_checkpoint(module, f"{folder}/{kind}")
+    optimizer = make_optimizer(module, Scheduled(bound(ADAM, {"lr": 5.0}), SCHEDULES[kind]))
+    load_optimizer_state(module, optimizer, f"{folder}/{kind}")
+    return [train_step(module, optimizer, batch_of(case.rows()), loss=case.loss) for _ in range(num_steps)]
+
+
+def train_all(folder: str) -> None:
+    for kind in SCHEDULES:
+        train(kind, folder)
+
+
+@pytest.mark.timeout(180)
+def test_rates_and_losses_equal_one_process_and_go_on_after_a_save(tmp_path: Path) -> None:
+    run_ranks(2, train_all, str(tmp_path), timeout_s=150)
+    [two] = {tuple(map(repr, one)) for one in run_ranks(2, resumed, "warm-up", str(tmp_path), 4)}
+    [three] = {tuple(map(repr, one)) for one in run_ranks(3, resumed, "warm-up", str(tmp_path), 4)}
+    for mine, other in zip(two, three, strict=True):
+        assert eval(mine) == pytest.approx(eval(other), rel=1e-4)
+
+
+def mix_up(folder: str) -> None:
+    pair = ScheduledPair("cosine")
+    rows = CASES["token_mean"].rows()
+    pair.both(rows)
+    save_checkpoint(pair.module, f"{folder}/saved", optimizer=pair.optimizer)
+    for factory in (ADAM, Scheduled(ADAM, SCHEDULES["multi-step"])):
+        optimizer = make_optimizer(pair.module, factory)
+        with pytest.raises(PlanError, match="the schedule CosineAnnealingLR was saved, the optimizer has"):
+            load_optimizer_state(pair.module, optimizer, f"{folder}/saved")
+    plain = make_optimizer(pair.module, ADAM)
+    save_checkpoint(pair.module, f"{folder}/plain", optimizer=plain)
+    scheduled = make_optimizer(pair.module, Scheduled(ADAM, SCHEDULES["cosine"]))
+    load_optimizer_state(pair.module, scheduled, f"{folder}/plain")  # a schedule may begin where there was none
+
+
+def test_another_schedule_than_the_saved_one_is_refused(tmp_path: Path) -> None:
+    run_ranks(2, mix_up, str(tmp_path))
+
+
+def test_parts_go_together() -> None:
+    module = nn.Linear(2, 2)
+    factory = bound(Scheduled(ParamGroups(ADAM, {"bias": {"lr": 3.0}}), SCHEDULES["cosine"]), {"lr": 2.0})
+    optimizer = factory(list(module.named_parameters()))
+    assert [group["lr"] for group in optimizer.param_groups] == [3.0, 2.0]
+    first = schedule_of(optimizer)
+    assert isinstance(first, lr_scheduler.CosineAnnealingLR)
+    attach_schedule(optimizer, SCHEDULES["multi-step"])
+    assert isinstance(schedule_of(optimizer), lr_scheduler.MultiStepLR)
+    assert schedule_of(ADAM(module.parameters())) is None
+    with pytest.raises(ValueError, match=r"give a class of torch\.optim\.lr_scheduler"):
+        Scheduled(ADAM, first)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="the schedule's factory returned a int"):
+        attach_schedule(optimizer, lambda optimizer: 3)  # type: ignore[arg-type, return-value]
+
+
+def update_without_a_loss() -> None:
+    pair = ScheduledPair("plateau")
+    before = [full(one).clone() for one in pair.module.parameters()]
+    for one in pair.module.parameters():
+        one.grad = torch.ones_like(one)
+    with pytest.raises(ValueError, match="ReduceLROnPlateau looks at the loss") as caught:
+        optim_step(pair.module, pair.optimizer, Accumulation())
+    assert is_recoverable(caught.value)
+    assert not is_torn(caught.value)
+    assert all(torch.equal(full(one), old) for one, old in zip(pair.module.parameters(), before, strict=True))
+
+
+def test_a_schedule_that_lacks_a_loss_is_refused_before_the_update() -> None:
+    run_ranks(2, update_without_a_loss)

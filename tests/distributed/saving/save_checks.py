@@ -1,0 +1,120 @@
+"""What is checked on the ranks of `test_loading.py`: saves."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from raysharding.checkpoint import open_checkpoint
+from raysharding.config import Loading
+from raysharding.distributed import init_mesh, load_checkpoint, save_checkpoint, shard_module
+from raysharding.distributed.comm.json_collectives import all_gather_json
+from raysharding.errors import RayshardingError
+from raysharding.models import build_module
+from tests.distributed.loading.load_checks import (
+    ODD,
+    full_state,
+    raised_everywhere,
+    sharded,
+)
+from tests.distributed.models import filled
+
+SMALL_DISK = "small"
+"""A file system of 3 MiB."""
+
+
+def check_a_save_that_fails_late(root: Path) -> None:
+    """An error of rank 0 alone, after the tensors were written, is everybody's and leaves nothing."""
+    import transformers
+
+    module: Any = build_module(None, open_checkpoint(root / "llama"), torch.bfloat16)
+    shard_module(module, init_mesh("cpu"))
+    load_checkpoint(module, root / "llama", loading=Loading(dtype=torch.bfloat16))
+    module.config.max_length = 12
+    try:
+        save_checkpoint(module, root / "saves" / "late")
+        outcome = ""
+    except (ValueError, RayshardingError) as error:
+        outcome = str(error)
+    assert all("eneration parameters" in said for said in all_gather_json(outcome)), outcome
+    # Rank 0 removes what was written; the others learn of the error before it is done.
+    assert dist.get_rank() != 0 or not any("late" in name for name in os.listdir(root / "saves"))
+    del module.config.max_length
+    save_checkpoint(module, root / "saves" / "late")
+    if dist.get_rank() == 0:
+        reopened = transformers.AutoModelForCausalLM.from_pretrained(root / "saves" / "late")
+        assert reopened.dtype == torch.bfloat16
+
+
+def check_saves(root: Path) -> None:
+    """A save loads again, refuses to overwrite unasked, and leaves nothing beside it."""
+    path = root / ODD
+    module = sharded(path)
+    load_checkpoint(module, path)
+    target = root / "runs" / "step-1"
+    report = save_checkpoint(module, target)
+    assert report.num_bytes == sum(t.numel() * t.itemsize for t in load_file(path).values())
+    assert all("exists already" in error for error in raised_everywhere(save_checkpoint, module, target))
+    if dist.get_rank() == 0:
+        (target / "README.md").write_text("a model card")
+        (target / "runs").mkdir()
+    save_checkpoint(module, target, overwrite=True)
+    again = sharded(path)
+    load_checkpoint(again, target)
+    state = full_state(again)
+    if dist.get_rank() == 0:
+        for name, tensor in filled().state_dict().items():
+            assert torch.equal(state[name], tensor), name
+        assert os.listdir(root / "runs") == ["step-1"]
+        assert {"README.md", "runs"} < set(os.listdir(target))
+
+
+def check_small_files(root: Path) -> None:
+    """They are copied, and go with their save, unless somebody has changed them."""
+    module = sharded(root / ODD)
+    load_checkpoint(module, root / ODD)
+    if dist.get_rank() == 0:
+        (root / "source").mkdir()
+        shutil.copy(root / ODD, root / "source" / "model.safetensors")
+        for name in ("tokenizer.json", "vocab.txt"):
+            (root / "source" / name).write_text("{}")
+    dist.barrier()
+    source = open_checkpoint(root / "source")
+    save_checkpoint(module, root / "row" / "step-1", source=source)
+    save_checkpoint(module, root / "row" / "step-2", source=source)
+    if dist.get_rank() == 0:
+        (root / "row" / "step-2" / "vocab.txt").write_text("mine")
+    dist.barrier()
+    save_checkpoint(module, root / "row" / "step-2", source=source, overwrite=True)
+    save_checkpoint(module, root / "row" / "step-3", source=source, keep_last=1)
+    if dist.get_rank() == 0:
+        assert sorted(os.listdir(root / "row")) == ["step-2", "step-3"]
+        assert {path.name: path.read_text() for path in (root / "row" / "step-2").iterdir()} == {"vocab.txt": "mine"}
+        assert (root / "row" / "step-3" / "vocab.txt").read_text() == "{}"
+
+
+def check_full_disk(root: Path) -> None:
+    """A full disk is everybody's error; the old checkpoint still loads, and nothing is left."""
+    path, small = root / ODD, root / SMALL_DISK
+    module = sharded(path)
+    load_checkpoint(module, path)
+    target = small / "saved"
+    save_checkpoint(module, target)
+    wide = sharded(path, dtype=torch.float64)
+    load_checkpoint(wide, path)
+    with (small / "filler").open("wb") as filler:
+        if dist.get_rank() == 0:
+            filler.write(b"0" * max(0, os.statvfs(small).f_bavail * 4096 - 8192))
+    errors = raised_everywhere(save_checkpoint, wide, target, overwrite=True)
+    assert all("No space left" in error for error in errors), errors
+    if dist.get_rank() == 0:
+        assert sorted(os.listdir(small)) == ["filler", "saved"]
+        (small / "filler").unlink()
+    again = sharded(path)
+    load_checkpoint(again, target)

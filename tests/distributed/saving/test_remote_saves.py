@@ -1,0 +1,95 @@
+"""`save_checkpoint` to a URI: the same checkpoint as on a disk, written in file order by every rank, or none at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raysharding.checkpoint import FileReader, check_manifest, open_checkpoint, read_manifest
+from raysharding.checkpoint.storage.remote import remote_storage
+from raysharding.checkpoint.storage.requests import RemoteOptions
+from raysharding.checkpoint.storage.uri import join_path
+from raysharding.distributed import init_mesh, load_checkpoint, save_checkpoint, shard_module
+from raysharding.distributed.fully_shard.layout import local_tensor
+from raysharding.distributed.saving import file_writers as file_writing
+from raysharding.distributed.transfer.bucket_plan import PlannedTensor, plan_in_order
+from raysharding.errors import CheckpointError
+from tests.distributed.models import filled
+from tests.distributed.transfer.test_plan import ranges_of, tensors
+from tests.faulty_proxy import Fault
+from tests.s3 import S3Server, s3, s3_server
+from tests.spawn import run_ranks
+
+__all__ = ["s3", "s3_server"]
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@settings(max_examples=150, deadline=None)
+@given(tensors(), st.sampled_from([1, 100, 10_000, 1 << 20]))
+def test_buckets_lie_end_to_end(case: tuple[int, list[PlannedTensor]], bucket_bytes: int) -> None:
+    num_shards, planned = case
+    total = sum(item.layout.num_elements * item.wire_dtype.itemsize for item in planned)
+    bucket_bytes = max(bucket_bytes, total // 100)
+    plan = plan_in_order(planned, num_shards, bucket_bytes)
+    reached = (0, 0)
+    for bucket in plan.buckets:
+        pieces = sorted(
+            (segment.tensor, segment.start, segment.stop) for section in bucket.sections for segment in section.segments
+        )
+        for tensor, start, stop in pieces:
+            assert start == (reached[1] if tensor == reached[0] else 0)
+            assert all(item.layout.num_elements == 0 for item in planned[reached[0] + 1 : tensor])
+            reached = (tensor, stop)
+        assert bucket.payload_bytes <= max(bucket_bytes, 8)
+        assert bucket.payload_bytes <= bucket.num_bytes <= plan.max_bucket_bytes
+    for (index, shard), found in ranges_of(plan).items():
+        start, stop = planned[index].layout.local_range(max(shard, 0))
+        assert found[0][0] == start
+        assert found[-1][1] == stop
+    assert sum(bucket.payload_bytes for bucket in plan.buckets) == total
+
+
+def save_and_train(root: Path, uri: str) -> list[str]:
+    """Save to a disk and to a URI, files for every rank, with an optimizer; then what fails, fails everywhere."""
+    file_writing.SMALL_BYTES = 0
+    module = shard_module(filled(), init_mesh("cpu"))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    for target in (root / "saved", join_path(uri, "saved")):
+        save_checkpoint(module, target, optimizer=optimizer)
+    again = shard_module(filled(seed=2), init_mesh("cpu"))
+    load_checkpoint(again, join_path(uri, "saved"))
+    for mine, loaded in zip(module.parameters(), again.parameters(), strict=True):
+        assert torch.equal(local_tensor(mine), local_tensor(loaded))
+    try:
+        save_checkpoint(module, join_path(uri, "refused"))
+    except CheckpointError as error:
+        return [str(error)]
+    return []
+
+
+def test_a_save_is_the_one_that_a_disk_has(s3: S3Server, tmp_path: Path) -> None:
+    s3.proxy.faults.append(Fault("status", method="PUT", path="refused.*00002-of", status=403, code="AccessDenied"))
+    s3.proxy.faults.append(Fault("status", method="PUT", path="saved", times=2))
+    errors = run_ranks(3, save_and_train, tmp_path, s3.uri("ranks"), timeout_s=150)
+    assert all("cannot be written" in said for (said,) in errors), errors
+    assert remote_storage(RemoteOptions()).list_names(s3.uri("ranks")) == ["saved"]
+    local, remote = open_checkpoint(tmp_path / "saved"), open_checkpoint(s3.uri("ranks/saved"))
+    assert remote.tensors.keys() == local.tensors.keys()
+    manifests = [read_manifest(one) for one in (local, remote)]
+    assert manifests[0] is not None
+    assert manifests[0] == manifests[1]
+    check_manifest(manifests[0], remote)
+    for folder in ("", "/optimizer"):
+        ours, theirs = open_checkpoint(s3.uri(f"ranks/saved{folder}")), open_checkpoint(f"{tmp_path}/saved{folder}")
+        with FileReader(ours) as reader, FileReader(theirs) as expected:
+            for name, info in theirs.tensors.items():
+                assert torch.equal(reader.read_tensor(ours.tensors[name]), expected.read_tensor(info)), name
+    assert len(remote.files) == 3

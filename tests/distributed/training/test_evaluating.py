@@ -1,0 +1,94 @@
+"""Evaluation over data equals one process: loss, metrics, rows; errors reach every rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from raysharding.data import SequenceRows, Stream
+from raysharding.data.source import Columns
+from raysharding.distributed.training.data_loader import FeedPlan
+from raysharding.distributed.training.evaluate import Evaluation, EvaluationPlan
+from raysharding.errors import DataError, RayshardingError
+from tests.distributed.training.test_fitting import BATCH, many_rows
+from tests.distributed.training.test_training import Pair
+from tests.distributed.training.training_cases import CASES
+from tests.spawn import run_ranks
+
+CPU = torch.device("cpu")
+
+
+def hits(output: Any, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens that the model gets right, of those that count."""
+    counts = labels[:, 1:] != -100
+    return ((output["logits"][:, :-1].argmax(-1) == labels[:, 1:]) & counts).sum(), counts.sum()
+
+
+def evaluated(pair: Pair, plan: EvaluationPlan) -> dict[str, float]:
+    run = Evaluation(plan, CPU)
+    while run.step(pair.module):
+        pass
+    run.feed.close()
+    return run.values()
+
+
+def equal_one_process() -> None:
+    rows = many_rows("llama")
+    pair = Pair(CASES["llama"].build, "sgd")
+    feed = FeedPlan(SequenceRows(Columns(rows)), BATCH)
+    pair.module.train()
+    found = evaluated(pair, EvaluationPlan(feed, metrics={"accuracy": hits}))
+    assert pair.module.training, "its mode is put back"
+    with torch.no_grad():
+        logits = pair.twin.eval()(rows["input_ids"]).logits
+    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), rows["labels"][:, 1:].flatten())
+    right, count = hits({"logits": logits}, rows["labels"])
+    assert found["loss"] == pytest.approx(loss.item(), abs=1e-5)
+    assert found["accuracy"] == pytest.approx((right / count).item(), abs=1e-6)
+    assert found["num_rows"] == len(rows["labels"])
+    # Fewer rows than ranks, and without a loss.
+    few = replace(feed, source=SequenceRows(Columns({name: value[:2] for name, value in rows.items()})))
+    found = evaluated(pair, EvaluationPlan(few, with_loss=False, metrics={"accuracy": hits}))
+    right, count = hits({"logits": logits[:2]}, rows["labels"][:2])
+    assert found == {"accuracy": pytest.approx((right / count).item()), "num_rows": 2}
+    assert all(parameter.grad is None for parameter in pair.module.parameters())
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.full)])
+def test_loss_and_metrics_equal_one_process(world_size: int) -> None:
+    pytest.importorskip("transformers")
+    run_ranks(world_size, equal_one_process)
+
+
+def bad_metric(output: Any, labels: torch.Tensor) -> Any:
+    if dist.get_rank() == 1:
+        raise KeyError("only here")
+    return hits(output, labels)
+
+
+def one_number(output: Any, labels: torch.Tensor) -> Any:
+    return hits(output, labels)[0]
+
+
+def hear_of_errors() -> None:
+    """What one rank's metric raises, every rank raises, and the module is right afterwards."""
+    rows = many_rows("llama")
+    pair = Pair(CASES["llama"].build, "sgd")
+    feed = FeedPlan(SequenceRows(Columns(rows)), BATCH)
+    with pytest.raises(KeyError if dist.get_rank() else RayshardingError, match="only here"):
+        evaluated(pair, EvaluationPlan(feed, metrics={"bad": bad_metric}))
+    with pytest.raises(ValueError, match=r"metrics\['one'\] returned a Tensor: return \(sum, count\)"):
+        evaluated(pair, EvaluationPlan(feed, metrics={"one": one_number}))
+    with pytest.raises(DataError, match="data has no rows"):
+        evaluated(pair, EvaluationPlan(replace(feed, source=Stream(list))))
+    assert evaluated(pair, EvaluationPlan(replace(feed, max_steps=1)))["num_rows"] == BATCH
+
+
+def test_every_rank_hears_of_a_metric_that_fails() -> None:
+    pytest.importorskip("transformers")
+    run_ranks(2, hear_of_errors)

@@ -1,0 +1,450 @@
+"""Runs over data equal one process: 100-step curves, resumes, and errors that every rank hears of."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from raysharding.config import Sharding
+from raysharding.data import Prefetch, SequenceRows, Stream
+from raysharding.data.position import Position
+from raysharding.data.source import Columns
+from raysharding.distributed.comm.agreement import wait_for, waits_for_others
+from raysharding.distributed.saving.save import save_checkpoint
+from raysharding.distributed.saving.training_state import load_training
+from raysharding.distributed.training import data_loader as feeding
+from raysharding.distributed.training.data_loader import Feed, FeedPlan
+from raysharding.distributed.training.fit import Fit, FitPlan
+from raysharding.errors import DataError, RayshardingError
+from tests.distributed.training.test_training import Pair
+from tests.distributed.training.training_cases import CASES, Case
+from tests.spawn import run_ranks
+
+CPU = torch.device("cpu")
+NUM_STEPS = 100
+NUM_ROWS = 230
+BATCH = 7
+"""Rows of a step: neither 2 nor 3 nor 4 divides it, and the last of an epoch has 6."""
+
+
+def many_rows(name: str) -> dict[str, torch.Tensor]:
+    """Rows of a case with other numbers in each, labels masked unevenly."""
+    base = CASES[name].rows()
+    random = torch.Generator().manual_seed(5)
+    made = {}
+    for key, value in base.items():
+        shape = (NUM_ROWS, *value.shape[1:])
+        if value.is_floating_point():
+            made[key] = torch.randn(shape, generator=random, dtype=value.dtype)
+        elif key == "attention_mask":
+            made[key] = torch.ones(shape, dtype=value.dtype)
+        else:
+            made[key] = torch.randint(0, int(value.max()) + 1, shape, generator=random, dtype=value.dtype)
+        if key == "labels" and value.ndim > 1:
+            made[key][torch.rand(shape, generator=random) < 0.3] = -100
+    return made
+
+
+class Curves(Pair):
+    """A sharded module that is fitted, and its twin that takes the same batches in one process."""
+
+    def __init__(self, case: Case, rows: dict[str, torch.Tensor], sharding: Sharding | None = None) -> None:
+        super().__init__(case.build, "adamw", sharding)
+        self.case, self.rows = case, rows
+
+    def fit(self, plan: FitPlan) -> list[dict[str, float]]:
+        run = Fit(plan, CPU)
+        steps = []
+        while (figures := run.step(self.module, self.optimizer)) is not None:
+            steps.append(figures.metrics)
+        run.feed.close()
+        return steps
+
+    def alone(self, num_steps: int) -> Iterator[tuple[float, float]]:
+        taken = 0
+        while taken < num_steps:
+            for start in range(0, NUM_ROWS, BATCH):
+                if taken < num_steps:
+                    batch = {key: value[start : start + BATCH] for key, value in self.rows.items()}
+                    yield self.twin_step(self.case, batch, None)
+                    taken += 1
+
+
+def curve(name: str, replicate_size: int, num_parts: int) -> None:
+    case, rows = replace(CASES[name], training=True), many_rows(name)
+    pair = Curves(case, rows, Sharding(replicate_size=replicate_size))
+    feed = FeedPlan(SequenceRows(Columns(rows)), BATCH, 99, max_steps=NUM_STEPS)
+    plan = FitPlan(feed, case.loss, gradient_accumulation_steps=num_parts)
+    steps = pair.fit(plan)
+    assert len(steps) == NUM_STEPS
+    for metrics, expected in zip(steps, pair.alone(NUM_STEPS), strict=True):
+        pair.agree(metrics, expected)
+    assert steps[-1]["loss"] < steps[0]["loss"], "nothing was learned"
+
+
+def curves(names: list[str], replicate_size: int) -> None:
+    for name in names:
+        for num_parts in (1, 4):
+            curve(name, replicate_size, num_parts)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("world_size", "replicate_size"),
+    [
+        pytest.param(1, 1, marks=pytest.mark.full),
+        (2, 1),
+        pytest.param(3, 1, marks=pytest.mark.full),
+        pytest.param(4, 1, marks=pytest.mark.full),
+        pytest.param(4, 2, marks=pytest.mark.full),
+    ],
+)
+def test_100_steps_equal_one_process(world_size: int, replicate_size: int) -> None:
+    """Loss and gradient norm of each step, within 1e-5; parts of 1 and 4."""
+    pytest.importorskip("transformers")
+    names = ["llama", "row_mean"] if world_size == 1 else ["llama"]
+    run_ranks(world_size, curves, names, replicate_size, timeout_s=280)
+
+
+def in_bf16() -> None:
+    """Parameters in fp32, computing in bf16: the curve of one fp32 process within 2 % of its loss."""
+    case, rows = CASES["llama"], many_rows("llama")
+    pair = Curves(case, rows, Sharding(mixed_precision="bf16"))
+    steps = pair.fit(FitPlan(FeedPlan(SequenceRows(Columns(rows)), BATCH, 99, max_steps=NUM_STEPS)))
+    for metrics, (loss, _) in zip(steps, pair.alone(NUM_STEPS), strict=True):
+        assert metrics["loss"] == pytest.approx(loss, rel=0.02)
+
+
+def test_100_steps_in_bf16_are_near_those_in_fp32() -> None:
+    pytest.importorskip("transformers")
+    run_ranks(2, in_bf16, timeout_s=100)
+
+
+class Dropped(nn.Module):
+    """Learns under drop-out, so that its curve hangs on every random number."""
+
+    rate = 0.5
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 16), nn.Linear(16, 1)
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = nn.functional.dropout(self.first(inputs).relu(), self.rate, training=self.training)
+        return {"loss": (self.second(hidden)[:, 0] - targets).square().mean()}
+
+
+def numbers(num_rows: int = 50) -> Columns:
+    random = torch.Generator().manual_seed(1)
+    inputs = torch.randn(num_rows, 4, generator=random)
+    return Columns({"inputs": inputs, "targets": inputs.sum(1)})
+
+
+FEED = FeedPlan(SequenceRows(numbers()), 8, 3, shuffle=True, seed=4)
+"""3 epochs of 7 steps."""
+
+
+def fit_of(feed: FeedPlan, position: Position | None = None) -> Fit:
+    return Fit(FitPlan(feed), CPU, position)
+
+
+def small_pair(build: Any = Dropped) -> Pair:
+    pair = Pair(build, "adamw")
+    torch.manual_seed(7 + dist.get_rank())
+    return pair
+
+
+def losses(pair: Pair, run: Fit, num_steps: int = 99) -> list[float]:
+    taken: list[float] = []
+    while len(taken) < num_steps and (figures := run.step(pair.module, pair.optimizer)) is not None:
+        taken.append(figures.metrics["loss"])
+    return taken
+
+
+def resumed(root: Path) -> None:
+    """A run that is saved in the middle of an epoch and goes on in another process is the run that was never saved."""
+    from raysharding.distributed import load_checkpoint, load_optimizer_state
+
+    whole = losses(pair := small_pair(), fit_of(FEED))
+    assert len(whole) == 21
+    pair = small_pair()
+    run = fit_of(FEED)
+    begun = losses(pair, run, 10)
+    save_checkpoint(pair.module, root / "saved", optimizer=pair.optimizer, position=run.position)
+    run.feed.close()
+    again = small_pair()
+    torch.manual_seed(0)
+    load_checkpoint(again.module, root / "saved")
+    load_optimizer_state(again.module, again.optimizer, root / "saved")
+    position = load_training(root / "saved")
+    assert position is not None
+    assert (position.epoch, position.step, position.num_steps) == (1, 3, 10)
+    run = fit_of(FEED, position)
+    assert run.feed.total_steps == 21
+    assert begun + losses(again, run) == pytest.approx(whole, rel=1e-6, abs=1e-7)
+
+
+def test_a_resume_takes_the_steps_that_were_left(tmp_path: Path) -> None:
+    run_ranks(2, resumed, tmp_path)
+
+
+def saved_half(root: Path) -> list[float]:
+    pair = small_pair(Plain)
+    run = fit_of(FEED)
+    losses(pair, run, 10)
+    save_checkpoint(pair.module, root / "half", optimizer=pair.optimizer, position=run.position)
+    return losses(pair, run)
+
+
+class Plain(Dropped):
+    """Without drop-out, which no two world sizes share."""
+
+    rate = 0.0
+
+
+def resumed_half(root: Path) -> list[float]:
+    from raysharding.distributed import load_checkpoint, load_optimizer_state
+
+    pair = small_pair(Plain)
+    load_checkpoint(pair.module, root / "half")
+    load_optimizer_state(pair.module, pair.optimizer, root / "half")
+    return losses(pair, fit_of(FEED, load_training(root / "half")))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_resume_at_another_world_size(tmp_path: Path, world_size: int) -> None:
+    expected = run_ranks(2, saved_half, tmp_path)[0]
+    assert len(expected) == 11
+    assert run_ranks(world_size, resumed_half, tmp_path)[0] == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+class Failing(Columns):
+    """One row cannot be read."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index == 21:
+            raise OSError("the disk of row 21")
+        return super().__getitem__(index)
+
+
+def hear_of_errors() -> None:
+    """One rank's trouble with its rows is an error on all, and the module is right for the next run."""
+    pair = small_pair()
+    run = fit_of(replace(FEED, source=SequenceRows(Failing(numbers().columns)), shuffle=False))
+    with pytest.raises(DataError, match="epoch 0, step 2 could not be made: OSError: the disk of row 21"):
+        losses(pair, run)
+    assert run.position.num_steps == 2
+    run.feed.close()
+    assert len(losses(pair, fit_of(FEED))) == 21
+
+
+def uneven() -> Any:
+    return [{"inputs": [0.0] * 4, "targets": 0.0}] * (8 + 8 * dist.get_rank())
+
+
+def hear_of_ends() -> None:
+    """Iterables that end on one rank earlier are an error, not a hang."""
+    pair = small_pair()
+    with pytest.raises(DataError, match="ended on 1 ranks while others have rows"):
+        losses(pair, fit_of(replace(FEED, source=Stream(uneven), shuffle=False, epochs=1)))
+    with pytest.raises(DataError, match="data has no rows"):
+        losses(pair, fit_of(replace(FEED, source=Stream(list), shuffle=False)))
+
+
+def ragged_rows() -> list[dict[str, Any]]:
+    return [{"inputs": [0.0] * (4 + (number == 3)), "targets": 0.0} for number in range(8)]
+
+
+def hear_of_collating() -> None:
+    pair = small_pair()
+    with pytest.raises(DataError, match=r"row\['inputs'\] does not stack: shape \(4,\) in one row, shape \(5,\)"):
+        losses(pair, fit_of(replace(FEED, source=SequenceRows(ragged_rows()), shuffle=False)))
+    with pytest.raises(DataError, match=r"collate made \{'args"):
+        losses(pair, fit_of(replace(FEED, collate=lambda rows: torch.zeros(len(rows) + 1))))
+
+
+def hear_of_hangs() -> None:
+    def rows() -> Iterator[Any]:
+        yield from [{"inputs": [0.0] * 4, "targets": 0.0}] * 8
+        if dist.get_rank() == 1:
+            threading.Event().wait(30)
+
+    pair = small_pair()
+    run = fit_of(replace(FEED, source=Stream(rows), shuffle=False, stall_s=1.0))
+    with pytest.raises(DataError, match="no batch came within 1 s"):
+        losses(pair, run)
+
+
+def go_on_elsewhere() -> None:
+    where = replace(fit_of(FEED).position, step=3, num_steps=3)
+    for change, said in (
+        ({"batch_size": 16}, "batch_size=8, and this one has batch_size=16"),
+        ({"seed": 5}, "seed=4, and this one has seed=5"),
+        ({"source": SequenceRows(numbers(51))}, "num_rows=50, and this one has num_rows=51"),
+    ):
+        with pytest.raises(DataError, match=said):
+            fit_of(replace(FEED, **change), where)
+
+
+def all_errors() -> None:
+    for check in (hear_of_errors, hear_of_ends, hear_of_collating, hear_of_hangs, go_on_elsewhere):
+        check()
+
+
+def test_every_rank_hears_of_what_is_wrong_with_the_data() -> None:
+    run_ranks(2, all_errors)
+
+
+def soon_ready(ahead: Prefetch[Any]) -> bool:
+    """`is_ready` of a thread that is far enough ahead."""
+    while ahead._ready.empty():
+        time.sleep(0.001)
+    return True
+
+
+def ask_while_computing() -> None:
+    """Ranks whose next batches lie ready do not wait for each other; one whose does not has all of them wait."""
+    plan, found = replace(FEED, epochs=2, shuffle=False), []
+    for late in (set(), {1}):
+        is_ready = (lambda ahead: False) if dist.get_rank() in late else soon_ready
+        feed = Feed(plan, CPU)
+        with (
+            mock.patch.object(Prefetch, "is_ready", is_ready),
+            mock.patch.object(feeding, "_all_have_one", wraps=feeding._all_have_one) as asked,
+        ):
+            rows = []
+            while (batch := feed.next()) is not None:
+                rows.append(batch.kwargs["inputs"])
+                feed.advance()
+        # The first batch of an epoch is waited for, and where it ends; with a late rank each of the 14.
+        assert asked.call_count == (16 if late else 4)
+        found.append(torch.cat(rows))
+    assert torch.equal(*found)
+    assert len(found[0]) == 50
+
+
+def is_seen_to_wait() -> None:
+    """A rank whose question another has not answered waits for others, whoever looks at its stack."""
+    seen: list[bool] = []
+
+    def look(waiting: int) -> None:
+        deadline = time.monotonic() + 20
+        while not seen and time.monotonic() < deadline:
+            if waits_for_others(sys._current_frames()[waiting]):
+                seen.append(True)
+                return
+            time.sleep(0.01)
+
+    count = torch.ones(1)
+    if dist.get_rank() == 1:
+        time.sleep(1)
+        dist.all_reduce(count)
+        return
+    thread = threading.Thread(target=look, args=(threading.get_ident(),))
+    work = dist.all_reduce(count, async_op=True)
+    assert work is not None
+    thread.start()
+    wait_for(work)
+    thread.join(30)
+    assert seen
+    assert count.item() == 2
+
+
+def read_ahead() -> None:
+    """Rows are taken for the batches that `prefetch` says, two at least, and one in the making."""
+    for prefetch in (1, 2, 3):
+        made: list[int] = []
+
+        def rows(made: list[int] = made) -> Iterator[Any]:
+            for number in range(40):
+                made.append(number)
+                yield {"inputs": [0.0] * 4, "targets": 0.0}
+
+        feed = Feed(FeedPlan(Stream(rows), 4, prefetch=prefetch), CPU)
+        with mock.patch.object(Prefetch, "is_ready", soon_ready):
+            for _ in range(3):
+                feed.next()
+                feed.advance()
+        # Three that were given out; every rank runs through all rows of a stream.
+        expected, deadline = 3 + max(prefetch, 2) + 1, time.monotonic() + 20
+        while len(made) // 4 < expected and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.2)  # for one more, if there were to be one
+        assert len(made) // 4 == expected, (prefetch, made)
+        feed.close()
+
+
+def test_ranks_ask_each_other_while_they_compute() -> None:
+    for check in (ask_while_computing, is_seen_to_wait, read_ahead):
+        run_ranks(2, check)
+
+
+def few_rows() -> None:
+    """Fewer rows than ranks: the others hold a row that does not count."""
+    rows = numbers(2)
+    pair = small_pair(Plain)
+    expected = pair.twin(**rows.columns)["loss"].item()
+    metrics = losses(pair, fit_of(FeedPlan(SequenceRows(rows), 5)))
+    assert metrics == [pytest.approx(expected, rel=1e-5)]
+
+
+def test_fewer_rows_than_ranks() -> None:
+    run_ranks(3, few_rows)
+
+
+def damaged(root: Path) -> None:
+    pair = small_pair()
+    path = root / "saved"
+    save_checkpoint(pair.module, path, optimizer=pair.optimizer, position=Position(0, 1, 1, 8, True, 4, 50))
+    dist.barrier()
+    file = path / "training" / "raysharding.training.json"
+    good = file.read_text()
+    for text, said in (
+        ("{", "is not what raysharding writes"),
+        (good.replace('"format_version":1', '"format_version":9'), "format_version 9"),
+        (good.replace('"step":1', '"step":-1'), "position: step is -1"),
+        (good.replace('"torch":"', '"torch":"AA'), "holds no state of random generators"),
+    ):
+        dist.barrier()
+        if not dist.get_rank():
+            file.write_text(text)
+        dist.barrier()
+        with pytest.raises(RayshardingError, match=said):
+            load_training(path)
+
+
+def test_a_damaged_position_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    run_ranks(2, damaged, tmp_path)
+
+
+def test_plans_that_no_run_can_have() -> None:
+    for bad in ({"batch_size": 0}, {"epochs": 1.5}, {"seed": -1}, {"max_steps": True}, {"prefetch": 0}):
+        with pytest.raises(ValueError, match=f"{next(iter(bad))}="):
+            replace(FEED, **bad)
+
+
+def steps_of(position: Position | None, **plan: Any) -> int | None:
+    return fit_of(replace(FEED, **plan), position).feed.total_steps
+
+
+def count_steps() -> None:
+    assert steps_of(None) == 21
+    assert steps_of(None, max_steps=9) == 9
+    where = fit_of(FEED).position
+    assert steps_of(replace(where, epoch=2, step=3, num_steps=17)) == 21
+    assert steps_of(None, source=Stream(list), shuffle=False) is None
+
+
+def test_the_number_of_steps_is_known_where_rows_are_counted() -> None:
+    run_ranks(1, count_steps)

@@ -1,0 +1,302 @@
+"""`train_step` equals one process: loss, gradient norm and every parameter, for W = 1 to 4, also after failures."""
+
+from __future__ import annotations
+
+import copy
+import math
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from raysharding.batch import RankBatch, Split, deal
+from raysharding.config import Sharding
+from raysharding.distributed.comm.device_mesh import init_mesh
+from raysharding.distributed.fully_shard.internals import reshard
+from raysharding.distributed.fully_shard.recovery import is_recoverable, recover_after
+from raysharding.distributed.fully_shard.shard import shard_module
+from raysharding.distributed.training.step import train_step
+from tests.distributed.training.training_cases import CASES, Case, Scaled, bert_classifier, llama, t5, token_mean
+from tests.spawn import run_ranks
+
+TOLERANCE = 1e-5
+
+MAIN = ("llama", "t5", "bert_classifier", "token_mean", "sum_and_count", "row_mean")
+"""Cases that also run with AdamW and on fewer rows than ranks."""
+
+Optimizers = dict[str, Callable[[Any], torch.optim.Optimizer]]
+OPTIMIZERS: Optimizers = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, eps=1e-5),
+}
+
+
+def batch_of(rows: dict[str, torch.Tensor]) -> RankBatch:
+    return deal((), {key: Split(value) for key, value in rows.items()}, dist.get_world_size())[dist.get_rank()]
+
+
+def full(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+
+
+class Pair:
+    """A sharded module and its one-process twin, with an optimizer each."""
+
+    def __init__(self, build: Callable[[], nn.Module], optimizer: str, sharding: Sharding | None = None) -> None:
+        torch.manual_seed(0)
+        self.twin = build()
+        sharding = sharding or Sharding()
+        self.module = shard_module(copy.deepcopy(self.twin), init_mesh("cpu", sharding), sharding)
+        self.optimizer = OPTIMIZERS[optimizer](self.module.parameters())
+        self.twin_optimizer = OPTIMIZERS[optimizer](self.twin.parameters())
+
+    def step(self, case: Case, rows: dict[str, torch.Tensor], max_grad_norm: float | None, num_parts: int = 1) -> None:
+        metrics = train_step(
+            self.module,
+            self.optimizer,
+            batch_of(rows),
+            loss=case.loss,
+            max_grad_norm=max_grad_norm,
+            training=case.training,
+            gradient_accumulation_steps=num_parts,
+        )
+        self.agree(metrics, self.twin_step(case, rows, max_grad_norm))
+
+    def twin_step(self, case: Case, rows: dict[str, torch.Tensor], max_grad_norm: float | None) -> tuple[float, float]:
+        """Loss and gradient norm of the twin's step on all rows at once."""
+        self.twin.train(case.training)
+        self.twin_optimizer.zero_grad()
+        loss = case.reference(self.twin, rows)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(self.twin.parameters(), max_grad_norm or math.inf)
+        self.twin_optimizer.step()
+        return loss.item(), norm.item()
+
+    @staticmethod
+    def agree(metrics: dict[str, float], expected: tuple[float, float]) -> None:
+        loss, norm = expected
+        assert type(metrics["loss"]) is float
+        assert type(metrics["grad_norm"]) is float
+        assert abs(metrics["loss"] - loss) < TOLERANCE, (metrics, expected)
+        assert abs(metrics["grad_norm"] - norm) < TOLERANCE * max(1.0, norm), (metrics, expected)
+
+    def compare(self) -> None:
+        reshard(self.module)
+        twin = dict(self.twin.named_parameters())
+        for name, parameter in self.module.named_parameters():
+            difference = (full(parameter) - twin[name]).abs().max().item()
+            assert difference < TOLERANCE, f"{name} differs by {difference}"
+
+
+def first_rows(rows: dict[str, torch.Tensor], num_rows: int) -> dict[str, torch.Tensor]:
+    return {key: value[:num_rows] for key, value in rows.items()}
+
+
+def check(name: str, optimizer: str, num_rows: int, max_grad_norm: float | None, sharding: Sharding | None) -> None:
+    case = CASES[name]
+    pair = Pair(case.build, optimizer, sharding)
+    rows = case.rows()
+    if num_rows < 4 and "labels" in rows:  # keep something that counts among the first rows
+        rows = (
+            {key: value.roll(-3, dims=0) for key, value in rows.items()}
+            if num_rows > 1
+            else {key: value.roll(-4, dims=0) for key, value in rows.items()}
+        )
+    for _ in range(3):
+        pair.step(case, first_rows(rows, num_rows), max_grad_norm)
+    pair.compare()
+
+
+def run_all(names: list[str], fewer: list[int]) -> list[str]:
+    """Every case on 7 rows; the main ones also with AdamW, on fewer rows than ranks, and under HSDP."""
+    plans: list[tuple[str, str, int, float | None, Sharding | None]] = []
+    plans += [(name, "sgd", 7, 0.5, None) for name in names]
+    plans += [(name, "adamw", 7, None, None) for name in MAIN]
+    for num_rows in fewer:
+        plans += [(name, "sgd", num_rows, None, None) for name in MAIN]
+    if dist.get_world_size() == 4:
+        plans.append(("llama", "sgd", 7, 0.5, Sharding(replicate_size=2)))
+        plans.append(("token_mean", "adamw", 7, 0.1, Sharding(replicate_size=2)))
+    failures = []
+    for plan in plans:
+        try:
+            check(*plan)
+        except Exception:
+            failures.append(f"{plan}:\n{traceback.format_exc()}")
+    return failures
+
+
+FEWER = [
+    pytest.param(1, [], marks=pytest.mark.full),
+    (2, [1]),
+    pytest.param(3, [], marks=pytest.mark.full),
+    pytest.param(4, [1, 3], marks=pytest.mark.full),
+]
+"""World sizes, and batches with fewer rows than that."""
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(("world_size", "fewer"), FEWER)
+def test_train_step_equals_one_process(world_size: int, fewer: list[int]) -> None:
+    pytest.importorskip("transformers")
+    for rank, failures in enumerate(run_ranks(world_size, run_all, list(CASES), fewer, timeout_s=150)):
+        assert not failures, f"rank {rank}: {len(failures)} cases\n" + "\n".join(failures)
+
+
+class _RaiseInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("raised in backward")
+
+
+def raise_in_loss(output: Any, **kwargs: Any) -> torch.Tensor:
+    raise LookupError("raised in the loss")
+
+
+class Tripwire(nn.Module):
+    """Passes a value on; when armed, its backward raises with half of the model's backward done."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.armed = False
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        if not self.armed:
+            return value
+        out: torch.Tensor = _RaiseInBackward.apply(value)  # type: ignore[no-untyped-call]
+        return out
+
+
+class Breakable(Scaled):
+    """Raises in the middle of backward when armed: the head's gradient is there, the embedding's is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tripwire = Tripwire()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.tripwire(self.embed(tokens) + torch.tanh(self.blocks[0](self.embed(tokens))))
+        hidden = hidden + torch.tanh(self.blocks[1](hidden))
+        logits: torch.Tensor = self.head(hidden) * self.scale
+        return logits
+
+
+def fail_then_go_on(kind: str) -> None:
+    """One good step, a failing one, then a forward and two steps that equal one process's."""
+    case = Case(Breakable, CASES["token_mean"].rows, token_mean)
+    pair = Pair(Breakable, "adamw")
+    rows = case.rows()
+    pair.step(case, rows, 0.5)
+    tripwire = pair.module.get_submodule("tripwire")
+    assert isinstance(tripwire, Tripwire)
+    bad = dict(rows)
+    if kind == "forward":
+        bad["tokens"] = rows["tokens"].clone()
+        bad["tokens"][:, 2] = 10_000
+    tripwire.armed = kind == "backward"
+    expected = {"forward": IndexError, "loss": LookupError, "backward": ArithmeticError}[kind]
+    loss = raise_in_loss if kind == "loss" else token_mean
+    with pytest.raises(expected) as caught:
+        train_step(pair.module, pair.optimizer, batch_of(bad), loss=loss)
+    assert is_recoverable(caught.value)
+    assert any("later steps are right" in note for note in caught.value.__notes__)
+    tripwire.armed = False
+    with torch.no_grad():
+        difference = (pair.module(rows["tokens"]) - pair.twin(rows["tokens"])).abs().max().item()
+    assert difference < TOLERANCE, f"forward after the failure differs by {difference}"
+    for _ in range(2):
+        pair.step(case, rows, 0.5)
+    pair.compare()
+
+
+def fail_at_once() -> None:
+    """The first step of all fails, before FSDP has set itself up: the error names its cause, later steps are right."""
+    case = CASES["token_mean"]
+    pair = Pair(case.build, "sgd")
+    rows = case.rows()
+    batch = batch_of(rows)
+    labels = Split(torch.ones(batch.num_rows or 0, 6)) if dist.get_rank() else batch.wrapped_kwargs["labels"]
+    bad = replace(batch, wrapped_kwargs={**batch.wrapped_kwargs, "labels": labels})
+    with pytest.raises(ValueError, match="labels differ over the ranks") as caught:
+        train_step(pair.module, pair.optimizer, bad, loss=token_mean)
+    assert is_recoverable(caught.value)
+    pair.step(case, rows, None)
+    pair.compare()
+    error = ValueError("the caller's")
+    # torch refuses to reset a group that is not the root.
+    assert not recover_after(error, pair.module.get_submodule("blocks.0"), in_backward=False)
+    assert "resetting the module failed too: RuntimeError" in error.__notes__[0]
+    # A GPU's own error, or one that it caused: its context may be dead, whatever can be reset without it.
+    lost, wrapped = torch.AcceleratorError("CUDA error: device-side assert triggered"), RuntimeError("the step failed")
+    wrapped.__cause__ = lost
+    for dead in (lost, wrapped):
+        assert not is_recoverable(dead)
+        assert not recover_after(dead, pair.module, in_backward=False)
+
+
+def nothing_counts() -> None:
+    """A batch in which no label counts is refused on every rank alike, and leaves the module right."""
+    for build in (llama, t5, bert_classifier):
+        pair = Pair(build, "sgd")
+        name = build.__name__
+        rows = CASES[name].rows()
+        masked = {**rows, "labels": torch.full_like(rows["labels"], -100)}
+        with pytest.raises(ValueError, match="no label counts"):
+            train_step(pair.module, pair.optimizer, batch_of(masked))
+        pair.step(CASES[name], rows, None)
+        pair.compare()
+
+
+def replicated_rows() -> None:
+    """Without a `Split` every rank computes all rows; the step is still that of one process."""
+    for name in ("llama", "bert_classifier", "row_mean"):
+        case = CASES[name]
+        pair = Pair(case.build, "sgd")
+        rows = case.rows()
+        batch = deal((), rows, dist.get_world_size())[dist.get_rank()]
+        metrics = train_step(pair.module, pair.optimizer, batch, loss=case.loss)
+        loss = case.reference(pair.twin.train(), rows)
+        loss.backward()
+        pair.twin_optimizer.step()
+        assert abs(metrics["loss"] - loss.item()) < TOLERANCE
+        pair.compare()
+
+
+def refuses_bad_losses() -> None:
+    """What a loss may not return is refused on every rank."""
+    pair = Pair(Scaled, "sgd")
+    batch = batch_of(CASES["token_mean"].rows())
+    with pytest.raises(ValueError, match=r"shape \(.*\); reduce it"):
+        train_step(pair.module, pair.optimizer, batch, loss=lambda output, labels: output)
+    with pytest.raises(ValueError, match="is a float"):
+        train_step(pair.module, pair.optimizer, batch, loss=lambda output, labels: 1.0)
+    rows = {"tokens": CASES["token_mean"].rows()["tokens"]}
+    with pytest.raises(ValueError, match="has no loss"):
+        train_step(pair.module, pair.optimizer, batch_of(rows))
+    with pytest.raises(ValueError, match="add up to 0"):
+        train_step(pair.module, pair.optimizer, batch, loss=lambda output, labels: (output.sum(), 0))
+
+
+def run_failures() -> None:
+    for kind in ("forward", "loss", "backward"):
+        fail_then_go_on(kind)
+    fail_at_once()
+    nothing_counts()
+    replicated_rows()
+    refuses_bad_losses()
+
+
+@pytest.mark.timeout(90)
+def test_steps_are_right_after_failures() -> None:
+    pytest.importorskip("transformers")
+    run_ranks(3, run_failures, timeout_s=80)

@@ -1,0 +1,98 @@
+"""Memory is backed ahead of its first touch, and what it holds stays."""
+
+from __future__ import annotations
+
+import mmap
+import sys
+import time
+
+import pytest
+import torch
+
+from raysharding.distributed.fully_shard.layout import ShardMap, TensorLayout
+from raysharding.distributed.transfer.bucket_plan import PlannedTensor, plan_buckets
+from raysharding.distributed.transfer.local_shards import Placer
+from raysharding.distributed.transfer.memory import Prefault, back, host_memory_bytes, is_fresh
+
+MIB = 1 << 20
+
+
+def untouched(num_bytes: int) -> torch.Tensor:
+    """Memory straight from the kernel: `torch.empty` may hand out again what an earlier test has touched and freed."""
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    return torch.frombuffer(mmap.mmap(-1, num_bytes, flags=private), dtype=torch.uint8)
+
+
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="madvise(MADV_POPULATE_WRITE) is Linux's")
+
+
+@linux_only
+def test_untouched_memory_is_backed_and_values_stay() -> None:
+    held = torch.arange(2 * MIB)
+    before = host_memory_bytes()
+    fresh = untouched(64 * MIB)
+    assert host_memory_bytes() - before < 8 * MIB
+    with Prefault([held, torch.empty(0), torch.ones(()), fresh]):
+        deadline = time.monotonic() + 30
+        while host_memory_bytes() - before < 63 * MIB and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert host_memory_bytes() - before >= 63 * MIB
+    assert torch.equal(held, torch.arange(2 * MIB))
+
+
+@linux_only
+def test_it_stops_when_the_load_does() -> None:
+    fresh = untouched(4096 * MIB)
+    before = host_memory_bytes()
+    with Prefault([fresh]):
+        deadline = time.monotonic() + 30
+        while host_memory_bytes() - before < 8 * MIB and time.monotonic() < deadline:
+            time.sleep(0.001)
+    after = host_memory_bytes()
+    assert 8 * MIB <= after - before < 2048 * MIB
+    time.sleep(0.1)
+    assert host_memory_bytes() - after < MIB
+
+
+@linux_only
+def test_memory_that_is_about_to_be_written_is_backed_whole() -> None:
+    fresh = untouched(16 * MIB)
+    before = host_memory_bytes()
+    part = fresh[3 * MIB + 5 : 12 * MIB]
+    back(part)
+    assert 8 * MIB <= host_memory_bytes() - before <= 10 * MIB
+    part.fill_(7)
+    back(part)
+    assert int(part.min()) == 7
+
+
+@linux_only
+def test_what_another_has_begun_is_backed_to_the_end() -> None:
+    fresh = untouched(64 * MIB)
+    fresh[0] = 1
+    before = host_memory_bytes()
+    back(fresh)
+    assert host_memory_bytes() - before >= 56 * MIB
+
+
+@linux_only
+def test_shards_are_backed_where_the_load_says_that_they_are_fresh() -> None:
+    layout = TensorLayout("weight", (16 * MIB,), torch.uint8, 1)
+    plan = plan_buckets([PlannedTensor(layout, torch.uint8)], 1, 64 * MIB)
+    (segment,) = plan.buckets[0].sections[0].segments
+    for is_known, expected in ((False, 0), (True, 15 * MIB)):
+        tensor = untouched(16 * MIB)
+        placer = Placer(plan, {"weight": tensor}, ShardMap(((0,),), 0), is_known)
+        before = host_memory_bytes()
+        placer.memory(segment)
+        assert expected <= host_memory_bytes() - before <= expected + 2 * MIB
+
+
+@linux_only
+def test_memory_is_fresh_until_it_was_touched() -> None:
+    first, second = untouched(4 * MIB), untouched(4 * MIB)
+    assert is_fresh([first, second])
+    first.fill_(1)
+    assert is_fresh([first, second])
+    second.fill_(1)
+    assert not is_fresh([first, second, torch.ones(3), torch.empty(4 * MIB, device="meta")])

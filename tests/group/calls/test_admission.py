@@ -1,0 +1,96 @@
+"""Calls that would leave ranks waiting are refused on the driver, before anything is sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from raysharding import PerRank, ShardedModelGroup, Split
+from raysharding.batch import deal
+from raysharding.group import GroupState
+from raysharding.group.calls.input_checks import check_batches
+from raysharding.models import InputBounds
+from tests.models.architectures import ARCHITECTURES
+
+IDS = torch.arange(12).reshape(6, 2)
+
+
+def check(*args: Any, bounds: InputBounds | None = None, world_size: int = 2, **kwargs: Any) -> None:
+    check_batches("forward", deal(args, kwargs, world_size), bounds or InputBounds())
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ((torch.zeros(2, 3), None), r"args\[0\] is None on rank 1, but a float32 tensor of 2 dims on rank 0"),
+        ((torch.zeros(2, 3), torch.zeros(2)), "a float32 tensor of 1 dims on rank 1"),
+        ((torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.float64)), "a float64 tensor of 2 dims on rank 1"),
+        (({"a": 1}, {"a": 1, "b": 2}), r"args\[0\]\['b'\] is of type int on rank 1, but nothing on rank 0"),
+    ],
+)
+def test_ranks_with_arguments_of_different_kinds(values: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        check(PerRank(values))
+
+
+def test_sizes_may_differ_and_what_all_ranks_share_is_not_compared() -> None:
+    check(PerRank([torch.zeros(2, 3), torch.zeros(5, 7)]), Split(IDS), mask=None)
+
+
+def test_ids_outside_the_model_are_refused_with_their_row() -> None:
+    bounds = InputBounds(("input_ids", "labels"), {"input_ids": 12, "labels": 12})
+    check(Split(IDS), bounds=bounds)
+    check(Split(IDS), labels=Split(torch.where(IDS > 4, IDS, -100)), bounds=bounds)
+    check(Split(IDS), other=Split(IDS + 100), bounds=bounds)
+    wrong = IDS.clone()
+    wrong[4, 1] = 12
+    for args, kwargs in (((Split(wrong),), {}), ((), {"input_ids": Split(wrong)}), ((wrong,), {})):
+        with pytest.raises(ValueError, match=r"input_ids holds 12 in row 4, and the model has the ids 0 to 11:"):
+            check(*args, bounds=bounds, world_size=4, **kwargs)
+    with pytest.raises(ValueError, match=r"labels holds -1 in row 0, .* or -100 for what the loss leaves out"):
+        check(Split(IDS), labels=Split(IDS - 1), bounds=bounds)
+    with pytest.raises(ValueError, match="input_ids holds -100"):
+        check(Split(torch.full((2, 2), -100)), bounds=bounds)
+    along = wrong.T.contiguous()
+    with pytest.raises(ValueError, match="in row 4"):
+        check(Split(along, dim=1), bounds=bounds)
+
+
+def test_floats_are_no_ids() -> None:
+    bounds = InputBounds(("input_ids", "labels"), {"input_ids": 12, "labels": 12})
+    wrong: list[dict[str, Any]] = [
+        {"input_ids": Split(IDS.float())},
+        {"input_ids": Split(IDS), "labels": Split(IDS.double())},
+    ]
+    for given in wrong:
+        with pytest.raises(ValueError, match=r"(input_ids|labels) is of torch.float\d\d, and the model takes ids"):
+            check(bounds=bounds, **given)
+    check(Split(IDS), pixel_values=Split(IDS.float()), bounds=bounds)
+
+
+@pytest.mark.parametrize("name", ["llama", "t5", "bert", "clip"])
+def test_a_transformers_model_says_which_ids_it_has(name: str) -> None:
+    model = ARCHITECTURES[name].make()
+    bounds = InputBounds.of(model)
+    config = getattr(model.config, "text_config", model.config)
+    if name != "clip":  # two towers: the model itself has no input embeddings
+        assert bounds.num_ids["input_ids"] == config.vocab_size
+    assert ("decoder_input_ids" in bounds.num_ids) == (name == "t5")
+    if name == "bert":
+        assert bounds.num_ids["token_type_ids"] == config.type_vocab_size
+    assert set(bounds.num_ids) <= {*bounds.positions, "labels"}
+
+
+def test_any_other_module_takes_anything() -> None:
+    assert InputBounds.of(nn.Embedding(3, 4)) == InputBounds(("input",))
+
+
+def test_a_refused_call_leaves_the_group_ready(group: ShardedModelGroup) -> None:
+    with pytest.raises(ValueError, match="wait for each other for ever"):
+        group.forward(PerRank([torch.zeros(2, 8), None]))
+    assert group.state is GroupState.READY
+    shapes = [torch.zeros(1, 8), torch.zeros(3, 8)]
+    assert [tuple(part.shape) for part in group.forward.remote(PerRank(shapes)).per_rank()] == [(1, 4), (3, 4)]

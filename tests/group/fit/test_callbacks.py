@@ -1,0 +1,84 @@
+"""Callbacks of `fit` with the trackers' own clients, and the gauges that Ray exports."""
+
+from __future__ import annotations
+
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from raysharding import ShardedModelGroup
+from raysharding.callbacks import MLflow, RayGauges, TensorBoard, WeightsAndBiases
+from raysharding.group.fit.report import FitStep
+from tests.clock import now
+from tests.conftest import make_group
+from tests.group.fit.test_fit import regression
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+DATA = {"input": torch.randn(6, 8, generator=torch.Generator().manual_seed(1)), "target": torch.zeros(6)}
+
+
+@pytest.fixture(scope="module")
+def group(cluster: None, checkpoint: Path) -> Iterator[ShardedModelGroup]:
+    with make_group(checkpoint, optimizer=partial(torch.optim.AdamW, lr=1e-2)) as group:
+        yield group
+
+
+def losses_of(group: ShardedModelGroup, *callbacks: Any) -> list[float]:
+    return list(group.fit(DATA, batch_size=2, loss=regression(), callbacks=callbacks).history["loss"])
+
+
+def test_tensorboard(group: ShardedModelGroup, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    losses = losses_of(group, TensorBoard(tmp_path))
+    log = EventAccumulator(str(tmp_path)).Reload()
+    assert [event.value for event in log.Scalars("loss")] == pytest.approx(losses)
+    assert [event.step for event in log.Scalars("rows_per_s")] == [1, 2, 3]
+
+
+def test_mlflow(group: ShardedModelGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # the one local store that mlflow-skinny has
+    mlflow.set_tracking_uri(tmp_path.as_uri())
+    mlflow.set_experiment("fits")
+    losses = losses_of(group, MLflow(run_name="fit"))
+    run = mlflow.last_active_run()
+    history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "loss")
+    assert [metric.value for metric in history] == pytest.approx(losses)
+    assert run.info.status == "FINISHED"
+
+
+def test_weights_and_biases(group: ShardedModelGroup, tmp_path: Path) -> None:
+    wandb = pytest.importorskip("wandb")
+    losses = losses_of(group, WeightsAndBiases(project="fit", mode="offline", dir=str(tmp_path)))
+    assert wandb.run is None, "the run is over"
+    assert list(tmp_path.rglob("*.wandb")), losses
+
+
+@pytest.mark.full
+def test_gauges_are_exported() -> None:
+    """Ray's agent of the node has them, tagged, as Prometheus reads them."""
+    gauges = RayGauges("group 'mine'")
+    gauges(FitStep(3, 1, {"loss": 0.5, "grad_norm": 2.0}, 4, 40, 8.0, 80.0))
+    node = ray.nodes()[0]
+    until = now() + 60
+    found: list[str] = []
+    while not found:
+        assert now() < until, "Ray exports no raysharding_fit_loss"
+        time.sleep(1)
+        # Its agent may be starting yet.
+        with suppress(OSError):
+            address = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+            lines = urllib.request.urlopen(address, timeout=5).read().decode().splitlines()
+            found = [line for line in lines if line.startswith("ray_raysharding_fit_loss{") and "'mine'" in line]
+    assert found[0].endswith(" 0.5")

@@ -1,0 +1,350 @@
+"""`fit`: the steps of one process, whatever the data is given as; saves, resumes, restarts, Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from raysharding import CheckpointError, DataError, EmptyBatchError, FitStep, GroupError, ShardedModelGroup
+from raysharding.group import GroupState
+from raysharding.group.fit.datasets import given
+from tests.conftest import make_group, make_mlp
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+ADAMW = partial(torch.optim.AdamW, lr=1e-2)
+NUM_ROWS = 50
+BATCH = 7
+"""8 steps an epoch, the last with one row."""
+
+
+def regression() -> Callable[..., torch.Tensor]:
+    """A loss that pickles by value: the mean over rows."""
+
+    def loss(output: torch.Tensor, *, target: torch.Tensor) -> torch.Tensor:
+        return (output.mean(dim=1) - target).square().mean()
+
+    return loss
+
+
+def collate() -> Callable[..., Any]:
+    """One positional argument of the model, and one of the loss."""
+
+    def make(rows: list[Any]) -> dict[str, torch.Tensor]:
+        return {
+            "input": torch.tensor([list(row["x"]) for row in rows], dtype=torch.float32),
+            "target": torch.tensor([row["y"] for row in rows], dtype=torch.float32),
+        }
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict[str, Any]]:
+    random = torch.Generator().manual_seed(3)
+    inputs = torch.randn(NUM_ROWS, 8, generator=random)
+    return [{"x": one.tolist(), "y": float(one.sum() / 8)} for one in inputs]
+
+
+@pytest.fixture(scope="module")
+def parquet(rows: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "rows.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=9)
+    return path
+
+
+def fit(group: ShardedModelGroup, data: Any, **options: Any) -> Any:
+    given = {"batch_size": BATCH, "loss": regression(), "collate": collate()}
+    return group.fit(data, **{**given, **options})
+
+
+def alone(group_weights: dict[str, torch.Tensor], rows: list[dict[str, Any]], epochs: int) -> list[float]:
+    """Losses of one process on the same rows in order."""
+    module = make_mlp()()
+    module.load_state_dict(group_weights)
+    optimizer = ADAMW(module.parameters())
+    losses = []
+    for _ in range(epochs):
+        for start in range(0, len(rows), BATCH):
+            batch = collate()(rows[start : start + BATCH])
+            loss = regression()(module(batch["input"]), target=batch["target"])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return losses
+
+
+@pytest.fixture(scope="module")
+def trained(cluster: None, checkpoint: Path) -> Iterator[ShardedModelGroup]:
+    with make_group(checkpoint) as group:
+        yield group
+
+
+@pytest.fixture
+def fresh(trained: ShardedModelGroup, checkpoint: Path) -> ShardedModelGroup:
+    trained.load(checkpoint)
+    trained.set_optimizer(ADAMW)
+    return trained
+
+
+def as_dataset(parquet: Path, rows: list[dict[str, Any]]) -> Any:
+    data = pytest.importorskip("ray.data")
+    return data.from_arrow(list(pq.read_table(parquet).to_batches(max_chunksize=9)) and [
+        pa.Table.from_batches([batch]) for batch in pq.read_table(parquet).to_batches(max_chunksize=9)
+    ])  # fmt: skip
+
+
+GIVEN: dict[str, Callable[[Path, list[dict[str, Any]]], Any]] = {
+    "list": lambda parquet, rows: rows,
+    "parquet": lambda parquet, rows: parquet,
+    "uri": lambda parquet, rows: f"file://{parquet.parent}",
+    "dataset": as_dataset,
+    "columns": lambda parquet, rows: {"x": [row["x"] for row in rows], "y": [row["y"] for row in rows]},
+    "function": lambda parquet, rows: lambda: iter(rows),
+}
+
+
+@pytest.mark.parametrize("kind", GIVEN)
+def test_the_steps_are_those_of_one_process(
+    fresh: ShardedModelGroup, kind: str, parquet: Path, rows: list[dict[str, Any]]
+) -> None:
+    expected = alone(fresh.state_dict(), rows, 2)
+    told: list[FitStep] = []
+    report = fit(fresh, GIVEN[kind](parquet, rows), epochs=2, callbacks=[told.append])
+    assert report.history["loss"] == pytest.approx(expected, abs=1e-5)
+    assert (report.num_steps, report.first_step, report.num_rows) == (16, 0, 2 * NUM_ROWS)
+    assert [step.num_steps for step in told] == list(range(1, 17))
+    assert [step.num_rows for step in told] == [*[7] * 7, 1] * 2
+    assert [step.epoch for step in told] == [0] * 8 + [1] * 8
+    assert tuple(step.metrics["loss"] for step in told) == report.history["loss"]
+
+
+def test_a_shuffled_run_repeats(fresh: ShardedModelGroup, checkpoint: Path, parquet: Path) -> None:
+    first = fit(fresh, parquet, shuffle=True, seed=5).history["loss"]
+    for seed, is_same in ((5, True), (6, False)):
+        fresh.load(checkpoint)
+        fresh.set_optimizer(ADAMW)
+        again = fit(fresh, parquet, shuffle=True, seed=seed).history["loss"]
+        assert (again == pytest.approx(first, abs=1e-6)) is is_same
+
+
+def test_saves_and_a_resume_in_another_group(
+    fresh: ShardedModelGroup, parquet: Path, tmp_path: Path, checkpoint: Path
+) -> None:
+    whole = fit(fresh, parquet, epochs=3, shuffle=True, save_to=tmp_path / "all", save_every=5, keep_last=2)
+    assert sorted(path.name for path in (tmp_path / "all").iterdir()) == ["step-20", "step-24"]
+    assert whole.saved == str(tmp_path / "all" / "step-24")
+    fresh.load(checkpoint)
+    fresh.set_optimizer(ADAMW)
+    fit(fresh, parquet, epochs=3, shuffle=True, save_to=tmp_path / "half", max_steps=11)
+    with pytest.raises(CheckpointError, match="half: holds step-11 of another run"):
+        fit(fresh, parquet, save_to=tmp_path / "half")
+    for world_size, tolerance in ((2, 1e-6), (3, 1e-5)):
+        options: dict[str, Any] = {"world_size": world_size, "optimizer": ADAMW}
+        with make_group(tmp_path / "half" / "step-11", **options) as again:
+            report = fit(again, parquet, epochs=3, shuffle=True, resume=True)
+            assert report.first_step == 11
+            assert report.history["loss"] == pytest.approx(whole.history["loss"][11:], abs=tolerance)
+            with pytest.raises(DataError, match="had batch_size=7, and this one has batch_size=8"):
+                fit(again, parquet, batch_size=8, epochs=3, shuffle=True, resume=True)
+            assert again.state is GroupState.READY
+
+
+def test_what_cannot_be_fitted_is_refused(fresh: ShardedModelGroup, parquet: Path, tmp_path: Path) -> None:
+    for data, error, said in (
+        ([], ValueError, "data has no rows"),
+        (iter([1]), ValueError, "give a function that returns it"),
+        (7, TypeError, "data is a int: give a ray.data.Dataset, a Parquet path"),
+        (tmp_path / "absent.parquet", DataError, "is not there, as rank 0 sees it"),
+        ({"x": [1], "y": [1, 2]}, ValueError, "columns need the same number of rows"),
+        (pa.table({"x": [1]}), TypeError, r"give its rows, table\.to_pylist"),
+        ({1, 2}, TypeError, "whose order differs between processes"),
+    ):
+        with pytest.raises(error, match=said):
+            fit(fresh, data)
+    for options, said in (
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"save_every": 5}, "say where by save_to="),
+        ({"keep_last": 0, "save_to": tmp_path}, "keep_last=0"),
+        ({"max_grad_norm": -1.0}, "max_grad_norm=-1.0"),
+        ({"columns": ["z"]}, "has no column 'z'"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            fit(fresh, parquet, **options)
+    assert fresh.state is GroupState.READY
+    assert fit(fresh, parquet, max_steps=1).num_steps == 1
+
+
+def test_a_run_without_optimizer_or_beginning(group: ShardedModelGroup, parquet: Path, checkpoint: Path) -> None:
+    with make_group(checkpoint) as bare:
+        with pytest.raises(ValueError, match="fit needs an optimizer"):
+            fit(bare, parquet)
+        bare.set_optimizer(ADAMW)
+        with pytest.raises(GroupError, match="there is no run to go on with"):
+            fit(bare, parquet, resume=True)
+        assert bare.state is GroupState.READY
+
+
+def test_ctrl_c_leaves_a_run_that_goes_on(fresh: ShardedModelGroup, parquet: Path, rows: list[dict[str, Any]]) -> None:
+    expected = alone(fresh.state_dict(), rows, 30)
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def stop(step: FitStep) -> None:
+        if step.num_steps == 20:
+            signal.pthread_kill(main, signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(fresh, parquet, epochs=30, callbacks=[stop])
+    assert fresh.state is GroupState.READY
+    report = fit(fresh, parquet, epochs=30, resume=True)
+    assert 20 <= report.first_step < report.num_steps == 240
+    assert report.history["loss"] == pytest.approx(expected[report.first_step :], abs=1e-4)
+
+
+def test_a_rank_killed_in_a_run(checkpoint: Path, parquet: Path, tmp_path: Path) -> None:
+    """It goes on from its last save by itself, and ends with the loss of a run that nothing disturbed."""
+    options: dict[str, Any] = {"epochs": 4, "shuffle": True, "save_every": 6}
+    with make_group(checkpoint, optimizer=ADAMW) as group:
+        whole = fit(group, parquet, **options, save_to=tmp_path / "whole")
+
+    def kill(step: FitStep) -> None:
+        if step.num_steps == 15 and not killed:
+            killed.append(group.ranks[1].pid)
+            os.kill(group.ranks[1].pid, signal.SIGKILL)
+
+    killed: list[int] = []
+    with make_group(checkpoint, optimizer=ADAMW, max_restarts=1) as group:
+        report = fit(group, parquet, **options, save_to=tmp_path / "saved", callbacks=[kill])
+        assert report.num_restarts == 1
+        assert report.history["loss"] == pytest.approx(whole.history["loss"], abs=1e-6)
+        assert group.state is GroupState.READY
+    killed.clear()
+    with make_group(checkpoint, optimizer=ADAMW) as group:
+        with pytest.raises(GroupError, match="rank 1"):
+            fit(group, parquet, **options, save_to=tmp_path / "other", callbacks=[kill])
+        assert group.state is GroupState.BROKEN
+
+
+def test_a_rank_killed_before_the_first_save(checkpoint: Path, parquet: Path) -> None:
+    """There is nothing to go back to but the beginning."""
+    killed: list[int] = []
+
+    def kill(step: FitStep) -> None:
+        if step.num_steps == 100 and not killed:  # of 400: the driver hears of 200 at most at once
+            killed.append(group.ranks[0].pid)
+            os.kill(group.ranks[0].pid, signal.SIGKILL)
+
+    with make_group(checkpoint, optimizer=ADAMW) as group:
+        whole = fit(group, parquet, epochs=50)
+    with make_group(checkpoint, optimizer=ADAMW, max_restarts=2) as group:
+        report = fit(group, parquet, epochs=50, callbacks=[kill])
+    assert report.num_restarts == 1
+    assert report.history["loss"] == pytest.approx(whole.history["loss"], abs=1e-4)
+
+
+def test_a_callback_that_raises_ends_the_run(fresh: ShardedModelGroup, parquet: Path) -> None:
+    class Stop:
+        is_closed = False
+
+        def __call__(self, step: FitStep) -> None:
+            raise RuntimeError("enough")
+
+        def close(self) -> None:
+            self.is_closed = True
+
+    stop = Stop()
+    with pytest.raises(RuntimeError, match="enough"):
+        fit(fresh, parquet, callbacks=[stop])
+    assert stop.is_closed
+    assert fresh.state is GroupState.READY
+
+
+def test_the_report_is_for_people_too(fresh: ShardedModelGroup, parquet: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    report = fit(fresh, parquet)
+    assert f"step 8, loss {report.loss:.4g}: 8 steps in" in str(report)
+    report.plot(tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert report.as_dict()["num_steps"] == 8
+
+
+def of_known() -> Callable[..., Any]:
+    """The mean over rows whose target is known."""
+
+    def loss(output: torch.Tensor, *, target: torch.Tensor) -> tuple[torch.Tensor, int]:
+        known = ~target.isnan()
+        return ((output.mean(dim=1) - target.nan_to_num()) * known).square().sum(), int(known.sum())
+
+    return loss
+
+
+def test_a_batch_in_which_nothing_counts(fresh: ShardedModelGroup, rows: list[dict[str, Any]]) -> None:
+    data = [{**row, "y": float("nan")} if BATCH <= index < 2 * BATCH else row for index, row in enumerate(rows)]
+    told: list[FitStep] = []
+    with pytest.warns(UserWarning, match="fit: step 2 was skipped, as others like it will be") as warned:
+        report = fit(fresh, data, loss=of_known(), epochs=2, callbacks=[told.append])
+    assert report.skipped == (2, 10)
+    assert sum("skipped" in str(one.message) for one in warned) == 1
+    assert (report.num_steps, report.num_rows) == (16, 2 * (NUM_ROWS - BATCH))
+    assert [number for number, loss in enumerate(report.history["loss"], 1) if loss != loss] == [2, 10]
+    assert [step.num_steps for step in told if step.is_skipped] == [2, 10]
+    assert report.loss == report.history["loss"][-1]
+    assert "16 steps, 2 of them skipped" in str(report)
+    with pytest.raises(EmptyBatchError, match="nothing counts"):
+        fit(fresh, data, loss=of_known(), on_empty="raise")
+    assert fresh.state is GroupState.READY
+    with pytest.raises(ValueError, match="on_empty="):
+        fit(fresh, data, on_empty="ignore")
+    with pytest.warns(UserWarning, match="fit: the loss is inf from step 2 on"):
+        fit(fresh, [*rows[:BATCH], {**rows[0], "y": float("inf")}], loss=of_known())
+
+
+def near() -> Callable[..., Any]:
+    """A metric that pickles by value: rows whose target is met within 0.5."""
+
+    def metric(output: torch.Tensor, target: torch.Tensor) -> Any:
+        return ((output.mean(dim=1) - target).abs() < 0.5).sum(), len(target)
+
+    return metric
+
+
+def test_floats_of_a_dataset_are_no_ids() -> None:
+    data = pytest.importorskip("ray.data").from_arrow(pa.table({"input_ids": [[1.0, 2.0]], "x": [0.5]}))
+    with pytest.raises(DataError, match="the column 'input_ids' holds lists of floats, and the model takes ids"):
+        given(data, None, 60, ["input_ids", "labels"])
+    assert given(data, ["x"], 60, ["input_ids"]).refs
+
+
+def test_evaluation_is_that_of_one_process(
+    fresh: ShardedModelGroup, parquet: Path, rows: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    module = make_mlp()()
+    module.load_state_dict(fresh.state_dict())
+    batch = collate()(rows)
+    with torch.no_grad():
+        output = module(batch["input"])
+    expected = {
+        "loss": pytest.approx(regression()(output, target=batch["target"]).item(), rel=1e-5),
+        "near": pytest.approx(float(near()(output, batch["target"])[0]) / NUM_ROWS),
+        "num_rows": NUM_ROWS,
+    }
+    options: dict[str, Any] = {"loss": regression(), "collate": collate(), "metrics": {"near": near()}}
+    for data, batch_size in ((parquet, 1), (rows, 7), (parquet, 50), (as_dataset(parquet, rows), 9)):
+        assert fresh.evaluate(data, batch_size=batch_size, **options) == expected
+    call = fresh.evaluate.remote(parquet, batch_size=2, **options)
+    assert call.result() == expected
+    with pytest.raises(DataError, match=r"absent\.parquet: is not there"):
+        fresh.evaluate(tmp_path / "absent.parquet", batch_size=2, **options)
+    assert fresh.state is GroupState.READY

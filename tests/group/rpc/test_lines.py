@@ -1,0 +1,452 @@
+"""The connections between driver and ranks: who may take part, what they carry, and what becomes of a broken one."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import resource
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+import torch
+
+from raysharding import GroupBrokenError, GroupError, RendezvousError, ShardedModelGroup
+from raysharding.distributed.comm.rendezvous import listen
+from raysharding.group import GroupState
+from raysharding.group.actors.actor import CONCURRENCY_GROUPS, RankActor
+from raysharding.group.actors.work_thread import WorkThread
+from raysharding.group.ranks import Member, RankInfo
+from raysharding.group.rpc.connection import GREETING_BYTES, KEY_BYTES, Line, RankLine, greeting
+from raysharding.group.rpc.driver_connections import MAX_STRANGERS, _Door, _still_asked
+from tests.conftest import make_group, make_mlp
+from tests.group.recovery.hsdp import Copied, kill_idle, make_hsdp
+from tests.spawn import run_ranks
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with listen("127.0.0.1") as listener:
+        yield listener
+
+
+@pytest.fixture
+def ends(listener: socket.socket) -> Iterator[tuple[Line, RankLine]]:
+    """A driver's end and a rank's."""
+    key = secrets.token_bytes(KEY_BYTES)
+    there = RankLine(listener.getsockname(), key, 5.0)
+    connection, _ = listener.accept()
+    assert connection.recv(GREETING_BYTES) == greeting(key)
+    here = Line(connection, key)
+    yield here, there
+    here.close()
+    there.close()
+
+
+def wait_for(is_so: Callable[[], bool], seconds: float = 10.0) -> None:
+    until = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_frames_arrive_whole_and_in_order_and_the_driver_never_waits(ends: tuple[Line, RankLine]) -> None:
+    here, there = ends
+    sent = [b"", b"x", secrets.token_bytes(3 << 20), secrets.token_bytes(8 << 20), b"last"]
+    assert not [here.send(data) for data in sent][-1], "the kernel took 11 MB that nobody read"
+    heard: list[bytes] = []
+    reading = threading.Thread(target=lambda: heard.extend(there.receive() for _ in sent), daemon=True)
+    reading.start()
+    wait_for(here.flush)
+    reading.join(10.0)
+    assert heard == sent
+
+    def answer() -> None:
+        for data in sent:
+            there.send(data)
+
+    answering = threading.Thread(target=answer, daemon=True)
+    answering.start()
+    answers: list[bytes] = []
+    while len(answers) < len(sent):
+        answers += receive(here)
+    assert answers == sent
+    assert here.receive() == []
+
+
+def receive(line: Line) -> list[bytes]:
+    until = time.monotonic() + 10.0
+    while not (found := line.receive()):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    return found
+
+
+def captured(listener: socket.socket, key: bytes, *sent: bytes) -> tuple[bytes, list[bytes]]:
+    """What a rank says on the wire: greeting and frames."""
+    there = RankLine(listener.getsockname(), key, 5.0)
+    with listener.accept()[0] as connection:
+        connection.settimeout(5.0)
+        said = connection.recv(GREETING_BYTES)
+        frames = []
+        for data in sent:
+            there.send(data)
+            frames.append(connection.recv(1 << 16))
+    there.close()
+    return said, frames
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    with listen("127.0.0.1") as listener:
+        mine = socket.create_connection(listener.getsockname())
+        return mine, listener.accept()[0]
+
+
+@pytest.mark.parametrize("forge", ["changed", "repeated", "left out", "other key", "own words"])
+def test_what_the_other_end_did_not_sign_ends_the_line(listener: socket.socket, forge: str) -> None:
+    key, data = secrets.token_bytes(KEY_BYTES), [b"first frame", b"second frame"]
+    _, (first, second) = captured(listener, key, *data)
+    mine, theirs = pair()
+    line = Line(theirs, secrets.token_bytes(KEY_BYTES) if forge == "other key" else key)
+    spoiled = bytearray(first)
+    spoiled[-1] ^= 1
+    said = {"changed": bytes(spoiled), "repeated": first + first, "left out": second, "other key": first}
+    if forge == "own words":  # what the driver said itself
+        line.send(b"an order")
+        said[forge] = mine.recv(1 << 16)
+    with mine:
+        mine.sendall(said[forge])
+        with pytest.raises(ConnectionAbortedError, match="did not sign"):
+            wait_for(lambda: line.receive() is None)
+    line.close()
+
+
+def test_strangers_do_not_get_in_and_hold_nobody_up(listener: socket.socket) -> None:
+    key = secrets.token_bytes(KEY_BYTES)
+    strangers = [socket.create_connection(listener.getsockname()) for _ in range(4)]
+    strangers[0].sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(64))
+    strangers[1].sendall(secrets.token_bytes(GREETING_BYTES))
+    strangers[2].sendall(b"half a greeting")
+    strangers[3].close()
+    waiting = {greeting(key): 7}
+    with _Door(listener) as door:
+        guest = RankLine(listener.getsockname(), key, 5.0)
+        begun = time.monotonic()
+        while waiting:
+            door.admit(waiting, 0.1)
+            assert time.monotonic() - begun < 5.0
+        found = door.take()
+        assert list(found) == [7]
+        again = RankLine(listener.getsockname(), key, 5.0)  # a greeting is good for once
+        for _ in range(5):
+            door.admit(waiting, 0.05)
+        assert door.take() == {}
+    line = Line(found[7], key)
+    guest.send(b"hello")
+    assert receive(line) == [b"hello"]
+    for one in (guest, again, line):
+        one.close()
+    for stranger in strangers:
+        stranger.close()
+
+
+@contextlib.contextmanager
+def descriptors_used_up() -> Iterator[list[int]]:
+    """Leave this process no descriptor; who closes one of the list has that one."""
+    before, taken = resource.getrlimit(resource.RLIMIT_NOFILE), [os.dup(0)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 32, before[1]))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        yield taken
+    finally:
+        for one in taken:
+            os.close(one)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_strangers_that_use_up_the_descriptors_keep_nobody_out() -> None:
+    # In a process of its own: the threads of Ray that this one has need descriptors, too.
+    run_ranks(1, let_in_without_descriptors)
+
+
+def let_in_without_descriptors() -> None:
+    """A guest gets in where strangers hold all descriptors but a few."""
+    with listen("127.0.0.1") as listener:
+        key = secrets.token_bytes(KEY_BYTES)
+        strangers = [socket.create_connection(listener.getsockname()) for _ in range(200)]
+        guest = RankLine(listener.getsockname(), key, 5.0)
+        waiting = {greeting(key): 7}
+        with _Door(listener) as door:
+            with descriptors_used_up() as taken:
+                begun, worked = time.monotonic(), time.process_time()
+                while time.monotonic() - begun < 1.0:
+                    door.admit(waiting, 0.1)
+                assert time.process_time() - worked < 0.5, "it spins"
+                assert "Too many open files" in str(door.error)
+                for _ in range(4):
+                    os.close(taken.pop())
+                while waiting:
+                    door.admit(waiting, 0.1)
+                    assert time.monotonic() - begun < 10.0
+            assert list(door.take()) == [7]
+        guest.close()
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_strangers_are_few_and_do_not_stay(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    strangers = [socket.create_connection(listener.getsockname()) for _ in range(200)]
+    before = psutil.Process().num_fds()
+    with _Door(listener) as door:
+        for _ in range(200):
+            door.admit({}, 0.1)
+        assert psutil.Process().num_fds() - before <= MAX_STRANGERS + 2
+        monkeypatch.setattr("raysharding.group.rpc.driver_connections.GREETING_S", 0.0)
+        door.admit({}, 0.1)
+        assert psutil.Process().num_fds() - before <= 2
+    for stranger in strangers:
+        stranger.close()
+
+
+@pytest.mark.usefixtures("cluster")
+def test_the_driver_listens_only_while_its_ranks_come(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def listening() -> set[tuple[str, int]]:
+        found = psutil.Process().net_connections("tcp")
+        return {(one.laddr.ip, one.laddr.port) for one in found if one.status == psutil.CONN_LISTEN}
+
+    seen = []
+    admit = _Door.admit
+
+    def look_and_admit(door: _Door, waiting: dict[bytes, int], timeout_s: float) -> None:
+        seen.append(listening())
+        admit(door, waiting, timeout_s)
+
+    monkeypatch.setattr(_Door, "admit", look_and_admit)
+    before = listening()
+    with make_group(checkpoint):
+        assert listening() == before
+    hosts = {host for host, _ in seen[0] - before}
+    assert hosts == {ray.nodes()[0]["NodeManagerAddress"]}, "one address, not all"
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_rank_that_cannot_reach_the_driver_is_named() -> None:
+    actor = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(RankActor).options(num_cpus=0).remote()
+    try:
+        with listen("127.0.0.1") as closed:
+            address = closed.getsockname()
+        ref = actor.connect.remote(0, address, secrets.token_bytes(KEY_BYTES), 5.0)
+        ray.wait([ref], timeout=30.0)
+        member = Member(RankInfo(3, "node", "10.0.0.3", 1, 0, "cpu"), actor, 0)
+        with pytest.raises(RendezvousError, match=rf"rank 3 on 10.0.0.3 .* 127.0.0.1:{address[1]}: ConnectionRefused"):
+            _still_asked({ref: member}, address)
+    finally:
+        ray.kill(actor, no_restart=True)
+
+
+def hang_up_soon() -> Callable[[], None]:
+    """A function that breaks rank 1's line after a while, and pickles by value."""
+
+    def hang_up() -> None:
+        import gc
+        import threading
+
+        import torch.distributed as dist
+
+        from raysharding.group.rpc.connection import RankLine
+
+        if dist.get_rank() == 1:
+            [line] = [one for one in gc.get_objects() if isinstance(one, RankLine)]
+            threading.Timer(0.5, line.hang_up).start()
+
+    return hang_up
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_rank_that_lives_but_cannot_be_reached_is_lost(checkpoint: Path) -> None:
+    """Its line breaks and Ray says nothing, because it is well: it is stopped, not left on its CPU."""
+    with make_group(checkpoint) as group:
+        group.call(hang_up_soon())
+        time.sleep(0.7)
+        begun = time.monotonic()
+        with pytest.raises(GroupError, match="its connection to the driver had broken before") as caught:
+            group.call(time.sleep, 0.05)
+        assert time.monotonic() - begun < 3.5
+        primary = caught.value.primary
+        assert primary is not None
+        assert (primary.rank, primary.kind) == (1, "died")
+        with pytest.raises(GroupBrokenError):
+            group.call(time.sleep, 0.0)
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_rank_out_of_reach_is_replaced_like_a_dead_one(checkpoint: Path, tmp_path: Path) -> None:
+    with make_hsdp(Copied(checkpoint, tmp_path)) as group:
+        before = group.state_dict()
+        group.call(hang_up_soon())
+        until = time.monotonic() + 10.0
+        while group.state is not GroupState.BROKEN and time.monotonic() < until:
+            time.sleep(0.05)
+        report = group.restart()
+        assert report.how == "replicas", report
+        assert "rank 1 from rank 3" in report.why
+        assert all(torch.equal(value, before[name]) for name, value in group.state_dict().items())
+
+
+def raising(kind: str) -> Callable[[], None]:
+    def fail() -> None:
+        import asyncio
+
+        class Odd(RuntimeError):
+            def __str__(self) -> str:
+                raise LookupError("no words")
+
+        errors: dict[str, BaseException] = {
+            "cancelled": asyncio.CancelledError(),
+            "interrupt": KeyboardInterrupt("on a rank"),
+            "exit": SystemExit(3),
+            "no words": Odd(),
+            "large": ValueError("x" * (80 << 20)),
+        }
+        if kind == "cause without words":
+            raise ValueError("has a cause") from Odd()
+        raise errors[kind]
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("cancelled", "CancelledError"),
+        ("interrupt", "KeyboardInterrupt"),
+        ("exit", "SystemExit"),
+        ("no words", "its __str__ raised LookupError"),
+        ("cause without words", "has a cause"),
+        ("large", "ValueError: xxx"),
+    ],
+)
+def test_whatever_a_rank_raises_comes_back_at_once(group: ShardedModelGroup, kind: str, expected: str) -> None:
+    begun = time.monotonic()
+    with pytest.raises(GroupError, match=expected) as caught:
+        group.call(raising(kind))
+    assert time.monotonic() - begun < 5.0
+    assert len(str(caught.value)) < 1 << 20
+    assert group.state is GroupState.READY
+    assert group.call(max, 1, 2) == [2, 2]
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_death_is_seen_though_a_forked_child_lives_on(checkpoint: Path) -> None:
+    """The child has copies of Ray's connections, so Ray does not see it; its copy of the line closes itself."""
+
+    def fork_and_die() -> int | None:
+        import os
+        import signal
+        import threading
+        import time
+
+        import torch.distributed as dist
+
+        if dist.get_rank() == 0:
+            time.sleep(60.0)
+            return None
+        child = os.fork()
+        if child == 0:
+            time.sleep(20.0)
+            os._exit(0)
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        time.sleep(60.0)
+        return None
+
+    with make_group(checkpoint) as group:
+        begun = time.monotonic()
+        with pytest.raises(GroupError, match="rank 1 died"):
+            group.call(fork_and_die)
+        assert time.monotonic() - begun < 4.5
+
+
+def test_a_line_of_an_earlier_driver_does_not_displace_a_later_one(listener: socket.socket) -> None:
+    worker = WorkThread(lambda frame, beside: b"done: " + frame)
+    key = secrets.token_bytes(KEY_BYTES)
+    later = RankLine(listener.getsockname(), key, 5.0)
+    connection, _ = listener.accept()
+    connection.recv(GREETING_BYTES)
+    worker.obey(2, later)
+    worker.obey(1, RankLine(listener.getsockname(), key, 5.0))
+    line = Line(connection, key)
+    line.send(b"order")
+    assert receive(line) == [b"done: order"]
+    line.close()
+
+
+def test_a_frame_that_nobody_would_send_is_not_waited_for(listener: socket.socket) -> None:
+    mine, theirs = pair()
+    line = Line(theirs, secrets.token_bytes(KEY_BYTES))
+    mine.sendall((1 << 40).to_bytes(8, "big") + bytes(32))
+    with pytest.raises(ConnectionAbortedError, match="was announced"):
+        wait_for(lambda: line.receive() is None)
+    mine.close()
+    line.close()
+
+
+@pytest.mark.usefixtures("cluster")
+def test_descriptors_are_back_when_a_group_is_closed(checkpoint: Path) -> None:
+    with make_group(checkpoint):
+        pass
+    before = psutil.Process().num_fds()
+    for _ in range(2):
+        with make_group(checkpoint):
+            pass
+        gc.collect()
+        assert psutil.Process().num_fds() <= before + 1
+
+
+def slow_to_build(flag: str) -> Callable[[], torch.nn.Module]:
+    """The model of the checkpoint; takes 3 s where a file is there."""
+    build = make_mlp()
+
+    def slowly() -> torch.nn.Module:
+        import os
+        import time
+
+        time.sleep(3.0 * os.path.exists(flag))
+        return build()
+
+    return slowly
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_lines_that_are_hung_up_in_a_restart_are_no_deaths(checkpoint: Path, tmp_path: Path) -> None:
+    """The ranks obey a new supervision and hang up on the old one, which must not take that for its ranks' end."""
+    flag = tmp_path / "slow"
+    with make_hsdp(Copied(checkpoint, tmp_path), model=slow_to_build(str(flag))) as group:
+        kill_idle(group, 1)
+        flag.touch()
+        seen: list[GroupState] = []
+        looking = threading.Event()
+
+        def look() -> None:
+            time.sleep(0.5)
+            while not looking.wait(0.05):
+                seen.append(group.state)
+
+        watching = threading.Thread(target=look, daemon=True)
+        watching.start()
+        report = group.restart()
+        looking.set()
+        watching.join(5.0)
+        assert report.how == "replicas"
+        assert report.seconds > 3.0
+        assert GroupState.BROKEN not in seen

@@ -1,0 +1,138 @@
+"""`group.stacks()` and `group.logs(rank)`: of ranks that work, that hold the GIL, that are stopped, that are dead."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from raysharding import GroupBrokenError, GroupError, ShardedModelGroup
+from tests.clock import now
+from tests.group.conftest import make_group
+from tests.group.supervision.standing import ROOT
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+
+def print_and_sleep(seconds: float) -> None:
+    import sys
+    import time
+
+    for line in range(30):
+        print(f"line {line} of rank output")
+    print("a complaint", file=sys.stderr)
+    time.sleep(seconds)
+
+
+def hold_the_gil(seconds: int) -> None:
+    import ctypes
+
+    ctypes.PyDLL(None).sleep(seconds)
+
+
+def test_of_ranks_that_work(group: ShardedModelGroup) -> None:
+    call = group.call.remote(print_and_sleep, 2.0)
+    time.sleep(0.7)
+    begun = now()
+    stacks, log = group.stacks(), group.logs(1, num_lines=5)
+    assert now() - begun < 1.0
+    assert not call.done(), "while it works"
+    assert sorted(stacks) == [0, 1]
+    assert all("in print_and_sleep" in text for text in stacks.values())
+    assert [line for line in log.splitlines() if line.startswith("line")] == [
+        f"line {line} of rank output" for line in range(25, 30)
+    ]
+    assert "a complaint" in log
+    call.result()
+    assert group.stacks().keys() == {0, 1}
+
+
+@pytest.mark.full
+def test_of_a_rank_that_does_not_answer(group: ShardedModelGroup) -> None:
+    call = group.call.remote(hold_the_gil, 4)
+    time.sleep(0.3)
+    begun = now()
+    stacks = group.stacks()
+    assert now() - begun < 2.2
+    for rank, text in stacks.items():
+        assert f"rank {rank} does not answer within 1 s: its process runs: a thread may hold the GIL" in text
+        assert "in hold_the_gil" in text
+    call.result()
+    os.kill(group.ranks[1].pid, signal.SIGSTOP)
+    try:
+        begun = now()
+        stacks = group.stacks()
+        assert now() - begun < 2.2
+        assert "rank 1 does not answer within 1 s: its process is stopped by a signal" in stacks[1]
+        assert "does not answer" not in stacks[0]
+        assert "line 29 of rank output" in group.logs(1)
+    finally:
+        os.kill(group.ranks[1].pid, signal.SIGCONT)
+    assert group.call(lambda: 1) == [1, 1]
+
+
+def test_of_a_dead_rank(checkpoint: Path) -> None:
+    group = make_group(checkpoint, world_size=1)
+    group.call(print_and_sleep, 0.0)
+    os.kill(group.ranks[0].pid, signal.SIGKILL)
+    with pytest.raises(GroupError):
+        group.call(print_and_sleep, 0.0)
+    assert "line 29 of rank output" in group.logs(0)
+    with pytest.raises(GroupBrokenError):
+        group.stacks()
+    group.shutdown()
+    assert "line 29 of rank output" in group.logs(0)
+
+
+def test_what_is_asked_for_is_checked(group: ShardedModelGroup) -> None:
+    with pytest.raises(ValueError, match="rank=2: give one of 0 to 1"):
+        group.logs(2)
+    with pytest.raises(ValueError, match="num_lines=0: give 1 or more"):
+        group.logs(0, num_lines=0)
+
+
+ON_ANOTHER_NODE = """
+import os, signal, sys, time
+import ray
+from ray.cluster_utils import Cluster
+from raysharding import Placement, ShardedModelGroup
+from tests.group.conftest import make_mlp
+from tests.forking import runtime_env
+from tests.group.supervision.test_inspection import print_and_sleep
+
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+second = cluster.add_node(num_cpus=1)
+ray.init(address=cluster.address, log_to_driver=False, runtime_env=runtime_env())
+spread = Placement(strategy="STRICT_SPREAD")
+group = ShardedModelGroup.from_checkpoint(sys.argv[1], model=make_mlp(), world_size=2, device="cpu", placement=spread)
+group.call(print_and_sleep, 0.0)
+assert "line 29" in group.logs(1)
+os.kill(group.ranks[1].pid, signal.SIGSTOP)
+assert "its process is stopped by a signal" not in group.stacks()[1], "nobody on that node can say"
+assert "does not answer" in group.stacks()[1]
+os.kill(group.ranks[1].pid, signal.SIGKILL)
+assert "line 29" in group.logs(1)
+group.shutdown()
+cluster.remove_node(second)
+try:
+    group.logs(1)
+except Exception as error:
+    print(type(error).__name__, str(error)[:200])
+ray.shutdown()
+cluster.shutdown()
+"""
+
+
+@pytest.mark.usefixtures("worker_python")
+@pytest.mark.full
+def test_of_a_rank_on_another_node(checkpoint: Path) -> None:
+    command = [sys.executable, "-c", ON_ANOTHER_NODE, str(checkpoint)]
+    environment = os.environ | {"RAY_AUTH_MODE": "disabled"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    assert "GroupError cannot read the log of rank 1 on node" in done.stdout, done.stdout

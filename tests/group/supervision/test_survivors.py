@@ -1,0 +1,199 @@
+"""What is known of the ranks that a failure has left, and what a restart may take them for."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+import torch
+
+from raysharding import CheckpointError, GroupBrokenError, GroupError, ShardedModelGroup, Timeouts
+from raysharding.group import GroupState
+from raysharding.group.calls.call import Call, Collect
+from raysharding.group.rpc.messages import ORDER_BYTES, RESULT_BYTES, Outcome, Request, Stamp, seal, store, unseal
+from raysharding.group.rpc.packing import Packed
+from raysharding.group.supervision.running_call import Run, Task
+from raysharding.group.supervision.survivors import Remains, Replicas, Survivors
+from tests.group.conftest import make_group
+from tests.group.recovery.hsdp import QUICK, Copied, kill_idle, make_hsdp
+
+pytestmark = [pytest.mark.usefixtures("nothing_left"), pytest.mark.timeout(240)]
+
+SAME, OTHER, TORN = Stamp(True, 1), Stamp(True, 0), Stamp(False, 0)
+REQUEST = Request("call", "value", None)
+
+
+def survivors_of_four() -> Survivors:
+    return Survivors(Replicas(4, 2), keep_s=60.0)
+
+
+@pytest.mark.parametrize("stamps", [{0: SAME, 1: SAME, 2: OTHER, 3: SAME}, dict.fromkeys(range(4), TORN)])
+def test_copies_that_differ_are_never_taken_for_each_other(stamps: dict[int, Stamp]) -> None:
+    """Whenever the death comes: before the failure that the ranks were kept after, and behind it."""
+    before = survivors_of_four()
+    before.compare(stamps)
+    assert before.why_not([]) == ""
+    assert "some copies of a shard and not the others" in before.why_not([0])
+    heard, silent, well = survivors_of_four(), survivors_of_four(), survivors_of_four()
+    for one in (heard, silent):
+        one.compare(stamps)
+    for one in (heard, silent, well):
+        one.keep(Remains(why_not=""))
+    assert heard.hear_death(0)
+    assert "some copies of a shard" in heard.remains.why_not
+    assert heard.take([]) is None
+    assert silent.take([0]) is None
+    taken = well.take([0])
+    assert taken is not None
+    assert taken.lost == {0}
+
+
+def test_ranks_are_kept_while_a_restart_waits_for_them() -> None:
+    survivors = Survivors(Replicas(4, 2), keep_s=0.1)
+    survivors.keep(Remains(why_not="", pending=frozenset({1})))
+    waiting = threading.Thread(target=survivors.wait_settled, args=(5.0, 1.0))
+    waiting.start()
+    time.sleep(0.3)
+    assert survivors.left_s > 3.0
+    survivors.settle(Remains(why_not=""))
+    waiting.join(5.0)
+    assert not waiting.is_alive()
+
+
+def test_a_rank_whose_part_ray_could_not_run_holds_another_model() -> None:
+    call = Call("call", 3, Collect(lambda call: None), 1.0)
+    run = Run(Task(call, REQUEST, Packed(b"", ()), None, 1.0), 1, 0.0, 1.0)
+    run.finished, run.stamps = {0, 1, 2}, {0: SAME, 1: SAME}
+    assert not run.holds_one_model()
+    assert run.holds_one_model([2])
+    run.stamps[2] = SAME
+    assert run.holds_one_model()
+
+
+def packed(num_bytes: int) -> Packed:
+    return Packed(b"", (np.zeros(num_bytes, dtype=np.uint8),))
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("own_bytes", [1, ORDER_BYTES, ORDER_BYTES + 1])
+@pytest.mark.parametrize("shared_bytes", [None, 1, ORDER_BYTES, ORDER_BYTES + 1])
+def test_an_order_arrives_whole_and_ray_stores_what_is_large(own_bytes: int, shared_bytes: int | None) -> None:
+    own, shared = packed(own_bytes), None if shared_bytes is None else packed(shared_bytes)
+    sealed, beside = seal(3, REQUEST, store(own), None if shared is None else store(shared))
+    assert len(beside) == (own_bytes > ORDER_BYTES) + ((shared_bytes or 0) > ORDER_BYTES)
+    order = unseal(sealed, ray.get(beside))
+    assert (order.epoch, order.request, order.own.num_bytes) == (3, REQUEST, own_bytes)
+    assert (None if order.shared is None else order.shared.num_bytes) == shared_bytes
+
+
+def test_an_outcome_is_the_same_after_its_trip() -> None:
+    for outcome in (Outcome(SAME), Outcome(TORN, more=True, is_beside=True), Outcome(OTHER, value=Packed(b"x", ()))):
+        assert Outcome.from_bytes(outcome.to_bytes()) == outcome
+        assert isinstance(outcome.to_bytes(), bytes)
+
+
+@pytest.mark.parametrize("num_bytes", [0, RESULT_BYTES // 2, RESULT_BYTES, 3 * RESULT_BYTES])
+def test_results_of_every_size_arrive(group: ShardedModelGroup, num_bytes: int) -> None:
+    def make(size: int) -> Any:
+        import torch
+
+        return torch.arange(size, dtype=torch.uint8) if size else None
+
+    expected = make(num_bytes)
+    for found in (*group.call(make, num_bytes), *group.call.remote(make, num_bytes).per_rank()):
+        assert (found is None) if expected is None else torch.equal(found, expected)
+    assert {rank for rank, _ in group.call.remote(make, num_bytes).stream()} == {0, 1}
+
+
+def slow_down(failing: int) -> None:
+    """What a schedule does, on all ranks but one."""
+    import torch.distributed as dist
+
+    from raysharding import current_worker
+
+    if dist.get_rank() == failing:
+        raise ValueError("bad data on this rank")
+    optimizer = current_worker().optimizer
+    assert optimizer is not None
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.1
+
+
+def test_another_learning_rate_on_some_ranks_is_another_model(checkpoint: Path) -> None:
+    with make_group(checkpoint, timeouts=QUICK) as group:
+        group.set_optimizer(torch.optim.SGD, lr=0.1)
+        with pytest.raises(GroupError, match="rank 1 raised"):
+            group.call(slow_down, 1)
+        assert group.state.value == "broken"
+        assert group.restart().how == "reloaded"
+        with pytest.raises(GroupError, match="rank 1 raised"):
+            group.call(raise_on, 1)
+        assert group.state.value == "ready", "nothing was changed"
+
+
+def raise_on(failing: int) -> None:
+    import torch.distributed as dist
+
+    if dist.get_rank() == failing:
+        raise ValueError("bad data on this rank")
+
+
+def train_one_copy() -> None:
+    import torch
+    import torch.distributed as dist
+
+    from raysharding import current_worker
+
+    if dist.get_rank() == 2:
+        with torch.no_grad():
+            next(current_worker().module.parameters()).add_(1.0)
+
+
+def test_a_driver_that_attaches_knows_whether_copies_differ(checkpoint: Path, tmp_path: Path) -> None:
+    with make_hsdp(Copied(checkpoint, tmp_path), name="twins") as first:
+        kill_idle(first, 1)
+        assert first.restart().how == "replicas"
+        with ShardedModelGroup.attach("twins") as second:
+            assert second._supervisor.survivors.why_not([0]) == "", "a rank that was copied has changed as often"
+            second.call(train_one_copy)
+            with ShardedModelGroup.attach("twins") as third:
+                assert "some copies of a shard" in third._supervisor.survivors.why_not([0])
+
+
+def test_what_broke_the_group_is_told_also_after_a_restart_that_failed(checkpoint: Path, tmp_path: Path) -> None:
+    copied = Copied(checkpoint, tmp_path)
+
+    def spoil() -> None:
+        import torch
+
+        from raysharding import current_worker
+
+        current_worker().module.register_buffer("late", torch.ones(2))
+
+    with make_hsdp(copied) as group:
+        group.call(spoil)  # so that no new rank can be made like the others; and there is no file
+        kill_idle(group, 2)
+        with pytest.raises(CheckpointError) as caught:
+            group.restart()
+        assert "lost ranks could not be replaced" in str(caught.value.__notes__)
+        with pytest.raises(GroupBrokenError, match="rank 2 died") as broken:
+            group.call(int)
+        assert broken.value.primary is not None
+        assert broken.value.primary.rank == 2
+
+
+@pytest.mark.parametrize("when_s", [0.0, 0.5, 1.5])
+def test_a_group_that_is_shut_down_while_it_restarts_stays_shut(checkpoint: Path, when_s: float) -> None:
+    group = make_group(checkpoint, timeouts=Timeouts(drain_s=1.0))
+    restarting = group.restart.remote(checkpoint=str(checkpoint))
+    time.sleep(when_s)
+    group.shutdown()
+    with contextlib.suppress(GroupError):  # unless it was done before
+        restarting.result(timeout_s=60.0)
+    assert group.state is GroupState.CLOSED
