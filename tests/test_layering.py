@@ -1,6 +1,9 @@
-"""The architecture, enforced: what each module is for, and what it may import.
+"""The architecture, enforced: what each floor and each room is for, and who may import whom.
 
-A module imports only from modules on lower floors; files of one package may import each other, but not in a circle.
+`FLOORS` are the packages and modules of `raysharding`: one imports only from lower floors. `ROOMS` are the packages
+inside the three large floors, in the order in which they are built: one imports only from rooms before it, and nothing
+from those beside it. What a room has for others, its `__init__` names; its modules are imported by itself alone.
+Files of one room may import each other, but not in a circle.
 The imports are read from the source, those inside functions and under `TYPE_CHECKING` too.
 """
 
@@ -51,15 +54,80 @@ FLOORS = {
     ),
     "bench": _floor(5, "torch matplotlib", "times loads beside floors, in processes of its own, without Ray"),
     "__main__": _floor(7, "", "`python -m raysharding`"),
+    "callbacks": _floor(6, "", "public: what a fit tells its metrics to"),
     "cli": _floor(6, "torch ray tqdm", "the command line"),
     "__init__": _floor(6, "", "the public names, imported when first used"),
 }
 
+ROOMS = {
+    "checkpoint": ("storage", "format", "writing torch_formats"),
+    "distributed": (
+        "comm",
+        "fully_shard",
+        "transfer optim",
+        "loading training",
+        "saving fsdp accelerate_compat",
+        "sharding footprint",
+    ),
+    "group": (
+        "ranks",
+        "cluster rpc",
+        "actors calls",
+        "supervision",
+        "launch",
+        "recovery",
+        "fit",
+        "group callbacks",
+    ),
+}
+"""Floor → its rooms, and modules of its own; those of one entry know nothing of each other. Who is in a room:
 
-def room(module: str) -> str:
-    """Row of the table that a dotted module name belongs to: its first part below the package."""
+checkpoint
+    storage        where bytes live: files of this machine, object stores
+    format         what the files say: names, headers, the index, checksums
+    writing        saves, whole or not at all
+    torch_formats  torch's own files: .bin, and those of torch.distributed.checkpoint
+distributed
+    comm               ranks meet, exchange JSON, agree on failure
+    fully_shard        a module is cut with FSDP2; the only room that touches its private state
+    transfer           tensor bytes in buckets
+    optim              optimizers by the names of parameters
+    loading            files, a state dict or a replica → module
+    training           steps equal to one process's
+    saving             module, optimizer, run → files
+    fsdp               public: FSDP1's abilities
+    accelerate_compat  public: accelerate's FSDP utilities
+    sharding           public: what people with their own launcher need
+group
+    cluster      what Ray and its nodes give
+    rpc          what crosses between driver and rank
+    actors       the rank's side
+    calls        what the caller holds
+    supervision  one thread sends calls out and judges failures
+    launch       spec → loaded ranks
+    recovery     groups made whole, or taken over
+    fit          the driver's part of a run over data
+"""
+APART = {
+    ("distributed.training", "distributed.transfer"): "steps know nothing of how weights came",
+    ("group.supervision", "group.actors"): "both sides share rpc and cluster only; launch and recovery join them",
+}
+"""(importer, imported): pairs that the order would allow."""
+
+OPEN = {"distributed.fsdp", "distributed.accelerate_compat"}
+"""Rooms whose `__init__` is public: what others of this package need beside, they take from its modules."""
+
+
+def floor_of(module: str) -> str:
+    """Row of FLOORS that a dotted module name belongs to: its first part below the package."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else "__init__"
+
+
+def room_of(module: str) -> str:
+    """The room that a module is in, as `floor.room`; the floor alone where it has no rooms, or for its own file."""
+    parts = module.split(".")
+    return ".".join(parts[1:3]) if len(parts) > 2 and parts[1] in ROOMS else floor_of(module)
 
 
 def imported(tree: ast.AST, module: str, is_package: bool, modules: set[str]) -> Iterator[tuple[int, str]]:
@@ -81,12 +149,14 @@ def imported(tree: ast.AST, module: str, is_package: bool, modules: set[str]) ->
 
 def violations(sources: Mapping[str, str]) -> list[str]:
     """Every broken rule in a package, given as module name → source; a package's own file ends in `.__init__`."""
-    modules = {name.removesuffix(".__init__") for name in sources}
+    # Where a package has a name like one of its modules (`launch`), `from` gives the name.
+    named = {f"{name.removesuffix('.__init__')}.{one}" for name, text in sources.items() for one in _exported(text)}
+    modules = {name.removesuffix(".__init__") for name in sources} - named
     found: list[str] = []
     graph: dict[str, set[str]] = {}
     for name, source in sources.items():
         module, is_package = name.removesuffix(".__init__"), name.endswith(".__init__")
-        if room(module) not in FLOORS:
+        if floor_of(module) not in FLOORS:
             found.append(f"{name}: not in the floor table of tests/test_layering.py")
             continue
         graph[module] = set()
@@ -94,10 +164,11 @@ def violations(sources: Mapping[str, str]) -> list[str]:
             where = f"{name}:{line} imports {target}"
             if target.split(".")[0] == PACKAGE:
                 found.extend(_wrong_floor(where, module, target))
+                found.extend(_wrong_room(where, module, target))
                 graph[module].add(target)
-            elif target.split(".")[0] not in sys.stdlib_module_names | FLOORS[room(module)].third_party:
-                allowed = ", ".join(sorted(FLOORS[room(module)].third_party)) or "the standard library only"
-                found.append(f"{where}: {room(module)} may use {allowed}")
+            elif target.split(".")[0] not in sys.stdlib_module_names | FLOORS[floor_of(module)].third_party:
+                allowed = ", ".join(sorted(FLOORS[floor_of(module)].third_party)) or "the standard library only"
+                found.append(f"{where}: {floor_of(module)} may use {allowed}")
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -105,13 +176,38 @@ def violations(sources: Mapping[str, str]) -> list[str]:
     return found
 
 
+def _exported(source: str) -> Iterator[str]:
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            yield from ast.literal_eval(node.value)
+
+
 def _wrong_floor(where: str, module: str, target: str) -> Iterator[str]:
-    own, other = room(module), room(target)
+    own, other = floor_of(module), floor_of(target)
     if other not in FLOORS:
         yield f"{where}: {other} is not in the floor table"
     elif own != other and FLOORS[other].number >= FLOORS[own].number:
         numbers = FLOORS[own].number, FLOORS[other].number
         yield f"{where}: floor {numbers[0]} may import only from lower floors, {other} is on {numbers[1]}"
+
+
+def _wrong_room(where: str, module: str, target: str) -> Iterator[str]:
+    own, other = room_of(module), room_of(target)
+    is_floor = module == f"{PACKAGE}.{floor_of(module)}"
+    if own == other or (other in ("__init__", floor_of(target)) and target.count(".") < 2):
+        return
+    if target != f"{PACKAGE}.{other}" and other not in OPEN:
+        yield f"{where}: a module of another room; import the name from {PACKAGE}.{other}"
+    if floor_of(module) == floor_of(target) and not is_floor:
+        order = {room: number for number, row in enumerate(ROOMS[floor_of(module)]) for room in row.split()}
+        for one in (own, other):
+            if one.partition(".")[2] not in order:
+                yield f"{where}: {one} is not in the table of rooms"
+                return
+        if order[other.partition(".")[2]] >= order[own.partition(".")[2]]:
+            yield f"{where}: {other} does not stand before {own} in the table of rooms"
+    if (own, other) in APART:
+        yield f"{where}: {APART[own, other]}"
 
 
 def package_sources() -> dict[str, str]:
@@ -130,9 +226,9 @@ def test_package_keeps_its_floors() -> None:
         ("config", "import raysharding.group", "floor 1 may import only from lower floors"),
         ("config", "def f():\n    from raysharding.worker import Worker", "floor 1 may import only from lower floors"),
         ("config", "from raysharding.batch import Split", "batch is on 1"),
-        ("distributed.mesh", "from ..group import Call", "floor 3 may import only from lower floors"),
-        ("distributed.mesh", "from raysharding import Split", "__init__ is on 6"),
-        ("distributed.mesh", "import ray", "distributed may use accelerate, numpy, torch"),
+        ("distributed.sharding", "from ..group import Call", "floor 3 may import only from lower floors"),
+        ("distributed.sharding", "from raysharding import Split", "__init__ is on 6"),
+        ("distributed.sharding", "import ray", "distributed may use accelerate, numpy, torch"),
         ("worker", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import ray.util", "worker may use torch"),
         (
             "distributed.fsdp",
@@ -140,6 +236,13 @@ def test_package_keeps_its_floors() -> None:
             "distributed may use accelerate, numpy, torch",
         ),
         ("errors", "import torch", "the standard library only"),
+        ("distributed.comm.mesh", "from raysharding.distributed.loading import load", "does not stand before"),
+        ("distributed.fsdp.a", "from raysharding.distributed.saving import save", "does not stand before"),
+        ("distributed.training.step", "import raysharding.distributed.transfer", "nothing of how weights came"),
+        ("group.supervision.a", "from raysharding.group.actors import RankActor", "share rpc and cluster only"),
+        ("group.calls.a", "from raysharding.group.actors import RankActor", "does not stand before"),
+        ("worker.a", "import raysharding.distributed.comm.mesh", "import the name from raysharding.distributed.comm"),
+        ("group.helpers", "from raysharding.group.rpc import pack", "not in the table of rooms"),
         ("helpers", "", "not in the floor table"),
     ],
 )
@@ -148,7 +251,7 @@ def test_broken_rule_is_found(module: str, source: str, message: str) -> None:
 
 
 def test_circle_is_found() -> None:
-    circle = {"raysharding.group.a": "from . import b", "raysharding.group.b": "from raysharding.group.a import x"}
+    circle = {"raysharding.data.a": "from . import b", "raysharding.data.b": "from raysharding.data.a import x"}
     assert [found.split(":")[0] for found in violations(circle)] == ["imports in a circle"]
 
 

@@ -2,21 +2,43 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import pkgutil
+import re
+from collections.abc import Iterator
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 import raysharding
 
+ROOT = Path(__file__).resolve().parents[1]
 MODULES = ["raysharding", *(found.name for found in pkgutil.walk_packages(raysharding.__path__, "raysharding."))]
+PUBLIC = {
+    "raysharding",
+    "raysharding.batch",
+    "raysharding.callbacks",
+    "raysharding.checkpoint",
+    "raysharding.cli",
+    "raysharding.config",
+    "raysharding.distributed",
+    "raysharding.distributed.accelerate_compat",
+    "raysharding.distributed.fsdp",
+    "raysharding.distributed.sharding",
+    "raysharding.errors",
+    "raysharding.group",
+    "raysharding.group.callbacks",
+    "raysharding.worker",
+}
+"""What users import. All else may move without a word."""
 
 
 def exported() -> list[tuple[str, str]]:
-    """(module, name) for every `__all__` of the package."""
-    modules = [import_module(name) for name in MODULES]
+    """(module, name) for every `__all__` that is public."""
+    modules = [import_module(name) for name in sorted(PUBLIC)]
     return [(module.__name__, name) for module in modules for name in getattr(module, "__all__", ())]
 
 
@@ -36,6 +58,30 @@ def test_module_says_what_lives_there(name: str) -> None:
 def test_packages_declare_what_they_export() -> None:
     packages = [module for module in map(import_module, MODULES) if hasattr(module, "__path__")]
     assert [package.__name__ for package in packages if not hasattr(package, "__all__")] == []
+
+
+def prose() -> Iterator[tuple[str, str]]:
+    """(where, text) of all that people read: documents, examples, and the package's docstrings and messages."""
+    for name in ("README.md", "SECURITY.md"):
+        yield name, (ROOT / name).read_text()
+    for path in sorted(path for folder in ("examples", "cluster") for path in (ROOT / folder).rglob("*")):
+        if path.suffix in (".md", ".py", ".sh", ".yaml", ".ipynb"):
+            yield str(path.relative_to(ROOT)), path.read_text()
+    for path in sorted((ROOT / "raysharding").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+                yield f"{path.relative_to(ROOT)}:{node.lineno}", node.value
+
+
+def test_people_are_sent_to_public_modules_only() -> None:
+    private = set(MODULES) - PUBLIC
+    found = [
+        f"{where}: {path}"
+        for where, text in prose()
+        for path in re.findall(r"\braysharding(?:\.[a-z_]+)+", text)
+        if any(path == name or path.startswith(f"{name}.") for name in private)
+    ]
+    assert found == []
 
 
 def test_top_level_names() -> None:
