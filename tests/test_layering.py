@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -278,6 +279,37 @@ def run_python(code: str) -> None:
     environment = os.environ | {"PYTHONPATH": path}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
+
+
+PRIVATE = {
+    # What FSDP2 keeps to itself: its states, their groups, and what those hold of a parameter.
+    "raysharding.distributed.fully_shard.internals": re.compile(
+        r"\b(_get_fsdp_state|_fsdp_param_groups?|fsdp_params|sharded_param|_unsharded_param|unsharded_accumulated_grad"
+        r"|_lazy_init|_is_root|_training_state|_state_ctx|_modules_to_run_forward|reduce_grads|all_reduce_grads"
+        r"|mesh_info|post_forward_mesh_info|_pg_registry)\b"
+    ),
+    "raysharding.group.cluster.ray_internals": re.compile(r"\bray\._(private|raylet)\b|\b_actor_id\b"),
+}
+"""Module → names of others that it alone touches: where one is renamed, one file is mended."""
+
+
+def test_what_others_keep_private_is_touched_in_one_place() -> None:
+    found = [
+        f"{name}: {match[0]}"
+        for name, source in package_sources().items()
+        for home, names in PRIVATE.items()
+        if name != home
+        for match in names.finditer("\n".join(map(ast.unparse, _code(source))))
+    ]
+    assert found == []
+    assert all(names.search(package_sources()[home]) for home, names in PRIVATE.items())
+
+
+def _code(source: str) -> Iterator[ast.AST]:
+    """The names, attributes and imports of a module, without its prose."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute | ast.Name | ast.Import | ast.ImportFrom):
+            yield node
 
 
 def test_distributed_needs_no_ray() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from raysharding.distributed.fully_shard import fsdp_group, named_submodules
+from raysharding.distributed.fully_shard import named_submodules, parameter_groups
 
 
 class Version(NamedTuple):
@@ -48,12 +49,12 @@ def _held(module: nn.Module) -> Iterator[torch.Tensor]:
     """Shards, and what is not sharded. Tied ones come more than once: one walk, for each call asks."""
     copies: set[int] = set()
     for _, submodule in named_submodules(module):
-        group = fsdp_group(submodule)
-        if group is not None:
-            yield from (parameter.sharded_param for parameter in group.fsdp_params)
+        for item in chain.from_iterable(parameter_groups(submodule)):
+            yield item.shard
             # A gathered parameter is a copy, and what is written into it is lost. A group's modules come before what
             # is inside them, so before any place where its parameters are registered.
-            copies.update(id(parameter._unsharded_param) for parameter in group.fsdp_params if group.is_unsharded)
+            if item.is_registered:
+                copies.add(id(item.full))
         for tensor in (*submodule._parameters.values(), *submodule._buffers.values()):
             if tensor is not None and not isinstance(tensor, DTensor) and id(tensor) not in copies:
                 yield tensor

@@ -5,7 +5,6 @@ from raysharding.distributed.fully_shard.execution_order import check_execution_
 from raysharding.distributed.fully_shard.gradients import (
     check_norm,
     clip_grad_norm_,
-    gradient_sync,
     no_sync,
     parameters_left_alone,
     reduce_replicated_gradients,
@@ -13,12 +12,14 @@ from raysharding.distributed.fully_shard.gradients import (
 )
 from raysharding.distributed.fully_shard.internals import (
     drop_unreduced_gradients,
-    fsdp_group,
     fsdp_modules,
+    gradient_sync,
+    init_roots,
     is_fsdp_hook,
     is_offloaded,
     loadable,
     mark_offloaded,
+    parameter_groups,
     refusing_use,
     require_idle,
     reshard,
@@ -55,7 +56,6 @@ from raysharding.distributed.fully_shard.recovery import (
 )
 from raysharding.distributed.fully_shard.same_parameters import compare_before_forward
 from raysharding.distributed.fully_shard.shard import (
-    init_roots,
     mixed_precision_policy,
     shard_groups,
     shard_module,
@@ -76,7 +76,6 @@ __all__ = [
     "contexts_of",
     "cut",
     "drop_unreduced_gradients",
-    "fsdp_group",
     "fsdp_modules",
     "generator_devices",
     "gradient_sync",
@@ -101,6 +100,7 @@ __all__ = [
     "not_finite",
     "note_load",
     "note_update",
+    "parameter_groups",
     "parameters_left_alone",
     "persistent_names",
     "recover",

@@ -33,7 +33,15 @@ from torch.autograd import Variable
 from torch.distributed.tensor import DTensor, Replicate
 
 from raysharding.distributed.comm import metadata_device
-from raysharding.distributed.fully_shard.internals import fsdp_groups, fsdp_modules, reshard, syncs_gradients
+from raysharding.distributed.fully_shard.internals import (
+    fsdp_modules,
+    gradient_sync,
+    is_sharded,
+    outer_root,
+    reshard,
+    sharded_parameters,
+    syncs_gradients,
+)
 from raysharding.models import class_name, clean_name
 from raysharding.tree import leaves
 
@@ -49,12 +57,11 @@ def keep_low_precision_grads(module: nn.Module) -> None:
 
 def _watch_dtypes(module: nn.Module, args: Any) -> None:
     # In every forward: a load may have put new parameters in place, and frozen ones may be trained later.
-    for group in fsdp_groups(module):
-        for item in group.fsdp_params:
-            parameter = item.sharded_param
-            if item.param_dtype is not None and parameter.requires_grad and parameter.grad_dtype is not None:
-                parameter.grad_dtype = None  # any: FSDP2 sets it in the stored dtype first
-                parameter.register_post_accumulate_grad_hook(partial(_cast, item.param_dtype))
+    for item in sharded_parameters(module):
+        parameter = item.shard
+        if item.compute_dtype is not None and parameter.requires_grad and parameter.grad_dtype is not None:
+            parameter.grad_dtype = None  # any: FSDP2 sets it in the stored dtype first
+            parameter.register_post_accumulate_grad_hook(partial(_cast, item.compute_dtype))
 
 
 def _cast(dtype: torch.dtype, parameter: torch.Tensor) -> None:
@@ -82,32 +89,10 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     Raises:
         ValueError: On every rank, when nothing in `module` is sharded.
     """
-    if not fsdp_groups(module):
+    if not is_sharded(module):
         raise ValueError(f"no_sync: nothing in this {type(module).__name__} is sharded; call shard_module first")
     with gradient_sync(module, False):
         yield
-
-
-@contextmanager
-def gradient_sync(module: nn.Module, sync: bool) -> Iterator[None]:
-    """Reduce gradients in the backward passes inside, or do not, whatever was set before; no collective.
-
-    Args:
-        module: The sharded root module.
-        sync: Whether to reduce them; if not, as in `no_sync`.
-    """
-    groups = fsdp_groups(module)
-    before = [(group, group.reduce_grads, group.all_reduce_grads) for group in groups]
-    _set((group, sync, sync) for group in groups)
-    try:
-        yield
-    finally:
-        _set(before)
-
-
-def _set(flags: Any) -> None:
-    for group, reduce, all_reduce in flags:
-        group.reduce_grads, group.all_reduce_grads = reduce, all_reduce
 
 
 MESSAGE_BYTES = 64 << 20
@@ -154,13 +139,8 @@ def parameters_left_alone(module: nn.Module) -> list[nn.Parameter]:
 def plain_parameters(module: nn.Module) -> list[nn.Parameter]:
     """Parameters that FSDP does not manage, in module order; no collective."""
     # After a forward without a backward, full parameters stand in the place of shards: they are no replicas.
-    full = {id(item._unsharded_param) for item in _managed(module) if hasattr(item, "_unsharded_param")}
+    full = {id(item.full) for item in sharded_parameters(module)}
     return [item for item in module.parameters() if not isinstance(item, DTensor) and id(item) not in full]
-
-
-def _managed(module: nn.Module) -> Iterator[Any]:
-    for group in fsdp_groups(module):
-        yield from group.fsdp_params
 
 
 def _messages(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
@@ -302,9 +282,8 @@ def _require_root(module: nn.Module) -> None:
     if not found and any(isinstance(parameter, DTensor) for parameter in module.parameters()):
         raise RuntimeError(f"this {class_name(module)} is in the FSDP group of a module around it; {cure}")
     for inner in found:
-        state = inner._get_fsdp_state()
-        if state._is_root is False:
-            root = next(other._modules[0] for other in state._state_ctx.all_states if other._is_root)
+        root = outer_root(inner)
+        if root is not None:
             name = next(name for name, submodule in root.named_modules() if submodule is inner)
             raise RuntimeError(f"{clean_name(name)} is a part of a sharded {class_name(root)}; {cure}")
 

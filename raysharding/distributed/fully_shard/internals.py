@@ -7,31 +7,142 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 from weakref import WeakSet
 
+import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.module import _IncompatibleKeys
 
 from raysharding.distributed.fully_shard.layout import named_submodules, unwrapped
 
 
+class ShardedParameter(NamedTuple):
+    """One parameter of an FSDP group."""
+
+    shard: nn.Parameter
+    """The DTensor that an optimizer holds."""
+    full: torch.Tensor | None
+    """What the group's forward computes with; `None` before the first one. Its memory is freed in between."""
+    is_registered: bool
+    """Whether `full` is in the module's tables now, in the place of `shard`."""
+    stored_dtype: torch.dtype | None
+    """The shard's, as it was when the group ran first; `None` before."""
+    compute_dtype: torch.dtype | None
+    """That of forward and backward under mixed precision; `None` where it is the stored one, or nothing ran yet."""
+
+
+def parameter_groups(module: nn.Module) -> list[list[ShardedParameter]]:
+    """Parameters of the FSDP groups that one module belongs to, which others may share; no collective.
+
+    Args:
+        module: Any; not its submodules.
+    """
+    return [
+        [
+            ShardedParameter(
+                item.sharded_param,
+                getattr(item, "_unsharded_param", None),
+                group.is_unsharded,
+                getattr(item, "orig_dtype", None),
+                getattr(item, "param_dtype", None),
+            )
+            for item in group.fsdp_params
+        ]
+        for group in own_groups(module)
+    ]
+
+
+def sharded_parameters(module: nn.Module) -> list[ShardedParameter]:
+    """Parameters of all FSDP groups of a module and what is in it, each group once, outer ones first; no collective."""
+    seen: set[nn.Parameter] = set()
+    found: list[ShardedParameter] = []
+    for _, submodule in named_submodules(module):
+        for group in parameter_groups(submodule):
+            if group and group[0].shard not in seen:
+                seen.update(item.shard for item in group)
+                found += group
+    return found
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Return True if a module, or anything in it, has an FSDP group; no collective."""
+    return any(own_groups(submodule) for _, submodule in named_submodules(module))
+
+
+def mesh_sizes(module: nn.Module) -> set[tuple[int, int]]:
+    """Of each FSDP group: number of ranks that hold it, and over how many of them it is cut; no collective."""
+    infos = [group.mesh_info for group in fsdp_groups(module)]
+    return {(info.mesh.size(), getattr(info, "shard_mesh_size", 1)) for info in infos}
+
+
 def fsdp_groups(module: nn.Module) -> list[Any]:
     """FSDP2's own group objects of a module and what is in it, each once, outer ones first; no collective."""
-    found = (fsdp_group(submodule) for _, submodule in named_submodules(module))
-    return list({id(group): group for group in found if group is not None}.values())
+    found = (group for _, submodule in named_submodules(module) for group in own_groups(submodule))
+    return list({id(group): group for group in found}.values())
 
 
-def fsdp_group(module: nn.Module) -> Any:
-    """FSDP2's own group object of one module, which others may share; `None` where it has none."""
-    # torch has no public way to read the flags that its setters set.
-    return module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+def own_groups(module: object) -> list[Any]:
+    """FSDP2's own group objects of one module. Since torch 2.13 there may be several, before that one or none."""
+    if not isinstance(module, FSDPModule):
+        return []
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return list(groups)
+
+
+def init_roots(module: nn.Module) -> None:
+    """Have torch take the outermost FSDP modules for roots, once their weights are there; no collective.
+
+    FSDP2 takes what runs first for the root: a block that is called by itself, or an encoder. The forward of the whole
+    module then raises, and nothing makes it right again.
+    """
+    if any(parameter.is_meta for parameter in module.parameters()):
+        return
+    for root in fsdp_modules(module, root_only=True):
+        root._get_fsdp_state()._lazy_init()
+
+
+def has_run(module: FSDPModule) -> bool:
+    """Return True if a forward of the module, or `init_roots`, has told FSDP2 which module is the root."""
+    return module._get_fsdp_state()._is_root is not None
+
+
+def outer_root(module: FSDPModule) -> nn.Module | None:
+    """The FSDP root that a module is a part of; `None` where it is one, or where FSDP2 knows of none yet."""
+    state = module._get_fsdp_state()
+    if state._is_root is not False:
+        return None
+    return next((other._modules[0] for other in state._state_ctx.all_states if other._is_root), None)
 
 
 def syncs_gradients(module: nn.Module) -> bool:
-    """Whether the next backward reduces gradients: not inside `no_sync`; no collective."""
+    """Return True if the next backward reduces gradients: not inside `no_sync`; no collective."""
     return all(group.reduce_grads for group in fsdp_groups(module))
+
+
+@contextmanager
+def gradient_sync(module: nn.Module, sync: bool) -> Iterator[None]:
+    """Reduce gradients in the backward passes inside, or do not, whatever was set before; no collective.
+
+    Args:
+        module: The sharded root module.
+        sync: Whether to reduce them; if not, as in `no_sync`.
+    """
+    # torch has setters for these flags, and no way to read them.
+    before = [(group, group.reduce_grads, group.all_reduce_grads) for group in fsdp_groups(module)]
+    for group, _, _ in before:
+        group.reduce_grads = group.all_reduce_grads = sync
+    try:
+        yield
+    finally:
+        for group, reduce, all_reduce in before:
+            group.reduce_grads, group.all_reduce_grads = reduce, all_reduce
 
 
 def drop_unreduced_gradients(module: nn.Module) -> None:
@@ -50,6 +161,44 @@ def drop_unreduced_gradients(module: nn.Module) -> None:
             parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
+
+
+def renew_process_groups(module: nn.Module, mesh: DeviceMesh, renewed: DeviceMesh) -> None:
+    """Let mesh, DTensors and FSDP2 use the process groups of a new mesh in the place of those that are gone.
+
+    A mesh finds its groups by name. torch counts groups from the start in every new process group, so a mesh that is
+    made as the first one was bears its names, and every DTensor's mesh means the new groups from here on. FSDP2 keeps
+    the groups themselves, beside the mesh. Seen in torch 2.11 to 2.13.
+
+    Args:
+        module: The sharded root module.
+        mesh: The one that it was sharded over.
+        renewed: Made as `mesh` was, in the new default process group.
+
+    Raises:
+        RuntimeError: The new groups cannot take the old ones' place.
+    """
+    if _group_names(mesh) != _group_names(renewed) or mesh.mesh.tolist() != renewed.mesh.tolist():
+        raise RuntimeError(f"the new mesh {renewed} has other groups than {mesh}")
+    mesh._get_root_mesh()._pg_registry.update(renewed._get_root_mesh()._pg_registry)
+    for group in fsdp_groups(module):
+        if group.post_forward_mesh_info not in (None, group.mesh_info):
+            raise RuntimeError("reshard_after_forward is a number of ranks, which have a process group of their own")
+        _renew(group.mesh_info)
+
+
+def _group_names(mesh: DeviceMesh) -> list[str]:
+    return [group.group_name for group in mesh.get_all_groups()]
+
+
+def _renew(mesh_info: Any) -> None:
+    if getattr(mesh_info, "reduce_scatter_process_group", None) is not None:
+        raise RuntimeError("a process group of the user's own reduces the gradients")
+    for axis in ("shard", "replicate"):
+        if hasattr(mesh_info, f"{axis}_process_group"):
+            group = mesh_info.mesh.get_group(getattr(mesh_info, f"{axis}_mesh_dim"))
+            assert dist.get_rank(group) == getattr(mesh_info, f"{axis}_mesh_rank"), "the ranks have kept their places"
+            setattr(mesh_info, f"{axis}_process_group", group)
 
 
 def tell_fsdp(module: nn.Module) -> None:
@@ -138,8 +287,8 @@ def _leave_forward(module: FSDPModule) -> None:
     """
     state = module._get_fsdp_state()
     state._modules_to_run_forward.clear()
-    for part in (state, state._fsdp_param_group):
-        if part is not None and part._training_state.name == "FORWARD":
+    for part in (state, *own_groups(module)):
+        if part._training_state.name == "FORWARD":
             part._training_state = type(part._training_state).IDLE
 
 

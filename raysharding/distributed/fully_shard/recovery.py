@@ -7,17 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from raysharding.config import Sharding
 from raysharding.distributed.comm import init_mesh
 from raysharding.distributed.fully_shard.execution_order import forget_execution_order
-from raysharding.distributed.fully_shard.internals import drop_unreduced_gradients, fsdp_groups, fsdp_modules, reshard
+from raysharding.distributed.fully_shard.internals import (
+    drop_unreduced_gradients,
+    fsdp_modules,
+    has_run,
+    renew_process_groups,
+    reshard,
+)
 from raysharding.distributed.fully_shard.layout import computes_on_cuda
 from raysharding.distributed.fully_shard.same_parameters import compare_before_forward
 
@@ -43,7 +47,7 @@ def recover(module: nn.Module, *, in_backward: bool) -> bool:
     has_reset = all(hasattr(root, "reset_iter_state") for root in roots)
     for root in roots if has_reset else []:
         # Before its first forward a root has no iteration state, and resetting that raises.
-        if root._get_fsdp_state()._is_root is not None:
+        if has_run(root):
             root.reset_iter_state()
     reshard(module)
     module.zero_grad(set_to_none=True)
@@ -127,34 +131,11 @@ def rejoin(module: nn.Module, mesh: DeviceMesh, sharding: Sharding) -> None:
         RuntimeError: The new groups cannot take the old ones' place; the module must be built again.
     """
     renewed = init_mesh(mesh.device_type, sharding)
-    # A mesh finds its groups by name. torch counts groups from the start in every new process group, so a mesh that is
-    # made as the first one was bears its names, and every DTensor's mesh means the new groups from here on.
-    if _group_names(mesh) != _group_names(renewed) or mesh.mesh.tolist() != renewed.mesh.tolist():
-        raise RuntimeError(f"the new mesh {renewed} has other groups than {mesh}")
-    mesh._get_root_mesh()._pg_registry.update(renewed._get_root_mesh()._pg_registry)
-    for group in fsdp_groups(module):
-        if group.post_forward_mesh_info not in (None, group.mesh_info):
-            raise RuntimeError("reshard_after_forward is a number of ranks, which have a process group of their own")
-        _renew(group.mesh_info)
+    renew_process_groups(module, mesh, renewed)
     # Only now: what an aborted backward left may have to be reduced before it is dropped.
     if not reset(module):
         raise RuntimeError("this torch cannot reset a module after an aborted backward")
     compare_before_forward(module)  # the first comparison may have ended on some ranks only
-
-
-def _group_names(mesh: DeviceMesh) -> list[str]:
-    return [group.group_name for group in mesh.get_all_groups()]
-
-
-def _renew(mesh_info: Any) -> None:
-    """FSDP2 keeps the groups themselves, beside the mesh."""
-    if getattr(mesh_info, "reduce_scatter_process_group", None) is not None:
-        raise RuntimeError("a process group of the user's own reduces the gradients")
-    for axis in ("shard", "replicate"):
-        if hasattr(mesh_info, f"{axis}_process_group"):
-            group = mesh_info.mesh.get_group(getattr(mesh_info, f"{axis}_mesh_dim"))
-            assert dist.get_rank(group) == getattr(mesh_info, f"{axis}_mesh_rank"), "the ranks have kept their places"
-            setattr(mesh_info, f"{axis}_process_group", group)
 
 
 _UNUSABLE = "raysharding: this rank's module or optimizer was left half-way; restart the group before the next step"

@@ -11,6 +11,7 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from raysharding.distributed.comm import all_gather_json
 from raysharding.distributed.fully_shard.gradients import plain_parameters, replicated_parameters
-from raysharding.distributed.fully_shard.internals import fsdp_group, fsdp_groups
+from raysharding.distributed.fully_shard.internals import mesh_sizes, parameter_groups
 from raysharding.distributed.fully_shard.layout import module_tensors, named_submodules
 from raysharding.errors import PlanError
 
@@ -42,14 +43,14 @@ def compare_before_forward(module: nn.Module) -> None:
         module: The root, after `fully_shard`.
     """
     world_size = dist.get_world_size()
-    if world_size == 1 or any(group.mesh_info.mesh.size() != world_size for group in fsdp_groups(module)):
+    if world_size == 1 or any(size != world_size for size, _ in mesh_sizes(module)):
         return
     # Ranks that meet again around a module, some of them new, have to compare equally often.
     if module in _hooks:
         _hooks.pop(module).remove()
 
     def compare(module: nn.Module, args: Any) -> None:
-        if torch.is_grad_enabled() or any(group.mesh_info.shard_mesh_size > 1 for group in fsdp_groups(module)):
+        if torch.is_grad_enabled() or any(num_shards > 1 for _, num_shards in mesh_sizes(module)):
             require_same_parameters(module)
             _hooks.pop(module).remove()
 
@@ -103,10 +104,9 @@ def _groups(module: nn.Module) -> dict[int, str]:
     """Id of a parameter, sharded or gathered → in which FSDP group it is."""
     found: dict[int, str] = {}
     for name, submodule in named_submodules(module):
-        if group := fsdp_group(submodule):
-            for item in group.fsdp_params:
-                for parameter in (item.sharded_param, getattr(item, "_unsharded_param", None)):
-                    found.setdefault(id(parameter), f"in the FSDP group of {name.rstrip('.') or 'the root'}")
+        for item in chain.from_iterable(parameter_groups(submodule)):
+            for parameter in (item.shard, item.full):
+                found.setdefault(id(parameter), f"in the FSDP group of {name.rstrip('.') or 'the root'}")
     return found
 
 

@@ -37,7 +37,7 @@ from raysharding.distributed.fully_shard.gradients import (
     leave_gradients_alone,
     reduce_after_backward,
 )
-from raysharding.distributed.fully_shard.internals import fsdp_modules, offloaded, reshard, summoned
+from raysharding.distributed.fully_shard.internals import offloaded, reshard, summoned
 from raysharding.distributed.fully_shard.layout import named_submodules, unwrapped
 from raysharding.distributed.fully_shard.materialize import FirstValues
 from raysharding.distributed.fully_shard.module_hooks import (
@@ -208,15 +208,3 @@ def show_shards(module: nn.Module) -> None:
     """Reshard, but for a module inside `summon_full_params`, whose full parameters are meant to be seen."""
     if not any(submodule in summoned for submodule in module.modules()):
         reshard(module)
-
-
-def init_roots(module: nn.Module) -> None:
-    """Have torch take the outermost FSDP modules for roots, once their weights are there; no collective.
-
-    FSDP2 takes what runs first for the root: a block that is called by itself, or an encoder. The forward of the whole
-    module then raises, and nothing makes it right again.
-    """
-    if any(parameter.is_meta for parameter in module.parameters()):
-        return
-    for root in fsdp_modules(module, root_only=True):
-        root._get_fsdp_state()._lazy_init()

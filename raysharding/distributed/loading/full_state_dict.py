@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.module import _IncompatibleKeys
 
 from raysharding.config import Loading
@@ -18,6 +17,7 @@ from raysharding.distributed.fully_shard import (
     is_fsdp_hook,
     meta_like,
     named_submodules,
+    parameter_groups,
     reshard,
     tell_fsdp,
 )
@@ -176,22 +176,18 @@ def _require_sound_groups(module: nn.Module) -> None:
     """
     cure = "pass assign=False, which keeps the module's dtypes"
     for name, submodule in named_submodules(module):
-        if not isinstance(submodule, FSDPModule):
-            continue
         group_name = name.removesuffix(".") or "the root"
-        state = submodule._get_fsdp_state()
-        for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
-            held = [] if group is None else [(item, item.sharded_param) for item in group.fsdp_params]
-            dtypes = sorted({str(parameter.dtype) for _, parameter in held if parameter.requires_grad})
+        for group in parameter_groups(submodule):
+            dtypes = sorted({str(item.shard.dtype) for item in group if item.shard.requires_grad})
             if len(dtypes) > 1:
                 what = f"assign=True would give the FSDP group of {group_name} parameters of {' and '.join(dtypes)}"
                 raise PlanError(f"{what}, and a group must have one dtype: {cure}")
-            for item, parameter in held:
+            for item in group:
                 # FSDP2 makes its buffers in the first forward, and keeps them.
-                if hasattr(item, "_unsharded_param") and item.orig_dtype != parameter.dtype:
-                    what = f"assign=True would turn parameters of {group_name} from {item.orig_dtype} into "
+                if item.full is not None and item.stored_dtype != item.shard.dtype:
+                    what = f"assign=True would turn parameters of {group_name} from {item.stored_dtype} into "
                     raise PlanError(
-                        f"{what}{parameter.dtype}, but it ran already: do so before the first forward, or {cure}"
+                        f"{what}{item.shard.dtype}, but it ran already: do so before the first forward, or {cure}"
                     )
 
 

@@ -36,6 +36,7 @@ from raysharding.group.cluster.placement import (
     show_resources,
     wait_placed,
 )
+from raysharding.group.cluster.ray_internals import dashboard_url, has_started
 from raysharding.group.cluster.stack_dump import Sighting, look, testify
 
 __all__ = [
@@ -58,9 +59,11 @@ __all__ = [
     "choose_num_threads",
     "choose_world_size",
     "connect",
+    "dashboard_url",
     "end_with_head",
     "facts_here",
     "group_names",
+    "has_started",
     "head_address",
     "html_rows",
     "html_table",

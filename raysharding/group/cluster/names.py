@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray._private.worker import WORKER_MODE
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
+
+from raysharding.group.cluster.ray_internals import dead_jobs, is_worker
 
 NAMESPACE = "raysharding"
 STARTING_LEASE_S = 8.0
@@ -51,7 +52,7 @@ class Lifetime:
 
     def ends_with_job(self) -> bool:
         """Return True if what this process creates for the group is Ray's to remove, with the job of this process."""
-        return self.name is None and ray.get_runtime_context().worker.mode != WORKER_MODE
+        return self.name is None and not is_worker()
 
     @property
     def first_lease_s(self) -> float | None:
@@ -125,7 +126,7 @@ def placement_groups(group: str) -> list[PlacementGroup]:
 
 def remove_orphans() -> None:
     """Remove placement groups that dead drivers left behind before they had started the actors."""
-    dead = {job["JobID"] for job in ray._private.state.jobs() if job["IsDead"]}
+    dead = dead_jobs()
     orphans = [(found, name) for found, name, job in _placement_groups() if job in dead]
     # Not before the others: a driver that is dead now starts no actors.
     names = set(group_names()) if orphans else set()

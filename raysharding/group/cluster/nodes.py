@@ -14,8 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import ray
-from ray._private.state import available_resources_per_node
-from ray._raylet import AuthenticationMode, get_authentication_mode  # type: ignore[attr-defined]
 from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -23,6 +21,7 @@ from raysharding.config import Placement
 from raysharding.distributed.comm import interface_of
 from raysharding.distributed.transfer import available_bytes
 from raysharding.group.cluster.placement import labels_match, ranks_that_fit
+from raysharding.group.cluster.ray_internals import free_resources, has_token_auth
 
 PACKAGES = ("torch", "raysharding", "ray", "transformers", "safetensors")
 _NVIDIA_SMI_S = 10.0
@@ -56,7 +55,7 @@ def facts_here(node_ip: str, with_gpus: bool = True) -> NodeFacts:
         versions=versions_here(),
         interface=interface_of(node_ip),
         chosen_interface=os.environ.get("GLOO_SOCKET_IFNAME"),
-        has_token_auth=get_authentication_mode() == AuthenticationMode.TOKEN,
+        has_token_auth=has_token_auth(),
         available_bytes=available_bytes(),
         gpu_free_bytes=_gpu_free_bytes() if with_gpus else (),
     )
@@ -164,7 +163,7 @@ def rooms_of_cluster(placement: Placement, timeout_s: float) -> list[NodeRoom]:
         bundles = list(placement_group_table(placement.placement_group)["bundles_to_node_id"].values())
         nodes = [node for node in nodes if node["NodeID"] in bundles]
     facts = ask_nodes([node["NodeID"] for node in nodes], timeout_s)
-    free = available_resources_per_node()
+    free = free_resources()
     rooms: list[NodeRoom] = []
     for node in nodes:
         name, node_id = node["NodeManagerAddress"], node["NodeID"]

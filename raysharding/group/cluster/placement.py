@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray._private.state import available_resources_per_node
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
 from raysharding.config import Placement
 from raysharding.errors import PlacementError
 from raysharding.group.cluster.names import Lifetime
+from raysharding.group.cluster.ray_internals import free_resources
 from raysharding.group.cluster.reaper import create_reaped
 
 Resources = Mapping[str, float]
@@ -210,7 +210,7 @@ def _check_bundles(existing: Any, world_size: int, need: Resources) -> None:
 def _placement_error(world_size: int, need: Resources, placement: Placement, place_s: float) -> PlacementError:
     """Compare need and have. Free resources without the placement group's own: a pending one holds none."""
     nodes = [node for node in ray.nodes() if node["Alive"]]
-    free = available_resources_per_node()
+    free = free_resources()
     have: dict[str, dict[str, float]] = {}
     lines = []
     fits_empty = 0

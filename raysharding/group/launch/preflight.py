@@ -19,13 +19,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import ray
-
 from raysharding.distributed.comm import LinkTimes
 from raysharding.distributed.footprint import MemoryNeed
 from raysharding.errors import CallTimeoutError, PreflightError
 from raysharding.group.calls import collect_all
-from raysharding.group.cluster import NodeFacts, size, text_table, versions_here
+from raysharding.group.cluster import NodeFacts, dashboard_url, size, text_table, versions_here
 from raysharding.group.ranks import RankInfo
 from raysharding.group.supervision import Channel
 
@@ -191,12 +189,6 @@ def check_security(nodes: Sequence[NodeFacts], dashboard: str) -> list[Finding]:
         cure = "use a token, or start Ray with --dashboard-host=127.0.0.1 (the default)"
         found.append(Finding(False, "security", f"{what}: {cure}"))
     return found
-
-
-def dashboard_url() -> str:
-    """host:port of the cluster's dashboard, empty where none runs."""
-    url: str | None = ray._private.worker.get_dashboard_url()
-    return (url or "").rpartition("://")[2].rstrip("/")
 
 
 def _is_loopback_host(host: str) -> bool:

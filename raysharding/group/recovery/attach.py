@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
-from ray._private import state as ray_state
 from ray.util.placement_group import remove_placement_group
 
 from raysharding.config import Timeouts
@@ -30,6 +29,7 @@ from raysharding.group.cluster import (
     check_name,
     connect,
     group_names,
+    has_started,
     placement_groups,
     remove_orphans,
 )
@@ -78,7 +78,7 @@ def attach(name: str, timeouts: Timeouts | None) -> Attached:
     remove_orphans()
     answer_s = _ANSWER_S if timeouts is None else min(_ANSWER_S, timeouts.call_s)
     keeper = _find(name)
-    if not _has_started(keeper):
+    if not has_started(keeper):
         raise _unfinished(name)
     record: GroupRecord | None = _ask(name, keeper, "record", answer_s)
     if record is None:
@@ -151,11 +151,6 @@ def _find(name: str) -> Any:
         time.sleep(_LOOK_S)
     names = ", ".join(map(repr, group_names())) or "none"
     raise ValueError(f"name={name!r}: no group of that name is on the cluster; groups there are: {names}")
-
-
-def _has_started(actor: Any) -> bool:
-    """Whether an actor's process is up, as far as Ray says."""
-    return ray_state.actors(actor_id=actor._actor_id.hex()).get("State") in ("ALIVE", None)
 
 
 def _unfinished(name: str) -> ValueError:

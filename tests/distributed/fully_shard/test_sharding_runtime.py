@@ -19,7 +19,7 @@ from raysharding.batch import Split, deal
 from raysharding.config import Sharding
 from raysharding.distributed import train_step
 from raysharding.distributed.fully_shard import activation_checkpointing
-from raysharding.distributed.fully_shard.internals import fsdp_group, fsdp_groups
+from raysharding.distributed.fully_shard.internals import fsdp_groups, own_groups
 from raysharding.distributed.fully_shard.layout import named_submodules
 from raysharding.distributed.optim.factories import make_optimizer
 from raysharding.distributed.training.step import Accumulation, optim_step, zero_grad
@@ -252,7 +252,7 @@ def keeps_what_backward_begins_with() -> None:
     ids = mine(torch.randint(0, VOCAB, (6, 5), generator=torch.Generator().manual_seed(0)))
     for reshard, kept, gathers in ((None, {"model.norm"}, 1), (True, set(), 2)):
         module: Any = sharded(build(llama), wrap="auto", reshard_after_forward=reshard)
-        head, seen = fsdp_group(module.lm_head), list[bool]()
+        (head,), seen = own_groups(module.lm_head), list[bool]()
 
         def unshard(*args: Any, head: Any = head, seen: list[bool] = seen, **kwargs: Any) -> None:
             if not head.is_unsharded and head._all_gather_result is None:
@@ -261,7 +261,9 @@ def keeps_what_backward_begins_with() -> None:
 
         with mock.patch.object(head, "unshard", unshard):
             loss = module(ids, labels=ids).loss
-            full = {name for name, part in named_submodules(module) if (own := fsdp_group(part)) and own.is_unsharded}
+            full = {
+                name for name, part in named_submodules(module) if any(group.is_unsharded for group in own_groups(part))
+            }
             loss.backward()
         assert {name.strip(".") for name in full} - {""} == kept | ({"lm_head"} if kept else set())
         assert len(seen) == gathers, "one for forward, and one for backward where it was freed"
