@@ -288,6 +288,7 @@ PRIVATE = {
         r"|_lazy_init|_is_root|_training_state|_state_ctx|_modules_to_run_forward|reduce_grads|all_reduce_grads"
         r"|mesh_info|post_forward_mesh_info|_pg_registry)\b"
     ),
+    "raysharding.distributed.fully_shard.layout": re.compile(r"\b_local_tensor\b"),
     "raysharding.group.cluster.ray_internals": re.compile(r"\bray\._(private|raylet)\b|\b_actor_id\b"),
 }
 """Module → names of others that it alone touches: where one is renamed, one file is mended."""

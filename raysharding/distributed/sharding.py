@@ -25,7 +25,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from raysharding.checkpoint import read_state_dict
 from raysharding.distributed.accelerate_compat.patch import AcceleratePatch, FileStateDict
-from raysharding.distributed.fully_shard import meta_like
+from raysharding.distributed.fully_shard import inner_tensor, meta_like
 from raysharding.distributed.loading import distribute_state_dict, load_full_state_dict
 
 # `get_extra_state` is not among them: torch takes a class that has its own for one that has such state.
@@ -300,7 +300,7 @@ def _distribute(
 
 def _memory_of(tensor: torch.Tensor) -> tuple[int, ...]:
     """The same for two tensors that are one."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local = inner_tensor(tensor)
     return local.untyped_storage()._cdata, local.storage_offset(), *tensor.shape
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from raysharding.distributed.fully_shard import named_submodules, parameter_groups
+from raysharding.distributed.fully_shard import inner_tensor, named_submodules, parameter_groups
 
 
 class Version(NamedTuple):
@@ -72,6 +72,6 @@ def _plain(value: Any) -> Any:
 def _writes(tensor: torch.Tensor) -> int:
     if isinstance(tensor, DTensor):
         # Writes to a DTensor are counted by itself, those to what `to_local` gives by the tensor inside.
-        return tensor._version + _writes(tensor._local_tensor)
+        return tensor._version + _writes(inner_tensor(tensor))
     # An inference tensor has no counter, and nobody can write to it outside inference mode.
     return 0 if tensor.is_inference() else tensor._version

@@ -30,6 +30,7 @@ from raysharding.distributed.fully_shard.layout import (
     TensorLayout,
     by_mesh,
     compute_device,
+    inner_tensor,
     local_tensor,
     message_device,
     module_tensors,
@@ -38,6 +39,7 @@ from raysharding.distributed.fully_shard.layout import (
     shard_index_of,
     tensor_layout,
     unwrapped,
+    with_layout,
 )
 from raysharding.distributed.fully_shard.loss_history import not_finite, note_load, note_update
 from raysharding.distributed.fully_shard.materialize import materialize
@@ -80,6 +82,7 @@ __all__ = [
     "generator_devices",
     "gradient_sync",
     "init_roots",
+    "inner_tensor",
     "is_fsdp_hook",
     "is_offloaded",
     "is_recoverable",
@@ -120,5 +123,6 @@ __all__ = [
     "tensor_layout",
     "unwrapped",
     "warn_once",
+    "with_layout",
     "without_trace",
 ]

@@ -148,8 +148,27 @@ def shard_index_of(tensor: DTensor) -> int:
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The part of `tensor` in this process: a DTensor's shard, any other tensor itself; detached."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local = inner_tensor(tensor)
     return local.detach() if local.requires_grad else local
+
+
+def inner_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The very tensor that a DTensor wraps, any other tensor itself. `to_local` gives a new one each time."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def set_inner_tensor(tensor: DTensor, local: torch.Tensor) -> None:
+    """Let a DTensor wrap another tensor, of the same shape; mesh and cut stay."""
+    tensor._local_tensor = local
+
+
+def with_layout(local: torch.Tensor, like: DTensor, *, requires_grad: bool) -> DTensor:
+    """Wrap a shard in a DTensor with the mesh, cut, shape and strides of another; each rank alone.
+
+    As FSDP2 makes its own: `DTensor.from_local` takes ten times as long, which thousands of parameters feel, and moves
+    the shard to the mesh's device.
+    """
+    return DTensor(local, like._spec, requires_grad=requires_grad)
 
 
 def message_device(module: nn.Module) -> torch.device:

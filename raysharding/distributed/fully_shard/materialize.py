@@ -22,7 +22,14 @@ from torch.overrides import TorchFunctionMode
 from raysharding.config import Sharding
 from raysharding.distributed.comm import agree, all_gather_json
 from raysharding.distributed.fully_shard.internals import is_offloaded, tell_fsdp
-from raysharding.distributed.fully_shard.layout import module_tensors, named_submodules, tensor_layout
+from raysharding.distributed.fully_shard.layout import (
+    inner_tensor,
+    module_tensors,
+    named_submodules,
+    set_inner_tensor,
+    tensor_layout,
+    with_layout,
+)
 from raysharding.errors import PlanError
 
 _Slot = tuple[dict[str, Any], str, torch.Tensor]
@@ -319,18 +326,18 @@ def _cut_padding(replaced: Iterable[tuple[dict[str, Any], str, torch.Tensor]]) -
     """
     for tensors, name, before in replaced:
         if isinstance(before, DTensor):
-            length = len(before._local_tensor)
-            local = tensors[name]._local_tensor
+            length = len(inner_tensor(before))
+            local = inner_tensor(tensors[name])
             if len(local) > length:
                 with torch.no_grad():
                     local[length:].zero_()  # travels in all-gathers: it need not be a NaN
-                tensors[name]._local_tensor = local.narrow(0, 0, length)
+                set_inner_tensor(tensors[name], local.narrow(0, 0, length))
 
 
 def _longest_shard(tensor: DTensor) -> tuple[int, ...]:
     """Shape of the longest shard on any rank."""
     num_shards = tensor_layout("", tensor).num_shards
-    shape = tuple(tensor._local_tensor.shape)
+    shape = tuple(inner_tensor(tensor).shape)
     return (-(-tensor.shape[0] // num_shards), *shape[1:]) if num_shards else shape
 
 
@@ -370,8 +377,7 @@ def _filled_like(
     if value is None:
         value = torch.empty(shape, dtype=tensor.dtype, device=device)  # empty_like of meta takes 50 times as long
     if isinstance(tensor, DTensor):
-        # As FSDP2 makes its own; `DTensor.from_local` takes ten times as long, which thousands of parameters feel.
-        value = DTensor(value, tensor._spec, requires_grad=tensor.requires_grad)
+        value = with_layout(value, tensor, requires_grad=tensor.requires_grad)
     elif isinstance(tensor, nn.Parameter):
         value = nn.Parameter(value, requires_grad=tensor.requires_grad)
     # Attributes that models hang on tensors (transformers' `_is_hf_initialized`, weight-decay marks) stay, and those by

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from raysharding.distributed.fully_shard.internals import is_offloaded, mark_offloaded
-from raysharding.distributed.fully_shard.layout import local_tensor, shard_index_of, tensor_layout
+from raysharding.distributed.fully_shard.layout import inner_tensor, local_tensor, shard_index_of, tensor_layout
 
 
 class TensorTable(nn.Module):
@@ -55,7 +55,7 @@ def meta_like(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.T
     if not isinstance(tensor, DTensor):
         empty = torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device="meta")
         return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-    local = torch.empty(tensor._local_tensor.shape, dtype=dtype or tensor.dtype, device="meta")
+    local = torch.empty(inner_tensor(tensor).shape, dtype=dtype or tensor.dtype, device="meta")
     result = DTensor.from_local(
         local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )

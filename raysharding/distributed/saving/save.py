@@ -42,6 +42,7 @@ from raysharding.distributed.fully_shard import (
     reshard,
     unwrapped,
     warn_once,
+    with_layout,
 )
 from raysharding.distributed.loading import Progress, format_bytes, silent
 from raysharding.distributed.optim import agreed_snapshot
@@ -196,8 +197,8 @@ class HostMemory:
         buffer.copy_(local, non_blocking=True)
         if not isinstance(tensor, DTensor):
             return buffer
-        # Not `from_local`, which would move it back to the mesh's device: only the layout is asked of it.
-        return DTensor(buffer, tensor._spec, requires_grad=False)
+        # On the CPU, whatever the mesh's device is: only the layout is asked of it.
+        return with_layout(buffer, tensor, requires_grad=False)
 
 
 def save_checkpoint(
