@@ -19,10 +19,10 @@ def outcome_of(check: Callable[[], object]) -> str:
 
 
 def run_checks(names: Sequence[str], root: Path) -> dict[str, str]:
-    """On every rank: call functions named `module.check`; check → traceback, empty where all is well."""
+    """On every rank: call functions named `room.module.check`; check → traceback, empty where all is well."""
     outcomes = {}
     for name in names:
-        module, function = name.split(".")
+        module, _, function = name.rpartition(".")
         check = getattr(import_module(f"{__package__}.{module}"), function)
         outcomes[name] = outcome_of(partial(check, root))
     return outcomes

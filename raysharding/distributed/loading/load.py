@@ -11,10 +11,11 @@ import contextlib
 import gc
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,7 +36,7 @@ from raysharding.distributed.fully_shard import (
 )
 from raysharding.distributed.loading.mmap import map_tensors
 from raysharding.distributed.loading.plan import Fit, LoadPlan, Origin, agree_on_plan, propose_load
-from raysharding.distributed.loading.report import Figures, LoadReport, make_report
+from raysharding.distributed.loading.report import LoadReport
 from raysharding.distributed.loading.state_dict_source import HeldStateDict, StateDictSource
 from raysharding.distributed.loading.verify import check_checksums, check_finite, digest_module
 from raysharding.distributed.transfer import (
@@ -220,7 +221,8 @@ class _Load:
             raise ValueError(f"mmap=True: files are mapped into host memory, but the mesh is on {self.device.type}")
         self.peak = MemoryPeak(self.device)
         self.checksums = Checksums() if loading.verify == "full" else None
-        self.figures = Figures()
+        self.measured: dict[str, Any] = {}
+        """This rank's part of the report, by field."""
         self.fresh = False
         self.undo: Callable[[], None] = lambda: None
 
@@ -242,15 +244,15 @@ class _Load:
                     # A rank that could not map or allocate must not leave the others in the stream.
                     agree(self._allocate(plan))
                 stream = self._make_stream(plan)
-                self.figures.plan_s = perf_counter() - self.started
+                self.measured["plan_s"] = perf_counter() - self.started
                 error = self._stream(stream, plan)
             error = error or self._finish(plan)
-            figures = self._agree_on_end(error, plan)
+            every = self._agree_on_end(error, plan)
         except BaseException:
             self.undo()  # garbage must not be left to run on
             raise
         note_load(self.module)
-        return make_report(plan, figures)
+        return LoadReport.merge(plan, every)
 
     def _allocate(self, plan: LoadPlan | None) -> Exception | None:
         """Give the module its memory, mapped files where the plan says so.
@@ -296,11 +298,16 @@ class _Load:
         # From here on what was there may be overwritten, also before the first bucket is told of.
         self.progress("stream", 0, 0, "")
         error = self._read_and_stream(stream, plan) if plan.checkpoint is not None else stream.run(None)
-        figures = self.figures
-        figures.stream_s = perf_counter() - started
-        figures.read_s, figures.send_s, figures.place_s = stream.times.read_s, stream.times.send_s, stream.times.place_s
-        figures.wire_bytes, figures.shared_bytes = stream.transport.wire_bytes, stream.transport.shared_bytes
-        figures.ring_bytes = sum(slot.wire.numel() for slot in stream.slots)
+        times, transport = stream.times, stream.transport
+        self.measured |= {
+            "stream_s": perf_counter() - started,
+            "read_s": times.read_s,
+            "send_s": times.send_s,
+            "place_s": times.place_s,
+            "wire_bytes": transport.wire_bytes,
+            "shared_bytes": transport.shared_bytes,
+            "ring_bytes": sum(slot.wire.numel() for slot in stream.slots),
+        }
         return error
 
     def _read_and_stream(self, stream: BucketStream, plan: LoadPlan) -> Exception | None:
@@ -323,7 +330,7 @@ class _Load:
                     reader.verify_unchanged()
                 except (CheckpointError, OSError) as raised:
                     error = raised
-            self.figures.read_bytes = reader.num_bytes_read
+            self.measured["read_bytes"] = reader.num_bytes_read
         return error
 
     def _read_held(self, stream: BucketStream, fit: Fit, plan: LoadPlan) -> Exception | None:
@@ -331,7 +338,7 @@ class _Load:
         cache_bytes = self.loading.bucket_bytes or BUCKET_BYTES
         source = StateDictSource(fit.held, fit.checkpoint.tensors, plan.extents, fit.keys.targets, cache_bytes)
         error = stream.run(source)
-        self.figures.read_bytes = source.num_bytes_read
+        self.measured["read_bytes"] = source.num_bytes_read
         return error
 
     def _finish(self, plan: LoadPlan) -> Exception | None:
@@ -346,7 +353,7 @@ class _Load:
                 check_finite(self.tensors, loaded, plan.outline.checkpoint, self._checked)
         except Exception as error:  # noqa: BLE001 - the other ranks wait to hear of it
             return error
-        self.figures.initialise_s = perf_counter() - started
+        self.measured["initialise_s"] = perf_counter() - started
         return None
 
     def _checked(self, index: int, fqn: str) -> None:
@@ -363,20 +370,24 @@ class _Load:
             start, stop = tensor_layout(name, self.tensors[name]).local_range(self.shards.shard_index)
             local_tensor(self.tensors[name]).view(-1).copy_(full.reshape(-1)[start:stop])
 
-    def _agree_on_end(self, error: Exception | None, plan: LoadPlan) -> list[Figures]:
+    def _agree_on_end(self, error: Exception | None, plan: LoadPlan) -> Sequence[Mapping[str, Any]]:
         """Exchange outcomes and figures: a rank that failed must not leave the others with a module that looks well."""
         if self.checksums is not None:
             agree(error)  # what was not read cannot be compared
             error = self._check_checksums(self.checksums, plan)
         if self.loading.digest:
             agree(error)
-            self.figures.digest = digest_module(self.tensors, plan.outline.checkpoint)
+            self.measured["digest"] = digest_module(self.tensors, plan.outline.checkpoint)
         self.peak.sample()
-        figures = self.figures
-        figures.shard_bytes = sum(local_tensor(tensor).nbytes for tensor in self.tensors.values())
-        figures.host_bytes, figures.device_bytes = self.peak.host_bytes, self.peak.device_bytes
-        figures.seconds = perf_counter() - self.started
-        return [Figures(**value) for value in agree(error, asdict(figures))]
+        shard_bytes = sum(local_tensor(tensor).nbytes for tensor in self.tensors.values())
+        host_shard_bytes = 0 if self.peak.device_bytes else shard_bytes
+        self.measured |= {
+            "shard_bytes": shard_bytes,
+            "peak_extra_bytes": max(0, self.peak.host_bytes - host_shard_bytes),
+            "peak_device_bytes": self.peak.device_bytes,
+            "seconds": perf_counter() - self.started,
+        }
+        return agree(error, self.measured)
 
     def _check_checksums(self, checksums: Checksums, plan: LoadPlan) -> Exception | None:
         """Compare with the manifest what was read, and what is mapped; collective."""

@@ -1,13 +1,10 @@
-"""What a load or a save did, in figures: the same report on every rank.
-
-One rank's figures of a load, and the report that all ranks' figures make.
-"""
+"""What a load or a save did, in figures: the same report on every rank."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Self
 
 from raysharding.distributed.loading.plan import LoadPlan
 
@@ -27,6 +24,13 @@ def _names(names: tuple[str, ...], limit: int = 6) -> str:
     return ", ".join(names[:limit]) + more
 
 
+# Fields that every rank measures for itself, and what makes the report's value of theirs, in rank order.
+_SUM: dict[str, Callable[[Iterable[Any]], Any]] = {"merge": sum}
+_SLOWEST: dict[str, Callable[[Iterable[Any]], Any]] = {"merge": max}
+_LARGEST = _SLOWEST
+_EACH: dict[str, Callable[[Iterable[Any]], Any]] = {"merge": tuple}
+
+
 @dataclass(frozen=True)
 class LoadReport:
     """One load. `str(report)` is for people, `as_dict()` for programs."""
@@ -37,33 +41,33 @@ class LoadReport:
     """Tensors loaded from files."""
     checkpoint_bytes: int
     """Bytes of the files' tensors."""
-    read_bytes: int
+    read_bytes: int = field(metadata=_SUM)
     """Bytes read from files, all ranks together, headers not counted."""
     mapped_bytes: int
     """Bytes of tensors whose shards are pages of the files (`Loading.mmap`)."""
-    wire_bytes: int
+    wire_bytes: int = field(metadata=_SUM)
     """Bytes that ranks sent each other in messages, padding included."""
-    shared_bytes: int
+    shared_bytes: int = field(metadata=_SUM)
     """Bytes that ranks took out of the buffers of a reader of their host instead."""
-    seconds: float
+    seconds: float = field(metadata=_SLOWEST)
     """From the call to the last rank's end."""
-    plan_s: float
+    plan_s: float = field(metadata=_SLOWEST)
     """Headers, key mapping and bucket plan; slowest rank."""
-    stream_s: float
+    stream_s: float = field(metadata=_SLOWEST)
     """From the first bucket to the last; slowest rank."""
-    read_s: float
+    read_s: float = field(metadata=_SLOWEST)
     """Reading files, in a thread that overlaps with sending; slowest rank."""
-    send_s: float
+    send_s: float = field(metadata=_SLOWEST)
     """Starting and waiting for messages; slowest rank."""
-    place_s: float
+    place_s: float = field(metadata=_SLOWEST)
     """Copying out of buffers into shards; slowest rank."""
-    initialise_s: float
+    initialise_s: float = field(metadata=_SLOWEST)
     """Values that the checkpoint does not hold; slowest rank."""
     num_buckets: int
     """Buckets streamed."""
     bucket_bytes: int
     """Size of the largest bucket."""
-    ring_bytes: int
+    ring_bytes: int = field(metadata=_LARGEST)
     """Buffers of the rank that needs most: twice the largest bucket's part that passes through it."""
     transport: str
     """`local`, `scatter` or `broadcast`; see `Loading`."""
@@ -73,12 +77,12 @@ class LoadReport:
     """Ranks that read the files."""
     world_size: int
     """Ranks."""
-    shard_bytes: tuple[int, ...]
+    shard_bytes: tuple[int, ...] = field(metadata=_EACH)
     """Bytes of parameters and buffers on each rank."""
-    peak_extra_bytes: tuple[int, ...]
+    peak_extra_bytes: tuple[int, ...] = field(metadata=_EACH)
     """Highest host memory (RssAnon + RssShmem) above the start and the host shards, on each rank, seen after each
     bucket."""
-    peak_device_bytes: tuple[int, ...]
+    peak_device_bytes: tuple[int, ...] = field(metadata=_EACH)
     """Highest device memory above the start, shards included, on each rank; 0 on the CPU."""
     digest: str = ""
     """Of all values, 16 hex digits, the same at every world size; empty unless `Loading.digest`."""
@@ -94,6 +98,38 @@ class LoadReport:
     """FQNs that share another one's parameter."""
     converted: tuple[str, ...] = ()
     """`FQN: operations` of the tensors that went whole through transformers' own operations on rank 0."""
+
+    @classmethod
+    def merge(cls, plan: LoadPlan, per_rank: Sequence[Mapping[str, Any]]) -> Self:
+        """Make one report of what the plan says and all ranks measured; the same on every rank.
+
+        Args:
+            plan: What was loaded, and how.
+            per_rank: Of each rank, by field: seconds and bytes of its own, of each tuple its one value;
+                what is left out is 0.
+        """
+        outline = plan.outline
+        merged = {one.name: one.metadata["merge"] for one in fields(cls) if one.metadata}
+        return cls(
+            checkpoint=outline.checkpoint,
+            num_tensors=len(outline.tensors),
+            checkpoint_bytes=outline.checkpoint_bytes,
+            mapped_bytes=sum(layout.num_elements * layout.dtype.itemsize for layout in plan.mapped),
+            num_buckets=len(plan.buckets.buckets),
+            bucket_bytes=plan.buckets.max_bucket_bytes,
+            transport=plan.choice.transport,
+            transport_reason=plan.choice.reason,
+            readers=plan.choice.readers,
+            world_size=len(per_rank),
+            digest=per_rank[0].get("digest", ""),
+            missing=outline.missing,
+            unexpected=outline.unexpected,
+            ignored=outline.ignored,
+            initialised=outline.initialise,
+            tied=outline.tied,
+            converted=outline.converted,
+            **{name: merge([measured.get(name, 0) for measured in per_rank]) for name, merge in merged.items()},
+        )
 
     @property
     def bytes_per_s(self) -> float:
@@ -132,70 +168,3 @@ class LoadReport:
     def _per_rank(values: tuple[int, ...]) -> str:
         low, high = min(values), max(values)
         return f"{format_bytes(low)} a rank" if low == high else f"{format_bytes(low)} to {format_bytes(high)} a rank"
-
-
-_TIMES = ("seconds", "plan_s", "stream_s", "read_s", "send_s", "place_s", "initialise_s")
-
-
-@dataclass
-class Figures:
-    """What a rank measured, exchanged as JSON; fields as in `LoadReport`."""
-
-    seconds: float = 0.0
-    plan_s: float = 0.0
-    stream_s: float = 0.0
-    read_s: float = 0.0
-    send_s: float = 0.0
-    place_s: float = 0.0
-    initialise_s: float = 0.0
-    wire_bytes: int = 0
-    shared_bytes: int = 0
-    read_bytes: int = 0
-    ring_bytes: int = 0
-    shard_bytes: int = 0
-    host_bytes: int = 0
-    device_bytes: int = 0
-    digest: str = ""
-
-
-def make_report(plan: LoadPlan, every: Sequence[Figures]) -> LoadReport:
-    """Put all ranks' figures together."""
-
-    def largest(name: str) -> Any:
-        return max(getattr(figures, name) for figures in every)
-
-    mapped_bytes = sum(layout.num_elements * layout.dtype.itemsize for layout in plan.mapped)
-    outline = plan.outline
-    return LoadReport(
-        checkpoint=outline.checkpoint,
-        num_tensors=len(outline.tensors),
-        checkpoint_bytes=outline.checkpoint_bytes,
-        read_bytes=sum(figures.read_bytes for figures in every),
-        mapped_bytes=mapped_bytes,
-        wire_bytes=sum(figures.wire_bytes for figures in every),
-        shared_bytes=sum(figures.shared_bytes for figures in every),
-        **{name: largest(name) for name in _TIMES},
-        num_buckets=len(plan.buckets.buckets),
-        bucket_bytes=plan.buckets.max_bucket_bytes,
-        ring_bytes=largest("ring_bytes"),
-        transport=plan.choice.transport,
-        transport_reason=plan.choice.reason,
-        readers=plan.choice.readers,
-        world_size=len(every),
-        shard_bytes=tuple(figures.shard_bytes for figures in every),
-        peak_extra_bytes=tuple(_extra_bytes(figures) for figures in every),
-        peak_device_bytes=tuple(figures.device_bytes for figures in every),
-        digest=every[0].digest,
-        missing=outline.missing,
-        unexpected=outline.unexpected,
-        ignored=outline.ignored,
-        initialised=outline.initialise,
-        tied=outline.tied,
-        converted=outline.converted,
-    )
-
-
-def _extra_bytes(figures: Figures) -> int:
-    """Host memory above the shards that lie there."""
-    host_shard_bytes = 0 if figures.device_bytes else figures.shard_bytes
-    return max(0, figures.host_bytes - host_shard_bytes)

@@ -320,12 +320,12 @@ def test_checkpointing_without_a_policy() -> None:
 # --- B1, B6: in a process group ---------------------------------------------------------------------------------------
 
 CHECKS = (
-    "accelerate_checks.check_ram_efficient_loading",
-    "accelerate_checks.check_optimizer_switch",
-    "accelerate_checks.check_optimizer_switch_beside_accelerate",
-    "accelerate_checks.check_optimizer_without_partner",
-    "accelerate_checks.check_optimizer_bad_state",
-    "accelerate_checks.check_optimizer_dtype",
+    "accelerate_compat.accelerate_checks.check_ram_efficient_loading",
+    "accelerate_compat.accelerate_checks.check_optimizer_switch",
+    "accelerate_compat.accelerate_checks.check_optimizer_switch_beside_accelerate",
+    "accelerate_compat.accelerate_checks.check_optimizer_without_partner",
+    "accelerate_compat.accelerate_checks.check_optimizer_bad_state",
+    "accelerate_compat.accelerate_checks.check_optimizer_dtype",
 )
 
 

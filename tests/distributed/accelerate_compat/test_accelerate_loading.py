@@ -25,7 +25,7 @@ CHECKS = (
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("world_size", world_sizes(2, 3, full=(1, 4)))
 def test_on_ranks(world_size: int, tmp_path: Path) -> None:
-    checks = [f"accelerate_loading_checks.{name}" for name in CHECKS]
+    checks = [f"accelerate_compat.accelerate_loading_checks.{name}" for name in CHECKS]
     for rank, outcomes in enumerate(run_ranks(world_size, run_checks, checks, tmp_path, timeout_s=100)):
         for name, outcome in outcomes.items():
             assert outcome == "", f"{name} on rank {rank}"

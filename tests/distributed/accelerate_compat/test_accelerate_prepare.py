@@ -29,7 +29,7 @@ CASES = (
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("world_size", "names"), CASES)
 def test_on_ranks(world_size: int, names: tuple[str, ...], tmp_path: Path) -> None:
-    checks = [f"accelerate_prepare_checks.{name}" for name in names]
+    checks = [f"accelerate_compat.accelerate_prepare_checks.{name}" for name in names]
     for rank, outcomes in enumerate(run_ranks(world_size, run_checks, checks, tmp_path, timeout_s=100)):
         for name, outcome in outcomes.items():
             assert outcome == "", f"{name} on rank {rank}"

@@ -12,13 +12,13 @@ from tests.grid import world_sizes
 from tests.spawn import run_ranks
 
 CHECKS = (
-    "optimizer_checks.check_full_against_one_process",
-    "optimizer_checks.check_shards_continue",
-    "optimizer_checks.check_against_fsdp1",
-    "optimizer_checks.check_forms",
-    "optimizer_checks.check_mistakes",
-    "optimizer_checks.check_file_mistakes",
-    "optimizer_checks.check_offloaded",
+    "fsdp.optimizer_checks.check_full_against_one_process",
+    "fsdp.optimizer_checks.check_shards_continue",
+    "fsdp.optimizer_checks.check_against_fsdp1",
+    "fsdp.optimizer_checks.check_forms",
+    "fsdp.optimizer_checks.check_mistakes",
+    "fsdp.optimizer_checks.check_file_mistakes",
+    "fsdp.optimizer_checks.check_offloaded",
 )
 
 

@@ -36,10 +36,10 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     found: Outcomes = {}
     for size, names in CHECKS.items():
         by_rank = run_ranks(
-            size, run_checks, [f"state_dict_checks.check_{name}" for name in names], root, timeout_s=150
+            size, run_checks, [f"fsdp.state_dict_checks.check_{name}" for name in names], root, timeout_s=150
         )
         for name in names:
-            found[size, name] = [outcome[f"state_dict_checks.check_{name}"] for outcome in by_rank]
+            found[size, name] = [outcome[f"fsdp.state_dict_checks.check_{name}"] for outcome in by_rank]
     return found
 
 

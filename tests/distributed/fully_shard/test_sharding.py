@@ -11,21 +11,21 @@ from tests.grid import world_sizes
 from tests.spawn import run_ranks
 
 CHECKS = (
-    "sharding_checks.check_a_module_and_its_wrapper",
-    "sharding_checks.check_load_state_dict",
-    "sharding_checks.check_assign",
-    "sharding_checks.check_mismatches",
-    "sharding_checks.check_extra_state",
-    "sharding_checks.check_an_item_that_fails",
-    "sharding_checks.check_halves",
-    "sharding_checks.check_files",
-    "sharding_checks.check_that_the_same_engine_moves_it",
-    "fault_checks.check_assign_that_differs",
-    "fault_checks.check_hooks_see_values",
-    "fault_checks.check_apply_that_changes_a_shape",
-    "fault_checks.check_a_parameter_that_is_trained_later",
-    "fault_checks.check_state_dict_forms_after_a_forward",
-    "fault_checks.check_ties_of_distributed_state_dicts",
+    "fully_shard.sharding_checks.check_a_module_and_its_wrapper",
+    "fully_shard.sharding_checks.check_load_state_dict",
+    "fully_shard.sharding_checks.check_assign",
+    "fully_shard.sharding_checks.check_mismatches",
+    "fully_shard.sharding_checks.check_extra_state",
+    "fully_shard.sharding_checks.check_an_item_that_fails",
+    "fully_shard.sharding_checks.check_halves",
+    "fully_shard.sharding_checks.check_files",
+    "fully_shard.sharding_checks.check_that_the_same_engine_moves_it",
+    "comm.fault_checks.check_assign_that_differs",
+    "comm.fault_checks.check_hooks_see_values",
+    "comm.fault_checks.check_apply_that_changes_a_shape",
+    "comm.fault_checks.check_a_parameter_that_is_trained_later",
+    "comm.fault_checks.check_state_dict_forms_after_a_forward",
+    "comm.fault_checks.check_ties_of_distributed_state_dicts",
 )
 
 

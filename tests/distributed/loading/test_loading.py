@@ -25,43 +25,43 @@ from tests.spawn import run_ranks
 
 CHECKS = {
     1: (
-        "load_checks.check_odd_shapes",
-        "verify_checks.check_mapping",
-        "verify_checks.check_digests",
-        "load_checks.check_dtypes",
-        "load_checks.check_training",
+        "loading.load_checks.check_odd_shapes",
+        "loading.verify_checks.check_mapping",
+        "loading.verify_checks.check_digests",
+        "loading.load_checks.check_dtypes",
+        "loading.load_checks.check_training",
     ),
     2: (
-        "load_checks.check_plan_errors",
-        "verify_checks.check_mapping",
-        "verify_checks.check_checksums",
-        "verify_checks.check_finite_values",
-        "verify_checks.check_a_failed_read_is_told_as_such",
-        "verify_checks.check_digests",
-        "load_checks.check_a_model_that_differs",
-        "load_checks.check_options_that_differ",
-        "stall_checks.check_a_slow_disk",
-        "stall_checks.check_no_memory_for_a_ring",
-        "save_checks.check_a_save_that_fails_late",
-        "save_checks.check_full_disk",
-        "load_checks.check_training",
+        "loading.load_checks.check_plan_errors",
+        "loading.verify_checks.check_mapping",
+        "loading.verify_checks.check_checksums",
+        "loading.verify_checks.check_finite_values",
+        "loading.verify_checks.check_a_failed_read_is_told_as_such",
+        "loading.verify_checks.check_digests",
+        "loading.load_checks.check_a_model_that_differs",
+        "loading.load_checks.check_options_that_differ",
+        "transfer.stall_checks.check_a_slow_disk",
+        "transfer.stall_checks.check_no_memory_for_a_ring",
+        "saving.save_checks.check_a_save_that_fails_late",
+        "saving.save_checks.check_full_disk",
+        "loading.load_checks.check_training",
     ),
     3: (
-        "reader_checks.check_broken_stream",
-        "reader_checks.check_a_rank_that_cannot_map",
-        "reader_checks.check_readers",
-        "save_checks.check_saves",
-        "save_checks.check_small_files",
-        "load_checks.check_training",
-        "load_checks.check_a_reload",
+        "transfer.reader_checks.check_broken_stream",
+        "transfer.reader_checks.check_a_rank_that_cannot_map",
+        "transfer.reader_checks.check_readers",
+        "saving.save_checks.check_saves",
+        "saving.save_checks.check_small_files",
+        "loading.load_checks.check_training",
+        "loading.load_checks.check_a_reload",
     ),
     4: (
-        "load_checks.check_odd_shapes",
-        "reader_checks.check_replicas",
-        "verify_checks.check_mapping",
-        "verify_checks.check_digests",
-        "load_checks.check_dtypes",
-        "load_checks.check_training",
+        "loading.load_checks.check_odd_shapes",
+        "transfer.reader_checks.check_replicas",
+        "loading.verify_checks.check_mapping",
+        "loading.verify_checks.check_digests",
+        "loading.load_checks.check_dtypes",
+        "loading.load_checks.check_training",
     ),
 }
 
@@ -123,9 +123,9 @@ def outcomes(world_size: int, root: Path) -> list[dict[str, str]]:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("world_size", "name"), [(size, name) for size, names in CHECKS.items() for name in names])
 def test_on_ranks(world_size: int, name: str, root: Path) -> None:
-    if name == "save_checks.check_full_disk" and not os.path.ismount(root / save_checks.SMALL_DISK):
+    if name == "saving.save_checks.check_full_disk" and not os.path.ismount(root / save_checks.SMALL_DISK):
         pytest.skip("this machine does not let us mount a small file system")
-    if name == "reader_checks.check_readers" and os.geteuid() != 0:
+    if name == "transfer.reader_checks.check_readers" and os.geteuid() != 0:
         pytest.skip("hiding a directory from some ranks takes root")
     for rank, outcome in enumerate(outcomes(world_size, root)):
         assert not outcome[name], f"rank {rank} of {world_size}:\n{outcome[name]}"
