@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from typing import Protocol
 
 import ray
 
@@ -20,35 +21,42 @@ from raysharding.group.supervision.running_call import Run, Task
 from raysharding.group.supervision.survivors import BUSY, TORN, Remains, Survivors
 
 
-@dataclass(frozen=True)
-class Hooks:
-    """What the supervision does for its runner."""
+class CallSupervisor(Protocol):
+    """What a runner needs of the supervisor that it belongs to."""
 
-    watch: Callable[[Future, Callable[[Future], None]], None]
-    """Make the end of a future an event."""
-    send: Callable[[int, bytes], bool]
-    """Send a rank a frame; return whether it is within reach. One that is not dies soon, or is stopped."""
-    has_ray: Callable[[], bool]
-    """Whether Ray is there yet, which would be started anew by what it is asked; else the group breaks."""
-    advance: Callable[[], None]
-    """Do what has become due, of the call and of those behind it."""
-    died: Callable[[int, BaseException], None]
-    """Hear that a rank is gone, and why Ray says so."""
-    broke: Callable[[Sequence[failures.Observed], GroupError, Remains], None]
-    """Break the group: failures, error, what is left of it."""
-    settled: Callable[[Remains], None]
-    """Hear what is left after all, where that was not known when the group broke."""
-    why_not: Callable[[Collection[int]], str]
-    """Say why the ranks could not meet again without these, if they held one model; empty where they could."""
-    remark: Callable[[], str]
-    """Say what else is wrong, for an error's first line; empty where nothing is."""
+    def watch(self, future: Future, then: Callable[[Future], None]) -> None:
+        """Have `then(future)` called on the supervision thread when the future ends."""
+
+    def send(self, rank: int, frame: bytes) -> bool:
+        """Send a rank a frame; return True if it is within reach. One that is not dies soon, or is stopped."""
+
+    def has_ray(self) -> bool:
+        """Return True if Ray is there yet, which would be started anew by what it is asked; else break the group."""
+
+    def advance(self) -> None:
+        """Do what has become due, of the call and of those behind it."""
+
+    def rank_died(self, rank: int, error: BaseException) -> None:
+        """Hear that a rank is gone, and why Ray says so."""
+
+    def break_group(self, seen: Sequence[failures.Observed], error: GroupError, remains: Remains) -> None:
+        """Break the group: failures, error, what is left of it."""
+
+    def ranks_settled(self, remains: Remains) -> None:
+        """Hear what is left after all, where that was not known when the group broke."""
+
+    def why_not(self, lost: Collection[int]) -> str:
+        """Say why ranks that hold one model could not meet again without `lost`; empty where they could."""
+
+    def remark(self) -> str:
+        """Say what else is wrong, for an error's first line; empty where nothing is."""
 
 
 class Runner:
     """The call that the ranks work on."""
 
     def __init__(
-        self, name: str, members: Sequence[Member], timeouts: Timeouts, survivors: Survivors, hooks: Hooks
+        self, name: str, members: Sequence[Member], timeouts: Timeouts, survivors: Survivors, supervisor: CallSupervisor
     ) -> None:
         """Run nothing yet.
 
@@ -57,7 +65,7 @@ class Runner:
             members: By rank.
             timeouts: Deadlines.
             survivors: Who holds what; told where copies of a shard differ.
-            hooks: The supervision's part.
+            supervisor: Whose runner it is.
         """
         self.run: Run | None = None
         self._survivors = survivors
@@ -67,9 +75,9 @@ class Runner:
         self._name = name
         self._members = members
         self._timeouts = timeouts
-        self._hooks = hooks
+        self._supervisor = supervisor
         self._failed: Run | None = None
-        self._questions = Questions(members, hooks.watch, lambda: self.run or self._failed, hooks.advance)
+        self._questions = Questions(members, supervisor.watch, lambda: self.run or self._failed, supervisor.advance)
         # No other driver's: what Ray brings late of an earlier one's is refused by number, too.
         self._numbers = members[0].epoch << 32
         self._last_number: int | None = None
@@ -122,16 +130,16 @@ class Runner:
         self._last_number = self._numbers
         sealed, _ = seal(self._members[0].epoch, Request("close", "value", None), pack(((), {}), "close"), None)
         frame = numbered(self._numbers, sealed)
-        self.leaving = {rank for rank in range(len(self._members)) if self._hooks.send(rank, frame)}
+        self.leaving = {rank for rank in range(len(self._members)) if self._supervisor.send(rank, frame)}
 
     def _send(self, number: int, rank: int, sealed: bytes, beside: Sequence[ray.ObjectRef]) -> None:
         frame = numbered(number, sealed)
         if beside:
             # Ray brings the large parts to the rank, and the frame with them.
             delivered = self._members[rank].actor.deliver.remote(frame, *beside).future()
-            self._hooks.watch(delivered, partial(self._on_delivered, number, rank))
+            self._supervisor.watch(delivered, partial(self._on_delivered, number, rank))
         else:
-            self._hooks.send(rank, frame)
+            self._supervisor.send(rank, frame)
 
     def _orders(self, task: Task, request: Request) -> Sequence[tuple[bytes, Sequence[ray.ObjectRef]]]:
         epoch = self._members[0].epoch  # one driver's, so the same of all
@@ -150,16 +158,16 @@ class Runner:
         if not outcome.is_beside:
             self._on_outcome(number, rank, outcome, outcome.value)
             return
-        if not self._hooks.has_ray():
+        if not self._supervisor.has_ray():
             return
         # The rank has packed it; until Ray has stored it, it is no result.
         stored, result = self._members[rank].actor.take.remote(self._members[rank].epoch, number)
-        self._hooks.watch(stored.future(), partial(self._on_stored, number, rank, outcome, result))
+        self._supervisor.watch(stored.future(), partial(self._on_stored, number, rank, outcome, result))
 
     def _on_stored(self, number: int, rank: int, outcome: Outcome, result: ray.ObjectRef, future: Future) -> None:
         error, run = future.exception(), self._run_of(number)
         if isinstance(error, ray.exceptions.RayActorError):
-            self._hooks.died(rank, error)
+            self._supervisor.rank_died(rank, error)
         elif error is not None and run is not None:
             raised = record_exception(error, stage="output", phase=run.task.call.name, tensor=None, recovered=True)
             self._on_outcome(number, rank, replace(outcome, raised=raised), None)
@@ -191,12 +199,12 @@ class Runner:
                 run.task.call.rank_finished(rank, sent)
             elif rank == 0:
                 run.task.keep_step(sent)
-        self._hooks.advance()
+        self._supervisor.advance()
 
     def _on_task_error(self, run: Run, rank: int, error: BaseException) -> None:
         """Ray could not bring a rank its arguments: the actor is gone, or they are."""
         if isinstance(error, ray.exceptions.RayActorError):
-            self._hooks.died(rank, error)
+            self._supervisor.rank_died(rank, error)
             return
         if run is self._failed:
             return
@@ -207,7 +215,7 @@ class Runner:
             info.rank, info.node_ip, info.pid, "raised", run.task.call.name, type(error).__name__, message
         )
         self.see(run, failures.Observed(one), self._timeouts.drain_s)
-        self._hooks.advance()
+        self._supervisor.advance()
 
     def see(self, run: Run, observed: failures.Observed, patience_s: float) -> None:
         """Note a failure. Its peers get a while to finish: what they say tells a bad input from a broken rank."""
@@ -241,10 +249,10 @@ class Runner:
         if not run.is_freed and not everyone:
             run.describe_late(self._members)
             run.given_up = self._hung(run)
-            if run.awaited(self._members) and not self._hooks.why_not({*dead, *run.given_up}):
+            if run.awaited(self._members) and not self._supervisor.why_not({*dead, *run.given_up}):
                 self._questions.free(run, {*dead, *run.given_up})
                 return
-        what = f"{run.task.call.name} on {self._name}{self._hooks.remark()}"
+        what = f"{run.task.call.name} on {self._name}{self._supervisor.remark()}"
         error = failures.judge(run.seen, what, run.is_late, run.arrived)
         is_intact = failures.leaves_intact(run.task.call.name, run.seen, run.stamps.values(), len(self._members))
         if everyone and is_intact and not run.is_freed:
@@ -257,7 +265,7 @@ class Runner:
             remains = self._remains(run, dead)
             if remains.pending:
                 self._failed, run.settled_by = run, time.monotonic() + self._timeouts.drain_s
-            self._hooks.broke(run.seen, error, remains)
+            self._supervisor.break_group(run.seen, error, remains)
 
     def _settle(self, dead: Collection[int], now: float) -> None:
         """Of a failed call: see whether the ranks that were at work when it was given up have ended their part."""
@@ -269,7 +277,7 @@ class Runner:
             run.given_up.update(run.unfinished(self._members))
         if not run.awaited(self._members):
             self._failed = None
-            self._hooks.settled(self._remains(run, dead))
+            self._supervisor.ranks_settled(self._remains(run, dead))
 
     def _hung(self, run: Run) -> set[int]:
         """Late ranks that would not end their part if nobody waited for anybody any more, as far as is known."""
@@ -284,10 +292,10 @@ class Runner:
         """
         lost = frozenset({*dead, *run.given_up})
         pending = frozenset(run.awaited(self._members))
-        why_not = self._hooks.why_not(lost)
+        why_not = self._supervisor.why_not(lost)
         if pending and self._replicas.are_several and not why_not:
             return Remains(lost, "", pending)
-        if not why_not and self._hooks.why_not(lost := lost | pending):
+        if not why_not and self._supervisor.why_not(lost := lost | pending):
             why_not = BUSY
         if not why_not and not run.holds_one_model(lost):
             why_not = TORN

@@ -18,7 +18,7 @@ from raysharding.group.cluster import HEAD_GONE_S, Head, Lifetime, head_address,
 from raysharding.group.ranks import Member
 from raysharding.group.rpc import Events, Future, Lines, open_lines, refuse_to_wait, taken_over
 from raysharding.group.supervision import failures
-from raysharding.group.supervision.call_runner import Hooks, Runner
+from raysharding.group.supervision.call_runner import Runner
 from raysharding.group.supervision.group_state import GroupState, Standing
 from raysharding.group.supervision.lease_renewal import Renewal
 from raysharding.group.supervision.running_call import Check, Task, WaitingCalls
@@ -69,20 +69,9 @@ class Supervisor:
         self._events = Events(f"supervise {name}", self._patience, self._tick, self._on_failed)
         replicas = Replicas(len(members), len(members)) if replicas is None else replicas
         self.survivors = Survivors(replicas, timeouts.keep_s)
-        self._lines = Lines(self._events, lambda *heard: self._runner.hear(*heard), self._has_ray)
+        self._lines = Lines(self._events, lambda *heard: self._runner.hear(*heard), self.has_ray)
         self._unreachable: dict[int, str] = {}
-        hooks = Hooks(
-            self._events.watch,
-            self._lines.send,
-            self._has_ray,
-            self._advance,
-            self._on_death,
-            self._break,
-            self._settled,
-            self._why_not,
-            self._remark,
-        )
-        self._runner = Runner(name, members, timeouts, self.survivors, hooks)
+        self._runner = Runner(name, members, timeouts, self.survivors, self)
         self._waiting = WaitingCalls()
         for rank, member in enumerate(members):
             self._events.watch(member.actor.lifetime.remote(member.epoch).future(), partial(self._on_lifetime, rank))
@@ -160,7 +149,7 @@ class Supervisor:
                 self._waiting.wait_for_room(lambda: self.standing.is_usable)
         with PutOffInterrupts():
             self._waiting.add(task, self.standing.refuse_if_unusable, *([] if check is None else [check]))
-            self._events.put(self._advance)
+            self._events.put(self.advance)
 
     def interrupt_soon(self, source: str) -> Stopping:
         """Cancel the calls in the queue, in the supervision's own time; a group that is still STARTING breaks.
@@ -222,7 +211,7 @@ class Supervisor:
 
     def _on_failed(self, error: Exception) -> None:
         try:
-            self._break([], GroupError(f"{self.name}: supervision failed: {type(error).__name__}: {error}"))
+            self.break_group([], GroupError(f"{self.name}: supervision failed: {type(error).__name__}: {error}"))
         finally:
             self.standing.is_closing = True
             self._lines.close()
@@ -236,19 +225,27 @@ class Supervisor:
         return min(longest_s, max(0.0, run.due - time.monotonic()))
 
     def _tick(self) -> None:
-        self._has_ray()
-        self._advance()
+        self.has_ray()
+        self.advance()
 
-    def _has_ray(self) -> bool:
-        """Whether Ray is there yet; else the group breaks."""
+    def watch(self, future: Future, then: Callable[[Future], None]) -> None:
+        """Have `then(future)` called on this group's supervision thread when the future ends."""
+        self._events.watch(future, then)
+
+    def send(self, rank: int, frame: bytes) -> bool:
+        """Send a rank a frame; return True if it is within reach."""
+        return self._lines.send(rank, frame)
+
+    def has_ray(self) -> bool:
+        """Return True if Ray is there yet; else break the group. On the supervision thread, as all that follows."""
         if self.standing.is_usable and not self._teardown.has_ray():
-            self._break([], GroupError(f"{self.name}: Ray was shut down under the group"))
+            self.break_group([], GroupError(f"{self.name}: Ray was shut down under the group"))
         return self.standing.is_usable
 
-    def _advance(self) -> None:
+    def advance(self) -> None:
         """Do what is due: end the current step, stop late ranks, begin the next call."""
         if self.standing.is_usable and self._head.silent_s() > HEAD_GONE_S:
-            self._break([], GroupError(f"{self.name}: {self._head.gone()}"))
+            self.break_group([], GroupError(f"{self.name}: {self._head.gone()}"))
         if self.survivors.is_kept and not self.survivors.left_s:
             self._drop_kept()
         self._stop_unreachable()
@@ -259,16 +256,17 @@ class Supervisor:
 
     def _may_begin(self) -> bool:
         """Whether the next call may go out. What Ray is to carry would start another Ray where this one is gone."""
-        return self._has_ray() if self._waiting.next_is_large() else self.standing.is_usable
+        return self.has_ray() if self._waiting.next_is_large() else self.standing.is_usable
 
     def _on_lifetime(self, rank: int, future: Future) -> None:
         error = future.exception()
         if error is None:
             self._taken_over()
         else:
-            self._on_death(rank, error)
+            self.rank_died(rank, error)
 
-    def _on_death(self, rank: int, error: BaseException) -> None:
+    def rank_died(self, rank: int, error: BaseException) -> None:
+        """Hear that a rank is gone: the call ends soon, or the group breaks at once where none runs."""
         with self.survivors.lock:
             if not self.survivors.hear_death(rank):
                 return
@@ -282,14 +280,14 @@ class Supervisor:
         note = self._renewal.explain() or self._unreachable.get(rank, "")
         seen = failures.saw_death(self.members[rank].info, doing, error, note)
         if run is None:
-            remains = Remains(frozenset(self.survivors.dead), self._why_not(self.survivors.dead))
-            self._break([seen], failures.judge([seen], self.name, timed_out=False), remains)
+            remains = Remains(frozenset(self.survivors.dead), self.why_not(self.survivors.dead))
+            self.break_group([seen], failures.judge([seen], self.name, timed_out=False), remains)
             return
         run.finished.add(rank)
         # Of a lost connection Ray tells a second or two later, after a look for its cause: the peers had their while.
         is_old = isinstance(error, ray.exceptions.ActorUnavailableError)
         self._runner.see(run, seen, 0.0 if is_old else _AFTER_DEATH_S)
-        self._advance()
+        self.advance()
 
     def _stop_unreachable(self) -> None:
         """A rank that cannot be reached any more is lost: it is stopped, and Ray tells of its death."""
@@ -298,18 +296,19 @@ class Supervisor:
                 self._unreachable[rank] = f"; its connection to the driver had broken before: {error}"
                 self._teardown.stop_some([rank])
 
-    def _why_not(self, lost: Collection[int]) -> str:
-        """Why ranks that hold one model could not meet again without `lost`; empty where they could."""
+    def why_not(self, lost: Collection[int]) -> str:
+        """Say why ranks that hold one model could not meet again without `lost`; empty where they could."""
         if not self.standing.is_started:
             return STOPPED
         if any(one.info.device != "cpu" for one in self.members):
             return "the ranks are on GPUs: an aborted NCCL collective may have left anything"
         return self.survivors.why_not(lost)
 
-    def _remark(self) -> str:
+    def remark(self) -> str:
+        """Say that the cluster's head is silent; empty where it is not."""
         return f" ({self._head.gone()})" if self._head.is_silent() else ""
 
-    def _break(self, seen: Sequence[failures.Observed], error: GroupError, remains: Remains = NOTHING) -> None:
+    def break_group(self, seen: Sequence[failures.Observed], error: GroupError, remains: Remains = NOTHING) -> None:
         """Fail the current call and those behind it; stop every rank and give everything back, or those of no use."""
         run, self._runner.run = self._runner.run, None
         with self.survivors.lock:
@@ -325,7 +324,8 @@ class Supervisor:
                 run.task.call.end(failures.typed_error(seen, error))
             self._waiting.fail(failures.broken(self.name, error))
 
-    def _settled(self, remains: Remains) -> None:
+    def ranks_settled(self, remains: Remains) -> None:
+        """Hear what is left after all: keep those ranks, or stop them."""
         self.survivors.settle(remains)
         if remains.why_not:
             self._drop_kept()
@@ -353,14 +353,14 @@ class Supervisor:
     def _abandon(self, reason: str) -> None:
         if self.standing.is_usable:
             doing = "idle" if self._runner.run is None else f"in {self._runner.run.task.call.name}"
-            self._break([], GroupError(f"{self.name} was stopped by {reason} ({doing})"))
+            self.break_group([], GroupError(f"{self.name} was stopped by {reason} ({doing})"))
 
     def _taken_over(self) -> None:
         """Leave the ranks to the driver that has attached to them, or to the supervision that follows this one."""
         self._teardown.let_go()
         self._lines.close()  # the ranks hang up, which says nothing of them
         if self.standing.is_usable and not self.standing.is_restarting:
-            self._break([], taken_over(self.name))
+            self.break_group([], taken_over(self.name))
             if self.standing.is_dropped:
                 self._close()
 
@@ -398,7 +398,7 @@ class Supervisor:
     def _give_up(self, error: GroupError, done: threading.Event) -> None:
         try:
             if self.standing.is_usable:
-                self._break([], self.standing.first_cause(error))
+                self.break_group([], self.standing.first_cause(error))
             self._drop_kept()
             self._stop_all()
         finally:
