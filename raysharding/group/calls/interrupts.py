@@ -14,9 +14,9 @@ A group that is still being made has no weights to keep, so there the first inte
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]  # typeshed leaves it out
 import abc
 import concurrent.futures
+import signal
 import threading
 from types import FrameType, TracebackType
 from typing import Any, Protocol, Self
@@ -47,20 +47,18 @@ class _Handler(abc.ABC):
         self._installed: Any = None
         self._previous: Any = None
 
-    # `_signal` is what `signal` wraps: its enums take 25 us for each `with`, which every call of a group enters twice.
-
     def _install(self) -> None:
         # Signals are handled in the main thread only, and only it may set a handler.
         if threading.current_thread() is threading.main_thread():
-            previous = _signal.getsignal(_signal.SIGINT)
+            previous = signal.getsignal(signal.SIGINT)
             if callable(previous):  # not SIG_IGN, not SIG_DFL, not a handler of C code
                 self._previous, self._installed = previous, self._on_signal
-                _signal.signal(_signal.SIGINT, self._installed)
+                signal.signal(signal.SIGINT, self._installed)
 
     def _restore(self) -> None:
         # Another handler that was set meanwhile is for whoever set it to take back.
-        if self._installed is not None and _signal.getsignal(_signal.SIGINT) is self._installed:
-            _signal.signal(_signal.SIGINT, self._previous)
+        if self._installed is not None and signal.getsignal(signal.SIGINT) is self._installed:
+            signal.signal(signal.SIGINT, self._previous)
 
     @abc.abstractmethod
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

@@ -133,15 +133,14 @@ class Outcome:
 
     def to_bytes(self) -> bytes:
         """Pickle it."""
-        stamp = self.stamp.whole, self.stamp.num_changes, self.stamp.num_collectives
-        value = None if self.value is None else (self.value.stream, self.value.buffers)
-        return pickle.dumps((stamp, self.raised, self.more, value, self.is_beside), pickle.HIGHEST_PROTOCOL)
+        return pickle.dumps(self, pickle.HIGHEST_PROTOCOL)
 
     @staticmethod
     def from_bytes(data: bytes) -> Outcome:
         """Rebuild what `to_bytes` gave."""
-        stamp, raised, more, value, is_beside = pickle.loads(data)
-        return Outcome(Stamp(*stamp), raised, more, None if value is None else Packed(*value), is_beside)
+        outcome = pickle.loads(data)
+        assert isinstance(outcome, Outcome), "made by to_bytes"
+        return outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,22 +302,16 @@ def seal(
         shared: As `store` returned it; `None`: the ranks share nothing.
     """
     beside = [part for part in (own, shared) if isinstance(part, ray.ObjectRef)]
-    # Plain tuples: to pickle a dataclass and back costs as much as all the rest of it.
-    asked = request.method, request.output, request.max_output_bytes, request.resets
-    return pickle.dumps((epoch, asked, _inside(own), _inside(shared)), pickle.HIGHEST_PROTOCOL), beside
-
-
-def _inside(part: Packed | ray.ObjectRef | None) -> tuple[Any, ...] | None:
-    return (part.stream, part.buffers) if isinstance(part, Packed) else None
+    inside = [part if isinstance(part, Packed) else None for part in (own, shared)]
+    return pickle.dumps((epoch, request, *inside), pickle.HIGHEST_PROTOCOL), beside
 
 
 def unseal(sealed: bytes, beside: Sequence[Packed]) -> Order:
     """Put together on the rank what `seal` took apart."""
-    epoch, asked, own, shared = pickle.loads(sealed)
+    epoch, request, own, shared = pickle.loads(sealed)
     rest = list(beside)
-    first = rest.pop(0) if own is None else Packed(*own)
-    second = None if shared is None else Packed(*shared)
-    return Order(epoch, Request(*asked), first, rest.pop(0) if rest else second)
+    first = rest.pop(0) if own is None else own
+    return Order(epoch, request, first, rest.pop(0) if rest else shared)
 
 
 def numbered(number: int, data: bytes) -> bytes:
