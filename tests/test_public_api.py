@@ -62,7 +62,7 @@ def test_packages_declare_what_they_export() -> None:
 
 def prose() -> Iterator[tuple[str, str]]:
     """(where, text) of all that people read: documents, examples, and the package's docstrings and messages."""
-    for name in ("README.md", "SECURITY.md"):
+    for name in ("README.md", "SECURITY.md", "CONTRIBUTING.md"):
         yield name, (ROOT / name).read_text()
     for path in sorted(path for folder in ("examples", "cluster") for path in (ROOT / folder).rglob("*")):
         if path.suffix in (".md", ".py", ".sh", ".yaml", ".ipynb"):
