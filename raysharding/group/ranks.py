@@ -33,7 +33,7 @@ class Member:
     actor: Any
     """Ray's handle of its `RankActor`."""
     stacks_descriptor: int
-    """What `witness.look` needs to read its stacks."""
+    """What `stack_dump.look` needs to read its stacks."""
     log_paths: tuple[str, ...] = ()
     """Files on its node that it prints into, stdout and stderr."""
     name: str | None = None

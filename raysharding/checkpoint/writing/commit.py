@@ -2,7 +2,7 @@
 
 In a group, rank 0 calls `create_staging`, hands the path to the other ranks, which only write files into it, and after
 all are done rank 0 calls `commit_staging`. One process alone uses `StagedDirectory`. An object store has no rename, and
-so no staging directory: see `object_commit`.
+so no staging directory: see `prepare_objects`.
 
 Saving into an object store, which has no rename: the file that makes the others a checkpoint is written last.
 

@@ -21,7 +21,7 @@ Note: the default of 32 MiB.
 
 A bucket plan that takes tensors from their first element to their last: for a file that is written in order.
 
-`plan.plan_buckets` keeps every shard busy with each bucket, and so brings a tensor in columns; streams into an object
+`plan_buckets` keeps every shard busy with each bucket, and so brings a tensor in columns; streams into an object
 store take bytes in order alone. Here a bucket is a range of the tensors laid end to end, whoever holds it. Files are
 written by several ranks, each at another place, so that the ranks that send are several, too.
 """

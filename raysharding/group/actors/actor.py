@@ -69,7 +69,7 @@ class ActorInfo:
     sees_checkpoint: bool
     """Whether the checkpoint's path exists on its node."""
     stacks_descriptor: int
-    """What `witness.look` needs."""
+    """What `stack_dump.look` needs."""
     log_paths: tuple[str, ...] = ()
     """Files on its node that it prints into, stdout and stderr."""
 
@@ -83,7 +83,7 @@ class KeptRecord(Protocol):
 
 
 class RankActor:
-    """One rank. Created by `start.start_actors` with `max_restarts=0`: recovery is the whole group's."""
+    """One rank. Created by `launch.start_actors` with `max_restarts=0`: recovery is the whole group's."""
 
     def __init__(self, lease_s: float | None = None, owns_room: bool = False) -> None:
         """Start.
@@ -155,7 +155,7 @@ class RankActor:
 
     @ray.method(concurrency_group="control")
     def hold(self, key: str, refs: Sequence[ray.ObjectRef] | None) -> None:
-        """Keep references to a dataset's blocks; see `dataset.hold`."""
+        """Keep references to a dataset's blocks; see `dataset_blocks.hold`."""
         hold(key, refs)
 
     @ray.method(concurrency_group="control")

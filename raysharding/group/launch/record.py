@@ -37,7 +37,7 @@ class GroupRecord:
     actor_names: tuple[str, ...]
     """Names of the ranks' actors, by rank."""
     stacks_descriptors: tuple[int, ...]
-    """What `witness.look` needs, by rank."""
+    """What `stack_dump.look` needs, by rank."""
     log_paths: tuple[tuple[str, ...], ...]
     """What a rank prints into, by rank."""
     visible_gpus: tuple[str, ...]

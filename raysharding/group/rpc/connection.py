@@ -1,4 +1,4 @@
-"""One TCP connection between the driver and a rank, and the its frames; see Note [Lines] in `driver_connections.py`.
+"""One TCP connection between the driver and a rank, and its frames; see Note [Lines] in `driver_connections.py`.
 
 Note [Signed frames]: a frame holds pickles, so who could put one into a connection could run code. Each carries an
 HMAC-SHA256 of itself, its number and its direction, under a key that the driver made for this connection and told the

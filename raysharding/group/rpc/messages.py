@@ -275,7 +275,7 @@ class Order:
     own: Packed
     """Packed `(args, kwargs)` of this rank."""
     shared: Packed | None
-    """Packed tuple of values that all ranks share, which stand in `own` as `commands.Shared` marks."""
+    """Packed tuple of values that all ranks share, which stand in `own` as `packing.Shared` marks."""
 
 
 _NUMBER = struct.Struct("!Q")
