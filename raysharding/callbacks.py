@@ -1,5 +1,5 @@
 """What `fit(callbacks=...)` takes: metrics for Ray, TensorBoard, Weights & Biases and MLflow."""
 
-from raysharding.group.fit import MLflow, RayGauges, TensorBoard, WeightsAndBiases
+from raysharding.group.fit import MLflow, RayGauges, TensorBoard, WeightsAndBiases, figures
 
-__all__ = ["MLflow", "RayGauges", "TensorBoard", "WeightsAndBiases"]
+__all__ = ["MLflow", "RayGauges", "TensorBoard", "WeightsAndBiases", "figures"]

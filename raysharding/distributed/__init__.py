@@ -75,7 +75,7 @@ __all__ += [
     "shard_broadcasted_state_dict",
 ]
 
-# PyTorch's FullyShardedDataParallel: `fsdp.py`.
+# PyTorch's FullyShardedDataParallel: `fsdp/`.
 __all__ += [
     "apply",
     "apply_fsdp2",
@@ -98,7 +98,7 @@ __all__ += [
     "summon_full_params",
 ]
 
-# accelerate's FSDP utilities: `accelerate_compat.py`, `saving/merge_dcp.py`.
+# accelerate's FSDP utilities: `accelerate_compat/`, `saving/merge_dcp.py`.
 __all__ += [
     "FullyShardedDataParallelPlugin",
     "disable_fsdp_ram_efficient_loading",

@@ -1,5 +1,5 @@
 """The old name of `raysharding.callbacks`."""
 
-from raysharding.group.fit import MLflow, RayGauges, TensorBoard, WeightsAndBiases
+from raysharding.group.fit import MLflow, RayGauges, TensorBoard, WeightsAndBiases, figures
 
-__all__ = ["MLflow", "RayGauges", "TensorBoard", "WeightsAndBiases"]
+__all__ = ["MLflow", "RayGauges", "TensorBoard", "WeightsAndBiases", "figures"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -14,11 +15,11 @@ from raysharding.checkpoint import Checkpoint, new_token
 from raysharding.config import Loading, Sharding
 from raysharding.distributed.comm import init_mesh
 from raysharding.distributed.fully_shard import (
-    init_roots,
     mark_recovery,
     recover_after,
     rejoin,
     reset,
+    roots_before_blocks,
     shard_module,
     show_shards,
 )
@@ -206,14 +207,13 @@ class Worker(FittingRank):
         seen = self._seen
         with self._running("call", f"call({name})"):
             if self._module is not None:
-                if seen is None:
-                    init_roots(self._module)
                 # After a forward the root's full parameters are registered: what `fn` wrote into those would be lost.
                 show_shards(self._module)
             before = self._version() if seen is None else seen
             _current.append(self)
             try:
-                value = fn(*args, **(kwargs or {}))
+                with nullcontext() if self._module is None else roots_before_blocks(self._module):
+                    value = fn(*args, **(kwargs or {}))
             except BaseException as error:
                 # A backward that `fn` ran may have been cut short; FSDP2 would leave later gradients unreduced.
                 if self._module is not None:

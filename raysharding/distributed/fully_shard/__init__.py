@@ -23,6 +23,7 @@ from raysharding.distributed.fully_shard.internals import (
     refusing_use,
     require_idle,
     reshard,
+    roots_before_blocks,
     tell_fsdp,
 )
 from raysharding.distributed.fully_shard.layout import (
@@ -114,6 +115,7 @@ __all__ = [
     "require_idle",
     "reset",
     "reshard",
+    "roots_before_blocks",
     "scale_gradients",
     "shard_groups",
     "shard_index_of",

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.modules.module import _IncompatibleKeys
+from torch.nn.modules.module import _IncompatibleKeys, register_module_forward_pre_hook
 
 from raysharding.distributed.fully_shard.layout import named_submodules, unwrapped
 
@@ -41,18 +41,20 @@ def parameter_groups(module: nn.Module) -> list[list[ShardedParameter]]:
     Args:
         module: Any; not its submodules.
     """
+    return [_parameters_of(group) for group in own_groups(module)]
+
+
+def _parameters_of(group: Any) -> list[ShardedParameter]:
+    is_registered = group.is_unsharded
     return [
-        [
-            ShardedParameter(
-                item.sharded_param,
-                getattr(item, "_unsharded_param", None),
-                group.is_unsharded,
-                getattr(item, "orig_dtype", None),
-                getattr(item, "param_dtype", None),
-            )
-            for item in group.fsdp_params
-        ]
-        for group in own_groups(module)
+        ShardedParameter(
+            item.sharded_param,
+            getattr(item, "_unsharded_param", None),
+            is_registered,
+            getattr(item, "orig_dtype", None),
+            getattr(item, "param_dtype", None),
+        )
+        for item in group.fsdp_params
     ]
 
 
@@ -97,15 +99,40 @@ def own_groups(module: object) -> list[Any]:
 
 
 def init_roots(module: nn.Module) -> None:
-    """Have torch take the outermost FSDP modules for roots, once their weights are there; no collective.
+    """Have torch take the outermost FSDP modules for roots, the weights being there; no collective.
 
     FSDP2 takes what runs first for the root: a block that is called by itself, or an encoder. The forward of the whole
     module then raises, and nothing makes it right again.
     """
-    if any(parameter.is_meta for parameter in module.parameters()):
-        return
     for root in fsdp_modules(module, root_only=True):
         root._get_fsdp_state()._lazy_init()
+
+
+@contextmanager
+def roots_before_blocks(module: nn.Module) -> Iterator[None]:
+    """`init_roots` as soon as any part of a root runs inside, before it does; each rank alone, no collective.
+
+    Not earlier: until something runs users may change dtypes, and put other parameters in.
+
+    Args:
+        module: The root module.
+    """
+    roots: list[Any] = [module] if isinstance(module, FSDPModule) else list(fsdp_modules(module, root_only=True))
+    if all(map(has_run, roots)):
+        yield
+        return
+    root_of = {id(part): root for root in roots for part in fsdp_modules(root)}
+
+    def init(part: nn.Module, args: Any) -> None:
+        if id(part) in root_of:
+            root_of[id(part)]._get_fsdp_state()._lazy_init()
+
+    # Hooks of all modules run before a module's own, so before FSDP2's.
+    handle = register_module_forward_pre_hook(init)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def has_run(module: FSDPModule) -> bool:

@@ -322,7 +322,7 @@ def find_traits(module: nn.Module, batch: RankBatch, loss: LossFunction | None, 
         labels: The call's labels, of equal kind on every rank.
 
     Raises:
-        ValueError: On every rank, when the ranks' losses do not make up one process's (see `weighing.Weigher`), or are
+        ValueError: On every rank, when the ranks' losses do not make up one process's (see `Weigher`), or are
             not finite, so that nothing can be told from them.
     """
     # Labels are made up here that a loss may take for classes: -100 where it leaves out 255.

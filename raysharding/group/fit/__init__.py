@@ -1,6 +1,6 @@
 """The driver's part of a run over data: steps, saves, restarts, callbacks, the report."""
 
-from raysharding.group.fit.callbacks import MLflow, RayGauges, TensorBoard, WeightsAndBiases
+from raysharding.group.fit.callbacks import MLflow, RayGauges, TensorBoard, WeightsAndBiases, figures
 from raysharding.group.fit.datasets import Given, given
 from raysharding.group.fit.lock import FitLock
 from raysharding.group.fit.report import FitReport, FitStep
@@ -18,5 +18,6 @@ __all__ = [
     "RayGauges",
     "TensorBoard",
     "WeightsAndBiases",
+    "figures",
     "given",
 ]

@@ -160,6 +160,38 @@ def test_a_call_may_run_a_block_before_the_model_and_writes_the_shards(checkpoin
         torch.testing.assert_close(group.state_dict(), dict(model.state_dict()))
 
 
+def cast() -> Callable[[], None]:
+    """Return a function that turns the module's parameters into doubles."""
+
+    def run() -> None:
+        import torch
+
+        from raysharding import current_worker
+
+        current_worker().module.to(torch.float64)
+
+    return run
+
+
+def test_a_first_call_may_change_dtypes_before_anything_runs(checkpoint: Path, reference: nn.Module) -> None:
+    rows = torch.randn(6, 8, dtype=torch.float64)
+    model = copy.deepcopy(reference).double().requires_grad_()
+    model(rows).square().mean().backward()
+    with make_group(checkpoint) as group:
+        group.call(int)  # what FSDP2 settles in the first forward must not be settled by a call that runs nothing
+        group.call(cast())
+        group.set_optimizer(torch.optim.SGD, lr=0.1)
+        group.train_step(Split(rows), loss=mean_square())
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            torch.testing.assert_close(group.state_dict()[name], (parameter - 0.1 * parameter.grad).detach())
+
+
+def mean_square() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Return a loss that pickles by value."""
+    return lambda output, rows: output.square().mean()
+
+
 def test_what_cannot_travel_is_a_clear_error(group: ShardedModelGroup) -> None:
     class Odd(Exception):
         def __init__(self, lock: object, text: str) -> None:
