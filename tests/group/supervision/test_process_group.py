@@ -136,7 +136,8 @@ def test_a_rank_lets_nobody_in_when_all_have_met(group: ShardedModelGroup, tmp_p
     assert len(ends) == 2
     before = psutil.Process(group.ranks[1].pid).num_fds()
     assert not [end for end in ends if gets_in(end)]
-    assert psutil.Process(group.ranks[1].pid).num_fds() == before
+    # Fewer is something else of the rank that has ended meanwhile.
+    assert psutil.Process(group.ranks[1].pid).num_fds() <= before
     assert group.call(max, 1, 2) == [2, 2]
 
 
