@@ -34,7 +34,7 @@ from raysharding import Out, Placement, ShardedModelGroup
 from raysharding.batch import deal
 from raysharding.bench.ratios import Figure
 from raysharding.group.rpc.driver_connections import open_lines
-from raysharding.group.rpc.messages import Outcome, Request, numbered, seal, split
+from raysharding.group.rpc.messages import Command, Response
 from raysharding.group.rpc.packing import Packed, pack_batches
 
 NUM_CPUS = 8
@@ -156,19 +156,19 @@ class Plain:
 
     def call(self, fn: Callable[[], None]) -> None:
         """Run a call's command on all ranks."""
-        own, _ = pack_batches("call", deal((), {}, len(self._members)), fn, Out.none())
-        assert isinstance(own, Packed), "the ranks share it"
-        sealed, _ = seal(self._members[0].epoch, Request("call", "value", None), own, None)
+        args, _ = pack_batches("call", deal((), {}, len(self._members)), fn, Out.none())
+        assert isinstance(args, Packed), "the ranks share it"
         self._number += 1
+        message, _ = Command("call", args, epoch=self._members[0].epoch, number=self._number).encode()
         for line in self._lines:
-            assert line.send(numbered(self._number, sealed)), "an empty call is small"
+            assert line.send(message), "an empty call is small"
         waiting = len(self._lines)
         while waiting:
             for descriptor, _ in self._poll.poll():
                 for frame in self._by_descriptor[descriptor].receive():
-                    number, said = split(frame)
-                    assert number == self._number
-                    assert Outcome.from_bytes(said).raised is None
+                    response = Response.decode(frame)
+                    assert response.number == self._number
+                    assert response.error is None
                     waiting -= 1
 
 

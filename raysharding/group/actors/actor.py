@@ -1,7 +1,7 @@
 """The Ray actor of one rank: one thread that works, a few that answer while it works.
 
 The work thread runs `commands.RankCommands`; what it raises or returns crosses to the driver as typed data
-(`Outcome`, `Packed`), because an exception that does not pickle, or a result larger than memory, must not end it.
+(`Response`, `Packed`), because an exception that does not pickle, or a result larger than memory, must not end it.
 """
 
 from __future__ import annotations
@@ -29,22 +29,20 @@ from raysharding.group.cluster import Sighting, end_with_head, look, tell, testi
 from raysharding.group.rpc import (
     RESULT_BYTES,
     AsValue,
-    Order,
-    Outcome,
+    Command,
     Packed,
     Progress,
-    Raised,
     RankLine,
-    Request,
+    RemoteError,
+    Response,
     SaveStatus,
     Stacks,
     Stage,
-    numbered,
+    StateChange,
+    number_of,
     pack,
     record_exception,
-    split,
     taken_over,
-    unseal,
 )
 
 # Control threads: one for `lifetime`, the others for questions, of which one may be stuck behind a slow answer. What
@@ -101,7 +99,7 @@ class RankActor:
         self._lease.renew(lease_s)
         end_with_head()
         self._record: KeptRecord | None = None
-        self._last_outcome: dict[int, Outcome] = {}
+        self._last_response: dict[int, Response] = {}
         self._results: dict[tuple[int, int], Packed | AsValue | None] = {}
         self._control_threads: set[int] = set()
         self._stacks_descriptor = testify()
@@ -179,12 +177,10 @@ class RankActor:
         return self._commands.num_changes()
 
     @ray.method(concurrency_group="control")
-    def last_outcome(self, epoch: int) -> Outcome:
+    def last_response(self, epoch: int) -> Response:
         """Return how the last command of the drivers before this epoch ended."""
-        before = [one for one in self._last_outcome if one < epoch]
-        return (
-            self._last_outcome[max(before)] if before else Outcome(self._commands.stamp(self._commands.num_changes()))
-        )
+        before = [one for one in self._last_response if one < epoch]
+        return self._last_response[max(before)] if before else Response(self._unchanged())
 
     @ray.method(concurrency_group="control")
     def end(self) -> None:
@@ -241,51 +237,52 @@ class RankActor:
             line.close()
 
     @ray.method(concurrency_group="freight")
-    def deliver(self, frame: bytes, *beside: Packed) -> None:
-        """Run the order of a frame whose large parts Ray has fetched."""
-        self._work.deliver(frame, beside)
+    def deliver(self, message: bytes, *stored: Packed) -> None:
+        """Run a command whose large arguments Ray has fetched."""
+        self._work.deliver(message, stored)
 
     @ray.method(concurrency_group="freight", num_returns=2)
     def take(self, epoch: int, number: int) -> tuple[None, Packed | AsValue | None]:
         """Return a large result, behind an object that says that it is stored: the driver fetches it if it needs it."""
         return None, self._results.pop((epoch, number))
 
-    def _serve(self, frame: bytes, beside: Sequence[Packed]) -> bytes:
-        """Run the order of a frame; returns the frame of its outcome. On the work thread."""
-        number, sealed = split(frame)
+    def _serve(self, message: bytes, stored: Sequence[Packed]) -> bytes:
+        """Run a command; return the message of its response. On the work thread."""
         try:
-            order = unseal(sealed, beside)
+            command = Command.decode(message, stored)
         except Exception as error:  # noqa: BLE001 - of a driver with other code, say; without an answer it would wait
-            return numbered(number, self._refusal(error).to_bytes())
-        return numbered(number, self._obey(order, number).to_bytes())
+            return replace(self._refusal(error), number=number_of(message)).encode()
+        return replace(self._obey(command), number=command.number).encode()
 
-    def _obey(self, order: Order, number: int) -> Outcome:
-        if not self._fence.is_open(order.epoch):
+    def _obey(self, command: Command) -> Response:
+        if not self._fence.is_open(command.epoch):
             return self._refusal(taken_over("the group"))
         self._results.clear()  # the driver has taken what it wanted of those before
-        outcome, result = self._run(order)
-        self._last_outcome[order.epoch] = outcome
+        response, result = self._run(command)
+        self._last_response[command.epoch] = response
         if isinstance(result, Packed) and result.num_bytes <= RESULT_BYTES:
-            return replace(outcome, value=result)
+            return replace(response, value=result)
         if result is not None:
-            self._results[order.epoch, number] = result
-        return replace(outcome, is_beside=result is not None)
+            self._results[command.epoch, command.number] = result
+        return replace(response, is_stored=result is not None)
 
-    def _refusal(self, error: BaseException) -> Outcome:
-        stamp = self._commands.stamp(self._commands.num_changes())
-        return Outcome(stamp, raised=self._describe(error, "run"))
+    def _unchanged(self) -> StateChange:
+        return self._commands.change_since(self._commands.num_changes())
 
-    def _run(self, order: Order) -> tuple[Outcome, Packed | AsValue | None]:
+    def _refusal(self, error: BaseException) -> Response:
+        return Response(self._unchanged(), error=self._describe(error, "run"))
+
+    def _run(self, command: Command) -> tuple[Response, Packed | AsValue | None]:
         stage: Stage = "run"
         before = self._commands.num_changes()
         try:
-            more, value = self._commands.run(order.request, order.own, order.shared)
+            more, value = self._commands.run(command)
             stage = "output"
-            result = _pack_output(value, order.request)
+            result = _pack_output(value, command)
         except BaseException as error:  # noqa: BLE001
             # The boundary: whatever user code raised, `sys.exit()` too, goes to the driver as data.
-            return Outcome(self._commands.stamp(before), raised=self._describe(error, stage)), None
-        return Outcome(self._commands.stamp(before), more=more), result
+            return Response(self._commands.change_since(before), error=self._describe(error, stage)), None
+        return Response(self._commands.change_since(before), more=more), result
 
     def _end(self, lease_s: float) -> None:
         """End this process: nobody has renewed its lease. `sys.exit` ends a thread only."""
@@ -296,7 +293,7 @@ class RankActor:
             giving.join(_GIVE_BACK_S)
         os._exit(1)
 
-    def _describe(self, error: BaseException, stage: Stage) -> Raised:
+    def _describe(self, error: BaseException, stage: Stage) -> RemoteError:
         return record_exception(
             error,
             stage=stage,
@@ -318,16 +315,16 @@ def _is_rays_own(frame: FrameType) -> bool:
     return all(each.f_code.co_filename.startswith(own) for each, _ in traceback.walk_stack(frame))
 
 
-def _pack_output(value: Any, request: Request) -> Packed | AsValue | None:
-    if value is None and request.output == "value":
+def _pack_output(value: Any, command: Command) -> Packed | AsValue | None:
+    if value is None and command.output == "value":
         return None
-    packed = pack(value, f"the result of {request.method}")
-    cap = request.max_output_bytes
+    packed = pack(value, f"the result of {command.method}")
+    cap = command.max_output_bytes
     if cap is not None and packed.num_bytes > cap:
         message = (
-            f"the result of {request.method} is {packed.num_bytes} bytes on this rank, over "
+            f"the result of {command.method} is {packed.num_bytes} bytes on this rank, over "
             f"max_output_bytes={cap}; return less (out=Out.none() or Out.rank0()), pass fewer rows, keep it on the "
             "cluster (out=Out.refs()), or raise max_output_bytes"
         )
         raise OutputTooLargeError(message, num_bytes=packed.num_bytes, max_output_bytes=cap)
-    return AsValue(packed) if request.output == "ref" else packed
+    return AsValue(packed) if command.output == "ref" else packed

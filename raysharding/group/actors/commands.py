@@ -25,12 +25,9 @@ from raysharding.distributed.footprint import MemoryNeed, memory_need
 from raysharding.distributed.training import EvaluationPlan, FitPlan
 from raysharding.errors import GroupError, RayshardingError, said
 from raysharding.group.cluster import NodeFacts, facts_here
-from raysharding.group.rpc import Mode, Packed, Request, SaveStatus, Shared, Stamp
+from raysharding.group.rpc import NEXT_STEP, Command, Mode, Packed, SaveStatus, Shared, StateChange
 from raysharding.models import InputBounds
 from raysharding.worker import FitStart, FitSteps, Worker, thread_state_restored
-
-NEXT = "_next"
-"""What the commands of a call's later steps end in."""
 
 _STREAMING = ("load", "save", "copy_replicas")
 """Commands that have phases of their own."""
@@ -98,27 +95,26 @@ class RankCommands:
         self._collectives_before = 0
 
     @thread_state_restored()
-    def run(self, request: Request, own: Packed, shared: Packed | None) -> tuple[bool, Any]:
+    def run(self, command: Command) -> tuple[bool, Any]:
         """Run one command.
 
         Args:
-            request: Its method is the name of a public one.
-            own: Packed `(args, kwargs)`.
-            shared: Packed values behind `Shared` marks.
+            command: Its method is the name of a public one; its arguments are here.
 
         Returns:
             Whether the call has more steps, and the value.
         """
         # The steps of a call bear its name: what the user called is what an error names.
-        self._doing = request.method.removesuffix(NEXT)
+        self._doing = command.method.removesuffix(NEXT_STEP)
         self._collectives_before = self._num_collectives()
-        if request.resets:
+        if command.resets:
             self.reset()
-        args, kwargs = own.unpack()
-        if shared is not None:
-            values = shared.unpack()
+        assert isinstance(command.args, Packed), "Ray has brought them"
+        args, kwargs = command.args.unpack()
+        if isinstance(command.shared, Packed):
+            values = command.shared.unpack()
             args = tuple(_filled(value, values) for value in args)
-        value = getattr(self, request.method)(*args, **kwargs)
+        value = getattr(self, command.method)(*args, **kwargs)
         return (value.more, value.value) if isinstance(value, Step) else (False, value)
 
     def serve_store(self, node_ip: str | None, timeout_s: float) -> StoreAddress | None:
@@ -171,9 +167,9 @@ class RankCommands:
         self._worker.copy_replicas(sources, factory)
         self._worker.num_changes = counts.get(self._worker.rank, self._worker.num_changes)
 
-    def attach(self) -> tuple[bool, Stamp]:
+    def attach(self) -> tuple[bool, StateChange]:
         """Say whether there is an optimizer, and what all earlier commands have done to the rank."""
-        return self._worker.optimizer is not None, self.stamp(0)
+        return self._worker.optimizer is not None, self.change_since(0)
 
     def look(self, node_ip: str, with_gpus: bool) -> NodeFacts:
         """Say what this process sees of its node. Each rank alone, before it joins."""
@@ -348,11 +344,11 @@ class RankCommands:
         """Return how often weights or optimizer have been changed."""
         return 0 if self._rank_worker is None else self._rank_worker.num_changes
 
-    def stamp(self, before: int) -> Stamp:
+    def change_since(self, before: int) -> StateChange:
         """Return what has become of the model since `num_changes` was `before`. Without one, no rank holds any."""
         worker = self._rank_worker
         collectives = self._num_collectives() - self._collectives_before
-        return Stamp(worker is not None and worker.whole, self.num_changes() - before, collectives)
+        return StateChange(worker is not None and worker.whole, self.num_changes() - before, collectives)
 
     def _num_collectives(self) -> int:
         return 0 if self._rank_worker is None else self._rank_worker.num_collectives()

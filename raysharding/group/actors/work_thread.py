@@ -25,7 +25,8 @@ class WorkThread:
         """Start, without a line.
 
         Args:
-            run: Runs an order, given its parts from beside it; returns what the driver is to hear, and raises nothing.
+            run: Runs the command of a message, given its stored arguments; returns the response's message, and raises
+                nothing.
         """
         self._run = run
         self._line: RankLine | None = None
@@ -71,9 +72,9 @@ class WorkThread:
             before.hang_up()
         self._ring()
 
-    def deliver(self, sealed: bytes, beside: Sequence[Packed]) -> None:
-        """Run an order whose large parts Ray has brought."""
-        self._delivered.append((sealed, beside))
+    def deliver(self, message: bytes, stored: Sequence[Packed]) -> None:
+        """Run a command whose large arguments Ray has brought."""
+        self._delivered.append((message, stored))
         self._ring()
 
     def _ring(self) -> None:

@@ -35,7 +35,7 @@ from raysharding.group.cluster import (
 )
 from raysharding.group.launch import GroupRecord, GroupSpec, Launched, Started
 from raysharding.group.ranks import Member
-from raysharding.group.rpc import Stamp
+from raysharding.group.rpc import StateChange
 from raysharding.group.supervision import (
     Channel,
     Replicas,
@@ -126,15 +126,15 @@ def _settle(channel: Channel) -> bool:
     """Wait for the earlier driver's last command, and judge it; return whether the ranks have an optimizer."""
     values = Collect(lambda call: call.values())
     epoch = channel.members[0].epoch
-    held: list[tuple[bool, Stamp]] = channel.submit_same("attach", collect=values).result()
+    held: list[tuple[bool, StateChange]] = channel.submit_same("attach", collect=values).result()
     # What the drivers before this one saw of it went with them.
-    channel.supervisor.survivors.compare(dict(enumerate(stamp for _, stamp in held)))
-    said = ask_all(channel.members, "last_outcome", epoch, within_s=_ANSWER_S).said
+    channel.supervisor.survivors.compare(dict(enumerate(change for _, change in held)))
+    said = ask_all(channel.members, "last_response", epoch, within_s=_ANSWER_S).said
     infos = channel.ranks
-    seen = [saw_raise(infos[rank], one.raised) for rank, one in said.items() if one.raised is not None]
+    seen = [saw_raise(infos[rank], one.error) for rank, one in said.items() if one.error is not None]
     name = channel.supervisor.name
-    stamps = [one.stamp for one in said.values()]
-    if seen and not leaves_intact(seen[0].failure.phase, seen, stamps, len(infos)):
+    changes = [one.change for one in said.values()]
+    if seen and not leaves_intact(seen[0].failure.phase, seen, changes, len(infos)):
         raise broken(name, judge(seen, f"the last call of the driver before this one, on {name}", False))
     if seen and resets_some(seen, len(infos)):
         channel.submit_same("reset", collect=values).result()

@@ -1,6 +1,6 @@
-"""What travels to a rank for one command: a frame over its line, and over Ray what is too large for a frame.
+"""What the driver and a rank say to each other: `Command` and `Response`, and the parts of a response as typed data.
 
-How a rank's part of a call ended, as typed data: what a rank tells the driver instead of raising through Ray.
+A rank tells what its part of a call raised as a `RemoteError`, instead of raising it through Ray.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import pickle
 import struct
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import ray
@@ -55,7 +55,7 @@ _MAX_PICKLE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Raised:
+class RemoteError:
     """An exception on a rank."""
 
     error_type: str
@@ -91,10 +91,10 @@ class Raised:
 
 
 @dataclass(frozen=True, slots=True)
-class Stamp:
+class StateChange:
     """What a command did to a rank's weights and optimizer state.
 
-    Ranks that held one model before it hold one after it where their stamps are equal and whole.
+    Ranks that held one model before it hold one after it where their changes are equal and whole.
     """
 
     whole: bool
@@ -105,42 +105,15 @@ class Stamp:
     """How many collectives the rank began meanwhile: where ranks differ, the next ones would not match."""
 
 
-def in_step(stamps: Iterable[Stamp]) -> bool:
-    """Return True if ranks with these stamps began as many collectives, so that their next ones match."""
-    return len({stamp.num_collectives for stamp in stamps}) == 1
+def in_step(changes: Iterable[StateChange]) -> bool:
+    """Return True if ranks with these changes began as many collectives, so that their next ones match."""
+    return len({change.num_collectives for change in changes}) == 1
 
 
-def one_model(stamps: Iterable[Stamp]) -> bool:
-    """Whether ranks with these stamps hold one model, if they held one before."""
-    kinds = set(stamps)
-    return len(kinds) == 1 and all(stamp.whole for stamp in kinds)
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The end of one call on one rank."""
-
-    stamp: Stamp
-    """What it did to what the rank holds."""
-    raised: Raised | None = None
-    """The exception, `None` after success."""
-    more: bool = False
-    """Whether the same call has more to give (`state_dict`, a bucket at a time)."""
-    value: Packed | None = None
-    """Its packed result, where that is small; `None` where it is `None`."""
-    is_beside: bool = False
-    """Whether the result is an object of its own, as large ones and those that the user wants as references are."""
-
-    def to_bytes(self) -> bytes:
-        """Pickle it."""
-        return pickle.dumps(self, pickle.HIGHEST_PROTOCOL)
-
-    @staticmethod
-    def from_bytes(data: bytes) -> Outcome:
-        """Rebuild what `to_bytes` gave."""
-        outcome = pickle.loads(data)
-        assert isinstance(outcome, Outcome), "made by to_bytes"
-        return outcome
+def one_model(changes: Iterable[StateChange]) -> bool:
+    """Return True if ranks with these changes hold one model, provided that they held one before."""
+    kinds = set(changes)
+    return len(kinds) == 1 and all(change.whole for change in kinds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,19 +138,21 @@ class Stacks:
     """Whether the work thread waits inside torch.distributed, so for another rank."""
 
 
-def record_exception(error: BaseException, *, stage: Stage, phase: str, tensor: str | None, recovered: bool) -> Raised:
+def record_exception(
+    error: BaseException, *, stage: Stage, phase: str, tensor: str | None, recovered: bool
+) -> RemoteError:
     """Describe an exception on the rank where it was raised.
 
     Args:
         error: The exception.
-        stage: See `Raised`.
-        phase: See `Raised`.
-        tensor: See `Raised`.
-        recovered: See `Raised`.
+        stage: See `RemoteError`.
+        phase: See `RemoteError`.
+        tensor: See `RemoteError`.
+        recovered: See `RemoteError`.
     """
     cls = type(error)
     is_builtin = cls.__module__ == "builtins"
-    return Raised(
+    return RemoteError(
         error_type=cls.__qualname__ if is_builtin else f"{cls.__module__}.{cls.__qualname__}",
         message=said(error)[:_MAX_MESSAGE_CHARS],
         traceback="".join(traceback.format_exception(error))[-_MAX_TRACEBACK_CHARS:],
@@ -242,83 +217,107 @@ class SaveStatus:
     """What it failed of."""
 
 
-ORDER_BYTES = 256 << 10
-"""Longest argument in a frame: the driver sends it to every rank, while Ray sends a stored one once to every node."""
+COMMAND_BYTES = 256 << 10
+"""Longest argument in a message: the driver sends it to every rank, while Ray sends a stored one once to every node."""
 RESULT_BYTES = 48 << 10
-"""Longest result that travels in the frame: the driver holds it until it is asked for, Ray a stored one on its node."""
+"""Longest result in a message: the driver holds it until somebody asks, while Ray holds a stored one on its node."""
+
+NEXT_STEP = "_next"
+"""A call in steps begins with its method, and goes on with the method of this ending as long as rank 0 has more."""
 
 OutputMode = Literal["value", "ref"]
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What to run, and what to do with the result."""
-
-    method: str
-    """Name of a method of `RankCommands`."""
-    output: OutputMode
-    """`value`: the result as `Packed`; `ref`: as an object that `ray.get` turns into the result itself."""
-    max_output_bytes: int | None
-    """Cap on the packed result, `None` for results that are bounded otherwise."""
-    resets: bool = False
-    """Whether every rank resets its module first, as those did that raised alone in the call before."""
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """A command as a rank gets it."""
-
-    epoch: int
-    """The driver's; a rank refuses the commands of a driver that another has followed."""
-    request: Request
-    """What to run."""
-    own: Packed
-    """Packed `(args, kwargs)` of this rank."""
-    shared: Packed | None
-    """Packed tuple of values that all ranks share, which stand in `own` as `packing.Shared` marks."""
-
 
 _NUMBER = struct.Struct("!Q")
 
 
-def store(packed: Packed) -> Packed | ray.ObjectRef:
-    """Put a large argument into the object store once; a small one travels in the frame.
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What one rank is to run.
 
-    Raises:
-        ray.exceptions.RayError: The store is full.
+    Its message is its number and a pickle. The arguments that are too large for a message are `ray.ObjectRef`s on the
+    driver; Ray brings them to the rank together with the message.
     """
-    return packed if packed.num_bytes <= ORDER_BYTES else ray.put(packed)
+
+    method: str
+    """Name of a method of `RankCommands`."""
+    args: Packed | ray.ObjectRef | None = None
+    """Packed `(args, kwargs)` of the rank."""
+    shared: Packed | ray.ObjectRef | None = None
+    """Packed tuple of the values that all ranks share, for which `packing.Shared` marks stand in `args`."""
+    output: OutputMode = "value"
+    """`value`: the result as `Packed`; `ref`: as an object that `ray.get` turns into the result itself."""
+    max_output_bytes: int | None = None
+    """Cap on the packed result, `None` for results that are bounded otherwise."""
+    resets: bool = False
+    """Whether every rank resets its module first, as those did that raised alone in the call before."""
+    epoch: int = 0
+    """The driver's; a rank refuses the commands of a driver that another has followed."""
+    number: int = 0
+    """Tells the response to this command from the response to an earlier one."""
+
+    def stored(self) -> Command:
+        """Return the command with the arguments that are too large for a message put into the object store.
+
+        Raises:
+            ray.exceptions.RayError: The store is full.
+        """
+        return replace(self, args=_store(self.args), shared=_store(self.shared))
+
+    def encode(self) -> tuple[bytes, list[ray.ObjectRef]]:
+        """Return the message, and the stored arguments that Ray is to bring with it."""
+        parts = self.args, self.shared
+        inside = [None if isinstance(part, ray.ObjectRef) else part for part in parts]
+        message = pickle.dumps(replace(self, args=inside[0], shared=inside[1]), pickle.HIGHEST_PROTOCOL)
+        return _NUMBER.pack(self.number) + message, [part for part in parts if isinstance(part, ray.ObjectRef)]
+
+    @staticmethod
+    def decode(message: bytes, stored: Sequence[Packed] = ()) -> Command:
+        """Rebuild on the rank what `encode` took apart.
+
+        Args:
+            message: The message.
+            stored: The arguments that Ray brought with it.
+        """
+        command = pickle.loads(memoryview(message)[_NUMBER.size :])
+        assert isinstance(command, Command), "made by encode"
+        rest = list(stored)
+        args = rest.pop(0) if command.args is None else command.args
+        return replace(command, args=args, shared=rest.pop(0) if rest else command.shared)
 
 
-def seal(
-    epoch: int, request: Request, own: Packed | ray.ObjectRef, shared: Packed | ray.ObjectRef | None
-) -> tuple[bytes, list[ray.ObjectRef]]:
-    """Return an order as bytes, and what is to be fetched before it can be read; see `Order`.
-
-    Args:
-        epoch: The driver's.
-        request: What to run.
-        own: As `store` returned it.
-        shared: As `store` returned it; `None`: the ranks share nothing.
-    """
-    beside = [part for part in (own, shared) if isinstance(part, ray.ObjectRef)]
-    inside = [part if isinstance(part, Packed) else None for part in (own, shared)]
-    return pickle.dumps((epoch, request, *inside), pickle.HIGHEST_PROTOCOL), beside
+def _store(part: Packed | ray.ObjectRef | None) -> Packed | ray.ObjectRef | None:
+    return ray.put(part) if isinstance(part, Packed) and part.num_bytes > COMMAND_BYTES else part
 
 
-def unseal(sealed: bytes, beside: Sequence[Packed]) -> Order:
-    """Put together on the rank what `seal` took apart."""
-    epoch, request, own, shared = pickle.loads(sealed)
-    rest = list(beside)
-    first = rest.pop(0) if own is None else own
-    return Order(epoch, request, first, rest.pop(0) if rest else shared)
+@dataclass(frozen=True, slots=True)
+class Response:
+    """How a command ended on one rank."""
+
+    change: StateChange
+    """What it did to what the rank holds."""
+    number: int = 0
+    """The command's."""
+    error: RemoteError | None = None
+    """The exception, `None` after success."""
+    more: bool = False
+    """Whether the same call has more to give (`state_dict`, a bucket at a time)."""
+    value: Packed | None = None
+    """Its packed result, where that is small; `None` where it is `None`."""
+    is_stored: bool = False
+    """Whether the result is an object of its own, as large ones and those that the user wants as references are."""
+
+    def encode(self) -> bytes:
+        """Return the message."""
+        return _NUMBER.pack(self.number) + pickle.dumps(self, pickle.HIGHEST_PROTOCOL)
+
+    @staticmethod
+    def decode(message: bytes) -> Response:
+        """Rebuild what `encode` gave."""
+        response = pickle.loads(memoryview(message)[_NUMBER.size :])
+        assert isinstance(response, Response), "made by encode"
+        return response
 
 
-def numbered(number: int, data: bytes) -> bytes:
-    """Return the frame of an order, or of the outcome of the one with this number."""
-    return _NUMBER.pack(number) + data
-
-
-def split(frame: bytes) -> tuple[int, bytes]:
-    """Return what `numbered` was given."""
-    return _NUMBER.unpack_from(frame)[0], frame[_NUMBER.size :]
+def number_of(message: bytes) -> int:
+    """Return the number of the command that a message is, or that it responds to."""
+    return int(_NUMBER.unpack_from(message)[0])

@@ -14,10 +14,10 @@ from raysharding.config import Timeouts
 from raysharding.errors import GroupError, RankFailure
 from raysharding.group.calls import Sent
 from raysharding.group.ranks import Member
-from raysharding.group.rpc import Future, Outcome, Packed, Request, numbered, pack, record_exception, seal, split, store
+from raysharding.group.rpc import NEXT_STEP, Command, Future, Packed, Response, number_of, pack, record_exception
 from raysharding.group.supervision import failures
 from raysharding.group.supervision.probes import POLL_S, Questions
-from raysharding.group.supervision.running_call import Run, Task
+from raysharding.group.supervision.running_call import QueuedCall, Run
 from raysharding.group.supervision.survivors import BUSY, TORN, Remains, Survivors
 
 
@@ -27,8 +27,8 @@ class CallSupervisor(Protocol):
     def watch(self, future: Future, then: Callable[[Future], None]) -> None:
         """Have `then(future)` called on the supervision thread when the future ends."""
 
-    def send(self, rank: int, frame: bytes) -> bool:
-        """Send a rank a frame; return True if it is within reach. One that is not dies soon, or is stopped."""
+    def send(self, rank: int, message: bytes) -> bool:
+        """Send a rank a message; return True if it is within reach. One that is not dies soon, or is stopped."""
 
     def has_ray(self) -> bool:
         """Return True if Ray is there yet, which would be started anew by what it is asked; else break the group."""
@@ -108,71 +108,71 @@ class Runner:
         elif run.task.watch_progress and now >= run.next_poll:
             self._questions.progress(run, dead)
 
-    def begin(self, task: Task, request: Request) -> None:
+    def begin(self, task: QueuedCall, command: Command) -> None:
         """Send one step to all ranks."""
         now = time.monotonic()
         self._numbers += 1
         self.run = run = Run(task, self._numbers, begun=now, deadline=now + task.deadline_s, next_poll=now + POLL_S)
         try:
             # Large arguments are stored before any rank is asked: a full store must not leave some ranks at work.
-            orders = self._orders(task, replace(request, resets=self._resets_next))
+            messages = self._encode(task, replace(command, number=run.number, resets=self._resets_next))
         except ray.exceptions.RayError as error:
             self.run = None
             task.call.end(GroupError(f"cannot store the arguments of {task.call.name}: {error}"))
             return
         self._resets_next = False
-        for rank, (sealed, beside) in enumerate(orders):
-            self._send(run.number, rank, sealed, beside)
+        for rank, (message, stored) in enumerate(messages):
+            self._send(run.number, rank, message, stored)
 
     def leave(self) -> None:
         """Have idle ranks leave the process group: `leaving` has those that have not yet. No call comes after it."""
         self._numbers += 1
         self._last_number = self._numbers
-        sealed, _ = seal(self._members[0].epoch, Request("close", "value", None), pack(((), {}), "close"), None)
-        frame = numbered(self._numbers, sealed)
-        self.leaving = {rank for rank in range(len(self._members)) if self._supervisor.send(rank, frame)}
+        no_args = pack(((), {}), "close")
+        message, _ = Command("close", no_args, epoch=self._members[0].epoch, number=self._numbers).encode()
+        self.leaving = {rank for rank in range(len(self._members)) if self._supervisor.send(rank, message)}
 
-    def _send(self, number: int, rank: int, sealed: bytes, beside: Sequence[ray.ObjectRef]) -> None:
-        frame = numbered(number, sealed)
-        if beside:
-            # Ray brings the large parts to the rank, and the frame with them.
-            delivered = self._members[rank].actor.deliver.remote(frame, *beside).future()
+    def _send(self, number: int, rank: int, message: bytes, stored: Sequence[ray.ObjectRef]) -> None:
+        if stored:
+            # Ray brings the large arguments to the rank, and the message with them.
+            delivered = self._members[rank].actor.deliver.remote(message, *stored).future()
             self._supervisor.watch(delivered, partial(self._on_delivered, number, rank))
         else:
-            self._supervisor.send(rank, frame)
+            self._supervisor.send(rank, message)
 
-    def _orders(self, task: Task, request: Request) -> Sequence[tuple[bytes, Sequence[ray.ObjectRef]]]:
-        epoch = self._members[0].epoch  # one driver's, so the same of all
-        shared = None if task.shared is None else store(task.shared)
-        if isinstance(task.own, Packed):
-            return [seal(epoch, request, store(task.own), shared)] * len(self._members)
-        return [seal(epoch, request, store(own), shared) for own in task.own]
+    def _encode(self, task: QueuedCall, command: Command) -> Sequence[tuple[bytes, Sequence[ray.ObjectRef]]]:
+        """Return each rank's message, and the stored arguments that go with it."""
+        command = replace(command, epoch=self._members[0].epoch)  # one driver's, so the same of all
+        if isinstance(task.args, Packed):
+            return [replace(command, args=task.args).stored().encode()] * len(self._members)
+        command = command.stored()  # what the ranks share: once
+        return [replace(command, args=args).stored().encode() for args in task.args]
 
-    def hear(self, rank: int, frame: bytes) -> None:
-        """Take in what a rank says of its part of a call."""
-        number, said = split(frame)
+    def hear(self, rank: int, message: bytes) -> None:
+        """Take in how a rank's part of a call ended."""
+        number = number_of(message)
         if number == self._last_number:
             self.leaving.discard(rank)
             return
-        outcome = Outcome.from_bytes(said)
-        if not outcome.is_beside:
-            self._on_outcome(number, rank, outcome, outcome.value)
+        response = Response.decode(message)
+        if not response.is_stored:
+            self._on_response(number, rank, response, response.value)
             return
         if not self._supervisor.has_ray():
             return
         # The rank has packed it; until Ray has stored it, it is no result.
         stored, result = self._members[rank].actor.take.remote(self._members[rank].epoch, number)
-        self._supervisor.watch(stored.future(), partial(self._on_stored, number, rank, outcome, result))
+        self._supervisor.watch(stored.future(), partial(self._on_stored, number, rank, response, result))
 
-    def _on_stored(self, number: int, rank: int, outcome: Outcome, result: ray.ObjectRef, future: Future) -> None:
+    def _on_stored(self, number: int, rank: int, response: Response, result: ray.ObjectRef, future: Future) -> None:
         error, run = future.exception(), self._run_of(number)
         if isinstance(error, ray.exceptions.RayActorError):
             self._supervisor.rank_died(rank, error)
         elif error is not None and run is not None:
             raised = record_exception(error, stage="output", phase=run.task.call.name, tensor=None, recovered=True)
-            self._on_outcome(number, rank, replace(outcome, raised=raised), None)
+            self._on_response(number, rank, replace(response, error=raised), None)
         else:
-            self._on_outcome(number, rank, outcome, result)
+            self._on_response(number, rank, response, result)
 
     def _on_delivered(self, number: int, rank: int, future: Future) -> None:
         error, run = future.exception(), self._run_of(number)
@@ -183,18 +183,18 @@ class Runner:
         run = self.run or self._failed
         return run if run is not None and run.number == number else None
 
-    def _on_outcome(self, number: int, rank: int, outcome: Outcome, sent: Sent) -> None:
+    def _on_response(self, number: int, rank: int, response: Response, sent: Sent) -> None:
         run = self._run_of(number)
         if run is None:
             return
         run.finished.add(rank)
-        run.stamps[rank] = outcome.stamp
+        run.changes[rank] = response.change
         if run.is_freed or run is self._failed:
             pass  # what it raises is our own doing
-        elif outcome.raised is not None:
-            self.see(run, failures.saw_raise(self._members[rank].info, outcome.raised), self._timeouts.drain_s)
+        elif response.error is not None:
+            self.see(run, failures.saw_raise(self._members[rank].info, response.error), self._timeouts.drain_s)
         else:
-            run.more = outcome.more if rank == 0 else run.more
+            run.more = response.more if rank == 0 else run.more
             if run.task.keep_step is None:
                 run.task.call.rank_finished(rank, sent)
             elif rank == 0:
@@ -225,8 +225,8 @@ class Runner:
 
     def _step_done(self, run: Run) -> None:
         task = run.task
-        if run.more and task.next_request is not None:
-            self.begin(task, task.next_request)
+        if run.more and task.keep_step is not None:
+            self.begin(task, replace(task.command, method=f"{task.command.method}{NEXT_STEP}"))
             return
         self._compare_replicas(run)
         if task.keep_step is not None:
@@ -238,7 +238,7 @@ class Runner:
     def _compare_replicas(self, run: Run) -> None:
         """A user's function may change one copy of a shard, and leave the group READY: then no copy is another's."""
         if self._is_started:  # before, some may have a model and others none yet
-            self._survivors.compare(run.stamps)
+            self._survivors.compare(run.changes)
 
     def _conclude(self, run: Run, dead: Collection[int]) -> None:
         """End a call that failed or is late: leave the group READY where that is safe, else break it."""
@@ -254,7 +254,7 @@ class Runner:
                 return
         what = f"{run.task.call.name} on {self._name}{self._supervisor.remark()}"
         error = failures.judge(run.seen, what, run.is_late, run.arrived)
-        is_intact = failures.leaves_intact(run.task.call.name, run.seen, run.stamps.values(), len(self._members))
+        is_intact = failures.leaves_intact(run.task.call.name, run.seen, run.changes.values(), len(self._members))
         if everyone and is_intact and not run.is_freed:
             self.run = None
             self._compare_replicas(run)
@@ -299,5 +299,5 @@ class Runner:
             why_not = BUSY
         if not why_not and not run.holds_one_model(lost):
             why_not = TORN
-        changed = any(stamp.num_changes for rank, stamp in run.stamps.items() if rank not in lost)
+        changed = any(change.num_changes for rank, change in run.changes.items() if rank not in lost)
         return Remains(lost, why_not, done=run.task.call.name if changed else "")

@@ -11,8 +11,8 @@ from raysharding.config import Timeouts
 from raysharding.errors import GroupBrokenError
 from raysharding.group.calls import Call, Collect, PendingSaves, collect_rank0
 from raysharding.group.ranks import Member, RankInfo
-from raysharding.group.rpc import Packed, Request, pack_batches, pack_same
-from raysharding.group.supervision.running_call import Check, Continue, Task
+from raysharding.group.rpc import Command, OutputMode, Packed, pack_batches, pack_same
+from raysharding.group.supervision.running_call import Check, Continue, QueuedCall
 from raysharding.group.supervision.supervisor import Supervisor
 
 
@@ -59,11 +59,10 @@ class Channel:
         self._refuse()
         if len(batches) != len(self.members):
             raise GroupBrokenError(f"{method}: the number of ranks changed while the call was made; call again")
-        own, shared = pack_batches(method, batches, *extra)
-        request = Request(method, "ref" if as_refs else "value", self.max_output_bytes)
-        call = Call(method, len(self.members), collect, self.timeouts.call_s, self.supervisor)
-        self.supervisor.submit(Task(call, request, own, shared, self.timeouts.call_s), check)
-        return call
+        args, shared = pack_batches(method, batches, *extra)
+        output: OutputMode = "ref" if as_refs else "value"
+        command = Command(method, shared=shared, output=output, max_output_bytes=self.max_output_bytes)
+        return self._submit(command, args, collect, self.timeouts.call_s, check=check)
 
     def submit_same(
         self,
@@ -83,15 +82,16 @@ class Channel:
             args: Its arguments.
             deadline_s: Deadline. Default `Timeouts.call_s`.
             watch: Whether progress puts off the deadline.
-            keep_step: Takes the values of a command in steps, whose later steps are the command `<method>_next`.
+            keep_step: Takes the values of a command in steps; see `NEXT_STEP`.
             collect: Makes the result. Default: what rank 0 sent.
             is_last: Whether it ends something that has failed already: what a save failed of waits for the next.
             check: Run in the moment in which the call is queued; raises where it must not be.
         """
         if not is_last:
             self._refuse()
-        own = pack_same(method, *args)
-        return self._submit_own(method, own, collect, deadline_s, watch, keep_step, check)
+        deadline_s = self.timeouts.call_s if deadline_s is None else deadline_s
+        packed = pack_same(method, *args)
+        return self._submit(Command(method), packed, collect, deadline_s, watch, keep_step, check)
 
     def submit_each(
         self, method: str, args: Sequence[tuple[Any, ...]], *, deadline_s: float, collect: Collect = collect_rank0
@@ -104,27 +104,23 @@ class Channel:
             deadline_s: Deadline.
             collect: Makes the result. Default: what rank 0 sent.
         """
-        own = [pack_same(method, *one) for one in args]
-        return self._submit_own(method, own, collect, deadline_s, watch=False, keep_step=None, check=None)
+        return self._submit(Command(method), [pack_same(method, *one) for one in args], collect, deadline_s)
 
     def _refuse(self) -> None:
         """Raise what a call cannot begin after."""
         self.supervisor.standing.refuse_if_unusable()
         self.pending.raise_failed()
 
-    def _submit_own(
+    def _submit(
         self,
-        method: str,
-        own: Packed | Sequence[Packed],
+        command: Command,
+        args: Packed | Sequence[Packed],
         collect: Collect,
-        deadline_s: float | None,
-        watch: bool,
-        keep_step: Continue | None,
-        check: Check | None,
+        deadline_s: float,
+        watch: bool = False,
+        keep_step: Continue | None = None,
+        check: Check | None = None,
     ) -> Call:
-        deadline_s = self.timeouts.call_s if deadline_s is None else deadline_s
-        call = Call(method, len(self.members), collect, self.timeouts.call_s, self.supervisor)
-        request = Request(method, "value", None)
-        later = None if keep_step is None else Request(f"{method}_next", "value", None)
-        self.supervisor.submit(Task(call, request, own, None, deadline_s, watch, later, keep_step), check)
+        call = Call(command.method, len(self.members), collect, self.timeouts.call_s, self.supervisor)
+        self.supervisor.submit(QueuedCall(call, command, args, deadline_s, watch, keep_step), check)
         return call

@@ -19,7 +19,7 @@ from raysharding.errors import (
 )
 from raysharding.group.cluster import Sighting
 from raysharding.group.ranks import RankInfo
-from raysharding.group.rpc import Raised, Stacks, Stamp, in_step, one_model
+from raysharding.group.rpc import RemoteError, Stacks, StateChange, in_step, one_model
 
 _MAX_DEATH_CHARS = 600
 _ABSENCE = f"{RendezvousError.__module__}.{RendezvousError.__qualname__}"
@@ -33,13 +33,13 @@ class Observed:
 
     failure: RankFailure
     """What happened."""
-    raised: Raised | None = None
+    raised: RemoteError | None = None
     """The exception, where there was one."""
     follows: bool = False
     """Whether it only says that another rank has gone, or waits for one."""
 
 
-def saw_raise(info: RankInfo, raised: Raised) -> Observed:
+def saw_raise(info: RankInfo, raised: RemoteError) -> Observed:
     """Describe a rank that raised."""
     failure = RankFailure(
         rank=info.rank,
@@ -107,13 +107,13 @@ def resets_some(seen: Sequence[Observed], world_size: int) -> bool:
     return not output_only(seen) and not all_alike(seen, world_size)
 
 
-def leaves_intact(call: str, seen: Sequence[Observed], stamps: Collection[Stamp], world_size: int) -> bool:
+def leaves_intact(call: str, seen: Sequence[Observed], changes: Collection[StateChange], world_size: int) -> bool:
     """Whether the group is READY after these failures, all ranks having ended their part of the call.
 
     Args:
         call: Its name.
         seen: The failures.
-        stamps: What the call did to the ranks, as far as they said so.
+        changes: What the call did to the ranks, as far as they said so.
         world_size: Number of ranks.
     """
     if output_only(seen):
@@ -123,8 +123,8 @@ def leaves_intact(call: str, seen: Sequence[Observed], stamps: Collection[Stamp]
         return are_alike
     # A user's function may do different things on different ranks; here no rank waits for another any more. But some
     # may have taken the optimizer step that the one which failed did not come to, or begun a collective without it.
-    are_equal = len(stamps) == world_size and len(set(stamps)) == 1 and in_step(stamps)
-    return are_equal and (are_alike or (all_recovered(seen) and one_model(stamps)))
+    are_equal = len(changes) == world_size and len(set(changes)) == 1 and in_step(changes)
+    return are_equal and (are_alike or (all_recovered(seen) and one_model(changes)))
 
 
 def output_only(seen: Sequence[Observed]) -> bool:

@@ -1,4 +1,4 @@
-"""`Task`: one call on its way to the ranks; `Run`: what has been seen of it while the ranks work on it.
+"""`QueuedCall`: one call on its way to the ranks; `Run`: what has been seen of it while the ranks work on it.
 
 `WaitingCalls`: the calls that have been submitted and that no rank has begun.
 """
@@ -17,7 +17,7 @@ from raysharding.errors import GroupError
 from raysharding.group.calls import Call, Sent
 from raysharding.group.cluster import Sighting
 from raysharding.group.ranks import Member
-from raysharding.group.rpc import ORDER_BYTES, Packed, Request, Stacks, Stamp, one_model
+from raysharding.group.rpc import COMMAND_BYTES, Command, Packed, Stacks, StateChange, one_model
 from raysharding.group.supervision.failures import Observed, saw_hang, saw_stop
 
 
@@ -29,39 +29,36 @@ class Continue(Protocol):
 
 
 @dataclass(frozen=True)
-class Task:
+class QueuedCall:
     """One call, its arguments packed."""
 
     call: Call
     """What the caller holds."""
-    request: Request
-    """What every rank runs."""
-    own: Packed | Sequence[Packed]
-    """`(args, kwargs)`: one for all ranks, or one for each."""
-    shared: Packed | None
-    """Values that all ranks share."""
+    command: Command
+    """What every rank runs, but for `args`."""
+    args: Packed | Sequence[Packed]
+    """Packed `(args, kwargs)`: one for all ranks, or one for each."""
     deadline_s: float
     """Longest time from when the ranks begin; with `watch_progress`, longest time without progress."""
     watch_progress: bool = False
     """Whether bytes moved, as the ranks report them, put off the deadline."""
-    next_request: Request | None = None
-    """What every rank runs for each further step, while rank 0 says that there is more; `None`: one step only."""
     keep_step: Continue | None = None
-    """Where the value of each step goes."""
+    """Where the value of each step goes, for a call that comes in steps; `None`: in one."""
 
     @property
     def num_bytes(self) -> int:
         """Size of the packed arguments."""
-        own = [self.own] if isinstance(self.own, Packed) else self.own
-        return sum(packed.num_bytes for packed in own) + (self.shared.num_bytes if self.shared else 0)
+        args = [self.args] if isinstance(self.args, Packed) else self.args
+        shared = self.command.shared
+        return sum(packed.num_bytes for packed in args) + (shared.num_bytes if isinstance(shared, Packed) else 0)
 
 
 @dataclass
 class Run:
     """The task that the ranks work on."""
 
-    task: Task
-    """The task."""
+    task: QueuedCall
+    """The call as it was queued."""
     number: int
     """Tells a late answer to an earlier step from an answer to this one."""
     begun: float
@@ -76,8 +73,8 @@ class Run:
     """Clock when ranks that have not followed a failure are stopped; `None` while nothing has failed."""
     more: bool = False
     """Whether rank 0 has another step to give."""
-    stamps: dict[int, Stamp] = field(default_factory=dict)
-    """What the finished ranks hold."""
+    changes: dict[int, StateChange] = field(default_factory=dict)
+    """What the call did to what the finished ranks hold."""
     stacks: dict[int, Stacks] | None = None
     """What late ranks answered; `None` until the deadline has passed."""
     sightings: dict[int, Sighting] = field(default_factory=dict)
@@ -116,8 +113,8 @@ class Run:
     def holds_one_model(self, lost: Collection[int] = ()) -> bool:
         """Whether what the finished ranks hold, lost ones left out, is one model, none of it changed in part."""
         left = self.finished - set(lost)
-        # Of one that Ray could not bring its arguments there is no stamp: it holds what it held before.
-        return left <= self.stamps.keys() and one_model(self.stamps[rank] for rank in left)
+        # Of one that Ray could not bring its arguments there is no change: it holds what it held before.
+        return left <= self.changes.keys() and one_model(self.changes[rank] for rank in left)
 
     def phase(self, rank: int) -> str:
         """Return what a rank was doing, as far as the driver knows."""
@@ -183,7 +180,7 @@ class WaitingCalls:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._tasks: collections.deque[Task] = collections.deque()
+        self._tasks: collections.deque[QueuedCall] = collections.deque()
         self.num_bytes = 0
 
     def __len__(self) -> int:
@@ -195,7 +192,7 @@ class WaitingCalls:
 
     def next_is_large(self) -> bool:
         """Whether Ray is to carry part of the first call; there is one."""
-        return self._tasks[0].num_bytes > ORDER_BYTES
+        return self._tasks[0].num_bytes > COMMAND_BYTES
 
     def wait_for_room(self, is_open: Callable[[], bool]) -> None:
         """Wait until the queue is not full, or `is_open` says that nobody will empty it.
@@ -205,7 +202,7 @@ class WaitingCalls:
         with self._changed:
             self._changed.wait_for(lambda: not self.is_full() or not is_open())
 
-    def add(self, task: Task, *checks: Check) -> None:
+    def add(self, task: QueuedCall, *checks: Check) -> None:
         """Queue a call, unless one of `checks`, which no other thread's `add` or `fail` can overtake, raises."""
         with self._changed:
             for check in checks:
@@ -213,7 +210,7 @@ class WaitingCalls:
             self._tasks.append(task)
             self.num_bytes += task.num_bytes
 
-    def take(self) -> Task:
+    def take(self) -> QueuedCall:
         """Take the first call out."""
         with self._changed:
             task = self._tasks.popleft()

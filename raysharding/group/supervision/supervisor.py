@@ -21,7 +21,7 @@ from raysharding.group.supervision import failures
 from raysharding.group.supervision.call_runner import Runner
 from raysharding.group.supervision.group_state import GroupState, Standing
 from raysharding.group.supervision.lease_renewal import Renewal
-from raysharding.group.supervision.running_call import Check, Task, WaitingCalls
+from raysharding.group.supervision.running_call import Check, QueuedCall, WaitingCalls
 from raysharding.group.supervision.survivors import NOTHING, STOPPED, Remains, Replicas, Survivors
 from raysharding.group.supervision.teardown import Teardown, close_at_exit
 
@@ -132,7 +132,7 @@ class Supervisor:
         self._events.put(partial(self._give_up, GroupError(f"{self.name}: {why}"), done))
         done.wait(2 * _RELEASE_S)
 
-    def submit(self, task: Task, check: Check | None = None) -> None:
+    def submit(self, task: QueuedCall, check: Check | None = None) -> None:
         """Queue a call behind those before it; waits while the queued arguments weigh more than 256 MiB.
 
         Args:
@@ -252,7 +252,7 @@ class Supervisor:
         self._runner.check(self.survivors.dead)
         while self._runner.run is None and self._waiting and self._may_begin():
             task = self._waiting.take()
-            self._runner.begin(task, task.request)
+            self._runner.begin(task, task.command)
 
     def _may_begin(self) -> bool:
         """Whether the next call may go out. What Ray is to carry would start another Ray where this one is gone."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from raysharding.config import Sharding
-from raysharding.group.rpc import Stamp
+from raysharding.group.rpc import StateChange
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +50,11 @@ class Replicas:
             found[rank] = next(one for one in self._holders(rank % self.num_shards) if one not in lost)
         return found
 
-    def are_alike(self, stamps: Mapping[int, Stamp]) -> bool:
+    def are_alike(self, changes: Mapping[int, StateChange]) -> bool:
         """Whether a call did the same to every copy of a shard, by what the ranks say of it."""
-        if not all(stamp.whole for stamp in stamps.values()):
+        if not all(change.whole for change in changes.values()):
             return False  # two that were torn may have been torn at different places
-        kinds = {(rank % self.num_shards, stamp) for rank, stamp in stamps.items()}
+        kinds = {(rank % self.num_shards, change) for rank, change in changes.items()}
         return len(kinds) == len({shard for shard, _ in kinds})
 
     def _holders(self, shard: int) -> range:
@@ -115,10 +115,10 @@ class Survivors:
         """Seconds until kept ranks are to be stopped."""
         return max(0.0, self._until - time.monotonic())
 
-    def compare(self, stamps: Mapping[int, Stamp]) -> None:
+    def compare(self, changes: Mapping[int, StateChange]) -> None:
         """Note what a call did to the ranks: what made copies of a shard differ is never undone, as far as we know."""
         if self.replicas.are_several and not self._copies_differ:
-            self._copies_differ = not self.replicas.are_alike(stamps)
+            self._copies_differ = not self.replicas.are_alike(changes)
 
     def why_not(self, lost: Collection[int]) -> str:
         """Why the group cannot do without these ranks and the dead ones; empty where it can."""

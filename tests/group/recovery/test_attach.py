@@ -31,7 +31,7 @@ from raysharding import (
 )
 from raysharding.batch import RankBatch
 from raysharding.group import GroupState
-from raysharding.group.rpc.messages import Request, numbered, seal
+from raysharding.group.rpc.messages import Command
 from raysharding.group.rpc.packing import pack_same
 from raysharding.group.supervision.lease_renewal import Renewal
 from tests.clock import now
@@ -189,9 +189,9 @@ def test_what_ray_brings_late_of_an_earlier_driver_is_nobodys_answer(lasting: tu
     first = ShardedModelGroup.attach("llama")
     assert first.call(work, 0.0) == [7, 7]
     channel = first._channel
-    own = pack_same("call", RankBatch((0.0,)), work, None)
-    sealed, _ = seal(channel.members[0].epoch, Request("call", "value", None), own, None)
-    late = numbered(channel.supervisor._runner._numbers, sealed)
+    args = pack_same("call", RankBatch((0.0,)), work, None)
+    number = channel.supervisor._runner._numbers
+    late, _ = Command("call", args, epoch=channel.members[0].epoch, number=number).encode()
     group = ShardedModelGroup.attach("llama")
     call = group.call.remote(work, 0.5)
     ray.get([member.actor.deliver.remote(late) for member in group._channel.members])

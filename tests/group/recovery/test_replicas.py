@@ -18,7 +18,7 @@ import torch
 from raysharding import CallTimeoutError, GroupError, PerRank, ShardedModelGroup, Sharding, Split, Timeouts
 from raysharding.group import GroupState
 from raysharding.group.recovery.restart import RestartReport
-from raysharding.group.rpc.messages import Stamp
+from raysharding.group.rpc.messages import StateChange
 from raysharding.group.supervision.survivors import Replicas
 from tests.distributed.fidelity import CASES, batch_of, make_checkpoint
 from tests.group.conftest import make_group
@@ -347,7 +347,7 @@ def test_which_ranks_hold_the_same() -> None:
     assert layout.covers([0, 1, 2, 3])
     assert layout.sources([0, 1, 2]) == {0: 4, 1: 3, 2: 4}
     assert layout.bare_shard([1, 3, 5, 0]) == 1
-    one, two = Stamp(True, 0), Stamp(True, 1)
+    one, two = StateChange(True, 0), StateChange(True, 1)
     assert layout.are_alike({0: one, 2: one, 4: one, 1: two, 3: two})
     assert not layout.are_alike({0: one, 1: one, 4: two})
     alone = Replicas.of(Sharding(), 2)

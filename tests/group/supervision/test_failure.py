@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from raysharding import CallTimeoutError, PlanError, RendezvousError
 from raysharding.group import RankInfo
-from raysharding.group.rpc.messages import Raised, Stacks, is_connection_error, record_exception
+from raysharding.group.rpc.messages import RemoteError, Stacks, is_connection_error, record_exception
 from raysharding.group.supervision.failures import (
     Observed,
     all_alike,
@@ -31,7 +31,7 @@ def info(rank: int) -> RankInfo:
     return RankInfo(rank, node_id="n", node_ip="10.0.0.1", pid=100 + rank, local_rank=rank, device="cpu")
 
 
-def raised(error: Exception) -> Raised:
+def raised(error: Exception) -> RemoteError:
     return record_exception(error, stage="run", phase="call", tensor=None, recovered=True)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,33 +17,32 @@ import torch
 from raysharding import CheckpointError, GroupBrokenError, GroupError, ShardedModelGroup, Timeouts
 from raysharding.group import GroupState
 from raysharding.group.calls.call import Call, Collect
-from raysharding.group.rpc.messages import ORDER_BYTES, RESULT_BYTES, Outcome, Request, Stamp, seal, store, unseal
+from raysharding.group.rpc.messages import COMMAND_BYTES, RESULT_BYTES, Command, Response, StateChange, number_of
 from raysharding.group.rpc.packing import Packed
-from raysharding.group.supervision.running_call import Run, Task
+from raysharding.group.supervision.running_call import QueuedCall, Run
 from raysharding.group.supervision.survivors import Remains, Replicas, Survivors
 from tests.group.conftest import make_group
 from tests.group.recovery.hsdp import QUICK, Copied, kill_idle, make_hsdp
 
 pytestmark = [pytest.mark.usefixtures("nothing_left"), pytest.mark.timeout(240)]
 
-SAME, OTHER, TORN = Stamp(True, 1), Stamp(True, 0), Stamp(False, 0)
-REQUEST = Request("call", "value", None)
+SAME, OTHER, TORN = StateChange(True, 1), StateChange(True, 0), StateChange(False, 0)
 
 
 def survivors_of_four() -> Survivors:
     return Survivors(Replicas(4, 2), keep_s=60.0)
 
 
-@pytest.mark.parametrize("stamps", [{0: SAME, 1: SAME, 2: OTHER, 3: SAME}, dict.fromkeys(range(4), TORN)])
-def test_copies_that_differ_are_never_taken_for_each_other(stamps: dict[int, Stamp]) -> None:
+@pytest.mark.parametrize("changes", [{0: SAME, 1: SAME, 2: OTHER, 3: SAME}, dict.fromkeys(range(4), TORN)])
+def test_copies_that_differ_are_never_taken_for_each_other(changes: dict[int, StateChange]) -> None:
     """Whenever the death comes: before the failure that the ranks were kept after, and behind it."""
     before = survivors_of_four()
-    before.compare(stamps)
+    before.compare(changes)
     assert before.why_not([]) == ""
     assert "some copies of a shard and not the others" in before.why_not([0])
     heard, silent, well = survivors_of_four(), survivors_of_four(), survivors_of_four()
     for one in (heard, silent):
-        one.compare(stamps)
+        one.compare(changes)
     for one in (heard, silent, well):
         one.keep(Remains(why_not=""))
     assert heard.hear_death(0)
@@ -68,11 +68,11 @@ def test_ranks_are_kept_while_a_restart_waits_for_them() -> None:
 
 def test_a_rank_whose_part_ray_could_not_run_holds_another_model() -> None:
     call = Call("call", 3, Collect(lambda call: None), 1.0)
-    run = Run(Task(call, REQUEST, Packed(b"", ()), None, 1.0), 1, 0.0, 1.0)
-    run.finished, run.stamps = {0, 1, 2}, {0: SAME, 1: SAME}
+    run = Run(QueuedCall(call, Command("call"), Packed(b"", ()), 1.0), 1, 0.0, 1.0)
+    run.finished, run.changes = {0, 1, 2}, {0: SAME, 1: SAME}
     assert not run.holds_one_model()
     assert run.holds_one_model([2])
-    run.stamps[2] = SAME
+    run.changes[2] = SAME
     assert run.holds_one_model()
 
 
@@ -81,21 +81,30 @@ def packed(num_bytes: int) -> Packed:
 
 
 @pytest.mark.usefixtures("cluster")
-@pytest.mark.parametrize("own_bytes", [1, ORDER_BYTES, ORDER_BYTES + 1])
-@pytest.mark.parametrize("shared_bytes", [None, 1, ORDER_BYTES, ORDER_BYTES + 1])
-def test_an_order_arrives_whole_and_ray_stores_what_is_large(own_bytes: int, shared_bytes: int | None) -> None:
-    own, shared = packed(own_bytes), None if shared_bytes is None else packed(shared_bytes)
-    sealed, beside = seal(3, REQUEST, store(own), None if shared is None else store(shared))
-    assert len(beside) == (own_bytes > ORDER_BYTES) + ((shared_bytes or 0) > ORDER_BYTES)
-    order = unseal(sealed, ray.get(beside))
-    assert (order.epoch, order.request, order.own.num_bytes) == (3, REQUEST, own_bytes)
-    assert (None if order.shared is None else order.shared.num_bytes) == shared_bytes
+@pytest.mark.parametrize("args_bytes", [1, COMMAND_BYTES, COMMAND_BYTES + 1])
+@pytest.mark.parametrize("shared_bytes", [None, 1, COMMAND_BYTES, COMMAND_BYTES + 1])
+def test_a_command_arrives_whole_and_ray_stores_what_is_large(args_bytes: int, shared_bytes: int | None) -> None:
+    args, shared = packed(args_bytes), None if shared_bytes is None else packed(shared_bytes)
+    sent = Command("call", args, shared, max_output_bytes=5, resets=True, epoch=3, number=7)
+    message, stored = sent.stored().encode()
+    assert number_of(message) == 7
+    assert len(stored) == (args_bytes > COMMAND_BYTES) + ((shared_bytes or 0) > COMMAND_BYTES)
+    command = Command.decode(message, ray.get(stored))
+    assert replace(command, args=None, shared=None) == replace(sent, args=None, shared=None)
+    assert isinstance(command.args, Packed)
+    assert command.args.num_bytes == args_bytes
+    assert (command.shared.num_bytes if isinstance(command.shared, Packed) else None) == shared_bytes
 
 
-def test_an_outcome_is_the_same_after_its_trip() -> None:
-    for outcome in (Outcome(SAME), Outcome(TORN, more=True, is_beside=True), Outcome(OTHER, value=Packed(b"x", ()))):
-        assert Outcome.from_bytes(outcome.to_bytes()) == outcome
-        assert isinstance(outcome.to_bytes(), bytes)
+def test_a_response_is_the_same_after_its_trip() -> None:
+    for response in (
+        Response(SAME, number=1),
+        Response(TORN, number=1 << 40, more=True, is_stored=True),
+        Response(OTHER, value=Packed(b"x", ())),
+    ):
+        message = response.encode()
+        assert number_of(message) == response.number
+        assert Response.decode(message) == response
 
 
 @pytest.mark.parametrize("num_bytes", [0, RESULT_BYTES // 2, RESULT_BYTES, 3 * RESULT_BYTES])
