@@ -38,7 +38,6 @@ from raysharding.group.calls import (
     Collect,
     FullStateDict,
     LastValue,
-    ModelFiles,
     ProgressOption,
     UndoneByInterrupt,
     blocking,
@@ -55,8 +54,8 @@ from raysharding.group.fit import Callback, FitLock, FitOptions, FitReport, FitR
 from raysharding.group.launch import (
     GroupPlan,
     GroupSpec,
-    Launched,
     PreflightReport,
+    RunningGroup,
     anchored,
     check_optimizer,
     launch,
@@ -66,7 +65,7 @@ from raysharding.group.launch import (
 from raysharding.group.ranks import RankInfo
 from raysharding.group.recovery import RestartReport, attach, restart
 from raysharding.group.rpc import Mode, is_supervision_thread
-from raysharding.group.supervision import Channel, Check, GroupState, Supervisor, ask_all, read_log, read_stacks
+from raysharding.group.supervision import Check, Client, GroupState, Supervisor, ask_all, read_log, read_stacks
 from raysharding.models import Adapted
 from raysharding.worker import check_mode
 
@@ -96,28 +95,25 @@ class ShardedModelGroup:
     ranks' call goes on.
     """
 
-    def __init__(self, spec: GroupSpec, launched: Launched) -> None:
+    def __init__(self, running: RunningGroup) -> None:
         """Not for users: `from_checkpoint` makes groups.
 
         Args:
-            spec: What the group was asked to be.
-            launched: Loaded ranks.
+            running: Loaded ranks.
         """
-        self._spec = spec
-        self._files = ModelFiles(anchored(spec.checkpoint))
-        self._optimizer = spec.optimizer
+        self._optimizer = running.spec.optimizer
         self._fits = FitLock()
         self._restarting = threading.Lock()
         self._taking = threading.Lock()
         self._is_shut = False
         self._finalizer: Any = None
-        self._take(launched)
+        self._take(running)
 
-    def _take(self, launched: Launched) -> None:
+    def _take(self, running: RunningGroup) -> None:
         """Stand for these ranks from now on."""
-        self._parts = launched
-        # A call(fn) may have set one: after it, the ranks decide.
-        self._may_have_optimizer = self._optimizer is not None
+        self._parts = running
+        # A call(fn) may set one: after it, the ranks decide.
+        self._may_have_optimizer = running.has_optimizer
         if self._finalizer is not None:
             self._finalizer.detach()
         # For a group that is dropped without shutdown(). The collector may run in any thread: this does not wait.
@@ -207,8 +203,7 @@ class ShardedModelGroup:
         )
         # Nothing is loaded yet that a wait for the next call boundary could save: one Ctrl-C undoes all.
         with UndoneByInterrupt():
-            launched = launch(spec)
-            return cls(replace(spec, model=launched.model), launched)
+            return cls(launch(spec))
 
     @classmethod
     @blocking
@@ -232,11 +227,7 @@ class ShardedModelGroup:
             GroupBrokenError: Ranks are gone, or the earlier driver's call broke it: the group was stopped.
             PlacementError: The cluster that Ray would join is gone.
         """
-        attached = attach(name, timeouts)
-        group = cls(attached.spec, attached.launched)
-        group._files = ModelFiles(attached.origin, attached.begun)
-        group._may_have_optimizer = attached.has_optimizer
-        return group
+        return cls(attach(name, timeouts))
 
     @staticmethod
     def plan(
@@ -317,7 +308,7 @@ class ShardedModelGroup:
         check_out(out)
         batches = self._deal("forward", args, kwargs)
         collect, as_refs = collect_outputs(out, batches[0].rows, batches[0].dim), out == Out.refs()
-        call = self._channel.submit_batches("forward", batches, mode, out, collect=collect, as_refs=as_refs)
+        call = self._client.submit_batches("forward", batches, mode, out, collect=collect, as_refs=as_refs)
         return call.keep_alive(self)
 
     @handle
@@ -348,7 +339,7 @@ class ShardedModelGroup:
         check_generation(kwargs)
         batches = self._deal("generate", args, kwargs)
         collect, as_refs = collect_generated(out, batches[0].rows), out == Out.refs()
-        call = self._channel.submit_batches("generate", batches, mode, out, collect=collect, as_refs=as_refs)
+        call = self._client.submit_batches("generate", batches, mode, out, collect=collect, as_refs=as_refs)
         return call.keep_alive(self)
 
     @handle
@@ -382,7 +373,7 @@ class ShardedModelGroup:
         check_out(out)
         batches = deal(args, kwargs, self.world_size, positions=positions_of(fn))
         collect, as_refs = collect_returns(out, batches[0].rows), out == Out.refs()
-        call = self._channel.submit_batches("call", batches, fn, out, collect=collect, as_refs=as_refs)
+        call = self._client.submit_batches("call", batches, fn, out, collect=collect, as_refs=as_refs)
         self._may_have_optimizer = True
         return call.keep_alive(self)
 
@@ -430,7 +421,7 @@ class ShardedModelGroup:
         check_num_parts(gradient_accumulation_steps, batches[0].num_rows)
         extra = (loss, max_grad_norm, mode, gradient_accumulation_steps)
         options: dict[str, Any] = {"collect": collect_rank0, "check": self._unless_fit("train_step")}
-        return self._channel.submit_batches("train_step", batches, *extra, **options).keep_alive(self)
+        return self._client.submit_batches("train_step", batches, *extra, **options).keep_alive(self)
 
     @handle
     def forward_backward(
@@ -467,7 +458,7 @@ class ShardedModelGroup:
         batches = self._deal("forward_backward", args, kwargs)
         extra = (loss, mode, sync)
         options: dict[str, Any] = {"collect": collect_rank0, "check": self._unless_fit("forward_backward")}
-        return self._channel.submit_batches("forward_backward", batches, *extra, **options).keep_alive(self)
+        return self._client.submit_batches("forward_backward", batches, *extra, **options).keep_alive(self)
 
     @handle
     def optim_step(self, *, max_grad_norm: float | None = None) -> Call:
@@ -488,12 +479,12 @@ class ShardedModelGroup:
         self._require_optimizer("optim_step")
         check_max_grad_norm(max_grad_norm)
         check = self._unless_fit("optim_step")
-        return self._channel.submit_same("optim_step", max_grad_norm, check=check).keep_alive(self)
+        return self._client.submit_same("optim_step", max_grad_norm, check=check).keep_alive(self)
 
     @handle
     def zero_grad(self) -> Call:
         """Drop the gradients since the last update: give up what `forward_backward` has added up."""
-        return self._channel.submit_same("zero_grad", check=self._unless_fit("zero_grad")).keep_alive(self)
+        return self._client.submit_same("zero_grad", check=self._unless_fit("zero_grad")).keep_alive(self)
 
     @handle
     def clip_grad_norm_(self, max_norm: float | None, norm_type: float = 2.0) -> Call:
@@ -512,7 +503,7 @@ class ShardedModelGroup:
             ValueError: `norm_type` is not positive, or `max_norm` negative or NaN.
         """
         check_norm(max_norm, norm_type)
-        return self._channel.submit_same("clip_grad_norm_", max_norm, norm_type).keep_alive(self)
+        return self._client.submit_same("clip_grad_norm_", max_norm, norm_type).keep_alive(self)
 
     @blocking
     def set_optimizer(self, factory: Callable[..., torch.optim.Optimizer], **kwargs: Any) -> None:
@@ -529,7 +520,7 @@ class ShardedModelGroup:
         """
         check_optimizer(factory)
         check = self._unless_fit("set_optimizer")
-        self._channel.submit_same("set_optimizer", factory, kwargs, False, check=check).result()
+        self._client.submit_same("set_optimizer", factory, kwargs, False, check=check).result()
         self._optimizer = bound(factory, kwargs)
         self._may_have_optimizer = True
         self._update_record()
@@ -553,7 +544,7 @@ class ShardedModelGroup:
         self._require_optimizer("set_scheduler")
         check_schedule(schedule)
         whole = partial(schedule, **kwargs) if kwargs else schedule
-        self._channel.submit_same("set_scheduler", whole, check=self._unless_fit("set_scheduler")).result()
+        self._client.submit_same("set_scheduler", whole, check=self._unless_fit("set_scheduler")).result()
         self._optimizer = None if self._optimizer is None else rescheduled(self._optimizer, whole)
         self._update_record()
 
@@ -564,7 +555,7 @@ class ShardedModelGroup:
     def _deal(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[RankBatch]:
         """Deal a batch out, and refuse one that some ranks could not compute while others wait for them."""
         args, kwargs = by_name(args, kwargs)
-        bounds = self._launched.bounds
+        bounds = self._running.bounds
         batches = deal(args, kwargs, self.world_size, positions=bounds.positions)
         check_batches(method, batches, bounds)
         return batches
@@ -672,7 +663,7 @@ class ShardedModelGroup:
                 seed=seed,
                 collate=collate,
                 prefetch=prefetch,
-                stall_s=self._channel.timeouts.load_stall_s,
+                stall_s=self._client.timeouts.load_stall_s,
                 run=secrets.token_hex(8),
             )
             plan = FitPlan(feed, loss, max_grad_norm, gradient_accumulation_steps, on_empty)
@@ -680,13 +671,13 @@ class ShardedModelGroup:
             options = FitOptions(target, save_every, keep_last, async_save, resume, callbacks, progress)
             run = FitRun(
                 self,
-                lambda: self._channel,
+                lambda: self._client,
                 plan,
                 found,
                 options,
                 self._fits,
                 self._restart,
-                self._spec.max_restarts,
+                self._running.spec.max_restarts,
             )
             return run.run()
 
@@ -728,26 +719,26 @@ class ShardedModelGroup:
             DataError: The data cannot be read, or has no rows. The group is READY.
             GroupError: The model or a metric raised, or ranks failed.
         """
-        found, members = self._given(data, columns, collate), self._channel.members
+        found, members = self._given(data, columns, collate), self._client.members
         feed = FeedPlan(
             source=found.source,
             batch_size=batch_size,
             max_steps=max_steps,
             collate=collate,
             prefetch=prefetch,
-            stall_s=self._channel.timeouts.load_stall_s,
+            stall_s=self._client.timeouts.load_stall_s,
         )
         plan = EvaluationPlan(feed, loss, with_loss, dict(metrics or {}))
         last = LastValue()
         found.lend(members)
-        call = self._channel.submit_same("evaluate", plan, keep_step=last.keep, collect=Collect(last.collect))
+        call = self._client.submit_same("evaluate", plan, keep_step=last.keep, collect=Collect(last.collect))
         call.when_done(lambda _: found.take_back(members))
         return call.keep_alive(self)
 
     def _given(self, data: Any, columns: Sequence[str] | None, collate: Collate | None) -> Given:
         # A collate function may make anything of a column; without one it is the argument of its name.
-        whole = self._launched.bounds.num_ids if collate is None else ()
-        return given(data, columns, self._channel.timeouts.load_stall_s, whole)
+        whole = self._running.bounds.num_ids if collate is None else ()
+        return given(data, columns, self._client.timeouts.load_stall_s, whole)
 
     @handle
     def save(
@@ -786,13 +777,13 @@ class ShardedModelGroup:
                 cannot be written.
         """
         target = normal_path(os.fspath(path))
-        stall_s = self._channel.timeouts.load_stall_s
+        stall_s = self._client.timeouts.load_stall_s
         Destination(target, overwrite, keep_last)  # refuses what is wrong
         collect = Collect(lambda _: None) if async_save else collect_rank0
         # A run that a restart took back to weights alone would go on from another step with them.
-        save = self._files.begin_save(target, is_origin=optimizer or not self._fits.is_running)
+        save = self._running.files.begin_save(target, is_origin=optimizer or not self._fits.is_running)
         what = (target, overwrite, optimizer, keep_last, async_save, save.token)
-        call = self._channel.submit_same("save", *what, deadline_s=stall_s, watch=True, collect=collect)
+        call = self._client.submit_same("save", *what, deadline_s=stall_s, watch=True, collect=collect)
         if async_save:
             self._update_record()  # another driver may be the one to ask how it ended
             self._follow(save, call)
@@ -817,10 +808,10 @@ class ShardedModelGroup:
             GroupError: A rank died, hung or raised after bytes had moved: what was there is overwritten in part.
         """
         target = anchored(os.fspath(path))
-        stall_s = self._channel.timeouts.load_stall_s
+        stall_s = self._client.timeouts.load_stall_s
         check = self._unless_fit("load")
-        call = self._channel.submit_same("load", target, deadline_s=stall_s, watch=True, check=check)
-        call.when_done(partial(self._note_loaded, weakref.ref(self), target, self._files.begin_load()))
+        call = self._client.submit_same("load", target, deadline_s=stall_s, watch=True, check=check)
+        call.when_done(partial(self._note_loaded, weakref.ref(self), target, self._running.files.begin_load()))
         return call.keep_alive(self)
 
     @handle
@@ -836,10 +827,10 @@ class ShardedModelGroup:
         Raises:
             GroupError: The model has no tensor of that name; the group stays READY.
         """
-        kept = FullStateDict(self._channel.timeouts.call_s)
+        kept = FullStateDict(self._client.timeouts.call_s)
         wanted = None if keys is None else [keys] if isinstance(keys, str) else list(keys)
         collect = Collect(kept.collect)
-        return self._channel.submit_same("state_dict", wanted, keep_step=kept.keep, collect=collect).keep_alive(self)
+        return self._client.submit_same("state_dict", wanted, keep_step=kept.keep, collect=collect).keep_alive(self)
 
     @driver_handle
     @blocking
@@ -854,17 +845,17 @@ class ShardedModelGroup:
             GroupError: One was lost with its ranks.
             TimeoutError: Nothing was written for so long; they go on.
         """
-        self._channel.pending.wait(self._channel.timeouts.load_stall_s if stall_s is None else stall_s)
+        self._client.pending.wait(self._client.timeouts.load_stall_s if stall_s is None else stall_s)
 
     @property
     def saves(self) -> tuple[str, ...]:
         """Paths of the saves that were committed, in that order, those in the background with them."""
-        return tuple(self._files.saves)
+        return tuple(self._running.files.saves)
 
     def _follow(self, save: BegunSave, call: Call) -> None:
         """Hear how a save in the background ends."""
         group = weakref.ref(self)
-        actor, supervisor = self._channel.members[0].actor, self._supervisor
+        actor, supervisor = self._client.members[0].actor, self._supervisor
 
         def ask(number: int) -> ray.ObjectRef:
             return actor.save_status.remote(number)
@@ -881,17 +872,17 @@ class ShardedModelGroup:
         def saved() -> None:
             left = group()
             if left is not None:
-                left._files.committed(save)
+                left._running.files.committed(save)
                 left._update_record()
 
-        self._channel.pending.begin(save, call, Asking(ask, why_lost, saved))
+        self._client.pending.begin(save, call, Asking(ask, why_lost, saved))
 
     @staticmethod
     def _note_saved(group: weakref.ref[ShardedModelGroup], save: BegunSave, call: Call) -> None:
         """Remember the files of a save that went well."""
         owner = group()
         if owner is not None and call.succeeded():
-            owner._files.committed(save)
+            owner._running.files.committed(save)
             owner._update_record()
 
     @staticmethod
@@ -899,22 +890,22 @@ class ShardedModelGroup:
         """Remember the files of a load that went well."""
         owner = group()
         if owner is not None and call.succeeded():
-            owner._files.loaded(path, number)
+            owner._running.files.loaded(path, number)
             owner._update_record()
 
     @property
-    def _launched(self) -> Launched:
+    def _running(self) -> RunningGroup:
         """The group's running parts, which all that it does begins with."""
-        refuse_in_fork(self._parts.channel.supervisor.name)
+        refuse_in_fork(self._parts.client.supervisor.name)
         return self._parts
 
     @property
-    def _channel(self) -> Channel:
-        return self._launched.channel
+    def _client(self) -> Client:
+        return self._running.client
 
     @property
     def _supervisor(self) -> Supervisor:
-        return self._launched.channel.supervisor
+        return self._client.supervisor
 
     @property
     def name(self) -> str:
@@ -924,12 +915,12 @@ class ShardedModelGroup:
     @property
     def ranks(self) -> tuple[RankInfo, ...]:
         """Where each rank runs."""
-        return self._channel.ranks
+        return self._client.ranks
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return len(self._channel.ranks)
+        return len(self._client.ranks)
 
     @property
     def state(self) -> GroupState:
@@ -939,12 +930,14 @@ class ShardedModelGroup:
     @property
     def load_report(self) -> LoadReport:
         """Figures of the load that made the group; `load` returns its own."""
-        return self._launched.load_report
+        report = self._running.load_report
+        assert report is not None, "the group is loaded"
+        return report
 
     @property
     def preflight_report(self) -> PreflightReport | None:
         """What was seen of nodes and links before the load; `None` under `preflight=False`."""
-        return self._launched.preflight_report
+        return self._running.preflight_report
 
     @driver_handle
     @blocking
@@ -1008,22 +1001,20 @@ class ShardedModelGroup:
     ) -> RestartReport:
         # One after the other: who comes second finds the group READY. Bounded by the deadlines of what runs inside.
         with self._restarting:
-            again = restart(
-                self._spec,
-                self._launched,
-                files=self._files,
+            running, report = restart(
+                self._running,
                 checkpoint=None if checkpoint is None else os.fspath(checkpoint),
                 world_size=world_size,
                 optimizer=self._optimizer,
             )
-            if again.launched is not self._launched:
+            if running is not self._running:
                 with self._taking:
                     if not self._is_shut:
-                        self._take(again.launched)
+                        self._take(running)
                 if self._is_shut:
-                    again.launched.channel.supervisor.shutdown()
-                    again.launched.channel.supervisor.standing.refuse_if_unusable()
-        return again.report
+                    running.client.supervisor.shutdown()
+                    running.client.supervisor.standing.refuse_if_unusable()
+        return report
 
     @blocking
     def stacks(self) -> dict[int, str]:
@@ -1037,7 +1028,7 @@ class ShardedModelGroup:
             GroupBrokenError: The group is broken (its error holds the stacks) or shut down.
         """
         self._supervisor.standing.refuse_if_unusable()
-        return read_stacks(self._channel.members)
+        return read_stacks(self._client.members)
 
     @blocking
     def logs(self, rank: int, num_lines: int = 100) -> str:
@@ -1058,7 +1049,7 @@ class ShardedModelGroup:
             raise ValueError(f"rank={rank!r}: give one of 0 to {self.world_size - 1}")
         if type(num_lines) is not int or num_lines < 1:
             raise ValueError(f"num_lines={num_lines!r}: give 1 or more, as an int")
-        return read_log(self._channel.members[rank], num_lines)
+        return read_log(self._client.members[rank], num_lines)
 
     @blocking
     def interrupt(self, timeout_s: float | None = None) -> int:
@@ -1094,7 +1085,7 @@ class ShardedModelGroup:
             return
         try:
             if self.state in (GroupState.READY, GroupState.BUSY):
-                self._channel.pending.wait(self._channel.timeouts.load_stall_s)
+                self._client.pending.wait(self._client.timeouts.load_stall_s)
         finally:
             with self._taking:
                 self._is_shut = True
@@ -1120,7 +1111,7 @@ class ShardedModelGroup:
 
     def _title(self) -> str:
         devices = self.ranks[0].device.partition(":")[0]
-        return f"{self._spec.checkpoint}, {self.world_size} ranks on {devices}, {self.state.value}"
+        return f"{self._running.spec.checkpoint}, {self.world_size} ranks on {devices}, {self.state.value}"
 
     def _unless_fit(self, method: str) -> Check:
         """Return a check that refuses `method` while `fit` runs."""
@@ -1128,11 +1119,12 @@ class ShardedModelGroup:
 
     def _update_record(self) -> None:
         """Have a named group remember what a restart would need, for a driver that attaches."""
-        if self._spec.name is not None:
-            update_record(self._launched, replace(self._spec, optimizer=self._optimizer), self._files)
+        running = self._running
+        if running.spec.name is not None:
+            update_record(running, replace(running.spec, optimizer=self._optimizer))
 
     def _ask_status(self) -> list[dict[str, Any]]:
-        said = ask_all(self._channel.members, "status", within_s=_STATUS_S).said
+        said = ask_all(self._client.members, "status", within_s=_STATUS_S).said
         return [
             # One that is dead or stopped is the supervision's to report.
             {**said.get(one.rank, {}), "rank": one.rank, "node_ip": one.node_ip, "pid": one.pid}

@@ -136,8 +136,8 @@ class Plain:
 
     def __init__(self, group: ShardedModelGroup) -> None:
         """Take the ranks over; `close` stops them."""
-        self._reservation = group._launched.reservation
-        members, supervisor = group._channel.members, group._channel.supervisor
+        self._reservation = group._running.reservation
+        members, supervisor = group._client.members, group._client.supervisor
         supervisor.let_go()
         supervisor.shutdown()
         self._lines = open_lines(members, 30.0, lambda: None)

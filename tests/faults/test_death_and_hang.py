@@ -26,7 +26,7 @@ from raysharding import (
 )
 from raysharding.checkpoint import open_checkpoint
 from raysharding.group import GroupState
-from raysharding.group.supervision.client import Channel
+from raysharding.group.supervision.client import Client
 from tests.clock import now
 from tests.conftest import RELEASE_S, make_group, rank_processes
 from tests.faults.trap import BUCKET_BYTES, NUM_LAYERS, WIDTH, Fault, How, Trap, signal_rank
@@ -238,24 +238,24 @@ def struck_in_place(how: How, rank: int, checkpoint: Path) -> tuple[GroupError, 
 def struck_in_rendezvous(how: How, rank: int, checkpoint: Path) -> tuple[GroupError | None, float]:
     """Strike a rank while the ranks join, which goes on because another one is stopped, or it is itself."""
     struck_at: list[float] = []
-    submit_each = Channel.submit_each
+    submit_each = Client.submit_each
 
     def strike(pid: int) -> None:
         struck_at.append(now())
         signal_rank(pid, how)
 
-    def submit(channel: Channel, method: str, *args: Any, **options: Any) -> Any:
+    def submit(client: Client, method: str, *args: Any, **options: Any) -> Any:
         if method == "join" and how == "stop":
-            strike(channel.ranks[rank].pid)
+            strike(client.ranks[rank].pid)
         elif method == "join":
             other = 1 if rank != 1 else 2
-            signal_rank(channel.ranks[other].pid, "stop")
-            threading.Timer(0.5, strike, [channel.ranks[rank].pid]).start()
-        return submit_each(channel, method, *args, **options)
+            signal_rank(client.ranks[other].pid, "stop")
+            threading.Timer(0.5, strike, [client.ranks[rank].pid]).start()
+        return submit_each(client, method, *args, **options)
 
     timeouts = Timeouts(rendezvous_s=RENDEZVOUS_S if how == "stop" else 60.0, drain_s=1.0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Channel, "submit_each", submit)
+        patch.setattr(Client, "submit_each", submit)
         with pytest.raises((GroupError, RendezvousError)) as caught:
             make_group(checkpoint, world_size=WORLD_SIZE, model=trapless(), timeouts=timeouts)
     seconds = now() - struck_at[0]

@@ -27,7 +27,7 @@ from raysharding.group.fit.datasets import Given
 from raysharding.group.fit.lock import FitLock
 from raysharding.group.fit.report import FitReport, FitStep
 from raysharding.group.recovery import RestartReport
-from raysharding.group.supervision import Channel, GroupState
+from raysharding.group.supervision import Client, GroupState
 from raysharding.worker import FitStart, FitSteps
 
 
@@ -126,7 +126,7 @@ class FitRun:
     def __init__(
         self,
         group: FitGroup,
-        channel: Callable[[], Channel],
+        client: Callable[[], Client],
         plan: FitPlan,
         data: Given,
         options: FitOptions,
@@ -138,7 +138,7 @@ class FitRun:
 
         Args:
             group: Whose model.
-            channel: Gives the way to its ranks, which a restart changes.
+            client: Gives the way to its ranks, which a restart changes.
             plan: What the ranks do.
             data: What they read.
             options: What the driver does.
@@ -147,7 +147,7 @@ class FitRun:
             max_restarts: How often the group is restarted.
         """
         self._group = group
-        self._channel = channel
+        self._client = client
         self._plan = plan
         self._data = data
         self._options = options
@@ -210,7 +210,7 @@ class FitRun:
         """Have the ranks look at the data, and find where they stand."""
         silent: GroupError | None = None
         try:
-            self._data.lend(self._channel().members)
+            self._data.lend(self._client().members)
         except GroupError as error:
             silent = error  # of a rank that is gone the next call tells more, once the supervision knows of it
         asked = (self._plan, self._begun, resume, self._options.save_to, self._options.async_save)
@@ -225,8 +225,8 @@ class FitRun:
         elif self._position == self._begun:
             # No file need hold what they were then, and a rank that has taken a lost one's place has its own.
             own = [(state,) for state in self._generators]
-            channel = self._channel()
-            channel.submit_each("restore_generators", own, deadline_s=channel.timeouts.call_s).result()
+            client = self._client()
+            client.submit_each("restore_generators", own, deadline_s=client.timeouts.call_s).result()
 
     def _secure_the_beginning(self) -> None:
         """Where restarts are wanted, the run's beginning must be in files, to go back to."""
@@ -242,7 +242,7 @@ class FitRun:
 
     def _submit(self, method: str, *args: Any, collect: Collect = collect_rank0, is_last: bool = False) -> Call:
         """Submit a command to the ranks, as they are now."""
-        return self._channel().submit_same(method, *args, collect=collect, is_last=is_last)
+        return self._client().submit_same(method, *args, collect=collect, is_last=is_last)
 
     def _end(self, error: BaseException | None) -> None:
         """Have the ranks let go of the data, where there are any, and close the callbacks.
@@ -252,7 +252,7 @@ class FitRun:
         """
         if isinstance(error, CheckpointError) and self._paths:
             # One full disk fails every save that the run has begun: told with this error, and not by later calls.
-            for other in self._channel().pending.take_failed(self._paths, self._plan.feed.stall_s):
+            for other in self._client().pending.take_failed(self._paths, self._plan.feed.stall_s):
                 error.add_note(f"raysharding: and then, of another save of the run: {other}")
         closes = [close for callback in self._callbacks if (close := getattr(callback, "close", None)) is not None]
         first: Exception | None = None
@@ -271,7 +271,7 @@ class FitRun:
         if self._group.state in (GroupState.READY, GroupState.BUSY):
             with suppress(GroupError):  # of a group that breaks in this moment the next call tells
                 self._submit("fit_end", is_last=True).result()
-            self._data.take_back(self._channel().members)
+            self._data.take_back(self._client().members)
 
     def _steps_and_restarts(self, bar: StepBar) -> None:
         lost: GroupError | RendezvousError | None = None
@@ -297,7 +297,7 @@ class FitRun:
         tell(f"fit: {cause}; restart {self._num_restarts} of {self._max_restarts}")
         done = self._restart_group()
         try:
-            self._channel().pending.wait(self._plan.feed.stall_s)
+            self._client().pending.wait(self._plan.feed.stall_s)
         except (GroupError, CheckpointError) as lost:
             tell(f"fit: {lost}")
         return done

@@ -5,7 +5,8 @@ from raysharding.group.launch.find_checkpoint import anchored
 from raysharding.group.launch.launch import launch, rendezvous
 from raysharding.group.launch.memory_plan import GroupPlan, plan_group
 from raysharding.group.launch.preflight import Preflight, PreflightReport
-from raysharding.group.launch.record import GroupRecord, Launched, keep_record, update_record
+from raysharding.group.launch.record import GroupRecord, keep_record, update_record
+from raysharding.group.launch.running_group import RunningGroup
 from raysharding.group.launch.spec import GroupSpec, check_optimizer
 from raysharding.group.launch.start_actors import Started, start_in_place_of
 
@@ -13,9 +14,9 @@ __all__ = [
     "GroupPlan",
     "GroupRecord",
     "GroupSpec",
-    "Launched",
     "Preflight",
     "PreflightReport",
+    "RunningGroup",
     "Started",
     "anchored",
     "check_optimizer",

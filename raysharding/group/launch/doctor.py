@@ -9,14 +9,15 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raysharding.config import Placement, Timeouts
+from raysharding.config import Timeouts
 from raysharding.errors import PreflightError, RayshardingError
 from raysharding.group.actors import CONCURRENCY_GROUPS, ActorInfo, RankActor
-from raysharding.group.cluster import Lifetime, connect
+from raysharding.group.cluster import Lifetime, Reservation, connect
 from raysharding.group.launch.launch import rendezvous
 from raysharding.group.launch.preflight import Finding, Preflight, PreflightReport
+from raysharding.group.launch.running_group import RunningGroup
+from raysharding.group.launch.spec import GroupSpec
 from raysharding.group.launch.start_actors import Started, number_actors
-from raysharding.group.supervision import Channel, Supervisor
 
 _TIMEOUTS = Timeouts(start_s=60.0, rendezvous_s=30.0, call_s=120.0)
 
@@ -50,13 +51,17 @@ def _diagnose() -> PreflightReport:
     if not started.members:
         return PreflightReport((), None, tuple(findings), 0.0)
     # It kills the actors, whatever happens; there is no placement group to give back.
-    supervisor = Supervisor(f"doctor {secrets.token_hex(3)}", started.members, _TIMEOUTS, lambda: None, Lifetime())
-    preflight = Preflight(Channel(started.members, supervisor, _TIMEOUTS, 1 << 20), thorough=True)
+    spec = GroupSpec(checkpoint="", timeouts=_TIMEOUTS)
+    running = RunningGroup.assemble(
+        f"doctor {secrets.token_hex(3)}", spec, started, Reservation(None, {}, is_ours=False)
+    )
+    supervisor = running.client.supervisor
+    preflight = Preflight(running.client, thorough=True)
     preflight.add(findings)
     try:
         supervisor.open_lines()
         preflight.nodes(with_gpus=True)
-        rendezvous(preflight.channel, started, Placement())
+        rendezvous(running)
         preflight.link()
     except PreflightError as error:
         preflight.add(_not_yet_told(preflight, error))

@@ -7,12 +7,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from raysharding.checkpoint import Checkpoint
-from raysharding.config import Placement
 from raysharding.distributed import LoadReport
 from raysharding.group.actors import Assignment, Blueprint
 from raysharding.group.calls import ProgressOption, follow
 from raysharding.group.cluster import (
-    Reservation,
     check_free,
     choose_device_type,
     choose_num_threads,
@@ -22,10 +20,11 @@ from raysharding.group.cluster import (
 )
 from raysharding.group.launch.find_checkpoint import Opened, anchored, local_path, opened_here, opened_on_a_node
 from raysharding.group.launch.preflight import Preflight
-from raysharding.group.launch.record import Launched, keep_record
+from raysharding.group.launch.record import keep_record
+from raysharding.group.launch.running_group import RunningGroup
 from raysharding.group.launch.spec import GroupSpec, check_fit
-from raysharding.group.launch.start_actors import Started, start_actors
-from raysharding.group.supervision import Channel, Replicas, Supervisor
+from raysharding.group.launch.start_actors import start_actors
+from raysharding.group.supervision import Client
 from raysharding.models import InputBounds
 
 # Ranks time out a little after the driver does, so that the driver's error, which sees all ranks, is the one raised.
@@ -33,7 +32,7 @@ _GRACE_S = 5.0
 _COLLECTIVE_GRACE_S = 60.0
 
 
-def launch(spec: GroupSpec) -> Launched:
+def launch(spec: GroupSpec) -> RunningGroup:
     """Do what `ShardedModelGroup.from_checkpoint` says."""
     spec.check()
     opened = opened_here(spec)
@@ -49,56 +48,54 @@ def launch(spec: GroupSpec) -> Launched:
         opened = opened_on_a_node(spec, spec.timeouts.start_s)
         check_fit(opened.model, opened.base, spec.sharding, spec.loading, opened.adapters)
     spec = replace(spec, model=opened.model)
-    channel, started, reservation = _place(spec, opened.base, world_size, device_type)
+    running = _place(spec, opened.base, world_size, device_type)
+    supervisor = running.client.supervisor
     try:
-        channel.supervisor.open_lines()
-        preflight = Preflight(channel) if spec.preflight else None
+        supervisor.open_lines()
+        preflight = Preflight(running.client) if spec.preflight else None
         if preflight is not None:
             preflight.nodes()
-        rendezvous(channel, started, spec.placement)
-        report, bounds = _fill(spec, channel, opened, preflight)
+        rendezvous(running)
+        report, bounds = _fill(running, opened, preflight)
         seen = None if preflight is None else preflight.finish()
-        launched = Launched(spec.model, channel, started, reservation, report, bounds, seen)
+        running = replace(running, load_report=report, bounds=bounds, preflight_report=seen)
         if spec.name is not None:
-            keep_record(launched, spec, anchored(spec.checkpoint))
-            reservation.outlive_owner()
+            keep_record(running)
+            running.reservation.outlive_owner()
     except BaseException:
-        channel.supervisor.shutdown()
+        supervisor.shutdown()
         raise
-    channel.supervisor.started()
-    return launched
+    supervisor.started()
+    return running
 
 
-def _fill(
-    spec: GroupSpec, channel: Channel, opened: Opened, preflight: Preflight | None
-) -> tuple[LoadReport, InputBounds]:
+def _fill(running: RunningGroup, opened: Opened, preflight: Preflight | None) -> tuple[LoadReport, InputBounds]:
     """Make the module on every rank, load it, and give it its optimizer."""
+    spec, client = running.spec, running.client
     if preflight is not None:
         preflight.link()
     built = (spec.model, opened.base.to_json(), spec.sharding, spec.loading)
-    bounds: InputBounds = channel.submit_same("build", *built, deadline_s=spec.timeouts.start_s).result()
+    bounds: InputBounds = client.submit_same("build", *built, deadline_s=spec.timeouts.start_s).result()
     if preflight is not None:
         preflight.memory(spec.optimizer)
-    report = _load(channel, opened.base, None, spec.progress)
+    report = _load(client, opened.base, None, spec.progress)
     if opened.adapters is not None:
-        _load(channel, opened.adapters, anchored(spec.checkpoint), spec.progress)
+        _load(client, opened.adapters, anchored(spec.checkpoint), spec.progress)
     if spec.optimizer is not None:
         stall_s = spec.timeouts.load_stall_s
-        channel.submit_same("set_optimizer", spec.optimizer, {}, True, deadline_s=stall_s, watch=True).result()
+        client.submit_same("set_optimizer", spec.optimizer, {}, True, deadline_s=stall_s, watch=True).result()
     return report, bounds
 
 
-def _load(channel: Channel, opened: Checkpoint, path: str | None, progress: ProgressOption) -> LoadReport:
+def _load(client: Client, opened: Checkpoint, path: str | None, progress: ProgressOption) -> LoadReport:
     """Stream a checkpoint into the ranks, with a progress bar, and return rank 0's report."""
-    load = channel.submit_same("load", path, deadline_s=channel.timeouts.load_stall_s, watch=True)
+    load = client.submit_same("load", path, deadline_s=client.timeouts.load_stall_s, watch=True)
     follow(load, f"loading {opened.path}", opened.num_bytes, progress)
     report: LoadReport = load.result()
     return report
 
 
-def _place(
-    spec: GroupSpec, opened: Checkpoint, world_size: int, device_type: str
-) -> tuple[Channel, Started, Reservation]:
+def _place(spec: GroupSpec, opened: Checkpoint, world_size: int, device_type: str) -> RunningGroup:
     """Reserve room and start the actors."""
     placement, timeouts = spec.placement, spec.timeouts
     reservation = reserve(world_size, device_type, placement, timeouts.place_s, spec.lifetime)
@@ -106,29 +103,24 @@ def _place(
         path = local_path(opened.files[0].path)
         started = start_actors(reservation, world_size, device_type, placement, timeouts.start_s, path, spec.lifetime)
         name = f"group {secrets.token_hex(3)}" if spec.name is None else f"group {spec.name!r}"
-        replicas = Replicas.of(spec.sharding, world_size)
-        supervisor = Supervisor(name, started.members, timeouts, reservation.release, spec.lifetime, replicas=replicas)
+        return RunningGroup.assemble(name, spec, started, reservation)
     except BaseException:
         reservation.release()
         raise
-    return Channel(started.members, supervisor, timeouts, spec.max_output_bytes), started, reservation
 
 
-def rendezvous(
-    channel: Channel, started: Started, placement: Placement, blueprints: Mapping[int, Blueprint] | None = None
-) -> None:
+def rendezvous(running: RunningGroup, blueprints: Mapping[int, Blueprint] | None = None) -> None:
     """Let every rank join a new process group through rank 0's store, with its module where it has one.
 
     Args:
-        channel: The way to the ranks.
-        started: Their actors.
-        placement: CPUs of a rank.
+        running: The ranks, connected to this process.
         blueprints: Rank → what it builds its module from, where it is new among ranks that have theirs.
     """
-    timeouts, ranks = channel.timeouts, channel.ranks
+    client = running.client
+    timeouts, ranks = client.timeouts, client.ranks
     deadline_s = timeouts.rendezvous_s + _GRACE_S
     hosts = [(ranks[0].node_ip, timeouts.rendezvous_s), *[(None, 0.0)] * (len(ranks) - 1)]
-    address = channel.submit_each("serve_store", hosts, deadline_s=deadline_s).result()
+    address = client.submit_each("serve_store", hosts, deadline_s=deadline_s).result()
     places = [
         Assignment(
             rank=info.rank,
@@ -137,15 +129,15 @@ def rendezvous(
             device=info.device,
             node_ip=info.node_ip,
             visible_gpus=visible,
-            num_threads=choose_num_threads(placement),
+            num_threads=choose_num_threads(running.spec.placement),
             rendezvous_s=timeouts.rendezvous_s,
             collective_s=max(timeouts.call_s, timeouts.load_stall_s) + _COLLECTIVE_GRACE_S,
             stall_s=timeouts.load_stall_s + _GRACE_S,
         )
-        for info, visible in zip(ranks, started.visible_gpus, strict=True)
+        for info, visible in zip(ranks, running.visible_gpus, strict=True)
     ]
     found = blueprints or {}
     deadline_s += timeouts.start_s if found else 0.0  # to build a module, after they have met
-    channel.submit_each(
+    client.submit_each(
         "join", [(place, address, found.get(place.rank)) for place in places], deadline_s=deadline_s
     ).result()

@@ -25,7 +25,7 @@ from raysharding.errors import CallTimeoutError, PreflightError
 from raysharding.group.calls import collect_all
 from raysharding.group.cluster import NodeFacts, dashboard_url, size, text_table, versions_here
 from raysharding.group.ranks import RankInfo
-from raysharding.group.supervision import Channel
+from raysharding.group.supervision import Client
 
 Subject = Literal["versions", "interface", "link", "memory", "security", "node"]
 MUST_AGREE = ("python", "torch", "raysharding")
@@ -209,15 +209,15 @@ _log = logging.getLogger("raysharding")
 class Preflight:
     """The checks of one group's nodes and links, in the order in which they become possible."""
 
-    def __init__(self, channel: Channel, *, thorough: bool = False) -> None:
+    def __init__(self, client: Client, *, thorough: bool = False) -> None:
         """Check nothing yet.
 
         Args:
-            channel: The way to the ranks.
+            client: The way to the ranks.
             thorough: Also on one node what only matters between several.
         """
-        self.channel = channel
-        self._thorough = thorough or len({info.node_id for info in channel.ranks}) > 1
+        self.client = client
+        self._thorough = thorough or len({info.node_id for info in client.ranks}) > 1
         self._nodes: list[NodeFacts] = []
         self._findings: list[Finding] = []
         self._link: LinkTimes | None = None
@@ -230,11 +230,9 @@ class Preflight:
             PreflightError: They cannot work together; lists everything.
         """
         begun = time.monotonic()
-        ranks = self.channel.ranks
+        ranks = self.client.ranks
         arguments = [(info.node_ip, with_gpus) for info in ranks]
-        call = self.channel.submit_each(
-            "look", arguments, deadline_s=self.channel.timeouts.start_s, collect=collect_all
-        )
+        call = self.client.submit_each("look", arguments, deadline_s=self.client.timeouts.start_s, collect=collect_all)
         facts: list[NodeFacts] = call.result()
         first_of_node = {info.node_id: info.rank for info in reversed(ranks)}
         self._nodes = [facts[rank] for rank in sorted(first_of_node.values())]
@@ -252,8 +250,8 @@ class Preflight:
         """
         begun = time.monotonic()
         num_bytes = BROADCAST_BYTES if self._thorough else 0
-        arguments = [(num_bytes,)] * len(self.channel.ranks)
-        call = self.channel.submit_each("check_link", arguments, deadline_s=LINK_S, collect=collect_all)
+        arguments = [(num_bytes,)] * len(self.client.ranks)
+        call = self.client.submit_each("check_link", arguments, deadline_s=LINK_S, collect=collect_all)
         try:
             times: list[LinkTimes] = call.result()
         except CallTimeoutError as error:
@@ -274,10 +272,10 @@ class Preflight:
         for attempt in range(_MEMORY_TRIES):
             if attempt:
                 time.sleep(_MEMORY_PAUSE_S)  # what a group before this one held may be on its way back
-            arguments = [(optimizer,)] * len(self.channel.ranks)
-            deadline_s = self.channel.timeouts.start_s
-            call = self.channel.submit_each("memory_need", arguments, deadline_s=deadline_s, collect=collect_all)
-            findings = list(check_memory(self.channel.ranks, call.result()))
+            arguments = [(optimizer,)] * len(self.client.ranks)
+            deadline_s = self.client.timeouts.start_s
+            call = self.client.submit_each("memory_need", arguments, deadline_s=deadline_s, collect=collect_all)
+            findings = list(check_memory(self.client.ranks, call.result()))
             if not any(finding.is_error for finding in findings):
                 break
         self._findings += findings

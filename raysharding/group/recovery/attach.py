@@ -12,7 +12,7 @@ failed in a way after which the earlier driver would have stopped the ranks, the
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -20,12 +20,11 @@ from ray.util.placement_group import remove_placement_group
 
 from raysharding.config import Timeouts
 from raysharding.errors import CallTimeoutError, GroupBrokenError, GroupError, RendezvousError
-from raysharding.group.calls import BegunSave, Collect
+from raysharding.group.calls import Collect, ModelFiles
 from raysharding.group.cluster import (
     NAMESPACE,
     actor_name,
     actor_names,
-    bundle_of,
     check_name,
     connect,
     group_names,
@@ -33,13 +32,11 @@ from raysharding.group.cluster import (
     placement_groups,
     remove_orphans,
 )
-from raysharding.group.launch import GroupRecord, GroupSpec, Launched, Started
+from raysharding.group.launch import GroupRecord, GroupSpec, RunningGroup, Started
 from raysharding.group.ranks import Member
 from raysharding.group.rpc import StateChange
 from raysharding.group.supervision import (
-    Channel,
-    Replicas,
-    Supervisor,
+    Client,
     ask_all,
     broken,
     judge,
@@ -53,23 +50,7 @@ _RESTART_S = 10.0
 _LOOK_S = 0.2
 
 
-@dataclass(frozen=True)
-class Attached:
-    """A named group, in the hands of this driver."""
-
-    spec: GroupSpec
-    """What it was asked to be; its optimizer is the one that it has."""
-    launched: Launched
-    """Its parts."""
-    origin: str
-    """The newest files that hold its model."""
-    begun: tuple[BegunSave, ...]
-    """Saves begun since, of which the driver before had not heard how they ended."""
-    has_optimizer: bool
-    """Whether the ranks have one."""
-
-
-def attach(name: str, timeouts: Timeouts | None) -> Attached:
+def attach(name: str, timeouts: Timeouts | None) -> RunningGroup:
     """Do what `ShardedModelGroup.attach` says."""
     if name is None:
         raise ValueError("name=None: give the name of a group")
@@ -85,59 +66,59 @@ def attach(name: str, timeouts: Timeouts | None) -> Attached:
         raise _unfinished(name)
     spec: GroupSpec = record.spec.unpack()
     spec = spec if timeouts is None else replace(spec, timeouts=timeouts)
-    members = _take_over(name, keeper, record, answer_s)
-    release = record.reservation.release
-    options: dict[str, Any] = {"replicas": Replicas.of(spec.sharding, len(members)), "is_loaded": True}
-    supervisor = Supervisor(f"group {name!r}", members, spec.timeouts, release, spec.lifetime, **options)
+    started = Started(_take_over(name, keeper, record, answer_s), record.visible_gpus)
+    files = ModelFiles(record.origin, record.begun)
+    running = RunningGroup.assemble(f"group {name!r}", spec, started, record.reservation, files=files, is_loaded=True)
+    supervisor = running.client.supervisor
     supervisor.started()
-    channel = Channel(members, supervisor, spec.timeouts, spec.max_output_bytes)
     try:
         supervisor.open_lines()
-        has_optimizer = _settle(channel)
+        has_optimizer = _settle(running.client)
     except (KeyboardInterrupt, RendezvousError):  # this driver's own trouble; another may have the group
         supervisor.detach()
         raise
     except BaseException:
         supervisor.shutdown()
         raise
-    started = Started(members, record.visible_gpus)
-    made = (record.load_report, record.bounds, record.preflight_report)
-    launched = Launched(spec.model, channel, started, record.reservation, *made)
-    return Attached(spec, launched, record.origin, record.begun, has_optimizer)
+    return replace(
+        running,
+        has_optimizer=has_optimizer,
+        load_report=record.load_report,
+        bounds=record.bounds,
+        preflight_report=record.preflight_report,
+    )
 
 
 def _take_over(name: str, keeper: Any, record: GroupRecord, answer_s: float) -> tuple[Member, ...]:
     """Make every rank obey this driver, and no earlier one."""
     # Found before the epoch is asked for, and told to all at once: between the first rank that obeys and the last, a
     # call of the earlier driver would begin on some ranks only.
-    actors = [_actor(name, one) for one in record.actor_names]
+    actors = [_actor(name, str(member.name)) for member in record.members]
     epoch: int = _ask(name, keeper, "take_over", answer_s)
-    members = []
-    described = zip(record.ranks, actors, record.stacks_descriptors, record.log_paths, record.actor_names, strict=True)
-    for info, actor, descriptor, log_paths, one in described:
-        members.append(Member(info, actor, descriptor, log_paths, one, bundle_of(one), epoch))
+    handles = zip(record.members, actors, strict=True)
+    members = tuple(replace(member, actor=actor, epoch=epoch) for member, actor in handles)
     answers = ask_all(members, "admit", epoch, within_s=answer_s)
     for rank, reason in sorted(answers.silent.items()):
         raise _remove(name, f"rank {rank} {reason}")
-    return tuple(members)
+    return members
 
 
-def _settle(channel: Channel) -> bool:
+def _settle(client: Client) -> bool:
     """Wait for the earlier driver's last command, and judge it; return whether the ranks have an optimizer."""
     values = Collect(lambda call: call.values())
-    epoch = channel.members[0].epoch
-    held: list[tuple[bool, StateChange]] = channel.submit_same("attach", collect=values).result()
+    epoch = client.members[0].epoch
+    held: list[tuple[bool, StateChange]] = client.submit_same("attach", collect=values).result()
     # What the drivers before this one saw of it went with them.
-    channel.supervisor.survivors.compare(dict(enumerate(change for _, change in held)))
-    said = ask_all(channel.members, "last_response", epoch, within_s=_ANSWER_S).said
-    infos = channel.ranks
+    client.supervisor.survivors.compare(dict(enumerate(change for _, change in held)))
+    said = ask_all(client.members, "last_response", epoch, within_s=_ANSWER_S).said
+    infos = client.ranks
     seen = [saw_raise(infos[rank], one.error) for rank, one in said.items() if one.error is not None]
-    name = channel.supervisor.name
+    name = client.supervisor.name
     changes = [one.change for one in said.values()]
     if seen and not leaves_intact(seen[0].failure.phase, seen, changes, len(infos)):
         raise broken(name, judge(seen, f"the last call of the driver before this one, on {name}", False))
     if seen and resets_some(seen, len(infos)):
-        channel.submit_same("reset", collect=values).result()
+        client.submit_same("reset", collect=values).result()
     return held[0][0]
 
 

@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from raysharding.checkpoint import newest_after
 from raysharding.errors import GroupTakenOverError, RayshardingError
-from raysharding.group.calls import ModelFiles, UndoneByInterrupt
-from raysharding.group.launch import GroupSpec, Launched, launch, rendezvous
+from raysharding.group.calls import UndoneByInterrupt
+from raysharding.group.launch import GroupSpec, RunningGroup, launch, rendezvous
 from raysharding.group.recovery.replace_ranks import replace_lost
 from raysharding.group.supervision import GroupState, Replicas, ask_all
 
@@ -40,37 +40,26 @@ class RestartReport:
     """Time that it took."""
 
 
-@dataclass(frozen=True)
-class Restarted:
-    """A group's running parts after a restart."""
-
-    launched: Launched
-    """The parts; where the ranks were kept, those of before."""
-    report: RestartReport
-    """What was done."""
-
-
 def restart(
-    spec: GroupSpec,
-    launched: Launched,
+    running: RunningGroup,
     *,
-    files: ModelFiles,
     checkpoint: str | None,
     world_size: int | None,
     optimizer: Callable[..., Any] | None,
-) -> Restarted:
+) -> tuple[RunningGroup, RestartReport]:
     """Do what `ShardedModelGroup.restart` says.
 
     Args:
-        spec: What the group was asked to be.
-        launched: Its parts.
-        files: What holds the model.
+        running: The group.
         checkpoint: As the user gave it.
         world_size: As the user gave it.
         optimizer: Factory of the optimizer that the group has, as far as the driver knows.
+
+    Returns:
+        The group as it runs now: the same object where its ranks were kept. What was done.
     """
     begun = time.monotonic()
-    supervisor = launched.channel.supervisor
+    supervisor, files = running.client.supervisor, running.files
     if supervisor.state is GroupState.CLOSED or isinstance(supervisor.standing.cause, GroupTakenOverError):
         supervisor.standing.refuse_if_unusable()
     if supervisor.state in (GroupState.READY, GroupState.BUSY) and checkpoint is None and world_size is None:
@@ -78,41 +67,41 @@ def restart(
             f"{supervisor.name} is {supervisor.state.value}: there is nothing to restart. Give checkpoint= to go back "
             "to saved weights, or world_size= for another number of ranks; both end what the ranks hold now"
         )
-    num_ranks = len(launched.channel.members)
-    why = _why_reload(launched, checkpoint, world_size)
+    num_ranks = len(running.client.members) if world_size is None else world_size
+    spec = replace(running.spec, optimizer=optimizer)
+    why = _why_reload(running, checkpoint, world_size)
     if why is None:
-        restarted = _go_on(replace(spec, optimizer=optimizer), launched, files, begun)
-        if isinstance(restarted, Restarted):
+        restarted = _go_on(running, spec, begun)
+        if not isinstance(restarted, str):
             return restarted
         why = restarted
-    again = replace(spec, world_size=num_ranks if world_size is None else world_size, optimizer=optimizer)
-    again.check()
+    spec = replace(spec, world_size=num_ranks)
+    spec.check()
     supervisor.give_up("is being restarted")
     files.settle()  # before: a rank that lived might have committed a save after it
     number = files.begin_load()
     source = newest_after(files.origin) if checkpoint is None else checkpoint
-    again = replace(again, checkpoint=source)
     try:
         with UndoneByInterrupt():
-            fresh = launch(again)
+            fresh = launch(replace(spec, checkpoint=source))
     except Exception as error:
         error.add_note(f"raysharding: restart had to load files: {why}")
         raise
     supervisor.shut_down_soon()  # its ranks are gone; what could fail here would leave the new ones to nobody
     files.loaded(source, number)
-    now = len(fresh.channel.members)
-    return Restarted(fresh, RestartReport("reloaded", why, source, now, time.monotonic() - begun))
+    report = RestartReport("reloaded", why, source, len(fresh.client.members), time.monotonic() - begun)
+    return replace(fresh, files=files), report
 
 
-def _why_reload(launched: Launched, checkpoint: str | None, world_size: int | None) -> str | None:
+def _why_reload(running: RunningGroup, checkpoint: str | None, world_size: int | None) -> str | None:
     """Say why the ranks cannot go on with what they hold; `None` where they can."""
-    supervisor = launched.channel.supervisor
+    supervisor = running.client.supervisor
     if checkpoint is not None:
         return "a checkpoint was given"
-    if world_size not in (None, len(launched.channel.members)):
+    if world_size not in (None, len(running.client.members)):
         return "another number of ranks was given"
     survivors = supervisor.survivors
-    survivors.wait_settled(launched.channel.timeouts.drain_s + _SETTLE_GRACE_S, 2 * _ANSWER_S)
+    survivors.wait_settled(running.client.timeouts.drain_s + _SETTLE_GRACE_S, 2 * _ANSWER_S)
     if not survivors.is_kept:
         cause = supervisor.standing.cause
         lost = [failure for failure in (cause.failures.values() if cause else ()) if failure.kind in ("died", "hung")]
@@ -120,19 +109,23 @@ def _why_reload(launched: Launched, checkpoint: str | None, world_size: int | No
     return None
 
 
-def _go_on(spec: GroupSpec, launched: Launched, files: ModelFiles, begun: float) -> Restarted | str:
+def _go_on(running: RunningGroup, spec: GroupSpec, begun: float) -> tuple[RunningGroup, RestartReport] | str:
     """Go on with what the ranks hold that are left. Return why that failed, where it did."""
-    supervisor, members = launched.channel.supervisor, launched.channel.members
+    supervisor, members = running.client.supervisor, running.client.members
     left = [member for member in members if member.info.rank not in supervisor.survivors.remains.lost]
     # The driver may not have heard yet of one that died a moment ago.
     silent = ask_all(left, "progress", within_s=_ANSWER_S).silent
     remains = supervisor.revive([left[index].info.rank for index in silent])
     if remains is None:
         return supervisor.survivors.remains.why_not or "a rank died, or does not answer, after the failure"
+    again = running
     try:
         with UndoneByInterrupt():
-            lost = remains.lost
-            again = replace_lost(spec, launched, lost, files.origin) if lost else _meet_again(spec, launched)
+            if remains.lost:
+                again = replace_lost(replace(running, spec=spec), remains.lost)
+            else:
+                rendezvous(running)  # a new process group around the ranks' shards
+                supervisor.started()
     except Exception as error:  # noqa: BLE001 - whatever it was, one of Ray's own say: the files are left
         what = "lost ranks could not be replaced" if remains.lost else "the ranks could not meet again"
         said = str(error) if isinstance(error, RayshardingError) else f"{type(error).__name__}: {error}"
@@ -143,18 +136,11 @@ def _go_on(spec: GroupSpec, launched: Launched, files: ModelFiles, begun: float)
     done = f"; all of them had ended {remains.done}, and its change is there" if remains.done else ""
     if not remains.lost:
         why = f"every rank is alive and holds its shards{done}; only the process group was made anew"
-        return Restarted(again, RestartReport("in place", why, None, len(members), time.monotonic() - begun))
+        return again, RestartReport("in place", why, None, len(members), time.monotonic() - begun)
     supervisor.shut_down_soon()  # it has let go of the ranks
     if 0 in remains.lost:  # which alone commits saves, and removes what failed ones leave
-        files.settle()
+        running.files.settle()
     copied = Replicas.of(spec.sharding, len(members)).sources(remains.lost)
     pairs = ", ".join(f"rank {rank} from rank {source}" for rank, source in copied.items())
     why = f"the ranks that were left held every shard{done}; new processes copied them: {pairs}"
-    return Restarted(again, RestartReport("replicas", why, None, len(members), time.monotonic() - begun))
-
-
-def _meet_again(spec: GroupSpec, launched: Launched) -> Launched:
-    """Make a new process group around the ranks' shards."""
-    rendezvous(launched.channel, launched.started, spec.placement)
-    launched.channel.supervisor.started()
-    return launched
+    return again, RestartReport("replicas", why, None, len(members), time.monotonic() - begun)

@@ -1,6 +1,6 @@
 """One thread for each group sends calls out, judges failures, and ends or keeps ranks."""
 
-from raysharding.group.supervision.client import Channel
+from raysharding.group.supervision.client import Client
 from raysharding.group.supervision.failures import broken, judge, leaves_intact, resets_some, saw_raise
 from raysharding.group.supervision.group_state import GroupState
 from raysharding.group.supervision.probes import ask_all, read_log, read_stacks
@@ -9,8 +9,8 @@ from raysharding.group.supervision.supervisor import Supervisor
 from raysharding.group.supervision.survivors import Replicas
 
 __all__ = [
-    "Channel",
     "Check",
+    "Client",
     "GroupState",
     "Replicas",
     "Supervisor",

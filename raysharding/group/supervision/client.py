@@ -1,4 +1,4 @@
-"""`Channel`: packs a command for the ranks and submits it to the supervision."""
+"""`Client`: packs a command for the ranks and submits it to the supervision."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raysharding.group.supervision.supervisor import Supervisor
 
 
 @dataclass(frozen=True)
-class Channel:
+class Client:
     """The way to the ranks. Every method raises `GroupBrokenError` at once where the group is broken or shut down."""
 
     members: tuple[Member, ...]

@@ -32,7 +32,7 @@ from raysharding import (
 )
 from raysharding.group import GroupState
 from raysharding.group.fit.run import FitRun
-from raysharding.group.supervision.client import Channel
+from raysharding.group.supervision.client import Client
 from tests.conftest import make_group
 from tests.group.fit.test_fit import ADAMW, BATCH, NUM_ROWS, collate, fit, parquet, regression, rows
 
@@ -136,10 +136,10 @@ def test_a_rank_that_is_lost_while_a_restart_loads(checkpoint: Path, parquet: Pa
     with make_group(checkpoint, optimizer=ADAMW) as group:
         whole = fit(group, parquet, epochs=40).history["loss"]
 
-    def kill_and_load(channel: Channel, *args: Any) -> LoadReport:
+    def kill_and_load(client: Client, *args: Any) -> LoadReport:
         if next(numbers) == 0:
-            os.kill(channel.ranks[0].pid, signal.SIGKILL)
-        return load(channel, *args)
+            os.kill(client.ranks[0].pid, signal.SIGKILL)
+        return load(client, *args)
 
     killer = Killer(3, 1)
     for is_enough in (False, True):
@@ -324,7 +324,7 @@ def test_a_save_that_older_ones_were_removed_for_is_found(checkpoint: Path, parq
     with make_group(checkpoint, optimizer=ADAMW) as group:
         fit(group, parquet, save_to=tmp_path, save_every=4)
         weights = group.state_dict()
-        group._files.origin = str(tmp_path / "step-4")
+        group._running.files.origin = str(tmp_path / "step-4")
         shutil.rmtree(tmp_path / "step-4")
         report = group.restart(world_size=1)
         assert report.checkpoint == str(tmp_path / "step-8")

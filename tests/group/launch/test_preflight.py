@@ -96,11 +96,11 @@ def test_a_rank_that_does_not_come_to_the_first_collective_is_named(
     monkeypatch.setattr(preflight_run, "LINK_S", 2.0)
     with make_group(checkpoint, preflight=False) as group:
         assert group.preflight_report is None
-        Preflight(group._channel).link()  # the control
+        Preflight(group._client).link()  # the control
         os.kill(group.ranks[1].pid, signal.SIGSTOP)
         begun = now()
         with pytest.raises(PreflightError, match="a small all-reduce did not end within 2 s") as caught:
-            Preflight(group._channel).link()
+            Preflight(group._client).link()
         assert now() - begun < 2.0 + 2.0
         assert any(problem.startswith("rank 1 (node ") and " hung" in problem for problem in caught.value.problems)
         with pytest.raises(GroupBrokenError):

@@ -112,7 +112,7 @@ def test_a_driver_that_has_lost_its_group_does_not_restart_it(lasting: tuple[int
     first = ShardedModelGroup.attach("llama")
     first.set_optimizer(torch.optim.SGD, lr=0.1)
     first.save(tmp_path / "save")
-    first._spec = replace(first._spec, max_restarts=2)
+    first._parts = replace(first._parts, spec=replace(first._parts.spec, max_restarts=2))
     taken: list[ShardedModelGroup] = []
 
     def take(step: FitStep) -> None:
@@ -188,16 +188,16 @@ def test_what_ray_brings_late_of_an_earlier_driver_is_nobodys_answer(lasting: tu
     """The rank refuses it, and tells the driver that it obeys: by a number that is none of that one's calls."""
     first = ShardedModelGroup.attach("llama")
     assert first.call(work, 0.0) == [7, 7]
-    channel = first._channel
+    client = first._client
     args = pack_same("call", RankBatch((0.0,)), work, None)
-    number = channel.supervisor._runner._numbers
-    late, _ = Command("call", args, epoch=channel.members[0].epoch, number=number).encode()
+    number = client.supervisor._runner._numbers
+    late, _ = Command("call", args, epoch=client.members[0].epoch, number=number).encode()
     group = ShardedModelGroup.attach("llama")
     call = group.call.remote(work, 0.5)
-    ray.get([member.actor.deliver.remote(late) for member in group._channel.members])
+    ray.get([member.actor.deliver.remote(late) for member in group._client.members])
     assert call.result() == [7, 7]
     assert [group.call(work, 0.0) for _ in range(4)] == [[7, 7]] * 4
-    numbers = [one._channel.supervisor._runner._numbers for one in (first, group)]
+    numbers = [one._client.supervisor._runner._numbers for one in (first, group)]
     assert abs(numbers[0] - numbers[1]) > 1 << 31, "no two drivers count through the same numbers"
 
 
@@ -227,7 +227,7 @@ def test_a_call_of_an_earlier_driver_that_hangs(doomed: ShardedModelGroup) -> No
 @pytest.mark.parametrize("bundle", [0, 1])
 @pytest.mark.full
 def test_a_group_with_a_dead_rank_is_removed(doomed: ShardedModelGroup, bundle: int) -> None:
-    victim = next(one for one in doomed._channel.members if one.name == f"doomed/{bundle}")
+    victim = next(one for one in doomed._client.members if one.name == f"doomed/{bundle}")
     # As if no driver had been there to see it.
     doomed._supervisor.detach()
     os.kill(victim.info.pid, signal.SIGKILL)
@@ -237,7 +237,7 @@ def test_a_group_with_a_dead_rank_is_removed(doomed: ShardedModelGroup, bundle: 
 
 
 def test_a_driver_that_leaves_at_once_leaves_no_lease_behind(doomed: ShardedModelGroup) -> None:
-    renewal = Renewal(doomed._channel.members, 1.0, lambda: True)
+    renewal = Renewal(doomed._client.members, 1.0, lambda: True)
     renewal._number = 1000  # after those of the group's own
     time.sleep(0.5)
     renewal.change(None)

@@ -168,7 +168,7 @@ def test_a_named_group_can_be_attached_after_it(copied: Copied, undisturbed: lis
         found = [train(first) for _ in range(2)]
         before = pids(first)
         # By bundle: ranks are numbered otherwise.
-        rank = next(number for number, one in enumerate(first._channel.members) if one.name == f"twins/{lost}")
+        rank = next(number for number, one in enumerate(first._client.members) if one.name == f"twins/{lost}")
         kill_idle(first, rank)
         assert_replaced(first.restart(), {rank: (rank + 2) % 4}, before, first)
         found += [train(first)]
