@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -75,7 +76,7 @@ def batch_of(**kwargs: Any) -> RankBatch:
 
 def run_llama(folder: str) -> dict[str, Any]:
     worker = worker_of(f"{folder}/llama")
-    assert worker.phase == "ready"
+    assert worker.status.phase == "ready"
     assert not worker.module.training
     results: dict[str, Any] = {}
     batch = batch_of(input_ids=Split(tokens(7)), labels=Split(masked_labels()))
@@ -87,19 +88,19 @@ def run_llama(folder: str) -> dict[str, Any]:
     with pytest.raises(ValueError, match="mode='test'"):
         worker.forward(batch, mode="test")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="set_optimizer"):
-        worker.train_step(batch)
-    worker.set_optimizer(torch.optim.SGD, {"lr": 0.1})
-    results["metrics"] = [worker.train_step(batch, max_grad_norm=0.5) for _ in range(2)]
+        worker.trainer.train_step(batch)
+    worker.trainer.set_optimizer(torch.optim.SGD, {"lr": 0.1})
+    results["metrics"] = [worker.trainer.train_step(batch, max_grad_norm=0.5) for _ in range(2)]
     assert not worker.module.training
     results["state"] = {name: value for part in worker.state_dict() for name, value in part.items()}
     results["report"] = worker.save(f"{folder}/saved")
-    status = worker.status()
+    status = worker.status.as_dict()
     assert status["pid"] == os.getpid()
     assert (status["rank"], status["phase"], status["last_call"]) == (dist.get_rank(), "ready", "save")
     assert status["host_bytes"] > 2**20
     assert status["bytes_done"] == status["bytes_total"] > 0
     worker.close()
-    assert worker.status()["phase"] == "closed"
+    assert worker.status.as_dict()["phase"] == "closed"
     with pytest.raises(RuntimeError, match="no module"):
         _ = worker.module
     return results
@@ -184,15 +185,15 @@ def run_aborted_backward(path: str) -> dict[str, Any]:
     worker = Worker(dist.get_rank(), dist.get_world_size(), dist.get_rank(), "cpu")
     worker.build(Stack, open_checkpoint(path))
     worker.load()
-    worker.set_optimizer(torch.optim.SGD, {"lr": 0.5})
+    worker.trainer.set_optimizer(torch.optim.SGD, {"lr": 0.5})
     batch = batch_of(x=Split(STACK_ROWS))
     with pytest.raises(KeyError, match="in backward"):
         worker.call(cut_short, batch.args, batch.kwargs)
-    assert worker.usable
+    assert worker.status.usable
     assert all(parameter.grad is None for parameter in worker.module.parameters())
     empty = worker.forward(batch_of(x=Split(STACK_ROWS[:1])))
     assert (empty.value is None) == (worker.rank > 0), "nothing comes of a dummy row"
-    return {"after abort": [worker.train_step(batch, loss=square) for _ in range(3)]}
+    return {"after abort": [worker.trainer.train_step(batch, loss=square) for _ in range(3)]}
 
 
 def run_calls(path: str) -> dict[str, Any]:
@@ -212,22 +213,23 @@ def run_calls(path: str) -> dict[str, Any]:
     modes = [worker.module.get_submodule(name).training for name in ("", "linear", "norm")]
     assert modes == [False, True, False], "each submodule keeps its own mode"
     # The forward left the root's full parameters registered; the optimizer must get the shards all the same.
-    worker.set_optimizer(torch.optim.SGD, {"lr": 0.5})
+    worker.trainer.set_optimizer(torch.optim.SGD, {"lr": 0.5})
     assert worker.optimizer is not None
     assert all(isinstance(parameter, DTensor) for parameter in worker.optimizer.param_groups[0]["params"])
     step = batch_of(x=Split(torch.ones(6, 3)))
-    losses = [worker.train_step(step, lambda output: output["y"].square().mean(), None, mode)["loss"] for mode in MODES]
+    step_in = partial(worker.trainer.train_step, step, lambda output: output["y"].square().mean(), None)
+    losses = [step_in(mode)["loss"] for mode in MODES]
     assert losses[0] != losses[1], "batch statistics in train mode, running ones in eval mode"
     assert losses[2] < losses[1], "the step moved the parameters"
     seen = worker.call(lambda shift: current_worker().rank + shift, (10,))
     with pytest.raises(ZeroDivisionError):
         worker.call(lambda: 1 / 0)
-    assert worker.phase == "call", "the phase of a failed call stays for the report"
-    assert worker.usable
+    assert worker.status.phase == "call", "the phase of a failed call stays for the report"
+    assert worker.status.usable
     with pytest.raises(RuntimeError, match="call"):
         current_worker()
     with pytest.raises(ValueError, match="returned a dict"):
-        worker.set_optimizer(lambda parameters: {})  # type: ignore[arg-type, return-value]
+        worker.trainer.set_optimizer(lambda parameters: {})  # type: ignore[arg-type, return-value]
     return {"seen": seen, "turned": turned}
 
 

@@ -1,4 +1,4 @@
-"""Floor 4: everything that one rank does with a model; state → training → fitting → worker."""
+"""Everything that one rank does with a model, without Ray: a `Worker` with its `status` and its `trainer`."""
 
 from raysharding.worker.status import check_mode
 from raysharding.worker.thread_state import thread_state_restored

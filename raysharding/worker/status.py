@@ -1,4 +1,4 @@
-"""`RankState`: what a rank knows of itself while it works, readable from other threads."""
+"""`RankStatus`: what a rank holds and what it is doing, readable from other threads."""
 
 from __future__ import annotations
 
@@ -14,16 +14,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from raysharding.batch import RankBatch
-from raysharding.checkpoint import Checkpoint
 from raysharding.config import Loading, Sharding
-from raysharding.data import Position
 from raysharding.distributed.comm import collective_counters, exists
-from raysharding.distributed.fully_shard import is_recoverable, is_torn, move_inputs
-from raysharding.distributed.loading import LoadReport
+from raysharding.distributed.fully_shard import is_not_gathered, is_recoverable, is_torn, move_inputs
 from raysharding.distributed.saving import AsyncSaver
-from raysharding.distributed.training import Accumulation, Forwarding
+from raysharding.distributed.training import Accumulation
 from raysharding.distributed.transfer import resident_bytes
-from raysharding.errors import said
 from raysharding.worker.changes import Version, version
 
 Phase = Literal[
@@ -60,8 +56,8 @@ _NOT_GATHERED = (
 )
 
 
-class RankState:
-    """One rank's place, module, optimizer, and what it is doing."""
+class RankStatus:
+    """One rank's place, module and optimizer, and what it is doing."""
 
     def __init__(
         self, rank: int, world_size: int, local_rank: int, device: torch.device | str, *, stall_s: float = 120.0
@@ -70,34 +66,36 @@ class RankState:
         self.world_size = world_size
         self.local_rank = local_rank
         self.device = torch.device(device)
-        self.checkpoint: Checkpoint | None = None
+        self.stall_s = stall_s
         self.sharding = Sharding()
         self.loading = Loading()
         self.optimizer: torch.optim.Optimizer | None = None
-        self.load_report: LoadReport | None = None
         self.loaded: str | None = None
-        self.position: Position | None = None
-        self._saver = AsyncSaver()
-        self._sidecars: str | None = None
+        """The checkpoint that the weights came from."""
+        self.saver = AsyncSaver()
         self.is_saved = True
+        """Whether files hold what the rank holds."""
         self.phase: Phase = "rendezvous"
         self.bytes_done = 0
         self.bytes_total = 0
         self.last_tensor = ""
         self.last_call = ""
         self.usable = True
+        """Whether later steps are right."""
         self.whole = True
+        """Whether no weights or optimizer state were left changed in part."""
         self.num_changes = 0
+        """How often weights or optimizer were changed."""
         self.accumulation = Accumulation()
-        self._is_spent = True  # whether the last update has taken all gradients that there are
-        # At the end of the last `call`, if nothing has run since: what a thread of its own writes is the next one's.
-        self._seen: Version | None = None
-        self._stall_s = stall_s
+        """The passes since the last update."""
+        self.is_spent = True
+        """Whether the last update has taken all gradients that there are."""
+        self.seen: Version | None = None
+        """Version at the end of the last `call`, if nothing has run since: what its threads write is the next one's."""
         self._groups: tuple[dist.ProcessGroup, ...] = ()
         self._counters: tuple[Callable[[], int], ...] = ()
         self._module: nn.Module | None = None
         self._mesh: DeviceMesh | None = None
-        self._forwarding: Forwarding | None = None
 
     @property
     def module(self) -> nn.Module:
@@ -107,13 +105,18 @@ class RankState:
         return self._module
 
     @property
+    def has_module(self) -> bool:
+        """Return True if the module is built."""
+        return self._module is not None
+
+    @property
     def mesh(self) -> DeviceMesh:
         """The device mesh that the module is sharded over."""
         if self._mesh is None:
             raise RuntimeError(f"rank {self.rank} has no device mesh yet: build() comes first")
         return self._mesh
 
-    def status(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """Return what this rank is doing, as plain data. Safe from any thread, never waits, no collective.
 
         Keys: `rank`, `pid`, `device`, `phase`, `bytes_done`, `bytes_total`, `last_tensor`, `last_call`, `usable`
@@ -141,32 +144,43 @@ class RankState:
         """Return how many collectives this rank has begun in the process groups of its module. No collective."""
         return sum(count() for count in self._counters)
 
-    def _use_groups(self, mesh: DeviceMesh) -> None:
-        """Note the process groups that commands need."""
+    def hold(self, module: nn.Module) -> None:
+        """Take the module that `use_mesh` was called for."""
+        self._module = module
+
+    def use_mesh(self, mesh: DeviceMesh) -> None:
+        """Take the mesh, and note the process groups that commands need."""
+        self._mesh = mesh
         assert dist.group.WORLD is not None, "the mesh is made of its ranks"
         self._groups = (dist.group.WORLD, *(group for group in mesh.get_all_groups() if group != dist.group.WORLD))
         self._counters = tuple(counter for group in self._groups for counter in collective_counters(group))
+
+    def drop(self) -> None:
+        """Let go of module, mesh and optimizer. No collective."""
+        self._module = self._mesh = self.optimizer = None
+        self._groups = self._counters = ()
+        self.phase = "closed"
 
     def _has_groups(self) -> bool:
         return all(map(exists, self._groups))
 
     @contextmanager
-    def _running(self, phase: Phase, name: str) -> Iterator[None]:
+    def running(self, phase: Phase, name: str) -> Iterator[None]:
         """Name the call for `status`; the phase stays after an exception, so that the report of it can say where."""
         if self.device.type == "cuda":
             # The current device is a thread's own, and who owns the worker may use another thread than for `build`.
             torch.cuda.set_device(self.device)
-        self.phase, self.last_call, self._seen = phase, name, None
+        self.phase, self.last_call, self.seen = phase, name, None
         try:
             yield
         except BaseException as error:
             self.usable = self.usable and is_recoverable(error) and self._has_groups()
             # Most errors have dropped the gradients; the next pass drops the others.
-            self.accumulation, self._is_spent = Accumulation(), True
+            self.forget_gradients()
             self.whole = self.whole and not is_torn(error)
             if not self._has_groups():
                 error.add_note(f"raysharding: {_NO_GROUP.format(name=name)}")
-            if "mixed torch.Tensor and DTensor" in said(error):
+            if is_not_gathered(error):
                 error.add_note(_NOT_GATHERED)
             raise
         self.phase = "ready"
@@ -176,14 +190,19 @@ class RankState:
             self.usable = False
             raise RuntimeError(_NO_GROUP.format(name=name))
 
-    def _version(self) -> Version | None:
+    def forget_gradients(self) -> None:
+        """Count the gradients of passes before this as nobody's."""
+        self.accumulation, self.is_spent = Accumulation(), True
+
+    def version(self) -> Version | None:
+        """Return what the rank holds now, to compare it later; `None` before there is a module."""
         return None if self._module is None else version(self._module, self.optimizer)
 
-    def _follow(self, progress: Callable[[int, int], None] | None) -> Callable[[str, int, int, str], None]:
-        """A progress callback that keeps `status` current and passes the bytes on."""
+    def follow(self, progress: Callable[[int, int], None] | None) -> Callable[[str, int, int, str], None]:
+        """Return a progress callback that keeps the status current and passes the bytes on."""
 
         def follow(phase: str, done: int, total: int, tensor: str) -> None:
-            # `status` reads these from another thread; each is one assignment.
+            # `as_dict` reads these from another thread; each is one assignment.
             self.phase = phase  # type: ignore[assignment]
             self.bytes_done, self.bytes_total = done, total
             self.last_tensor = tensor or self.last_tensor
@@ -192,8 +211,8 @@ class RankState:
 
         return follow
 
-    def _on_device(self, batch: RankBatch) -> RankBatch:
-        """The batch with its tensors where the module computes."""
+    def on_device(self, batch: RankBatch) -> RankBatch:
+        """Return the batch with its tensors where the module computes."""
         return batch if self.device.type == "cpu" else batch.replaced(lambda value: move_inputs(value, self.device))
 
 
@@ -208,6 +227,6 @@ def check_mode(mode: str | None, *, default: str) -> None:
 
 
 def is_training(mode: str | None, *, default: str) -> bool:
-    """Whether a call runs the modules in train mode; see `check_mode`."""
+    """Return True if a call runs the modules in train mode; see `check_mode`."""
     check_mode(mode, default=default)
     return (mode or default) == "train"

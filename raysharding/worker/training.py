@@ -1,7 +1,4 @@
-"""`TrainingRank`: the optimizer of a rank, and the passes and updates that it takes part in.
-
-`FittingRank`: a rank that trains over data, and knows where the run stands.
-"""
+"""`Trainer`: the optimizer of a rank, the passes and updates that it takes part in, and its runs over data."""
 
 from __future__ import annotations
 
@@ -28,7 +25,6 @@ from raysharding.distributed.saving import (
     run_of,
 )
 from raysharding.distributed.training import (
-    Accumulation,
     Evaluation,
     EvaluationPlan,
     Fit,
@@ -42,164 +38,9 @@ from raysharding.distributed.training import (
 )
 from raysharding.errors import CheckpointError
 from raysharding.models import InputBounds
-from raysharding.worker.status import RankState, is_training
+from raysharding.worker.status import RankStatus, is_training
 
 Mode = Literal["train", "eval"]
-
-
-class TrainingRank(RankState):
-    """A rank that trains. Gradients add up from one update to the next; the first pass after one drops those before."""
-
-    def set_optimizer(
-        self,
-        factory: Callable[..., torch.optim.Optimizer],
-        kwargs: Mapping[str, Any] | None = None,
-        *,
-        restore: bool = False,
-    ) -> None:
-        """Make the optimizer as `factory(parameters, **kwargs)`, over the parameters that require gradients.
-
-        Args:
-            factory: A class, or any callable.
-            kwargs: Given to it after the parameters.
-            restore: Also bring back its state, the random generators and the position in the data, where the
-                checkpoint that was loaded last is a save of ours that holds them. Collective then.
-
-        Raises:
-            ValueError: `factory` did not return a torch optimizer.
-            PlanError: The saved state is not this optimizer's.
-        """
-        with self._running("call", "set_optimizer"):
-            self.optimizer = make_optimizer(self.module, factory, kwargs)
-            if restore and self.loaded is not None:
-                state = self._plan_optimizer(self.loaded)
-                if state is not None:
-                    state.run(self.loading, self._follow(None), self._stall_s)
-                    self.position = load_training(self.loaded)
-
-    def set_scheduler(self, schedule: Schedule) -> None:
-        """Give the optimizer a learning-rate schedule, in place of an earlier one; see `distributed.optim.factories`.
-
-        Args:
-            schedule: Makes it for the optimizer.
-
-        Raises:
-            ValueError: No optimizer is set, or what was made is no schedule.
-        """
-        optimizer = self._require_optimizer("set_scheduler")
-        with self._running("call", "set_scheduler"):
-            attach_schedule(optimizer, schedule)
-
-    def _plan_optimizer(self, checkpoint: str) -> OptimizerLoad | None:
-        """What a checkpoint holds of the optimizer's state; `None` where it has none, or there is no optimizer."""
-        if self.optimizer is None:
-            return None
-        holds, error = False, None
-        if self.rank == 0:
-            try:
-                holds = has_optimizer_state(checkpoint)
-            except CheckpointError as raised:
-                error = raised
-        # Rank 0 alone need see the files; the others must know whether a load follows.
-        if not agree(error, holds)[0]:
-            return None
-        return OptimizerLoad.plan(self.module, self.optimizer, checkpoint)
-
-    def train_step(
-        self,
-        batch: RankBatch,
-        loss: LossFunction | None = None,
-        max_grad_norm: float | None = None,
-        mode: Mode | None = None,
-        gradient_accumulation_steps: int = 1,
-    ) -> dict[str, float]:
-        """One optimizer step over the whole batch; see `distributed.training.step.train_step`. Collective.
-
-        Args:
-            batch: From `deal`.
-            loss: See `distributed.training.loss.loss_share`.
-            max_grad_norm: Clip to this global 2-norm. Default: only measure.
-            mode: `"train"` (default) or `"eval"`, for models whose training statistics depend on the whole batch.
-            gradient_accumulation_steps: Parts that the rows are taken in, one after the other.
-
-        Raises:
-            ValueError: No optimizer is set, the mode is unknown, or there are no rows to take in parts.
-        """
-        optimizer = self._require_optimizer("train_step")
-        with self._running("train_step", "train_step"):
-            self._begin_update()
-            return train_step(
-                self.module,
-                optimizer,
-                self._on_device(batch),
-                loss=loss,
-                max_grad_norm=max_grad_norm,
-                training=is_training(mode, default="train"),
-                gradient_accumulation_steps=gradient_accumulation_steps,
-            )
-
-    def forward_backward(
-        self, batch: RankBatch, loss: LossFunction | None = None, mode: Mode | None = None, *, sync: bool = True
-    ) -> dict[str, float]:
-        """Add a batch's gradients to those since the last update; see `distributed.training.step`. Collective.
-
-        Args:
-            batch: From `deal`.
-            loss: See `distributed.training.loss.loss_share`.
-            mode: As for `train_step`.
-            sync: Whether to reduce the gradients.
-        """
-        with self._running("forward_backward", "forward_backward"):
-            if not self.accumulation.num_passes:
-                self._drop_gradients()
-            self._is_spent = False
-            training = is_training(mode, default="train")
-            on_device = self._on_device(batch)
-            return forward_backward(self.module, on_device, self.accumulation, loss=loss, training=training, sync=sync)
-
-    def optim_step(self, max_grad_norm: float | None = None) -> dict[str, float]:
-        """Update the parameters with the gradients since the last update; see `distributed.training.step`. Collective.
-
-        Args:
-            max_grad_norm: As for `train_step`.
-
-        Raises:
-            ValueError: No optimizer is set, there are no gradients, or they were not reduced.
-        """
-        optimizer = self._require_optimizer("optim_step")
-        with self._running("optim_step", "optim_step"):
-            if self._is_spent:
-                raise ValueError("there are no gradients since the last update: call forward_backward first")
-            done, self.accumulation, self._is_spent = self.accumulation, Accumulation(), True
-            return optim_step(self.module, optimizer, done, max_grad_norm=max_grad_norm)
-
-    def zero_grad(self) -> None:
-        """Drop the gradients since the last update, reduced or not. Each rank alone; all of them have to."""
-        with self._running("call", "zero_grad"):
-            self._drop_gradients()
-
-    def _begin_update(self) -> None:
-        """Gradients of passes before this are nobody's any more."""
-        self.accumulation, self._is_spent = Accumulation(), True
-
-    def _drop_gradients(self) -> None:
-        self._begin_update()
-        zero_grad(self.module, self.optimizer)
-
-    def _require_optimizer(self, method: str) -> torch.optim.Optimizer:
-        if self.optimizer is None:
-            raise ValueError(f"no optimizer: call set_optimizer(torch.optim.AdamW, lr=...) before {method}")
-        return self.optimizer
-
-    def clip_grad_norm_(self, max_norm: float | None, norm_type: float = 2.0) -> float:
-        """Scale all gradients so that their norm is at most `max_norm`, and return the norm before. Collective.
-
-        Args:
-            max_norm: Upper bound; `None` only measures.
-            norm_type: p of the p-norm.
-        """
-        with self._running("call", "clip_grad_norm_"):
-            return float(clip_grad_norm_(self.module, max_norm, norm_type))
 
 
 _BATCHES_A_STEP = 8
@@ -230,11 +71,169 @@ class FitSteps:
     """Whether there are no more."""
 
 
-class FittingRank(TrainingRank):
-    """A rank that trains over data."""
+class Trainer:
+    """Trains a rank's module. Gradients add up from one update to the next; the first pass after one drops older ones.
 
-    _fit: Fit | None = None
-    _saves_async = False
+    Args:
+        status: What the rank holds and does.
+    """
+
+    def __init__(self, status: RankStatus) -> None:
+        self._status = status
+        self.position: Position | None = None
+        """Where the last run stands, or the one that the weights were saved in."""
+        self._fit: Fit | None = None
+        self._saves_async = False
+
+    def set_optimizer(
+        self,
+        factory: Callable[..., torch.optim.Optimizer],
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        restore: bool = False,
+    ) -> None:
+        """Make the optimizer as `factory(parameters, **kwargs)`, over the parameters that require gradients.
+
+        Args:
+            factory: A class, or any callable.
+            kwargs: Given to it after the parameters.
+            restore: Also bring back its state, the random generators and the position in the data, where the
+                checkpoint that was loaded last is a save of ours that holds them. Collective then.
+
+        Raises:
+            ValueError: `factory` did not return a torch optimizer.
+            PlanError: The saved state is not this optimizer's.
+        """
+        with self._status.running("call", "set_optimizer"):
+            self._status.optimizer = make_optimizer(self._status.module, factory, kwargs)
+            if restore and self._status.loaded is not None:
+                state = self.plan_optimizer(self._status.loaded)
+                if state is not None:
+                    state.run(self._status.loading, self._status.follow(None), self._status.stall_s)
+                    self.position = load_training(self._status.loaded)
+
+    def set_scheduler(self, schedule: Schedule) -> None:
+        """Give the optimizer a learning-rate schedule, in place of an earlier one; see `distributed.optim.factories`.
+
+        Args:
+            schedule: Makes it for the optimizer.
+
+        Raises:
+            ValueError: No optimizer is set, or what was made is no schedule.
+        """
+        optimizer = self._require_optimizer("set_scheduler")
+        with self._status.running("call", "set_scheduler"):
+            attach_schedule(optimizer, schedule)
+
+    def plan_optimizer(self, checkpoint: str) -> OptimizerLoad | None:
+        """Plan the load of a checkpoint's optimizer state; `None` where it has none, or no optimizer is set."""
+        if self._status.optimizer is None:
+            return None
+        holds, error = False, None
+        if self._status.rank == 0:
+            try:
+                holds = has_optimizer_state(checkpoint)
+            except CheckpointError as raised:
+                error = raised
+        # Rank 0 alone need see the files; the others must know whether a load follows.
+        if not agree(error, holds)[0]:
+            return None
+        return OptimizerLoad.plan(self._status.module, self._status.optimizer, checkpoint)
+
+    def train_step(
+        self,
+        batch: RankBatch,
+        loss: LossFunction | None = None,
+        max_grad_norm: float | None = None,
+        mode: Mode | None = None,
+        gradient_accumulation_steps: int = 1,
+    ) -> dict[str, float]:
+        """One optimizer step over the whole batch; see `distributed.training.step.train_step`. Collective.
+
+        Args:
+            batch: From `deal`.
+            loss: See `distributed.training.loss.loss_share`.
+            max_grad_norm: Clip to this global 2-norm. Default: only measure.
+            mode: `"train"` (default) or `"eval"`, for models whose training statistics depend on the whole batch.
+            gradient_accumulation_steps: Parts that the rows are taken in, one after the other.
+
+        Raises:
+            ValueError: No optimizer is set, the mode is unknown, or there are no rows to take in parts.
+        """
+        optimizer = self._require_optimizer("train_step")
+        with self._status.running("train_step", "train_step"):
+            self._status.forget_gradients()
+            return train_step(
+                self._status.module,
+                optimizer,
+                self._status.on_device(batch),
+                loss=loss,
+                max_grad_norm=max_grad_norm,
+                training=is_training(mode, default="train"),
+                gradient_accumulation_steps=gradient_accumulation_steps,
+            )
+
+    def forward_backward(
+        self, batch: RankBatch, loss: LossFunction | None = None, mode: Mode | None = None, *, sync: bool = True
+    ) -> dict[str, float]:
+        """Add a batch's gradients to those since the last update; see `distributed.training.step`. Collective.
+
+        Args:
+            batch: From `deal`.
+            loss: See `distributed.training.loss.loss_share`.
+            mode: As for `train_step`.
+            sync: Whether to reduce the gradients.
+        """
+        with self._status.running("forward_backward", "forward_backward"):
+            if not self._status.accumulation.num_passes:
+                self.drop_gradients()
+            self._status.is_spent = False
+            training = is_training(mode, default="train")
+            on_device = self._status.on_device(batch)
+            passes = self._status.accumulation
+            return forward_backward(self._status.module, on_device, passes, loss=loss, training=training, sync=sync)
+
+    def optim_step(self, max_grad_norm: float | None = None) -> dict[str, float]:
+        """Update the parameters with the gradients since the last update; see `distributed.training.step`. Collective.
+
+        Args:
+            max_grad_norm: As for `train_step`.
+
+        Raises:
+            ValueError: No optimizer is set, there are no gradients, or they were not reduced.
+        """
+        optimizer = self._require_optimizer("optim_step")
+        with self._status.running("optim_step", "optim_step"):
+            if self._status.is_spent:
+                raise ValueError("there are no gradients since the last update: call forward_backward first")
+            done = self._status.accumulation
+            self._status.forget_gradients()
+            return optim_step(self._status.module, optimizer, done, max_grad_norm=max_grad_norm)
+
+    def zero_grad(self) -> None:
+        """Drop the gradients since the last update, reduced or not. Each rank alone; all of them have to."""
+        with self._status.running("call", "zero_grad"):
+            self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """Drop all gradients of the module. No collective."""
+        self._status.forget_gradients()
+        zero_grad(self._status.module, self._status.optimizer)
+
+    def _require_optimizer(self, method: str) -> torch.optim.Optimizer:
+        if self._status.optimizer is None:
+            raise ValueError(f"no optimizer: call set_optimizer(torch.optim.AdamW, lr=...) before {method}")
+        return self._status.optimizer
+
+    def clip_grad_norm_(self, max_norm: float | None, norm_type: float = 2.0) -> float:
+        """Scale all gradients so that their norm is at most `max_norm`, and return the norm before. Collective.
+
+        Args:
+            max_norm: Upper bound; `None` only measures.
+            norm_type: p of the p-norm.
+        """
+        with self._status.running("call", "clip_grad_norm_"):
+            return float(clip_grad_norm_(self._status.module, max_norm, norm_type))
 
     def fit_begin(
         self,
@@ -261,7 +260,7 @@ class FittingRank(TrainingRank):
             CheckpointError: On every rank: `save_to` holds the saves of another run.
         """
         self._require_optimizer("fit")
-        with self._running("fit", "fit"):
+        with self._status.running("fit", "fit"):
             self.fit_end()
             found = _agreed(self.position) if resume else None
             if position is not None and (found is None or found.run != position.run):
@@ -270,13 +269,13 @@ class FittingRank(TrainingRank):
                 raise ValueError(
                     "resume=True, but there is no run to go on with: load a checkpoint that fit saved, or leave it out"
                 )
-            self._fit = Fit(plan, self.device, found, InputBounds.of(self.module))
+            self._fit = Fit(plan, self._status.device, found, InputBounds.of(self._status.module))
             self.position = self._fit.position
             self._saves_async = async_save
             if save_to is not None:
                 here = self.position
                 from_rank_0(lambda: _check_own_saves(save_to, here))
-            return FitStart(self.position, self._fit.feed.total_steps, self.is_saved)
+            return FitStart(self.position, self._fit.feed.total_steps, self._status.is_saved)
 
     def fit_steps(self, num_steps: int) -> FitSteps:
         """Take steps, as many as are left at most. Collective.
@@ -288,15 +287,15 @@ class FittingRank(TrainingRank):
         assert self._fit is not None, "fit_begin comes before fit_steps"
         steps: list[StepFigures] = []
         for _ in range(num_steps):
-            with self._running("train_step", "fit_step"):
-                self._begin_update()
-                figures = self._fit.step(self.module, optimizer)
+            with self._status.running("train_step", "fit_step"):
+                self._status.forget_gradients()
+                figures = self._fit.step(self._status.module, optimizer)
                 self.position = self._fit.position
             if figures is None:
                 return FitSteps(tuple(steps), self.position, is_over=True)
             steps.append(figures)
             if self._saves_async:
-                self._saver.prepare(self.module, optimizer, stall_s=self._stall_s)
+                self._status.saver.prepare(self._status.module, optimizer, stall_s=self._status.stall_s)
                 self._saves_async = False
         return FitSteps(tuple(steps), self._fit.position, is_over=False)
 
@@ -309,13 +308,13 @@ class FittingRank(TrainingRank):
         Yields:
             `None` after every few batches, in the end the values.
         """
-        with self._running("forward", "evaluate"):
-            run = Evaluation(plan, self.device, InputBounds.of(self.module))
+        with self._status.running("forward", "evaluate"):
+            run = Evaluation(plan, self._status.device, InputBounds.of(self._status.module))
         try:
             is_over = False
             while not is_over:
-                with self._running("forward", "evaluate"):
-                    is_over = not all(run.step(self.module) for _ in range(_BATCHES_A_STEP))
+                with self._status.running("forward", "evaluate"):
+                    is_over = not all(run.step(self._status.module) for _ in range(_BATCHES_A_STEP))
                     values = run.values() if is_over else None
                 yield values
         finally:

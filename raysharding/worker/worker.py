@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from raysharding.batch import Out, RankBatch
 from raysharding.checkpoint import Checkpoint, new_token
@@ -29,8 +30,8 @@ from raysharding.distributed.training import Forwarding, generate
 from raysharding.distributed.transfer import gather_state_dict
 from raysharding.models import build_module
 from raysharding.outputs import RankOutput
-from raysharding.worker.status import is_training
-from raysharding.worker.training import FittingRank
+from raysharding.worker.status import RankStatus, is_training
+from raysharding.worker.training import Trainer
 
 # What gives a module values before it is cut: of ranks that are there already nobody would take part in that.
 _VALUELESS: dict[str, Any] = {"sync_module_states": False, "param_init_fn": None}
@@ -49,12 +50,11 @@ def current_worker() -> Worker:
     return _current[-1]
 
 
-class Worker(FittingRank):
-    """One rank: its part of the module, its optimizer, and the calls on them.
+class Worker:
+    """One rank: its part of the module, and the calls on it. Its `trainer` has those that train.
 
-    The process group is initialised before and destroyed after by whoever owns the worker. Every method but `status`
-    is called on every rank, in the same order, from one thread; `status` and the plain attributes are safe to read
-    from another thread meanwhile.
+    The process group is initialised before and destroyed after by whoever owns the worker. Every method is
+    called on every rank, in the same order, from one thread; `status` is safe to read from another thread meanwhile.
 
     Args:
         rank: Global rank.
@@ -63,6 +63,55 @@ class Worker(FittingRank):
         device: Where the module computes.
         stall_s: Longest silence of a peer during a load, save or gather, in seconds.
     """
+
+    def __init__(
+        self, rank: int, world_size: int, local_rank: int, device: torch.device | str, *, stall_s: float = 120.0
+    ) -> None:
+        self.status = RankStatus(rank, world_size, local_rank, device, stall_s=stall_s)
+        self.trainer = Trainer(self.status)
+        self.checkpoint: Checkpoint | None = None
+        self.load_report: LoadReport | None = None
+        self._sidecars: str | None = None
+        self._forwarding: Forwarding | None = None
+
+    @property
+    def rank(self) -> int:
+        """Global rank."""
+        return self.status.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.status.world_size
+
+    @property
+    def local_rank(self) -> int:
+        """Rank within the node."""
+        return self.status.local_rank
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module computes."""
+        return self.status.device
+
+    @property
+    def module(self) -> nn.Module:
+        """The sharded root module."""
+        return self.status.module
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The device mesh that the module is sharded over."""
+        return self.status.mesh
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer over the rank's shards; `None` where none is set."""
+        return self.status.optimizer
+
+    @optimizer.setter
+    def optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
+        self.status.optimizer = optimizer
 
     def build(
         self,
@@ -82,15 +131,15 @@ class Worker(FittingRank):
             loading: See `Loading`; used here for the dtype, and by `load`.
             is_copy: This rank is new among ranks that `rejoin` meanwhile; `copy_replicas` brings it their values.
         """
-        with self._running("plan", "build"):
+        with self.status.running("plan", "build"):
             self.checkpoint, self._sidecars = checkpoint, checkpoint.directory
-            self.sharding, self.loading = sharding or Sharding(), loading or Loading()
-            self._mesh = init_mesh(self.device.type, self.sharding)
-            self._use_groups(self._mesh)
-            module = build_module(model, checkpoint, self.loading.dtype)
-            sharding = replace(self.sharding, **_VALUELESS) if is_copy else self.sharding
-            self._module = shard_module(module, self._mesh, sharding)
-            self._forwarding = Forwarding(self._module)
+            status = self.status
+            status.sharding, status.loading = sharding or Sharding(), loading or Loading()
+            status.use_mesh(init_mesh(self.device.type, status.sharding))
+            module = build_module(model, checkpoint, status.loading.dtype)
+            sharding = replace(status.sharding, **_VALUELESS) if is_copy else status.sharding
+            status.hold(shard_module(module, self.mesh, sharding))
+            self._forwarding = Forwarding(self.module)
 
     def rejoin(self) -> None:
         """Go on with module and optimizer in a new process group, the old one having gone. Collective.
@@ -98,13 +147,13 @@ class Worker(FittingRank):
         Raises:
             RuntimeError: They cannot be taken over; `build` and `load` again.
         """
-        with self._running("rendezvous", "rejoin"):
-            rejoin(self.module, self.mesh, self.sharding)
-            self._use_groups(self.mesh)
-            self._saver.lose_group()
+        with self.status.running("rendezvous", "rejoin"):
+            rejoin(self.module, self.mesh, self.status.sharding)
+            self.status.use_mesh(self.mesh)
+            self.status.saver.lose_group()
             # Passes of a call that failed may be in the gradients of some ranks only.
-            self._drop_gradients()
-            self.usable = True
+            self.trainer.drop_gradients()
+            self.status.usable = True
 
     def copy_replicas(self, sources: Mapping[int, int], factory: Callable[..., torch.optim.Optimizer] | None) -> None:
         """Give new ranks weights, modes and optimizer of their replicas (HSDP). Collective.
@@ -116,9 +165,9 @@ class Worker(FittingRank):
         Raises:
             PlanError: On every rank: a module or an optimizer is not what a new rank makes.
         """
-        with self._running("plan", "copy_replicas"):
+        with self.status.running("plan", "copy_replicas"):
             copied = (self.module, self.mesh, self.optimizer, sources, factory)
-            self.optimizer = copy_replicas(*copied, progress=self._follow(None))
+            self.optimizer = copy_replicas(*copied, progress=self.status.follow(None))
 
     def load(self, path: str | None = None, progress: Callable[[int, int], None] | None = None) -> LoadReport:
         """Stream a checkpoint into the module, and into the optimizer what a save of ours holds of one. Collective.
@@ -135,26 +184,27 @@ class Worker(FittingRank):
             PlanError: On every rank; module and optimizer are as they were.
         """
         assert self.checkpoint is not None, "build() comes before load()"
-        with self._running("plan", "load"):
+        with self.status.running("plan", "load"):
             moved = False
             try:
-                options: dict[str, Any] = {"progress": self._follow(progress), "stall_s": self._stall_s}
+                options: dict[str, Any] = {"progress": self.status.follow(progress), "stall_s": self.status.stall_s}
                 # Before the weights: an optimizer that does not fit must not leave new ones.
-                state = self._plan_optimizer(path or self.checkpoint.path)
+                state = self.trainer.plan_optimizer(path or self.checkpoint.path)
                 origin = self.checkpoint if path is None else path
-                self.load_report = load_checkpoint(self.module, origin, loading=self.loading, **options)
-                moved, self.loaded = True, path or self.checkpoint.path
-                self.position = None
+                self.load_report = load_checkpoint(self.module, origin, loading=self.status.loading, **options)
+                moved, self.status.loaded = True, path or self.checkpoint.path
+                self.trainer.position = None
                 if state is not None:
-                    state.run(self.loading, **options)
-                    self.position = load_training(path or self.checkpoint.path)
+                    state.run(self.status.loading, **options)
+                    self.trainer.position = load_training(path or self.checkpoint.path)
             except Exception as error:
                 # Once bytes moved, what was there is overwritten in part.
-                mark_recovery(error, usable=not moved and self.phase == "plan", torn=moved or self.phase != "plan")
+                torn = moved or self.status.phase != "plan"
+                mark_recovery(error, usable=not torn, torn=torn)
                 raise
             self.module.eval()
-            self.whole = self.is_saved = True
-            self._drop_gradients()
+            self.status.whole = self.status.is_saved = True
+            self.trainer.drop_gradients()
         return self.load_report
 
     def forward(
@@ -171,13 +221,13 @@ class Worker(FittingRank):
             The output on the CPU, caches left out, `loss` reduced over the ranks where the call has a `Split`. Its
             value is `None` on a rank that has no rows, only a dummy.
         """
-        with self._running("forward", "forward"):
+        with self.status.running("forward", "forward"):
             assert self._forwarding is not None, "build() comes before forward()"
             if out is not None and out.kind == "gather" and out.dim is not None:
                 # Which leaves hold rows is found out in the dim that they will be joined in.
                 batch = replace(batch, dim=out.dim)
             return self._forwarding.run(
-                self._on_device(batch),
+                self.status.on_device(batch),
                 training=is_training(mode, default="eval"),
                 keep=self._wants(out) and not batch.is_dummy,
             )
@@ -192,9 +242,9 @@ class Worker(FittingRank):
             mode: As for `forward`.
             out: As for `forward`.
         """
-        with self._running("generate", "generate"):
+        with self.status.running("generate", "generate"):
             training, keep = is_training(mode, default="eval"), self._wants(out) and not batch.is_dummy
-            return generate(self.module, self._on_device(batch), training=training, keep=keep)
+            return generate(self.module, self.status.on_device(batch), training=training, keep=keep)
 
     def call(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Run `fn(*args, **kwargs)` with `current_worker()` set to this worker, and return what it returns.
@@ -204,28 +254,28 @@ class Worker(FittingRank):
                 later calls are right.
         """
         name = getattr(fn, "__qualname__", type(fn).__name__)
-        seen = self._seen
-        with self._running("call", f"call({name})"):
-            if self._module is not None:
+        status, seen = self.status, self.status.seen
+        with self.status.running("call", f"call({name})"):
+            if status.has_module:
                 # After a forward the root's full parameters are registered: what `fn` wrote into those would be lost.
-                show_shards(self._module)
-            before = self._version() if seen is None else seen
+                show_shards(self.module)
+            before = status.version() if seen is None else seen
             _current.append(self)
             try:
-                with nullcontext() if self._module is None else roots_before_blocks(self._module):
+                with roots_before_blocks(self.module) if status.has_module else nullcontext():
                     value = fn(*args, **(kwargs or {}))
             except BaseException as error:
                 # A backward that `fn` ran may have been cut short; FSDP2 would leave later gradients unreduced.
-                if self._module is not None:
-                    torn = self._version() != before
-                    mark_recovery(error, recover_after(error, self._module, in_backward=True), torn=torn)
+                if status.has_module:
+                    torn = status.version() != before
+                    mark_recovery(error, recover_after(error, self.module, in_backward=True), torn=torn)
                 raise
             finally:
                 _current.pop()
-            self._is_spent = False  # it may have run a backward of its own
-            self._seen = self._version()
-            self.num_changes += self._seen != before
-            self.is_saved = self.is_saved and self._seen == before
+            status.is_spent = False  # it may have run a backward of its own
+            status.seen = status.version()
+            status.num_changes += status.seen != before
+            status.is_saved = status.is_saved and status.seen == before
             return value
 
     def reset(self) -> None:
@@ -236,14 +286,14 @@ class Worker(FittingRank):
         Raises:
             RuntimeError: It cannot be reset; no later step is right.
         """
-        with self._running("call", "reset"):
+        with self.status.running("call", "reset"):
             try:
                 if not reset(self.module):
                     raise RuntimeError("this torch cannot reset a module after an aborted backward")
             except Exception as error:
                 mark_recovery(error, usable=False, torn=False)
                 raise
-            self._begin_update()
+            self.status.forget_gradients()
 
     def state_dict(self, keys: Sequence[str] | None = None) -> Iterator[dict[str, torch.Tensor]]:
         """Bring full tensors to rank 0, a bucket at a time; every rank iterates to the end. Collective.
@@ -254,9 +304,9 @@ class Worker(FittingRank):
         Yields:
             FQN → full CPU tensor on rank 0; as many empty dicts on the others.
         """
-        parts = gather_state_dict(self.module, keys, timeout_s=self._stall_s)
+        parts = gather_state_dict(self.module, keys, timeout_s=self.status.stall_s)
         while True:
-            with self._running("call", "state_dict"):
+            with self.status.running("call", "state_dict"):
                 part = next(parts, None)
             if part is None:
                 return
@@ -282,13 +332,13 @@ class Worker(FittingRank):
             keep_last: Of the saves beside this one, how many stay.
             token: See `Destination`.
         """
-        with self._running("save", "save"):
-            follow = self._follow(progress)
+        with self.status.running("save", "save"):
+            follow = self.status.follow(progress)
             destination = self._destination(path, overwrite, keep_last, token, follow)
             state = self.optimizer if optimizer else None
-            report = begin_save(self.module, destination, state, self.position, self._stall_s).run(follow)
+            report = begin_save(self.module, destination, state, self.trainer.position, self.status.stall_s).run(follow)
             self._sidecars = path
-            self.is_saved = self.is_saved or state is not None or self.optimizer is None
+            self.status.is_saved = self.status.is_saved or state is not None or self.optimizer is None
             return report
 
     def save_async(
@@ -305,15 +355,15 @@ class Worker(FittingRank):
         Returns:
             The number of the save, for `save_status`.
         """
-        with self._running("save", "save"):
-            destination = self._destination(path, overwrite, keep_last, token, self._follow(None))
+        with self.status.running("save", "save"):
+            destination = self._destination(path, overwrite, keep_last, token, self.status.follow(None))
             state = self.optimizer if optimizer else None
-            options: dict[str, Any] = {"position": self.position, "stall_s": self._stall_s}
-            return self._saver.save(self.module, destination, optimizer=state, **options)
+            options: dict[str, Any] = {"position": self.trainer.position, "stall_s": self.status.stall_s}
+            return self.status.saver.save(self.module, destination, optimizer=state, **options)
 
     def save_status(self, number: int) -> BackgroundSave | None:
         """Return how a save in the background fares; `None` for one that there is not. From any thread."""
-        return self._saver.status(number)
+        return self.status.saver.status(number)
 
     def _destination(
         self,
@@ -328,18 +378,17 @@ class Worker(FittingRank):
         def on_wait(save: BackgroundSave) -> None:
             follow("save", save.bytes_done, save.bytes_total, "")  # who waits is no hang while that moves
 
-        self._saver.settle(on_wait)
-        committed = self._saver.last_committed
+        self.status.saver.settle(on_wait)
+        committed = self.status.saver.last_committed
         # The checkpoint that the module came from may be gone by now: older saves are removed.
         self._sidecars = self._sidecars if committed is None else committed
         return Destination(path, overwrite, keep_last, self._sidecars, token or new_token())
 
     def close(self) -> None:
         """Let go of module and optimizer. No collective: works when peers are gone."""
-        self.fit_end()
-        self._module = self._mesh = self._forwarding = self.optimizer = None
-        self._groups = self._counters = ()
-        self.phase = "closed"
+        self.trainer.fit_end()
+        self._forwarding = None
+        self.status.drop()
 
     def _wants(self, out: Out | None) -> bool:
         """Whether the caller wants this rank's output."""

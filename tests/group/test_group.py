@@ -112,7 +112,7 @@ def test_training_saving_and_reopening(
     def own_optimizer() -> None:
         from raysharding import current_worker
 
-        current_worker().set_optimizer(torch.optim.SGD, {"lr": 0.0})
+        current_worker().trainer.set_optimizer(torch.optim.SGD, {"lr": 0.0})
 
     told: list[tuple[int, int]] = []
     with make_group(checkpoint, progress=lambda done, total: told.append((done, total))) as group:

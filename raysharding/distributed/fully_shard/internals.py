@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.module import _IncompatibleKeys, register_module_forward_pre_hook
 
 from raysharding.distributed.fully_shard.layout import named_submodules, unwrapped
+from raysharding.errors import said
 
 
 class ShardedParameter(NamedTuple):
@@ -415,3 +416,11 @@ def loadable(owners: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for hooks, own in paused:
             hooks.update(own)
+
+
+def is_not_gathered(error: BaseException) -> bool:
+    """Return True if a module computed with its shard, because nothing had gathered its parameters.
+
+    DTensor's dispatch raises a RuntimeError for it, which its message alone tells from others (torch 2.9 to 2.13).
+    """
+    return "mixed torch.Tensor and DTensor" in said(error)

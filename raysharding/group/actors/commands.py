@@ -165,7 +165,8 @@ class RankCommands:
     ) -> None:
         """Give new ranks what their replicas hold, and have changed so often. All ranks, together."""
         self._worker.copy_replicas(sources, factory)
-        self._worker.num_changes = counts.get(self._worker.rank, self._worker.num_changes)
+        status = self._worker.status
+        status.num_changes = counts.get(status.rank, status.num_changes)
 
     def attach(self) -> tuple[bool, StateChange]:
         """Say whether there is an optimizer, and what all earlier commands have done to the rank."""
@@ -183,7 +184,7 @@ class RankCommands:
         """Say what the load of the built module will take, and what is free. Each rank alone."""
         worker = self._worker
         assert worker.checkpoint is not None, "build comes before memory_need"
-        return memory_need(worker.module, worker.device, worker.loading, worker.checkpoint.num_bytes, optimizer)
+        return memory_need(worker.module, worker.device, worker.status.loading, worker.checkpoint.num_bytes, optimizer)
 
     def build(self, model: Any, checkpoint: bytes, sharding: Sharding, loading: Loading) -> InputBounds:
         """Build the sharded module on meta, and say what it takes. All ranks, together."""
@@ -199,15 +200,15 @@ class RankCommands:
         self, factory: Callable[..., torch.optim.Optimizer], kwargs: Mapping[str, Any], restore: bool
     ) -> None:
         """Make the optimizer. All ranks, together."""
-        self._worker.set_optimizer(factory, dict(kwargs), restore=restore)
+        self._worker.trainer.set_optimizer(factory, dict(kwargs), restore=restore)
 
     def set_scheduler(self, schedule: Callable[..., Any]) -> None:
         """Give the optimizer a schedule. All ranks."""
-        self._worker.set_scheduler(schedule)
+        self._worker.trainer.set_scheduler(schedule)
 
     def clip_grad_norm_(self, max_norm: float | None, norm_type: float) -> float:
         """Clip the gradients and return their norm. All ranks, together."""
-        return self._worker.clip_grad_norm_(max_norm, norm_type)
+        return self._worker.trainer.clip_grad_norm_(max_norm, norm_type)
 
     def forward(self, batch: RankBatch, mode: Mode, out: Out | None) -> Any:
         """Run the model forward. All ranks, together."""
@@ -223,37 +224,37 @@ class RankCommands:
         self, batch: RankBatch, loss: Any, max_grad_norm: float | None, mode: Mode, gradient_accumulation_steps: int
     ) -> dict[str, float]:
         """Take one optimizer step. All ranks, together."""
-        return self._worker.train_step(batch, loss, max_grad_norm, mode, gradient_accumulation_steps)
+        return self._worker.trainer.train_step(batch, loss, max_grad_norm, mode, gradient_accumulation_steps)
 
     def forward_backward(self, batch: RankBatch, loss: Any, mode: Mode, sync: bool) -> dict[str, float]:
         """Add a batch's gradients. All ranks, together."""
-        return self._worker.forward_backward(batch, loss, mode, sync=sync)
+        return self._worker.trainer.forward_backward(batch, loss, mode, sync=sync)
 
     def optim_step(self, max_grad_norm: float | None) -> dict[str, float]:
         """Update the parameters. All ranks, together."""
-        return self._worker.optim_step(max_grad_norm)
+        return self._worker.trainer.optim_step(max_grad_norm)
 
     def fit_begin(
         self, plan: FitPlan, position: Position | None, resume: bool, save_to: str | None, async_save: bool
     ) -> FitStart:
         """Look at the data of a run, and find where it begins. All ranks, together."""
-        return self._worker.fit_begin(plan, position, resume=resume, save_to=save_to, async_save=async_save)
+        return self._worker.trainer.fit_begin(plan, position, resume=resume, save_to=save_to, async_save=async_save)
 
     def generators(self) -> dict[str, Any]:
         """Return the rank's random generators."""
-        return self._worker.generators()
+        return self._worker.trainer.generators()
 
     def restore_generators(self, state: Mapping[str, Any]) -> None:
         """Put them back."""
-        self._worker.restore_generators(state)
+        self._worker.trainer.restore_generators(state)
 
     def fit_steps(self, num_steps: int) -> FitSteps:
         """Take steps of the run. All ranks, together."""
-        return self._worker.fit_steps(num_steps)
+        return self._worker.trainer.fit_steps(num_steps)
 
     def evaluate(self, plan: EvaluationPlan) -> Step:
         """Begin to compute loss and metrics over data. All ranks, together."""
-        self._evaluation = self._worker.evaluate(plan)
+        self._evaluation = self._worker.trainer.evaluate(plan)
         return self.evaluate_next(plan)
 
     def evaluate_next(self, plan: EvaluationPlan) -> Step:
@@ -263,7 +264,7 @@ class RankCommands:
 
     def fit_end(self) -> None:
         """Let go of the run's data. All ranks."""
-        self._worker.fit_end()
+        self._worker.trainer.fit_end()
 
     def reset(self) -> None:
         """Reset the module, as the ranks did that raised in a call alone. All ranks."""
@@ -271,7 +272,7 @@ class RankCommands:
 
     def zero_grad(self) -> None:
         """Drop the gradients. All ranks."""
-        self._worker.zero_grad()
+        self._worker.trainer.zero_grad()
 
     def call(self, batch: RankBatch, fn: Callable[..., Any], out: Out | None) -> Any:
         """Run the user's function inside the process group. All ranks. A rank with a dummy row has no result."""
@@ -329,38 +330,38 @@ class RankCommands:
     def progress(self) -> tuple[str, int, int]:
         """Return phase, bytes done and bytes in all. Safe from any thread while a command runs."""
         worker = self._rank_worker
-        return self.phase(), *((0, 0) if worker is None else (worker.bytes_done, worker.bytes_total))
+        return self.phase(), *((0, 0) if worker is None else (worker.status.bytes_done, worker.status.bytes_total))
 
     def tensor(self) -> str | None:
         """Return the tensor that a load or save touched last."""
         worker = self._rank_worker
-        return worker.last_tensor or None if worker is not None and self._doing in _STREAMING else None
+        return worker.status.last_tensor or None if worker is not None and self._doing in _STREAMING else None
 
     def is_usable(self) -> bool:
         """Whether the module is right for later calls, after an exception that every rank raised."""
-        return self._rank_worker is None or self._rank_worker.usable
+        return self._rank_worker is None or self._rank_worker.status.usable
 
     def num_changes(self) -> int:
         """Return how often weights or optimizer have been changed."""
-        return 0 if self._rank_worker is None else self._rank_worker.num_changes
+        return 0 if self._rank_worker is None else self._rank_worker.status.num_changes
 
     def change_since(self, before: int) -> StateChange:
         """Return what has become of the model since `num_changes` was `before`. Without one, no rank holds any."""
         worker = self._rank_worker
         collectives = self._num_collectives() - self._collectives_before
-        return StateChange(worker is not None and worker.whole, self.num_changes() - before, collectives)
+        return StateChange(worker is not None and worker.status.whole, self.num_changes() - before, collectives)
 
     def _num_collectives(self) -> int:
-        return 0 if self._rank_worker is None else self._rank_worker.num_collectives()
+        return 0 if self._rank_worker is None else self._rank_worker.status.num_collectives()
 
     def phase(self) -> str:
         """Return what the command is doing, more finely than its name in a load or save."""
         worker = self._rank_worker
-        return worker.phase if worker is not None and self._doing in _STREAMING else self._doing
+        return worker.status.phase if worker is not None and self._doing in _STREAMING else self._doing
 
     def status(self) -> dict[str, Any]:
-        """Return what `Worker.status` says. Safe from any thread while a command runs."""
-        return {"phase": self._doing} if self._rank_worker is None else self._rank_worker.status()
+        """Return what `RankStatus.as_dict` says. Safe from any thread while a command runs."""
+        return {"phase": self._doing} if self._rank_worker is None else self._rank_worker.status.as_dict()
 
     @property
     def _worker(self) -> Worker:

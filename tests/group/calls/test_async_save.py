@@ -68,7 +68,7 @@ def test_memory_is_there_before_the_first_save(checkpoint: Path, tmp_path: Path)
     def memory() -> dict[tuple[str, str], int]:
         from raysharding import current_worker
 
-        saver = current_worker()._saver
+        saver = current_worker().status.saver
         if saver._preparing is not None:
             saver._preparing.join()
         return {key: buffer.data_ptr() for key, buffer in saver._memory._buffers.items()}
