@@ -35,7 +35,7 @@ from raysharding.distributed.saving import merge_checkpoint, skipped_line
 from raysharding.errors import RayshardingError
 
 if TYPE_CHECKING:
-    from raysharding.group.cluster import NodeRoom
+    from raysharding.group.cluster import NodeCapacity
 
 __all__ = ["main"]
 
@@ -138,9 +138,9 @@ def _plan(options: argparse.Namespace) -> bool:
     return plan.fits
 
 
-def _imagined_nodes(options: argparse.Namespace) -> list[NodeRoom] | None:
+def _imagined_nodes(options: argparse.Namespace) -> list[NodeCapacity] | None:
     """Nodes that the options describe; `None` where they describe none, so the real ones count."""
-    from raysharding.group.cluster import NodeRoom
+    from raysharding.group.cluster import NodeCapacity
 
     given = (options.nodes, options.gpus_per_node, options.gpu_memory, options.node_memory)
     if all(value is None for value in given):
@@ -150,7 +150,7 @@ def _imagined_nodes(options: argparse.Namespace) -> list[NodeRoom] | None:
     gpus = options.gpus_per_node
     if gpus is None:
         gpus = 0 if options.gpu_memory is None else share
-    room = NodeRoom("", float(max(share, gpus)), gpus, options.node_memory, options.gpu_memory)
+    room = NodeCapacity("", float(max(share, gpus)), gpus, options.node_memory, options.gpu_memory)
     return [replace(room, name=f"node {number}") for number in range(num_nodes)]
 
 

@@ -1,9 +1,23 @@
 """The model as a group of Ray actors: placement, rendezvous, supervision, calls. The only package that imports Ray."""
 
 from raysharding.group.calls import Call, Handle
+from raysharding.group.cluster import NodeCapacity
 from raysharding.group.fit import FitReport, FitStep
 from raysharding.group.group import ShardedModelGroup
 from raysharding.group.ranks import RankInfo
 from raysharding.group.supervision import GroupState
 
-__all__ = ["Call", "FitReport", "FitStep", "GroupState", "Handle", "RankInfo", "ShardedModelGroup"]
+NodeRoom = NodeCapacity
+"""The old name of `NodeCapacity`."""
+
+__all__ = [
+    "Call",
+    "FitReport",
+    "FitStep",
+    "GroupState",
+    "Handle",
+    "NodeCapacity",
+    "NodeRoom",
+    "RankInfo",
+    "ShardedModelGroup",
+]

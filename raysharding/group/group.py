@@ -39,7 +39,7 @@ from raysharding.group.calls import (
     FullStateDict,
     LastValue,
     ProgressOption,
-    UndoneByInterrupt,
+    UndoOnInterrupt,
     blocking,
     check_batches,
     collect_generated,
@@ -49,8 +49,8 @@ from raysharding.group.calls import (
     driver_handle,
     handle,
 )
-from raysharding.group.cluster import NodeRoom, html_table, memory_table, ranks_table, refuse_in_fork
-from raysharding.group.fit import Callback, FitLock, FitOptions, FitReport, FitRun, Given, given
+from raysharding.group.cluster import NodeCapacity, html_table, memory_table, ranks_table, refuse_in_fork
+from raysharding.group.fit import Callback, DatasetHandle, FitLock, FitOptions, FitReport, FitRun, dataset_handle
 from raysharding.group.launch import (
     GroupPlan,
     GroupSpec,
@@ -65,7 +65,7 @@ from raysharding.group.launch import (
 from raysharding.group.ranks import RankInfo
 from raysharding.group.recovery import RestartReport, attach, restart
 from raysharding.group.rpc import Mode, is_supervision_thread
-from raysharding.group.supervision import Check, Client, GroupState, Supervisor, ask_all, read_log, read_stacks
+from raysharding.group.supervision import Check, Client, GroupState, Supervisor, probe_all, read_log, read_stacks
 from raysharding.models import Adapted
 from raysharding.worker import check_mode
 
@@ -202,7 +202,7 @@ class ShardedModelGroup:
             max_restarts=max_restarts,
         )
         # Nothing is loaded yet that a wait for the next call boundary could save: one Ctrl-C undoes all.
-        with UndoneByInterrupt():
+        with UndoOnInterrupt():
             return cls(launch(spec))
 
     @classmethod
@@ -241,7 +241,7 @@ class ShardedModelGroup:
         loading: Loading | None = None,
         placement: Placement | None = None,
         optimizer: Callable[..., torch.optim.Optimizer] | None = None,
-        nodes: Sequence[NodeRoom] | None = None,
+        nodes: Sequence[NodeCapacity] | None = None,
     ) -> GroupPlan:
         """Work out what a group would hold, and whether it fits; nothing is placed, no actor is started.
 
@@ -653,7 +653,7 @@ class ShardedModelGroup:
         self._require_optimizer("fit")
         check_max_grad_norm(max_grad_norm)
         with self._fits.running(self.name):
-            found = self._given(data, columns, collate)
+            found = self._dataset(data, columns, collate)
             feed = FeedPlan(
                 source=found.source,
                 batch_size=batch_size,
@@ -719,7 +719,7 @@ class ShardedModelGroup:
             DataError: The data cannot be read, or has no rows. The group is READY.
             GroupError: The model or a metric raised, or ranks failed.
         """
-        found, members = self._given(data, columns, collate), self._client.members
+        found, members = self._dataset(data, columns, collate), self._client.members
         feed = FeedPlan(
             source=found.source,
             batch_size=batch_size,
@@ -730,15 +730,15 @@ class ShardedModelGroup:
         )
         plan = EvaluationPlan(feed, loss, with_loss, dict(metrics or {}))
         last = LastValue()
-        found.lend(members)
+        found.pin(members)
         call = self._client.submit_same("evaluate", plan, keep_step=last.keep, collect=Collect(last.collect))
-        call.when_done(lambda _: found.take_back(members))
+        call.when_done(lambda _: found.unpin(members))
         return call.keep_alive(self)
 
-    def _given(self, data: Any, columns: Sequence[str] | None, collate: Collate | None) -> Given:
+    def _dataset(self, data: Any, columns: Sequence[str] | None, collate: Collate | None) -> DatasetHandle:
         # A collate function may make anything of a column; without one it is the argument of its name.
         whole = self._running.bounds.num_ids if collate is None else ()
-        return given(data, columns, self._client.timeouts.load_stall_s, whole)
+        return dataset_handle(data, columns, self._client.timeouts.load_stall_s, whole)
 
     @handle
     def save(
@@ -865,7 +865,7 @@ class ShardedModelGroup:
                 return "Ray was shut down under the group"
             if supervisor.state is GroupState.CLOSED:
                 return "the group was shut down"
-            cause = supervisor.standing.cause
+            cause = supervisor.status.cause
             # Kept ranks may write on; one that is restarted in place says itself how it went.
             return "" if cause is None or supervisor.survivors.is_kept else str(cause).partition("\n")[0]
 
@@ -948,7 +948,7 @@ class ShardedModelGroup:
             `state`, `cause` (what broke the group, or `None`), and `ranks`: one dict per rank with where it runs,
             `answers` (`False` where it said nothing within 2 s), and what `Worker.status` says.
         """
-        cause = self._supervisor.standing.cause
+        cause = self._supervisor.status.cause
         return {
             "name": self._supervisor.name,
             "state": self.state.value,
@@ -959,7 +959,7 @@ class ShardedModelGroup:
     @blocking
     def memory_summary(self) -> str:
         """Return a table of the memory that each rank holds."""
-        self._supervisor.standing.refuse_if_unusable()
+        self._supervisor.status.refuse_if_unusable()
         return memory_table(self._ask_status())
 
     @driver_handle
@@ -1013,7 +1013,7 @@ class ShardedModelGroup:
                         self._take(running)
                 if self._is_shut:
                     running.client.supervisor.shutdown()
-                    running.client.supervisor.standing.refuse_if_unusable()
+                    running.client.supervisor.status.refuse_if_unusable()
         return report
 
     @blocking
@@ -1027,7 +1027,7 @@ class ShardedModelGroup:
         Raises:
             GroupBrokenError: The group is broken (its error holds the stacks) or shut down.
         """
-        self._supervisor.standing.refuse_if_unusable()
+        self._supervisor.status.refuse_if_unusable()
         return read_stacks(self._client.members)
 
     @blocking
@@ -1068,7 +1068,7 @@ class ShardedModelGroup:
             GroupBrokenError: The group is broken or shut down. A `fit` that restarts it ends all the same.
         """
         self._fits.interrupt()  # first: it may be about to restart a group that is broken
-        self._supervisor.standing.refuse_if_unusable()
+        self._supervisor.status.refuse_if_unusable()
         stopping = self._supervisor.interrupt_soon("")
         self._supervisor.wait_stopped(stopping, timeout_s)
         return stopping.result(0) if stopping.done() else 0
@@ -1124,7 +1124,7 @@ class ShardedModelGroup:
             update_record(running, replace(running.spec, optimizer=self._optimizer))
 
     def _ask_status(self) -> list[dict[str, Any]]:
-        said = ask_all(self._client.members, "status", within_s=_STATUS_S).said
+        said = probe_all(self._client.members, "status", within_s=_STATUS_S).replies
         return [
             # One that is dead or stopped is the supervision's to report.
             {**said.get(one.rank, {}), "rank": one.rank, "node_ip": one.node_ip, "pid": one.pid}

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from cluster.local.hosts import Hosts
 from cluster.local.ray_hosts import RayHosts
 from raysharding import GroupError
-from raysharding.group.cluster.gcs_monitor import HEAD_GONE_S
+from raysharding.group.cluster.gcs_monitor import GCS_GONE_S
 from tests.clock import now
 from tests.cluster import jobs
 from tests.cluster.conftest import assert_released, ended, rank_pids, require_hosts
@@ -49,7 +49,7 @@ def test_the_head_dies(tmp_path: Path, with_rank: bool) -> None:
             assert error.primary.node_ip == hosts[0].address
             assert when - killed < 3.0
         else:
-            assert when - killed < HEAD_GONE_S + 3.0
+            assert when - killed < GCS_GONE_S + 3.0
         assert_released(*hosts)
         driver.close()
         assert ended(driver.process, within_s=30.0) < 20.0

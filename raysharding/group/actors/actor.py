@@ -22,10 +22,10 @@ from ray.util.placement_group import remove_placement_group
 from raysharding.distributed.comm import Connection, connections, cut, waits_for_others
 from raysharding.errors import OutputTooLargeError
 from raysharding.group.actors.commands import RankCommands
-from raysharding.group.actors.dataset_blocks import hold
-from raysharding.group.actors.ownership import Fence, RankLease
+from raysharding.group.actors.dataset_blocks import pin
+from raysharding.group.actors.ownership import Ownership, RankLease
 from raysharding.group.actors.work_thread import WorkThread
-from raysharding.group.cluster import Sighting, end_with_head, look, tell, testify
+from raysharding.group.cluster import ProcessSnapshot, dump_stacks, enable_stack_dumps, exit_without_gcs, tell
 from raysharding.group.rpc import (
     RESULT_BYTES,
     AsValue,
@@ -47,7 +47,7 @@ from raysharding.group.rpc import (
 
 # Control threads: one for `lifetime`, the others for questions, of which one may be stuck behind a slow answer. What
 # is large for the work thread, or from it, goes through a thread of its own.
-CONCURRENCY_GROUPS = {"freight": 1, "control": 5}
+CONCURRENCY_GROUPS = {"data": 1, "control": 5}
 
 _GIVE_BACK_S = 2.0
 
@@ -67,7 +67,7 @@ class ActorInfo:
     sees_checkpoint: bool
     """Whether the checkpoint's path exists on its node."""
     stacks_descriptor: int
-    """What `stack_dump.look` needs."""
+    """What `stack_dump.dump_stacks` needs."""
     log_paths: tuple[str, ...] = ()
     """Files on its node that it prints into, stdout and stderr."""
 
@@ -93,16 +93,16 @@ class RankActor:
         # Ray 2.60's own handler waits for running tasks, and takes no others; but `lifetime` ends with the process.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._commands = RankCommands()
-        self._fence = Fence()
+        self._ownership = Ownership()
         self._room = ray.util.get_current_placement_group() if owns_room else None
         self._lease = RankLease(self._end)
         self._lease.renew(lease_s)
-        end_with_head()
+        exit_without_gcs()
         self._record: KeptRecord | None = None
         self._last_response: dict[int, Response] = {}
         self._results: dict[tuple[int, int], Packed | AsValue | None] = {}
         self._control_threads: set[int] = set()
-        self._stacks_descriptor = testify()
+        self._stacks_descriptor = enable_stack_dumps()
         self._work = WorkThread(self._serve)
 
     @ray.method(concurrency_group="control")
@@ -126,19 +126,19 @@ class RankActor:
         Returns when another driver has taken the group over.
         """
         self._control_threads.add(threading.get_ident())
-        self._fence.wait_closed(epoch)
+        self._ownership.wait_superseded(epoch)
 
     @ray.method(concurrency_group="control")
     def renew(self, epoch: int, number: int, lease_s: float | None) -> None:
         """Begin the rank's lease anew; see `supervision/lease_renewal.py`."""
-        if self._fence.is_open(epoch):
+        if self._ownership.owns(epoch):
             self._lease.renew(lease_s, (epoch, number))
 
     @ray.method(concurrency_group="control")
     def keep(self, epoch: int, record: KeptRecord) -> None:
         """Keep what a driver needs that attaches to the group."""
         is_newer = self._record is None or record.version > self._record.version
-        if self._fence.is_open(epoch) and is_newer:
+        if self._ownership.owns(epoch) and is_newer:
             self._record = record
 
     @ray.method(concurrency_group="control")
@@ -152,19 +152,19 @@ class RankActor:
         return self._commands.save_status(number)
 
     @ray.method(concurrency_group="control")
-    def hold(self, key: str, refs: Sequence[ray.ObjectRef] | None) -> None:
-        """Keep references to a dataset's blocks; see `dataset_blocks.hold`."""
-        hold(key, refs)
+    def pin(self, key: str, refs: Sequence[ray.ObjectRef] | None) -> None:
+        """Keep references to a dataset's blocks; see `dataset_blocks.pin`."""
+        pin(key, refs)
 
     @ray.method(concurrency_group="control")
     def take_over(self) -> int:
-        """Give out the epoch of another driver. One actor of the group is asked; `admit` tells it to all of them."""
-        return self._fence.next()
+        """Give out the epoch of another driver, who asks one actor of the group and then has all `accept_epoch`."""
+        return self._ownership.next_epoch()
 
     @ray.method(concurrency_group="control")
-    def admit(self, epoch: int) -> None:
+    def accept_epoch(self, epoch: int) -> None:
         """Obey the driver of this epoch, and refuse those before it."""
-        self._fence.admit(epoch)
+        self._ownership.accept_epoch(epoch)
 
     @ray.method(concurrency_group="control")
     def checkpoint(self) -> bytes:
@@ -210,10 +210,10 @@ class RankActor:
         return Stacks("\n".join(parts), work is not None and waits_for_others(work))
 
     @ray.method(concurrency_group="control")
-    def witness(self, pid: int, descriptor: int) -> Sighting | None:
+    def dump_stacks(self, pid: int, descriptor: int) -> ProcessSnapshot | None:
         """Look at another rank of this node, which does not answer; `None` where it cannot be seen."""
         try:
-            return look(pid, descriptor)
+            return dump_stacks(pid, descriptor)
         except OSError:
             return None
 
@@ -231,17 +231,17 @@ class RankActor:
     def connect(self, epoch: int, address: tuple[str, int], key: bytes, timeout_s: float) -> None:
         """Take orders from the driver that listens at an address; see `rpc/driver_connections.py`."""
         line = RankLine(address, key, timeout_s)
-        if self._fence.is_open(epoch):
+        if self._ownership.owns(epoch):
             self._work.obey(epoch, line)
         else:
             line.close()
 
-    @ray.method(concurrency_group="freight")
+    @ray.method(concurrency_group="data")
     def deliver(self, message: bytes, *stored: Packed) -> None:
         """Run a command whose large arguments Ray has fetched."""
         self._work.deliver(message, stored)
 
-    @ray.method(concurrency_group="freight", num_returns=2)
+    @ray.method(concurrency_group="data", num_returns=2)
     def take(self, epoch: int, number: int) -> tuple[None, Packed | AsValue | None]:
         """Return a large result, behind an object that says that it is stored: the driver fetches it if it needs it."""
         return None, self._results.pop((epoch, number))
@@ -255,7 +255,7 @@ class RankActor:
         return replace(self._obey(command), number=command.number).encode()
 
     def _obey(self, command: Command) -> Response:
-        if not self._fence.is_open(command.epoch):
+        if not self._ownership.owns(command.epoch):
             return self._refusal(taken_over("the group"))
         self._results.clear()  # the driver has taken what it wanted of those before
         response, result = self._run(command)

@@ -172,7 +172,7 @@ class RankCommands:
         """Say whether there is an optimizer, and what all earlier commands have done to the rank."""
         return self._worker.optimizer is not None, self.change_since(0)
 
-    def look(self, node_ip: str, with_gpus: bool) -> NodeFacts:
+    def node_facts(self, node_ip: str, with_gpus: bool) -> NodeFacts:
         """Say what this process sees of its node. Each rank alone, before it joins."""
         return facts_here(node_ip, with_gpus)
 

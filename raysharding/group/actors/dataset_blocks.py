@@ -16,16 +16,16 @@ from raysharding.errors import DataError
 _FETCH_S = 60.0
 
 _lock = threading.Lock()
-_held: dict[str, Sequence[ray.ObjectRef]] = {}
+_pinned: dict[str, Sequence[ray.ObjectRef]] = {}
 
 
-def hold(key: str, refs: Sequence[ray.ObjectRef] | None) -> None:
+def pin(key: str, refs: Sequence[ray.ObjectRef] | None) -> None:
     """On a rank: keep references to a dataset's blocks until they are taken back by `None`. Ray counts them."""
     with _lock:
         if refs is None:
-            _held.pop(key, None)
+            _pinned.pop(key, None)
         else:
-            _held[key] = refs
+            _pinned[key] = refs
 
 
 class _TableReader(Reader):
@@ -46,7 +46,7 @@ class DatasetBlocks(BlockSource):
     """The blocks of a `ray.data.Dataset`, in the object store; a rank fetches those that it reads."""
 
     key: str
-    """What the ranks `hold` them under."""
+    """What the ranks `pin` them under."""
     rows: tuple[int, ...]
     """Rows of each block."""
     columns: tuple[str, ...] | None
@@ -64,7 +64,7 @@ class DatasetBlocks(BlockSource):
             DataError: The block is lost.
         """
         with _lock:
-            ref = _held[self.key][block]
+            ref = _pinned[self.key][block]
         try:
             table = ray.get(ref, timeout=_FETCH_S)
         except ray.exceptions.GetTimeoutError:

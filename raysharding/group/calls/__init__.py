@@ -3,7 +3,7 @@
 from raysharding.group.calls.background_saves import Asking, PendingSaves
 from raysharding.group.calls.call import Call, Collect, Handle, Sent, blocking, driver_handle, handle
 from raysharding.group.calls.input_checks import check_batches
-from raysharding.group.calls.interrupts import HeldInterrupts, PutOffInterrupts, Stopping, UndoneByInterrupt
+from raysharding.group.calls.interrupts import DeferredInterrupts, MaskedInterrupts, Stopping, UndoOnInterrupt
 from raysharding.group.calls.model_files import BegunSave, ModelFiles
 from raysharding.group.calls.progress import ProgressOption, follow, is_shown
 from raysharding.group.calls.results import (
@@ -21,17 +21,17 @@ __all__ = [
     "BegunSave",
     "Call",
     "Collect",
+    "DeferredInterrupts",
     "FullStateDict",
     "Handle",
-    "HeldInterrupts",
     "LastValue",
+    "MaskedInterrupts",
     "ModelFiles",
     "PendingSaves",
     "ProgressOption",
-    "PutOffInterrupts",
     "Sent",
     "Stopping",
-    "UndoneByInterrupt",
+    "UndoOnInterrupt",
     "blocking",
     "check_batches",
     "collect_all",

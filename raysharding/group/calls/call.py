@@ -18,7 +18,7 @@ from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, Self, TypeAli
 import ray
 
 from raysharding.errors import CallTimeoutError, GroupError
-from raysharding.group.calls.interrupts import HeldInterrupts, Interruptible
+from raysharding.group.calls.interrupts import DeferredInterrupts, Interruptible
 from raysharding.group.cluster import refuse_in_fork
 from raysharding.group.rpc import Packed, refuse_to_wait
 
@@ -161,7 +161,7 @@ class Call:
             self._refuse_to_wait()
             # Not around the yield: there it is the caller's code that runs.
             ended = self._end_here()
-            with HeldInterrupts(self._group), self._changed:
+            with DeferredInterrupts(self._group), self._changed:
                 left = None if until is None else max(0.0, until - time.monotonic())
                 if not self._changed.wait_for(lambda: len(self._order) > index or ended.done(), left):  # noqa: B023
                     raise self._too_slow(timeout_s)
@@ -277,7 +277,7 @@ class Call:
 
     def _wait(self, timeout_s: float | None) -> None:
         self._refuse_to_wait()
-        with HeldInterrupts(self._group):
+        with DeferredInterrupts(self._group):
             try:
                 error = self._end_here().exception(timeout_s)
             except concurrent.futures.TimeoutError:

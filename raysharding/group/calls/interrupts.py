@@ -65,7 +65,7 @@ class _Handler(abc.ABC):
         """Handle SIGINT in the place of `_previous`."""
 
 
-class HeldInterrupts(_Handler):
+class DeferredInterrupts(_Handler):
     """A context in which the main thread waits for a call of a group; see Note [Ctrl-C]."""
 
     def __init__(self, target: Interruptible | None) -> None:
@@ -113,7 +113,7 @@ class HeldInterrupts(_Handler):
                 self._stopping = self._target.interrupt_soon("Ctrl-C")
 
 
-class PutOffInterrupts(_Handler):
+class MaskedInterrupts(_Handler):
     """A context too short to wait for, in which an exception could leave a lock held; what was put off is raised last.
 
     In the main thread Python may raise between taking a lock and entering its `with`: nobody would ever release it.
@@ -142,7 +142,7 @@ class PutOffInterrupts(_Handler):
             self._raised = error
 
 
-class UndoneByInterrupt(_Handler):
+class UndoOnInterrupt(_Handler):
     """A context that undoes what it began when Ctrl-C raises in it; a second Ctrl-C does not disturb that."""
 
     def __init__(self) -> None:

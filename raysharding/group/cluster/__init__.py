@@ -2,7 +2,7 @@
 
 from raysharding.group.cluster.connect import connect, join_announced, refuse_in_fork
 from raysharding.group.cluster.display import html_rows, html_table, memory_table, ranks_table, size, tell, text_table
-from raysharding.group.cluster.gcs_monitor import HEAD_GONE_S, Head, end_with_head, head_address
+from raysharding.group.cluster.gcs_monitor import GCS_GONE_S, GcsMonitor, exit_without_gcs, gcs_address
 from raysharding.group.cluster.names import (
     NAMESPACE,
     Lifetime,
@@ -17,12 +17,12 @@ from raysharding.group.cluster.names import (
     remove_orphans,
 )
 from raysharding.group.cluster.nodes import (
+    NodeCapacity,
     NodeFacts,
-    NodeRoom,
     assign,
+    cluster_capacity,
     facts_here,
-    rooms_here,
-    rooms_of_cluster,
+    local_capacity,
     versions_here,
 )
 from raysharding.group.cluster.placement import (
@@ -37,17 +37,17 @@ from raysharding.group.cluster.placement import (
     wait_placed,
 )
 from raysharding.group.cluster.ray_internals import dashboard_url, has_started
-from raysharding.group.cluster.stack_dump import Sighting, look, testify
+from raysharding.group.cluster.stack_dump import ProcessSnapshot, dump_stacks, enable_stack_dumps
 
 __all__ = [
-    "HEAD_GONE_S",
+    "GCS_GONE_S",
     "NAMESPACE",
-    "Head",
+    "GcsMonitor",
     "Lifetime",
+    "NodeCapacity",
     "NodeFacts",
-    "NodeRoom",
+    "ProcessSnapshot",
     "Reservation",
-    "Sighting",
     "actor_name",
     "actor_names",
     "assign",
@@ -58,17 +58,20 @@ __all__ = [
     "choose_device_type",
     "choose_num_threads",
     "choose_world_size",
+    "cluster_capacity",
     "connect",
     "dashboard_url",
-    "end_with_head",
+    "dump_stacks",
+    "enable_stack_dumps",
+    "exit_without_gcs",
     "facts_here",
+    "gcs_address",
     "group_names",
     "has_started",
-    "head_address",
     "html_rows",
     "html_table",
     "join_announced",
-    "look",
+    "local_capacity",
     "memory_table",
     "name_taken",
     "placement_groups",
@@ -77,12 +80,9 @@ __all__ = [
     "refuse_in_fork",
     "remove_orphans",
     "reserve",
-    "rooms_here",
-    "rooms_of_cluster",
     "show_resources",
     "size",
     "tell",
-    "testify",
     "text_table",
     "versions_here",
     "wait_placed",

@@ -21,7 +21,7 @@ import ray
 
 from raysharding.group.cluster.display import tell
 
-HEAD_GONE_S = 10.0
+GCS_GONE_S = 10.0
 """Silence after which a driver gives its groups up."""
 CUT_OFF_S = 75.0
 """Silence after which a rank ends itself: by then Ray has given its node up, or ended its driver."""
@@ -30,7 +30,7 @@ _ASK_S = 1.0
 _ANSWER_S = 5.0
 
 
-class Head:
+class GcsMonitor:
     """Asks the head's port for a connection once a second, and says how long it has been silent."""
 
     def __init__(self, address: str) -> None:
@@ -46,7 +46,7 @@ class Head:
         self._refused = False
         self._looked = self._heard = time.monotonic()
 
-    def silent_s(self) -> float:
+    def seconds_silent(self) -> float:
         """Take the answer to an earlier question, ask the next one. Never waits; to be called at least once a second.
 
         Returns:
@@ -64,7 +64,7 @@ class Head:
 
     def is_silent(self) -> bool:
         """Whether it refused the last question, or did not answer it within a second."""
-        self.silent_s()
+        self.seconds_silent()
         return self._refused or (self._probe is not None and time.monotonic() - self._asked > _ASK_S)
 
     def gone(self) -> str:
@@ -124,20 +124,20 @@ def _endpoint(address: str) -> tuple[int, Any] | None:
     return family, endpoint
 
 
-def head_address() -> str:
+def gcs_address() -> str:
     """Return `host:port` of the head of the cluster that this process is connected to."""
     return str(ray.get_runtime_context().gcs_address)
 
 
-def end_with_head() -> None:
+def exit_without_gcs() -> None:
     """Start a thread that ends this process when the head is gone for good."""
-    threading.Thread(target=_end_with_head, name="watch head", daemon=True).start()
+    threading.Thread(target=_exit_without_gcs, name="watch head", daemon=True).start()
 
 
-def _end_with_head() -> None:
-    head = Head(head_address())
+def _exit_without_gcs() -> None:
+    head = GcsMonitor(gcs_address())
     # Ends with the process.
-    while head.silent_s() < CUT_OFF_S:
+    while head.seconds_silent() < CUT_OFF_S:
         time.sleep(_ASK_S)
     tell(f"the head at {head.address} has been silent for {CUT_OFF_S:g} s: the rank ends, pid {os.getpid()}")
     os._exit(1)

@@ -1,6 +1,6 @@
 """`NodeFacts`: what one node of the cluster says of itself: versions, network interface, free memory, GPUs.
 
-`NodeRoom`: what a node has for ranks, and which ranks Ray would put where.
+`NodeCapacity`: what a node has for ranks, and which ranks Ray would put where.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def ask_nodes(node_ids: Sequence[str], timeout_s: float) -> dict[str, NodeFacts]
 
 
 @dataclass(frozen=True)
-class NodeRoom:
+class NodeCapacity:
     """One node, as far as a group needs it: real, or one that you think of buying."""
 
     name: str
@@ -144,13 +144,13 @@ class NodeRoom:
         return {"CPU": self.cpus, "GPU": float(self.gpus)}
 
 
-def rooms_here() -> list[NodeRoom]:
+def local_capacity() -> list[NodeCapacity]:
     """This machine, as the cluster that `ray.init()` would start on it."""
     facts = facts_here("127.0.0.1")
     return [_room("this machine", {"CPU": float(os.cpu_count() or 1), "GPU": len(facts.gpu_free_bytes)}, facts)]
 
 
-def rooms_of_cluster(placement: Placement, timeout_s: float) -> list[NodeRoom]:
+def cluster_capacity(placement: Placement, timeout_s: float) -> list[NodeCapacity]:
     """The nodes of the cluster that this program is connected to, each asked for its free memory.
 
     Args:
@@ -164,7 +164,7 @@ def rooms_of_cluster(placement: Placement, timeout_s: float) -> list[NodeRoom]:
         nodes = [node for node in nodes if node["NodeID"] in bundles]
     facts = ask_nodes([node["NodeID"] for node in nodes], timeout_s)
     free = free_resources()
-    rooms: list[NodeRoom] = []
+    rooms: list[NodeCapacity] = []
     for node in nodes:
         name, node_id = node["NodeManagerAddress"], node["NodeID"]
         if any(room.name == name for room in rooms):
@@ -174,13 +174,13 @@ def rooms_of_cluster(placement: Placement, timeout_s: float) -> list[NodeRoom]:
     return rooms
 
 
-def _room(name: str, free: Mapping[str, float], facts: NodeFacts | None, ranks: int | None = None) -> NodeRoom:
+def _room(name: str, free: Mapping[str, float], facts: NodeFacts | None, ranks: int | None = None) -> NodeCapacity:
     gpu_bytes = min(facts.gpu_free_bytes) if facts is not None and facts.gpu_free_bytes else None
     host_bytes = None if facts is None else facts.available_bytes
-    return NodeRoom(name, free.get("CPU", 0.0), int(free.get("GPU", 0)), host_bytes, gpu_bytes, ranks)
+    return NodeCapacity(name, free.get("CPU", 0.0), int(free.get("GPU", 0)), host_bytes, gpu_bytes, ranks)
 
 
-def assign(world_size: int, rooms: Sequence[NodeRoom], need: Mapping[str, float], strategy: str) -> list[int]:
+def assign(world_size: int, rooms: Sequence[NodeCapacity], need: Mapping[str, float], strategy: str) -> list[int]:
     """Which room each rank gets, by rank; shorter than `world_size` where CPUs or GPUs do not suffice.
 
     Ray knows no memory of ours, so memory has no say. Where several choices keep to the strategy, Ray's may differ.

@@ -1,8 +1,8 @@
 """What another process of the same machine can say of a rank that answers no questions.
 
-Note [Witness]: a rank that is stopped by a signal, or whose thread holds the GIL, runs none of its own Python. But the
-kernel tells its state, and Python's `faulthandler` prints stacks from a signal handler in C, without the GIL. It prints
-into a memory file of the rank, which others read through /proc: nothing lies on a disk.
+Note [Stack dumps]: a rank that is stopped by a signal, or whose thread holds the GIL, runs none of its own Python. The
+kernel still reports the state of its process, and Python's `faulthandler` prints stacks from a C signal handler without
+the GIL. It prints into a memory file of the rank, which others read through /proc; nothing is written to disk.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _STATES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Sighting:
+class ProcessSnapshot:
     """A rank, seen from outside."""
 
     state: str
@@ -36,26 +36,26 @@ class Sighting:
     """Python stacks of its threads, innermost frame first; empty where it could not print them."""
 
 
-def testify() -> int:
-    """Make this process print its stacks when a witness asks, and return the descriptor that it prints into."""
+def enable_stack_dumps() -> int:
+    """Make this process print its stacks at a signal, and return the descriptor that it prints into."""
     descriptor = os.memfd_create(_MEMORY_NAME)
     faulthandler.register(_SIGNAL, file=descriptor, all_threads=True)
     return descriptor
 
 
-def look(pid: int, descriptor: int) -> Sighting:
-    """Look at a process of this machine; takes half a second at most.
+def dump_stacks(pid: int, descriptor: int) -> ProcessSnapshot:
+    """Have a process of this machine print its stacks; takes half a second at most.
 
     Args:
         pid: Its process id.
-        descriptor: What its `testify` returned.
+        descriptor: What its `enable_stack_dumps` returned.
 
     Raises:
         OSError: It is gone, or another user's.
     """
     state = _state(pid)
     if state in _STATES:
-        return Sighting(_STATES[state], "")
+        return ProcessSnapshot(_STATES[state], "")
     printed = f"/proc/{pid}/fd/{descriptor}"
     if _MEMORY_NAME not in os.readlink(printed):
         # The signal ends a process that does not expect it, such as another one that has got the number since.
@@ -70,7 +70,7 @@ def look(pid: int, descriptor: int) -> Sighting:
             break
     with open(printed, encoding="utf-8", errors="replace") as stacks:
         stacks.seek(before)
-        return Sighting("its process runs: a thread may hold the GIL", stacks.read(_MAX_CHARS))
+        return ProcessSnapshot("its process runs: a thread may hold the GIL", stacks.read(_MAX_CHARS))
 
 
 def _state(pid: int) -> str:

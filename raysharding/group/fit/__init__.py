@@ -1,23 +1,23 @@
 """The driver's part of a run over data: steps, saves, restarts, callbacks, the report."""
 
 from raysharding.group.fit.callbacks import MLflow, RayGauges, TensorBoard, WeightsAndBiases, figures
-from raysharding.group.fit.datasets import Given, given
+from raysharding.group.fit.datasets import DatasetHandle, dataset_handle
 from raysharding.group.fit.lock import FitLock
 from raysharding.group.fit.report import FitReport, FitStep
 from raysharding.group.fit.run import Callback, FitOptions, FitRun
 
 __all__ = [
     "Callback",
+    "DatasetHandle",
     "FitLock",
     "FitOptions",
     "FitReport",
     "FitRun",
     "FitStep",
-    "Given",
     "MLflow",
     "RayGauges",
     "TensorBoard",
     "WeightsAndBiases",
+    "dataset_handle",
     "figures",
-    "given",
 ]

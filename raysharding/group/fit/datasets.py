@@ -18,13 +18,13 @@ from raysharding.errors import DataError, GroupError
 from raysharding.group.actors import DatasetBlocks
 from raysharding.group.launch import anchored
 from raysharding.group.ranks import Member
-from raysharding.group.supervision import ask_all
+from raysharding.group.supervision import probe_all
 
-_HOLD_S = 30.0
+_PIN_S = 30.0
 
 
 @dataclass(frozen=True)
-class Given:
+class DatasetHandle:
     """What ranks read, and what has to live on the driver meanwhile."""
 
     source: Rows | ParquetPath
@@ -32,7 +32,7 @@ class Given:
     refs: tuple[ray.ObjectRef, ...] = ()
     """Blocks that the ranks have to hold."""
 
-    def lend(self, members: Sequence[Member]) -> None:
+    def pin(self, members: Sequence[Member]) -> None:
         """Have the ranks hold the blocks, before they read the first.
 
         Raises:
@@ -40,20 +40,22 @@ class Given:
         """
         if not isinstance(self.source, DatasetBlocks):
             return
-        silent = ask_all(members, "hold", self.source.key, self.refs, within_s=_HOLD_S).silent
+        silent = probe_all(members, "pin", self.source.key, self.refs, within_s=_PIN_S).silent
         if silent:
             rank, why = next(iter(silent.items()))
             raise GroupError(f"rank {rank} cannot be given the dataset: {why}")
 
-    def take_back(self, members: Sequence[Member]) -> None:
+    def unpin(self, members: Sequence[Member]) -> None:
         """Have the ranks let go of them; who is gone has. Does not wait."""
         # Once Ray is shut down they are gone, and what would be asked of them would start another one.
         if isinstance(self.source, DatasetBlocks) and ray.is_initialized():
             for member in members:
-                member.actor.hold.remote(self.source.key, None)
+                member.actor.pin.remote(self.source.key, None)
 
 
-def given(data: Any, columns: Sequence[str] | None, timeout_s: float, whole: Collection[str] = ()) -> Given:
+def dataset_handle(
+    data: Any, columns: Sequence[str] | None, timeout_s: float, whole: Collection[str] = ()
+) -> DatasetHandle:
     """Make a source of `data`; see `ShardedModelGroup.fit`.
 
     Args:
@@ -70,15 +72,15 @@ def given(data: Any, columns: Sequence[str] | None, timeout_s: float, whole: Col
     """
     chosen = None if columns is None else tuple(columns)
     if isinstance(data, str | os.PathLike):
-        return Given(ParquetPath(anchored(os.fspath(data)), chosen))
+        return DatasetHandle(ParquetPath(anchored(os.fspath(data)), chosen))
     if "ray.data" in sys.modules and isinstance(data, sys.modules["ray.data"].Dataset):
         return _blocks(data, chosen, timeout_s, whole)
     if chosen is not None:
         raise ValueError(f"columns={columns!r}: only Parquet files and Ray datasets have columns to choose from")
-    return Given(rows_of(data))
+    return DatasetHandle(rows_of(data))
 
 
-def _blocks(dataset: Any, columns: tuple[str, ...] | None, timeout_s: float, whole: Collection[str]) -> Given:
+def _blocks(dataset: Any, columns: tuple[str, ...] | None, timeout_s: float, whole: Collection[str]) -> DatasetHandle:
     computing: Future[tuple[Mapping[str, str], tuple[ray.ObjectRef, ...], tuple[int, ...]]] = Future()
 
     def compute() -> None:
@@ -105,7 +107,7 @@ def _blocks(dataset: Any, columns: tuple[str, ...] | None, timeout_s: float, who
     check_whole(kinds, [name for name in whole if columns is None or name in columns])
     if not any(rows):
         raise DataError("the Ray dataset has no rows")
-    return Given(DatasetBlocks(os.urandom(8).hex(), rows, columns), refs)
+    return DatasetHandle(DatasetBlocks(os.urandom(8).hex(), rows, columns), refs)
 
 
 def _computed(dataset: Any) -> tuple[Mapping[str, str], tuple[ray.ObjectRef, ...], tuple[int, ...]]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from raysharding.errors import CallCancelledError, GroupError
-from raysharding.group.calls import PutOffInterrupts
+from raysharding.group.calls import MaskedInterrupts
 
 
 class FitLock:
@@ -36,7 +36,7 @@ class FitLock:
         """
         run = object()
         try:
-            with PutOffInterrupts(), self._lock:
+            with MaskedInterrupts(), self._lock:
                 if self.is_running:
                     raise GroupError(
                         f"{group}: fit runs on it already, in another thread or around the callback that asks; a rank "

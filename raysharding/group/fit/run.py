@@ -23,7 +23,7 @@ from raysharding.errors import CallCancelledError, CheckpointError, GroupError, 
 from raysharding.group.calls import Call, Collect, collect_all, collect_rank0, is_shown
 from raysharding.group.cluster import tell
 from raysharding.group.fit.callbacks import RayGauges
-from raysharding.group.fit.datasets import Given
+from raysharding.group.fit.datasets import DatasetHandle
 from raysharding.group.fit.lock import FitLock
 from raysharding.group.fit.report import FitReport, FitStep
 from raysharding.group.recovery import RestartReport
@@ -128,7 +128,7 @@ class FitRun:
         group: FitGroup,
         client: Callable[[], Client],
         plan: FitPlan,
-        data: Given,
+        data: DatasetHandle,
         options: FitOptions,
         fits: FitLock,
         restart: Callable[[], RestartReport],
@@ -210,7 +210,7 @@ class FitRun:
         """Have the ranks look at the data, and find where they stand."""
         silent: GroupError | None = None
         try:
-            self._data.lend(self._client().members)
+            self._data.pin(self._client().members)
         except GroupError as error:
             silent = error  # of a rank that is gone the next call tells more, once the supervision knows of it
         asked = (self._plan, self._begun, resume, self._options.save_to, self._options.async_save)
@@ -271,7 +271,7 @@ class FitRun:
         if self._group.state in (GroupState.READY, GroupState.BUSY):
             with suppress(GroupError):  # of a group that breaks in this moment the next call tells
                 self._submit("fit_end", is_last=True).result()
-            self._data.take_back(self._client().members)
+            self._data.unpin(self._client().members)
 
     def _steps_and_restarts(self, bar: StepBar) -> None:
         lost: GroupError | RendezvousError | None = None

@@ -16,13 +16,13 @@ from raysharding.checkpoint import Checkpoint
 from raysharding.distributed.footprint import Footprint, footprints, gathered_bytes, load_bytes, planned_tensors
 from raysharding.distributed.transfer import RANK_BYTES
 from raysharding.group.cluster import (
-    NodeRoom,
+    NodeCapacity,
     assign,
+    cluster_capacity,
     html_rows,
     join_announced,
+    local_capacity,
     rank_need,
-    rooms_here,
-    rooms_of_cluster,
     show_resources,
     size,
     text_table,
@@ -59,7 +59,7 @@ class RankPlan:
 class NodePlan:
     """What the ranks of one node would hold together. Bytes."""
 
-    room: NodeRoom
+    room: NodeCapacity
     """What the node has."""
     ranks: tuple[int, ...]
     """Ranks that would run there."""
@@ -198,7 +198,7 @@ _ANSWER_S = 15.0
 """Longest wait for what nodes say of themselves; a worker process may have to start there first."""
 
 
-def plan_group(spec: GroupSpec, nodes: Sequence[NodeRoom] | None) -> GroupPlan:
+def plan_group(spec: GroupSpec, nodes: Sequence[NodeCapacity] | None) -> GroupPlan:
     """Do what `ShardedModelGroup.plan` says."""
     spec.check()
     found = opened_here(spec)
@@ -207,7 +207,7 @@ def plan_group(spec: GroupSpec, nodes: Sequence[NodeRoom] | None) -> GroupPlan:
         found = opened_on_a_node(spec, _ANSWER_S) if has_cluster else opened_without_cluster(spec)
     opened = found.base
     if nodes is None:
-        nodes = rooms_of_cluster(spec.placement, _ANSWER_S) if has_cluster else rooms_here()
+        nodes = cluster_capacity(spec.placement, _ANSWER_S) if has_cluster else local_capacity()
     device_type, world_size = _choose(spec, nodes)
     module = fitted_module(found.model, opened, spec.loading)
     need = rank_need(device_type, spec.placement)
@@ -234,7 +234,7 @@ def plan_group(spec: GroupSpec, nodes: Sequence[NodeRoom] | None) -> GroupPlan:
     )
 
 
-def _choose(spec: GroupSpec, nodes: Sequence[NodeRoom]) -> tuple[str, int]:
+def _choose(spec: GroupSpec, nodes: Sequence[NodeCapacity]) -> tuple[str, int]:
     """Device type and number of ranks, as `from_checkpoint` chooses them."""
     gpus = sum(room.gpus for room in nodes)
     device_type = spec.device or ("cuda" if gpus else "cpu")
@@ -279,13 +279,13 @@ def _ranks(
     return ranks
 
 
-def _node(room: NodeRoom, ranks: Sequence[RankPlan]) -> NodePlan:
+def _node(room: NodeCapacity, ranks: Sequence[RankPlan]) -> NodePlan:
     device_bytes = max((one.device_bytes for one in ranks), default=0)
     return NodePlan(room, tuple(one.rank for one in ranks), sum(one.host_bytes for one in ranks), device_bytes)
 
 
 def _unplaced(
-    world_size: int, placed: Sequence[int], nodes: Sequence[NodeRoom], need: Mapping[str, float], strategy: str
+    world_size: int, placed: Sequence[int], nodes: Sequence[NodeCapacity], need: Mapping[str, float], strategy: str
 ) -> list[str]:
     if len(placed) >= world_size:
         return []

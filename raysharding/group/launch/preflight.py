@@ -232,7 +232,9 @@ class Preflight:
         begun = time.monotonic()
         ranks = self.client.ranks
         arguments = [(info.node_ip, with_gpus) for info in ranks]
-        call = self.client.submit_each("look", arguments, deadline_s=self.client.timeouts.start_s, collect=collect_all)
+        call = self.client.submit_each(
+            "node_facts", arguments, deadline_s=self.client.timeouts.start_s, collect=collect_all
+        )
         facts: list[NodeFacts] = call.result()
         first_of_node = {info.node_id: info.rank for info in reversed(ranks)}
         self._nodes = [facts[rank] for rank in sorted(first_of_node.values())]

@@ -37,10 +37,10 @@ from raysharding.group.ranks import Member
 from raysharding.group.rpc import StateChange
 from raysharding.group.supervision import (
     Client,
-    ask_all,
     broken,
     judge,
     leaves_intact,
+    probe_all,
     resets_some,
     saw_raise,
 )
@@ -97,7 +97,7 @@ def _take_over(name: str, keeper: Any, record: GroupRecord, answer_s: float) -> 
     epoch: int = _ask(name, keeper, "take_over", answer_s)
     handles = zip(record.members, actors, strict=True)
     members = tuple(replace(member, actor=actor, epoch=epoch) for member, actor in handles)
-    answers = ask_all(members, "admit", epoch, within_s=answer_s)
+    answers = probe_all(members, "accept_epoch", epoch, within_s=answer_s)
     for rank, reason in sorted(answers.silent.items()):
         raise _remove(name, f"rank {rank} {reason}")
     return members
@@ -110,7 +110,7 @@ def _settle(client: Client) -> bool:
     held: list[tuple[bool, StateChange]] = client.submit_same("attach", collect=values).result()
     # What the drivers before this one saw of it went with them.
     client.supervisor.survivors.compare(dict(enumerate(change for _, change in held)))
-    said = ask_all(client.members, "last_response", epoch, within_s=_ANSWER_S).said
+    said = probe_all(client.members, "last_response", epoch, within_s=_ANSWER_S).replies
     infos = client.ranks
     seen = [saw_raise(infos[rank], one.error) for rank, one in said.items() if one.error is not None]
     name = client.supervisor.name

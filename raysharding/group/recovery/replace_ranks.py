@@ -21,7 +21,7 @@ from raysharding.group.actors import Blueprint
 from raysharding.group.cluster import actor_name, wait_placed
 from raysharding.group.launch import Preflight, RunningGroup, Started, keep_record, rendezvous, start_in_place_of
 from raysharding.group.ranks import Member
-from raysharding.group.supervision import Replicas, ask_all
+from raysharding.group.supervision import Replicas, probe_all
 
 _ANSWER_S = 30.0
 _GONE_S = 20.0
@@ -89,7 +89,7 @@ def _take_over(running: RunningGroup, fresh: Mapping[int, Member]) -> RunningGro
 def _fill(running: RunningGroup, sources: Mapping[int, int], checkpoint: bytes) -> None:
     """Have the ranks meet, and the new ones copy the others."""
     spec, client, members = running.spec, running.client, running.client.members
-    silent = ask_all(members, "admit", members[0].epoch, within_s=_ANSWER_S).silent
+    silent = probe_all(members, "accept_epoch", members[0].epoch, within_s=_ANSWER_S).silent
     if silent:
         raise GroupError(f"{client.supervisor.name}: rank {min(silent)} {silent[min(silent)]}")
     client.supervisor.open_lines()

@@ -12,10 +12,10 @@ from typing import Any, Literal
 
 from raysharding.checkpoint import newest_after
 from raysharding.errors import GroupTakenOverError, RayshardingError
-from raysharding.group.calls import UndoneByInterrupt
+from raysharding.group.calls import UndoOnInterrupt
 from raysharding.group.launch import GroupSpec, RunningGroup, launch, rendezvous
 from raysharding.group.recovery.replace_ranks import replace_lost
-from raysharding.group.supervision import GroupState, Replicas, ask_all
+from raysharding.group.supervision import GroupState, Replicas, probe_all
 
 _ANSWER_S = 5.0
 _SETTLE_GRACE_S = 2.0
@@ -60,8 +60,8 @@ def restart(
     """
     begun = time.monotonic()
     supervisor, files = running.client.supervisor, running.files
-    if supervisor.state is GroupState.CLOSED or isinstance(supervisor.standing.cause, GroupTakenOverError):
-        supervisor.standing.refuse_if_unusable()
+    if supervisor.state is GroupState.CLOSED or isinstance(supervisor.status.cause, GroupTakenOverError):
+        supervisor.status.refuse_if_unusable()
     if supervisor.state in (GroupState.READY, GroupState.BUSY) and checkpoint is None and world_size is None:
         raise ValueError(
             f"{supervisor.name} is {supervisor.state.value}: there is nothing to restart. Give checkpoint= to go back "
@@ -82,7 +82,7 @@ def restart(
     number = files.begin_load()
     source = newest_after(files.origin) if checkpoint is None else checkpoint
     try:
-        with UndoneByInterrupt():
+        with UndoOnInterrupt():
             fresh = launch(replace(spec, checkpoint=source))
     except Exception as error:
         error.add_note(f"raysharding: restart had to load files: {why}")
@@ -103,44 +103,44 @@ def _why_reload(running: RunningGroup, checkpoint: str | None, world_size: int |
     survivors = supervisor.survivors
     survivors.wait_settled(running.client.timeouts.drain_s + _SETTLE_GRACE_S, 2 * _ANSWER_S)
     if not survivors.is_kept:
-        cause = supervisor.standing.cause
+        cause = supervisor.status.cause
         lost = [failure for failure in (cause.failures.values() if cause else ()) if failure.kind in ("died", "hung")]
-        return f"{lost[0]}: {survivors.remains.why_not}" if lost else survivors.remains.why_not
+        return f"{lost[0]}: {survivors.recoverable.why_not}" if lost else survivors.recoverable.why_not
     return None
 
 
 def _go_on(running: RunningGroup, spec: GroupSpec, begun: float) -> tuple[RunningGroup, RestartReport] | str:
     """Go on with what the ranks hold that are left. Return why that failed, where it did."""
     supervisor, members = running.client.supervisor, running.client.members
-    left = [member for member in members if member.info.rank not in supervisor.survivors.remains.lost]
+    left = [member for member in members if member.info.rank not in supervisor.survivors.recoverable.lost]
     # The driver may not have heard yet of one that died a moment ago.
-    silent = ask_all(left, "progress", within_s=_ANSWER_S).silent
-    remains = supervisor.revive([left[index].info.rank for index in silent])
-    if remains is None:
-        return supervisor.survivors.remains.why_not or "a rank died, or does not answer, after the failure"
+    silent = probe_all(left, "progress", within_s=_ANSWER_S).silent
+    recoverable = supervisor.revive([left[index].info.rank for index in silent])
+    if recoverable is None:
+        return supervisor.survivors.recoverable.why_not or "a rank died, or does not answer, after the failure"
     again = running
     try:
-        with UndoneByInterrupt():
-            if remains.lost:
-                again = replace_lost(replace(running, spec=spec), remains.lost)
+        with UndoOnInterrupt():
+            if recoverable.lost:
+                again = replace_lost(replace(running, spec=spec), recoverable.lost)
             else:
                 rendezvous(running)  # a new process group around the ranks' shards
                 supervisor.started()
     except Exception as error:  # noqa: BLE001 - whatever it was, one of Ray's own say: the files are left
-        what = "lost ranks could not be replaced" if remains.lost else "the ranks could not meet again"
+        what = "lost ranks could not be replaced" if recoverable.lost else "the ranks could not meet again"
         said = str(error) if isinstance(error, RayshardingError) else f"{type(error).__name__}: {error}"
         return f"{what}: {said}"
     except BaseException:
         supervisor.give_up("was interrupted while it restarted")
         raise
-    done = f"; all of them had ended {remains.done}, and its change is there" if remains.done else ""
-    if not remains.lost:
+    done = f"; all of them had ended {recoverable.done}, and its change is there" if recoverable.done else ""
+    if not recoverable.lost:
         why = f"every rank is alive and holds its shards{done}; only the process group was made anew"
         return again, RestartReport("in place", why, None, len(members), time.monotonic() - begun)
     supervisor.shut_down_soon()  # it has let go of the ranks
-    if 0 in remains.lost:  # which alone commits saves, and removes what failed ones leave
+    if 0 in recoverable.lost:  # which alone commits saves, and removes what failed ones leave
         running.files.settle()
-    copied = Replicas.of(spec.sharding, len(members)).sources(remains.lost)
+    copied = Replicas.of(spec.sharding, len(members)).sources(recoverable.lost)
     pairs = ", ".join(f"rank {rank} from rank {source}" for rank, source in copied.items())
     why = f"the ranks that were left held every shard{done}; new processes copied them: {pairs}"
     return again, RestartReport("replicas", why, None, len(members), time.monotonic() - begun)

@@ -1,4 +1,4 @@
-"""`Runner`: takes one call through the ranks, and decides how it ended. All on the supervision thread."""
+"""`CallRunner`: takes one call through the ranks, and decides how it ended. All on the supervision thread."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from raysharding.group.calls import Sent
 from raysharding.group.ranks import Member
 from raysharding.group.rpc import NEXT_STEP, Command, Future, Packed, Response, number_of, pack, record_exception
 from raysharding.group.supervision import failures
-from raysharding.group.supervision.probes import POLL_S, Questions
-from raysharding.group.supervision.running_call import QueuedCall, Run
-from raysharding.group.supervision.survivors import BUSY, TORN, Remains, Survivors
+from raysharding.group.supervision.probes import POLL_S, Probes
+from raysharding.group.supervision.running_call import QueuedCall, RunningCall
+from raysharding.group.supervision.survivors import BUSY, TORN, RecoverableState, Survivors
 
 
 class CallSupervisor(Protocol):
@@ -39,10 +39,10 @@ class CallSupervisor(Protocol):
     def rank_died(self, rank: int, error: BaseException) -> None:
         """Hear that a rank is gone, and why Ray says so."""
 
-    def break_group(self, seen: Sequence[failures.Observed], error: GroupError, remains: Remains) -> None:
+    def break_group(self, seen: Sequence[failures.Observed], error: GroupError, recoverable: RecoverableState) -> None:
         """Break the group: failures, error, what is left of it."""
 
-    def ranks_settled(self, remains: Remains) -> None:
+    def ranks_settled(self, recoverable: RecoverableState) -> None:
         """Hear what is left after all, where that was not known when the group broke."""
 
     def why_not(self, lost: Collection[int]) -> str:
@@ -52,7 +52,7 @@ class CallSupervisor(Protocol):
         """Say what else is wrong, for an error's first line; empty where nothing is."""
 
 
-class Runner:
+class CallRunner:
     """The call that the ranks work on."""
 
     def __init__(
@@ -67,7 +67,7 @@ class Runner:
             survivors: Who holds what; told where copies of a shard differ.
             supervisor: Whose runner it is.
         """
-        self.run: Run | None = None
+        self.run: RunningCall | None = None
         self._survivors = survivors
         self._replicas = survivors.replicas
         self._is_started = False
@@ -76,8 +76,8 @@ class Runner:
         self._members = members
         self._timeouts = timeouts
         self._supervisor = supervisor
-        self._failed: Run | None = None
-        self._questions = Questions(members, supervisor.watch, lambda: self.run or self._failed, supervisor.advance)
+        self._failed: RunningCall | None = None
+        self._probes = Probes(members, supervisor.watch, lambda: self.run or self._failed, supervisor.advance)
         # No other driver's: what Ray brings late of an earlier one's is refused by number, too.
         self._numbers = members[0].epoch << 32
         self._last_number: int | None = None
@@ -87,7 +87,7 @@ class Runner:
         """The ranks are well and hold the model: note what will be needed to free them of one that is lost."""
         self._is_started = True
         if self._replicas.are_several:
-            self._questions.note_connections()
+            self._probes.note_connections()
 
     def check(self, dead: Collection[int]) -> None:
         """Do what is due: end the step, ask late ranks, stop waiting."""
@@ -99,20 +99,22 @@ class Runner:
         if run.drain_until is not None:
             if not run.awaited(self._members) or now >= run.drain_until:
                 self._conclude(run, dead)
-            elif run.witnesses_at is not None and now >= run.witnesses_at:
-                self._questions.witnesses(run)
+            elif run.neighbours_at is not None and now >= run.neighbours_at:
+                self._probes.neighbours(run)
         elif everyone:
             self._step_done(run)
         elif now >= run.deadline:
-            self._questions.stacks(run)
+            self._probes.stacks(run)
         elif run.task.watch_progress and now >= run.next_poll:
-            self._questions.progress(run, dead)
+            self._probes.progress(run, dead)
 
     def begin(self, task: QueuedCall, command: Command) -> None:
         """Send one step to all ranks."""
         now = time.monotonic()
         self._numbers += 1
-        self.run = run = Run(task, self._numbers, begun=now, deadline=now + task.deadline_s, next_poll=now + POLL_S)
+        self.run = run = RunningCall(
+            task, self._numbers, begun=now, deadline=now + task.deadline_s, next_poll=now + POLL_S
+        )
         try:
             # Large arguments are stored before any rank is asked: a full store must not leave some ranks at work.
             messages = self._encode(task, replace(command, number=run.number, resets=self._resets_next))
@@ -179,7 +181,7 @@ class Runner:
         if error is not None and run is not None:
             self._on_task_error(run, rank, error)
 
-    def _run_of(self, number: int) -> Run | None:
+    def _run_of(self, number: int) -> RunningCall | None:
         run = self.run or self._failed
         return run if run is not None and run.number == number else None
 
@@ -201,7 +203,7 @@ class Runner:
                 run.task.keep_step(sent)
         self._supervisor.advance()
 
-    def _on_task_error(self, run: Run, rank: int, error: BaseException) -> None:
+    def _on_task_error(self, run: RunningCall, rank: int, error: BaseException) -> None:
         """Ray could not bring a rank its arguments: the actor is gone, or they are."""
         if isinstance(error, ray.exceptions.RayActorError):
             self._supervisor.rank_died(rank, error)
@@ -217,13 +219,13 @@ class Runner:
         self.see(run, failures.Observed(one), self._timeouts.drain_s)
         self._supervisor.advance()
 
-    def see(self, run: Run, observed: failures.Observed, patience_s: float) -> None:
+    def see(self, run: RunningCall, observed: failures.Observed, patience_s: float) -> None:
         """Note a failure. Its peers get a while to finish: what they say tells a bad input from a broken rank."""
         run.seen.append(observed)
         until = time.monotonic() + patience_s
         run.drain_until = until if run.drain_until is None else min(run.drain_until, until)
 
-    def _step_done(self, run: Run) -> None:
+    def _step_done(self, run: RunningCall) -> None:
         task = run.task
         if run.more and task.keep_step is not None:
             self.begin(task, replace(task.command, method=f"{task.command.method}{NEXT_STEP}"))
@@ -235,12 +237,12 @@ class Runner:
         self.run = None
         task.call.end(None)
 
-    def _compare_replicas(self, run: Run) -> None:
+    def _compare_replicas(self, run: RunningCall) -> None:
         """A user's function may change one copy of a shard, and leave the group READY: then no copy is another's."""
         if self._is_started:  # before, some may have a model and others none yet
             self._survivors.compare(run.changes)
 
-    def _conclude(self, run: Run, dead: Collection[int]) -> None:
+    def _conclude(self, run: RunningCall, dead: Collection[int]) -> None:
         """End a call that failed or is late: leave the group READY where that is safe, else break it."""
         everyone = len(run.finished) == len(self._members)
         if everyone and not run.seen:
@@ -250,7 +252,7 @@ class Runner:
             run.describe_late(self._members)
             run.given_up = self._hung(run)
             if run.awaited(self._members) and not self._supervisor.why_not({*dead, *run.given_up}):
-                self._questions.free(run, {*dead, *run.given_up})
+                self._probes.free(run, {*dead, *run.given_up})
                 return
         what = f"{run.task.call.name} on {self._name}{self._supervisor.remark()}"
         error = failures.judge(run.seen, what, run.is_late, run.arrived)
@@ -262,10 +264,10 @@ class Runner:
             self._resets_next = failures.resets_some(run.seen, len(self._members))
             run.task.call.end(failures.typed_error(run.seen, error))
         else:
-            remains = self._remains(run, dead)
-            if remains.pending:
+            recoverable = self._remains(run, dead)
+            if recoverable.pending:
                 self._failed, run.settled_by = run, time.monotonic() + self._timeouts.drain_s
-            self._supervisor.break_group(run.seen, error, remains)
+            self._supervisor.break_group(run.seen, error, recoverable)
 
     def _settle(self, dead: Collection[int], now: float) -> None:
         """Of a failed call: see whether the ranks that were at work when it was given up have ended their part."""
@@ -279,13 +281,13 @@ class Runner:
             self._failed = None
             self._supervisor.ranks_settled(self._remains(run, dead))
 
-    def _hung(self, run: Run) -> set[int]:
+    def _hung(self, run: RunningCall) -> set[int]:
         """Late ranks that would not end their part if nobody waited for anybody any more, as far as is known."""
         if run.stacks is None:
             return set()
         return {rank for rank in run.unfinished(self._members) if not run.waits(rank)}
 
-    def _remains(self, run: Run, dead: Collection[int]) -> Remains:
+    def _remains(self, run: RunningCall, dead: Collection[int]) -> RecoverableState:
         """What is left. Of several replicas ranks may be at work yet: they end it soon, for nobody answers them.
 
         Until they have, what they hold is not asked: `_settle` comes here again, and nothing is taken before.
@@ -294,10 +296,10 @@ class Runner:
         pending = frozenset(run.awaited(self._members))
         why_not = self._supervisor.why_not(lost)
         if pending and self._replicas.are_several and not why_not:
-            return Remains(lost, "", pending)
+            return RecoverableState(lost, "", pending)
         if not why_not and self._supervisor.why_not(lost := lost | pending):
             why_not = BUSY
         if not why_not and not run.holds_one_model(lost):
             why_not = TORN
         changed = any(change.num_changes for rank, change in run.changes.items() if rank not in lost)
-        return Remains(lost, why_not, done=run.task.call.name if changed else "")
+        return RecoverableState(lost, why_not, done=run.task.call.name if changed else "")

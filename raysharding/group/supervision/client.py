@@ -108,7 +108,7 @@ class Client:
 
     def _refuse(self) -> None:
         """Raise what a call cannot begin after."""
-        self.supervisor.standing.refuse_if_unusable()
+        self.supervisor.status.refuse_if_unusable()
         self.pending.raise_failed()
 
     def _submit(

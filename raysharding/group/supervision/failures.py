@@ -17,7 +17,7 @@ from raysharding.errors import (
     RayshardingError,
     RendezvousError,
 )
-from raysharding.group.cluster import Sighting
+from raysharding.group.cluster import ProcessSnapshot
 from raysharding.group.ranks import RankInfo
 from raysharding.group.rpc import RemoteError, Stacks, StateChange, in_step, one_model
 
@@ -61,7 +61,7 @@ def saw_death(info: RankInfo, phase: str, error: BaseException, note: str = "") 
 
 
 def saw_hang(
-    info: RankInfo, phase: str, deadline_s: float, stacks: Stacks | None, sighting: Sighting | None = None
+    info: RankInfo, phase: str, deadline_s: float, stacks: Stacks | None, snapshot: ProcessSnapshot | None = None
 ) -> Observed:
     """Describe a rank that did not finish in time.
 
@@ -70,12 +70,12 @@ def saw_hang(
         phase: What it was doing.
         deadline_s: How long it had.
         stacks: Its answer, `None` where it did not even answer.
-        sighting: What others say of it, `None` where nobody could see it.
+        snapshot: Its process, seen from outside; `None` where nobody could look.
     """
     what, where = f"not finished after {deadline_s:g} s", ""
     if stacks is None:
-        what += ", and its process answers no questions" + (f"; {sighting.state}" if sighting else "")
-        where = sighting.stacks if sighting else ""
+        what += ", and its process answers no questions" + (f"; {snapshot.state}" if snapshot else "")
+        where = snapshot.stacks if snapshot else ""
     else:
         what += ": waits in a collective for other ranks" if stacks.in_collective else ""
         where = stacks.text

@@ -1,4 +1,4 @@
-"""`GroupState`: where a group stands; `Standing` keeps account of it."""
+"""`GroupState`: where a group stands; `GroupStatus` keeps account of it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class GroupState(enum.Enum):
     CLOSED = "closed"
 
 
-class Standing:
+class GroupStatus:
     """What makes up a group's state. The supervision thread changes it, and `revive`; any thread may ask."""
 
     def __init__(self, name: str) -> None:

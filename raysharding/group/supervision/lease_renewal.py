@@ -1,4 +1,4 @@
-"""A rank's lease: it lives while its driver renews it. `RankLease` is the rank's end, `Renewal` the driver's.
+"""A rank's lease: it lives while its driver renews it. `RankLease` is the rank's end, `LeaseRenewal` the driver's.
 
 Note [Lease]: Ray frees the ranks of a driver that is dead, not those of one that is frozen (SIGSTOP, a debugger, a
 paused machine), nor those of a named group. A lease does. Ranks are told by a control call, which no running call
@@ -22,7 +22,7 @@ from raysharding.group.ranks import Member
 _RENEWALS = 3  # in one lease
 
 
-class Renewal:
+class LeaseRenewal:
     """Renews the leases of a group's ranks on a thread of the driver."""
 
     def __init__(self, members: Sequence[Member], lease_s: float | None, has_ray: Callable[[], bool]) -> None:

@@ -21,23 +21,23 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raysharding.distributed.comm import Connection, between
 from raysharding.errors import GroupError
-from raysharding.group.cluster import Sighting, look
+from raysharding.group.cluster import ProcessSnapshot, dump_stacks
 from raysharding.group.ranks import Member
 from raysharding.group.rpc import Future, Progress, Stacks
-from raysharding.group.supervision.running_call import Run
+from raysharding.group.supervision.running_call import RunningCall
 
 
 @dataclass(frozen=True)
-class Answers:
-    """What the ranks said."""
+class ProbeReplies:
+    """Replies to one probe of all ranks."""
 
-    said: Mapping[int, Any]
-    """Rank → its answer."""
+    replies: Mapping[int, Any]
+    """Rank → its reply."""
     silent: Mapping[int, str]
-    """Rank → why there is no answer of it."""
+    """Rank → why it has not replied."""
 
 
-def ask_all(members: Sequence[Member], method: str, *args: Any, within_s: float) -> Answers:
+def probe_all(members: Sequence[Member], method: str, *args: Any, within_s: float) -> ProbeReplies:
     """Ask every rank.
 
     Args:
@@ -59,25 +59,26 @@ def ask_all(members: Sequence[Member], method: str, *args: Any, within_s: float)
             silent[rank] = "its process is gone"
         except ray.exceptions.RayError as error:
             silent[rank] = f"cannot answer: {error}"
-    return Answers(said, silent)
+    return ProbeReplies(said, silent)
 
 
 POLL_S = 0.2
 """Between two questions about progress."""
-# A late call's error comes within 2 s of its deadline: silent ranks have 0.4 s, witnesses 0.6 s, freed ranks 0.8 s.
+# A late call's error comes within 2 s of its deadline: silent ranks have 0.4 s, their neighbours 0.6 s, and ranks that
+# were freed 0.8 s.
 _SILENT_S = 0.4
 _STACKS_ANSWER_S = 1.0
 _FREED_S = 0.8
 
 
-class Questions:
+class Probes:
     """Runs on the supervision thread; answers come back to it as events, and are dropped when the run has ended."""
 
     def __init__(
         self,
         members: Sequence[Member],
         watch: Callable[[Future, Callable[[Future], None]], None],
-        current: Callable[[], Run | None],
+        current: Callable[[], RunningCall | None],
         advance: Callable[[], None],
     ) -> None:
         """Ask nothing yet.
@@ -95,14 +96,14 @@ class Questions:
         self._noted: dict[int, list[Connection]] = {}
         self._here = ray.get_runtime_context().get_node_id()
 
-    def progress(self, run: Run, dead: Collection[int]) -> None:
+    def progress(self, run: RunningCall, dead: Collection[int]) -> None:
         """Ask how far ranks are that owe no answer."""
         run.next_poll = time.monotonic() + POLL_S
         ranks = [rank for rank in range(len(self._members)) if rank not in run.asked and rank not in dead]
         run.asked.update(ranks)
         self._ask(run, ranks, "progress", self._on_progress)
 
-    def _on_progress(self, run: Run, rank: int, progress: Progress) -> None:
+    def _on_progress(self, run: RunningCall, rank: int, progress: Progress) -> None:
         run.asked.discard(rank)
         if run.moved.get(rank) != (progress.phase, progress.bytes_done):
             run.moved[rank] = (progress.phase, progress.bytes_done)
@@ -110,23 +111,23 @@ class Questions:
         if rank == 0:
             run.task.call.progress = (progress.bytes_done, progress.bytes_total)
 
-    def stacks(self, run: Run) -> None:
+    def stacks(self, run: RunningCall) -> None:
         """The deadline has passed: ask the late ranks what they do, and wait a moment for the answers."""
         now = time.monotonic()
         run.stacks = {}
-        run.drain_until, run.witnesses_at = now + _STACKS_ANSWER_S, now + _SILENT_S
+        run.drain_until, run.neighbours_at = now + _STACKS_ANSWER_S, now + _SILENT_S
         self._ask(run, run.unfinished(self._members), "stacks", self._on_stacks)
 
-    def _on_stacks(self, run: Run, rank: int, stacks: Stacks) -> None:
+    def _on_stacks(self, run: RunningCall, rank: int, stacks: Stacks) -> None:
         assert run.stacks is not None, "asked by stacks()"
         if not run.is_freed:
             run.stacks[rank] = stacks
             self._end_wait(run)
 
-    def witnesses(self, run: Run) -> None:
+    def neighbours(self, run: RunningCall) -> None:
         """Ask about late ranks that have not answered: this process where it is on their machine, else a neighbour."""
         assert run.stacks is not None, "asked after stacks()"
-        run.witnesses_at = None
+        run.neighbours_at = None
         able = [*run.stacks, *run.finished]
         for rank in run.unfinished(self._members):
             if rank in run.stacks:
@@ -136,24 +137,24 @@ class Questions:
             neighbour = next((other for other in neighbours if other.info.node_id == one.info.node_id), None)
             where = one.info.pid, one.stacks_descriptor
             if one.info.node_id == self._here:
-                self._watch(_in_thread(_look, *where), partial(self._on_answer, run, rank, self._on_sighting))
+                self._watch(_in_thread(_dump_stacks, *where), partial(self._on_answer, run, rank, self._on_snapshot))
             elif neighbour is not None:
-                sighting = neighbour.actor.witness.remote(*where).future()
-                self._watch(sighting, partial(self._on_answer, run, rank, self._on_sighting))
+                snapshot = neighbour.actor.dump_stacks.remote(*where).future()
+                self._watch(snapshot, partial(self._on_answer, run, rank, self._on_snapshot))
 
-    def _on_sighting(self, run: Run, rank: int, sighting: Sighting | None) -> None:
-        if sighting is not None and not run.is_freed:
-            run.sightings[rank] = sighting
+    def _on_snapshot(self, run: RunningCall, rank: int, snapshot: ProcessSnapshot | None) -> None:
+        if snapshot is not None and not run.is_freed:
+            run.snapshots[rank] = snapshot
             self._end_wait(run)
 
-    def _end_wait(self, run: Run) -> None:
+    def _end_wait(self, run: RunningCall) -> None:
         """Stop waiting for answers when something is known of every late rank."""
-        known = {*(run.stacks or {}), *run.sightings}
+        known = {*(run.stacks or {}), *run.snapshots}
         if all(late in known for late in run.unfinished(self._members)):
             run.drain_until = time.monotonic()
         self._advance()
 
-    def free(self, run: Run, lost: Collection[int]) -> None:
+    def free(self, run: RunningCall, lost: Collection[int]) -> None:
         """End the collectives of a failed call, so that the ranks keep what they hold; see `distributed.comm.abort`.
 
         All ranks cut their connections: of the peers of one, some wait for ranks that wait for it.
@@ -163,11 +164,11 @@ class Questions:
             lost: Ranks that are dead or hang. Which connections to them there are, `note_connections` has found out.
         """
         run.connections = {}
-        run.drain_until, run.witnesses_at = time.monotonic() + _FREED_S, None
+        run.drain_until, run.neighbours_at = time.monotonic() + _FREED_S, None
         living = [rank for rank in range(len(self._members)) if rank not in lost]
         self._ask(run, living, "connections", partial(self._on_connections, len(living)))
 
-    def _on_connections(self, num_living: int, run: Run, rank: int, found: list[Connection]) -> None:
+    def _on_connections(self, num_living: int, run: RunningCall, rank: int, found: list[Connection]) -> None:
         assert run.connections is not None, "asked by free()"
         run.connections[rank] = found
         if len(run.connections) == num_living:
@@ -184,20 +185,24 @@ class Questions:
         if future.exception() is None:
             self._noted[rank] = future.result()
 
-    def _ask(self, run: Run, ranks: Iterable[int], question: str, then: Callable[[Run, int, Any], None]) -> None:
+    def _ask(
+        self, run: RunningCall, ranks: Iterable[int], question: str, then: Callable[[RunningCall, int, Any], None]
+    ) -> None:
         for rank in ranks:
             answer = getattr(self._members[rank].actor, question).remote().future()
             self._watch(answer, partial(self._on_answer, run, rank, then))
 
-    def _on_answer(self, run: Run, rank: int, then: Callable[[Run, int, Any], None], future: Future) -> None:
+    def _on_answer(
+        self, run: RunningCall, rank: int, then: Callable[[RunningCall, int, Any], None], future: Future
+    ) -> None:
         # Of a rank that died, its lifetime tells.
         if run is self._current() and future.exception() is None:
             then(run, rank, future.result())
 
 
-def _look(pid: int, descriptor: int) -> Sighting | None:
+def _dump_stacks(pid: int, descriptor: int) -> ProcessSnapshot | None:
     try:
-        return look(pid, descriptor)
+        return dump_stacks(pid, descriptor)
     except OSError:
         return None  # gone, or in another container
 
@@ -210,39 +215,39 @@ def _in_thread(fn: Callable[..., Any], *args: Any) -> Future:
 
 
 _ANSWER_S = 1.0
-_WITNESS_S = 0.8
+_NEIGHBOUR_S = 0.8
 _READ_S = 30.0
 _MAX_TAIL_BYTES = 1 << 20
 
 
 def read_stacks(members: Sequence[Member]) -> dict[int, str]:
-    """Return the Python stacks of every rank, within 2 s: by itself, or as a witness sees it; else why there are none.
+    """Return the Python stacks of every rank, printed by itself or for a neighbour, else why there are none. Takes 2 s.
 
     Args:
         members: By rank.
     """
-    answers = ask_all(members, "stacks", within_s=_ANSWER_S)
-    stacks = {rank: stacks.text or "idle\n" for rank, stacks in answers.said.items()}
+    answers = probe_all(members, "stacks", within_s=_ANSWER_S)
+    stacks = {rank: stacks.text or "idle\n" for rank, stacks in answers.replies.items()}
     for rank, reason in answers.silent.items():
-        sighting = _sight(members, rank, [members[other] for other in answers.said])
-        state = "" if sighting is None else f": {sighting.state}"
-        stacks[rank] = f"rank {rank} {reason}{state}\n{sighting.stacks if sighting else ''}"
+        snapshot = _snapshot(members, rank, [members[other] for other in answers.replies])
+        state = "" if snapshot is None else f": {snapshot.state}"
+        stacks[rank] = f"rank {rank} {reason}{state}\n{snapshot.stacks if snapshot else ''}"
     return dict(sorted(stacks.items()))
 
 
-def _sight(members: Sequence[Member], rank: int, able: Sequence[Member]) -> Sighting | None:
+def _snapshot(members: Sequence[Member], rank: int, able: Sequence[Member]) -> ProcessSnapshot | None:
     """What this process can say of a silent rank of its machine, or else a rank that answers."""
     one = members[rank]
     where = one.info.pid, one.stacks_descriptor
     if one.info.node_id == ray.get_runtime_context().get_node_id():
         try:
-            return look(*where)
+            return dump_stacks(*where)
         except OSError:
             return None
     neighbours = [other for other in able if other.info.node_id == one.info.node_id]
-    answers = ask_all(neighbours[:1], "witness", *where, within_s=_WITNESS_S)
-    sighting: Sighting | None = answers.said.get(0)
-    return sighting
+    answers = probe_all(neighbours[:1], "dump_stacks", *where, within_s=_NEIGHBOUR_S)
+    snapshot: ProcessSnapshot | None = answers.replies.get(0)
+    return snapshot
 
 
 def read_log(member: Member, num_lines: int) -> str:

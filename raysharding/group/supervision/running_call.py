@@ -1,4 +1,4 @@
-"""`QueuedCall`: one call on its way to the ranks; `Run`: what has been seen of it while the ranks work on it.
+"""`QueuedCall`: one call on its way to the ranks; `RunningCall`: what has been seen of it while the ranks work on it.
 
 `WaitingCalls`: the calls that have been submitted and that no rank has begun.
 """
@@ -15,7 +15,7 @@ from typing import Protocol, TypeAlias
 from raysharding.distributed.comm import Connection
 from raysharding.errors import GroupError
 from raysharding.group.calls import Call, Sent
-from raysharding.group.cluster import Sighting
+from raysharding.group.cluster import ProcessSnapshot
 from raysharding.group.ranks import Member
 from raysharding.group.rpc import COMMAND_BYTES, Command, Packed, Stacks, StateChange, one_model
 from raysharding.group.supervision.failures import Observed, saw_hang, saw_stop
@@ -54,7 +54,7 @@ class QueuedCall:
 
 
 @dataclass
-class Run:
+class RunningCall:
     """The task that the ranks work on."""
 
     task: QueuedCall
@@ -77,9 +77,9 @@ class Run:
     """What the call did to what the finished ranks hold."""
     stacks: dict[int, Stacks] | None = None
     """What late ranks answered; `None` until the deadline has passed."""
-    sightings: dict[int, Sighting] = field(default_factory=dict)
+    snapshots: dict[int, ProcessSnapshot] = field(default_factory=dict)
     """What others say of late ranks that did not answer."""
-    witnesses_at: float | None = None
+    neighbours_at: float | None = None
     """Clock when others are asked about ranks that have not answered; `None` where nobody needs to."""
     connections: dict[int, Sequence[Connection]] | None = None
     """TCP connections of the ranks; `None` until ranks that wait for others in vain are to be freed."""
@@ -102,7 +102,7 @@ class Run:
     def due(self) -> float:
         """Clock when something has to be done, whatever the ranks do."""
         if self.drain_until is not None:
-            return self.drain_until if self.witnesses_at is None else min(self.drain_until, self.witnesses_at)
+            return self.drain_until if self.neighbours_at is None else min(self.drain_until, self.neighbours_at)
         return min(self.deadline, self.next_poll) if self.task.watch_progress else self.deadline
 
     @property
@@ -144,8 +144,8 @@ class Run:
             return
         self.is_late, self.arrived = True, self._arrivals(late, len(members))
         for rank in late:
-            info, said, sighting = members[rank].info, self.stacks.get(rank), self.sightings.get(rank)
-            self.seen.append(saw_hang(info, self.phase(rank), self.task.deadline_s, said, sighting))
+            info, said, snapshot = members[rank].info, self.stacks.get(rank), self.snapshots.get(rank)
+            self.seen.append(saw_hang(info, self.phase(rank), self.task.deadline_s, said, snapshot))
         answered = set(self.stacks)
         self.seen.sort(key=lambda one: (one.follows, one.failure.rank in answered))
 

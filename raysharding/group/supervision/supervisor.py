@@ -13,16 +13,16 @@ import ray
 
 from raysharding.config import Timeouts
 from raysharding.errors import CallCancelledError, GroupBrokenError, GroupError
-from raysharding.group.calls import HeldInterrupts, PutOffInterrupts, Stopping
-from raysharding.group.cluster import HEAD_GONE_S, Head, Lifetime, head_address, tell
+from raysharding.group.calls import DeferredInterrupts, MaskedInterrupts, Stopping
+from raysharding.group.cluster import GCS_GONE_S, GcsMonitor, Lifetime, gcs_address, tell
 from raysharding.group.ranks import Member
 from raysharding.group.rpc import Events, Future, Lines, open_lines, refuse_to_wait, taken_over
 from raysharding.group.supervision import failures
-from raysharding.group.supervision.call_runner import Runner
-from raysharding.group.supervision.group_state import GroupState, Standing
-from raysharding.group.supervision.lease_renewal import Renewal
+from raysharding.group.supervision.call_runner import CallRunner
+from raysharding.group.supervision.group_state import GroupState, GroupStatus
+from raysharding.group.supervision.lease_renewal import LeaseRenewal
 from raysharding.group.supervision.running_call import Check, QueuedCall, WaitingCalls
-from raysharding.group.supervision.survivors import NOTHING, STOPPED, Remains, Replicas, Survivors
+from raysharding.group.supervision.survivors import NOTHING, STOPPED, RecoverableState, Replicas, Survivors
 from raysharding.group.supervision.teardown import Teardown, close_at_exit
 
 _TICK_S = 1.0
@@ -59,19 +59,19 @@ class Supervisor:
         """
         self.name = name
         self.members = tuple(members)
-        self.standing = Standing(name)
+        self.status = GroupStatus(name)
         self._timeouts = timeouts
         self._lifetime = lifetime
         self._teardown = Teardown(members, release)
         lease_s = lifetime.lease_s if is_loaded else lifetime.starting_lease_s
-        self._renewal = Renewal(members, lease_s, self._teardown.has_ray)
-        self._head = Head(head_address())
+        self._lease_renewal = LeaseRenewal(members, lease_s, self._teardown.has_ray)
+        self._gcs_monitor = GcsMonitor(gcs_address())
         self._events = Events(f"supervise {name}", self._patience, self._tick, self._on_failed)
         replicas = Replicas(len(members), len(members)) if replicas is None else replicas
         self.survivors = Survivors(replicas, timeouts.keep_s)
         self._lines = Lines(self._events, lambda *heard: self._runner.hear(*heard), self.has_ray)
         self._unreachable: dict[int, str] = {}
-        self._runner = Runner(name, members, timeouts, self.survivors, self)
+        self._runner = CallRunner(name, members, timeouts, self.survivors, self)
         self._waiting = WaitingCalls()
         for rank, member in enumerate(members):
             self._events.watch(member.actor.lifetime.remote(member.epoch).future(), partial(self._on_lifetime, rank))
@@ -85,21 +85,21 @@ class Supervisor:
             RendezvousError: A rank cannot reach this process, or did not in time.
             GroupError: A rank is gone, or the group was stopped meanwhile.
         """
-        opened = open_lines(self.members, self._timeouts.rendezvous_s, self.standing.refuse_if_unusable)
+        opened = open_lines(self.members, self._timeouts.rendezvous_s, self.status.refuse_if_unusable)
         self._events.put(partial(self._lines.take, opened))
 
     @property
     def state(self) -> GroupState:
         """The group's state now."""
-        return self.standing.state(is_busy=self._runner.run is not None or bool(self._waiting))
+        return self.status.state(is_busy=self._runner.run is not None or bool(self._waiting))
 
     def started(self) -> None:
         """Leave STARTING: the model is loaded."""
-        self.standing.start()
-        self._renewal.change(self._lifetime.lease_s)
+        self.status.start()
+        self._lease_renewal.change(self._lifetime.lease_s)
         self._events.put(self._runner.note_start)
 
-    def revive(self, silent: Collection[int] = ()) -> Remains | None:
+    def revive(self, silent: Collection[int] = ()) -> RecoverableState | None:
         """Leave BROKEN for STARTING where ranks were kept: they are to meet again.
 
         Until `started`, calls of the thread that revives are taken, and no others.
@@ -111,12 +111,12 @@ class Supervisor:
             What there is to go on with; `None` where too little is left.
         """
         with self.survivors.lock:
-            remains = None if self.standing.is_closing else self.survivors.take(silent)
-            if remains is not None:
-                self.standing.revive()
-        if remains is not None:
-            self._teardown.stop_some(remains.lost - self.survivors.dead)
-        return remains
+            recoverable = None if self.status.is_closing else self.survivors.take(silent)
+            if recoverable is not None:
+                self.status.revive()
+        if recoverable is not None:
+            self._teardown.stop_some(recoverable.lost - self.survivors.dead)
+        return recoverable
 
     def let_go(self) -> None:
         """Leave the ranks to another supervision, which has begun; this one stops nothing any more."""
@@ -145,10 +145,10 @@ class Supervisor:
         """
         if self._waiting.is_full():
             refuse_to_wait(f"{task.call.name}.remote(), while the queue has no room for its arguments")
-            with HeldInterrupts(self):
-                self._waiting.wait_for_room(lambda: self.standing.is_usable)
-        with PutOffInterrupts():
-            self._waiting.add(task, self.standing.refuse_if_unusable, *([] if check is None else [check]))
+            with DeferredInterrupts(self):
+                self._waiting.wait_for_room(lambda: self.status.is_usable)
+        with MaskedInterrupts():
+            self._waiting.add(task, self.status.refuse_if_unusable, *([] if check is None else [check]))
             self._events.put(self.advance)
 
     def interrupt_soon(self, source: str) -> Stopping:
@@ -195,12 +195,12 @@ class Supervisor:
         """End the supervision and leave the ranks as they are, for another driver."""
         self._teardown.let_go()
         self.shutdown()
-        self._renewal.wait_heard(_HEARD_S)
+        self._lease_renewal.wait_heard(_HEARD_S)
 
     def leave(self) -> None:
         """The program ends: so does the group, unless it has a name."""
         # What a broken one holds, no other driver could use.
-        if self._lifetime.name is None or self.standing.cause is not None:
+        if self._lifetime.name is None or self.status.cause is not None:
             self.shutdown()
         else:
             self.detach()
@@ -213,7 +213,7 @@ class Supervisor:
         try:
             self.break_group([], GroupError(f"{self.name}: supervision failed: {type(error).__name__}: {error}"))
         finally:
-            self.standing.is_closing = True
+            self.status.is_closing = True
             self._lines.close()
 
     def _patience(self) -> float:
@@ -238,14 +238,14 @@ class Supervisor:
 
     def has_ray(self) -> bool:
         """Return True if Ray is there yet; else break the group. On the supervision thread, as all that follows."""
-        if self.standing.is_usable and not self._teardown.has_ray():
+        if self.status.is_usable and not self._teardown.has_ray():
             self.break_group([], GroupError(f"{self.name}: Ray was shut down under the group"))
-        return self.standing.is_usable
+        return self.status.is_usable
 
     def advance(self) -> None:
         """Do what is due: end the current step, stop late ranks, begin the next call."""
-        if self.standing.is_usable and self._head.silent_s() > HEAD_GONE_S:
-            self.break_group([], GroupError(f"{self.name}: {self._head.gone()}"))
+        if self.status.is_usable and self._gcs_monitor.seconds_silent() > GCS_GONE_S:
+            self.break_group([], GroupError(f"{self.name}: {self._gcs_monitor.gone()}"))
         if self.survivors.is_kept and not self.survivors.left_s:
             self._drop_kept()
         self._stop_unreachable()
@@ -256,7 +256,7 @@ class Supervisor:
 
     def _may_begin(self) -> bool:
         """Whether the next call may go out. What Ray is to carry would start another Ray where this one is gone."""
-        return self.has_ray() if self._waiting.next_is_large() else self.standing.is_usable
+        return self.has_ray() if self._waiting.next_is_large() else self.status.is_usable
 
     def _on_lifetime(self, rank: int, future: Future) -> None:
         error = future.exception()
@@ -270,18 +270,18 @@ class Supervisor:
         with self.survivors.lock:
             if not self.survivors.hear_death(rank):
                 return
-            is_usable = self.standing.is_usable
+            is_usable = self.status.is_usable
         if not is_usable:
-            if self.survivors.remains.why_not:
+            if self.survivors.recoverable.why_not:
                 self._drop_kept()  # what it held is nowhere else: there is nothing to keep the others for
             return
         run = self._runner.run
         doing = "idle" if run is None else run.phase(rank)
-        note = self._renewal.explain() or self._unreachable.get(rank, "")
+        note = self._lease_renewal.explain() or self._unreachable.get(rank, "")
         seen = failures.saw_death(self.members[rank].info, doing, error, note)
         if run is None:
-            remains = Remains(frozenset(self.survivors.dead), self.why_not(self.survivors.dead))
-            self.break_group([seen], failures.judge([seen], self.name, timed_out=False), remains)
+            recoverable = RecoverableState(frozenset(self.survivors.dead), self.why_not(self.survivors.dead))
+            self.break_group([seen], failures.judge([seen], self.name, timed_out=False), recoverable)
             return
         run.finished.add(rank)
         # Of a lost connection Ray tells a second or two later, after a look for its cause: the peers had their while.
@@ -298,7 +298,7 @@ class Supervisor:
 
     def why_not(self, lost: Collection[int]) -> str:
         """Say why ranks that hold one model could not meet again without `lost`; empty where they could."""
-        if not self.standing.is_started:
+        if not self.status.is_started:
             return STOPPED
         if any(one.info.device != "cpu" for one in self.members):
             return "the ranks are on GPUs: an aborted NCCL collective may have left anything"
@@ -306,34 +306,36 @@ class Supervisor:
 
     def remark(self) -> str:
         """Say that the cluster's head is silent; empty where it is not."""
-        return f" ({self._head.gone()})" if self._head.is_silent() else ""
+        return f" ({self._gcs_monitor.gone()})" if self._gcs_monitor.is_silent() else ""
 
-    def break_group(self, seen: Sequence[failures.Observed], error: GroupError, remains: Remains = NOTHING) -> None:
+    def break_group(
+        self, seen: Sequence[failures.Observed], error: GroupError, recoverable: RecoverableState = NOTHING
+    ) -> None:
         """Fail the current call and those behind it; stop every rank and give everything back, or those of no use."""
         run, self._runner.run = self._runner.run, None
         with self.survivors.lock:
-            self.survivors.keep(remains)
-            self.standing.fail(error)
+            self.survivors.keep(recoverable)
+            self.status.fail(error)
         try:
-            if remains.why_not:
+            if recoverable.why_not:
                 self._stop()
             else:
-                self._teardown.stop_some(remains.lost - self.survivors.dead)
+                self._teardown.stop_some(recoverable.lost - self.survivors.dead)
         finally:
             if run is not None:
                 run.task.call.end(failures.typed_error(seen, error))
             self._waiting.fail(failures.broken(self.name, error))
 
-    def ranks_settled(self, remains: Remains) -> None:
+    def ranks_settled(self, recoverable: RecoverableState) -> None:
         """Hear what is left after all: keep those ranks, or stop them."""
-        self.survivors.settle(remains)
-        if remains.why_not:
+        self.survivors.settle(recoverable)
+        if recoverable.why_not:
             self._drop_kept()
         elif self.survivors.is_kept:
-            self._teardown.stop_some(remains.lost - self.survivors.dead)
+            self._teardown.stop_some(recoverable.lost - self.survivors.dead)
 
     def _interrupt(self, source: str, stopping: Stopping) -> None:
-        if not self.standing.is_started and self.standing.is_usable:
+        if not self.status.is_started and self.status.is_usable:
             self._abandon(source)
         who = source or "interrupt()"
         error = CallCancelledError(f"{who} cancelled the call before any rank of {self.name} began it")
@@ -351,7 +353,7 @@ class Supervisor:
             )
 
     def _abandon(self, reason: str) -> None:
-        if self.standing.is_usable:
+        if self.status.is_usable:
             doing = "idle" if self._runner.run is None else f"in {self._runner.run.task.call.name}"
             self.break_group([], GroupError(f"{self.name} was stopped by {reason} ({doing})"))
 
@@ -359,22 +361,22 @@ class Supervisor:
         """Leave the ranks to the driver that has attached to them, or to the supervision that follows this one."""
         self._teardown.let_go()
         self._lines.close()  # the ranks hang up, which says nothing of them
-        if self.standing.is_usable and not self.standing.is_restarting:
+        if self.status.is_usable and not self.status.is_restarting:
             self.break_group([], taken_over(self.name))
-            if self.standing.is_dropped:
+            if self.status.is_dropped:
                 self._close()
 
     def _drop(self) -> None:
-        self.standing.is_dropped = True
-        if self._lifetime.name is None or self.standing.cause is not None:
+        self.status.is_dropped = True
+        if self._lifetime.name is None or self.status.cause is not None:
             self._close()
 
     def _close(self) -> None:
         """Shut down: stop the ranks, well where they are idle, and wait until Ray says that they are gone."""
-        if self.standing.is_closing:
+        if self.status.is_closing:
             return
-        was_idle = self._runner.run is None and self.standing.cause is None and self._has_ranks()
-        self.standing.is_closing = True
+        was_idle = self._runner.run is None and self.status.cause is None and self._has_ranks()
+        self.status.is_closing = True
         error = GroupBrokenError(f"{self.name} was shut down before this call ended")
         run, self._runner.run = self._runner.run, None
         if run is not None:
@@ -397,8 +399,8 @@ class Supervisor:
 
     def _give_up(self, error: GroupError, done: threading.Event) -> None:
         try:
-            if self.standing.is_usable:
-                self.break_group([], self.standing.first_cause(error))
+            if self.status.is_usable:
+                self.break_group([], self.status.first_cause(error))
             self._drop_kept()
             self._stop_all()
         finally:
@@ -410,8 +412,8 @@ class Supervisor:
             self._stop()
 
     def _stop(self) -> None:
-        self._renewal.stop()
-        self._teardown.stop(has_head=not self._head.is_silent())
+        self._lease_renewal.stop()
+        self._teardown.stop(gcs_answers=not self._gcs_monitor.is_silent())
 
     def _has_ranks(self) -> bool:
         """Whether there may be ranks left that are this driver's to stop."""

@@ -69,7 +69,7 @@ STOPPED = "its ranks were stopped"
 
 
 @dataclass(frozen=True, slots=True)
-class Remains:
+class RecoverableState:
     """What a failure has left of a group."""
 
     lost: frozenset[int] = frozenset()
@@ -82,7 +82,7 @@ class Remains:
     """The failed call, where all of the others had ended it and its change is in what they hold."""
 
 
-NOTHING = Remains()
+NOTHING = RecoverableState()
 """All ranks are stopped."""
 
 
@@ -99,7 +99,7 @@ class Survivors:
         self.lock = threading.Lock()
         self.replicas = replicas
         self.dead: set[int] = set()
-        self.remains = Remains(why_not="the group had not failed")
+        self.recoverable = RecoverableState(why_not="the group had not failed")
         self._keep_s = keep_s
         self._until = 0.0
         self._is_kept = False
@@ -136,57 +136,57 @@ class Survivors:
     def hear_death(self, rank: int) -> bool:
         """With the lock held: note that a rank's process is gone. Return whether that is news: it may be given up.
 
-        Kept ranks whose shards are not all there any more are to be stopped: `remains` says why not, then.
+        Kept ranks whose shards are not all there any more are to be stopped: `recoverable` says why not, then.
         """
-        is_news = rank not in self.dead and rank not in self.remains.lost
+        is_news = rank not in self.dead and rank not in self.recoverable.lost
         self.dead.add(rank)
         if is_news and self._is_kept:
-            lost = self.remains.lost | {rank}
-            self.remains = replace(self.remains, lost=lost, why_not=self._why_lost(lost))
+            lost = self.recoverable.lost | {rank}
+            self.recoverable = replace(self.recoverable, lost=lost, why_not=self._why_lost(lost))
         return is_news
 
-    def keep(self, remains: Remains) -> None:
+    def keep(self, recoverable: RecoverableState) -> None:
         """With the lock held: the group is broken: keep the ranks that are not lost, where they can go on."""
-        self.remains = remains
-        self._is_kept, self._until = not remains.why_not, time.monotonic() + self._keep_s
+        self.recoverable = recoverable
+        self._is_kept, self._until = not recoverable.why_not, time.monotonic() + self._keep_s
 
     def wait_settled(self, timeout_s: float, then_s: float) -> None:
         """Wait until it is known what kept ranks hold; they are kept meanwhile, and `then_s` longer."""
         with self.lock:
             self._until = max(self._until, time.monotonic() + timeout_s + then_s)
-        _wait_until(lambda: not (self._is_kept and self.remains.pending), timeout_s)
+        _wait_until(lambda: not (self._is_kept and self.recoverable.pending), timeout_s)
 
     def wait_gone(self, ranks: Collection[int], timeout_s: float) -> bool:
         """Wait until Ray says that ranks which were given up are gone; return whether they are."""
         return _wait_until(lambda: self.dead.issuperset(ranks), timeout_s)
 
-    def settle(self, remains: Remains) -> None:
+    def settle(self, recoverable: RecoverableState) -> None:
         """What kept ranks hold is known now, or too late."""
         with self.lock:
             if self._is_kept:
-                self.remains = remains
+                self.recoverable = recoverable
 
     def drop(self) -> bool:
         """Keep the ranks no longer, unless a restart has begun; return whether they were kept."""
         with self.lock:
             was_kept, self._is_kept = self._is_kept, False
-            if was_kept and not self.remains.why_not:
+            if was_kept and not self.recoverable.why_not:
                 why = f"the ranks that were left were kept for Timeouts(keep_s={self._keep_s:g}) only"
-                self.remains = Remains(self.remains.lost, why)
+                self.recoverable = RecoverableState(self.recoverable.lost, why)
             return was_kept
 
-    def take(self, silent: Collection[int]) -> Remains | None:
+    def take(self, silent: Collection[int]) -> RecoverableState | None:
         """For a restart, with the lock held: what there is to go on with, `None` where the ranks cannot.
 
         Args:
             silent: Ranks that have not answered just now: they are lost, too.
         """
-        lost = self.remains.lost | self.dead | frozenset(silent)
-        is_known = self._is_kept and not self.remains.why_not and not self.remains.pending
+        lost = self.recoverable.lost | self.dead | frozenset(silent)
+        is_known = self._is_kept and not self.recoverable.why_not and not self.recoverable.pending
         if not is_known or self._why_lost(lost):
             return None
-        self.remains, self._is_kept = replace(self.remains, lost=lost), False
-        return self.remains
+        self.recoverable, self._is_kept = replace(self.recoverable, lost=lost), False
+        return self.recoverable
 
 
 def _wait_until(is_so: Callable[[], bool], timeout_s: float) -> bool:

@@ -62,12 +62,12 @@ class Teardown:
         """Leave the actors and the placement group to another driver: `stop` will do nothing."""
         self._is_stopped = self.is_let_go = True
 
-    def stop(self, *, has_head: bool = True) -> None:
+    def stop(self, *, gcs_answers: bool = True) -> None:
         """Stop the actors and give the placement group back.
 
         Args:
-            has_head: Whether Ray has its head. Without it Ray stops nothing, and waits: then the ranks are asked
-                themselves, at once, else after 3 s.
+            gcs_answers: Whether the GCS answers. Without it Ray stops nothing and waits, so the ranks are asked to end
+                at once; otherwise after 3 s.
         """
         if self._is_stopped:
             return
@@ -76,7 +76,7 @@ class Teardown:
             return  # Ray's own shutdown has ended the job, and the actors with it
         stopping = threading.Thread(target=self._stop, name="stop ranks", daemon=True)
         stopping.start()
-        stopping.join(_STOP_S if has_head else 0.0)
+        stopping.join(_STOP_S if gcs_answers else 0.0)
         if stopping.is_alive():
             for member in self._members:
                 member.actor.end.remote()  # goes from process to process; Ray's head has no part in it

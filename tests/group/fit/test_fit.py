@@ -17,7 +17,7 @@ import torch
 
 from raysharding import CheckpointError, DataError, EmptyBatchError, FitStep, GroupError, ShardedModelGroup
 from raysharding.group import GroupState
-from raysharding.group.fit.datasets import given
+from raysharding.group.fit.datasets import dataset_handle
 from tests.conftest import make_group, make_mlp
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -64,8 +64,8 @@ def parquet(rows: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
 
 
 def fit(group: ShardedModelGroup, data: Any, **options: Any) -> Any:
-    given = {"batch_size": BATCH, "loss": regression(), "collate": collate()}
-    return group.fit(data, **{**given, **options})
+    dataset_handle = {"batch_size": BATCH, "loss": regression(), "collate": collate()}
+    return group.fit(data, **{**dataset_handle, **options})
 
 
 def alone(group_weights: dict[str, torch.Tensor], rows: list[dict[str, Any]], epochs: int) -> list[float]:
@@ -323,8 +323,8 @@ def near() -> Callable[..., Any]:
 def test_floats_of_a_dataset_are_no_ids() -> None:
     data = pytest.importorskip("ray.data").from_arrow(pa.table({"input_ids": [[1.0, 2.0]], "x": [0.5]}))
     with pytest.raises(DataError, match="the column 'input_ids' holds lists of floats, and the model takes ids"):
-        given(data, None, 60, ["input_ids", "labels"])
-    assert given(data, ["x"], 60, ["input_ids"]).refs
+        dataset_handle(data, None, 60, ["input_ids", "labels"])
+    assert dataset_handle(data, ["x"], 60, ["input_ids"]).refs
 
 
 def test_evaluation_is_that_of_one_process(

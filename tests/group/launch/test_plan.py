@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from raysharding import Loading, Placement, PlanError, ShardedModelGroup, Sharding, Split
-from raysharding.group.cluster.nodes import NodeRoom, assign
+from raysharding.group.cluster.nodes import NodeCapacity, assign
 from raysharding.group.launch.memory_plan import GroupPlan
 from tests.group.conftest import make_group, make_mlp
 
@@ -132,7 +132,7 @@ def mean_of_output() -> Callable[..., Any]:
 
 
 def test_a_plan_says_which_resource_is_short_where(checkpoint: Path) -> None:
-    nodes = [NodeRoom("a", cpus=2, host_bytes=1 << 20), NodeRoom("b", cpus=1, host_bytes=64 * GIB)]
+    nodes = [NodeCapacity("a", cpus=2, host_bytes=1 << 20), NodeCapacity("b", cpus=1, host_bytes=64 * GIB)]
     plan = ShardedModelGroup.plan(checkpoint, model=make_mlp(), world_size=4, nodes=nodes)
     assert not plan.fits
     assert [node.ranks for node in plan.nodes] == [(0, 1), (2,)]
@@ -149,7 +149,7 @@ def test_a_plan_for_gpus_that_nobody_has_yet(tmp_path: Path) -> None:
     options: dict[str, Any] = {"model": one_linear(), "optimizer": torch.optim.AdamW, "sharding": Sharding(wrap="none")}
 
     def planned(num_nodes: int, gpus: int) -> GroupPlan:
-        nodes = [NodeRoom(f"node {number}", 64, gpus, 512 * GIB, 24 * GIB) for number in range(num_nodes)]
+        nodes = [NodeCapacity(f"node {number}", 64, gpus, 512 * GIB, 24 * GIB) for number in range(num_nodes)]
         return ShardedModelGroup.plan(tmp_path, nodes=nodes, **options)
 
     wide, narrow = planned(2, 8), planned(1, 2)
@@ -196,7 +196,7 @@ def test_a_plan_refuses_what_does_not_fit_the_checkpoint(checkpoint: Path) -> No
     with pytest.raises(PlanError, match=r"optimizer=.*broken raised KeyError: 'lr'"):
         ShardedModelGroup.plan(checkpoint, model=make_mlp(), world_size=2, nodes=[], optimizer=broken)
     with pytest.raises(ValueError, match="give world_size"):
-        ShardedModelGroup.plan(checkpoint, model=make_mlp(), nodes=[NodeRoom("a", 4)])
+        ShardedModelGroup.plan(checkpoint, model=make_mlp(), nodes=[NodeCapacity("a", 4)])
 
 
 def another_mlp() -> Callable[[], nn.Module]:
@@ -210,7 +210,7 @@ def another_mlp() -> Callable[[], nn.Module]:
 
 def test_an_optimizer_whose_step_needs_values_is_said_to_be_unknown(checkpoint: Path) -> None:
     plan = ShardedModelGroup.plan(
-        checkpoint, model=make_mlp(), world_size=2, nodes=[NodeRoom("a", 4)], optimizer=torch.optim.LBFGS
+        checkpoint, model=make_mlp(), world_size=2, nodes=[NodeCapacity("a", 4)], optimizer=torch.optim.LBFGS
     )
     assert [one.footprint.optimizer_bytes for one in plan.ranks] == [None, None]
     assert any("LBFGS is unknown" in note for note in plan.notes)
@@ -238,5 +238,5 @@ def test_the_clusters_own_nodes_are_looked_at_and_no_actor_is_started(checkpoint
     ],
 )
 def test_ranks_are_assigned_as_the_strategy_says(strategy: str, expected: list[int]) -> None:
-    rooms = [NodeRoom("a", 1), NodeRoom("b", 3), NodeRoom("c", 1)]
+    rooms = [NodeCapacity("a", 1), NodeCapacity("b", 3), NodeCapacity("c", 1)]
     assert assign(4, rooms, {"CPU": 1.0}, strategy) == expected

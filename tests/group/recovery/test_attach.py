@@ -33,7 +33,7 @@ from raysharding.batch import RankBatch
 from raysharding.group import GroupState
 from raysharding.group.rpc.messages import Command
 from raysharding.group.rpc.packing import pack_same
-from raysharding.group.supervision.lease_renewal import Renewal
+from raysharding.group.supervision.lease_renewal import LeaseRenewal
 from tests.clock import now
 from tests.group.conftest import make_group
 
@@ -237,7 +237,7 @@ def test_a_group_with_a_dead_rank_is_removed(doomed: ShardedModelGroup, bundle: 
 
 
 def test_a_driver_that_leaves_at_once_leaves_no_lease_behind(doomed: ShardedModelGroup) -> None:
-    renewal = Renewal(doomed._client.members, 1.0, lambda: True)
+    renewal = LeaseRenewal(doomed._client.members, 1.0, lambda: True)
     renewal._number = 1000  # after those of the group's own
     time.sleep(0.5)
     renewal.change(None)

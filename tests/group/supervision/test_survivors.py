@@ -19,8 +19,8 @@ from raysharding.group import GroupState
 from raysharding.group.calls.call import Call, Collect
 from raysharding.group.rpc.messages import COMMAND_BYTES, RESULT_BYTES, Command, Response, StateChange, number_of
 from raysharding.group.rpc.packing import Packed
-from raysharding.group.supervision.running_call import QueuedCall, Run
-from raysharding.group.supervision.survivors import Remains, Replicas, Survivors
+from raysharding.group.supervision.running_call import QueuedCall, RunningCall
+from raysharding.group.supervision.survivors import RecoverableState, Replicas, Survivors
 from tests.group.conftest import make_group
 from tests.group.recovery.hsdp import QUICK, Copied, kill_idle, make_hsdp
 
@@ -44,9 +44,9 @@ def test_copies_that_differ_are_never_taken_for_each_other(changes: dict[int, St
     for one in (heard, silent):
         one.compare(changes)
     for one in (heard, silent, well):
-        one.keep(Remains(why_not=""))
+        one.keep(RecoverableState(why_not=""))
     assert heard.hear_death(0)
-    assert "some copies of a shard" in heard.remains.why_not
+    assert "some copies of a shard" in heard.recoverable.why_not
     assert heard.take([]) is None
     assert silent.take([0]) is None
     taken = well.take([0])
@@ -56,19 +56,19 @@ def test_copies_that_differ_are_never_taken_for_each_other(changes: dict[int, St
 
 def test_ranks_are_kept_while_a_restart_waits_for_them() -> None:
     survivors = Survivors(Replicas(4, 2), keep_s=0.1)
-    survivors.keep(Remains(why_not="", pending=frozenset({1})))
+    survivors.keep(RecoverableState(why_not="", pending=frozenset({1})))
     waiting = threading.Thread(target=survivors.wait_settled, args=(5.0, 1.0))
     waiting.start()
     time.sleep(0.3)
     assert survivors.left_s > 3.0
-    survivors.settle(Remains(why_not=""))
+    survivors.settle(RecoverableState(why_not=""))
     waiting.join(5.0)
     assert not waiting.is_alive()
 
 
 def test_a_rank_whose_part_ray_could_not_run_holds_another_model() -> None:
     call = Call("call", 3, Collect(lambda call: None), 1.0)
-    run = Run(QueuedCall(call, Command("call"), Packed(b"", ()), 1.0), 1, 0.0, 1.0)
+    run = RunningCall(QueuedCall(call, Command("call"), Packed(b"", ()), 1.0), 1, 0.0, 1.0)
     run.finished, run.changes = {0, 1, 2}, {0: SAME, 1: SAME}
     assert not run.holds_one_model()
     assert run.holds_one_model([2])
