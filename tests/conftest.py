@@ -63,7 +63,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say which tests were run twice."""
     if _again:
-        terminalreporter.section("failed on a machine that stood still, and run once more")
+        terminalreporter.section(f"{len(_again)} failed on a machine that stood still, and ran once more")
         for line in _again:
             terminalreporter.write_line(line)
 

@@ -64,7 +64,7 @@ def prose() -> Iterator[tuple[str, str]]:
     """(where, text) of all that people read: documents, examples, and the package's docstrings and messages."""
     for name in ("README.md", "SECURITY.md", "CONTRIBUTING.md"):
         yield name, (ROOT / name).read_text()
-    for path in sorted(path for folder in ("examples", "cluster") for path in (ROOT / folder).rglob("*")):
+    for path in sorted(path for folder in ("docs", "examples", "cluster") for path in (ROOT / folder).rglob("*")):
         if path.suffix in (".md", ".py", ".sh", ".yaml", ".ipynb"):
             yield str(path.relative_to(ROOT)), path.read_text()
     for path in sorted((ROOT / "raysharding").rglob("*.py")):
