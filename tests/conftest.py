@@ -61,11 +61,10 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say which tests were run twice."""
-    if _again:
-        terminalreporter.section(f"{len(_again)} failed on a machine that stood still, and ran once more")
-        for line in _again:
-            terminalreporter.write_line(line)
+    """Say how many tests ran twice, and which."""
+    terminalreporter.write_line(f"tests that failed on a machine that stood still, and ran once more: {len(_again)}")
+    for line in _again:
+        terminalreporter.write_line(f"  {line}")
 
 
 @pytest.fixture(scope="session")
