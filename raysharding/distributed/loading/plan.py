@@ -138,8 +138,8 @@ class LoadPlan:
     """Who reads, and how it travels; the same on every rank."""
     buckets: BucketPlan
     """How the tensors are cut, those that lie in ranges of files first; the same on every rank."""
-    checkpoint: Checkpoint | None
-    """The files as this rank sees them; `None` on ranks that do not read."""
+    files: tuple[CheckpointFile, ...] | None
+    """The files as this rank sees them, none for a state dict; `None` on ranks that do not read."""
     extents: Mapping[str, Extents]
     """FQN → where it lies in them; empty on ranks that need not know."""
     mapped: tuple[TensorLayout, ...]
@@ -204,12 +204,11 @@ def agree_on_plan(
         PlanError: On every rank, when the checkpoint does not fit, or the ranks differ in module or options.
     """
     outline, sights, found = _exchange(proposal, proposal.error or error, loading)
-    choice, checkpoint = Choice(loading.transport, (0,), "rank 0 holds the state dict"), None
+    choice = Choice(loading.transport, (0,), "rank 0 holds the state dict")
     if outline.whereabouts is not None:
-        choice, checkpoint = choose(loading, Whereabouts.from_json(outline.whereabouts), sights, found)
+        choice = choose(loading, Whereabouts.from_json(outline.whereabouts), sights, found)
     extents = _all_extents(proposal.fit, outline)
-    if proposal.fit is not None:
-        checkpoint = proposal.fit.checkpoint
+    files = found if proposal.fit is None else proposal.fit.checkpoint.files
     reads = shards.rank in choice.readers
     planned = [PlannedTensor(proposal.layouts[fqn], getattr(torch, dtype)) for fqn, dtype in outline.tensors]
     mapped = _mapped(planned, proposal, extents) if loading.mmap else []
@@ -228,7 +227,7 @@ def agree_on_plan(
         outline,
         choice,
         buckets,
-        checkpoint if reads else None,
+        files if reads else None,
         extents,
         tuple(mapped),
         proposal.fit,
@@ -385,7 +384,7 @@ def _problems(module: nn.Module, fit: Fit, loading: Loading) -> list[str]:
             extents = {fqn: extents_of(fit.checkpoint, target) for fqn, target in targets.items()}
             held = StateDictSource(fit.held, infos, extents, targets, cache_bytes)
             return problems + list(differing_ties(keys, held.read_elements))
-        with FileReader(fit.checkpoint) as reader:
+        with FileReader(fit.checkpoint.files) as reader:
             source = CheckpointSource.of(fit.checkpoint, reader, targets, cache_bytes)
             problems += differing_ties(keys, source.read_elements)
     return problems

@@ -125,9 +125,7 @@ def look(loading: Loading, there: Whereabouts) -> tuple[Sight | None, tuple[Chec
         return Sight(host, sees=False, is_same=False, why_not=str(error)), ()
 
 
-def choose(
-    loading: Loading, there: Whereabouts, sights: Sequence[Sight], found: Sequence[CheckpointFile]
-) -> tuple[Choice, Checkpoint | None]:
+def choose(loading: Loading, there: Whereabouts, sights: Sequence[Sight], found: Sequence[CheckpointFile]) -> Choice:
     """Decide how the bytes move; collective where ranks see files that are not rank 0's own.
 
     Args:
@@ -137,15 +135,12 @@ def choose(
             alone would wait for messages that nobody sends.
         found: The files as this rank sees them.
 
-    Returns:
-        The choice, and the files for `FileReader` where this rank sees them and was asked to look.
-
     Raises:
         CheckpointError: On every rank, when ranks see different content under one path, or too few see the files.
     """
     transport = "local" if loading.mmap else loading.transport
     if not sights:
-        return Choice(transport, (0,), "asked for"), None
+        return Choice(transport, (0,), "asked for")
     if not sights[0].sees:
         raise CheckpointError(f"rank 0 lost sight of it: {sights[0].why_not}", path=there.files[0].path)
     if any(item.sees and not item.is_same for item in sights):
@@ -154,8 +149,7 @@ def choose(
     _require_enough(loading, seeing, sights, there.files[0].path)
     wanted = loading.num_readers or len(seeing)
     readers = _spread(seeing, sights)[:wanted] if transport != "local" else seeing
-    checkpoint = Checkpoint("", tuple(found), {}, None, {}) if found else None
-    return _choice(transport, tuple(sorted(readers)), seeing, sights, there), checkpoint
+    return _choice(transport, tuple(sorted(readers)), seeing, sights, there)
 
 
 def _require_same_content(found: Sequence[CheckpointFile], sights: Sequence[Sight], there: Whereabouts) -> None:
@@ -179,7 +173,7 @@ def _require_same_content(found: Sequence[CheckpointFile], sights: Sequence[Sigh
 def _digest(files: Sequence[CheckpointFile]) -> str:
     """Of sizes, headers and samples."""
     text = hashlib.sha256()
-    with FileReader(Checkpoint("", tuple(files), {}, None, {})) as reader:
+    with FileReader(files) as reader:
         for index, file in enumerate(files):
             text.update(f"{file.num_bytes} {file.header_sha256}\n".encode())
             # An object has one content, wherever it is read; a path has one on each node.
