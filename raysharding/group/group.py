@@ -68,6 +68,7 @@ from raysharding.group.recovery import RestartReport, attach, restart
 from raysharding.group.rpc import Mode, is_supervision_thread
 from raysharding.group.supervision import Channel, Check, GroupState, Supervisor, ask_all, read_log, read_stacks
 from raysharding.models import Adapted
+from raysharding.units import GIB
 from raysharding.worker import check_mode
 
 if TYPE_CHECKING:
@@ -75,9 +76,6 @@ if TYPE_CHECKING:
 
 
 _STATUS_S = 2.0
-
-
-GIB = 1 << 30
 
 
 class ShardedModelGroup:

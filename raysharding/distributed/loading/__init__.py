@@ -9,7 +9,7 @@ from raysharding.distributed.loading.full_state_dict import (
     load_full_tensors,
 )
 from raysharding.distributed.loading.load import load_checkpoint
-from raysharding.distributed.loading.report import LoadReport, format_bytes
+from raysharding.distributed.loading.report import LoadReport
 
 __all__ = [
     "LoadReport",
@@ -17,7 +17,6 @@ __all__ = [
     "copy_replicas",
     "distribute_state_dict",
     "extra_state_owners",
-    "format_bytes",
     "load_checkpoint",
     "load_full_state_dict",
     "load_full_tensors",

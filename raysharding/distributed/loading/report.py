@@ -7,16 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
 
 from raysharding.distributed.loading.plan import LoadPlan
-
-MIB = 1 << 20
-
-
-def format_bytes(num_bytes: float) -> str:
-    """`1.78 GiB`, `512.0 MiB`, `17 B`."""
-    for unit, size, digits in (("GiB", 1 << 30, 2), ("MiB", MIB, 1), ("KiB", 1 << 10, 1)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.{digits}f} {unit}"
-    return f"{num_bytes:.0f} B"
+from raysharding.units import format_bytes
 
 
 def _names(names: tuple[str, ...], limit: int = 6) -> str:
@@ -108,12 +99,12 @@ class LoadReport:
             per_rank: Of each rank, by field: seconds and bytes of its own, of each tuple its one value;
                 what is left out is 0.
         """
-        outline = plan.outline
+        names = {one.name for one in fields(cls)}
+        # What the outline says under the report's own names is the report's; ranks measure the rest.
+        outlined = {name: value for name, value in vars(plan.outline).items() if name in names}
         merged = {one.name: one.metadata["merge"] for one in fields(cls) if one.metadata}
         return cls(
-            checkpoint=outline.checkpoint,
-            num_tensors=len(outline.tensors),
-            checkpoint_bytes=outline.checkpoint_bytes,
+            num_tensors=len(plan.outline.tensors),
             mapped_bytes=sum(layout.num_elements * layout.dtype.itemsize for layout in plan.mapped),
             num_buckets=len(plan.buckets.buckets),
             bucket_bytes=plan.buckets.max_bucket_bytes,
@@ -122,12 +113,8 @@ class LoadReport:
             readers=plan.choice.readers,
             world_size=len(per_rank),
             digest=per_rank[0].get("digest", ""),
-            missing=outline.missing,
-            unexpected=outline.unexpected,
-            ignored=outline.ignored,
-            initialised=outline.initialise,
-            tied=outline.tied,
-            converted=outline.converted,
+            initialised=plan.outline.initialise,
+            **outlined,
             **{name: merge([measured.get(name, 0) for measured in per_rank]) for name, merge in merged.items()},
         )
 

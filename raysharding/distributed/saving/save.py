@@ -44,7 +44,7 @@ from raysharding.distributed.fully_shard import (
     warn_once,
     with_layout,
 )
-from raysharding.distributed.loading import Progress, format_bytes, silent
+from raysharding.distributed.loading import Progress, silent
 from raysharding.distributed.optim import agreed_snapshot
 from raysharding.distributed.saving.file_writers import Written, total_bytes, write_tensors
 from raysharding.distributed.saving.optimizer_files import write_optimizer
@@ -52,6 +52,7 @@ from raysharding.distributed.saving.training_state import training_state, write_
 from raysharding.distributed.transfer import MemoryPeak, back, saved_tensors
 from raysharding.errors import CheckpointError
 from raysharding.models import AdapterNames, SavedTensor, adapter_files, config_files, saved_layout
+from raysharding.units import format_bytes
 
 
 @dataclass(frozen=True)

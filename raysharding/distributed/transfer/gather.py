@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from raysharding.config import MIB
 from raysharding.distributed.fully_shard import (
     ShardMap,
     by_mesh,
@@ -31,6 +30,7 @@ from raysharding.distributed.transfer.bucket_plan import (
 from raysharding.distributed.transfer.local_shards import Placer
 from raysharding.distributed.transfer.sources import as_bytes
 from raysharding.models import clean_name
+from raysharding.units import MIB
 
 Sink = Callable[[str, int, torch.Tensor], None]
 """Takes `(fqn, first element, values)`: 1-D CPU values of a range of the flattened tensor, valid during the call."""

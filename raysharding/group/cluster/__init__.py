@@ -1,7 +1,7 @@
 """What Ray and its nodes give: connection, nodes, placement, names, the head, stacks of silent processes."""
 
 from raysharding.group.cluster.connect import connect, join_announced, refuse_in_fork
-from raysharding.group.cluster.display import html_rows, html_table, memory_table, ranks_table, size, tell, text_table
+from raysharding.group.cluster.display import html_rows, html_table, memory_table, ranks_table, tell, text_table
 from raysharding.group.cluster.gcs_monitor import HEAD_GONE_S, Head, end_with_head, head_address
 from raysharding.group.cluster.names import (
     NAMESPACE,
@@ -80,7 +80,6 @@ __all__ = [
     "rooms_here",
     "rooms_of_cluster",
     "show_resources",
-    "size",
     "tell",
     "testify",
     "text_table",

@@ -15,13 +15,14 @@ from torch.distributed.tensor import DTensor
 
 from raysharding.bench.counters import MemorySampler
 from raysharding.checkpoint import open_checkpoint
-from raysharding.config import MIB, Loading
+from raysharding.config import Loading
 from raysharding.distributed import init_mesh, load_checkpoint, shard_module
 from raysharding.distributed.comm.json_collectives import all_gather_json
 from raysharding.distributed.loading.load import load_held
 from raysharding.distributed.loading.state_dict_source import HeldStateDict
 from raysharding.distributed.transfer.buffers import RING_SIZE
 from raysharding.models import build_module
+from raysharding.units import MIB
 from tests.spawn import run_ranks
 
 WORLD_SIZE = 4

@@ -13,8 +13,7 @@ from raysharding.distributed.fully_shard.layout import ShardMap, TensorLayout
 from raysharding.distributed.transfer.bucket_plan import PlannedTensor, plan_buckets
 from raysharding.distributed.transfer.local_shards import Placer
 from raysharding.distributed.transfer.memory import Prefault, back, host_memory_bytes, is_fresh
-
-MIB = 1 << 20
+from raysharding.units import MIB
 
 
 def untouched(num_bytes: int) -> torch.Tensor:
