@@ -23,7 +23,7 @@ from raysharding.distributed.transfer import (
     BucketStream,
     BucketTransport,
     CheckpointSource,
-    Placer,
+    LocalShards,
     ReadThreads,
     Routes,
     Scatter,
@@ -84,21 +84,21 @@ def _make_stream(
         context.progress("stream", so_far, cumulative[-1], buckets.last_tensor(index).layout.fqn)
 
     device, stall_s = context.device, context.stall_s
-    placer = Placer(plan.buckets, tensors, context.shards, fresh)
+    local_shards = LocalShards(plan.buckets, tensors, context.shards, fresh)
     routes = Routes(context.shards, plan.choice.readers, plan.buckets.num_first_buckets)
-    transport, slots = _make_transport(plan, context.loading, routes, placer, device, stall_s)
-    return BucketStream(plan.buckets, transport, placer, slots, device, stall_s, context.peak, done, reading)
+    transport, slots = _make_transport(plan, context.loading, routes, local_shards, device, stall_s)
+    return BucketStream(plan.buckets, transport, local_shards, slots, device, stall_s, context.peak, done, reading)
 
 
 def _make_transport(
-    plan: LoadPlan, loading: Loading, routes: Routes, placer: Placer, device: torch.device, timeout_s: float
+    plan: LoadPlan, loading: Loading, routes: Routes, local_shards: LocalShards, device: torch.device, timeout_s: float
 ) -> tuple[BucketTransport, list[Slot]]:
     """Make what the plan chose; collective, unless nobody needs a ring."""
     if plan.choice.transport == "broadcast":
         return Broadcast(routes, timeout_s), _ring(plan, device, plan.buckets.max_bucket_bytes)
     # Device memory is not shared this way, and NCCL needs no help inside a host.
     shares = loading.shared_memory and device.type == "cpu" and routes.any_travels(plan.buckets.buckets)
-    slot_bytes, sends = _slot_bytes(plan, routes, placer)
+    slot_bytes, sends = _slot_bytes(plan, routes, local_shards)
     rings = share_rings(RING_SIZE, slot_bytes if sends else 0) if shares else SharedRings({}, {}, ())
     if plan.choice.transport == "local":
         # Ranks that read for themselves wait for each other at a pulse only, and one may be so many buckets ahead.
@@ -129,13 +129,13 @@ def _agreed(plan: LoadPlan, outcome: list[Slot] | Exception) -> list[Slot]:
     return outcome
 
 
-def _slot_bytes(plan: LoadPlan, routes: Routes, placer: Placer) -> tuple[int, bool]:
+def _slot_bytes(plan: LoadPlan, routes: Routes, local_shards: LocalShards) -> tuple[int, bool]:
     """Bytes of the largest bucket's sections that pass through this rank's buffer, and whether others get any of them.
 
     Args:
         plan: The plan.
         routes: Who reads what.
-        placer: Knows which segments go straight into the shard.
+        local_shards: Knows which segments go straight into the shard.
     """
     largest, sends = 0, False
     rank = routes.shards.rank
@@ -145,7 +145,7 @@ def _slot_bytes(plan: LoadPlan, routes: Routes, placer: Placer) -> tuple[int, bo
         staged = [
             section
             for section in routes.alone(index, bucket, rank)
-            if not all(placer.lands(segment, "cpu") for segment in section.segments)
+            if not all(local_shards.takes_wire_bytes(segment, "cpu") for segment in section.segments)
         ]
         offsets = routes.offsets(index, bucket, rank)
         ends = [offsets[section.shard_index] + section.num_bytes for section in (*travelling, *staged)]
