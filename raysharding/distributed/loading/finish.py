@@ -160,14 +160,14 @@ def check_checksums(checksums: Checksums, plan: LoadPlan) -> None:
     """
     # Every rank comes here, whatever it read: rank 0 waits for all of them.
     every = all_gather_json(checksums.pieces())
-    if plan.fit is None:
+    if plan.match is None:
         return
-    manifest = plan.fit.manifest
+    manifest = plan.match.manifest
     assert manifest is not None, "verify='full' does not get here without one"
     whole = Checksums()
     for pieces in every:
         whole.merge(pieces)
-    targets = plan.fit.keys.targets
+    targets = plan.match.keys.targets
     keys = dict.fromkeys(key for fqn, _ in plan.outline.tensors for key in targets[fqn].sources)
     lines = mismatches(manifest, whole, keys)
     if lines:

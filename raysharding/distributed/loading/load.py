@@ -33,7 +33,7 @@ from raysharding.distributed.loading.finish import finish
 from raysharding.distributed.loading.mmap import map_tensors
 from raysharding.distributed.loading.plan import LoadPlan, Origin, agree_on_plan, propose_load
 from raysharding.distributed.loading.report import LoadReport
-from raysharding.distributed.loading.state_dict_source import HeldStateDict
+from raysharding.distributed.loading.state_dict_source import Rank0StateDict
 from raysharding.distributed.loading.stream import stream_buckets
 from raysharding.distributed.transfer import MemoryPeak, Prefault, is_fresh
 from raysharding.errors import CheckpointError
@@ -96,13 +96,13 @@ def load_checkpoint(
         return _load(unwrapped(module), checkpoint, loading or Loading(), progress or silent, stall_s)
 
 
-def load_held(module: nn.Module, held: HeldStateDict, loading: Loading, stall_s: float) -> LoadReport:
+def load_from_rank_0(module: nn.Module, state_dict: Rank0StateDict, loading: Loading, stall_s: float) -> LoadReport:
     """As `load_checkpoint`, from rank 0's memory.
 
     Tensors on meta that nothing feeds stay there, but for non-persistent buffers with a rule of their own.
     """
     with paused_gc():
-        return _load(module, held, loading, silent, stall_s)
+        return _load(module, state_dict, loading, silent, stall_s)
 
 
 def _load(module: nn.Module, origin: Origin, loading: Loading, progress: Progress, stall_s: float) -> LoadReport:
@@ -118,7 +118,7 @@ def _load(module: nn.Module, origin: Origin, loading: Loading, progress: Progres
     progress("plan", 0, 0, "")
     proposal = propose_load(module, tensors, origin, loading)
     # The others allocate while rank 0 reads headers. What is mapped, or named by a state dict, must be known first.
-    is_early = not (loading.mmap or isinstance(origin, HeldStateDict))
+    is_early = not (loading.mmap or isinstance(origin, Rank0StateDict))
     error: Exception | None = None
     with ExitStack() as undo:
         if is_early:
@@ -128,7 +128,8 @@ def _load(module: nn.Module, origin: Origin, loading: Loading, progress: Progres
         with Prefault(memory if fresh else []):
             plan = agree_on_plan(proposal, error, loading, shards, device)
             if shards.rank == 0:
-                _log.info("loading %s by %s (%s)", plan.outline.checkpoint, plan.choice.transport, plan.choice.reason)
+                reads = plan.read_plan
+                _log.info("loading %s by %s (%s)", plan.outline.checkpoint, reads.transport, reads.reason)
             if not is_early:
                 tensors, error = _allocate(context, tensors, plan, undo)
                 agree(error)  # a rank that could not map or allocate must not leave the others in the stream
@@ -161,7 +162,7 @@ def _allocate(
             found = map_tensors(plan.files, plan.mapped, plan.extents, context.shards.shard_index)
             mapped = {tensors[fqn]: memory for fqn, memory in found.items()}
         named = None
-        if plan is not None and plan.outline.whereabouts is None:
+        if plan is not None and plan.outline.file_locations is None:
             named = {id(tensors[fqn]) for fqn, _ in plan.outline.tensors}
             named.update(id(tensors[fqn]) for fqn in plan.outline.initialise)
         undo.callback(materialize(context.module, context.device, mapped, named))

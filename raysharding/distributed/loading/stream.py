@@ -85,7 +85,7 @@ def _make_stream(
 
     device, stall_s = context.device, context.stall_s
     local_shards = LocalShards(plan.buckets, tensors, context.shards, fresh)
-    routes = Routes(context.shards, plan.choice.readers, plan.buckets.num_first_buckets)
+    routes = Routes(context.shards, plan.read_plan.readers, plan.buckets.num_first_buckets)
     transport, slots = _make_transport(plan, context.loading, routes, local_shards, device, stall_s)
     return BucketStream(plan.buckets, transport, local_shards, slots, device, stall_s, context.peak, done, reading)
 
@@ -94,13 +94,13 @@ def _make_transport(
     plan: LoadPlan, loading: Loading, routes: Routes, local_shards: LocalShards, device: torch.device, timeout_s: float
 ) -> tuple[BucketTransport, list[Slot]]:
     """Make what the plan chose; collective, unless nobody needs a ring."""
-    if plan.choice.transport == "broadcast":
+    if plan.read_plan.transport == "broadcast":
         return Broadcast(routes, timeout_s), _ring(plan, device, plan.buckets.max_bucket_bytes)
     # Device memory is not shared this way, and NCCL needs no help inside a host.
     shares = loading.shared_memory and device.type == "cpu" and routes.any_travels(plan.buckets.buckets)
     slot_bytes, sends = _slot_bytes(plan, routes, local_shards)
     rings = share_rings(RING_SIZE, slot_bytes if sends else 0) if shares else SharedRings({}, {}, ())
-    if plan.choice.transport == "local":
+    if plan.read_plan.transport == "local":
         # Ranks that read for themselves wait for each other at a pulse only, and one may be so many buckets ahead.
         timeout_s *= 2 * PULSE_BUCKETS
     transport = Scatter(replace(routes, shared=rings.peers), rings, timeout_s)
@@ -161,16 +161,16 @@ def _run(stream: BucketStream, context: LoadContext, plan: LoadPlan) -> tuple[Ex
     """
     if plan.files is None:
         return stream.run(None), 0
-    fit = plan.fit
+    match = plan.match
+    infos, targets = ({}, {}) if match is None else (match.checkpoint.tensors, match.keys.targets)
     cache_bytes = context.loading.bucket_bytes or BUCKET_BYTES
-    if fit is not None and fit.held is not None:
-        held = StateDictSource(fit.held, fit.checkpoint.tensors, plan.extents, fit.keys.targets, cache_bytes)
-        return stream.run(held), held.num_bytes_read
+    if match is not None and match.state_dict is not None:
+        in_memory = StateDictSource(match.state_dict, infos, plan.extents, targets, cache_bytes)
+        return stream.run(in_memory), in_memory.num_bytes_read
     # Many readers keep a machine busy as it is.
-    num_threads = max(1, READ_THREADS // len(plan.choice.readers))
+    num_threads = max(1, READ_THREADS // len(plan.read_plan.readers))
     if "://" in plan.files[0].path:
         num_threads = READ_THREADS  # of a store each rank wants several requests in flight
-    infos, targets = ({}, {}) if fit is None else (fit.checkpoint.tensors, fit.keys.targets)
     with FileReader(plan.files) as reader, ReadThreads(num_threads) as threads:
         source = CheckpointSource(reader, infos, plan.extents, targets, cache_bytes, context.checksums, threads)
         error = stream.run(source)
