@@ -12,7 +12,7 @@ import torch
 
 from raysharding.checkpoint import FileReader
 from raysharding.config import Loading
-from raysharding.distributed.comm import PULSE_BUCKETS, agree
+from raysharding.distributed.comm import BUCKETS_PER_CHECK, agree
 from raysharding.distributed.loading.context import LoadContext
 from raysharding.distributed.loading.plan import LoadPlan
 from raysharding.distributed.loading.state_dict_source import StateDictSource
@@ -101,8 +101,8 @@ def _make_transport(
     slot_bytes, sends = _slot_bytes(plan, routes, local_shards)
     rings = share_rings(RING_SIZE, slot_bytes if sends else 0) if shares else SharedRings({}, {}, ())
     if plan.read_plan.transport == "local":
-        # Ranks that read for themselves wait for each other at a pulse only, and one may be so many buckets ahead.
-        timeout_s *= 2 * PULSE_BUCKETS
+        # Ranks that read for themselves wait for each other in `FailureFlag.check` only, so many buckets apart.
+        timeout_s *= 2 * BUCKETS_PER_CHECK
     transport = Scatter(replace(routes, shared=rings.peers), rings, timeout_s)
     mine = rings.rings.get(routes.shards.rank)
     return transport, _ring(plan, device, slot_bytes) if mine is None else _agreed(plan, shared_ring(mine.slots))

@@ -147,7 +147,7 @@ class Weigher:
         Raises:
             ValueError: On every rank, when it adds up in no known way on some rank, or is not finite there.
         """
-        if not agree([_can_cut(batch, labels)])[0]:
+        if not all_ranks([_can_cut(batch, labels)])[0]:
             return Weighing.ITEMS
         votes, value = [True] * len(Weighing), 0.0
         for synthetic in (False, True) if labels.kind in INTEGER_KINDS else (False,):
@@ -155,7 +155,7 @@ class Weigher:
             votes = [vote and fits(whole, parts, weighing) for vote, weighing in zip(votes, Weighing, strict=True)]
             if not synthetic and whole.items and whole.value is not None:
                 value = whole.value
-        is_finite, *votes = agree([math.isfinite(value), *votes])
+        is_finite, *votes = all_ranks([math.isfinite(value), *votes])
         if not is_finite:
             raise not_finite(self.module, batch, value)
         found = [weighing for weighing, vote in zip(Weighing, votes, strict=True) if vote]
@@ -202,7 +202,7 @@ class Weigher:
         return any(item.itemsize < 4 for item in floats)
 
 
-def agree(flags: list[bool]) -> list[bool]:
+def all_ranks(flags: list[bool]) -> list[bool]:
     """Take for true what holds on every rank; collective."""
     votes = torch.tensor(flags, dtype=torch.int32, device=metadata_device())
     # Ranks that went on with different answers would run different forwards, and wait for each other.
@@ -357,13 +357,13 @@ class _Probe:
         is_pair, honours, value = self._first_look(counting)
         lacks_labels = is_integer and valid is None
         # Ranks that went on with different denominators would train on a wrong loss, silently: one answer for all.
-        is_pair, is_finite, all_lack = agree([is_pair, math.isfinite(value) or lacks_labels, lacks_labels])
+        is_pair, is_finite, all_lack = all_ranks([is_pair, math.isfinite(value) or lacks_labels, lacks_labels])
         if is_pair:
             return LossTraits(returns_pair=True), True
         if not is_finite:
             raise not_finite(self.module, self.batch, value)
         masks = self._masks(valid or 0) if is_integer else (False, False)
-        honours, shifts, pixels = agree([honours, *masks])
+        honours, shifts, pixels = all_ranks([honours, *masks])
         traits = LossTraits(honours, shifts, pixels)
         if traits.honours_count or all_lack:
             return traits, not all_lack

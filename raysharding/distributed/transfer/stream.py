@@ -16,7 +16,7 @@ from types import TracebackType
 
 import torch
 
-from raysharding.distributed.comm import Pulse
+from raysharding.distributed.comm import FailureFlag
 from raysharding.distributed.transfer.bucket_plan import Bucket, BucketPlan, Segment
 from raysharding.distributed.transfer.buffers import Slot
 from raysharding.distributed.transfer.local_shards import LocalShards
@@ -233,15 +233,15 @@ class BucketStream:
                 self.times.read_s = 0.0 if ahead is None else ahead.read_s
 
     def _run(self, ahead: ReadAhead | None) -> Exception | None:
-        pulse = Pulse(len(self.plan.buckets), self.timeout_s)
+        flag = FailureFlag(len(self.plan.buckets), self.timeout_s)
         error: Exception | None = None
         for index in range(len(self.plan.buckets)):
             error = self._finish(self._start(index, ahead), ahead, error)
             self.peak.sample()
             self.done(index)
-            if pulse.beat(index, failed=error is not None):
+            if flag.check(index, failed=error is not None):
                 break
-        pulse.close()
+        flag.close()
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()  # offloaded shards are read by the host next
         return error

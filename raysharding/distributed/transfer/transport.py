@@ -3,8 +3,8 @@
 Note: every rank does the same, bucket by bucket.
     `start` starts a bucket's first messages, `arrive` waits for what comes in and passes it on, `release` waits until
     nobody needs the buffer. All ranks call them for the same buckets in the same order, so that every message finds
-    its counterpart. A reader that fails sends what its buffer holds, and the ranks agree to stop (`Pulse`): a rank that
-    left early would hold the others.
+    its counterpart. A reader that fails sends what its buffer holds, and the ranks agree to stop (`FailureFlag`): a
+    rank that left early would hold the others.
 """
 
 from __future__ import annotations
