@@ -24,8 +24,8 @@ from raysharding.distributed.fully_shard import check_norm
 from raysharding.distributed.optim import Schedule, bound, check_schedule, rescheduled
 from raysharding.distributed.saving import Destination
 from raysharding.distributed.training import (
+    DataPlan,
     EvaluationPlan,
-    FeedPlan,
     FitPlan,
     check_generation,
     check_max_grad_norm,
@@ -661,7 +661,7 @@ class ShardedModelGroup:
         check_max_grad_norm(max_grad_norm)
         with self._fits.running(self.name):
             found = self._given(data, columns, collate)
-            feed = FeedPlan(
+            data_plan = DataPlan(
                 source=found.source,
                 batch_size=batch_size,
                 epochs=epochs,
@@ -673,7 +673,7 @@ class ShardedModelGroup:
                 stall_s=self._channel.timeouts.load_stall_s,
                 run=secrets.token_hex(8),
             )
-            plan = FitPlan(feed, loss, max_grad_norm, gradient_accumulation_steps, on_empty)
+            plan = FitPlan(data_plan, loss, max_grad_norm, gradient_accumulation_steps, on_empty)
             target = None if save_to is None else normal_path(os.fspath(save_to))
             options = FitOptions(target, save_every, keep_last, async_save, resume, callbacks, progress)
             run = FitRun(
@@ -727,7 +727,7 @@ class ShardedModelGroup:
             GroupError: The model or a metric raised, or ranks failed.
         """
         found, members = self._given(data, columns, collate), self._channel.members
-        feed = FeedPlan(
+        data_plan = DataPlan(
             source=found.source,
             batch_size=batch_size,
             max_steps=max_steps,
@@ -735,7 +735,7 @@ class ShardedModelGroup:
             prefetch=prefetch,
             stall_s=self._channel.timeouts.load_stall_s,
         )
-        plan = EvaluationPlan(feed, loss, with_loss, dict(metrics or {}))
+        plan = EvaluationPlan(data_plan, loss, with_loss, dict(metrics or {}))
         last = LastValue()
         found.lend(members)
         call = self._channel.submit_same("evaluate", plan, keep_step=last.keep, collect=Collect(last.collect))

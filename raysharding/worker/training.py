@@ -34,7 +34,7 @@ from raysharding.distributed.training import (
     Fit,
     FitPlan,
     LossFunction,
-    StepFigures,
+    StepMetrics,
     forward_backward,
     optim_step,
     train_step,
@@ -222,7 +222,7 @@ class FitStart:
 class FitSteps:
     """Some steps, as one rank saw them."""
 
-    steps: tuple[StepFigures, ...]
+    steps: tuple[StepMetrics, ...]
     """In order; fewer than asked for at the end of the run."""
     position: Position
     """Where the run stands after them."""
@@ -276,7 +276,7 @@ class FittingRank(TrainingRank):
             if save_to is not None:
                 here = self.position
                 from_rank_0(lambda: _check_own_saves(save_to, here))
-            return FitStart(self.position, self._fit.feed.total_steps, self.is_saved)
+            return FitStart(self.position, self._fit.data_loader.total_steps, self.is_saved)
 
     def fit_steps(self, num_steps: int) -> FitSteps:
         """Take steps, as many as are left at most. Collective.
@@ -286,15 +286,15 @@ class FittingRank(TrainingRank):
         """
         optimizer = self._require_optimizer("fit")
         assert self._fit is not None, "fit_begin comes before fit_steps"
-        steps: list[StepFigures] = []
+        steps: list[StepMetrics] = []
         for _ in range(num_steps):
             with self._running("train_step", "fit_step"):
                 self._begin_update()
-                figures = self._fit.step(self.module, optimizer)
+                step_metrics = self._fit.step(self.module, optimizer)
                 self.position = self._fit.position
-            if figures is None:
+            if step_metrics is None:
                 return FitSteps(tuple(steps), self.position, is_over=True)
-            steps.append(figures)
+            steps.append(step_metrics)
             if self._saves_async:
                 self._saver.prepare(self.module, optimizer, stall_s=self._stall_s)
                 self._saves_async = False
@@ -319,7 +319,7 @@ class FittingRank(TrainingRank):
                     values = run.values() if is_over else None
                 yield values
         finally:
-            run.feed.close()
+            run.data_loader.close()
 
     def generators(self) -> dict[str, Any]:
         """Return this rank's random generators, as `random_state` gives them."""
@@ -336,7 +336,7 @@ class FittingRank(TrainingRank):
     def fit_end(self) -> None:
         """Let go of the data. Each rank alone."""
         if self._fit is not None:
-            self._fit.feed.close()
+            self._fit.data_loader.close()
             self._fit = None
 
 
