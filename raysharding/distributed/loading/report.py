@@ -1,4 +1,4 @@
-"""What a load or a save did, in figures: the same report on every rank."""
+"""What a load did: the same report on every rank."""
 
 from __future__ import annotations
 

@@ -330,15 +330,15 @@ class Save:
         except BaseException as error:
             self.discard(error)
             raise
-        figures = agree(None, {"wire_bytes": written.wire_bytes, "host_bytes": peak.host_bytes}, self.group)
+        per_rank = agree(None, {"wire_bytes": written.wire_bytes, "host_bytes": peak.host_bytes}, self.group)
         return SaveReport(
             path=self.destination.path,
             num_tensors=contents.num_tensors,
             num_bytes=total,
             num_files=len(written.plan.files),
             seconds=perf_counter() - self.begun,
-            wire_bytes=sum(figure["wire_bytes"] for figure in figures),
-            peak_extra_bytes=tuple(figure["host_bytes"] for figure in figures),
+            wire_bytes=sum(one["wire_bytes"] for one in per_rank),
+            peak_extra_bytes=tuple(one["host_bytes"] for one in per_rank),
         )
 
     def _write_state(self, on_round: Callable[[int], None]) -> None:
