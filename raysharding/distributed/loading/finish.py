@@ -52,25 +52,27 @@ def finish(
     if error is None:
         error = _complete(context, plan, tensors)
     initialise_s = perf_counter() - started
-    digest = {}
+    digest = ""
     if context.checksums is not None:
         agree(error)  # what was not read cannot be compared
         error = _compare_checksums(context, context.checksums, plan, tensors)
     if context.loading.digest:
         agree(error)
-        digest["digest"] = digest_module(tensors, plan.outline.checkpoint)
+        digest = digest_module(tensors, plan.outline.checkpoint)
     peak = context.peak
     peak.sample()
     shard_bytes = sum(local_tensor(tensor).nbytes for tensor in tensors.values())
-    ended = {
+    # Every rank comes here, failed or not: the others wait to hear of it.
+    own = {
+        **measured,
+        "digest": digest,
         "initialise_s": initialise_s,
         "shard_bytes": shard_bytes,
         "peak_extra_bytes": max(0, peak.host_bytes - (0 if peak.device_bytes else shard_bytes)),
         "peak_device_bytes": peak.device_bytes,
         "seconds": perf_counter() - context.started,
     }
-    # Every rank comes here, failed or not: the others wait to hear of it.
-    return agree(error, {**measured, **digest, **ended})
+    return agree(error, own)
 
 
 def _complete(context: LoadContext, plan: LoadPlan, tensors: Mapping[str, torch.Tensor]) -> Exception | None:

@@ -18,7 +18,7 @@ def _names(names: tuple[str, ...], limit: int = 6) -> str:
 # Fields that every rank measures for itself, and what makes the report's value of theirs, in rank order.
 _SUM: dict[str, Callable[[Iterable[Any]], Any]] = {"merge": sum}
 _SLOWEST: dict[str, Callable[[Iterable[Any]], Any]] = {"merge": max}
-_LARGEST = _SLOWEST
+_LARGEST = _SAME = _SLOWEST
 _EACH: dict[str, Callable[[Iterable[Any]], Any]] = {"merge": tuple}
 
 
@@ -75,7 +75,7 @@ class LoadReport:
     bucket."""
     peak_device_bytes: tuple[int, ...] = field(metadata=_EACH)
     """Highest device memory above the start, shards included, on each rank; 0 on the CPU."""
-    digest: str = ""
+    digest: str = field(default="", metadata=_SAME)
     """Of all values, 16 hex digits, the same at every world size; empty unless `Loading.digest`."""
     missing: tuple[str, ...] = ()
     """FQNs without a tensor in the checkpoint."""
@@ -96,8 +96,7 @@ class LoadReport:
 
         Args:
             plan: What was loaded, and how.
-            per_rank: Of each rank, by field: seconds and bytes of its own, of each tuple its one value;
-                what is left out is 0.
+            per_rank: Of each rank, by field: seconds and bytes of its own, of each tuple its one value.
         """
         names = {one.name for one in fields(cls)}
         # What the outline says under the report's own names is the report's; ranks measure the rest.
@@ -112,10 +111,9 @@ class LoadReport:
             transport_reason=plan.read_plan.reason,
             readers=plan.read_plan.readers,
             world_size=len(per_rank),
-            digest=per_rank[0].get("digest", ""),
             initialised=plan.outline.initialise,
             **outlined,
-            **{name: merge([measured.get(name, 0) for measured in per_rank]) for name, merge in merged.items()},
+            **{name: merge([measured[name] for measured in per_rank]) for name, merge in merged.items()},
         )
 
     @property
