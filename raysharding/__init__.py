@@ -1,8 +1,9 @@
 """A Hugging Face checkpoint on a Ray cluster as a resident FSDP2 model, with one call.
 
-The public names, and where they live. Each is imported when it is first used (PEP 562), so that
+The public names. Each is imported when it is first used (PEP 562), so that
 `import raysharding.distributed` needs no ray and `import raysharding` costs nothing.
 """
+# ruff: noqa: F403, F405 - `__all__` says which of the names are this module's; type checkers find them by the stars
 
 from __future__ import annotations
 
@@ -10,28 +11,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from raysharding.batch import Out, PerRank, Same, Split
-    from raysharding.config import Loading, Placement, Sharding, Timeouts
-    from raysharding.distributed import LoadReport, ParamGroups, SaveReport, Scheduled
-    from raysharding.errors import (
-        CallCancelledError,
-        CallTimeoutError,
-        CheckpointError,
-        DataError,
-        EmptyBatchError,
-        GroupBrokenError,
-        GroupError,
-        GroupTakenOverError,
-        OutputTooLargeError,
-        PlacementError,
-        PlanError,
-        PreflightError,
-        RankFailure,
-        RayshardingError,
-        RendezvousError,
-    )
-    from raysharding.group import Call, FitReport, FitStep, ShardedModelGroup
-    from raysharding.worker import current_worker
+    from raysharding.batch import *
+    from raysharding.config import *
+    from raysharding.distributed import *
+    from raysharding.errors import *
+    from raysharding.group import *
+    from raysharding.worker import *
 
 __version__ = "0.1.0"
 
@@ -71,37 +56,15 @@ __all__ = [
     "current_worker",
 ]
 
-_HOMES = {
-    "batch": ("Out", "PerRank", "Same", "Split"),
-    "config": ("Loading", "Placement", "Sharding", "Timeouts"),
-    "distributed": ("LoadReport", "ParamGroups", "SaveReport", "Scheduled"),
-    "errors": (
-        "CallCancelledError",
-        "CallTimeoutError",
-        "CheckpointError",
-        "DataError",
-        "EmptyBatchError",
-        "GroupBrokenError",
-        "GroupError",
-        "GroupTakenOverError",
-        "OutputTooLargeError",
-        "PlacementError",
-        "PlanError",
-        "PreflightError",
-        "RankFailure",
-        "RayshardingError",
-        "RendezvousError",
-    ),
-    "group": ("Call", "FitReport", "FitStep", "ShardedModelGroup"),
-    "worker": ("current_worker",),
-}
-_MODULE_OF = {name: f"{__name__}.{module}" for module, names in _HOMES.items() for name in names}
+_HOMES = ("errors", "config", "batch", "distributed", "worker", "group")
+"""Modules that hold the names, each before those that import it: no name costs more than the module that holds it."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_MODULE_OF[name]), name)
+    homes = (import_module(f"{__name__}.{home}") for home in _HOMES)
+    value = next(getattr(home, name) for home in homes if hasattr(home, name))
     globals()[name] = value
     return value
 

@@ -33,6 +33,7 @@ from raysharding.bench import (
 from raysharding.checkpoint import Checkpoint, TensorInfo, open_checkpoint
 from raysharding.distributed.saving import merge_checkpoint, skipped_line
 from raysharding.errors import RayshardingError
+from raysharding.units import format_bytes
 
 if TYPE_CHECKING:
     from raysharding.group.cluster import NodeCapacity
@@ -93,7 +94,7 @@ def _bench(options: argparse.Namespace) -> None:
     lines = (table(results, checkpoint.num_bytes, options.transports[0]), "", *verdict(results))
     print("\n".join(lines), file=sys.stderr if options.json else sys.stdout)
     if options.plot is not None:
-        save_plot(options.plot, results, f"{options.path}, {_size(checkpoint.num_bytes)}")
+        save_plot(options.plot, results, f"{options.path}, {format_bytes(checkpoint.num_bytes)}")
 
 
 def _merge(options: argparse.Namespace) -> None:
@@ -106,7 +107,7 @@ def _merge(options: argparse.Namespace) -> None:
         paths = options.checkpoint_dir, options.output_path
         report = merge_checkpoint(*paths, not options.bin, options.remove, progress=progress)
     assert report is not None, "a command has no process group"
-    print(f"{report.num_tensors} tensors, {_size(report.num_bytes)}:", *report.files, sep="\n  ")
+    print(f"{report.num_tensors} tensors, {format_bytes(report.num_bytes)}:", *report.files, sep="\n  ")
     if report.skipped:
         print(f"raysharding: {skipped_line(report)}", file=sys.stderr)
 
@@ -281,7 +282,7 @@ def describe(checkpoint: Checkpoint, *, all_tensors: bool = False) -> list[str]:
     lines = [
         checkpoint.path,
         f"  architectures  {architectures}",
-        f"  tensors        {len(checkpoint.tensors)}, {_size(checkpoint.num_bytes)}",
+        f"  tensors        {len(checkpoint.tensors)}, {format_bytes(checkpoint.num_bytes)}",
     ]
     held: Counter[int] = Counter()
     elements: Counter[str] = Counter()
@@ -290,7 +291,7 @@ def describe(checkpoint: Checkpoint, *, all_tensors: bool = False) -> list[str]:
         elements[_dtype(info)] += info.num_elements
     lines += [f"  {dtype:<14} {number:,} elements" for dtype, number in elements.most_common()]
     for index, file in enumerate(checkpoint.files):
-        lines.append(f"  {file.name}: {held[index]} tensors, {_size(file.num_bytes)}")
+        lines.append(f"  {file.name}: {held[index]} tensors, {format_bytes(file.num_bytes)}")
     if all_tensors:
         width = max((len(name) for name in checkpoint.tensors), default=0)
         lines += [f"    {name:<{width}}  {_row(info)}" for name, info in checkpoint.tensors.items()]
@@ -298,18 +299,8 @@ def describe(checkpoint: Checkpoint, *, all_tensors: bool = False) -> list[str]:
 
 
 def _row(info: TensorInfo) -> str:
-    return f"{_dtype(info):<10} {_size(info.num_bytes):>10}  {list(info.shape)}"
+    return f"{_dtype(info):<10} {format_bytes(info.num_bytes):>10}  {list(info.shape)}"
 
 
 def _dtype(info: TensorInfo) -> str:
     return str(info.dtype).removeprefix("torch.")
-
-
-def _size(num_bytes: int) -> str:
-    """Bytes in the largest binary unit that leaves at least 1."""
-    value, unit = float(num_bytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if value < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{value:.2f} {unit}" if unit != "B" else f"{num_bytes} B"

@@ -15,8 +15,6 @@ from torch import nn
 Transport = Literal["auto", "broadcast", "scatter", "local"]
 Verify = Literal["header", "finite", "full"]
 
-MIB = 1 << 20
-
 
 def _require(condition: bool, name: str, value: object, cure: str) -> None:
     if not condition:

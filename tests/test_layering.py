@@ -39,6 +39,7 @@ def _floor(number: int, third_party: str, purpose: str) -> Floor:
 
 FLOORS = {
     "errors": _floor(0, "", "the error tree; every class survives pickling"),
+    "units": _floor(0, "", "binary units of bytes, and amounts of bytes as text"),
     "tree": _floor(0, "torch", "walks over nested dicts, lists, tuples and dataclasses, with the path of each leaf"),
     "config": _floor(1, "torch", "frozen dataclasses: Sharding, Loading, Placement, Timeouts"),
     "batch": _floor(1, "torch numpy", "Split, PerRank, Out; rows dealt out over the ranks"),
@@ -324,7 +325,8 @@ def test_distributed_needs_no_transformers() -> None:
 def test_group_is_missing_only_when_used() -> None:
     code = """
 import raysharding
-raysharding.Split
+for name in {*raysharding.__all__} - {"Call", "FitReport", "FitStep", "ShardedModelGroup"}:
+    getattr(raysharding, name)
 try:
     raysharding.ShardedModelGroup
 except ModuleNotFoundError as error:

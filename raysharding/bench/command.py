@@ -11,8 +11,8 @@ from raysharding.bench.ratios import groups
 from raysharding.bench.rounds import Results, Rounds
 from raysharding.checkpoint import Checkpoint, open_checkpoint
 from raysharding.distributed.transfer import RANK_BYTES, available_bytes
+from raysharding.units import GIB
 
-GIB = 1 << 30
 TRANSPORTS = ("local", "scatter", "scatter_wire", "broadcast", "mmap")
 """What can be measured; as on the command line."""
 DEFAULT_TRANSPORTS = ("local", "scatter", "broadcast")

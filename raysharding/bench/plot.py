@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from raysharding.bench.ratios import Group, groups
 from raysharding.bench.rounds import Results
+from raysharding.units import MIB
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
 
-MIB = 1 << 20
 OURS, PEER = "#2a6f97", "#a7b4bd"
 FLOOR_COLOURS = ("#c1440e", "#6a4c93", "#2d6a4f")
 OWN = ("auto", "scatter", "scatter_wire", "broadcast", "local", "mmap", "mmap_forward")

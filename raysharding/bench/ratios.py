@@ -13,6 +13,7 @@ from statistics import median
 
 from raysharding.bench.load import Load, Mode, Operations
 from raysharding.bench.rounds import Results
+from raysharding.units import GIB, MIB
 
 RATIOS = (
     ("accelerate", "scatter"),
@@ -134,7 +135,6 @@ def json_lines(results: Results) -> list[str]:
     return lines
 
 
-MIB = 1 << 20
 NOTES = """\
 wire: sent over the ranks' own loopback, headers included. read: returned by read calls, all ranks, without what comes
 through a memory map. touched: memory faulted in, all ranks. x: times the checkpoint's bytes. extra: peak RssAnon +
@@ -183,7 +183,7 @@ def _row(group: Group, arm: str, base: str, operations: Operations | None, check
     columns = (
         f"{arm:<20}{seconds.median:>7.3f}  {_range(seconds):>13}  ",
         f"{ratio.median:>14.2f}  {_range(ratio):>13}  " if ratio is not None else f"{'':>31}",
-        f"{checkpoint_bytes / seconds.median / (1 << 30):>6.2f}",
+        f"{checkpoint_bytes / seconds.median / GIB:>6.2f}",
         f"{max(wire) / checkpoint_bytes:>8.3f}" if wire else f"{'-':>8}",
         f"{read:>8.3f}{touched:>11.3f}",
         f"{max(extra) / MIB:>11.0f}" if extra else f"{'-':>11}",

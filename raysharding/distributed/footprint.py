@@ -38,7 +38,7 @@ Trained = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class HeldTensor:
+class TensorFootprint:
     """A parameter or buffer of a module."""
 
     layout: TensorLayout
@@ -73,12 +73,12 @@ class Footprint:
         return self.gradient_bytes + (self.optimizer_bytes or 0)
 
 
-def held_tensors(module: nn.Module) -> list[HeldTensor]:
+def tensor_footprints(module: nn.Module) -> list[TensorFootprint]:
     """The tensors of a module as they are cut now; each rank alone, no collective."""
-    return [_held(tensor, tensor_layout(fqn, tensor)) for fqn, tensor in module_tensors(module).items()]
+    return [_tensor_footprint(tensor, tensor_layout(fqn, tensor)) for fqn, tensor in module_tensors(module).items()]
 
 
-def planned_tensors(module: nn.Module, sharding: Sharding, num_shards: int) -> list[HeldTensor]:
+def planned_tensors(module: nn.Module, sharding: Sharding, num_shards: int) -> list[TensorFootprint]:
     """The tensors of a whole module as `shard_module` will cut them; nothing is changed.
 
     Args:
@@ -94,21 +94,21 @@ def planned_tensors(module: nn.Module, sharding: Sharding, num_shards: int) -> l
     for fqn, tensor in module_tensors(module).items():
         cut = isinstance(tensor, nn.Parameter) and is_cut(tensor) and tensor not in ignored
         layout = TensorLayout(fqn, tuple(tensor.shape), tensor.dtype, num_shards if cut else 0)
-        found.append(_held(tensor, layout))
+        found.append(_tensor_footprint(tensor, layout))
     return found
 
 
-def _held(tensor: torch.Tensor, layout: TensorLayout) -> HeldTensor:
-    return HeldTensor(layout, isinstance(tensor, nn.Parameter), tensor.requires_grad)
+def _tensor_footprint(tensor: torch.Tensor, layout: TensorLayout) -> TensorFootprint:
+    return TensorFootprint(layout, isinstance(tensor, nn.Parameter), tensor.requires_grad)
 
 
 def footprints(
-    tensors: Sequence[HeldTensor], shard_indexes: Iterable[int], optimizer: OptimizerFactory | None
+    tensors: Sequence[TensorFootprint], shard_indexes: Iterable[int], optimizer: OptimizerFactory | None
 ) -> dict[int, Footprint]:
     """What the ranks with certain shards hold; each process alone, no collective.
 
     Args:
-        tensors: From `held_tensors` or `planned_tensors`.
+        tensors: From `tensor_footprints` or `planned_tensors`.
         shard_indexes: Which shards.
         optimizer: Factory of the optimizer, called with meta parameters; `None`: no training.
 
@@ -132,7 +132,7 @@ def footprints(
     return found
 
 
-def _sums(tensors: Sequence[HeldTensor], shard_index: int) -> tuple[int, int, Trained]:
+def _sums(tensors: Sequence[TensorFootprint], shard_index: int) -> tuple[int, int, Trained]:
     """Bytes of parameters and of buffers, and what gets a gradient."""
     parameters = buffers = 0
     trained = []
@@ -235,18 +235,18 @@ def memory_need(
     tensors = module_tensors(module)
     shards = ShardMap.of(tensors)
     index = shards.shard_index
-    held = footprints(held_tensors(module), [index], optimizer if _is_class(optimizer) else None)[index]
+    footprint = footprints(tensor_footprints(module), [index], optimizer if _is_class(optimizer) else None)[index]
     real = sum(local_tensor(tensor).nbytes for tensor in tensors.values() if not tensor.is_meta)
-    shard = held.resident_bytes - real
+    shard = footprint.resident_bytes - real
     ring = load_bytes(loading, shards.num_shards, checkpoint_bytes, reads=shards.rank == 0)
     free = available_bytes()
     if device.type != "cuda":
         # Mapped pages of files are not taken from anybody.
-        return MemoryNeed(0 if loading.mmap else shard + ring, held.training_bytes, free, 0, 0, None)
+        return MemoryNeed(0 if loading.mmap else shard + ring, footprint.training_bytes, free, 0, 0, None)
     device_free = torch.cuda.mem_get_info(device)[0]
     if is_offloaded(module):
-        return MemoryNeed(shard + ring, held.training_bytes, free, ring, 0, device_free)
-    return MemoryNeed(ring, 0, free, shard + ring, held.training_bytes, device_free)
+        return MemoryNeed(shard + ring, footprint.training_bytes, free, ring, 0, device_free)
+    return MemoryNeed(ring, 0, free, shard + ring, footprint.training_bytes, device_free)
 
 
 def _is_class(factory: OptimizerFactory | None) -> bool:

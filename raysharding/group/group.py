@@ -24,8 +24,8 @@ from raysharding.distributed.fully_shard import check_norm
 from raysharding.distributed.optim import Schedule, bound, check_schedule, rescheduled
 from raysharding.distributed.saving import Destination
 from raysharding.distributed.training import (
+    DataPlan,
     EvaluationPlan,
-    FeedPlan,
     FitPlan,
     check_generation,
     check_max_grad_norm,
@@ -67,6 +67,7 @@ from raysharding.group.recovery import RestartReport, attach, restart
 from raysharding.group.rpc import Mode, is_supervision_thread
 from raysharding.group.supervision import Check, Client, GroupState, Supervisor, probe_all, read_log, read_stacks
 from raysharding.models import Adapted
+from raysharding.units import GIB
 from raysharding.worker import check_mode
 
 if TYPE_CHECKING:
@@ -74,9 +75,6 @@ if TYPE_CHECKING:
 
 
 _STATUS_S = 2.0
-
-
-GIB = 1 << 30
 
 
 class ShardedModelGroup:
@@ -654,7 +652,7 @@ class ShardedModelGroup:
         check_max_grad_norm(max_grad_norm)
         with self._fits.running(self.name):
             found = self._dataset(data, columns, collate)
-            feed = FeedPlan(
+            data_plan = DataPlan(
                 source=found.source,
                 batch_size=batch_size,
                 epochs=epochs,
@@ -666,7 +664,7 @@ class ShardedModelGroup:
                 stall_s=self._client.timeouts.load_stall_s,
                 run=secrets.token_hex(8),
             )
-            plan = FitPlan(feed, loss, max_grad_norm, gradient_accumulation_steps, on_empty)
+            plan = FitPlan(data_plan, loss, max_grad_norm, gradient_accumulation_steps, on_empty)
             target = None if save_to is None else normal_path(os.fspath(save_to))
             options = FitOptions(target, save_every, keep_last, async_save, resume, callbacks, progress)
             run = FitRun(
@@ -720,7 +718,7 @@ class ShardedModelGroup:
             GroupError: The model or a metric raised, or ranks failed.
         """
         found, members = self._dataset(data, columns, collate), self._client.members
-        feed = FeedPlan(
+        data_plan = DataPlan(
             source=found.source,
             batch_size=batch_size,
             max_steps=max_steps,
@@ -728,7 +726,7 @@ class ShardedModelGroup:
             prefetch=prefetch,
             stall_s=self._client.timeouts.load_stall_s,
         )
-        plan = EvaluationPlan(feed, loss, with_loss, dict(metrics or {}))
+        plan = EvaluationPlan(data_plan, loss, with_loss, dict(metrics or {}))
         last = LastValue()
         found.pin(members)
         call = self._client.submit_same("evaluate", plan, keep_step=last.keep, collect=Collect(last.collect))

@@ -30,7 +30,7 @@ from raysharding.distributed.training import (
     Fit,
     FitPlan,
     LossFunction,
-    StepFigures,
+    StepMetrics,
     forward_backward,
     optim_step,
     train_step,
@@ -63,7 +63,7 @@ class FitStart:
 class FitSteps:
     """Some steps, as one rank saw them."""
 
-    steps: tuple[StepFigures, ...]
+    steps: tuple[StepMetrics, ...]
     """In order; fewer than asked for at the end of the run."""
     position: Position
     """Where the run stands after them."""
@@ -275,7 +275,7 @@ class Trainer:
             if save_to is not None:
                 here = self.position
                 from_rank_0(lambda: _check_own_saves(save_to, here))
-            return FitStart(self.position, self._fit.feed.total_steps, self._status.is_saved)
+            return FitStart(self.position, self._fit.data_loader.total_steps, self._status.is_saved)
 
     def fit_steps(self, num_steps: int) -> FitSteps:
         """Take steps, as many as are left at most. Collective.
@@ -285,15 +285,15 @@ class Trainer:
         """
         optimizer = self._require_optimizer("fit")
         assert self._fit is not None, "fit_begin comes before fit_steps"
-        steps: list[StepFigures] = []
+        steps: list[StepMetrics] = []
         for _ in range(num_steps):
             with self._status.running("train_step", "fit_step"):
                 self._status.forget_gradients()
-                figures = self._fit.step(self._status.module, optimizer)
+                step_metrics = self._fit.step(self._status.module, optimizer)
                 self.position = self._fit.position
-            if figures is None:
+            if step_metrics is None:
                 return FitSteps(tuple(steps), self.position, is_over=True)
-            steps.append(figures)
+            steps.append(step_metrics)
             if self._saves_async:
                 self._status.saver.prepare(self._status.module, optimizer, stall_s=self._status.stall_s)
                 self._saves_async = False
@@ -318,7 +318,7 @@ class Trainer:
                     values = run.values() if is_over else None
                 yield values
         finally:
-            run.feed.close()
+            run.data_loader.close()
 
     def generators(self) -> dict[str, Any]:
         """Return this rank's random generators, as `random_state` gives them."""
@@ -335,7 +335,7 @@ class Trainer:
     def fit_end(self) -> None:
         """Let go of the data. Each rank alone."""
         if self._fit is not None:
-            self._fit.feed.close()
+            self._fit.data_loader.close()
             self._fit = None
 
 

@@ -20,9 +20,9 @@ from torch import nn
 from raysharding.checkpoint import open_checkpoint
 from raysharding.models import build_module
 from raysharding.models.build import parameters_on_meta
+from raysharding.units import GIB
 from tests.bench.models import ManySmall, OddRows, OneHuge, Quantized
 
-GIB = 1 << 30
 VOCABULARY = 32_000
 ARGUMENTS_FILE = "module.json"
 """Beside the weights of a plain module: the arguments of its constructor."""

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from raysharding.bench.counters import MemorySampler
-from raysharding.config import MIB
+from raysharding.units import MIB
 from tests.spawn import run_ranks
 
 SMALL_BYTES = 4 * MIB

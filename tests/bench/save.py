@@ -31,11 +31,11 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from raysharding.bench.counters import MemorySampler
 from raysharding.bench.ratios import Figure
-from raysharding.config import MIB
 from raysharding.distributed import init_mesh, save_checkpoint, shard_module
 from raysharding.distributed.fully_shard.layout import local_tensor
 from raysharding.distributed.saving.async_save import AsyncSaver
 from raysharding.distributed.saving.save import Destination
+from raysharding.units import MIB
 from tests.spawn import run_ranks
 
 Seconds = dict[str, float]

@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.bench.checkpoints import GIB, KINDS, assign_files, build, make
+from raysharding.units import GIB
+from tests.bench.checkpoints import KINDS, assign_files, build, make
 from tests.bench.peers import PEERS, checkpoint_files
 
 TINY_GIB = {"dense": 0.02, "fp32": 0.02, "small": 0.002, "huge": 0.004, "odd": 0.025, "fp8": 0.002}

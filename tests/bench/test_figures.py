@@ -25,11 +25,10 @@ from raysharding.bench.rounds import Results
 from raysharding.checkpoint import open_checkpoint
 from raysharding.distributed import init_mesh, load_checkpoint, materialize, shard_module
 from raysharding.distributed.fully_shard.layout import local_tensor
+from raysharding.units import MIB
 from tests.bench import arms as bench_arms
 from tests.bench.checkpoints import make
 from tests.spawn import run_ranks
-
-MIB = 1 << 20
 
 
 def load(arm: str, round_index: int, seconds: float, world_size: int = 2, **changes: Any) -> Load:

@@ -21,9 +21,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cluster.local.hosts import INTERFACE, Hosts, HostsError
+from raysharding.units import MIB
 
 ROOT = Path(__file__).resolve().parents[2]
-MIB = 1 << 20
 FLOOR = "gloo-send"
 
 

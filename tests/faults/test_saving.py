@@ -47,7 +47,7 @@ def value_of(target: Path) -> int:
     """The number that a checkpoint holds; fails where its tensors disagree."""
     checkpoint = open_checkpoint(target)
     assert len(checkpoint.tensors) == 4
-    with FileReader(checkpoint) as reader:
+    with FileReader(checkpoint.files) as reader:
         values = torch.cat([reader.read_tensor(info).reshape(-1) for info in checkpoint.tensors.values()])
     assert values.eq(values[0]).all(), "a mix of two saves"
     return int(values[0])

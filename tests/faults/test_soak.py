@@ -14,9 +14,9 @@ import ray
 import torch
 
 from raysharding import ShardedModelGroup, Split
+from raysharding.units import KIB, MIB
 from tests.conftest import make_group, placement_groups, rank_processes
 
-KIB, MIB = 1 << 10, 1 << 20
 ROWS = torch.randn(4, 8)
 
 

@@ -34,7 +34,7 @@ def load_values(
 ) -> tuple[KeyMap, dict[str, torch.Tensor]]:
     """(key map, FQN → value for every name of every parameter and buffer that is on meta)."""
     keys = map_keys(module, checkpoint.tensors, key_mapping)
-    with FileReader(checkpoint) as reader:
+    with FileReader(checkpoint.files) as reader:
         values = {fqn: target_value(target, checkpoint, reader) for fqn, target in keys.targets.items()}
     initialiser = Initialiser(module, 0)
     values |= {fqn: initialiser.value(fqn) for fqn in keys.initialise}

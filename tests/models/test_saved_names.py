@@ -30,7 +30,7 @@ def test_a_layout_is_what_transformers_writes(name: str, tmp_path: Path) -> None
     opened, tensors = open_checkpoint(tmp_path / "again"), held(model)
     layout = saved_layout(model, tensors)
     assert layout.keys() == opened.tensors.keys()
-    with FileReader(opened) as reader:
+    with FileReader(opened.files) as reader:
         for key, info in opened.tensors.items():
             saved = layout[key]
             assert (saved.dtype, saved.shape) == (info.dtype, tuple(info.shape)), key

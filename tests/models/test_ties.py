@@ -30,7 +30,7 @@ def compared(folder: Path, dtype: torch.dtype | None = None) -> tuple[KeyMap, tu
     """(key map, what `differing_ties` says), read as a load reads."""
     checkpoint = open_checkpoint(folder)
     keys = map_keys(build_module(None, checkpoint, dtype), checkpoint.tensors, None)
-    with FileReader(checkpoint) as reader:
+    with FileReader(checkpoint.files) as reader:
         targets = dict(keys.targets) | {second.fqn: second for second in keys.doubled}
         return keys, differing_ties(keys, CheckpointSource.of(checkpoint, reader, targets, 1 << 20).read_elements)
 

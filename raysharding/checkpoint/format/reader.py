@@ -10,7 +10,7 @@ from typing import Self
 
 import torch
 
-from raysharding.checkpoint.format.checkpoint import Checkpoint, CheckpointFile
+from raysharding.checkpoint.format.checkpoint import CheckpointFile
 from raysharding.checkpoint.format.tensor_info import TensorInfo
 from raysharding.checkpoint.storage import DEFAULT_REMOTE, Found, RemoteOptions, StoredFile, storage_of
 from raysharding.errors import CheckpointError
@@ -24,12 +24,12 @@ class FileReader:
     memory of the requests in flight, see `RemoteOptions`.
 
     Args:
-        checkpoint: What `open_checkpoint` returned, on a machine that sees the same files. Only `files` is used.
+        files: `Checkpoint.files` of what `open_checkpoint` returned, on a machine that sees the same files.
         remote: How to read from remote URIs.
     """
 
-    def __init__(self, checkpoint: Checkpoint, remote: RemoteOptions = DEFAULT_REMOTE) -> None:
-        self._checkpoint = checkpoint
+    def __init__(self, files: Sequence[CheckpointFile], remote: RemoteOptions = DEFAULT_REMOTE) -> None:
+        self.files = tuple(files)
         self._remote = remote
         self._opened: dict[int, StoredFile] = {}
         self._lock = threading.Lock()
@@ -46,7 +46,7 @@ class FileReader:
         """Fill `buffer` with the bytes at `offset`.
 
         Args:
-            file: Index into `Checkpoint.files`.
+            file: Index into `files`.
             offset: Byte offset from the start of the file.
             buffer: A writable, contiguous memoryview, or a contiguous uint8 tensor on the CPU. Its length says how
                 many bytes to read.
@@ -61,7 +61,7 @@ class FileReader:
         """Read ranges of a file, one after the other, each scattered over memory.
 
         Args:
-            file: Index into `Checkpoint.files`.
+            file: Index into `files`.
             ranges: (byte offset from the start of the file, what is filled in turn with the bytes that begin there).
                 The views are writable and contiguous; their lengths together say how many bytes to read.
 
@@ -101,11 +101,11 @@ class FileReader:
         Raises:
             CheckpointError: a file changed, was replaced, or is gone.
         """
-        if self._checkpoint.files:
-            storage_of(self._checkpoint.directory, self._remote).each(self._verify, self._checkpoint.files)
+        if self.files:
+            storage_of(self.files[0].path, self._remote).each(self._verify, self.files)
         with self._lock:
             for index, opened in self._opened.items():
-                _require_same(opened.found, self._checkpoint.files[index])
+                _require_same(opened.found, self.files[index])
 
     def _verify(self, file: CheckpointFile) -> None:
         storage = storage_of(file.path, self._remote)
@@ -143,7 +143,7 @@ class FileReader:
                 raise ValueError("FileReader is closed: read inside its `with` block, or make a new one")
             opened = self._opened.get(file)
             if opened is None:
-                opened = self._opened[file] = self._open(self._checkpoint.files[file])
+                opened = self._opened[file] = self._open(self.files[file])
             self._num_active += 1
         return opened
 

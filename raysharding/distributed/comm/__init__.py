@@ -2,8 +2,8 @@
 
 from raysharding.distributed.comm.abort import Connection, between, connections, cut, nobody_connects_later
 from raysharding.distributed.comm.agreement import (
-    PULSE_BUCKETS,
-    Pulse,
+    BUCKETS_PER_CHECK,
+    FailureFlag,
     agree,
     agree_all_went_well,
     from_rank_0,
@@ -30,11 +30,11 @@ from raysharding.distributed.comm.rendezvous import (
 )
 
 __all__ = [
-    "PULSE_BUCKETS",
+    "BUCKETS_PER_CHECK",
     "REPLICATE_AXIS",
     "Connection",
+    "FailureFlag",
     "LinkTimes",
-    "Pulse",
     "StoreAddress",
     "agree",
     "agree_all_went_well",

@@ -116,14 +116,14 @@ def waits_for_others(frame: FrameType) -> bool:
     return frame.f_code is wait_for.__code__ or f"torch{os.sep}distributed" in frame.f_code.co_filename
 
 
-PULSE_BUCKETS = 8
+BUCKETS_PER_CHECK = 8
 """Buckets between two looks at whether another rank has failed."""
 
 
-class Pulse:
+class FailureFlag:
     """Lets the ranks of a stream stop together soon after one has failed. Every rank makes one and calls it alike.
 
-    Costs an all-reduce of one byte for every `PULSE_BUCKETS` buckets, and nobody waits for it but a rank that is so
+    Costs an all-reduce of one byte for every `BUCKETS_PER_CHECK` buckets, and nobody waits for it but a rank that is so
     many buckets ahead. A failure stops all ranks within twice as many.
 
     Args:
@@ -134,16 +134,16 @@ class Pulse:
 
     def __init__(self, num_buckets: int, timeout_s: float, group: dist.ProcessGroup | None = None) -> None:
         self._num_buckets = num_buckets
-        self._timeout = timedelta(seconds=timeout_s * 2 * PULSE_BUCKETS)
+        self._timeout = timedelta(seconds=timeout_s * 2 * BUCKETS_PER_CHECK)
         self._group = group
         self._work: dist.Work | None = None
         self._flag = torch.zeros(1, dtype=torch.uint8, device=metadata_device(group))
 
-    def beat(self, index: int, failed: bool) -> bool:
+    def check(self, index: int, failed: bool) -> bool:
         """After bucket `index`: whether all ranks stop here; the same answer on every rank."""
         if dist.get_world_size(self._group) == 1:
             return failed
-        if (index + 1) % PULSE_BUCKETS or index + 1 == self._num_buckets:
+        if (index + 1) % BUCKETS_PER_CHECK or index + 1 == self._num_buckets:
             return False
         self.close()
         if self._flag.item():
@@ -154,7 +154,7 @@ class Pulse:
         return False
 
     def close(self) -> None:
-        """Wait for the other ranks' part in the last beat, so that no message of it is left in the group."""
+        """Wait for the other ranks' part in the last check, so that no message of it is left in the group."""
         if self._work is not None:
             wait_for(self._work, self._timeout)
             self._work = None

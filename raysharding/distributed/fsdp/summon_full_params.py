@@ -96,7 +96,7 @@ def summon_full_params(
     with refusing_use([user for user in users if isinstance(user, FSDPModule)]):
         full_params.register()
         try:
-            with loadable({owner for item in full_params.held if item.full is not None for owner, _ in item.places}):
+            with loadable({owner for item in full_params.params if item.full is not None for owner, _ in item.places}):
                 yield
         finally:
             # Also after an exception, as FSDP1 does, and on every rank whatever happened to it: ranks that left
@@ -178,7 +178,7 @@ class _Options:
 
 
 @dataclass
-class _Held:
+class _Param:
     """One parameter."""
 
     name: str
@@ -211,14 +211,14 @@ class _Held:
         return new
 
 
-def _select(module: nn.Module, recurse: bool) -> list[_Held]:
+def _select(module: nn.Module, recurse: bool) -> list[_Param]:
     """The sharded parameters of a module, and those that FSDP2 does not cut, each once under its first name."""
-    found: dict[torch.Tensor, _Held] = {}
+    found: dict[torch.Tensor, _Param] = {}
     for prefix, submodule in _submodules(module, recurse):
         for leaf, parameter in submodule._parameters.items():
             # A plain parameter with rows is one that the user keeps out of FSDP.
             if parameter is not None and (isinstance(parameter, DTensor) or not is_cut(parameter)):
-                found.setdefault(parameter, _Held(prefix + leaf, [], parameter)).places.append((submodule, leaf))
+                found.setdefault(parameter, _Param(prefix + leaf, [], parameter)).places.append((submodule, leaf))
     return list(found.values())
 
 
@@ -248,28 +248,28 @@ def _submodules(module: nn.Module, recurse: bool) -> list[tuple[str, nn.Module]]
 def _enter(module: nn.Module, recurse: bool, options: _Options) -> _FullParams:
     """Gather; collective. Nothing is registered yet."""
     error: Exception | None = None
-    held: list[_Held] = []
+    params: list[_Param] = []
     memory: dict[str, torch.Tensor] = {}
     grads: list[int] = []
     try:
         require_idle(fsdp_modules(module))  # before `reshard`, which forgets a forward that is not over
         reshard(module)
-        held = _select(module, recurse)
-        on_meta = [item.name for item in held if item.sharded.is_meta]
+        params = _select(module, recurse)
+        on_meta = [item.name for item in params if item.sharded.is_meta]
         if on_meta:
             raise ValueError(f"{on_meta[:3]} are on meta: load a checkpoint, or call materialize, first")
-        grads = [index for index, item in enumerate(held) if options.with_grads and item.sharded.grad is not None]
-        memory = _allocate(held, options)
+        grads = [index for index, item in enumerate(params) if options.with_grads and item.sharded.grad is not None]
+        memory = _allocate(params, options)
     except (RuntimeError, ValueError, MemoryError) as failure:
         error = failure
-    if not held and error is None:
+    if not params and error is None:
         return _FullParams([], options, torch.device("cpu"))
     # Every rank learns here whether all can go on with the same: one that raised alone would leave the others in the
     # gather, and one that gathers something else would take other parameters' bytes for its own.
-    values = agree(error, [list(astuple(options)), _fingerprint(held), grads])
+    values = agree(error, [list(astuple(options)), _fingerprint(params), grads])
     if any(value[:2] != values[0][:2] for value in values):
         raise PlanError("the ranks gave summon_full_params different modules or options: all have to call it alike")
-    full_params = _FullParams(held, options, message_device(module))
+    full_params = _FullParams(params, options, message_device(module))
     full_params.gather(memory)
     if options.with_grads:
         reduce_replicated_gradients(module)
@@ -277,20 +277,20 @@ def _enter(module: nn.Module, recurse: bool, options: _Options) -> _FullParams:
     return full_params
 
 
-def _allocate(held: Sequence[_Held], options: _Options) -> dict[str, torch.Tensor]:
+def _allocate(params: Sequence[_Param], options: _Options) -> dict[str, torch.Tensor]:
     """Name → memory for the full tensor, where this rank gets it."""
     if options.rank0_only and dist.get_rank() != 0:
         return {}
     memory = {}
-    for item in held:
+    for item in params:
         device = torch.device("cpu") if options.offload_to_cpu else local_tensor(item.sharded).device
         memory[item.name] = torch.empty(item.sharded.shape, dtype=item.sharded.dtype, device=device)
     return memory
 
 
-def _fingerprint(held: Sequence[_Held]) -> str:
+def _fingerprint(params: Sequence[_Param]) -> str:
     """The same on ranks that hold parts of the same parameters."""
-    text = repr([tensor_layout(item.name, item.sharded) for item in held])
+    text = repr([tensor_layout(item.name, item.sharded) for item in params])
     return sha256(text.encode()).hexdigest()
 
 
@@ -298,7 +298,7 @@ def _fingerprint(held: Sequence[_Held]) -> str:
 class _FullParams:
     """The parameters of one context."""
 
-    held: list[_Held]
+    params: list[_Param]
     options: _Options
     device: torch.device
     """Of the messages."""
@@ -309,25 +309,25 @@ class _FullParams:
         return (0,) if self.options.rank0_only else range(dist.get_world_size())
 
     def register(self) -> None:
-        for item in self.held:
+        for item in self.params:
             if item.full is not None:
                 item.register(item.full)
 
     def gather(self, memory: Mapping[str, torch.Tensor]) -> None:
         """Bring the parameters; collective."""
-        gather_into(memory, {item.name: item.sharded for item in self.held}, self.ranks, self.device)
-        for item in self.held:
+        gather_into(memory, {item.name: item.sharded for item in self.params}, self.ranks, self.device)
+        for item in self.params:
             if item.name in memory:
                 item.full = nn.Parameter(memory[item.name], requires_grad=item.sharded.requires_grad)
                 item.full.__dict__.update(item.sharded.__dict__)  # marks that libraries hang on parameters
 
     def gather_grads(self, present: Sequence[int]) -> None:
         """Bring the gradients that some rank has; collective. Where one has none, its part counts as zeros."""
-        held = [self.held[index] for index in present]
-        tensors = _grads(held)
-        memory = _allocate(held, self.options)
+        params = [self.params[index] for index in present]
+        tensors = _grads(params)
+        memory = _allocate(params, self.options)
         gather_into(memory, tensors, self.ranks, self.device)
-        for item in held:
+        for item in params:
             if item.full is not None:
                 item.full.grad = memory[item.name]
 
@@ -337,7 +337,7 @@ class _FullParams:
         """Register the shards again and write back; collective where ranks have to send each other something."""
         error: RuntimeError | None = None
         values: dict[str, torch.Tensor] = {}
-        for item in self.held:
+        for item in self.params:
             if item.full is not None:
                 try:
                     if self.options.writeback:
@@ -345,7 +345,7 @@ class _FullParams:
                 except RuntimeError as failure:
                     error = error or failure
                 item.register(item.sharded)
-        if self.options.writeback and self.held:
+        if self.options.writeback and self.params:
             self._write_back(values, error)
         if error is not None:
             raise error
@@ -354,27 +354,27 @@ class _FullParams:
     def _write_back(self, values: Mapping[str, torch.Tensor], error: RuntimeError | None) -> None:
         # A write would fail the backward of a forward that ran before the context, which holds 0-dim parameters
         # themselves: they are written only where they changed. Of the others it holds FSDP2's full copies.
-        plain = {item.name: item.sharded.clone() for item in self.held if not isinstance(item.sharded, DTensor)}
-        tensors = {item.name: plain.get(item.name, item.sharded.detach()) for item in self.held}
+        plain = {item.name: item.sharded.clone() for item in self.params if not isinstance(item.sharded, DTensor)}
+        tensors = {item.name: plain.get(item.name, item.sharded.detach()) for item in self.params}
         if self.options.rank0_only:
             # The others wait for rank 0's values: they have to hear that none will come.
             agree(error)
         self._spread(values, tensors)
-        for item in self.held:
+        for item in self.params:
             if item.name in plain and not torch.equal(plain[item.name], item.sharded):
                 item.sharded.copy_(plain[item.name])
         if self.options.with_grads:
             own = [
-                index for index, item in enumerate(self.held) if item.full is not None and item.full.grad is not None
+                index for index, item in enumerate(self.params) if item.full is not None and item.full.grad is not None
             ]
             # Rank 0 says which gradients there are, or ranks would send what others do not expect.
             present = set(broadcast_json(own))
-            for index, item in enumerate(self.held):
+            for index, item in enumerate(self.params):
                 if index not in present:
                     item.sharded.grad = None
-            held = [self.held[index] for index in sorted(present)]
-            tensors = _grads(held)
-            full_grads = {item.name: item.full.grad for item in held if item.full is not None}
+            params = [self.params[index] for index in sorted(present)]
+            tensors = _grads(params)
+            full_grads = {item.name: item.full.grad for item in params if item.full is not None}
             self._spread({name: grad for name, grad in full_grads.items() if grad is not None}, tensors)
 
     def _spread(self, values: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -391,10 +391,10 @@ class _FullParams:
             _settle_replicas(tensor, self.device)
 
 
-def _grads(held: Sequence[_Held]) -> dict[str, torch.Tensor]:
+def _grads(params: Sequence[_Param]) -> dict[str, torch.Tensor]:
     """Name → the shard's gradient, made of zeros where there is none."""
     tensors = {}
-    for item in held:
+    for item in params:
         if item.sharded.grad is None:
             item.sharded.grad = torch.zeros_like(item.sharded, requires_grad=False)
         tensors[item.name] = item.sharded.grad

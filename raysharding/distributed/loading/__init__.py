@@ -1,5 +1,6 @@
 """Files, a state dict or a replica into a module."""
 
+from raysharding.distributed.loading.context import Progress, silent
 from raysharding.distributed.loading.extra_state import extra_state_owners
 from raysharding.distributed.loading.from_replica import copy_replicas
 from raysharding.distributed.loading.full_state_dict import (
@@ -7,8 +8,8 @@ from raysharding.distributed.loading.full_state_dict import (
     load_full_state_dict,
     load_full_tensors,
 )
-from raysharding.distributed.loading.load import Progress, load_checkpoint, silent
-from raysharding.distributed.loading.report import LoadReport, format_bytes
+from raysharding.distributed.loading.load import load_checkpoint
+from raysharding.distributed.loading.report import LoadReport
 
 __all__ = [
     "LoadReport",
@@ -16,7 +17,6 @@ __all__ = [
     "copy_replicas",
     "distribute_state_dict",
     "extra_state_owners",
-    "format_bytes",
     "load_checkpoint",
     "load_full_state_dict",
     "load_full_tensors",

@@ -27,8 +27,8 @@ from raysharding.distributed.loading.extra_state import (
     extra_state_keys,
     extra_state_owners,
 )
-from raysharding.distributed.loading.load import load_held
-from raysharding.distributed.loading.state_dict_source import HeldStateDict
+from raysharding.distributed.loading.load import load_from_rank_0
+from raysharding.distributed.loading.state_dict_source import Rank0StateDict
 from raysharding.errors import PlanError
 from raysharding.models import clean_name
 
@@ -82,10 +82,10 @@ def load_full_tensors(
     """As `load_full_state_dict`, but extra state is given back for the caller to set, and no hook is called."""
     values = state_dict if dist.get_rank() == 0 else {}
     extra = _extra_state(module, values, assign)
-    held = HeldStateDict(values, extra.keys, extra.mismatches)
-    restore = _take_dtypes(module, held) if assign else _nothing
+    origin = Rank0StateDict(values, extra.keys, extra.mismatches)
+    restore = _take_dtypes(module, origin) if assign else _nothing
     try:
-        report = load_held(module, held, Loading(transport="scatter", strict=strict), timeout_s)
+        report = load_from_rank_0(module, origin, Loading(transport="scatter", strict=strict), timeout_s)
     except BaseException:
         restore()
         raise
@@ -139,7 +139,7 @@ def _nothing() -> None:
     """Undo nothing."""
 
 
-def _take_dtypes(module: nn.Module, held: HeldStateDict) -> Callable[[], None]:
+def _take_dtypes(module: nn.Module, state_dict: Rank0StateDict) -> Callable[[], None]:
     """Put tensors on meta, of the incoming dtypes, in the place of those that the state dict names; collective.
 
     Returns:
@@ -148,7 +148,7 @@ def _take_dtypes(module: nn.Module, held: HeldStateDict) -> Callable[[], None]:
     reshard(module)
 
     def dtypes() -> dict[str, str]:
-        infos = held.as_checkpoint().tensors
+        infos = state_dict.as_checkpoint().tensors
         return {name: str(info.dtype).removeprefix("torch.") for name, info in infos.items()}
 
     # Rank 0 alone knows them, and every rank must plan with the same.

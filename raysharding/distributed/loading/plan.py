@@ -34,8 +34,16 @@ from raysharding.config import Loading
 from raysharding.distributed.comm import agree, broadcast_json
 from raysharding.distributed.fully_shard import ShardMap, TensorLayout, persistent_names, tensor_layout
 from raysharding.distributed.loading.mmap import mappable
-from raysharding.distributed.loading.readers import Choice, Sight, Whereabouts, choose, is_settled, look, seen_here
-from raysharding.distributed.loading.state_dict_source import HeldStateDict, StateDictSource
+from raysharding.distributed.loading.readers import (
+    FileLocations,
+    FileVisibility,
+    ReadPlan,
+    check_visibility,
+    plan_reads,
+    rank_0_reads,
+    with_local_files,
+)
+from raysharding.distributed.loading.state_dict_source import Rank0StateDict, StateDictSource
 from raysharding.distributed.transfer import (
     BUCKET_BYTES,
     STRAIGHT_BYTES,
@@ -52,20 +60,20 @@ from raysharding.distributed.transfer import (
 from raysharding.errors import CheckpointError, PlanError
 from raysharding.models import AdapterNames, KeyMap, Target, differing_ties, map_keys, misfit, missing_rules
 
-Origin = Checkpoint | str | os.PathLike[str] | HeldStateDict
+Origin = Checkpoint | str | os.PathLike[str] | Rank0StateDict
 """Where the values of a load come from."""
 
 
 @dataclass(frozen=True)
 class Outline:
-    """What every rank knows of the fit of checkpoint and module; travels as JSON."""
+    """What every rank knows of the match of checkpoint and module; travels as JSON."""
 
     checkpoint: str
     """The checkpoint, as it was named."""
     checkpoint_bytes: int
     """Bytes of the files' tensors."""
-    whereabouts: Mapping[str, Any] | None
-    """Where rank 0 sees the files: `Whereabouts` as JSON; `None` for a state dict, which lies in its memory."""
+    file_locations: Mapping[str, Any] | None
+    """Where rank 0 sees the files: `FileLocations` as JSON; `None` for a state dict, which lies in its memory."""
     extents: tuple[Any, ...] | None
     """Where the tensors lie in the files, as `extents_to_json`; `None` where only rank 0 reads."""
     tensors: tuple[tuple[str, str], ...]
@@ -95,14 +103,14 @@ class Outline:
 
 
 @dataclass(frozen=True)
-class Fit:
+class CheckpointMatch:
     """How the checkpoint feeds the module; rank 0 alone has it."""
 
     checkpoint: Checkpoint
     """What is in the files."""
     keys: KeyMap
     """Which checkpoint tensors feed which FQN."""
-    held: HeldStateDict | None
+    state_dict: Rank0StateDict | None
     """The values, where they are in memory and not in files."""
     initialise: tuple[str, ...]
     """Canonical FQNs that nothing feeds and that need a value."""
@@ -120,7 +128,7 @@ class Proposal:
     """Of the module and of the options: what must be the same on all ranks."""
     on_meta: frozenset[str]
     """FQNs of tensors without memory."""
-    fit: Fit | None
+    match: CheckpointMatch | None
     """Rank 0's; `None` elsewhere."""
     outline: Outline | None
     """Rank 0's; `None` elsewhere."""
@@ -134,17 +142,17 @@ class LoadPlan:
 
     outline: Outline
     """The same on every rank."""
-    choice: Choice
+    read_plan: ReadPlan
     """Who reads, and how it travels; the same on every rank."""
     buckets: BucketPlan
     """How the tensors are cut, those that lie in ranges of files first; the same on every rank."""
-    checkpoint: Checkpoint | None
-    """The files as this rank sees them; `None` on ranks that do not read."""
+    files: tuple[CheckpointFile, ...] | None
+    """The files as this rank sees them, none for a state dict; `None` on ranks that do not read."""
     extents: Mapping[str, Extents]
     """FQN → where it lies in them; empty on ranks that need not know."""
     mapped: tuple[TensorLayout, ...]
     """What is not streamed, since each rank maps its part of the files; the same on every rank."""
-    fit: Fit | None
+    match: CheckpointMatch | None
     """What feeds the tensors; `None` but on rank 0."""
     is_straight: bool
     """Whether every rank reads all that it needs into its shard, so that nobody has a ring; the same on every rank."""
@@ -170,21 +178,21 @@ def propose_load(
     layouts: dict[str, TensorLayout] = {}
     digests: tuple[str, ...] = ()
     on_meta: list[str] = []
-    fit: Fit | None = None
+    match: CheckpointMatch | None = None
     outline: Outline | None = None
     error: Exception | None = None
     try:
         layouts = {fqn: tensor_layout(fqn, tensor) for fqn, tensor in tensors.items()}
         on_meta = [fqn for fqn, tensor in tensors.items() if tensor.is_meta]
         persistent = sorted(persistent_names(module))
-        held = [(item.fqn, item.shape, item.dtype, item.num_shards) for item in layouts.values()]
-        digests = tuple(_digest(repr(item)) for item in ((held, on_meta, persistent), loading))
+        own = [(item.fqn, item.shape, item.dtype, item.num_shards) for item in layouts.values()]
+        digests = tuple(_digest(repr(item)) for item in ((own, on_meta, persistent), loading))
         if dist.get_rank() == 0:
-            fit = _fit(module, checkpoint, loading)
-            outline = _outline(fit, loading, layouts)
+            match = _match(module, checkpoint, loading)
+            outline = _outline(match, loading, layouts)
     except Exception as raised:  # noqa: BLE001 - the other ranks wait to hear of it
         error = raised
-    return Proposal(layouts, digests, frozenset(on_meta), fit, outline, error)
+    return Proposal(layouts, digests, frozenset(on_meta), match, outline, error)
 
 
 def agree_on_plan(
@@ -203,42 +211,41 @@ def agree_on_plan(
         CheckpointError: On every rank, when the headers cannot be read or trusted, or readers see different files.
         PlanError: On every rank, when the checkpoint does not fit, or the ranks differ in module or options.
     """
-    outline, sights, found = _exchange(proposal, proposal.error or error, loading)
-    choice, checkpoint = Choice(loading.transport, (0,), "rank 0 holds the state dict"), None
-    if outline.whereabouts is not None:
-        choice, checkpoint = choose(loading, Whereabouts.from_json(outline.whereabouts), sights, found)
-    extents = _all_extents(proposal.fit, outline)
-    if proposal.fit is not None:
-        checkpoint = proposal.fit.checkpoint
-    reads = shards.rank in choice.readers
+    outline, by_rank, found = _exchange(proposal, proposal.error or error, loading)
+    read_plan = ReadPlan(loading.transport, (0,), "rank 0 holds the state dict")
+    if outline.file_locations is not None:
+        read_plan = plan_reads(loading, FileLocations.from_json(outline.file_locations), by_rank, found)
+    extents = _all_extents(proposal.match, outline)
+    files = found if proposal.match is None else proposal.match.checkpoint.files
+    reads = shards.rank in read_plan.readers
     planned = [PlannedTensor(proposal.layouts[fqn], getattr(torch, dtype)) for fqn, dtype in outline.tensors]
     mapped = _mapped(planned, proposal, extents) if loading.mmap else []
     names = {layout.fqn for layout in mapped}
     streamed = [item for item in planned if item.layout.fqn not in names]
     num_ranged = sum(item.layout.fqn not in names for item in planned[: outline.num_ranged])
     # A rank that reads for others must know what they hold; for the rest, lengths are enough.
-    reads_for_others = reads and (choice.transport != "local" or (shards.rank == 0 and num_ranged < len(streamed)))
+    reads_for_others = reads and (read_plan.transport != "local" or (shards.rank == 0 and num_ranged < len(streamed)))
     wanted = None if reads_for_others else (shards.shard_index,)
-    alone = choice.transport == "local" and shards.num_shards == shards.world_size and device.type == "cpu"
+    alone = read_plan.transport == "local" and shards.num_shards == shards.world_size and device.type == "cpu"
     fits = [item.layout.num_shards > 0 and item.wire_dtype == item.layout.dtype for item in streamed]
-    first_bytes = _bucket_bytes(loading, choice, shards, alone and all(fits[:num_ranged]))
+    first_bytes = _bucket_bytes(loading, read_plan, shards, alone and all(fits[:num_ranged]))
     rest_bytes = loading.bucket_bytes or BUCKET_BYTES
     buckets = plan_buckets(streamed, shards.num_shards, first_bytes, num_ranged, wanted, rest_bytes)
     return LoadPlan(
         outline,
-        choice,
+        read_plan,
         buckets,
-        checkpoint if reads else None,
+        files if reads else None,
         extents,
         tuple(mapped),
-        proposal.fit,
+        proposal.match,
         is_straight=alone and all(fits),
     )
 
 
 def _exchange(
     proposal: Proposal, error: Exception | None, loading: Loading
-) -> tuple[Outline, list[Sight], tuple[CheckpointFile, ...]]:
+) -> tuple[Outline, list[FileVisibility], tuple[CheckpointFile, ...]]:
     """Hear rank 0's outline, and tell what this rank has and sees; collective.
 
     Returns:
@@ -247,29 +254,29 @@ def _exchange(
     # A rank that failed comes here too, and rank 0 sends nothing if it did: the others wait for both.
     received = broadcast_json(None if proposal.outline is None else vars(proposal.outline))
     outline = None if received is None else Outline.from_json(received)
-    sight: Sight | None = None
+    visibility: FileVisibility | None = None
     found: tuple[CheckpointFile, ...] = ()
-    if outline is not None and outline.whereabouts is not None:
-        sight, found = look(loading, Whereabouts.from_json(outline.whereabouts))
+    if outline is not None and outline.file_locations is not None:
+        visibility, found = check_visibility(loading, FileLocations.from_json(outline.file_locations))
     # Before any data collective: ranks with different plans would send and receive different sizes, and hang.
-    answers = agree(error, (proposal.digests, None if sight is None else asdict(sight)))
+    answers = agree(error, (proposal.digests, None if visibility is None else asdict(visibility)))
     _compare_ranks([digests for digests, _ in answers])
     assert outline is not None, "rank 0 said why there is none"
-    return outline, [Sight(**value) for _, value in answers if value is not None], found
+    return outline, [FileVisibility(**value) for _, value in answers if value is not None], found
 
 
-def _all_extents(fit: Fit | None, outline: Outline) -> Mapping[str, Extents]:
+def _all_extents(match: CheckpointMatch | None, outline: Outline) -> Mapping[str, Extents]:
     """Where the tensors lie; empty on ranks that need not know."""
-    if fit is not None:
-        return {fqn: extents_of(fit.checkpoint, fit.keys.targets[fqn]) for fqn, _ in outline.tensors}
+    if match is not None:
+        return {fqn: extents_of(match.checkpoint, match.keys.targets[fqn]) for fqn, _ in outline.tensors}
     if outline.extents is None:
         return {}
     return {fqn: extents_from_json(item) for (fqn, _), item in zip(outline.tensors, outline.extents, strict=True)}
 
 
-def _bucket_bytes(loading: Loading, choice: Choice, shards: ShardMap, straight: bool) -> int:
+def _bucket_bytes(loading: Loading, read_plan: ReadPlan, shards: ShardMap, straight: bool) -> int:
     """Size of a bucket. Where all read their own parts, these have nothing in common but the bucket's number."""
-    if choice.transport != "local":
+    if read_plan.transport != "local":
         return loading.bucket_bytes or BUCKET_BYTES
     return shards.num_shards * (loading.bucket_bytes or (STRAIGHT_BYTES if straight else BUCKET_BYTES))
 
@@ -289,12 +296,12 @@ def _mapped(planned: Sequence[PlannedTensor], proposal: Proposal, extents: Mappi
     return mapped
 
 
-def _fit(module: nn.Module, origin: Origin, loading: Loading) -> Fit:
-    held = origin if isinstance(origin, HeldStateDict) else None
-    if isinstance(origin, HeldStateDict):
+def _match(module: nn.Module, origin: Origin, loading: Loading) -> CheckpointMatch:
+    state_dict = origin if isinstance(origin, Rank0StateDict) else None
+    if isinstance(origin, Rank0StateDict):
         opened = origin.as_checkpoint()
     else:
-        opened = seen_here(origin) if isinstance(origin, Checkpoint) else open_checkpoint(origin)
+        opened = with_local_files(origin) if isinstance(origin, Checkpoint) else open_checkpoint(origin)
     if opened.adapter is not None:
         adapters = AdapterNames.of(module)
         if adapters is None:
@@ -303,11 +310,11 @@ def _fit(module: nn.Module, origin: Origin, loading: Loading) -> Fit:
         adapters.check(opened)
     manifest = _manifest(opened) if loading.verify == "full" else None
     keys = map_keys(module, opened.tensors, loading.key_mapping)
-    initialise = keys.initialise if held is None else _settable(module, keys, loading)
-    fit = Fit(opened, keys, held, initialise, manifest)
-    if problems := _problems(module, fit, loading):
+    initialise = keys.initialise if state_dict is None else _settable(module, keys, loading)
+    match = CheckpointMatch(opened, keys, state_dict, initialise, manifest)
+    if problems := _problems(module, match, loading):
         raise misfit(opened.path, problems)
-    return fit
+    return match
 
 
 def _settable(module: nn.Module, keys: KeyMap, loading: Loading) -> tuple[str, ...]:
@@ -332,24 +339,24 @@ def _manifest(checkpoint: Checkpoint) -> Manifest:
     return manifest
 
 
-def _outline(fit: Fit, loading: Loading, layouts: Mapping[str, TensorLayout]) -> Outline:
-    keys = fit.keys
+def _outline(match: CheckpointMatch, loading: Loading, layouts: Mapping[str, TensorLayout]) -> Outline:
+    keys = match.keys
     # File order, so that the stream reads the disk forward.
-    targets = sorted(keys.targets.values(), key=lambda target: _file_position(fit.checkpoint, target))
+    targets = sorted(keys.targets.values(), key=lambda target: _file_position(match.checkpoint, target))
     cut = {target.fqn for target in targets if target.runs is not None and layouts[target.fqn].num_shards}
     ranged = [target for target in targets if target.fqn in cut]
     computed = [target for target in targets if target.fqn not in cut]
     extents = None
-    if dist.get_world_size() > 1 and not is_settled(loading):
-        extents = tuple(extents_to_json(extents_of(fit.checkpoint, target)) for target in (*ranged, *computed))
+    if dist.get_world_size() > 1 and not rank_0_reads(loading):
+        extents = tuple(extents_to_json(extents_of(match.checkpoint, target)) for target in (*ranged, *computed))
     return Outline(
-        checkpoint=fit.checkpoint.path,
-        checkpoint_bytes=fit.checkpoint.num_bytes,
-        whereabouts=asdict(Whereabouts.of(fit.checkpoint.files)) if fit.held is None else None,
+        checkpoint=match.checkpoint.path,
+        checkpoint_bytes=match.checkpoint.num_bytes,
+        file_locations=asdict(FileLocations.of(match.checkpoint.files)) if match.state_dict is None else None,
         extents=extents,
         tensors=tuple((target.fqn, _wire_name(target)) for target in (*ranged, *computed)),
         num_ranged=len(ranged),
-        initialise=fit.initialise,
+        initialise=match.initialise,
         missing=keys.missing,
         unexpected=keys.unexpected,
         ignored=keys.ignored,
@@ -368,25 +375,25 @@ def _file_position(checkpoint: Checkpoint, target: Target) -> tuple[int, int]:
     return info.file, info.offset
 
 
-def _problems(module: nn.Module, fit: Fit, loading: Loading) -> list[str]:
+def _problems(module: nn.Module, match: CheckpointMatch, loading: Loading) -> list[str]:
     """Everything that keeps the load from being carried out, a line each."""
-    keys = fit.keys
+    keys = match.keys
     problems = keys.mismatches(strict=loading.strict)
-    if loading.strict and fit.held is not None:
-        problems += fit.held.mismatches
+    if loading.strict and match.state_dict is not None:
+        problems += match.state_dict.mismatches
     refused = set(keys.missing) if loading.strict else set()
-    problems += missing_rules(module, [name for name in fit.initialise if name not in refused], loading.seed)
+    problems += missing_rules(module, [name for name in match.initialise if name not in refused], loading.seed)
     if keys.doubled:
         # Headers cannot show whether two tied names hold one value.
         targets = {**keys.targets, **{target.fqn: target for target in keys.doubled}}
         cache_bytes = loading.bucket_bytes or BUCKET_BYTES
-        if fit.held is not None:
-            infos = fit.checkpoint.tensors
-            extents = {fqn: extents_of(fit.checkpoint, target) for fqn, target in targets.items()}
-            held = StateDictSource(fit.held, infos, extents, targets, cache_bytes)
-            return problems + list(differing_ties(keys, held.read_elements))
-        with FileReader(fit.checkpoint) as reader:
-            source = CheckpointSource.of(fit.checkpoint, reader, targets, cache_bytes)
+        if match.state_dict is not None:
+            infos = match.checkpoint.tensors
+            extents = {fqn: extents_of(match.checkpoint, target) for fqn, target in targets.items()}
+            in_memory = StateDictSource(match.state_dict, infos, extents, targets, cache_bytes)
+            return problems + list(differing_ties(keys, in_memory.read_elements))
+        with FileReader(match.checkpoint.files) as reader:
+            source = CheckpointSource.of(match.checkpoint, reader, targets, cache_bytes)
             problems += differing_ties(keys, source.read_elements)
     return problems
 

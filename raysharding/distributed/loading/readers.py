@@ -25,7 +25,7 @@ _SAMPLE_BYTES = 4096
 
 
 @dataclass(frozen=True)
-class Whereabouts:
+class FileLocations:
     """Where rank 0 sees the files; travels as JSON."""
 
     files: tuple[CheckpointFile, ...]
@@ -38,12 +38,12 @@ class Whereabouts:
     """Type of the first file's file system."""
 
     @classmethod
-    def of(cls, files: Sequence[CheckpointFile]) -> Whereabouts:
+    def of(cls, files: Sequence[CheckpointFile]) -> FileLocations:
         """As this process sees them."""
         return cls(tuple(files), tuple(host_identity()), _inodes(files), file_system_type(files[0].path))
 
     @classmethod
-    def from_json(cls, value: Any) -> Whereabouts:
+    def from_json(cls, value: Any) -> FileLocations:
         """Undo what JSON does to dataclasses and tuples."""
         files = tuple(CheckpointFile(**file) for file in value["files"])
         inodes = tuple((device, inode) for device, inode in value["inodes"])
@@ -62,7 +62,7 @@ def _inodes(files: Sequence[CheckpointFile]) -> tuple[tuple[int, int], ...]:
 
 
 @dataclass(frozen=True)
-class Sight:
+class FileVisibility:
     """What one rank sees under the checkpoint's paths; travels as JSON."""
 
     host: Sequence[str]
@@ -76,7 +76,7 @@ class Sight:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ReadPlan:
     """How a load moves its bytes; the same on every rank."""
 
     transport: str
@@ -87,7 +87,7 @@ class Choice:
     """Why, in words."""
 
 
-def seen_here(checkpoint: Checkpoint) -> Checkpoint:
+def with_local_files(checkpoint: Checkpoint) -> Checkpoint:
     """A checkpoint that was opened elsewhere, with its files as this process sees them: a copy has another mtime.
 
     Raises:
@@ -101,64 +101,64 @@ def seen_here(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, files=tuple(found))
 
 
-def is_settled(loading: Loading) -> bool:
-    """Whether rank 0 alone reads, whatever the others see."""
+def rank_0_reads(loading: Loading) -> bool:
+    """Return True if rank 0 alone reads, whatever the others see."""
     return not loading.mmap and loading.transport in ("scatter", "broadcast") and loading.num_readers in (None, 1)
 
 
-def look(loading: Loading, there: Whereabouts) -> tuple[Sight | None, tuple[CheckpointFile, ...]]:
+def check_visibility(
+    loading: Loading, there: FileLocations
+) -> tuple[FileVisibility | None, tuple[CheckpointFile, ...]]:
     """Open the files as this rank sees them.
 
     Returns:
         What there is, `None` where nobody needs to know; and the files with this rank's own modification times, none if
         one is not seen. Cost: a `stat` of each file on rank 0's host, the headers elsewhere.
     """
-    if is_settled(loading):
+    if rank_0_reads(loading):
         return None, ()
     host = tuple(host_identity())
     if host == there.host and there.inodes and _inodes(there.files) == there.inodes:
-        return Sight(host, sees=True, is_same=True, why_not=""), there.files
+        return FileVisibility(host, sees=True, is_same=True, why_not=""), there.files
     try:
         found = tuple(identify_files([file.path for file in there.files]))
-        return Sight(host, sees=True, is_same=False, why_not=""), found
+        return FileVisibility(host, sees=True, is_same=False, why_not=""), found
     except Exception as error:  # noqa: BLE001 - the other ranks wait to hear what this one sees
-        return Sight(host, sees=False, is_same=False, why_not=str(error)), ()
+        return FileVisibility(host, sees=False, is_same=False, why_not=str(error)), ()
 
 
-def choose(
-    loading: Loading, there: Whereabouts, sights: Sequence[Sight], found: Sequence[CheckpointFile]
-) -> tuple[Choice, Checkpoint | None]:
+def plan_reads(
+    loading: Loading, there: FileLocations, by_rank: Sequence[FileVisibility], found: Sequence[CheckpointFile]
+) -> ReadPlan:
     """Decide how the bytes move; collective where ranks see files that are not rank 0's own.
 
     Args:
         loading: The same on every rank.
         there: The same on every rank.
-        sights: What each rank sees, in rank order; none where nobody looked. A rank that decided from its own sight
+        by_rank: What each rank sees, in rank order; none where nobody looked. A rank that decided from its own view
             alone would wait for messages that nobody sends.
         found: The files as this rank sees them.
-
-    Returns:
-        The choice, and the files for `FileReader` where this rank sees them and was asked to look.
 
     Raises:
         CheckpointError: On every rank, when ranks see different content under one path, or too few see the files.
     """
     transport = "local" if loading.mmap else loading.transport
-    if not sights:
-        return Choice(transport, (0,), "asked for"), None
-    if not sights[0].sees:
-        raise CheckpointError(f"rank 0 lost sight of it: {sights[0].why_not}", path=there.files[0].path)
-    if any(item.sees and not item.is_same for item in sights):
-        _require_same_content(found, sights, there)
-    seeing = tuple(rank for rank, item in enumerate(sights) if item.sees)
-    _require_enough(loading, seeing, sights, there.files[0].path)
+    if not by_rank:
+        return ReadPlan(transport, (0,), "asked for")
+    if not by_rank[0].sees:
+        raise CheckpointError(f"rank 0 lost sight of it: {by_rank[0].why_not}", path=there.files[0].path)
+    if any(item.sees and not item.is_same for item in by_rank):
+        _require_same_content(found, by_rank, there)
+    seeing = tuple(rank for rank, item in enumerate(by_rank) if item.sees)
+    _require_enough(loading, seeing, by_rank, there.files[0].path)
     wanted = loading.num_readers or len(seeing)
-    readers = _spread(seeing, sights)[:wanted] if transport != "local" else seeing
-    checkpoint = Checkpoint("", tuple(found), {}, None, {}) if found else None
-    return _choice(transport, tuple(sorted(readers)), seeing, sights, there), checkpoint
+    readers = _spread(seeing, by_rank)[:wanted] if transport != "local" else seeing
+    return _read_plan(transport, tuple(sorted(readers)), seeing, by_rank, there)
 
 
-def _require_same_content(found: Sequence[CheckpointFile], sights: Sequence[Sight], there: Whereabouts) -> None:
+def _require_same_content(
+    found: Sequence[CheckpointFile], by_rank: Sequence[FileVisibility], there: FileLocations
+) -> None:
     """Compare what ranks see that do not see rank 0's own inodes; collective."""
     # All ranks come here, those that see nothing too: the others wait for them.
     digest, error = "", None
@@ -167,11 +167,11 @@ def _require_same_content(found: Sequence[CheckpointFile], sights: Sequence[Sigh
     except Exception as raised:  # noqa: BLE001 - the other ranks wait
         error = raised
     digests = agree(error, digest)
-    differing = [rank for rank, item in enumerate(sights) if item.sees and digests[rank] != digests[0]]
+    differing = [rank for rank, item in enumerate(by_rank) if item.sees and digests[rank] != digests[0]]
     if differing:
         raise CheckpointError(
-            f"{_named(differing, sights)} see other content under this path than {_named([0], sights)}: copy the same "
-            "checkpoint to every node, or use transport='scatter', which takes rank 0's",
+            f"{_named(differing, by_rank)} see other content under this path than {_named([0], by_rank)}: copy the "
+            "same checkpoint to every node, or use transport='scatter', which takes rank 0's",
             path=there.files[0].path,
         )
 
@@ -179,7 +179,7 @@ def _require_same_content(found: Sequence[CheckpointFile], sights: Sequence[Sigh
 def _digest(files: Sequence[CheckpointFile]) -> str:
     """Of sizes, headers and samples."""
     text = hashlib.sha256()
-    with FileReader(Checkpoint("", tuple(files), {}, None, {})) as reader:
+    with FileReader(files) as reader:
         for index, file in enumerate(files):
             text.update(f"{file.num_bytes} {file.header_sha256}\n".encode())
             # An object has one content, wherever it is read; a path has one on each node.
@@ -191,46 +191,50 @@ def _digest(files: Sequence[CheckpointFile]) -> str:
     return text.hexdigest()
 
 
-def _require_enough(loading: Loading, seeing: Sequence[int], sights: Sequence[Sight], path: str) -> None:
-    blind = [rank for rank in range(len(sights)) if rank not in seeing]
+def _require_enough(loading: Loading, seeing: Sequence[int], by_rank: Sequence[FileVisibility], path: str) -> None:
+    blind = [rank for rank in range(len(by_rank)) if rank not in seeing]
     if (loading.mmap or loading.transport == "local") and blind:
         asked = "mmap=True" if loading.mmap else "transport='local'"
         raise CheckpointError(
-            f"{asked}, but {_named(blind, sights)} cannot read it ({sights[blind[0]].why_not}): make it readable on "
+            f"{asked}, but {_named(blind, by_rank)} cannot read it ({by_rank[blind[0]].why_not}): make it readable on "
             "every node, or use transport='auto' without mmap",
             path=path,
         )
     if loading.num_readers is not None and loading.num_readers > len(seeing):
         raise CheckpointError(
-            f"num_readers={loading.num_readers}, but only {_named(seeing, sights)} can read it: leave num_readers out "
+            f"num_readers={loading.num_readers}, but only {_named(seeing, by_rank)} can read it: leave num_readers out "
             "to have all that can",
             path=path,
         )
 
 
-def _choice(
-    transport: str, readers: tuple[int, ...], seeing: Sequence[int], sights: Sequence[Sight], there: Whereabouts
-) -> Choice:
+def _read_plan(
+    transport: str,
+    readers: tuple[int, ...],
+    seeing: Sequence[int],
+    by_rank: Sequence[FileVisibility],
+    there: FileLocations,
+) -> ReadPlan:
     name = transport
     if transport == "auto":
-        name = "local" if len(readers) == len(sights) else "scatter"
-    who = "every rank sees" if len(seeing) == len(sights) else f"{_named(seeing, sights)} alone see"
-    shared = "" if len(readers) in (1, len(sights)) else f", {len(readers)} ranks share the reading"
+        name = "local" if len(readers) == len(by_rank) else "scatter"
+    who = "every rank sees" if len(seeing) == len(by_rank) else f"{_named(seeing, by_rank)} alone see"
+    shared = "" if len(readers) in (1, len(by_rank)) else f", {len(readers)} ranks share the reading"
     asked = "auto" if transport == "auto" else "asked for"
-    return Choice(name, readers, f"{asked}: {who} the files ({there.file_system}){shared}")
+    return ReadPlan(name, readers, f"{asked}: {who} the files ({there.file_system}){shared}")
 
 
-def _spread(ranks: Sequence[int], sights: Sequence[Sight]) -> list[int]:
+def _spread(ranks: Sequence[int], by_rank: Sequence[FileVisibility]) -> list[int]:
     """Ranks so ordered that the first few are on different hosts."""
     on_host: dict[tuple[str, ...], int] = {}
     position = {}
     for rank in ranks:
-        host = tuple(sights[rank].host)
+        host = tuple(by_rank[rank].host)
         position[rank] = on_host[host] = on_host.get(host, -1) + 1
     return sorted(ranks, key=lambda rank: (position[rank], rank))
 
 
-def _named(ranks: Sequence[int], sights: Sequence[Sight]) -> str:
+def _named(ranks: Sequence[int], by_rank: Sequence[FileVisibility]) -> str:
     """`ranks 2, 3 (node-b)`."""
-    hosts = ", ".join(dict.fromkeys(str(sights[rank].host[0]) for rank in ranks))
+    hosts = ", ".join(dict.fromkeys(str(by_rank[rank].host[0]) for rank in ranks))
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} ({hosts})"

@@ -1,4 +1,4 @@
-"""What a load or a save did, in figures: the same report on every rank."""
+"""What a load did: the same report on every rank."""
 
 from __future__ import annotations
 
@@ -7,16 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
 
 from raysharding.distributed.loading.plan import LoadPlan
-
-MIB = 1 << 20
-
-
-def format_bytes(num_bytes: float) -> str:
-    """`1.78 GiB`, `512.0 MiB`, `17 B`."""
-    for unit, size, digits in (("GiB", 1 << 30, 2), ("MiB", MIB, 1), ("KiB", 1 << 10, 1)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.{digits}f} {unit}"
-    return f"{num_bytes:.0f} B"
+from raysharding.units import format_bytes
 
 
 def _names(names: tuple[str, ...], limit: int = 6) -> str:
@@ -27,7 +18,7 @@ def _names(names: tuple[str, ...], limit: int = 6) -> str:
 # Fields that every rank measures for itself, and what makes the report's value of theirs, in rank order.
 _SUM: dict[str, Callable[[Iterable[Any]], Any]] = {"merge": sum}
 _SLOWEST: dict[str, Callable[[Iterable[Any]], Any]] = {"merge": max}
-_LARGEST = _SLOWEST
+_LARGEST = _SAME = _SLOWEST
 _EACH: dict[str, Callable[[Iterable[Any]], Any]] = {"merge": tuple}
 
 
@@ -84,7 +75,7 @@ class LoadReport:
     bucket."""
     peak_device_bytes: tuple[int, ...] = field(metadata=_EACH)
     """Highest device memory above the start, shards included, on each rank; 0 on the CPU."""
-    digest: str = ""
+    digest: str = field(default="", metadata=_SAME)
     """Of all values, 16 hex digits, the same at every world size; empty unless `Loading.digest`."""
     missing: tuple[str, ...] = ()
     """FQNs without a tensor in the checkpoint."""
@@ -105,30 +96,24 @@ class LoadReport:
 
         Args:
             plan: What was loaded, and how.
-            per_rank: Of each rank, by field: seconds and bytes of its own, of each tuple its one value;
-                what is left out is 0.
+            per_rank: Of each rank, by field: seconds and bytes of its own, of each tuple its one value.
         """
-        outline = plan.outline
+        names = {one.name for one in fields(cls)}
+        # What the outline says under the report's own names is the report's; ranks measure the rest.
+        outlined = {name: value for name, value in vars(plan.outline).items() if name in names}
         merged = {one.name: one.metadata["merge"] for one in fields(cls) if one.metadata}
         return cls(
-            checkpoint=outline.checkpoint,
-            num_tensors=len(outline.tensors),
-            checkpoint_bytes=outline.checkpoint_bytes,
+            num_tensors=len(plan.outline.tensors),
             mapped_bytes=sum(layout.num_elements * layout.dtype.itemsize for layout in plan.mapped),
             num_buckets=len(plan.buckets.buckets),
             bucket_bytes=plan.buckets.max_bucket_bytes,
-            transport=plan.choice.transport,
-            transport_reason=plan.choice.reason,
-            readers=plan.choice.readers,
+            transport=plan.read_plan.transport,
+            transport_reason=plan.read_plan.reason,
+            readers=plan.read_plan.readers,
             world_size=len(per_rank),
-            digest=per_rank[0].get("digest", ""),
-            missing=outline.missing,
-            unexpected=outline.unexpected,
-            ignored=outline.ignored,
-            initialised=outline.initialise,
-            tied=outline.tied,
-            converted=outline.converted,
-            **{name: merge([measured.get(name, 0) for measured in per_rank]) for name, merge in merged.items()},
+            initialised=plan.outline.initialise,
+            **outlined,
+            **{name: merge([measured[name] for measured in per_rank]) for name, merge in merged.items()},
         )
 
     @property

@@ -26,7 +26,7 @@ NAME = "the state dict"
 
 
 @dataclass(frozen=True)
-class HeldStateDict:
+class Rank0StateDict:
     """A full state dict that rank 0 holds; on the other ranks, which hold none, an empty one."""
 
     values: Mapping[str, torch.Tensor]
@@ -74,11 +74,11 @@ def why_refused(value: object) -> str | None:
 
 
 class StateDictSource:
-    """An `ElementSource` over a `HeldStateDict`; rank 0 alone has one.
+    """An `ElementSource` over a `Rank0StateDict`; rank 0 alone has one.
 
     Args:
-        held: The values.
-        tensors: What `HeldStateDict.as_checkpoint` said of them.
+        state_dict: The values.
+        tensors: What `Rank0StateDict.as_checkpoint` said of them.
         extents: FQN → which elements of which key it takes.
         targets: FQN → what feeds it; needed for conversions.
         cache_bytes: How much of converted targets to keep.
@@ -86,13 +86,13 @@ class StateDictSource:
 
     def __init__(
         self,
-        held: HeldStateDict,
+        state_dict: Rank0StateDict,
         tensors: Mapping[str, TensorInfo],
         extents: Mapping[str, Extents],
         targets: Mapping[str, Target],
         cache_bytes: int,
     ) -> None:
-        self._held = held
+        self._state_dict = state_dict
         self._tensors = tensors
         self._extents = extents
         self._conversions = Conversions(targets, lambda key: self._load(key).cpu(), cache_bytes)
@@ -140,7 +140,7 @@ class StateDictSource:
         return self._last[1]
 
     def _load(self, key: str) -> torch.Tensor:
-        value = self._held.values[key]
+        value = self._state_dict.values[key]
         info = self._tensors[key]
         if (problem := why_refused(value)) is None and (value.dtype, tuple(value.shape)) != (info.dtype, info.shape):
             problem = f"{value.dtype} {tuple(value.shape)} now, {info.dtype} {info.shape} when the load was planned"

@@ -25,11 +25,11 @@ from raysharding.checkpoint import (
     write_manifest,
 )
 from raysharding.checkpoint.storage import is_remote, join_path
-from raysharding.config import MIB
 from raysharding.distributed.comm import agree
 from raysharding.distributed.transfer import Gather, as_bytes, host_identity
 from raysharding.errors import CheckpointError
 from raysharding.models import Run, SavedTensor
+from raysharding.units import MIB
 
 MAX_FILE_BYTES = 5_000_000_000
 """Largest checkpoint file, unless a single tensor is larger: transformers' own default."""

@@ -44,7 +44,7 @@ from raysharding.distributed.fully_shard import (
     warn_once,
     with_layout,
 )
-from raysharding.distributed.loading import Progress, format_bytes, silent
+from raysharding.distributed.loading import Progress, silent
 from raysharding.distributed.optim import agreed_snapshot
 from raysharding.distributed.saving.file_writers import Written, total_bytes, write_tensors
 from raysharding.distributed.saving.optimizer_files import write_optimizer
@@ -52,6 +52,7 @@ from raysharding.distributed.saving.training_state import training_state, write_
 from raysharding.distributed.transfer import MemoryPeak, back, saved_tensors
 from raysharding.errors import CheckpointError
 from raysharding.models import AdapterNames, SavedTensor, adapter_files, config_files, saved_layout
+from raysharding.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -329,15 +330,15 @@ class Save:
         except BaseException as error:
             self.discard(error)
             raise
-        figures = agree(None, {"wire_bytes": written.wire_bytes, "host_bytes": peak.host_bytes}, self.group)
+        per_rank = agree(None, {"wire_bytes": written.wire_bytes, "host_bytes": peak.host_bytes}, self.group)
         return SaveReport(
             path=self.destination.path,
             num_tensors=contents.num_tensors,
             num_bytes=total,
             num_files=len(written.plan.files),
             seconds=perf_counter() - self.begun,
-            wire_bytes=sum(figure["wire_bytes"] for figure in figures),
-            peak_extra_bytes=tuple(figure["host_bytes"] for figure in figures),
+            wire_bytes=sum(one["wire_bytes"] for one in per_rank),
+            peak_extra_bytes=tuple(one["host_bytes"] for one in per_rank),
         )
 
     def _write_state(self, on_round: Callable[[int], None]) -> None:

@@ -1,8 +1,8 @@
 """Steps over dealt rows, equal to those that one process would take; forward, generate, evaluate, fit."""
 
-from raysharding.distributed.training.data_loader import FeedPlan
+from raysharding.distributed.training.data_loader import DataPlan
 from raysharding.distributed.training.evaluate import Evaluation, EvaluationPlan
-from raysharding.distributed.training.fit import Fit, FitPlan, StepFigures
+from raysharding.distributed.training.fit import Fit, FitPlan, StepMetrics
 from raysharding.distributed.training.forward import Forwarding
 from raysharding.distributed.training.generate import check_generation, generate
 from raysharding.distributed.training.loss_call import LossFunction, positions_of
@@ -17,14 +17,14 @@ from raysharding.distributed.training.step import (
 
 __all__ = [
     "Accumulation",
+    "DataPlan",
     "Evaluation",
     "EvaluationPlan",
-    "FeedPlan",
     "Fit",
     "FitPlan",
     "Forwarding",
     "LossFunction",
-    "StepFigures",
+    "StepMetrics",
     "check_generation",
     "check_max_grad_norm",
     "forward_backward",

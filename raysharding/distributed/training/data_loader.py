@@ -1,4 +1,4 @@
-"""`Feed`: each rank's own rows of the batches that one process would take, read ahead; as many on every rank."""
+"""`DistributedDataLoader`: each rank's own rows of the batches of one process, read ahead; as many on every rank."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from raysharding.models import InputBounds
 
 
 @dataclass(frozen=True)
-class FeedPlan:
+class DataPlan:
     """What data is taken, and how. Picklable; the same on every rank."""
 
     source: Rows | ParquetPath
@@ -84,7 +84,7 @@ class _Taken:
     """Why there is none."""
 
 
-class Feed:
+class DistributedDataLoader:
     """A run over data. Every rank makes one, with the same plan, and takes the same steps.
 
     Note: how the ranks come to know that each of them has a batch.
@@ -96,7 +96,7 @@ class Feed:
 
     def __init__(
         self,
-        plan: FeedPlan,
+        plan: DataPlan,
         device: torch.device,
         position: Position | None = None,
         bounds: InputBounds | None = None,

@@ -13,7 +13,7 @@ from torch import nn
 from raysharding.batch import RankBatch
 from raysharding.distributed.comm import agree_all_went_well, metadata_device
 from raysharding.distributed.fully_shard import mark_recovery, module_mode, recover_after, reshard, unwrapped
-from raysharding.distributed.training.data_loader import Feed, FeedPlan
+from raysharding.distributed.training.data_loader import DataPlan, DistributedDataLoader
 from raysharding.distributed.training.loss import loss_share
 from raysharding.distributed.training.loss_call import LossFunction, call_loss
 from raysharding.distributed.training.step import Accumulation
@@ -28,7 +28,7 @@ the metric over all rows is the sum of the sums by the sum of the counts."""
 class EvaluationPlan:
     """What to compute. Picklable; the same on every rank."""
 
-    feed: FeedPlan
+    data: DataPlan
     """The data."""
     loss: LossFunction | None = None
     """See `loss.loss_share`."""
@@ -42,9 +42,9 @@ class Evaluation:
     """A run that only looks. Every rank makes one, with the same plan, and takes the same steps."""
 
     def __init__(self, plan: EvaluationPlan, device: torch.device, bounds: InputBounds | None = None) -> None:
-        """Look at the data; collective. As `Feed`."""
+        """Look at the data; collective. As `DistributedDataLoader`."""
         self._plan = plan
-        self.feed = Feed(plan.feed, device, bounds=bounds)
+        self.data_loader = DistributedDataLoader(plan.data, device, bounds=bounds)
         self._loss = Accumulation()
         # Sums and counts by metric, then rows: added up on every rank alone, over the ranks when they are asked for.
         self._sums = torch.zeros(2 * len(plan.metrics) + 1, dtype=torch.float64)
@@ -62,7 +62,7 @@ class Evaluation:
             DataError: On every rank: the next batch could not be made on some rank.
             Exception: On every rank, what a metric raised on one.
         """
-        batch = self.feed.next()
+        batch = self.data_loader.next()
         if batch is None:
             return False
         module = unwrapped(module)
@@ -80,7 +80,7 @@ class Evaluation:
             failed = error
         if self._plan.metrics:
             agree_all_went_well(failed)
-        self.feed.advance()
+        self.data_loader.advance()
         return True
 
     def values(self) -> dict[str, float]:

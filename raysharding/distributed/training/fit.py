@@ -14,7 +14,7 @@ from raysharding.batch import RankBatch
 from raysharding.data import Position
 from raysharding.distributed.fully_shard import is_recoverable
 from raysharding.distributed.optim import learning_rate
-from raysharding.distributed.training.data_loader import Feed, FeedPlan, check_whole
+from raysharding.distributed.training.data_loader import DataPlan, DistributedDataLoader, check_whole
 from raysharding.distributed.training.loss_call import LossFunction
 from raysharding.distributed.training.step import train_step
 from raysharding.errors import EmptyBatchError
@@ -25,7 +25,7 @@ from raysharding.models import InputBounds
 class FitPlan:
     """What a run over data is asked to do. Picklable; the same on every rank."""
 
-    feed: FeedPlan
+    data: DataPlan
     """The data."""
     loss: LossFunction | None = None
     """See `loss.loss_share`."""
@@ -44,7 +44,7 @@ class FitPlan:
 
 
 @dataclass(frozen=True)
-class StepFigures:
+class StepMetrics:
     """One step, as one rank saw it."""
 
     metrics: dict[str, float]
@@ -71,16 +71,16 @@ class Fit:
         position: Position | None = None,
         bounds: InputBounds | None = None,
     ) -> None:
-        """Look at the data; collective. As `Feed`."""
+        """Look at the data; collective. As `DistributedDataLoader`."""
         self._plan = plan
-        self.feed = Feed(plan.feed, device, position, bounds)
+        self.data_loader = DistributedDataLoader(plan.data, device, position, bounds)
 
     @property
     def position(self) -> Position:
         """Where the run stands, after the last step."""
-        return self.feed.position
+        return self.data_loader.position
 
-    def step(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> StepFigures | None:
+    def step(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> StepMetrics | None:
         """Take one step; collective. `None` where the run is over.
 
         Args:
@@ -96,7 +96,7 @@ class Fit:
             Exception: As from `train_step`.
         """
         begun = time.perf_counter()
-        batch = self.feed.next()
+        batch = self.data_loader.next()
         wait_s = time.perf_counter() - begun
         if batch is None:
             return None
@@ -112,11 +112,11 @@ class Fit:
         except EmptyBatchError as error:
             if self._plan.on_empty == "raise" or not is_recoverable(error):
                 raise
-            self.feed.advance()
+            self.data_loader.advance()
             nothing = {"loss": math.nan, "grad_norm": math.nan, **learning_rate(optimizer)}
-            return StepFigures(nothing, self.position.epoch, 0, 0, wait_s, str(error))
-        self.feed.advance()
-        return StepFigures(metrics, self.position.epoch, batch.num_rows or 0, _num_tokens(batch), wait_s)
+            return StepMetrics(nothing, self.position.epoch, 0, 0, wait_s, str(error))
+        self.data_loader.advance()
+        return StepMetrics(metrics, self.position.epoch, batch.num_rows or 0, _num_tokens(batch), wait_s)
 
 
 def _num_tokens(batch: RankBatch) -> int:

@@ -19,7 +19,14 @@ from raysharding.distributed.comm import all_gather_ints, metadata_device
 from raysharding.distributed.fully_shard import compute_device, move_inputs
 from raysharding.distributed.training.labels import Counts, LabelKind, Labels, count_items, find_labels, has_own_count
 from raysharding.distributed.training.loss_call import LossFunction, find_loss, loss_of, run_loss
-from raysharding.distributed.training.loss_probe import LossTraits, Weighing, counted_field, find_traits, forget, recall
+from raysharding.distributed.training.loss_probe import (
+    LossReduction,
+    LossTraits,
+    counted_field,
+    find_traits,
+    forget,
+    recall,
+)
 from raysharding.errors import EmptyBatchError
 from raysharding.tree import leaves
 
@@ -36,17 +43,17 @@ class _Agreed:
     """What the loss does."""
 
     def items(self) -> list[int]:
-        """What each rank's loss has to be weighed by, by rank."""
-        if self.traits.weighing is Weighing.ITEMS:
+        """What each rank's loss has to be weighted by, by rank."""
+        if self.traits.reduction is LossReduction.ITEMS:
             field = counted_field(self.labels.kind, self.traits)
             return [getattr(count, field) for count in self.counts]
         rows = [count.rows for count in self.counts]
-        return rows if self.traits.weighing is Weighing.ROWS else [int(num > 0) for num in rows]
+        return rows if self.traits.reduction is LossReduction.ROWS else [int(num > 0) for num in rows]
 
     @property
     def total(self) -> int:
-        """What the weighed losses have to be divided by."""
-        return 1 if self.traits.weighing is Weighing.SUM else sum(self.items())
+        """What the weighted losses have to be divided by."""
+        return 1 if self.traits.reduction is LossReduction.SUM else sum(self.items())
 
 
 def _agree(module: nn.Module, batch: RankBatch, loss: LossFunction | None) -> _Agreed:
@@ -133,7 +140,7 @@ def _weight(agreed: _Agreed, is_dummy: bool, may_be_empty: bool) -> LossWeight:
     local, total = agreed.items()[dist.get_rank()], agreed.total
     if traits.honours_count:
         return LossWeight(num_items_in_batch=max(total, 1), factor=float(local > 0), total=total)
-    if traits.weighing is Weighing.SUM:
+    if traits.reduction is LossReduction.SUM:
         return LossWeight(num_items_in_batch=None, factor=float(local), total=None, is_sum=True)
     return LossWeight(num_items_in_batch=None, factor=local / max(total, 1), total=total)
 

@@ -85,7 +85,7 @@ def _state(value: Any, inner: Any) -> object:
     return inner(getattr(value, "__dict__", None))
 
 
-class Weighing(enum.Enum):
+class LossReduction(enum.Enum):
     """How the losses of parts make up the loss of the whole. The values travel between ranks."""
 
     ITEMS = 0
@@ -103,7 +103,7 @@ LOW_PRECISION_TOLERANCE = 3e-2
 
 @dataclass(frozen=True)
 class Part:
-    """The loss of some rows, and what it could be weighed by."""
+    """The loss of some rows, and what it could be weighted by."""
 
     value: float | None
     """`None`: the loss cannot be told."""
@@ -114,26 +114,26 @@ class Part:
     tolerance: float
     """Relative."""
 
-    def weighed(self, weighing: Weighing) -> float:
+    def weighted(self, reduction: LossReduction) -> float:
         """This part's contribution; that of a part in which nothing counts is 0."""
         assert self.value is not None
-        if weighing is Weighing.ITEMS:
+        if reduction is LossReduction.ITEMS:
             return self.value * self.items if self.items else 0.0
-        return self.value * self.rows if weighing is Weighing.ROWS else self.value
+        return self.value * self.rows if reduction is LossReduction.ROWS else self.value
 
 
-def fits(whole: Part, parts: list[Part], weighing: Weighing) -> bool:
+def fits(whole: Part, parts: list[Part], reduction: LossReduction) -> bool:
     """Whether the parts add up to the whole; true where that cannot be told."""
     if any(part.value is None for part in (whole, *parts)) or whole.items == 0:
         return True
-    want, have = whole.weighed(weighing), [part.weighed(weighing) for part in parts]
+    want, have = whole.weighted(reduction), [part.weighted(reduction) for part in parts]
     size = max(abs(want), sum(abs(value) for value in have), 1e-6)
     # A NaN or an infinity makes this comparison false: finite where all labels count, the loss has a mask of its own.
     return abs(want - sum(have)) <= max(part.tolerance for part in (whole, *parts)) * size
 
 
 @dataclass(frozen=True)
-class Weigher:
+class ReductionProbe:
     """Evaluates a loss on all rows of this rank and on its two halves. Every rank runs the same forwards."""
 
     module: nn.Module
@@ -141,24 +141,26 @@ class Weigher:
     item: str
     """The field of `Counts` that the loss is a mean over."""
 
-    def find(self, batch: RankBatch, labels: Labels, valid: int) -> Weighing:
+    def find(self, batch: RankBatch, labels: Labels, valid: int) -> LossReduction:
         """Return how the loss adds up; collective. `valid` is a label that counts.
 
         Raises:
             ValueError: On every rank, when it adds up in no known way on some rank, or is not finite there.
         """
-        if not agree([_can_cut(batch, labels)])[0]:
-            return Weighing.ITEMS
-        votes, value = [True] * len(Weighing), 0.0
+        if not all_ranks([_can_cut(batch, labels)])[0]:
+            return LossReduction.ITEMS
+        votes, value = [True] * len(LossReduction), 0.0
         for synthetic in (False, True) if labels.kind in INTEGER_KINDS else (False,):
             whole, parts = self._evaluate(batch, labels, valid if synthetic else None)
-            votes = [vote and fits(whole, parts, weighing) for vote, weighing in zip(votes, Weighing, strict=True)]
+            votes = [
+                vote and fits(whole, parts, reduction) for vote, reduction in zip(votes, LossReduction, strict=True)
+            ]
             if not synthetic and whole.items and whole.value is not None:
                 value = whole.value
-        is_finite, *votes = agree([math.isfinite(value), *votes])
+        is_finite, *votes = all_ranks([math.isfinite(value), *votes])
         if not is_finite:
             raise not_finite(self.module, batch, value)
-        found = [weighing for weighing, vote in zip(Weighing, votes, strict=True) if vote]
+        found = [reduction for reduction, vote in zip(LossReduction, votes, strict=True) if vote]
         if not found:
             raise ValueError(
                 "the loss of this batch is neither the mean over labels that are not -100, nor the mean over rows, nor "
@@ -202,7 +204,7 @@ class Weigher:
         return any(item.itemsize < 4 for item in floats)
 
 
-def agree(flags: list[bool]) -> list[bool]:
+def all_ranks(flags: list[bool]) -> list[bool]:
     """Take for true what holds on every rank; collective."""
     votes = torch.tensor(flags, dtype=torch.int32, device=metadata_device())
     # Ranks that went on with different answers would run different forwards, and wait for each other.
@@ -278,7 +280,7 @@ class LossTraits:
     """The label 255 never counts."""
     returns_pair: bool = False
     """The caller's loss function returns (sum, count), so it counts for itself."""
-    weighing: Weighing = Weighing.ITEMS
+    reduction: LossReduction = LossReduction.ITEMS
     """How the losses of the ranks' parts make up the whole batch's."""
 
 
@@ -322,7 +324,7 @@ def find_traits(module: nn.Module, batch: RankBatch, loss: LossFunction | None, 
         labels: The call's labels, of equal kind on every rank.
 
     Raises:
-        ValueError: On every rank, when the ranks' losses do not make up one process's (see `Weigher`), or are
+        ValueError: On every rank, when the ranks' losses do not make up one process's (see `ReductionProbe`), or are
             not finite, so that nothing can be told from them.
     """
     # Labels are made up here that a loss may take for classes: -100 where it leaves out 255.
@@ -357,18 +359,18 @@ class _Probe:
         is_pair, honours, value = self._first_look(counting)
         lacks_labels = is_integer and valid is None
         # Ranks that went on with different denominators would train on a wrong loss, silently: one answer for all.
-        is_pair, is_finite, all_lack = agree([is_pair, math.isfinite(value) or lacks_labels, lacks_labels])
+        is_pair, is_finite, all_lack = all_ranks([is_pair, math.isfinite(value) or lacks_labels, lacks_labels])
         if is_pair:
             return LossTraits(returns_pair=True), True
         if not is_finite:
             raise not_finite(self.module, self.batch, value)
         masks = self._masks(valid or 0) if is_integer else (False, False)
-        honours, shifts, pixels = agree([honours, *masks])
+        honours, shifts, pixels = all_ranks([honours, *masks])
         traits = LossTraits(honours, shifts, pixels)
         if traits.honours_count or all_lack:
             return traits, not all_lack
-        weigher = Weigher(self.module, self.loss, counted_field(self.labels.kind, traits))
-        return replace(traits, weighing=weigher.find(self.batch, self.labels, valid or 0)), True
+        probe = ReductionProbe(self.module, self.loss, counted_field(self.labels.kind, traits))
+        return replace(traits, reduction=probe.find(self.batch, self.labels, valid or 0)), True
 
     def _counted(self) -> torch.Tensor:
         """Which of the labels are no masks, as far as that is known yet."""

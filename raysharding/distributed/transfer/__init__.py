@@ -16,7 +16,7 @@ from raysharding.distributed.transfer.gather import (
     saved_tensors,
     tied_names,
 )
-from raysharding.distributed.transfer.local_shards import Placer
+from raysharding.distributed.transfer.local_shards import LocalShards
 from raysharding.distributed.transfer.memory import (
     RANK_BYTES,
     MemoryPeak,
@@ -59,8 +59,8 @@ __all__ = [
     "Conversions",
     "Extents",
     "Gather",
+    "LocalShards",
     "MemoryPeak",
-    "Placer",
     "PlannedTensor",
     "Prefault",
     "ReadThreads",

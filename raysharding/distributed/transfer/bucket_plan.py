@@ -35,8 +35,8 @@ from typing import NamedTuple, overload
 
 import torch
 
-from raysharding.config import MIB
 from raysharding.distributed.fully_shard import TensorLayout
+from raysharding.units import MIB
 
 BUCKET_BYTES = 32 * MIB
 """Default size of a bucket; see the note above."""

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from raysharding.config import MIB
 from raysharding.distributed.fully_shard import (
     ShardMap,
     by_mesh,
@@ -28,9 +27,10 @@ from raysharding.distributed.transfer.bucket_plan import (
     plan_buckets,
     plan_in_order,
 )
-from raysharding.distributed.transfer.local_shards import Placer
+from raysharding.distributed.transfer.local_shards import LocalShards
 from raysharding.distributed.transfer.sources import as_bytes
 from raysharding.models import clean_name
+from raysharding.units import MIB
 
 Sink = Callable[[str, int, torch.Tensor], None]
 """Takes `(fqn, first element, values)`: 1-D CPU values of a range of the flattened tensor, valid during the call."""
@@ -97,7 +97,7 @@ class Gather:
         self._shards = ShardMap.of(self.tensors)
         share = max(self.bucket_bytes // max(len(self.destinations), 1), 1)
         self._plans = {rank: self._plan(names, share) for rank, names in self.destinations.items()}
-        self._placers = {rank: Placer(plan, self.tensors, self._shards) for rank, plan in self._plans.items()}
+        self._local_shards = {rank: LocalShards(plan, self.tensors, self._shards) for rank, plan in self._plans.items()}
 
     def _plan(self, names: Sequence[str], share: int) -> BucketPlan:
         planned = [PlannedTensor(tensor_layout(name, self.tensors[name]), self.tensors[name].dtype) for name in names]
@@ -143,11 +143,11 @@ class Gather:
         """Give a sink what this rank holds of a bucket, where it stands beside the destination."""
         if not self._is_beside(self._shards.rank, destination):
             return
-        placer, plan = self._placers[destination], self._plans[destination]
+        local_shards, plan = self._local_shards[destination], self._plans[destination]
         for section in bucket.sections:
             if self._sender(section) == self._shards.rank:
                 for segment in section.segments:
-                    values = placer.values(segment).cpu()
+                    values = local_shards.values(segment).cpu()
                     self.sink(plan.tensors[segment.tensor].layout.fqn, segment.start, values)
 
     def _sender(self, section: Section) -> int:
@@ -183,15 +183,15 @@ class Gather:
 
     def _pieces(self, destination: int, section: Section) -> list[torch.Tensor]:
         """A section's messages as uint8 on the message device: the packed part, then each large segment."""
-        placer = self._placers[destination]
+        local_shards = self._local_shards[destination]
         pieces = []
         for _, length, segment in section.messages:
             if segment is not None:
-                pieces.append(as_bytes(placer.values(segment)).to(self.device))
+                pieces.append(as_bytes(local_shards.values(segment)).to(self.device))
                 continue
             packed = torch.empty(length, dtype=torch.uint8, device=self.device)
             for small in section.packed:
-                packed[small.offset : small.offset + small.num_bytes].copy_(as_bytes(placer.values(small)))
+                packed[small.offset : small.offset + small.num_bytes].copy_(as_bytes(local_shards.values(small)))
             pieces.append(packed)
         return pieces
 

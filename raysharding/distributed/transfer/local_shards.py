@@ -1,4 +1,4 @@
-"""Writes segments into the shards of this process."""
+"""The shards of this process, into which segments are written."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from raysharding.distributed.transfer.memory import back
 from raysharding.distributed.transfer.sources import as_bytes
 
 
-class Placer:
+class LocalShards:
     """The local memory of a plan's tensors, addressed by segments.
 
     Args:
@@ -37,8 +37,8 @@ class Placer:
         assert local.is_contiguous(), f"{planned.layout.fqn}: the shard is not contiguous"
         return local.view(-1)
 
-    def lands(self, segment: Segment, device_type: str) -> bool:
-        """Whether a segment's wire bytes can be written into the shard unchanged by `device_type`."""
+    def takes_wire_bytes(self, segment: Segment, device_type: str) -> bool:
+        """Return True if a segment's wire bytes can be written into the shard unchanged by `device_type`."""
         flat = self._flat[segment.tensor]
         return flat.dtype == self._planned[segment.tensor].wire_dtype and flat.device.type == device_type
 
@@ -58,8 +58,8 @@ class Placer:
         """Copy uint8 wire bytes into the shard, converting to the module's dtype."""
         self.values(segment).copy_(data.view(self._planned[segment.tensor].wire_dtype), non_blocking=True)
 
-    def place_section(self, section: Section, memory: torch.Tensor, landed: Set[tuple[int, int]]) -> None:
-        """Copy all segments of a section out of its uint8 memory, but for those that `landed` already."""
+    def place_section(self, section: Section, memory: torch.Tensor, in_place: Set[tuple[int, int]]) -> None:
+        """Copy all segments of a section out of its uint8 memory, but for those that were received `in_place`."""
         for segment in section.segments:
-            if (segment.tensor, segment.start) not in landed:
+            if (segment.tensor, segment.start) not in in_place:
                 self.place(segment, memory[segment.offset : segment.offset + segment.num_bytes])

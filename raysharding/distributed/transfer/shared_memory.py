@@ -48,12 +48,12 @@ def has_futex() -> bool:
     return platform.system() == "Linux" and platform.machine() in _FUTEX
 
 
-def signal_bytes(count: int) -> int:
+def counter_bytes(count: int) -> int:
     """Bytes that `count` counters take."""
     return count * _WORD_BYTES
 
 
-class Signals:
+class Counters:
     """Counters that only grow, each written by one process.
 
     Args:
@@ -128,7 +128,7 @@ class MappedRing:
 
     slots: tuple[torch.Tensor, ...]
     """uint8 [slot bytes] each: the reader writes them, the others read."""
-    signals: Signals
+    counters: Counters
     """Counter 0: buckets that the reader has filled; 1 + rank: buckets that this rank has placed."""
     reader_pid: int
     """The process that fills it."""
@@ -159,7 +159,7 @@ def share_rings(num_slots: int, slot_bytes: int, group: dist.ProcessGroup | None
         once, in shared memory; each rank counts the pages of it that it touches.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    control_bytes = signal_bytes(1 + world_size) + _TOKEN_BYTES
+    control_bytes = counter_bytes(1 + world_size) + _TOKEN_BYTES
     size = _pages(num_slots * slot_bytes) + _pages(control_bytes)
     descriptor, memory = _reserve(size) if slot_bytes > 0 else (None, None)
     try:
@@ -193,8 +193,8 @@ def _pages(num_bytes: int) -> int:
 def _ring(memory: mmap.mmap, num_slots: int, offer: Mapping[str, Any], world_size: int) -> MappedRing:
     slot_bytes = offer["slot_bytes"]
     whole = torch.frombuffer(memory, dtype=torch.uint8, count=num_slots * slot_bytes)
-    signals = Signals(memory, _pages(num_slots * slot_bytes), 1 + world_size)
-    return MappedRing(tuple(whole.view(num_slots, slot_bytes).unbind()), signals, offer["pid"])
+    counters = Counters(memory, _pages(num_slots * slot_bytes), 1 + world_size)
+    return MappedRing(tuple(whole.view(num_slots, slot_bytes).unbind()), counters, offer["pid"])
 
 
 def _reserve(size: int) -> tuple[int | None, mmap.mmap | None]:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from raysharding.checkpoint import Checkpoint, Checksums, FileReader
+from raysharding.checkpoint import Checkpoint, Checksums, FileReader, TensorInfo
 from raysharding.models import Target
 
 Job = Callable[[], None]
@@ -250,8 +250,8 @@ class CheckpointSource:
     once: it is kept until its bucket is full, and a bucket's worth with it.
 
     Args:
-        checkpoint: What is in the files; its `tensors` are needed for conversions only.
-        reader: Reads them.
+        reader: Reads the files.
+        tensors: What is in the files; needed for conversions only.
         extents: FQN → where it lies.
         targets: FQN → what feeds it; needed for conversions only.
         cache_bytes: How much of converted targets to keep: those of one bucket, since its sections ask in turn.
@@ -261,21 +261,21 @@ class CheckpointSource:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
         reader: FileReader,
+        tensors: Mapping[str, TensorInfo],
         extents: Mapping[str, Extents],
         targets: Mapping[str, Target],
         cache_bytes: int,
         checksums: Checksums | None = None,
         threads: ReadThreads | None = None,
     ) -> None:
-        self._checkpoint = checkpoint
         self._reader = reader
+        self._tensors = tensors
         self._extents = extents
         self._conversions = Conversions(targets, self._read_whole, cache_bytes)
         self._checksums = checksums
         self._threads = threads or ReadThreads(1)
-        self._remote = ["://" in file.path for file in checkpoint.files]
+        self._remote = ["://" in file.path for file in reader.files]
 
     @classmethod
     def of(
@@ -283,7 +283,7 @@ class CheckpointSource:
     ) -> CheckpointSource:
         """The source of targets that were matched in this process."""
         extents = {fqn: extents_of(checkpoint, target) for fqn, target in targets.items()}
-        return cls(checkpoint, reader, extents, targets, cache_bytes)
+        return cls(reader, checkpoint.tensors, extents, targets, cache_bytes)
 
     @property
     def num_bytes_read(self) -> int:
@@ -375,7 +375,7 @@ class CheckpointSource:
             out[done : done + part.numel()].copy_(part)
 
     def _read_whole(self, key: str) -> torch.Tensor:
-        value = self._reader.read_tensor(self._checkpoint.tensors[key])
+        value = self._reader.read_tensor(self._tensors[key])
         if self._checksums is not None:
             self._checksums.add(key, 0, as_memory(value.reshape(-1)))
         return value

@@ -16,13 +16,13 @@ from types import TracebackType
 
 import torch
 
-from raysharding.distributed.comm import Pulse
+from raysharding.distributed.comm import FailureFlag
 from raysharding.distributed.transfer.bucket_plan import Bucket, BucketPlan, Segment
 from raysharding.distributed.transfer.buffers import Slot
-from raysharding.distributed.transfer.local_shards import Placer
+from raysharding.distributed.transfer.local_shards import LocalShards
 from raysharding.distributed.transfer.memory import MemoryPeak
 from raysharding.distributed.transfer.sources import ElementSource, Request, as_memory
-from raysharding.distributed.transfer.transport import BucketTransport, Passage
+from raysharding.distributed.transfer.transport import BucketTransfer, BucketTransport
 
 _LOOK_S = 1.0
 """Time between two looks at whether a slow disk gives bytes."""
@@ -39,14 +39,14 @@ class ReadAhead:
         plan: BucketPlan,
         source: ElementSource,
         transport: BucketTransport,
-        placer: Placer,
+        local_shards: LocalShards,
         slots: Sequence[Slot],
         device: torch.device,
     ) -> None:
         self._plan = plan
         self._source = source
         self._transport = transport
-        self._placer = placer
+        self._local_shards = local_shards
         self._slots = slots
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._free = threading.Semaphore(len(slots))
@@ -138,8 +138,8 @@ class ReadAhead:
             if not alone:
                 sent.append(slice(first, first + section.num_bytes))
             for segment in section.segments:
-                if alone and self._placer.lands(segment, "cpu"):
-                    requests.append(self._request(segment, as_memory(self._placer.values(segment))))
+                if alone and self._local_shards.takes_wire_bytes(segment, "cpu"):
+                    requests.append(self._request(segment, as_memory(self._local_shards.values(segment))))
                     continue
                 part = slice(first + segment.offset, first + segment.offset + segment.num_bytes)
                 requests.append(self._request(segment, slot.memory[part]))
@@ -153,7 +153,7 @@ class ReadAhead:
 
     def _place(self, staged: Sequence[tuple[Segment, torch.Tensor]]) -> None:
         for segment, data in staged:
-            self._placer.place(segment, data)
+            self._local_shards.place(segment, data)
 
     def _copy_to_device(
         self,
@@ -200,7 +200,7 @@ class BucketStream:
 
     plan: BucketPlan
     transport: BucketTransport
-    placer: Placer
+    local_shards: LocalShards
     slots: Sequence[Slot]
     device: torch.device
     """Device of the messages: the mesh's."""
@@ -225,7 +225,7 @@ class BucketStream:
         with ExitStack() as stack:
             ahead = None
             if source is not None:
-                ahead = ReadAhead(self.plan, source, self.transport, self.placer, self.slots, self.device)
+                ahead = ReadAhead(self.plan, source, self.transport, self.local_shards, self.slots, self.device)
                 stack.enter_context(ahead)
             try:
                 return self._run(ahead)
@@ -233,38 +233,38 @@ class BucketStream:
                 self.times.read_s = 0.0 if ahead is None else ahead.read_s
 
     def _run(self, ahead: ReadAhead | None) -> Exception | None:
-        pulse = Pulse(len(self.plan.buckets), self.timeout_s)
+        flag = FailureFlag(len(self.plan.buckets), self.timeout_s)
         error: Exception | None = None
         for index in range(len(self.plan.buckets)):
             error = self._finish(self._start(index, ahead), ahead, error)
             self.peak.sample()
             self.done(index)
-            if pulse.beat(index, failed=error is not None):
+            if flag.check(index, failed=error is not None):
                 break
-        pulse.close()
+        flag.close()
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()  # offloaded shards are read by the host next
         return error
 
-    def _start(self, index: int, ahead: ReadAhead | None) -> Passage:
+    def _start(self, index: int, ahead: ReadAhead | None) -> BucketTransfer:
         if ahead is not None:
             ahead.next(self.timeout_s, partial(self.reading, index))
-        passage = Passage(index, self.plan.buckets[index], self.slots[index % len(self.slots)].wire)
+        transfer = BucketTransfer(index, self.plan.buckets[index], self.slots[index % len(self.slots)].wire)
         with self._sending():
-            self.transport.start(passage, self._landing)
-        return passage
+            self.transport.start(transfer, self._memory_of)
+        return transfer
 
-    def _finish(self, passage: Passage, ahead: ReadAhead | None, error: Exception | None) -> Exception | None:
+    def _finish(self, transfer: BucketTransfer, ahead: ReadAhead | None, error: Exception | None) -> Exception | None:
         with self._sending():
-            self.transport.arrive(passage, self._landing)
+            self.transport.arrive(transfer, self._memory_of)
         if ahead is not None:
             error = error or ahead.error
         if error is None:
-            error = self._place(passage)
+            error = self._place(transfer)
         with self._sending():
-            self.transport.release(passage)
+            self.transport.release(transfer)
         if ahead is not None:
-            ahead.release(passage.index)
+            ahead.release(transfer.index)
         return error
 
     @contextmanager
@@ -273,15 +273,16 @@ class BucketStream:
         yield
         self.times.send_s += perf_counter() - started
 
-    def _landing(self, segment: Segment) -> torch.Tensor | None:
-        return self.placer.memory(segment) if self.placer.lands(segment, self.device.type) else None
+    def _memory_of(self, segment: Segment) -> torch.Tensor | None:
+        is_direct = self.local_shards.takes_wire_bytes(segment, self.device.type)
+        return self.local_shards.memory(segment) if is_direct else None
 
-    def _place(self, passage: Passage) -> Exception | None:
+    def _place(self, transfer: BucketTransfer) -> Exception | None:
         """Copy what arrived into the shards; an error is returned, to be told when all ranks agree on the outcome."""
         started = perf_counter()
         try:
-            for found in self.transport.found(passage):
-                self.placer.place_section(found.section, found.memory, passage.landed)
+            for received in self.transport.received(transfer):
+                self.local_shards.place_section(received.section, received.memory, transfer.in_place)
         except RuntimeError as error:  # out of memory, mostly
             return error
         finally:

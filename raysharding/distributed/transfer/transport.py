@@ -3,8 +3,8 @@
 Note: every rank does the same, bucket by bucket.
     `start` starts a bucket's first messages, `arrive` waits for what comes in and passes it on, `release` waits until
     nobody needs the buffer. All ranks call them for the same buckets in the same order, so that every message finds
-    its counterpart. A reader that fails sends what its buffer holds, and the ranks agree to stop (`Pulse`): a rank that
-    left early would hold the others.
+    its counterpart. A reader that fails sends what its buffer holds, and the ranks agree to stop (`FailureFlag`): a
+    rank that left early would hold the others.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from raysharding.distributed.transfer.buffers import RING_SIZE
 from raysharding.distributed.transfer.routes import Routes
 from raysharding.distributed.transfer.shared_memory import SharedRings
 
-Landing = Callable[[Segment], torch.Tensor | None]
+SegmentMemory = Callable[[Segment], torch.Tensor | None]
 """Gives the uint8 memory into which a large segment may be received, or `None` if it must be staged."""
 
 
 @dataclass
-class Passage:
+class BucketTransfer:
     """One bucket on its way through this rank."""
 
     index: int
@@ -40,12 +40,12 @@ class Passage:
     """Messages to this rank."""
     outgoing: list[dist.Work] = field(default_factory=list)
     """Messages out of `buffer` and out of shards."""
-    landed: set[tuple[int, int]] = field(default_factory=set)
+    in_place: set[tuple[int, int]] = field(default_factory=set)
     """(tensor, start) of the segments that were received straight into the shard."""
 
 
 @dataclass(frozen=True)
-class Found:
+class ReceivedSection:
     """A section that has arrived."""
 
     section: Section
@@ -81,34 +81,34 @@ class Scatter:
         """Whether nobody but its reader needs a section."""
         return len(self.routes.path(index, section.shard_index)) == 1
 
-    def start(self, passage: Passage, landing: Landing) -> None:
+    def start(self, transfer: BucketTransfer, memory_of: SegmentMemory) -> None:
         """Start the messages between a bucket's readers and those who are next to them."""
-        self._start_hop(passage, 0, landing)
-        if self._served_by_me(passage):
-            self._rings.rings[self._rank].signals.post(0, passage.index + 1)
+        self._start_hop(transfer, 0, memory_of)
+        if self._served_by_me(transfer):
+            self._rings.rings[self._rank].counters.post(0, transfer.index + 1)
 
-    def arrive(self, passage: Passage, landing: Landing) -> None:
+    def arrive(self, transfer: BucketTransfer, memory_of: SegmentMemory) -> None:
         """Wait for this rank's sections and pass on those that go further."""
-        self._wait(passage.incoming)
-        for reader in self._serve_me(passage):
+        self._wait(transfer.incoming)
+        for reader in self._serve_me(transfer):
             ring = self._rings.rings[reader]
-            ring.signals.wait(0, passage.index + 1, self._timeout_s, ring.reader_pid)
-        longest = max(len(self._chain(passage, section)) for section in passage.bucket.sections)
+            ring.counters.wait(0, transfer.index + 1, self._timeout_s, ring.reader_pid)
+        longest = max(len(self._chain(transfer, section)) for section in transfer.bucket.sections)
         for hop in range(1, longest - 1):
-            passage.incoming = []
-            self._start_hop(passage, hop, landing)
-            self._wait(passage.incoming)
+            transfer.incoming = []
+            self._start_hop(transfer, hop, memory_of)
+            self._wait(transfer.incoming)
 
-    def found(self, passage: Passage) -> Iterator[Found]:
+    def received(self, transfer: BucketTransfer) -> Iterator[ReceivedSection]:
         """What this rank holds of the sections that travelled, once `arrive` returned."""
-        bucket, index = passage.bucket, passage.index
+        bucket, index = transfer.bucket, transfer.index
         held = (self.routes.shards.shard_index, REPLICATED)
         own = self.routes.offsets(index, bucket, self._rank)
         theirs: dict[int, dict[int, int]] = {}
         for section in self.routes.travelling(index, bucket, self._rank):
             if section.shard_index not in held:
                 continue  # read for others
-            memory, offset = passage.buffer, own[section.shard_index]
+            memory, offset = transfer.buffer, own[section.shard_index]
             if self._rank in self.routes.served(index, section.shard_index):
                 reader = self.routes.path(index, section.shard_index)[0]
                 if reader not in theirs:
@@ -116,46 +116,46 @@ class Scatter:
                 memory = self._rings.rings[reader].slots[index % RING_SIZE]
                 offset = theirs[reader][section.shard_index]
                 self.shared_bytes += section.num_bytes
-            yield Found(section, memory[offset : offset + section.num_bytes])
+            yield ReceivedSection(section, memory[offset : offset + section.num_bytes])
 
-    def release(self, passage: Passage) -> None:
+    def release(self, transfer: BucketTransfer) -> None:
         """The bucket was placed: tell the readers whose rings this rank read; wait until nobody needs the buffer."""
-        for reader in self._serve_me(passage):
-            self._rings.rings[reader].signals.post(1 + self._rank, passage.index + 1)
-        self._wait(passage.outgoing)
-        for peer in self._served_by_me(passage):
-            signals = self._rings.rings[self._rank].signals
-            signals.wait(1 + peer, passage.index + 1, self._timeout_s, self._rings.pids[peer])
+        for reader in self._serve_me(transfer):
+            self._rings.rings[reader].counters.post(1 + self._rank, transfer.index + 1)
+        self._wait(transfer.outgoing)
+        for peer in self._served_by_me(transfer):
+            counters = self._rings.rings[self._rank].counters
+            counters.wait(1 + peer, transfer.index + 1, self._timeout_s, self._rings.pids[peer])
 
-    def _chain(self, passage: Passage, section: Section) -> tuple[int, ...]:
-        return self.routes.chain(passage.index, section.shard_index)
+    def _chain(self, transfer: BucketTransfer, section: Section) -> tuple[int, ...]:
+        return self.routes.chain(transfer.index, section.shard_index)
 
-    def _served_by_me(self, passage: Passage) -> list[int]:
+    def _served_by_me(self, transfer: BucketTransfer) -> list[int]:
         """Ranks that take a section of this bucket out of this rank's ring."""
-        reads = self.reads(passage.index, passage.bucket)
-        return sorted({peer for item in reads for peer in self.routes.served(passage.index, item.shard_index)})
+        reads = self.reads(transfer.index, transfer.bucket)
+        return sorted({peer for item in reads for peer in self.routes.served(transfer.index, item.shard_index)})
 
-    def _serve_me(self, passage: Passage) -> list[int]:
+    def _serve_me(self, transfer: BucketTransfer) -> list[int]:
         """Ranks out of whose rings this rank takes a section of this bucket."""
-        index = passage.index
-        mine = [item.shard_index for item in self.routes.travelling(index, passage.bucket, self._rank)]
+        index = transfer.index
+        mine = [item.shard_index for item in self.routes.travelling(index, transfer.bucket, self._rank)]
         return sorted({self.routes.path(index, i)[0] for i in mine if self._rank in self.routes.served(index, i)})
 
-    def _start_hop(self, passage: Passage, hop: int, landing: Landing) -> None:
+    def _start_hop(self, transfer: BucketTransfer, hop: int, memory_of: SegmentMemory) -> None:
         """Start the messages from each chain's rank number `hop` to the next one."""
         sends, receives = [], []
-        offsets = self.offsets(passage.index, passage.bucket)
-        for section in self.routes.travelling(passage.index, passage.bucket, self._rank):
-            chain = self._chain(passage, section)
+        offsets = self.offsets(transfer.index, transfer.bucket)
+        for section in self.routes.travelling(transfer.index, transfer.bucket, self._rank):
+            chain = self._chain(transfer, section)
             if len(chain) <= hop + 1 or self._rank not in chain[hop : hop + 2]:
                 continue
             sends_it = chain[hop] == self._rank
             peer = chain[hop + 1] if sends_it else chain[hop]
-            memory = passage.buffer[offsets[section.shard_index] :]
+            memory = transfer.buffer[offsets[section.shard_index] :]
             for offset, length, segment in section.messages:
                 piece = memory[offset : offset + length]
-                if segment is not None and (not sends_it or (segment.tensor, segment.start) in passage.landed):
-                    piece = self._land(passage, segment, landing, piece)
+                if segment is not None and (not sends_it or (segment.tensor, segment.start) in transfer.in_place):
+                    piece = self._memory_for(transfer, segment, memory_of, piece)
                 if sends_it:
                     sends.append(dist.P2POp(dist.isend, piece, peer))
                     self.wire_bytes += length
@@ -164,18 +164,20 @@ class Scatter:
         # One batch a hop: on NCCL, messages with several peers outside of a batch would wait for each other.
         works = _start(receives + sends)
         if len(works) == len(receives) + len(sends):
-            passage.incoming += works[: len(receives)]
-            passage.outgoing += works[len(receives) :]
+            transfer.incoming += works[: len(receives)]
+            transfer.outgoing += works[len(receives) :]
         else:  # NCCL gives one handle for all
-            passage.incoming += works
+            transfer.incoming += works
 
     @staticmethod
-    def _land(passage: Passage, segment: Segment, landing: Landing, staged: torch.Tensor) -> torch.Tensor:
+    def _memory_for(
+        transfer: BucketTransfer, segment: Segment, memory_of: SegmentMemory, staged: torch.Tensor
+    ) -> torch.Tensor:
         """The shard's own memory for a segment that comes in, or that did and goes further; else the buffer's."""
-        memory = landing(segment)
+        memory = memory_of(segment)
         if memory is None:
             return staged
-        passage.landed.add((segment.tensor, segment.start))
+        transfer.in_place.add((segment.tensor, segment.start))
         return memory
 
     def _wait(self, works: Sequence[dist.Work]) -> None:
@@ -208,29 +210,29 @@ class Broadcast:
         """As `Scatter.is_alone`: never, every section passes through the buffer."""
         return False
 
-    def start(self, passage: Passage, landing: Landing) -> None:
+    def start(self, transfer: BucketTransfer, memory_of: SegmentMemory) -> None:
         """Start a bucket's broadcast."""
-        whole = passage.buffer[: passage.bucket.num_bytes]
-        reader = self._reader(passage.index)
+        whole = transfer.buffer[: transfer.bucket.num_bytes]
+        reader = self._reader(transfer.index)
         if reader == self.routes.shards.rank:
             self.wire_bytes += whole.numel() * (self.routes.shards.world_size - 1)
         # Every rank enters for every bucket, also after a failed read: a rank that left early would hold the others.
         work = dist.broadcast(whole, src=reader, async_op=True)
-        passage.incoming += [work] if work is not None else []
+        transfer.incoming += [work] if work is not None else []
 
-    def arrive(self, passage: Passage, landing: Landing) -> None:
+    def arrive(self, transfer: BucketTransfer, memory_of: SegmentMemory) -> None:
         """Wait for the broadcast, at most the time-out, so that a stopped peer cannot hold this rank."""
-        for work in passage.incoming:
+        for work in transfer.incoming:
             work.wait(self._timeout)
 
-    def found(self, passage: Passage) -> Iterator[Found]:
-        """As `Scatter.found`."""
+    def received(self, transfer: BucketTransfer) -> Iterator[ReceivedSection]:
+        """As `Scatter.received`."""
         held = (self.routes.shards.shard_index, REPLICATED)
-        for section in passage.bucket.sections:
+        for section in transfer.bucket.sections:
             if section.shard_index in held:
-                yield Found(section, passage.buffer[section.offset :][: section.num_bytes])
+                yield ReceivedSection(section, transfer.buffer[section.offset :][: section.num_bytes])
 
-    def release(self, passage: Passage) -> None:
+    def release(self, transfer: BucketTransfer) -> None:
         """Nothing: `arrive` has waited."""
 
     def _reader(self, index: int) -> int:

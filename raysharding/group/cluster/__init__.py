@@ -1,7 +1,7 @@
 """What Ray and its nodes give: connection, nodes, placement, names, the head, stacks of silent processes."""
 
 from raysharding.group.cluster.connect import connect, join_announced, refuse_in_fork
-from raysharding.group.cluster.display import html_rows, html_table, memory_table, ranks_table, size, tell, text_table
+from raysharding.group.cluster.display import html_rows, html_table, memory_table, ranks_table, tell, text_table
 from raysharding.group.cluster.gcs_monitor import GCS_GONE_S, GcsMonitor, exit_without_gcs, gcs_address
 from raysharding.group.cluster.names import (
     NAMESPACE,
@@ -81,7 +81,6 @@ __all__ = [
     "remove_orphans",
     "reserve",
     "show_resources",
-    "size",
     "tell",
     "text_table",
     "versions_here",

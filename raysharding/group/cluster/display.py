@@ -8,19 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from raysharding.group.ranks import RankInfo
-
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-
-
-def size(num_bytes: int | None) -> str:
-    """Bytes in the largest binary unit that leaves at least 1; `?` for `None`."""
-    if num_bytes is None:
-        return "?"
-    value, unit = float(num_bytes), 0
-    while abs(value) >= 1024 and unit < len(_UNITS) - 1:
-        value, unit = value / 1024, unit + 1
-    return f"{value:.2f} {_UNITS[unit]}" if unit else f"{num_bytes} B"
-
+from raysharding.units import MIB
 
 _MEMORY = ("host", "peak_host", "device", "peak_device")
 _COLUMNS = ("rank", "node", "pid", "local_rank", "device")
@@ -68,4 +56,4 @@ def memory_table(statuses: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _mib(num_bytes: Any) -> str:
-    return "?" if num_bytes is None else f"{num_bytes / (1 << 20):.1f}"
+    return "?" if num_bytes is None else f"{num_bytes / MIB:.1f}"

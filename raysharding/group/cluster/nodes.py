@@ -22,10 +22,10 @@ from raysharding.distributed.comm import interface_of
 from raysharding.distributed.transfer import available_bytes
 from raysharding.group.cluster.placement import labels_match, ranks_that_fit
 from raysharding.group.cluster.ray_internals import free_resources, has_token_auth
+from raysharding.units import MIB
 
 PACKAGES = ("torch", "raysharding", "ray", "transformers", "safetensors")
 _NVIDIA_SMI_S = 10.0
-MIB = 1 << 20
 
 
 @dataclass(frozen=True)

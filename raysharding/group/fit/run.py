@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 
 from raysharding.checkpoint.storage import join_path
 from raysharding.data import Position
-from raysharding.distributed.training import FitPlan, StepFigures
+from raysharding.distributed.training import FitPlan, StepMetrics
 from raysharding.errors import CallCancelledError, CheckpointError, GroupError, GroupTakenOverError, RendezvousError
 from raysharding.group.calls import Call, Collect, collect_all, collect_rank0, is_shown
 from raysharding.group.cluster import tell
@@ -252,7 +252,7 @@ class FitRun:
         """
         if isinstance(error, CheckpointError) and self._paths:
             # One full disk fails every save that the run has begun: told with this error, and not by later calls.
-            for other in self._client().pending.take_failed(self._paths, self._plan.feed.stall_s):
+            for other in self._client().pending.take_failed(self._paths, self._plan.data.stall_s):
                 error.add_note(f"raysharding: and then, of another save of the run: {other}")
         closes = [close for callback in self._callbacks if (close := getattr(callback, "close", None)) is not None]
         first: Exception | None = None
@@ -297,7 +297,7 @@ class FitRun:
         tell(f"fit: {cause}; restart {self._num_restarts} of {self._max_restarts}")
         done = self._restart_group()
         try:
-            self._client().pending.wait(self._plan.feed.stall_s)
+            self._client().pending.wait(self._plan.data.stall_s)
         except (GroupError, CheckpointError) as lost:
             tell(f"fit: {lost}")
         return done
@@ -356,7 +356,7 @@ class FitRun:
             for callback in self._callbacks:
                 callback(told)
 
-    def _warn_of(self, number: int, step: StepFigures) -> None:
+    def _warn_of(self, number: int, step: StepMetrics) -> None:
         """Say once that steps are skipped, and once that the loss is not finite."""
         loss = step.metrics["loss"]
         if step.skipped:
@@ -396,6 +396,6 @@ def _after(lost: Exception) -> Iterator[None]:
         raise
 
 
-def _sums(steps: Iterable[StepFigures]) -> tuple[int, int]:
+def _sums(steps: Iterable[StepMetrics]) -> tuple[int, int]:
     found = list(steps)
     return sum(step.num_rows for step in found), sum(step.num_tokens for step in found)

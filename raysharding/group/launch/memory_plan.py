@@ -24,12 +24,12 @@ from raysharding.group.cluster import (
     local_capacity,
     rank_need,
     show_resources,
-    size,
     text_table,
 )
 from raysharding.group.launch.find_checkpoint import opened_here, opened_on_a_node, opened_without_cluster
 from raysharding.group.launch.spec import GroupSpec, fitted_module
 from raysharding.models import wrap_groups
+from raysharding.units import format_bytes as size
 
 CONTEXT_BYTES = 512 << 20
 """Memory of a CUDA context and NCCL's buffers on a GPU. A round number, not measured."""

@@ -23,9 +23,10 @@ from raysharding.distributed.comm import LinkTimes
 from raysharding.distributed.footprint import MemoryNeed
 from raysharding.errors import CallTimeoutError, PreflightError
 from raysharding.group.calls import collect_all
-from raysharding.group.cluster import NodeFacts, dashboard_url, size, text_table, versions_here
+from raysharding.group.cluster import NodeFacts, dashboard_url, text_table, versions_here
 from raysharding.group.ranks import RankInfo
 from raysharding.group.supervision import Client
+from raysharding.units import format_bytes as size
 
 Subject = Literal["versions", "interface", "link", "memory", "security", "node"]
 MUST_AGREE = ("python", "torch", "raysharding")

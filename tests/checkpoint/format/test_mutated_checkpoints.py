@@ -234,7 +234,7 @@ def open_watched(directory: Path) -> Checkpoint | None:
     with OPENED.watched() as paths:
         try:
             checkpoint = open_checkpoint(directory)
-            with FileReader(checkpoint) as reader:
+            with FileReader(checkpoint.files) as reader:
                 values = {name: reader.read_tensor(info) for name, info in checkpoint.tensors.items()}
                 reader.verify_unchanged()
         except CheckpointError as error:

@@ -32,7 +32,7 @@ def test_files_of_the_safetensors_library_are_read_bit_exactly(tmp_path: Path) -
     save_file(writable, tmp_path / "model.safetensors")
     checkpoint = open_checkpoint(tmp_path)
     assert set(checkpoint.tensors) == set(writable)
-    with FileReader(checkpoint) as reader:
+    with FileReader(checkpoint.files) as reader:
         for name, tensor in writable.items():
             read = reader.read_tensor(checkpoint.tensors[name])
             assert read.dtype == tensor.dtype, name
@@ -45,7 +45,7 @@ def test_files_of_the_safetensors_library_are_read_bit_exactly(tmp_path: Path) -
 def test_ranges_land_in_tensors_and_memoryviews_and_nowhere_else(path: Path) -> None:
     checkpoint = open_checkpoint(path)
     info = checkpoint.tensors["a"]
-    with FileReader(checkpoint) as reader:
+    with FileReader(checkpoint.files) as reader:
         buffer = torch.full((24,), 255, dtype=torch.uint8)
         reader.read_into(info.file, info.offset + 40, buffer[4:20])
         assert buffer[4:20].view(torch.int32).tolist() == [10, 11, 12, 13]
@@ -67,7 +67,7 @@ def test_one_range_is_scattered_over_thousands_of_views(path: Path) -> None:
     for size in sizes:
         views.append(memory[position : position + size])
         position += size
-    with FileReader(checkpoint) as reader:
+    with FileReader(checkpoint.files) as reader:
         reader.read_ranges(info.file, [(info.offset + 7, views)])
         reader.read_ranges(info.file, [(info.offset, [])])
         assert reader.num_bytes_read == sum(sizes)
@@ -94,7 +94,7 @@ def test_a_read_that_stops_early_goes_on_where_it_stopped(
     buffers = [bytearray(4), bytearray(0), bytearray(8), bytearray(1), bytearray(12)]
     views = [memoryview(buffer) for buffer in buffers]
     views[2] = views[2].cast("i")
-    with FileReader(checkpoint) as reader:
+    with FileReader(checkpoint.files) as reader:
         reader.read_ranges(0, [(64, views)])
         assert reader.num_bytes_read == 25
         with pytest.raises(CheckpointError, match=r"ends at byte \d+, but 25 bytes were asked for"):
@@ -108,7 +108,7 @@ def test_threads_share_one_reader(path: Path) -> None:
     checkpoint = open_checkpoint(path)
     info = checkpoint.tensors["a"]
 
-    with FileReader(checkpoint) as reader:
+    with FileReader(checkpoint.files) as reader:
 
         def read(start: int) -> bool:
             buffer = torch.empty(40, dtype=torch.uint8)
@@ -123,7 +123,7 @@ def test_threads_share_one_reader(path: Path) -> None:
 def test_after_close_reads_raise_and_descriptors_are_free(path: Path) -> None:
     checkpoint = open_checkpoint(path)
     before = set(os.listdir("/proc/self/fd"))
-    reader = FileReader(checkpoint)
+    reader = FileReader(checkpoint.files)
     reader.read_tensor(checkpoint.tensors["b"])
     assert len(os.listdir("/proc/self/fd")) == len(before) + 1
     reader.close()
@@ -135,7 +135,7 @@ def test_after_close_reads_raise_and_descriptors_are_free(path: Path) -> None:
 
 def test_close_leaves_a_descriptor_open_for_as_long_as_a_read_uses_it(path: Path) -> None:
     checkpoint = open_checkpoint(path)
-    reader = FileReader(checkpoint)
+    reader = FileReader(checkpoint.files)
     descriptor = cast(LocalFile, reader._acquire(0))._descriptor
     reader.close()
     # A long read makes several calls; between two of them the number must not become another file's.
@@ -149,7 +149,7 @@ def test_close_leaves_a_descriptor_open_for_as_long_as_a_read_uses_it(path: Path
 
 def test_a_file_cut_short_while_it_is_read(path: Path) -> None:
     checkpoint = open_checkpoint(path)
-    with FileReader(checkpoint) as reader:
+    with FileReader(checkpoint.files) as reader:
         first, last = checkpoint.tensors.values()
         reader.read_tensor(first)
         os.truncate(path, path.stat().st_size - 100)
@@ -164,7 +164,7 @@ def test_a_file_cut_short_while_it_is_read(path: Path) -> None:
 def test_a_file_rewritten_in_place_replaced_or_removed(path: Path) -> None:
     checkpoint = open_checkpoint(path)
     status = path.stat()
-    with FileReader(checkpoint) as reader:
+    with FileReader(checkpoint.files) as reader:
         reader.read_tensor(checkpoint.tensors["a"])
         reader.verify_unchanged()
         with open(path, "r+b") as file:
@@ -189,9 +189,15 @@ def test_a_file_rewritten_in_place_replaced_or_removed(path: Path) -> None:
 def test_a_file_replaced_before_its_first_read(path: Path) -> None:
     checkpoint = open_checkpoint(path)
     save_file({"a": torch.zeros(3)}, path)
-    with FileReader(checkpoint) as reader, pytest.raises(CheckpointError, match=r"since its header|when its header"):
+    with (
+        FileReader(checkpoint.files) as reader,
+        pytest.raises(CheckpointError, match=r"since its header|when its header"),
+    ):
         reader.read_tensor(checkpoint.tensors["a"])
     path.unlink()
-    with FileReader(checkpoint) as reader, pytest.raises(CheckpointError, match="cannot open: No such file") as caught:
+    with (
+        FileReader(checkpoint.files) as reader,
+        pytest.raises(CheckpointError, match="cannot open: No such file") as caught,
+    ):
         reader.read_tensor(checkpoint.tensors["a"])
     assert caught.value.path == str(path)

@@ -69,7 +69,7 @@ def test_every_byte_is_fetched_once_and_lands_where_it_belongs(local: Path, s3: 
     opened = s3.proxy.body_bytes(path="safetensors$")
     headers = sum(identify_header_bytes(local / file.name) for file in checkpoint.files)
     assert opened == headers  # headers, and nothing of the payload
-    with FileReader(checkpoint) as reader, FileReader(open_checkpoint(local)) as reads_local:
+    with FileReader(checkpoint.files) as reader, FileReader(open_checkpoint(local).files) as reads_local:
         for name, info in checkpoint.tensors.items():
             assert torch.equal(bits(reader.read_tensor(info)), bits(reads_local.read_tensor(info))), name
         assert reader.num_bytes_read == checkpoint.num_bytes
@@ -95,7 +95,7 @@ def test_a_range_is_cut_into_parts_and_scattered_over_views(local: Path, s3: S3S
     options = RemoteOptions(max_in_flight=3, part_bytes=300_000)
     s3.proxy.reset()
     s3.proxy.delay_s = 0.02
-    with FileReader(checkpoint, options) as reader:
+    with FileReader(checkpoint.files, options) as reader:
         reader.read_ranges(info.file, [(info.offset + 11, views)])
     start = info.offset + 11
     expected = (local / "y.safetensors").read_bytes()[start : start + sum(sizes)]
@@ -155,15 +155,15 @@ def test_a_file_replaced_after_its_header_was_read(tmp_path: Path, s3: S3Server)
     path = save(tmp_path / "x", {"a": torch.zeros(1000)})
     s3.put("replaced.safetensors", path.read_bytes())
     checkpoint = open_checkpoint(s3.uri("replaced.safetensors"))
-    with FileReader(checkpoint) as reader:
+    with FileReader(checkpoint.files) as reader:
         reader.read_tensor(checkpoint.tensors["a"])
         reader.verify_unchanged()
         # The same size and header, and perhaps the same second: the etag tells, also where there is no mtime.
         s3.put("replaced.safetensors", save(tmp_path / "y", {"a": torch.ones(1000)}).read_bytes())
         with pytest.raises(CheckpointError, match="was changed"):
             reader.verify_unchanged()
-        timeless = replace(checkpoint, files=(replace(checkpoint.files[0], mtime_ns=None),))
-        with FileReader(timeless) as reads_timeless, pytest.raises(CheckpointError, match=r"was changed \(etag"):
+        timeless = replace(checkpoint.files[0], mtime_ns=None)
+        with FileReader([timeless]) as reads_timeless, pytest.raises(CheckpointError, match=r"was changed \(etag"):
             reads_timeless.verify_unchanged()
         s3.put("replaced.safetensors", b"short")
         with pytest.raises(CheckpointError, match="has 5 bytes, but had"):
@@ -174,7 +174,7 @@ def test_a_file_replaced_after_its_header_was_read(tmp_path: Path, s3: S3Server)
         with pytest.raises(CheckpointError, match="no such bucket or object") as caught:
             reader.verify_unchanged()
         assert caught.value.path == checkpoint.files[0].path
-    with FileReader(checkpoint) as reader, pytest.raises(CheckpointError, match="no such bucket or object"):
+    with FileReader(checkpoint.files) as reader, pytest.raises(CheckpointError, match="no such bucket or object"):
         reader.read_tensor(checkpoint.tensors["a"])
 
 

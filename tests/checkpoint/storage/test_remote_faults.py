@@ -38,7 +38,7 @@ def checkpoint(uri: str, s3: S3Server) -> Checkpoint:
 
 
 def read(checkpoint: Checkpoint, options: RemoteOptions = QUICK) -> torch.Tensor:
-    with FileReader(checkpoint, options) as reader:
+    with FileReader(checkpoint.files, options) as reader:
         return reader.read_tensor(checkpoint.tensors["a"])
 
 
@@ -121,7 +121,7 @@ def test_a_part_that_fails_for_good_stops_the_others(checkpoint: Checkpoint, s3:
 def test_a_read_that_failed_writes_nothing_later(checkpoint: Checkpoint, s3: S3Server) -> None:
     s3.proxy.faults.append(Fault("stall", after_bytes=500_000))
     buffer = bytearray(2_000_000)
-    with FileReader(checkpoint, QUICK) as reader, pytest.raises(CheckpointError):
+    with FileReader(checkpoint.files, QUICK) as reader, pytest.raises(CheckpointError):
         reader.read_into(0, 100, memoryview(buffer))
     before = bytes(buffer)
     s3.proxy.reset()
@@ -137,7 +137,7 @@ options = RemoteOptions(num_tries=1, request_s=1.0)
 checkpoint = open_checkpoint(sys.argv[1], remote=options)
 print("opened", flush=True)
 sys.stdin.readline()
-with FileReader(checkpoint, options) as reader:
+with FileReader(checkpoint.files, options) as reader:
     reader.read_tensor(checkpoint.tensors["a"])
 """
 

@@ -62,7 +62,7 @@ def all_names(uri: str) -> list[str]:
 
 def read(uri: str) -> torch.Tensor:
     opened = open_checkpoint(uri)
-    with FileReader(opened) as reader:
+    with FileReader(opened.files) as reader:
         return reader.read_tensor(opened.tensors["a"])
 
 

@@ -45,7 +45,7 @@ def save_value(final: Path, value: int, *, overwrite: bool = False) -> None:
 def load_value(final: Path) -> int:
     """The value that the checkpoint holds; fails where its parts disagree."""
     checkpoint = open_checkpoint(final)
-    with FileReader(checkpoint) as reader:
+    with FileReader(checkpoint.files) as reader:
         values = reader.read_tensor(checkpoint.tensors["a"])
         value = int(reader.read_tensor(checkpoint.tensors["b"]))
     assert values.eq(value).all()

@@ -66,7 +66,7 @@ def saved(tmp_path: Path) -> Path:
 def checksums_of(checkpoint: Checkpoint) -> Checksums:
     """Read every tensor."""
     checksums = Checksums()
-    with FileReader(checkpoint) as reader:
+    with FileReader(checkpoint.files) as reader:
         for name, info in checkpoint.tensors.items():
             checksums.add(name, 0, bits(reader.read_tensor(info)))
     return checksums

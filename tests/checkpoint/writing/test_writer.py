@@ -49,7 +49,7 @@ def test_our_own_reader_reads_every_dtype_and_all_is_aligned(tmp_path: Path) -> 
     tensors = random_tensors()
     save(tmp_path / "model.safetensors", tensors)
     checkpoint = open_checkpoint(tmp_path)
-    with FileReader(checkpoint) as reader:
+    with FileReader(checkpoint.files) as reader:
         for name, tensor in tensors.items():
             info = checkpoint.tensors[name]
             assert info.offset % info.dtype.itemsize == 0
@@ -233,6 +233,6 @@ def test_a_sharded_save_opens_in_ours_and_has_standard_names(tmp_path: Path) -> 
     assert index == {"metadata": {"total_size": total}, "weight_map": weight_map}
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.num_bytes == total
-    with FileReader(checkpoint) as reader:
+    with FileReader(checkpoint.files) as reader:
         for name, tensor in tensors.items():
             assert torch.equal(reader.read_tensor(checkpoint.tensors[name]), tensor)

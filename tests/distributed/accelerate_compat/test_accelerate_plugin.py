@@ -33,7 +33,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_p
 from raysharding.config import Sharding
 from raysharding.distributed import FullyShardedDataParallelPlugin
 from raysharding.distributed.accelerate_compat import sharding as accelerate_sharding
-from raysharding.distributed.fully_shard import module_hooks as once
+from raysharding.distributed.fully_shard import module_hooks
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -535,7 +535,7 @@ def test_version_1_as_sharding(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_fsdp1_mixed_precision_as_sharding() -> None:
-    once._warned.clear()
+    module_hooks._warned.clear()
     given = MixedPrecision(
         param_dtype=BF16, buffer_dtype=BF16, keep_low_precision_grads=True, _module_classes_to_ignore=(nn.LayerNorm,)
     )

@@ -15,13 +15,14 @@ from torch.distributed.tensor import DTensor
 
 from raysharding.bench.counters import MemorySampler
 from raysharding.checkpoint import open_checkpoint
-from raysharding.config import MIB, Loading
+from raysharding.config import Loading
 from raysharding.distributed import init_mesh, load_checkpoint, shard_module
 from raysharding.distributed.comm.json_collectives import all_gather_json
-from raysharding.distributed.loading.load import load_held
-from raysharding.distributed.loading.state_dict_source import HeldStateDict
+from raysharding.distributed.loading.load import load_from_rank_0
+from raysharding.distributed.loading.state_dict_source import Rank0StateDict
 from raysharding.distributed.transfer.buffers import RING_SIZE
 from raysharding.models import build_module
+from raysharding.units import MIB
 from tests.spawn import run_ranks
 
 WORLD_SIZE = 4
@@ -122,7 +123,9 @@ def measure_state_dict() -> list[dict[str, Any]]:
         module = shard_module(Wide(), init_mesh("cpu"))
     dist.all_reduce(torch.ones(1))
     with MemorySampler() as memory:
-        report = load_held(module, HeldStateDict(Generated() if dist.get_rank() == 0 else {}), Loading("scatter"), 60.0)
+        report = load_from_rank_0(
+            module, Rank0StateDict(Generated() if dist.get_rank() == 0 else {}), Loading("scatter"), 60.0
+        )
     extra = memory.extra_bytes - report.shard_bytes[dist.get_rank()]
     parameter = module.get_parameter("last.weight")
     assert isinstance(parameter, DTensor)

@@ -12,7 +12,7 @@ from raysharding.checkpoint import FileReader
 from raysharding.config import Loading
 from raysharding.distributed import load_checkpoint
 from raysharding.distributed.fully_shard.layout import module_tensors
-from raysharding.distributed.loading.verify import digest_module
+from raysharding.distributed.loading.finish import digest_module
 from raysharding.errors import CheckpointError
 from tests.distributed.loading.load_checks import (
     FILE_DTYPES,

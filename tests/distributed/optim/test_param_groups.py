@@ -13,7 +13,7 @@ from torch import nn
 from raysharding import ParamGroups
 from raysharding.config import Sharding
 from raysharding.distributed.comm.device_mesh import init_mesh
-from raysharding.distributed.footprint import footprints, held_tensors
+from raysharding.distributed.footprint import footprints, tensor_footprints
 from raysharding.distributed.fully_shard.shard import shard_module
 from raysharding.distributed.optim.factories import bound, make_optimizer
 from raysharding.distributed.optim.snapshot import OptimizerSnapshot
@@ -79,7 +79,7 @@ def test_names_are_those_before_anything_was_wrapped() -> None:
 def count() -> list[int | None]:
     sharding = Sharding()
     module = shard_module(CASES["token_mean"].build(), init_mesh("cpu", sharding), sharding)
-    tensors = held_tensors(module)
+    tensors = tensor_footprints(module)
     factories = ADAM, ParamGroups(ADAM, RULES), ParamGroups(torch.optim.SGD, {"bias": {"momentum": 0.9}})
     return [footprints(tensors, [0], factory)[0].optimizer_bytes for factory in factories]
 
@@ -99,7 +99,7 @@ class Asserting(torch.optim.SGD):
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adam, torch.optim.NAdam, torch.optim.RMSprop])
 def test_a_plan_counts_what_a_capturable_optimizer_makes(optimizer: Any) -> None:
-    tensors = held_tensors(nn.Linear(4, 4))
+    tensors = tensor_footprints(nn.Linear(4, 4))
     usual, capturable = (
         footprints(tensors, [0], partial(optimizer, **options))[0].optimizer_bytes
         for options in ({}, {"capturable": True})

@@ -21,10 +21,10 @@ from safetensors.torch import load_file, save_file
 from raysharding.checkpoint import open_checkpoint
 from raysharding.checkpoint.torch_formats import dcp_reader as dcp
 from raysharding.checkpoint.writing.manifest import check_manifest, read_manifest
-from raysharding.config import MIB
 from raysharding.distributed import merge_fsdp_weights
 from raysharding.distributed.saving import merge_dcp as merging
 from raysharding.errors import CheckpointError
+from raysharding.units import MIB
 from tests.checkpoint.torch_formats.dcp_files import assert_same_bits, cut, read_with_torch, save_with_torch, write_dcp
 from tests.distributed.saving import merge_checks
 from tests.spawn import run_ranks

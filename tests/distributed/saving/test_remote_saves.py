@@ -89,7 +89,7 @@ def test_a_save_is_the_one_that_a_disk_has(s3: S3Server, tmp_path: Path) -> None
     check_manifest(manifests[0], remote)
     for folder in ("", "/optimizer"):
         ours, theirs = open_checkpoint(s3.uri(f"ranks/saved{folder}")), open_checkpoint(f"{tmp_path}/saved{folder}")
-        with FileReader(ours) as reader, FileReader(theirs) as expected:
+        with FileReader(ours.files) as reader, FileReader(theirs.files) as expected:
             for name, info in theirs.tensors.items():
                 assert torch.equal(reader.read_tensor(ours.tensors[name]), expected.read_tensor(info)), name
     assert len(remote.files) == 3

@@ -11,9 +11,9 @@ import torch
 from raysharding.data import SequenceRows
 from raysharding.data.source import Columns
 from raysharding.distributed.optim.factories import attach_schedule
-from raysharding.distributed.training.data_loader import FeedPlan
+from raysharding.distributed.training.data_loader import DataPlan
 from raysharding.distributed.training.evaluate import Evaluation, EvaluationPlan
-from raysharding.distributed.training.fit import Fit, FitPlan, StepFigures
+from raysharding.distributed.training.fit import Fit, FitPlan, StepMetrics
 from raysharding.distributed.training.labels import find_labels
 from raysharding.distributed.training.loss_probe import recall
 from raysharding.distributed.training.step import train_step
@@ -33,7 +33,7 @@ def three_batches(case: Case, empty: int) -> dict[str, torch.Tensor]:
 
 
 def plan_of(rows: dict[str, torch.Tensor], case: Case, **options: Any) -> FitPlan:
-    return FitPlan(FeedPlan(SequenceRows(Columns(rows)), NUM_ROWS), case.loss, **options)
+    return FitPlan(DataPlan(SequenceRows(Columns(rows)), NUM_ROWS), case.loss, **options)
 
 
 def halved(pair: Pair) -> torch.optim.lr_scheduler.LRScheduler:
@@ -41,10 +41,10 @@ def halved(pair: Pair) -> torch.optim.lr_scheduler.LRScheduler:
     return torch.optim.lr_scheduler.ExponentialLR(pair.twin_optimizer, 0.5)
 
 
-def steps_of(pair: Pair, run: Fit) -> list[StepFigures]:
+def steps_of(pair: Pair, run: Fit) -> list[StepMetrics]:
     steps = []
-    while (figures := run.step(pair.module, pair.optimizer)) is not None:
-        steps.append(figures)
+    while (step_metrics := run.step(pair.module, pair.optimizer)) is not None:
+        steps.append(step_metrics)
     return steps
 
 
@@ -79,7 +79,7 @@ def go_on() -> None:
     run = Fit(plan_of(rows, case), CPU)
     for _ in range(2):
         assert run.step(pair.module, pair.optimizer) is not None
-    run.feed.close()
+    run.data_loader.close()
     later = Fit(plan_of(rows, case), CPU, run.position)
     (last,) = steps_of(pair, later)
     assert later.position.num_steps == 3
@@ -99,7 +99,7 @@ def end() -> None:
     with pytest.raises(EmptyBatchError, match="no label counts"):
         run.step(pair.module, pair.optimizer)
     assert run.position.num_steps == 1
-    run.feed.close()
+    run.data_loader.close()
     rows = case.rows()
     with pytest.raises(EmptyBatchError, match="no label counts"):
         train_step(pair.module, pair.optimizer, batch_of({**rows, "labels": torch.full_like(rows["labels"], -100)}))
@@ -128,7 +128,7 @@ def look() -> None:
             three_batches(case, 1),
             {key: value[: 2 * NUM_ROWS] for key, value in three_batches(case, 2).items()},
         ):
-            run = Evaluation(EvaluationPlan(FeedPlan(SequenceRows(Columns(rows)), NUM_ROWS), case.loss), CPU)
+            run = Evaluation(EvaluationPlan(DataPlan(SequenceRows(Columns(rows)), NUM_ROWS), case.loss), CPU)
             while run.step(pair.module):
                 pass
             found.append(run.values()["loss"])
@@ -153,4 +153,4 @@ def test_a_batch_without_labels_is_skipped_by_all_ranks_alike() -> None:
 
 def test_what_is_no_answer_is_refused() -> None:
     with pytest.raises(ValueError, match="on_empty='ignore': give 'skip' or 'raise'"):
-        FitPlan(FeedPlan(SequenceRows([1]), 1), on_empty="ignore")  # type: ignore[arg-type]
+        FitPlan(DataPlan(SequenceRows([1]), 1), on_empty="ignore")  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from raysharding.data import SequenceRows, Stream
 from raysharding.data.source import Columns
-from raysharding.distributed.training.data_loader import FeedPlan
+from raysharding.distributed.training.data_loader import DataPlan
 from raysharding.distributed.training.evaluate import Evaluation, EvaluationPlan
 from raysharding.errors import DataError, RayshardingError
 from tests.distributed.training.test_fitting import BATCH, many_rows
@@ -33,16 +33,16 @@ def evaluated(pair: Pair, plan: EvaluationPlan) -> dict[str, float]:
     run = Evaluation(plan, CPU)
     while run.step(pair.module):
         pass
-    run.feed.close()
+    run.data_loader.close()
     return run.values()
 
 
 def equal_one_process() -> None:
     rows = many_rows("llama")
     pair = Pair(CASES["llama"].build, "sgd")
-    feed = FeedPlan(SequenceRows(Columns(rows)), BATCH)
+    data_plan = DataPlan(SequenceRows(Columns(rows)), BATCH)
     pair.module.train()
-    found = evaluated(pair, EvaluationPlan(feed, metrics={"accuracy": hits}))
+    found = evaluated(pair, EvaluationPlan(data_plan, metrics={"accuracy": hits}))
     assert pair.module.training, "its mode is put back"
     with torch.no_grad():
         logits = pair.twin.eval()(rows["input_ids"]).logits
@@ -52,7 +52,7 @@ def equal_one_process() -> None:
     assert found["accuracy"] == pytest.approx((right / count).item(), abs=1e-6)
     assert found["num_rows"] == len(rows["labels"])
     # Fewer rows than ranks, and without a loss.
-    few = replace(feed, source=SequenceRows(Columns({name: value[:2] for name, value in rows.items()})))
+    few = replace(data_plan, source=SequenceRows(Columns({name: value[:2] for name, value in rows.items()})))
     found = evaluated(pair, EvaluationPlan(few, with_loss=False, metrics={"accuracy": hits}))
     right, count = hits({"logits": logits[:2]}, rows["labels"][:2])
     assert found == {"accuracy": pytest.approx((right / count).item()), "num_rows": 2}
@@ -79,14 +79,14 @@ def hear_of_errors() -> None:
     """What one rank's metric raises, every rank raises, and the module is right afterwards."""
     rows = many_rows("llama")
     pair = Pair(CASES["llama"].build, "sgd")
-    feed = FeedPlan(SequenceRows(Columns(rows)), BATCH)
+    data_plan = DataPlan(SequenceRows(Columns(rows)), BATCH)
     with pytest.raises(KeyError if dist.get_rank() else RayshardingError, match="only here"):
-        evaluated(pair, EvaluationPlan(feed, metrics={"bad": bad_metric}))
+        evaluated(pair, EvaluationPlan(data_plan, metrics={"bad": bad_metric}))
     with pytest.raises(ValueError, match=r"metrics\['one'\] returned a Tensor: return \(sum, count\)"):
-        evaluated(pair, EvaluationPlan(feed, metrics={"one": one_number}))
+        evaluated(pair, EvaluationPlan(data_plan, metrics={"one": one_number}))
     with pytest.raises(DataError, match="data has no rows"):
-        evaluated(pair, EvaluationPlan(replace(feed, source=Stream(list))))
-    assert evaluated(pair, EvaluationPlan(replace(feed, max_steps=1)))["num_rows"] == BATCH
+        evaluated(pair, EvaluationPlan(replace(data_plan, source=Stream(list))))
+    assert evaluated(pair, EvaluationPlan(replace(data_plan, max_steps=1)))["num_rows"] == BATCH
 
 
 def test_every_rank_hears_of_a_metric_that_fails() -> None:

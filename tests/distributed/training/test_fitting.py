@@ -23,8 +23,8 @@ from raysharding.data.source import Columns
 from raysharding.distributed.comm.agreement import wait_for, waits_for_others
 from raysharding.distributed.saving.save import save_checkpoint
 from raysharding.distributed.saving.training_state import load_training
-from raysharding.distributed.training import data_loader as feeding
-from raysharding.distributed.training.data_loader import Feed, FeedPlan
+from raysharding.distributed.training import data_loader
+from raysharding.distributed.training.data_loader import DataPlan, DistributedDataLoader
 from raysharding.distributed.training.fit import Fit, FitPlan
 from raysharding.errors import DataError, RayshardingError
 from tests.distributed.training.test_training import Pair
@@ -66,9 +66,9 @@ class Curves(Pair):
     def fit(self, plan: FitPlan) -> list[dict[str, float]]:
         run = Fit(plan, CPU)
         steps = []
-        while (figures := run.step(self.module, self.optimizer)) is not None:
-            steps.append(figures.metrics)
-        run.feed.close()
+        while (step_metrics := run.step(self.module, self.optimizer)) is not None:
+            steps.append(step_metrics.metrics)
+        run.data_loader.close()
         return steps
 
     def alone(self, num_steps: int) -> Iterator[tuple[float, float]]:
@@ -84,8 +84,8 @@ class Curves(Pair):
 def curve(name: str, replicate_size: int, num_parts: int) -> None:
     case, rows = replace(CASES[name], training=True), many_rows(name)
     pair = Curves(case, rows, Sharding(replicate_size=replicate_size))
-    feed = FeedPlan(SequenceRows(Columns(rows)), BATCH, 99, max_steps=NUM_STEPS)
-    plan = FitPlan(feed, case.loss, gradient_accumulation_steps=num_parts)
+    data_plan = DataPlan(SequenceRows(Columns(rows)), BATCH, 99, max_steps=NUM_STEPS)
+    plan = FitPlan(data_plan, case.loss, gradient_accumulation_steps=num_parts)
     steps = pair.fit(plan)
     assert len(steps) == NUM_STEPS
     for metrics, expected in zip(steps, pair.alone(NUM_STEPS), strict=True):
@@ -121,7 +121,7 @@ def in_bf16() -> None:
     """Parameters in fp32, computing in bf16: the curve of one fp32 process within 2 % of its loss."""
     case, rows = CASES["llama"], many_rows("llama")
     pair = Curves(case, rows, Sharding(mixed_precision="bf16"))
-    steps = pair.fit(FitPlan(FeedPlan(SequenceRows(Columns(rows)), BATCH, 99, max_steps=NUM_STEPS)))
+    steps = pair.fit(FitPlan(DataPlan(SequenceRows(Columns(rows)), BATCH, 99, max_steps=NUM_STEPS)))
     for metrics, (loss, _) in zip(steps, pair.alone(NUM_STEPS), strict=True):
         assert metrics["loss"] == pytest.approx(loss, rel=0.02)
 
@@ -151,12 +151,12 @@ def numbers(num_rows: int = 50) -> Columns:
     return Columns({"inputs": inputs, "targets": inputs.sum(1)})
 
 
-FEED = FeedPlan(SequenceRows(numbers()), 8, 3, shuffle=True, seed=4)
+DATA_PLAN = DataPlan(SequenceRows(numbers()), 8, 3, shuffle=True, seed=4)
 """3 epochs of 7 steps."""
 
 
-def fit_of(feed: FeedPlan, position: Position | None = None) -> Fit:
-    return Fit(FitPlan(feed), CPU, position)
+def fit_of(data_plan: DataPlan, position: Position | None = None) -> Fit:
+    return Fit(FitPlan(data_plan), CPU, position)
 
 
 def small_pair(build: Any = Dropped) -> Pair:
@@ -167,8 +167,8 @@ def small_pair(build: Any = Dropped) -> Pair:
 
 def losses(pair: Pair, run: Fit, num_steps: int = 99) -> list[float]:
     taken: list[float] = []
-    while len(taken) < num_steps and (figures := run.step(pair.module, pair.optimizer)) is not None:
-        taken.append(figures.metrics["loss"])
+    while len(taken) < num_steps and (step_metrics := run.step(pair.module, pair.optimizer)) is not None:
+        taken.append(step_metrics.metrics["loss"])
     return taken
 
 
@@ -176,13 +176,13 @@ def resumed(root: Path) -> None:
     """A run that is saved in the middle of an epoch and goes on in another process is the run that was never saved."""
     from raysharding.distributed import load_checkpoint, load_optimizer_state
 
-    whole = losses(pair := small_pair(), fit_of(FEED))
+    whole = losses(pair := small_pair(), fit_of(DATA_PLAN))
     assert len(whole) == 21
     pair = small_pair()
-    run = fit_of(FEED)
+    run = fit_of(DATA_PLAN)
     begun = losses(pair, run, 10)
     save_checkpoint(pair.module, root / "saved", optimizer=pair.optimizer, position=run.position)
-    run.feed.close()
+    run.data_loader.close()
     again = small_pair()
     torch.manual_seed(0)
     load_checkpoint(again.module, root / "saved")
@@ -190,8 +190,8 @@ def resumed(root: Path) -> None:
     position = load_training(root / "saved")
     assert position is not None
     assert (position.epoch, position.step, position.num_steps) == (1, 3, 10)
-    run = fit_of(FEED, position)
-    assert run.feed.total_steps == 21
+    run = fit_of(DATA_PLAN, position)
+    assert run.data_loader.total_steps == 21
     assert begun + losses(again, run) == pytest.approx(whole, rel=1e-6, abs=1e-7)
 
 
@@ -201,7 +201,7 @@ def test_a_resume_takes_the_steps_that_were_left(tmp_path: Path) -> None:
 
 def saved_half(root: Path) -> list[float]:
     pair = small_pair(Plain)
-    run = fit_of(FEED)
+    run = fit_of(DATA_PLAN)
     losses(pair, run, 10)
     save_checkpoint(pair.module, root / "half", optimizer=pair.optimizer, position=run.position)
     return losses(pair, run)
@@ -219,7 +219,7 @@ def resumed_half(root: Path) -> list[float]:
     pair = small_pair(Plain)
     load_checkpoint(pair.module, root / "half")
     load_optimizer_state(pair.module, pair.optimizer, root / "half")
-    return losses(pair, fit_of(FEED, load_training(root / "half")))
+    return losses(pair, fit_of(DATA_PLAN, load_training(root / "half")))
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -241,12 +241,12 @@ class Failing(Columns):
 def hear_of_errors() -> None:
     """One rank's trouble with its rows is an error on all, and the module is right for the next run."""
     pair = small_pair()
-    run = fit_of(replace(FEED, source=SequenceRows(Failing(numbers().columns)), shuffle=False))
+    run = fit_of(replace(DATA_PLAN, source=SequenceRows(Failing(numbers().columns)), shuffle=False))
     with pytest.raises(DataError, match="epoch 0, step 2 could not be made: OSError: the disk of row 21"):
         losses(pair, run)
     assert run.position.num_steps == 2
-    run.feed.close()
-    assert len(losses(pair, fit_of(FEED))) == 21
+    run.data_loader.close()
+    assert len(losses(pair, fit_of(DATA_PLAN))) == 21
 
 
 def uneven() -> Any:
@@ -257,9 +257,9 @@ def hear_of_ends() -> None:
     """Iterables that end on one rank earlier are an error, not a hang."""
     pair = small_pair()
     with pytest.raises(DataError, match="ended on 1 ranks while others have rows"):
-        losses(pair, fit_of(replace(FEED, source=Stream(uneven), shuffle=False, epochs=1)))
+        losses(pair, fit_of(replace(DATA_PLAN, source=Stream(uneven), shuffle=False, epochs=1)))
     with pytest.raises(DataError, match="data has no rows"):
-        losses(pair, fit_of(replace(FEED, source=Stream(list), shuffle=False)))
+        losses(pair, fit_of(replace(DATA_PLAN, source=Stream(list), shuffle=False)))
 
 
 def ragged_rows() -> list[dict[str, Any]]:
@@ -269,9 +269,9 @@ def ragged_rows() -> list[dict[str, Any]]:
 def hear_of_collating() -> None:
     pair = small_pair()
     with pytest.raises(DataError, match=r"row\['inputs'\] does not stack: shape \(4,\) in one row, shape \(5,\)"):
-        losses(pair, fit_of(replace(FEED, source=SequenceRows(ragged_rows()), shuffle=False)))
+        losses(pair, fit_of(replace(DATA_PLAN, source=SequenceRows(ragged_rows()), shuffle=False)))
     with pytest.raises(DataError, match=r"collate made \{'args"):
-        losses(pair, fit_of(replace(FEED, collate=lambda rows: torch.zeros(len(rows) + 1))))
+        losses(pair, fit_of(replace(DATA_PLAN, collate=lambda rows: torch.zeros(len(rows) + 1))))
 
 
 def hear_of_hangs() -> None:
@@ -281,20 +281,20 @@ def hear_of_hangs() -> None:
             threading.Event().wait(30)
 
     pair = small_pair()
-    run = fit_of(replace(FEED, source=Stream(rows), shuffle=False, stall_s=1.0))
+    run = fit_of(replace(DATA_PLAN, source=Stream(rows), shuffle=False, stall_s=1.0))
     with pytest.raises(DataError, match="no batch came within 1 s"):
         losses(pair, run)
 
 
 def go_on_elsewhere() -> None:
-    where = replace(fit_of(FEED).position, step=3, num_steps=3)
+    where = replace(fit_of(DATA_PLAN).position, step=3, num_steps=3)
     for change, said in (
         ({"batch_size": 16}, "batch_size=8, and this one has batch_size=16"),
         ({"seed": 5}, "seed=4, and this one has seed=5"),
         ({"source": SequenceRows(numbers(51))}, "num_rows=50, and this one has num_rows=51"),
     ):
         with pytest.raises(DataError, match=said):
-            fit_of(replace(FEED, **change), where)
+            fit_of(replace(DATA_PLAN, **change), where)
 
 
 def all_errors() -> None:
@@ -315,18 +315,18 @@ def soon_ready(ahead: Prefetch[Any]) -> bool:
 
 def ask_while_computing() -> None:
     """Ranks whose next batches lie ready do not wait for each other; one whose does not has all of them wait."""
-    plan, found = replace(FEED, epochs=2, shuffle=False), []
+    plan, found = replace(DATA_PLAN, epochs=2, shuffle=False), []
     for late in (set(), {1}):
         is_ready = (lambda ahead: False) if dist.get_rank() in late else soon_ready
-        feed = Feed(plan, CPU)
+        loader = DistributedDataLoader(plan, CPU)
         with (
             mock.patch.object(Prefetch, "is_ready", is_ready),
-            mock.patch.object(feeding, "_all_have_one", wraps=feeding._all_have_one) as asked,
+            mock.patch.object(data_loader, "_all_have_one", wraps=data_loader._all_have_one) as asked,
         ):
             rows = []
-            while (batch := feed.next()) is not None:
+            while (batch := loader.next()) is not None:
                 rows.append(batch.kwargs["inputs"])
-                feed.advance()
+                loader.advance()
         # The first batch of an epoch is waited for, and where it ends; with a late rank each of the 14.
         assert asked.call_count == (16 if late else 4)
         found.append(torch.cat(rows))
@@ -371,18 +371,18 @@ def read_ahead() -> None:
                 made.append(number)
                 yield {"inputs": [0.0] * 4, "targets": 0.0}
 
-        feed = Feed(FeedPlan(Stream(rows), 4, prefetch=prefetch), CPU)
+        loader = DistributedDataLoader(DataPlan(Stream(rows), 4, prefetch=prefetch), CPU)
         with mock.patch.object(Prefetch, "is_ready", soon_ready):
             for _ in range(3):
-                feed.next()
-                feed.advance()
+                loader.next()
+                loader.advance()
         # Three that were given out; every rank runs through all rows of a stream.
         expected, deadline = 3 + max(prefetch, 2) + 1, time.monotonic() + 20
         while len(made) // 4 < expected and time.monotonic() < deadline:
             time.sleep(0.01)
         time.sleep(0.2)  # for one more, if there were to be one
         assert len(made) // 4 == expected, (prefetch, made)
-        feed.close()
+        loader.close()
 
 
 def test_ranks_ask_each_other_while_they_compute() -> None:
@@ -395,7 +395,7 @@ def few_rows() -> None:
     rows = numbers(2)
     pair = small_pair(Plain)
     expected = pair.twin(**rows.columns)["loss"].item()
-    metrics = losses(pair, fit_of(FeedPlan(SequenceRows(rows), 5)))
+    metrics = losses(pair, fit_of(DataPlan(SequenceRows(rows), 5)))
     assert metrics == [pytest.approx(expected, rel=1e-5)]
 
 
@@ -431,17 +431,17 @@ def test_a_damaged_position_is_an_error_on_every_rank(tmp_path: Path) -> None:
 def test_plans_that_no_run_can_have() -> None:
     for bad in ({"batch_size": 0}, {"epochs": 1.5}, {"seed": -1}, {"max_steps": True}, {"prefetch": 0}):
         with pytest.raises(ValueError, match=f"{next(iter(bad))}="):
-            replace(FEED, **bad)
+            replace(DATA_PLAN, **bad)
 
 
 def steps_of(position: Position | None, **plan: Any) -> int | None:
-    return fit_of(replace(FEED, **plan), position).feed.total_steps
+    return fit_of(replace(DATA_PLAN, **plan), position).data_loader.total_steps
 
 
 def count_steps() -> None:
     assert steps_of(None) == 21
     assert steps_of(None, max_steps=9) == 9
-    where = fit_of(FEED).position
+    where = fit_of(DATA_PLAN).position
     assert steps_of(replace(where, epoch=2, step=3, num_steps=17)) == 21
     assert steps_of(None, source=Stream(list), shuffle=False) is None
 

@@ -13,7 +13,7 @@ from raysharding.checkpoint import FileReader
 from raysharding.config import Loading
 from raysharding.distributed import load_checkpoint
 from raysharding.distributed.comm.json_collectives import all_gather_json
-from raysharding.distributed.loading import load as stream_setup
+from raysharding.distributed.loading import stream as stream_setup
 from raysharding.distributed.transfer import sources as source
 from raysharding.distributed.transfer import stream as read_ahead
 from raysharding.distributed.transfer.buffers import make_ring

@@ -11,10 +11,9 @@ import torch
 
 from raysharding.distributed.fully_shard.layout import ShardMap, TensorLayout
 from raysharding.distributed.transfer.bucket_plan import PlannedTensor, plan_buckets
-from raysharding.distributed.transfer.local_shards import Placer
+from raysharding.distributed.transfer.local_shards import LocalShards
 from raysharding.distributed.transfer.memory import Prefault, back, host_memory_bytes, is_fresh
-
-MIB = 1 << 20
+from raysharding.units import MIB
 
 
 def untouched(num_bytes: int) -> torch.Tensor:
@@ -82,9 +81,9 @@ def test_shards_are_backed_where_the_load_says_that_they_are_fresh() -> None:
     (segment,) = plan.buckets[0].sections[0].segments
     for is_known, expected in ((False, 0), (True, 15 * MIB)):
         tensor = untouched(16 * MIB)
-        placer = Placer(plan, {"weight": tensor}, ShardMap(((0,),), 0), is_known)
+        local_shards = LocalShards(plan, {"weight": tensor}, ShardMap(((0,),), 0), is_known)
         before = host_memory_bytes()
-        placer.memory(segment)
+        local_shards.memory(segment)
         assert expected <= host_memory_bytes() - before <= expected + 2 * MIB
 
 

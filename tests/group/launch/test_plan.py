@@ -17,9 +17,9 @@ from torch import nn
 from raysharding import Loading, Placement, PlanError, ShardedModelGroup, Sharding, Split
 from raysharding.group.cluster.nodes import NodeCapacity, assign
 from raysharding.group.launch.memory_plan import GroupPlan
+from raysharding.units import GIB
 from tests.group.conftest import make_group, make_mlp
 
-GIB = 1 << 30
 pytestmark = pytest.mark.usefixtures("cluster", "nothing_left")
 
 

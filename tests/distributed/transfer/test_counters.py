@@ -11,15 +11,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from raysharding.distributed.transfer.shared_memory import Signals, has_futex, signal_bytes
+from raysharding.distributed.transfer.shared_memory import Counters, counter_bytes, has_futex
 
 pytestmark = pytest.mark.skipif(not has_futex(), reason="futex(2) is known here on Linux x86_64 and aarch64 only")
 
 
 @pytest.fixture
-def signals() -> Signals:
+def counters() -> Counters:
     """Three counters that forked processes share."""
-    return Signals(mmap.mmap(-1, mmap.PAGESIZE), mmap.PAGESIZE - signal_bytes(3), 3)
+    return Counters(mmap.mmap(-1, mmap.PAGESIZE), mmap.PAGESIZE - counter_bytes(3), 3)
 
 
 @pytest.fixture
@@ -34,35 +34,35 @@ def sleeper() -> Iterator[int]:
     os.waitpid(pid, 0)
 
 
-def test_processes_take_turns(signals: Signals) -> None:
+def test_processes_take_turns(counters: Counters) -> None:
     pid = os.fork()
     if pid == 0:
         for turn in range(1, 1001):
-            signals.wait(0, turn, 20, os.getppid())
-            signals.post(2, turn)
+            counters.wait(0, turn, 20, os.getppid())
+            counters.post(2, turn)
         os._exit(0)
     for turn in range(1, 1001):
-        signals.post(0, turn)
-        signals.wait(2, turn, 20, pid)
+        counters.post(0, turn)
+        counters.wait(2, turn, 20, pid)
     assert os.waitpid(pid, 0)[1] == 0
 
 
-def test_a_counter_that_is_far_enough_needs_no_wait(signals: Signals) -> None:
-    signals.post(1, 7)
-    signals.wait(1, 7, 0.0, os.getpid())
-    signals.wait(1, 3, 0.0, os.getpid())
+def test_a_counter_that_is_far_enough_needs_no_wait(counters: Counters) -> None:
+    counters.post(1, 7)
+    counters.wait(1, 7, 0.0, os.getpid())
+    counters.wait(1, 3, 0.0, os.getpid())
 
 
-def test_a_silent_process_is_an_error_in_time(signals: Signals, sleeper: int) -> None:
+def test_a_silent_process_is_an_error_in_time(counters: Counters, sleeper: int) -> None:
     started = time.monotonic()
     with pytest.raises(RuntimeError, match=f"process {sleeper} .* said nothing for 1 s"):
-        signals.wait(0, 1, 1.0, sleeper)
+        counters.wait(0, 1, 1.0, sleeper)
     assert time.monotonic() - started < 5
 
 
-def test_a_process_that_dies_is_an_error_soon(signals: Signals, sleeper: int) -> None:
+def test_a_process_that_dies_is_an_error_soon(counters: Counters, sleeper: int) -> None:
     threading.Timer(0.3, os.kill, (sleeper, signal.SIGKILL)).start()  # a zombie until the fixture asks
     started = time.monotonic()
     with pytest.raises(RuntimeError, match=f"process {sleeper} .* is gone"):
-        signals.wait(0, 1, 60.0, sleeper)
+        counters.wait(0, 1, 60.0, sleeper)
     assert time.monotonic() - started < 10

@@ -1,22 +1,127 @@
-"""What is checked once the bytes are in place: finite values, checksums of the manifest, equal replicas."""
+"""The end of a load: values that the checkpoint lacks, checks of all values, and the ranks' agreement on the outcome.
+
+Checked are finite values, the checksums of the manifest, and that replicas hold the same.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from time import perf_counter
+from typing import Any
 
 import torch
 
 from raysharding.checkpoint import Checksums, mismatches
-from raysharding.distributed.comm import all_gather_json
+from raysharding.distributed.comm import agree, all_gather_json
 from raysharding.distributed.fully_shard import ShardMap, local_tensor, tensor_layout
+from raysharding.distributed.loading.context import LoadContext
 from raysharding.distributed.loading.plan import LoadPlan
 from raysharding.distributed.transfer import as_memory
 from raysharding.errors import CheckpointError
+from raysharding.models import Initialiser
 
 CHUNK_BYTES = 4 << 20
 """So much is looked at in one go: it stays in the cache."""
 _MAX_LINES = 20
+
+
+def finish(
+    context: LoadContext,
+    plan: LoadPlan,
+    tensors: Mapping[str, torch.Tensor],
+    error: Exception | None,
+    measured: Mapping[str, Any],
+) -> Sequence[Mapping[str, Any]]:
+    """Initialise what the checkpoint lacks, check the values, and agree on the outcome; collective.
+
+    Args:
+        context: This load.
+        plan: What was loaded.
+        tensors: FQN → tensor of the module.
+        error: Why this rank's stream failed, if it did.
+        measured: What this rank has measured, by field of the report.
+
+    Returns:
+        What each rank measured, in rank order.
+
+    Raises:
+        Exception: On every rank, when one failed: no rank is left with a module that looks well.
+    """
+    started = perf_counter()
+    if error is None:
+        error = _complete(context, plan, tensors)
+    initialise_s = perf_counter() - started
+    digest = ""
+    if context.checksums is not None:
+        agree(error)  # what was not read cannot be compared
+        error = _compare_checksums(context, context.checksums, plan, tensors)
+    if context.loading.digest:
+        agree(error)
+        digest = digest_module(tensors, plan.outline.checkpoint)
+    peak = context.peak
+    peak.sample()
+    shard_bytes = sum(local_tensor(tensor).nbytes for tensor in tensors.values())
+    # Every rank comes here, failed or not: the others wait to hear of it.
+    own = {
+        **measured,
+        "digest": digest,
+        "initialise_s": initialise_s,
+        "shard_bytes": shard_bytes,
+        "peak_extra_bytes": max(0, peak.host_bytes - (0 if peak.device_bytes else shard_bytes)),
+        "peak_device_bytes": peak.device_bytes,
+        "seconds": perf_counter() - context.started,
+    }
+    return agree(error, own)
+
+
+def _complete(context: LoadContext, plan: LoadPlan, tensors: Mapping[str, torch.Tensor]) -> Exception | None:
+    """Initialise what the checkpoint lacks, and look at what it brought; this rank alone."""
+    total = plan.buckets.payload_bytes
+    context.progress("finalize", total, total, "")
+    try:
+        _initialise(context, plan.outline.initialise, tensors)
+        if context.loading.verify == "finite":
+            loaded = [fqn for fqn, _ in plan.outline.tensors]
+            check_finite(tensors, loaded, plan.outline.checkpoint, _checked(context, len(tensors)))
+    except Exception as error:  # noqa: BLE001 - the other ranks wait to hear of it
+        return error
+    return None
+
+
+def _checked(context: LoadContext, num_tensors: int) -> Callable[[int, str], None]:
+    """Progress of what is looked at once more: it takes as long as reading where files are mapped."""
+    return lambda index, fqn: context.progress("finalize", index, num_tensors, fqn)
+
+
+def _initialise(context: LoadContext, names: Sequence[str], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Give what the checkpoint lacks its values: full tensors by the module's own rule, then this rank's part."""
+    if not names:
+        return
+    initialiser = Initialiser(context.module, context.loading.seed)
+    for name in names:
+        full = initialiser.value(name)
+        start, stop = tensor_layout(name, tensors[name]).local_range(context.shards.shard_index)
+        local_tensor(tensors[name]).view(-1).copy_(full.reshape(-1)[start:stop])
+
+
+def _compare_checksums(
+    context: LoadContext, checksums: Checksums, plan: LoadPlan, tensors: Mapping[str, torch.Tensor]
+) -> Exception | None:
+    """Compare with the manifest what was read, and what is mapped; collective."""
+    on_tensor = _checked(context, len(tensors))
+    for index, layout in enumerate(plan.mapped):
+        on_tensor(index, layout.fqn)
+        extents = plan.extents[layout.fqn]
+        assert extents is not None, f"{layout.fqn}: mapped from ranges"
+        first = layout.local_range(context.shards.shard_index)[0] * layout.dtype.itemsize
+        offset = extents[0].offset - extents[0].key_offset + first
+        checksums.add(extents[0].key, offset, as_memory(local_tensor(tensors[layout.fqn]).view(-1)))
+    try:
+        check_checksums(checksums, plan)
+    except CheckpointError as error:
+        return error
+    return None
 
 
 def check_finite(
@@ -57,14 +162,14 @@ def check_checksums(checksums: Checksums, plan: LoadPlan) -> None:
     """
     # Every rank comes here, whatever it read: rank 0 waits for all of them.
     every = all_gather_json(checksums.pieces())
-    if plan.fit is None:
+    if plan.match is None:
         return
-    manifest = plan.fit.manifest
+    manifest = plan.match.manifest
     assert manifest is not None, "verify='full' does not get here without one"
     whole = Checksums()
     for pieces in every:
         whole.merge(pieces)
-    targets = plan.fit.keys.targets
+    targets = plan.match.keys.targets
     keys = dict.fromkeys(key for fqn, _ in plan.outline.tensors for key in targets[fqn].sources)
     lines = mismatches(manifest, whole, keys)
     if lines:
