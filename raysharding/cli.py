@@ -214,7 +214,7 @@ def _add_merge(merge: argparse.ArgumentParser) -> None:
     merge.description = (
         "Merges a directory that torch.distributed.checkpoint saved (.metadata and *.distcp files, as accelerate's "
         "pytorch_model_fsdp_0) into model.safetensors, or a set of files with an index where they are over 5 GB. "
-        "Streams, so memory is no limit, and runs no pickle."
+        "Needs memory for the largest tensor and one chunk of it, and runs no pickle."
     )
     merge.add_argument("checkpoint_dir", metavar="CHECKPOINT_DIR", help="the directory that holds .metadata")
     merge.add_argument("output_path", metavar="OUTPUT_PATH", help="the directory to write into; its other files stay")

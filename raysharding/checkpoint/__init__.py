@@ -17,15 +17,7 @@ from raysharding.checkpoint.format import (
     staging_path,
 )
 from raysharding.checkpoint.storage import file_system_type
-from raysharding.checkpoint.torch_formats import (
-    DcpMetadata,
-    DcpReader,
-    DcpTensor,
-    DcpValue,
-    TorchFileWriter,
-    read_dcp_metadata,
-    read_state_dict,
-)
+from raysharding.checkpoint.torch_formats import DcpReader, read_state_dict
 from raysharding.checkpoint.writing import (
     FileWriter,
     Manifest,
@@ -65,17 +57,13 @@ __all__ = [
     "Checkpoint",
     "CheckpointFile",
     "Checksums",
-    "DcpMetadata",
     "DcpReader",
-    "DcpTensor",
-    "DcpValue",
     "FileReader",
     "FileWriter",
     "Manifest",
     "SaveRecord",
     "StagedDirectory",
     "TensorInfo",
-    "TorchFileWriter",
     "check_destination",
     "check_manifest",
     "check_numbered",
@@ -96,7 +84,6 @@ __all__ = [
     "newest_after",
     "open_checkpoint",
     "plan_files",
-    "read_dcp_metadata",
     "read_manifest",
     "read_save_record",
     "read_state_dict",

@@ -1,6 +1,6 @@
 """Merges a sharded checkpoint of 2 GiB, ours and accelerate's, each in a process of its own: seconds and peak memory.
 
-`python -m tests.bench.merge [--gib 2] [--directory DIR]` needs five times the checkpoint on the disk.
+`python -m tests.bench.merge [--gib 2] [--directory DIR]` needs six times the checkpoint on the disk.
 """
 
 from __future__ import annotations

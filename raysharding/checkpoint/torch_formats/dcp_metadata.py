@@ -1,138 +1,113 @@
-"""`DcpMetadata`: what a `torch.distributed.checkpoint` directory says of itself, in `.metadata`, checked.
+"""`read_dcp_metadata`: what a `torch.distributed.checkpoint` directory says of itself, in `.metadata`, checked.
 
-torch writes its own objects as a pickle. They are read as records (`inert_pickle.py`), so not one of the classes named
-here is imported; each field is checked before it is believed.
+torch pickles `.metadata` and reads it by `pickle.load`, which runs what the file says. The unpickler here admits
+torch's metadata classes and nothing else; each field is checked before it is believed.
 """
 
 from __future__ import annotations
 
+import io
 import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+import pickle
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field, is_dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 
-from raysharding.checkpoint.format import MAX_DIMS, is_text, read_beside
+from raysharding.checkpoint.format import MAX_DIMS, NAME_OF_DTYPE, TensorInfo, is_text, read_beside
 from raysharding.checkpoint.storage import LocalStorage, is_remote
-from raysharding.checkpoint.torch_formats.inert_pickle import Record, unpickle
-from raysharding.checkpoint.torch_formats.tiling import tiling_problem
 from raysharding.errors import CheckpointError, shown
+
+if TYPE_CHECKING:  # it takes as long to import as half of torch
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 METADATA_NAME: Final = ".metadata"
 MAX_METADATA_BYTES: Final = 1 << 30
 """Longest `.metadata` that is read; one of 100,000 chunks has about 20 MB."""
+MAX_TUPLE_ITEMS: Final = 4096
+"""Items of a tuple, with those of the tuples in it."""
 _MAX_INT64: Final = (1 << 63) - 1
 _MAX_DEPTH: Final = 64
 """Deepest nesting of a saved state."""
+_ERRORS: Final = (
+    *(pickle.UnpicklingError, ArithmeticError, AttributeError, EOFError, LookupError, MemoryError),
+    *(RecursionError, RuntimeError, TypeError, ValueError, struct.error),
+)
+"""What Python's unpickler and torch's classes raise where the bytes are not what torch writes."""
 
-DTYPE_OF_TORCH_NAME: Final[dict[str, torch.dtype]] = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
-        *(torch.int8, torch.int16, torch.int32, torch.int64),
-        *(torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128),
-        *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
-    )
-}
-"""Name in a pickle, after `torch.`, → dtype. Each fills whole bytes."""
+_DTYPES: Final = frozenset({*NAME_OF_DTYPE, torch.complex128})
+"""Each fills whole bytes."""
+
+
+@dataclass(eq=False)
+class _Index:
+    """A `MetadataIndex`. torch's own hashes what the file puts into it, which may be nested without end."""
+
+    fqn: Any = None
+    offset: Any = None
+
+
+@dataclass(eq=False)
+class _Properties:
+    """A `TensorProperties`, as far as it is not deprecated."""
+
+    dtype: Any = None
+    layout: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.dtype, self.layout = state[:2]
+
+
+def _nothing(*_: Any) -> None:
+    """Stand for what is not needed: where the checkpoint was written, and memory formats."""
+
 
 _METADATA: Final = "torch.distributed.checkpoint.metadata"
 _SHARDED: Final = "torch.distributed._shard.sharded_tensor.metadata"
-_RECORDS: Final = (
-    *((_METADATA, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
-    *((_METADATA, name) for name in ("TensorStorageMetadata", "ChunkStorageMetadata", "BytesStorageMetadata")),
-    (_METADATA, "_MEM_FORMAT_ENCODING"),
-    (_SHARDED, "TensorProperties"),  # where torch before 2.3 had it
-    (_SHARDED, "MEM_FORMAT_ENCODING"),
+_STAND_INS: Final[dict[tuple[str, str], Callable[..., Any]]] = {
+    (_METADATA, "MetadataIndex"): _Index,
+    (_METADATA, "TensorProperties"): _Properties,
+    (_SHARDED, "TensorProperties"): _Properties,  # where torch before 2.3 had it
+    (_METADATA, "_MEM_FORMAT_ENCODING"): _nothing,
+    (_SHARDED, "MEM_FORMAT_ENCODING"): _nothing,
+    ("builtins", "getattr"): _nothing,  # how Python 3.11 writes a member of an enum
+    **{(module, f"{kind}Path"): _nothing for module in ("pathlib", "pathlib._local") for kind in ("Posix", "Windows")},
+}
+_ADMITTED: Final = {
+    *((_METADATA, name) for name in ("Metadata", "StorageMeta", "TensorStorageMetadata", "ChunkStorageMetadata")),
+    (_METADATA, "BytesStorageMetadata"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch", "Size"),
+    *(("torch", str(dtype).removeprefix("torch.")) for dtype in _DTYPES),
     ("torch.serialization", "_get_layout"),
-    ("builtins", "getattr"),  # how Python 3.11 writes a member of an enum: a record too, it gets nothing
-    ("pathlib", "PosixPath"),  # where the checkpoint was written
-    ("pathlib", "WindowsPath"),
-    ("pathlib._local", "PosixPath"),
-    ("pathlib._local", "WindowsPath"),
-)
-_ADMITTED: Final[dict[tuple[str, str], Any]] = {
-    **dict.fromkeys(_RECORDS, Record),
-    **{("torch", name): dtype for name, dtype in DTYPE_OF_TORCH_NAME.items()},
-    ("collections", "OrderedDict"): dict,
+    ("collections", "OrderedDict"),
 }
-"""Every name that torch 1.13 to 2.13 writes into `.metadata`."""
+"""With `_STAND_INS`, every name that torch 1.13 to 2.13 writes into `.metadata`."""
 
 Path = tuple[str | int, ...]
 """Where a value was in the saved state: keys of dicts and positions in lists."""
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
-    """A place in the files: one thing that torch wrote."""
-
-    file: str
-    """Plain name of a file in the directory."""
-    offset: int
-    """First byte in the file."""
-    num_bytes: int
-    """Bytes there; of a `torch.save` archive, the whole archive's."""
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A box of a tensor, as one rank saved it."""
-
-    offsets: tuple[int, ...]
-    """First index in each dimension."""
-    sizes: tuple[int, ...]
-    """Shape of the box; it has elements."""
-    item: Item
-    """Where its bytes are."""
-
-
-@dataclass(frozen=True, slots=True)
-class DcpTensor:
-    """One saved tensor."""
-
-    key: str
-    """Its name in the files: the path, joined by dots."""
-    path: Path
-    """Its place in the saved state."""
-    dtype: torch.dtype
-    """dtype of every chunk."""
-    shape: tuple[int, ...]
-    """Full shape."""
-    chunks: tuple[Chunk, ...]
-    """They cover the tensor, each element once; none where it has no element."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the full tensor."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class DcpValue:
-    """One saved value that is no tensor: a number, a list of names, a pickled object."""
-
-    key: str
-    """Its name in the files: the path, joined by dots."""
-    path: Path
-    """Its place in the saved state."""
-    item: Item
-    """Where it is."""
-
-
 @dataclass(frozen=True)
 class DcpMetadata:
-    """What one directory holds."""
+    """What one directory holds. Tensors and values are in the order of the saved state."""
 
     directory: str
     """The directory, as it was given."""
-    tensors: tuple[DcpTensor, ...]
-    """In the order of the saved state."""
-    values: tuple[DcpValue, ...]
-    """In the order of the saved state."""
+    tensors: dict[str, TensorInfo] = field(default_factory=dict)
+    """Key → name, dtype and full shape of a tensor."""
+    chunks: dict[str, list[ChunkStorageMetadata]] = field(default_factory=dict)
+    """Key → boxes of a tensor, by their offsets. They cover it, each element once; none is empty."""
+    values: list[str] = field(default_factory=list)
+    """Keys of what is no tensor: a number, a list of names, a pickled object."""
+    paths: dict[str, Path] = field(default_factory=dict)
+    """Key → place in the saved state."""
+    places: dict[tuple[str, tuple[int, ...] | None], _StorageInfo] = field(default_factory=dict)
+    """(key, offsets of the chunk) → file, first byte and length; offsets are `None` for what is no tensor."""
 
 
 def read_dcp_metadata(directory: str | os.PathLike[str]) -> DcpMetadata:
@@ -152,154 +127,138 @@ def read_dcp_metadata(directory: str | os.PathLike[str]) -> DcpMetadata:
     data = read_beside(LocalStorage(), given, METADATA_NAME, MAX_METADATA_BYTES)
     if data is None:
         raise _no_metadata(given)
-    metadata = unpickle(data, _ADMITTED, path)
+    found = DcpMetadata(given)
+    key: Any = None
     try:
-        return _read(given, metadata)
-    except ValueError as error:
+        metadata = _Unpickler(io.BytesIO(data)).load()
+        for index, place in metadata.storage_data.items():
+            found.places[index.fqn, None if index.offset is None else _size(index.offset)] = _checked_place(place)
+        paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+        for key, entry in metadata.state_dict_metadata.items():
+            _add(found, key, entry, paths.get(key, (key,)))
+    except _ERRORS as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"is not what torch writes: {error}", path=path) from error
+        what = str(error) if type(error) is ValueError else f"is not what torch writes: {type(error).__name__}: {error}"
+        raise CheckpointError(what, path=path, tensor=key if isinstance(key, str) else None) from error
+    return found
 
 
 def _no_metadata(directory: str) -> CheckpointError:
     if not os.path.isdir(directory):
         return CheckpointError("no such directory", path=directory)
     what = f"holds no {METADATA_NAME}, so it is no sharded checkpoint of torch.distributed.checkpoint"
-    inner = [name for name in LocalStorage().list_names(directory) if _is_checkpoint(os.path.join(directory, name))]
+    paths = [os.path.join(directory, name) for name in LocalStorage().list_names(directory)]
+    inner = [path for path in paths if os.path.isfile(os.path.join(path, METADATA_NAME))]
     if inner:
-        what += f"; pass the directory that is: {' or '.join(os.path.join(directory, name) for name in inner[:8])}"
+        what += f"; pass the directory that is: {' or '.join(inner[:8])}"
     return CheckpointError(what, path=directory)
 
 
-def _is_checkpoint(directory: str) -> bool:
-    return os.path.isfile(os.path.join(directory, METADATA_NAME))
+# Python's own, not the C one: there a memo index of 4 bytes makes it touch 64 GiB.
+class _Unpickler(pickle._Unpickler):
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(pickle._Unpickler.dispatch)
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Import a class of torch's metadata, and refuse every other name."""
+        if (module, name) in _STAND_INS:
+            return _STAND_INS[module, name]
+        if (module, name) in _ADMITTED:
+            return super().find_class(module, name)
+        what = f"names {module}.{name}, which no checkpoint of tensors needs: it was not called, nor was anything"
+        raise ValueError(f"{what}; is the file from a source that you trust?")
+
+    def get_extension(self, code: int) -> None:
+        """Refuse copyreg's extension registry, which belongs to the process and not to the file."""
+        raise pickle.UnpicklingError(f"extension code {code}")
+
+    def load_build(self) -> None:
+        """Refuse to write attributes of a class or a function, which belong to the process and not to the file."""
+        if not is_dataclass(type(self.stack[-2])):  # type: ignore[attr-defined]  # typeshed leaves out the stack
+            raise pickle.UnpicklingError("a state for what has none")
+        super().load_build()  # type: ignore[misc]
+
+    def check_tuple(self) -> None:
+        """Refuse a large or deep tuple. To hash one visits all of it, on C's stack: 1 MB could hang or crash this."""
+        made = self.stack[-1]  # type: ignore[attr-defined]
+        inner = [item for part in made if isinstance(part, tuple) for item in part]
+        if len(made) + len(inner) > MAX_TUPLE_ITEMS or any(isinstance(item, tuple) for item in inner):
+            raise pickle.UnpicklingError(f"a tuple of more than {MAX_TUPLE_ITEMS} items, or of three levels")
 
 
-def _read(directory: str, metadata: Any) -> DcpMetadata:
-    fields = _fields(metadata, "Metadata")
-    items = _read_items(_dict(fields.get("storage_data"), "storage_data"))
-    paths = fields.get("planner_data")
-    paths = paths if isinstance(paths, dict) else {}
-    tensors, values = [], []
-    for key, entry in _dict(fields.get("state_dict_metadata"), "state_dict_metadata").items():
-        if not isinstance(key, str) or not is_text(key):
-            raise ValueError(f"the key {_short(key)} is not Unicode text")
-        try:
-            path = _path(paths.get(key, (key,)))
-            if _is(entry, "BytesStorageMetadata"):
-                values.append(DcpValue(key, path, _item(items, key, None)))
-            else:
-                tensors.append(_tensor(key, path, entry, items))
-        except ValueError as error:
-            raise CheckpointError(str(error), path=os.path.join(directory, METADATA_NAME), tensor=key) from error
-    return DcpMetadata(directory, tuple(tensors), tuple(values))
+def _then_check(make: Callable[[Any], None]) -> Callable[[Any], None]:
+    def make_and_check(unpickler: _Unpickler) -> None:
+        make(unpickler)
+        unpickler.check_tuple()
+
+    return make_and_check
 
 
-def _read_items(storage: Mapping[Any, Any]) -> dict[tuple[str, tuple[int, ...] | None], Item]:
-    """(key, offsets of the chunk) → place; offsets are `None` for what is no tensor."""
-    items = {}
-    for index, info in storage.items():
-        fields = _fields(index, "MetadataIndex")
-        key, offset = fields.get("fqn"), fields.get("offset")
-        place = _fields(info, "_StorageInfo")
-        name = place.get("relative_path")
-        if not isinstance(key, str):
-            raise ValueError(f"an index names {_short(key)}, not a key")
-        if not isinstance(name, str) or not _is_plain_name(name):
-            what = f"{shown(key)} is in the file {_short(name)}: only plain names of files beside "
-            what += f"{METADATA_NAME} are read"
-            raise ValueError(what)
-        if place.get("transform_descriptors"):
-            what = f"{shown(key)} went through {_short(place['transform_descriptors'])}: save without stream extensions"
-            raise ValueError(what)
-        where = _number(place.get("offset"), "offset"), _number(place.get("length"), "length")
-        items[key, None if offset is None else _size(offset)] = Item(name, *where)
-    return items
+_Unpickler.dispatch[pickle.BUILD[0]] = _Unpickler.load_build
+for _code in (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3):
+    _Unpickler.dispatch[_code[0]] = _then_check(_Unpickler.dispatch[_code[0]])
 
 
-def _is_plain_name(name: str) -> bool:
-    return name not in ("", ".", "..") and not any(letter in name for letter in "/\\\0") and is_text(name)
+def _checked_place(place: Any) -> Any:
+    """A `_StorageInfo` that names a plain file and bytes in it."""
+    name = place.relative_path
+    if not isinstance(name, str) or name in ("", ".", "..") or {*"/\\\0"} & {*name} or not is_text(name):
+        raise ValueError(f"names the file {_short(name)}: only plain names of files beside {METADATA_NAME} are read")
+    if place.transform_descriptors:
+        raise ValueError(f"{name} went through {shown(place.transform_descriptors)}: save without stream extensions")
+    for what in ("offset", "length"):
+        value = getattr(place, what)
+        # `type`, not isinstance: True is an int too.
+        if type(value) is not int or not 0 <= value <= _MAX_INT64:
+            raise ValueError(f"{what} is {_short(value)}, not an integer from 0 to 2**63 - 1")
+    return place
 
 
-def _tensor(key: str, path: Path, entry: Any, items: Mapping[tuple[str, tuple[int, ...] | None], Item]) -> DcpTensor:
-    fields = _fields(entry, "TensorStorageMetadata")
-    properties = fields.get("properties")
-    if not isinstance(properties, Record) or not _is(properties, "TensorProperties"):
-        raise ValueError(f"its properties are {_short(properties)}")
-    state = properties.state
-    dtype, layout = (state[0], state[1]) if isinstance(state, tuple) and len(state) >= 2 else (None, None)
-    if not isinstance(dtype, torch.dtype):
+def _add(found: DcpMetadata, key: Any, entry: Any, path: Any) -> None:
+    """Check what `.metadata` says of one tensor or value, and keep it."""
+    from torch.distributed._shard.metadata import ShardMetadata
+    from torch.distributed._shard.sharding_spec._internals import check_tensor, validate_non_overlapping_shards_metadata
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+    if not isinstance(path, tuple) or not 0 < len(path) <= _MAX_DEPTH or not isinstance(path[0], str):
+        raise ValueError(f"its place in the saved state is {_short(path)}")
+    for part in (key, *path):
+        if not (isinstance(part, str) and is_text(part)) and not (type(part) is int and part >= 0):
+            raise ValueError(f"its place in the saved state is {_short(path)}")
+    found.paths[key] = path
+    if isinstance(entry, BytesStorageMetadata):
+        found.values.append(key)
+        if (key, None) not in found.places:
+            raise ValueError("no file is said to hold it")
+        return
+    dtype, layout, shape = entry.properties.dtype, entry.properties.layout, _size(entry.size)
+    if dtype not in _DTYPES:
         raise ValueError(f"its dtype is {_short(dtype)}")
-    if not isinstance(layout, Record) or not _is(layout, "_get_layout") or layout.args != ("torch.strided",):
-        raise ValueError(f"its layout is {_short(getattr(layout, 'args', layout))}: only strided tensors have shards")
-    shape = _size(fields.get("size"))
+    if layout is not torch.strided:
+        raise ValueError(f"its layout is {_short(layout)}: only strided tensors have shards")
     if math.prod(dim or 1 for dim in shape) * dtype.itemsize > _MAX_INT64:
         raise ValueError(f"shape {list(shape)} of {dtype} overflows 64 bits")
-    boxes = fields.get("chunks")
-    if not isinstance(boxes, list):
-        raise ValueError(f"its chunks are {_short(boxes)}, not a list")
-    chunks = []
-    for box in boxes:
-        corners = _fields(box, "ChunkStorageMetadata")
-        offsets, sizes = _size(corners.get("offsets")), _size(corners.get("sizes"))
-        if len(offsets) != len(shape) or len(sizes) != len(shape):
-            raise ValueError(f"a chunk at {list(offsets)} of shape {list(sizes)} is no part of shape {list(shape)}")
-        if math.prod(sizes):  # ranks whose shard is empty save a chunk too
-            chunks.append(Chunk(offsets, sizes, _item(items, key, offsets)))
-    problem = tiling_problem(shape, [(chunk.offsets, chunk.sizes) for chunk in chunks])
-    if problem:
-        raise ValueError(problem)
-    return DcpTensor(key, path, dtype, shape, tuple(chunks))
+    # Ranks whose shard is empty save a chunk too.
+    chunks = [chunk for chunk in entry.chunks if _size(chunk.sizes).numel()]
+    shards = [ShardMetadata(list(_size(chunk.offsets)), list(chunk.sizes)) for chunk in chunks]
+    validate_non_overlapping_shards_metadata(shards)
+    if shards:
+        check_tensor(shards, shape)
+    elif math.prod(shape):
+        raise ValueError(f"no chunk of its shape {list(shape)} was saved")
+    for chunk in chunks:
+        if (key, chunk.offsets) not in found.places:
+            raise ValueError(f"no file is said to hold its chunk at {list(chunk.offsets)}")
+    found.tensors[key] = TensorInfo(key, dtype, shape, 0, 0)
+    found.chunks[key] = sorted(chunks, key=lambda chunk: chunk.offsets)
 
 
-def _item(items: Mapping[tuple[str, tuple[int, ...] | None], Item], key: str, offsets: tuple[int, ...] | None) -> Item:
-    found = items.get((key, offsets))
-    if found is None:
-        what = "it" if offsets is None else f"its chunk at {list(offsets)}"
-        raise ValueError(f"no file is said to hold {what}")
-    return found
-
-
-def _path(value: Any) -> Path:
-    if not isinstance(value, tuple) or not 0 < len(value) <= _MAX_DEPTH or not isinstance(value[0], str):
-        raise ValueError(f"its place in the saved state is {_short(value)}")
-    for part in value:
-        if not (isinstance(part, str) and is_text(part)) and not (type(part) is int and part >= 0):
-            raise ValueError(f"its place in the saved state is {_short(value)}")
-    return value
-
-
-def _size(value: Any) -> tuple[int, ...]:
-    """A `torch.Size`, as a tuple of at most `MAX_DIMS` numbers."""
-    sizes = value.args[0] if _is(value, "Size") and len(value.args) == 1 else value
-    if not isinstance(sizes, tuple) or len(sizes) > MAX_DIMS:
-        raise ValueError(f"{_short(sizes)} is not a size of at most {MAX_DIMS} dimensions")
-    return tuple(_number(size, "a dimension") for size in sizes)
-
-
-def _number(value: Any, what: str) -> int:
-    # `type`, not isinstance: True is an int too.
-    if type(value) is not int or not 0 <= value <= _MAX_INT64:
-        raise ValueError(f"{what} is {_short(value)}, not an integer from 0 to 2**63 - 1")
-    return value
-
-
-def _is(value: Any, name: str) -> bool:
-    return isinstance(value, Record) and value.kind.rpartition(".")[2] == name
-
-
-def _fields(value: Any, name: str) -> dict[Any, Any]:
-    """The attributes of a record of class `name`."""
-    if not _is(value, name):
-        raise ValueError(f"{_short(value)} is where {name} belongs")
-    return _dict({} if value.state is None else value.state, name)
-
-
-def _dict(value: Any, what: str) -> dict[Any, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"{what} is {_short(value)}, not a dict")
+def _size(value: Any) -> torch.Size:
+    if not isinstance(value, torch.Size) or len(value) > MAX_DIMS or any(not 0 <= dim <= _MAX_INT64 for dim in value):
+        raise ValueError(f"{_short(value)} is not a size of at most {MAX_DIMS} dimensions")
     return value
 
 
 def _short(value: Any) -> str:
-    return f"an object of {value.kind}" if isinstance(value, Record) else shown(value)
+    """Name a value that the file made: the repr of an object could be as large as it likes."""
+    return shown(value) if isinstance(value, str | int | float | bytes | torch.Size) else f"a {type(value).__name__}"

@@ -1,286 +1,220 @@
-"""`DcpReader`: tensors that `torch.distributed.checkpoint` saved in chunks, put together a piece at a time."""
+"""`DcpReader`: tensors that `torch.distributed.checkpoint` saved in chunks, put together one at a time."""
 
 from __future__ import annotations
 
 import io
 import json
 import math
-import mmap
 import os
-from collections.abc import Iterator
+import zipfile
+from collections.abc import Callable
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Final, Self
+from typing import IO, Any, Final, cast
 
 import torch
 
 from raysharding.checkpoint.format import Header, TensorInfo, read_header
 from raysharding.checkpoint.storage import LocalFile, LocalStorage, read_bytes
-from raysharding.checkpoint.torch_formats.dcp_metadata import Chunk, DcpMetadata, DcpTensor, DcpValue, Item
-from raysharding.checkpoint.torch_formats.tiling import Box, intersection, is_contiguous, offset_of, slabs
-from raysharding.checkpoint.torch_formats.torch_archive import StoredTensor, TorchArchive
+from raysharding.checkpoint.torch_formats.dcp_metadata import read_dcp_metadata
 from raysharding.errors import CheckpointError
 
 PIECE_BYTES: Final = 4 << 20
-"""Of a tensor that are in memory at once. A reader holds one piece, and one more where chunks cut through rows."""
+"""Most that is given to a writer at once."""
 _MAX_FRAME_BYTES: Final = 16 << 20
-"""What an archive that torch itself must read may hold besides the tensor."""
+"""What an archive may hold besides the tensor."""
 _ZIP_MARK: Final = b"PK\x03\x04"
 
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """A chunk whose bytes are in the file as they are in a row-major tensor."""
-
-    file: str
-    offset: int
+Write = Callable[[int, memoryview], None]
+"""Called as `write(byte_offset, piece)`."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Strided:
-    """A chunk whose elements are in the file in another order."""
+class DcpReader(ExitStack):
+    """Reads what a directory holds, chunk by chunk by `torch.load(weights_only=True)`. A context manager; one thread.
 
-    file: str
-    tensor: StoredTensor
+    Making it opens every file and lets torch read the frame of every chunk, without its data, so that what cannot be
+    read is known before anything is written. About 0.8 ms for each chunk, and again to read it.
 
-
-@dataclass(frozen=True, slots=True)
-class _Foreign:
-    """A chunk that only torch itself can read, with `weights_only`."""
-
-    item: Item
-
-
-_Source = _Run | _Strided | _Foreign
-
-
-class DcpReader:
-    """Reads the tensors of a directory. A context manager; one thread.
-
-    Making it opens every file and looks at every chunk, so that what cannot be read is known before anything is
-    written. About 0.3 ms for each chunk.
+    torch's own `FileSystemReader` reads chunks so, too, but casts a dtype and cuts a shape that are not what
+    `.metadata` says, unpacks whatever an archive unpacks to, and copies each chunk into a second tensor.
 
     Args:
-        metadata: What `read_dcp_metadata` returned.
+        directory: A local directory.
 
     Raises:
-        CheckpointError: a file is missing or too short, or what it holds is not what `.metadata` says. Names file and
-            tensor.
+        CheckpointError: as `read_dcp_metadata`; or a file is missing or too short, or what it holds is not what
+            `.metadata` says. Names file and tensor.
     """
 
-    def __init__(self, metadata: DcpMetadata) -> None:
-        self._directory = metadata.directory
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        super().__init__()
+        self.metadata = read_dcp_metadata(directory)
+        """What the directory holds."""
         self._files: dict[str, LocalFile] = {}
-        self._safetensors: dict[tuple[str, int], tuple[Header, dict[str, TensorInfo]]] = {}
-        self._sources: dict[str, tuple[_Source, ...]] = {}
-        self._open_files = ExitStack()
-        self._piece = torch.empty(PIECE_BYTES, dtype=torch.uint8)
-        self._part = torch.empty(0, dtype=torch.uint8)
-        try:
-            for tensor in metadata.tensors:
-                self._sources[tensor.key] = tuple(self._look_at(tensor, chunk) for chunk in tensor.chunks)
-            for value in metadata.values:
-                self._open(value.item, value.key)
-        except BaseException:
-            self.close()
-            raise
+        self._headers: dict[tuple[str, int], tuple[Header, dict[str, TensorInfo]]] = {}
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            for key, chunks in self.metadata.chunks.items():
+                for chunk in chunks:
+                    self._load_chunk(key, chunk, "meta")
+            for key in self.metadata.values:
+                self._window(key, None)
+            undo.pop_all()
 
-    def pieces(self, tensor: DcpTensor) -> Iterator[tuple[int, memoryview]]:
-        """Read one tensor.
+    def read_tensor(self, key: str, write: Write) -> None:
+        """Read one tensor, row-major, and give it away in pieces of at most `PIECE_BYTES`, each of them once.
 
-        Returns:
-            (byte offset in the tensor, bytes) of one piece after another, row-major and contiguous, at most
-            `PIECE_BYTES` each. A piece is good until the next one is asked for.
+        One chunk is in memory at a time; where chunks are not whole rows, the tensor too.
 
         Raises:
-            CheckpointError: a file changed or cannot be read.
+            CheckpointError: a file changed, is damaged or cannot be read, or the tensor has no place in memory.
         """
-        itemsize = tensor.dtype.itemsize
-        # A chunk that torch must read is read once for all of its pieces.
-        views = [self._view(source, chunk, tensor) for source, chunk in self._chunks(tensor)]
-        for slab in slabs(tensor.shape, PIECE_BYTES // itemsize):
-            piece = self._piece[: math.prod(slab[1]) * itemsize]
-            for (source, chunk), view in zip(self._chunks(tensor), views, strict=True):
-                shared = intersection(slab, (chunk.offsets, chunk.sizes))
-                if shared is not None:
-                    self._copy(shared, slab, piece, tensor, chunk, source, view)
-            yield offset_of(slab[0], tensor.shape) * itemsize, piece.numpy().data
+        info, chunks = self.metadata.tensors[key], self.metadata.chunks[key]
+        if all(chunk.sizes[1:] == info.shape[1:] for chunk in chunks):
+            for chunk in chunks:
+                first = sum(chunk.offsets[:1]) * math.prod(info.shape[1:])
+                _give(self._load_chunk(key, chunk, "cpu"), first * info.dtype.itemsize, write)
+            return
+        try:
+            whole = torch.empty(info.shape, dtype=info.dtype)
+        except RuntimeError as error:
+            what = f"is not cut by rows, and has no place in memory: {error}"
+            raise CheckpointError(what, path=self.metadata.directory, tensor=key) from error
+        for chunk in chunks:
+            ends = map(sum, zip(chunk.offsets, chunk.sizes, strict=True))
+            whole[tuple(map(slice, chunk.offsets, ends))] = self._load_chunk(key, chunk, "cpu")
+        _give(whole, 0, write)
 
-    def read_value(self, value: DcpValue) -> Any:
-        """Read a value that is no tensor: numbers, strings, and lists, tuples, sets and dicts of them.
+    def read_value(self, key: str) -> Any:
+        """Read a value that is no tensor: what torch takes for one that runs nothing.
 
         Raises:
             CheckpointError: it is anything else.
         """
-        item = value.item
+        window = self._window(key, None)
         try:
-            return TorchArchive(self._files[item.file], self._path(item.file), item.offset, item.num_bytes).read_value()
+            return _unpickle(window, 0, "cpu")
         except CheckpointError as error:
-            raise CheckpointError(error.message, path=error.path, tensor=value.key) from error
+            raise CheckpointError(error.message, path=window.path, tensor=key) from error
 
-    def close(self) -> None:
-        """Close the files. Idempotent."""
-        self._open_files.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _chunks(self, tensor: DcpTensor) -> Iterator[tuple[_Source, Chunk]]:
-        return zip(self._sources[tensor.key], tensor.chunks, strict=True)
-
-    def _path(self, file: str) -> str:
-        return os.path.join(self._directory, file)
-
-    def _open(self, item: Item, key: str) -> LocalFile:
-        """Give the open file of an item that lies within it."""
-        file = self._files.get(item.file)
-        if file is None:
-            storage = LocalStorage()
-            storage.check_inside(self._directory, item.file)
-            if storage.find(self._path(item.file)).kind == "missing":
-                raise CheckpointError("the file that holds it is missing", path=self._path(item.file), tensor=key)
-            file = self._files[item.file] = self._open_files.enter_context(closing(storage.open(self._path(item.file))))
-        size = file.found.num_bytes
-        if item.offset + item.num_bytes > size:
-            what = f"lies at bytes [{item.offset}, {item.offset + item.num_bytes}), but the file has {size}"
-            raise CheckpointError(f"{what}: it is truncated", path=self._path(item.file), tensor=key)
-        return file
-
-    def _look_at(self, tensor: DcpTensor, chunk: Chunk) -> _Source:
-        """Find out how a chunk is stored, and check that it is the one that `.metadata` describes."""
-        file = self._open(chunk.item, tensor.key)
-        path = self._path(chunk.item.file)
+    def _load_chunk(self, key: str, chunk: Any, device: str) -> torch.Tensor:
+        """Load a chunk that is what `.metadata` says; of one on "meta" no data is read."""
+        window, dtype = self._window(key, chunk.offsets), self.metadata.tensors[key].dtype
         try:
-            mark = read_bytes(file, chunk.item.offset, min(len(_ZIP_MARK), chunk.item.num_bytes))
-            if mark != _ZIP_MARK:
-                return _Run(chunk.item.file, self._find_in_safetensors(file, path, tensor, chunk))
-            archive = TorchArchive(file, path, chunk.item.offset, chunk.item.num_bytes)
-            found = archive.read_tensor()
-            if found is None:
-                _check_unpacked(archive, tensor, chunk, path)
-                return _Foreign(chunk.item)
-            _check_same(path, tensor, chunk, found.dtype, found.shape)
-            return _Run(chunk.item.file, found.offset) if found.is_plain else _Strided(chunk.item.file, found)
+            if window.read(len(_ZIP_MARK)) != _ZIP_MARK:
+                return self._load_safetensors(window, key, chunk, device)
+            loaded = _unpickle(window, math.prod(chunk.sizes) * dtype.itemsize, device)
+            if type(loaded) is not torch.Tensor or loaded.layout != torch.strided or loaded.is_nested:
+                kind = getattr(loaded, "layout", type(loaded).__name__)
+                raise CheckpointError(f"is a {kind}, not a strided tensor", path=window.path)
+            _check_same(loaded, dtype, chunk, window)
         except CheckpointError as error:
-            raise CheckpointError(error.message, path=path, tensor=tensor.key) from error
+            raise CheckpointError(error.message, path=window.path, tensor=key) from error
+        return loaded.detach().resolve_conj().resolve_neg()
 
-    def _find_in_safetensors(self, file: LocalFile, path: str, tensor: DcpTensor, chunk: Chunk) -> int:
-        """Byte of the file at which a chunk begins where torch was told to write `SerializationFormat.SAFETENSORS`.
+    def _load_safetensors(self, window: _Window, key: str, chunk: Any, device: str) -> torch.Tensor:
+        """Load a chunk where torch was told to write `SerializationFormat.SAFETENSORS`.
 
         Then the tensors of a file are one safetensors file, behind what is no tensor; all are said to begin there.
         """
-        begin = chunk.item.offset
-        known = self._safetensors.get((chunk.item.file, begin))
-        if known is None:
+        file, path, begin = window.file, window.path, window.offset
+        if (path, begin) not in self._headers:
             num_bytes = file.found.num_bytes - begin
             try:
                 header = read_header(path, 0, num_bytes, lambda at, length: read_bytes(file, begin + at, length))
             except CheckpointError as error:
                 what = f"at byte {begin} there is neither a torch.save archive nor a safetensors file: {error.message}"
                 raise CheckpointError(what, path=path) from error
-            known = self._safetensors[chunk.item.file, begin] = header, {info.name: info for info in header.tensors}
-        header, infos = known
-        info = infos.get(tensor.key)
-        if info is None:
+            self._headers[path, begin] = header, {info.name: info for info in header.tensors}
+        header, infos = self._headers[path, begin]
+        if key not in infos:
             raise CheckpointError("is not in the file that is said to hold it", path=path)
-        _check_same(path, tensor, chunk, info.dtype, info.shape)
-        if _saved_offsets(header, tensor.key) not in (None, list(chunk.offsets)):
+        info = infos[key]
+        loaded = torch.empty(info.shape, dtype=info.dtype, device="meta")
+        _check_same(loaded, self.metadata.tensors[key].dtype, chunk, window)
+        if _saved_offsets(header, key) not in (None, list(chunk.offsets)):
             what = f"the file holds another chunk of it, and not the one at {list(chunk.offsets)}: torch's safetensors"
             raise CheckpointError(f"{what} format keeps one chunk of a tensor in each file", path=path)
-        return begin + info.offset
+        if device == "cpu":
+            loaded = torch.empty(info.shape, dtype=info.dtype)
+            file.fill(begin + info.offset, (_bytes_of(loaded),))
+        return loaded
 
-    def _view(self, source: _Source, chunk: Chunk, tensor: DcpTensor) -> torch.Tensor | None:
-        """A chunk that is no run of bytes as uint8 of shape (*sizes, itemsize); `None` for a run."""
-        if isinstance(source, _Run):
-            return None
-        if isinstance(source, _Strided):
-            return self._map(source)
-        loaded = self._load(source.item, tensor, chunk)
-        return loaded.view(-1).view(torch.uint8).view(*chunk.sizes, tensor.dtype.itemsize)
-
-    def _map(self, source: _Strided) -> torch.Tensor:
-        """Map a storage into memory: its pages belong to the page cache, and any order of elements can be copied."""
-        stored = source.tensor
-        skipped = stored.offset % mmap.ALLOCATIONGRANULARITY
-        path = self._path(source.file)
-        try:
-            with open(path, "rb") as file:
-                if os.fstat(file.fileno()).st_size < stored.offset + stored.num_bytes:
-                    raise CheckpointError("was cut short since it was looked at", path=path)
-                # Private: torch warns of memory that it must not write to. Nobody does.
-                begin, length = stored.offset - skipped, stored.num_bytes + skipped
-                mapped = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY, offset=begin)
-        except OSError as error:
-            raise CheckpointError(f"cannot be mapped: {error.strerror}", path=path) from error
-        data = torch.frombuffer(mapped, dtype=torch.uint8)
-        itemsize = stored.dtype.itemsize
-        strides = (*(stride * itemsize for stride in stored.strides), 1)
-        return data.as_strided((*stored.shape, itemsize), strides, skipped + stored.first * itemsize)
-
-    def _load(self, item: Item, tensor: DcpTensor, chunk: Chunk) -> torch.Tensor:
-        """Let torch read a chunk, without any class of its own choosing: costs twice the chunk in memory."""
-        path = self._path(item.file)
-        data = io.BytesIO(read_bytes(self._files[item.file], item.offset, item.num_bytes))
-        try:
-            loaded = torch.load(data, map_location="cpu", weights_only=True)
-        except Exception as error:  # torch raises what it likes here, its own zip reader's errors included
-            what = f"cannot be read with torch.load(weights_only=True): {error}"
-            raise CheckpointError(what, path=path, tensor=tensor.key) from error
-        if not isinstance(loaded, torch.Tensor) or loaded.layout != torch.strided:
-            kind = getattr(loaded, "layout", type(loaded).__name__)
-            raise CheckpointError(f"is a {kind}, not a strided tensor", path=path, tensor=tensor.key)
-        _check_same(path, tensor, chunk, loaded.dtype, tuple(loaded.shape))
-        return loaded.detach().resolve_conj().resolve_neg().contiguous()
-
-    def _copy(
-        self, shared: Box, slab: Box, piece: torch.Tensor, tensor: DcpTensor, chunk: Chunk, source: _Source, view: Any
-    ) -> None:
-        """Put the elements that a chunk and a slab share into the slab's memory."""
-        itemsize = tensor.dtype.itemsize
-        within = tuple(place - first for place, first in zip(shared[0], chunk.offsets, strict=True))
-        target = tuple(place - first for place, first in zip(shared[0], slab[0], strict=True))
-        num_bytes = math.prod(shared[1]) * itemsize
-        whole = piece.view(*slab[1], itemsize)[_index(target, shared[1])]
-        if view is not None:
-            whole.copy_(view[_index(within, shared[1])])
-            return
-        assert isinstance(source, _Run), source
-        # A slab has whole rows, or is part of one: what it shares with a chunk is one run of the chunk's rows.
-        assert is_contiguous(shared[1], chunk.sizes), (shared, chunk)
-        begin = source.offset + offset_of(within, chunk.sizes) * itemsize
-        if is_contiguous(shared[1], slab[1]):
-            first = offset_of(target, slab[1]) * itemsize
-            self._files[source.file].fill(begin, (piece[first : first + num_bytes].numpy().data,))
-            return
-        if not self._part.numel():
-            self._part = torch.empty(PIECE_BYTES, dtype=torch.uint8)
-        part = self._part[:num_bytes]
-        self._files[source.file].fill(begin, (part.numpy().data,))
-        whole.copy_(part.view(*shared[1], itemsize))
+    def _window(self, key: str, offsets: tuple[int, ...] | None) -> _Window:
+        """Give the bytes that hold a chunk or a value, which lie within their file."""
+        place = self.metadata.places[key, offsets]
+        name, begin, end = place.relative_path, place.offset, place.offset + place.length
+        path = os.path.join(self.metadata.directory, name)
+        if name not in self._files:
+            storage = LocalStorage()
+            storage.check_inside(self.metadata.directory, name)
+            if storage.find(path).kind == "missing":
+                raise CheckpointError("the file that holds it is missing", path=path, tensor=key)
+            self._files[name] = self.enter_context(closing(storage.open(path)))
+        size = self._files[name].found.num_bytes
+        if end > size:
+            what = f"lies at bytes [{begin}, {end}), but the file has {size}: it is truncated"
+            raise CheckpointError(what, path=path, tensor=key)
+        return _Window(self._files[name], path, begin, place.length)
 
 
-def _index(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[slice, ...]:
-    return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+class _Window(io.RawIOBase):
+    """A part of a file, as a file: nothing outside of it can be read."""
+
+    def __init__(self, file: LocalFile, path: str, offset: int, num_bytes: int) -> None:
+        self.file = file
+        self.path = path
+        self.offset = offset
+        self.num_bytes = num_bytes
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.num_bytes}[whence]
+        if base + offset < 0:
+            raise ValueError(f"seek to {base + offset}")
+        self._position = base + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")[: max(0, self.num_bytes - self._position)]
+        if view.nbytes:
+            self.file.fill(self.offset + self._position, (view,))
+        self._position += view.nbytes
+        return view.nbytes
 
 
-def _check_same(path: str, tensor: DcpTensor, chunk: Chunk, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    if dtype != tensor.dtype or shape != chunk.sizes:
-        what = f"is {dtype} of shape {list(shape)}, but .metadata says {tensor.dtype} of shape {list(chunk.sizes)}"
-        raise CheckpointError(what, path=path, tensor=tensor.key)
+def _unpickle(window: _Window, expected: int, device: str) -> Any:
+    """Let torch read an archive. Its restricted unpickler makes tensors and plain values, and runs nothing.
+
+    An archive that would unpack to less than `expected` bytes, or to much more, is refused before torch unpacks it.
+    """
+    where = f"[{window.offset}, {window.offset + window.num_bytes})"
+    try:
+        with zipfile.ZipFile(window) as archive:
+            unpacked = sum(info.file_size for info in archive.infolist())
+    except Exception as error:  # zipfile raises what it likes where the bytes are no archive
+        raise CheckpointError(f"holds no torch.save archive at bytes {where}: {error}", path=window.path) from error
+    if not expected <= unpacked <= max(expected, window.num_bytes) + _MAX_FRAME_BYTES:
+        what = f"unpacks to {unpacked} bytes, but {expected or window.num_bytes} were expected"
+        raise CheckpointError(what, path=window.path)
+    window.seek(0)
+    try:
+        return torch.load(cast(IO[bytes], window), map_location=device, weights_only=True)
+    except Exception as error:  # so does torch, its own zip reader's errors included
+        what = f"cannot be read with torch.load(weights_only=True): {error}"
+        raise CheckpointError(what, path=window.path) from error
 
 
-def _check_unpacked(archive: TorchArchive, tensor: DcpTensor, chunk: Chunk, path: str) -> None:
-    """Refuse an archive that would unpack to much more than the chunk, before torch unpacks it."""
-    expected = math.prod(chunk.sizes) * tensor.dtype.itemsize
-    if archive.unpacked_bytes > expected + _MAX_FRAME_BYTES:
-        what = f"unpacks to {archive.unpacked_bytes} bytes, but its chunk has {expected}"
-        raise CheckpointError(what, path=path, tensor=tensor.key)
+def _check_same(loaded: torch.Tensor, dtype: torch.dtype, chunk: Any, window: _Window) -> None:
+    if loaded.dtype != dtype or loaded.shape != chunk.sizes:
+        what = f"is {loaded.dtype} of shape {list(loaded.shape)}"
+        what += f", but .metadata says {dtype} of shape {list(chunk.sizes)}"
+        raise CheckpointError(what, path=window.path)
 
 
 def _saved_offsets(header: Header, key: str) -> Any:
@@ -289,3 +223,14 @@ def _saved_offsets(header: Header, key: str) -> Any:
         return json.loads(header.metadata.get("DCP_SHARDING_INFO", "{}"))[key]["saved_offsets"]
     except (ValueError, LookupError, TypeError, RecursionError):
         return None
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor."""
+    return tensor.view(-1).view(torch.uint8).numpy().data
+
+
+def _give(tensor: torch.Tensor, begin: int, write: Write) -> None:
+    data = _bytes_of(tensor.contiguous())
+    for first in range(0, data.nbytes, PIECE_BYTES):
+        write(begin + first, data[first : first + PIECE_BYTES])

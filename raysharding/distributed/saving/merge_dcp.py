@@ -2,39 +2,41 @@
 
 from __future__ import annotations
 
+import io
+import mmap
 import os
+import pickle
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import IO, Any, Final, cast
 
+import torch
 import torch.distributed as dist
 
 from raysharding.checkpoint import (
     INDEX_NAME,
     MANIFEST_NAME,
-    DcpMetadata,
     DcpReader,
-    DcpTensor,
     FileWriter,
     Manifest,
     TensorInfo,
-    TorchFileWriter,
     commit_files,
     file_names,
     make_directory,
     new_token,
     plan_files,
-    read_dcp_metadata,
     remove_left_overs,
     remove_staging,
     write_index,
     write_manifest,
 )
 from raysharding.checkpoint.format import make_staging
-from raysharding.checkpoint.torch_formats import METADATA_NAME
+from raysharding.checkpoint.storage import LocalOutput, disk_error
+from raysharding.checkpoint.torch_formats import METADATA_NAME, PIECE_BYTES, DcpMetadata
 from raysharding.checkpoint.writing import is_weight_name
 from raysharding.distributed.comm import agree, broadcast_json
 from raysharding.distributed.saving.file_writers import MAX_FILE_BYTES
@@ -44,9 +46,12 @@ BEAT_S = 5.0
 """Seconds between two messages from the rank that merges to those that wait."""
 TORCH_NAME = "pytorch_model.bin"
 _STAGED = "raysharding-merge"
+_ALIGNMENT: Final = 64
+"""Of each tensor in the file that is mapped."""
 
 Progress = Callable[[int, int], None]
-"""Called as `progress(bytes_done, bytes_total)`."""
+"""Called as `progress(bytes_done, bytes_total)`; a `.bin` counts twice, for its tensors are written twice."""
+Write = Callable[[int, memoryview], None]
 
 
 @dataclass(frozen=True)
@@ -75,13 +80,15 @@ def merge_fsdp_weights(
     as accelerate's main process does; the others wait as long as bytes move, each wait at most the process group's
     timeout. Only rank 0's arguments count.
 
-    The tensors are streamed: whatever their sizes, about 10 MiB of memory is used, where accelerate holds all of
-    them. A state of one key, such as accelerate's `{"model": ...}`, is unwrapped. Tied tensors are saved by torch under
-    each of their names, and stay so. Each file is complete before it appears under its name, the index comes last, and
-    other files of `output_path`, such as config.json, stay; weights that an earlier save left there under the standard
-    names are replaced. Beside safetensors files lies a manifest for `Loading(verify="full")`.
+    One tensor is read after the other. The memory that is used is at most the largest tensor and one chunk, and no more
+    than a chunk where ranks cut by rows, as FSDP does; accelerate holds all tensors. A state of one key, such as
+    accelerate's `{"model": ...}`, is unwrapped. Tied tensors are saved by torch under each of their names, and stay so.
+    Each file is complete before it appears under its name, the index comes last, and other files of `output_path`, such
+    as config.json, stay; weights that an earlier save left there under the standard names are replaced. Beside
+    safetensors files lies a manifest for `Loading(verify="full")`.
 
-    No pickle of the checkpoint is run: `.metadata` is read as data, and a name in it that is not torch's is an error.
+    No pickle of the checkpoint is run: a name in `.metadata` that is not of torch's checkpoint metadata is an error,
+    and tensors and values are read by `torch.load(weights_only=True)`.
 
     Args:
         checkpoint_dir: A local directory with `.metadata` and `*.distcp` files, as `torch.distributed.checkpoint.save`
@@ -89,15 +96,16 @@ def merge_fsdp_weights(
         output_path: The directory to write into; made where it is missing.
         safe_serialization: True: `model.safetensors`, or, over 5 GB, a set of files with an index. What is no tensor
             is left out with a warning, and nested state such as an optimizer's is refused. False: one
-            `pytorch_model.bin`, which `torch.load(weights_only=True)` reads: nested state, numbers and lists too.
+            `pytorch_model.bin`, which `torch.load(weights_only=True)` reads: nested state, numbers and lists too. What
+            such a load refuses is left out with a warning. While it is written, the disk needs twice its size.
         remove_checkpoint_dir: Remove `.metadata` and the `*.distcp` files when the output is on the disk, and
             `checkpoint_dir` with them where it holds nothing else.
 
     Raises:
         CheckpointError: On every rank, before anything is written: the directory is no sharded checkpoint
             (subdirectories that are, are named), the files are not what `.metadata` says, chunks overlap or leave a
-            gap, or the state does not fit into the format. While writing: the disk is full or failed; then what
-            `output_path` held is untouched.
+            gap, or the state does not fit into the format. While merging: a file is damaged, or the disk is full or
+            failed; then what `output_path` held is untouched.
     """
     report = merge_checkpoint(checkpoint_dir, output_path, safe_serialization, remove_checkpoint_dir)
     if report is not None and report.skipped:
@@ -201,12 +209,9 @@ def _remove(source: str, output: str) -> None:
 
 
 def _merge(source: str, output: str, safe_serialization: bool, tell: Progress) -> MergeReport:
-    metadata = read_dcp_metadata(source)
-    with DcpReader(metadata) as reader, _Staging(output) as staging:
-        read = _Counted(reader, metadata, tell)
-        if safe_serialization:
-            return _write_safetensors(metadata, read, staging, output)
-        return _write_torch_file(metadata, read, staging, output)
+    write = _write_safetensors if safe_serialization else _write_torch_file
+    with DcpReader(source) as reader, _Staging(output) as staging:
+        return write(reader, staging, output, tell)
 
 
 class _Staging:
@@ -239,25 +244,28 @@ class _Staging:
 
 
 class _Counted:
-    """A reader that tells how far it is."""
+    """Pieces on their way into files, counted for those who wait."""
 
-    def __init__(self, reader: DcpReader, metadata: DcpMetadata, tell: Progress) -> None:
-        self.reader = reader
+    def __init__(self, tell: Progress, total: int) -> None:
         self._tell = tell
         self._done = 0
-        self._total = sum(tensor.num_bytes for tensor in metadata.tensors)
+        self._total = total
 
-    def pieces(self, tensor: DcpTensor) -> Iterable[tuple[int, memoryview]]:
-        """See `DcpReader.pieces`."""
-        for offset, piece in self.reader.pieces(tensor):
-            yield offset, piece
-            self._done += piece.nbytes
+    def into(self, write: Write) -> Write:
+        """Write pieces by `write`, and tell of each."""
+
+        def write_and_tell(offset: int, piece: memoryview) -> None:
+            write(offset, piece)
+            self._done = min(self._done + piece.nbytes, self._total)
             self._tell(self._done, self._total)
 
+        return write_and_tell
 
-def _write_safetensors(metadata: DcpMetadata, read: _Counted, staging: str, output: str) -> MergeReport:
-    tensors = _by_name(metadata)
+
+def _write_safetensors(reader: DcpReader, staging: str, output: str, tell: Progress) -> MergeReport:
+    tensors = _by_name(reader.metadata)
     sizes = {name: tensor.num_bytes for name, tensor in tensors.items()}
+    counted = _Counted(tell, sum(sizes.values()))
     parts = plan_files(sizes, max(1, -(-sum(sizes.values()) // MAX_FILE_BYTES)))
     files = file_names(len(parts))
     with ExitStack() as open_files:
@@ -267,8 +275,7 @@ def _write_safetensors(metadata: DcpMetadata, read: _Counted, staging: str, outp
             writers.append(open_files.enter_context(FileWriter(os.path.join(staging, file), layout)))
         for writer in writers:
             for name in writer.tensors:
-                for offset, piece in read.pieces(tensors[name]):
-                    writer.write_at(name, offset, piece)
+                reader.read_tensor(tensors[name].name, counted.into(partial(writer.write_at, name)))
             writer.close()
     manifest = Manifest.of_files(writers)
     write_manifest(staging, manifest)
@@ -284,17 +291,17 @@ def _write_safetensors(metadata: DcpMetadata, read: _Counted, staging: str, outp
     names = (*files, MANIFEST_NAME, *index)
     stale = [name for name in os.listdir(output) if is_weight_name(name) and name not in names]
     commit_files(staging, output, names, remove=stale)
-    return _report(output, files, metadata.tensors, [value.key for value in metadata.values])
+    return _report(output, files, reader.metadata, reader.metadata.values)
 
 
-def _by_name(metadata: DcpMetadata) -> dict[str, DcpTensor]:
+def _by_name(metadata: DcpMetadata) -> dict[str, TensorInfo]:
     """The name of each tensor in a safetensors file, which has no nesting."""
-    paths = [tensor.path for tensor in metadata.tensors]
+    paths = [metadata.paths[key] for key in metadata.tensors]
     if not paths:
         raise CheckpointError("holds no tensor, so there is nothing to merge", path=metadata.directory)
     # One key around all is unwrapped, as accelerate does; a single tensor is not taken for the state around it.
     depth = 2 if len(paths[0]) == 2 and len({path[0] for path in paths}) == 1 else 1
-    named = {str(path[-1]): tensor for path, tensor in zip(paths, metadata.tensors, strict=True)}
+    named = {str(path[-1]): tensor for path, tensor in zip(paths, metadata.tensors.values(), strict=True)}
     if any(len(path) != depth or not isinstance(path[-1], str) for path in paths):
         below = ", ".join(sorted({str(path[0]) for path in paths})[:8])
         what = f"holds nested state, with a tensor at {max(paths, key=len)}; its first keys are {below}"
@@ -305,41 +312,110 @@ def _by_name(metadata: DcpMetadata) -> dict[str, DcpTensor]:
     return named
 
 
-def _write_torch_file(metadata: DcpMetadata, read: _Counted, staging: str, output: str) -> MergeReport:
-    leaves: list[tuple[Sequence[str | int], Any]] = [
-        (t.path, TensorInfo(t.key, t.dtype, t.shape, 0, 0)) for t in metadata.tensors
-    ]
+def _write_torch_file(reader: DcpReader, staging: str, output: str, tell: Progress) -> MergeReport:
+    metadata = reader.metadata
+    counted = _Counted(tell, 2 * sum(tensor.num_bytes for tensor in metadata.tensors.values()))
+    leaves: dict[str, Any] = {}
     skipped = []
-    for value in metadata.values:
+    for key in metadata.values:
         try:
-            leaves.append((value.path, read.reader.read_value(value)))
+            leaves[key] = reader.read_value(key)
         except CheckpointError:
-            skipped.append(value.key)  # the report names it
-    tree = _nest(leaves, metadata.directory)
+            skipped.append(key)  # the report names it
+    _nest(dict.fromkeys((*metadata.tensors, *leaves)), metadata)  # raises before anything is written
+    leaves = _map_tensors(reader, os.path.join(staging, "tensors"), counted) | leaves
+    tree = _nest(leaves, metadata)
     # As accelerate does, for what it saves as {"model": ...}; of a single tensor it would leave out the name.
     only = next(iter(tree.values())) if len(tree) == 1 else None
-    tensors = {tensor.key: tensor for tensor in metadata.tensors}
-    with TorchFileWriter(os.path.join(staging, TORCH_NAME), only if isinstance(only, dict) else tree) as writer:
-        for name in writer.tensors:
-            writer.write(name, (piece for _, piece in read.pieces(tensors[name])))
+    _torch_save(only if isinstance(only, dict) else tree, os.path.join(staging, TORCH_NAME), counted)
     commit_files(staging, output, (TORCH_NAME,))
-    return _report(output, (TORCH_NAME,), metadata.tensors, skipped)
+    return _report(output, (TORCH_NAME,), metadata, skipped)
 
 
-def _nest(leaves: Iterable[tuple[Sequence[str | int], Any]], directory: str) -> dict[str, Any]:
-    """Dicts and lists as they were saved, from the path of each value in them."""
+def _map_tensors(reader: DcpReader, path: str, counted: _Counted) -> dict[str, torch.Tensor]:
+    """Write all tensors into a file without a name, and map it: they are pages of it, and no memory of the process."""
+    places: dict[str, int] = {}
+    end = _ALIGNMENT  # nobody can map a file of no bytes
+    file = LocalOutput(path, join=False)
+    try:
+        for key, tensor in reader.metadata.tensors.items():
+            places[key] = end
+            reader.read_tensor(key, counted.into(partial(_write_at, file, end, key)))
+            end += -(-tensor.num_bytes // _ALIGNMENT) * _ALIGNMENT
+        os.truncate(path, end)
+        # Shared, because torch warns of memory that it must not write to. Nobody does.
+        with open(path, "r+b") as opened:
+            pages = memoryview(mmap.mmap(opened.fileno(), 0))
+    except OSError as error:
+        raise disk_error(error, path, None) from error
+    finally:
+        file.abort()
+    return {key: _view(pages[places[key] :], tensor) for key, tensor in reader.metadata.tensors.items()}
+
+
+def _write_at(file: LocalOutput, begin: int, key: str | None, offset: int, piece: memoryview) -> None:
+    file.write(piece, begin + offset, key)
+
+
+def _view(pages: memoryview, tensor: TensorInfo) -> torch.Tensor:
+    if not tensor.num_bytes:
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    return torch.frombuffer(pages, dtype=tensor.dtype, count=tensor.num_elements).view(tensor.shape)
+
+
+def _torch_save(state: Mapping[str, Any], path: str, counted: _Counted) -> None:
+    """Write what `torch.load(weights_only=True)` reads."""
+    file = _TorchFile(path, counted)
+    try:
+        torch.save(state, cast(IO[bytes], file))
+    except (RuntimeError, pickle.PicklingError, TypeError, CheckpointError) as error:
+        file.output.abort()
+        what = f"its state cannot be pickled: {error}"
+        raise file.error or CheckpointError(what, path=path) from error
+    except BaseException:
+        file.output.abort()
+        raise
+    file.output.finish()
+
+
+class _TorchFile(io.RawIOBase):
+    """What `torch.save` writes into. It gives away each storage whole; ranks that wait hear of its pieces."""
+
+    def __init__(self, path: str, counted: _Counted) -> None:
+        self.output = LocalOutput(path, join=False)
+        self.error: CheckpointError | None = None
+        """Why it could not write; torch raises an error of its own."""
+        self._write = counted.into(partial(_write_at, self.output, 0, None))
+        self._position = 0
+
+    def write(self, data: Any) -> int:
+        """Append bytes."""
+        view = memoryview(data).cast("B")
+        try:
+            for first in range(0, view.nbytes, PIECE_BYTES):
+                self._write(self._position + first, view[first : first + PIECE_BYTES])
+        except CheckpointError as error:
+            self.error = error
+            raise
+        self._position += view.nbytes
+        return view.nbytes
+
+
+def _nest(leaves: Mapping[str, Any], metadata: DcpMetadata) -> dict[str, Any]:
+    """Dicts and lists as they were saved, of the value of each key."""
     root = _Node()
-    for path, value in leaves:
-        node = root
+    for key, value in leaves.items():
+        path, node = metadata.paths[key], root
         for part in path[:-1]:
             child = node.setdefault(part, _Node())
             if not isinstance(child, _Node):
-                raise CheckpointError(f"holds both a value at {path[:-1]} and values below it", path=directory)
+                what = f"holds both a value at {path[:-1]} and values below it"
+                raise CheckpointError(what, path=metadata.directory)
             node = child
         if path[-1] in node:
-            raise CheckpointError(f"holds two values at {path}", path=directory)
+            raise CheckpointError(f"holds two values at {path}", path=metadata.directory)
         node[path[-1]] = value
-    nested = root.built(directory)
+    nested = root.built(metadata.directory)
     assert isinstance(nested, dict), "a path begins with a key"
     return nested
 
@@ -358,6 +434,7 @@ class _Node(dict[str | int, Any]):
         return [values[position] for position in range(len(values))]
 
 
-def _report(output: str, files: Sequence[str], tensors: Sequence[DcpTensor], skipped: Sequence[str]) -> MergeReport:
+def _report(output: str, files: Sequence[str], metadata: DcpMetadata, skipped: Sequence[str]) -> MergeReport:
     paths = tuple(os.path.join(output, file) for file in files)
-    return MergeReport(paths, len(tensors), sum(tensor.num_bytes for tensor in tensors), tuple(skipped))
+    num_bytes = sum(tensor.num_bytes for tensor in metadata.tensors.values())
+    return MergeReport(paths, len(metadata.tensors), num_bytes, tuple(skipped))

@@ -1,7 +1,7 @@
 """The rank's side: the Ray actor, its commands, the thread that runs them, who owns it."""
 
-from raysharding.group.actors.actor import CONCURRENCY_GROUPS, ActorInfo, RankActor
+from raysharding.group.actors.actor import REMOTE_RANK_ACTOR, ActorInfo
 from raysharding.group.actors.commands import Assignment, Blueprint
 from raysharding.group.actors.dataset_blocks import DatasetBlocks
 
-__all__ = ["CONCURRENCY_GROUPS", "ActorInfo", "Assignment", "Blueprint", "DatasetBlocks", "RankActor"]
+__all__ = ["REMOTE_RANK_ACTOR", "ActorInfo", "Assignment", "Blueprint", "DatasetBlocks"]

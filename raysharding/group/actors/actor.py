@@ -303,6 +303,10 @@ class RankActor:
         )
 
 
+REMOTE_RANK_ACTOR = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(RankActor)
+"""Ray's class of the rank actors, made once: Ray disassembles and exports each class that `ray.remote` makes."""
+
+
 def _log_paths() -> tuple[str, ...]:
     """Where Ray has this process print to."""
     paths = [os.readlink(f"/proc/self/fd/{descriptor}") for descriptor in (1, 2)]

@@ -11,7 +11,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raysharding.config import Timeouts
 from raysharding.errors import PreflightError, RayshardingError
-from raysharding.group.actors import CONCURRENCY_GROUPS, ActorInfo, RankActor
+from raysharding.group.actors import REMOTE_RANK_ACTOR, ActorInfo
 from raysharding.group.cluster import Lifetime, Reservation, connect
 from raysharding.group.launch.launch import rendezvous
 from raysharding.group.launch.preflight import Finding, Preflight, PreflightReport
@@ -80,9 +80,8 @@ def _not_yet_told(preflight: Preflight, error: PreflightError) -> list[Finding]:
 
 
 def _start(node_id: str) -> Any:
-    remote = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(RankActor)
     here = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    return remote.options(num_cpus=0, max_restarts=0, max_task_retries=0, scheduling_strategy=here).remote()
+    return REMOTE_RANK_ACTOR.options(num_cpus=0, max_restarts=0, max_task_retries=0, scheduling_strategy=here).remote()
 
 
 def _await(actors: Sequence[Any], addresses: Sequence[str]) -> tuple[Started, list[Finding]]:

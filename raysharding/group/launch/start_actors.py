@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raysharding.config import Placement
 from raysharding.errors import CallTimeoutError, CheckpointError, FailureKind, GroupError, RankFailure
-from raysharding.group.actors import CONCURRENCY_GROUPS, ActorInfo, RankActor
+from raysharding.group.actors import REMOTE_RANK_ACTOR, ActorInfo
 from raysharding.group.cluster import Lifetime, Reservation, name_taken, tell
 from raysharding.group.launch.find_checkpoint import local_path
 from raysharding.group.launch.spec import GroupSpec
@@ -124,7 +124,6 @@ def _start(reservation: Reservation, bundle: int, device_type: str, placement: P
         # slow or hangs on NVSwitch machines. Ray must not mask them; `RankCommands.join` sets the group's own mask.
         variables = {**environment.get("env_vars", {}), "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
         environment["env_vars"] = variables
-    remote = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(RankActor)
     options: dict[str, Any] = {
         "num_cpus": reservation.need.get("CPU", 0),
         "num_gpus": reservation.need.get("GPU", 0),
@@ -137,7 +136,7 @@ def _start(reservation: Reservation, bundle: int, device_type: str, placement: P
     if environment:
         options["runtime_env"] = environment
     try:
-        return remote.options(**options, **lifetime.actor_options(bundle)).remote(
+        return REMOTE_RANK_ACTOR.options(**options, **lifetime.actor_options(bundle)).remote(
             lifetime.first_lease_s, reservation.is_ours
         )
     except ray.exceptions.ActorAlreadyExistsError as error:

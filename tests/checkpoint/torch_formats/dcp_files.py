@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from raysharding.checkpoint import DcpReader, read_dcp_metadata
+from raysharding.checkpoint.torch_formats import DcpReader, dcp_reader
 from tests.checkpoint.build import bits
 
 FILE = "__0_0.distcp"
@@ -82,19 +82,20 @@ def cut(tensor: torch.Tensor, *cuts: Sequence[int]) -> Parts:
 
 def read_all(directory: Path) -> dict[str, torch.Tensor]:
     """Every tensor, by our reader."""
-    metadata = read_dcp_metadata(directory)
     tensors = {}
-    with DcpReader(metadata) as reader:
-        for tensor in metadata.tensors:
-            data = bytearray(tensor.num_bytes)
-            position = 0
-            for offset, piece in reader.pieces(tensor):
-                assert offset == position, f"{tensor.key}: a piece at {offset}, not at {position}"
-                data[offset : offset + piece.nbytes] = piece
-                position += piece.nbytes
-            assert position == tensor.num_bytes, f"{tensor.key}: {position} of {tensor.num_bytes} bytes"
+    with DcpReader(directory) as reader:
+        for key, tensor in reader.metadata.tensors.items():
+            data = bytearray()
+
+            def write(offset: int, piece: memoryview, key: str = key, data: bytearray = data) -> None:
+                assert offset == len(data), f"{key}: a piece at {offset}, not at {len(data)}"
+                assert piece.nbytes <= dcp_reader.PIECE_BYTES
+                data += piece
+
+            reader.read_tensor(key, write)
+            assert len(data) == tensor.num_bytes, f"{key}: {len(data)} of {tensor.num_bytes} bytes"
             values = torch.frombuffer(data, dtype=tensor.dtype) if data else torch.empty(0, dtype=tensor.dtype)
-            tensors[tensor.key] = values.reshape(tensor.shape)
+            tensors[key] = values.reshape(tensor.shape)
     return tensors
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import zipfile
@@ -15,8 +16,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from raysharding.checkpoint import DcpReader, read_dcp_metadata
+from raysharding.checkpoint import DcpReader
 from raysharding.checkpoint.torch_formats import dcp_reader as dcp
+from raysharding.checkpoint.torch_formats.dcp_metadata import read_dcp_metadata
 from raysharding.errors import CheckpointError
 from tests.checkpoint.build import random_tensors
 from tests.checkpoint.torch_formats.dcp_files import (
@@ -100,11 +102,10 @@ def test_places_in_the_saved_state_and_plain_values(tmp_path: Path) -> None:
     groups = [{"lr": 0.1, "betas": (0.9, 0.99), "params": ["a", "b"]}, {"step": torch.tensor(3)}]
     state = {"model": {"a.b": torch.ones(2)}, "groups": groups, "flags": {1, 2}, "none": None, "dtype": torch.bfloat16}
     save_with_torch(tmp_path, state)
-    metadata = read_dcp_metadata(tmp_path)
-    places = {tensor.key: tensor.path for tensor in metadata.tensors}
+    with DcpReader(tmp_path) as reader:
+        places = {key: reader.metadata.paths[key] for key in reader.metadata.tensors}
+        values = {reader.metadata.paths[key]: reader.read_value(key) for key in reader.metadata.values}
     assert places == {"model.a.b": ("model", "a.b"), "groups.1.step": ("groups", 1, "step")}
-    with DcpReader(metadata) as reader:
-        values = {value.path: reader.read_value(value) for value in metadata.values}
     assert values == {
         ("groups", 0, "lr"): 0.1,
         ("groups", 0, "betas"): (0.9, 0.99),
@@ -173,9 +174,27 @@ def test_admitted_names_do_nothing(tmp_path: Path) -> None:
         read_dcp_metadata(tmp_path)
 
 
+MODULE = b"ctorch.distributed.checkpoint.metadata\n"
+
+
+@pytest.mark.parametrize("name", [b"Metadata", b"MetadataIndex", b"TensorProperties", b"_MEM_FORMAT_ENCODING"])
+def test_nothing_is_written_into_what_has_an_admitted_name(name: bytes, tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(MODULE + name + b"\n(N}(Vmark\nI1\nutb.")
+    with pytest.raises(CheckpointError, match="a state for what has none"):
+        read_dcp_metadata(tmp_path)
+
+
+def test_keys_within_keys_cost_no_more_than_their_bytes(tmp_path: Path) -> None:
+    # Each level is an index of two that are the level below: torch's own would be hashed 2 ** 200 times.
+    level = b"p0\n0" + MODULE + b"MetadataIndex\n)\x81}(Vfqn\ng0\nVoffset\ng0\nub"
+    (tmp_path / ".metadata").write_bytes(b"\x80\x02})" + level * 200 + b"I1\ns.")
+    with pytest.raises(CheckpointError, match="'dict' object has no attribute 'storage_data'"):
+        read_dcp_metadata(tmp_path)
+
+
 def test_deep_tuples_do_not_end_the_process(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(b"\x80\x04})" + b"\x85" * 1_000_000 + b"Ks.")
-    with pytest.raises(CheckpointError, match="more than 4096 items"):
+    with pytest.raises(CheckpointError, match="more than 4096 items, or of three levels"):
         read_dcp_metadata(tmp_path)
 
 
@@ -195,22 +214,22 @@ def test_hostile_payload_runs_nothing(tmp_path: Path) -> None:
 def test_hostile_value_runs_nothing(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     save_with_torch(tmp_path, {"w": torch.ones(2), "extra": Hostile(mark)})
-    metadata = read_dcp_metadata(tmp_path)
-    with DcpReader(metadata) as reader, pytest.raises(CheckpointError, match=r"'extra': names posix\.system"):
-        reader.read_value(metadata.values[0])
+    with DcpReader(tmp_path) as reader, pytest.raises(CheckpointError, match=r"'extra': .*weights_only(.|\n)*system"):
+        reader.read_value("extra")
     assert not mark.exists()
 
 
 @pytest.mark.parametrize(
     ("parts", "shape", "message"),
     [
-        (cut(WHOLE, (2,))[:1], [4, 6], r"hold 12 of the 24 elements of shape \[4, 6\]: one is missing"),
-        ([*cut(WHOLE), ((2, 0), WHOLE[2:])], [4, 6], r"two chunks overlap: at \[0, 0\]"),
-        ([((0, 0), WHOLE[:3]), ((2, 0), WHOLE[2:])], [4, 6], "two chunks overlap"),
-        ([((0, 0), WHOLE[:, :4]), ((0, 3), WHOLE[:, 3:])], [4, 6], "two chunks overlap"),
-        (cut(WHOLE), [3, 6], r"reaches out of shape \[3, 6\]"),
-        (cut(WHOLE), [24], r"is no part of shape \[24\]"),
-        (cut(WHOLE), [4, 7], "one is missing"),
+        (cut(WHOLE, (2,))[:1], [4, 6], "volume of shards: 12 does not match tensor volume: 24"),
+        ([*cut(WHOLE), ((2, 0), WHOLE[2:])], [4, 6], r"shard_offsets=\[0, 0\].* overlap"),
+        ([((0, 0), WHOLE[:3]), ((2, 0), WHOLE[2:])], [4, 6], "Shards .* and .* overlap"),
+        ([((0, 0), WHOLE[:, :4]), ((0, 3), WHOLE[:, 3:])], [4, 6], "Shards .* and .* overlap"),
+        (cut(WHOLE), [3, 6], "length 4 exceeds tensor dim: 3"),
+        (cut(WHOLE), [24], "Rank of tensor is 1, but shards rank is 2"),
+        (cut(WHOLE), [4, 7], "do not cover the entire tensor"),
+        ([((), WHOLE[0, 0].clone())] * 2, [], "Shards .* and .* overlap"),
         (cut(WHOLE), [1 << 62, 1 << 62], "overflows 64 bits"),
     ],
 )
@@ -291,7 +310,7 @@ def test_a_storage_that_is_too_short(tmp_path: Path) -> None:
     repack(tmp_path / FILE, lambda name, data: (data[:-4] if "/data/" in name else data, zipfile.ZIP_STORED))
     change_place(metadata, length=(tmp_path / FILE).stat().st_size)
     write_metadata(tmp_path, metadata)
-    with pytest.raises(CheckpointError, match=r"its storage has 92 bytes, but .* needs 96"):
+    with pytest.raises(CheckpointError, match=r"record size \(92 bytes\) does not match expected size \(96 bytes"):
         read_all(tmp_path)
 
 
@@ -311,15 +330,37 @@ def test_compressed_records_are_left_to_torch_and_bounded(tmp_path: Path) -> Non
         read_all(tmp_path)
 
 
+def test_a_chunk_that_repeats_a_few_bytes_is_not_blown_up(tmp_path: Path) -> None:
+    # torch itself writes no such chunk: its memory would be as large as the file says.
+    write_dcp(tmp_path, {"w": [((0, 0), torch.ones(1, 1).expand(1 << 20, 1 << 20))]})
+    with pytest.raises(CheckpointError, match=r"tensor 'w': unpacks to \d+ bytes, but 4398046511104 were expected"):
+        read_all(tmp_path)
+
+
+def test_a_tensor_that_has_no_place_in_memory(tmp_path: Path) -> None:
+    half = torch.ones(1, 1).expand(1 << 21, 1 << 20)
+    metadata = metadata_of({"w": [((0, 0), half), ((0, 1 << 20), half)]}, tmp_path)
+    # Archives that lie about their size: 8 TiB each.
+    with zipfile.ZipFile(tmp_path / FILE, "w") as archive:
+        with zipfile.ZipFile(io.BytesIO(saved(half))) as good:
+            for name in good.namelist():
+                archive.writestr(name, good.read(name))
+        next(record for record in archive.filelist if "/data/" in record.filename).file_size = 8 << 40
+    for place in metadata.storage_data.values():
+        place.offset, place.length = 0, (tmp_path / FILE).stat().st_size
+    write_metadata(tmp_path, metadata)
+    with pytest.raises(CheckpointError, match="tensor 'w': is not cut by rows, and has no place in memory"):
+        read_all(tmp_path)
+
+
 def test_a_file_that_is_cut_short_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dcp, "PIECE_BYTES", 64)
     write_dcp(tmp_path, {"w": cut(WHOLE), "t": [((0, 0), WHOLE.t())]})
-    metadata = read_dcp_metadata(tmp_path)
-    with DcpReader(metadata) as reader:
+    with DcpReader(tmp_path) as reader:
         os.truncate(tmp_path / FILE, 100)
-        for tensor in metadata.tensors:
-            with pytest.raises(CheckpointError, match="cut short"):
-                list(reader.pieces(tensor))
+        for key in reader.metadata.tensors:
+            with pytest.raises(CheckpointError, match="it is truncated"):
+                reader.read_tensor(key, lambda offset, piece: None)
 
 
 def test_directories_without_metadata(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import pickle
 import pickletools
 from collections.abc import Iterator
 from copy import deepcopy
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
+from raysharding.checkpoint import DcpReader
 from raysharding.checkpoint.storage import local as local_storage
-from raysharding.checkpoint.torch_formats.tiling import intersection, is_contiguous, offset_of, slabs, tiling_problem
 from raysharding.errors import CheckpointError
-from tests.checkpoint.torch_formats.dcp_files import FILE, cut, read_all, write_dcp
+from tests.checkpoint.torch_formats.dcp_files import FILE, cut, metadata_of, read_all, saved, write_metadata
 
 pytestmark = pytest.mark.timeout(60)
 many = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -28,7 +29,13 @@ many = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCh
 def checkpoint(tmp_path: Path) -> Path:
     """A row-major tensor in two chunks, one in another order, and a value."""
     parts = {"w": cut(torch.arange(24.0).reshape(4, 6), (2,)), "t": [((0, 0), torch.randn(3, 5).t())]}
-    return write_dcp(tmp_path, parts)
+    metadata = metadata_of(parts, tmp_path)
+    value = saved({"lr": 0.1, "names": [("a", 1), {"b"}]})
+    metadata.state_dict_metadata["v"] = BytesStorageMetadata()
+    metadata.storage_data[MetadataIndex("v")] = _StorageInfo(FILE, (tmp_path / FILE).stat().st_size, len(value))
+    with (tmp_path / FILE).open("ab") as file:
+        file.write(value)
+    return write_metadata(tmp_path, metadata)
 
 
 @pytest.fixture
@@ -47,6 +54,9 @@ def tried(directory: Path) -> bool:
     """Whether it was read; every other error than ours fails the test."""
     try:
         read_all(directory)
+        with DcpReader(directory) as reader:
+            for key in reader.metadata.values:
+                reader.read_value(key)
     except CheckpointError:
         return False
     return True
@@ -82,6 +92,10 @@ def test_any_bytes_of_metadata(checkpoint: Path, edits: list[tuple[str, float, b
         tried(checkpoint)
     finally:
         (checkpoint / ".metadata").write_bytes(good)
+
+
+def test_what_the_mutations_begin_with_is_read(checkpoint: Path) -> None:
+    assert tried(checkpoint)
 
 
 def test_a_record_without_a_state(checkpoint: Path) -> None:
@@ -182,46 +196,3 @@ def test_any_field_of_metadata(checkpoint: Path, data: st.DataObject) -> None:
         tried(checkpoint)
     finally:
         (checkpoint / ".metadata").write_bytes(good)
-
-
-@many
-@given(
-    shape=st.lists(st.integers(0, 4), max_size=3),
-    boxes=st.lists(st.tuples(*[st.lists(st.integers(0, 4), min_size=3, max_size=3)] * 2), max_size=4),
-)
-def test_tiling_is_what_counting_finds(shape: list[int], boxes: list[tuple[list[int], list[int]]]) -> None:
-    whole = torch.zeros(shape, dtype=torch.int64)
-    fits = True
-    checked = []
-    for offsets, sizes in boxes:
-        box = tuple(offsets[: len(shape)]), tuple(max(size, 1) for size in sizes[: len(shape)])
-        checked.append(box)
-        fits &= all(offset + size <= dim for offset, size, dim in zip(*box, shape, strict=True))
-        whole[tuple(slice(offset, offset + size) for offset, size in zip(*box, strict=True))] += 1
-    assert (tiling_problem(tuple(shape), checked) == "") == (fits and bool((whole == 1).all()))
-
-
-@many
-@given(shape=st.lists(st.integers(0, 5), max_size=4), max_elements=st.integers(1, 40))
-def test_slabs_are_the_tensor_in_order(shape: list[int], max_elements: int) -> None:
-    whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
-    found: list[int] = []
-    for offsets, sizes in slabs(tuple(shape), max_elements):
-        part = whole[tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))]
-        assert tuple(part.shape) == sizes
-        assert 1 <= part.numel() <= max_elements
-        assert is_contiguous(sizes, tuple(shape))
-        assert offset_of(offsets, tuple(shape)) == len(found)
-        found += part.flatten().tolist()
-    assert found == list(range(whole.numel()))
-
-
-@many
-@given(boxes=st.lists(st.tuples(*[st.tuples(st.integers(0, 4), st.integers(1, 4))] * 2), min_size=2, max_size=2))
-def test_intersection(boxes: Any) -> None:
-    def cells(box: Any) -> set[Any]:
-        return set(product(*(range(offset, offset + size) for offset, size in zip(*box, strict=True))))
-
-    one, other = (tuple(zip(*box, strict=True)) for box in boxes)
-    shared = intersection(one, other)  # type: ignore[arg-type]
-    assert (set() if shared is None else cells(shared)) == cells(one) & cells(other)

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from raysharding.checkpoint import DcpReader
 from raysharding.distributed import merge_fsdp_weights
 from raysharding.distributed.saving import merge_dcp as merging
 from raysharding.errors import CheckpointError
@@ -174,14 +175,14 @@ def merge_together(root: Path) -> dict[str, Any]:
     # A timeout that the wait for the whole merge would break.
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), dist.group.WORLD)
     dist.barrier()
-    pieces = merging._Counted.pieces
+    read_tensor = DcpReader.read_tensor
 
-    def slow(self: Any, tensor: Any) -> Any:
+    def slow(self: DcpReader, key: str, write: Any) -> None:
         time.sleep(0.2)
-        yield from pieces(self, tensor)
+        read_tensor(self, key, write)
 
     merging.BEAT_S = 0.3
-    merging._Counted.pieces = slow  # type: ignore[method-assign]
+    DcpReader.read_tensor = slow  # type: ignore[method-assign]
     started = time.monotonic()
     merge_fsdp_weights(root / "llama", root / "slow")
     return found | {"seconds": time.monotonic() - started}

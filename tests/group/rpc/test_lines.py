@@ -21,7 +21,7 @@ import torch
 from raysharding import GroupBrokenError, GroupError, RendezvousError, ShardedModelGroup
 from raysharding.distributed.comm.rendezvous import listen
 from raysharding.group import GroupState
-from raysharding.group.actors.actor import CONCURRENCY_GROUPS, RankActor
+from raysharding.group.actors.actor import REMOTE_RANK_ACTOR
 from raysharding.group.actors.work_thread import WorkThread
 from raysharding.group.ranks import Member, RankInfo
 from raysharding.group.rpc.connection import GREETING_BYTES, KEY_BYTES, Line, RankLine, greeting
@@ -242,7 +242,7 @@ def test_the_driver_listens_only_while_its_ranks_come(checkpoint: Path, monkeypa
 
 @pytest.mark.usefixtures("cluster")
 def test_a_rank_that_cannot_reach_the_driver_is_named() -> None:
-    actor = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(RankActor).options(num_cpus=0).remote()
+    actor = REMOTE_RANK_ACTOR.options(num_cpus=0).remote()
     try:
         with listen("127.0.0.1") as closed:
             address = closed.getsockname()
