@@ -114,7 +114,7 @@ def _preload() -> None:
     listing = "import sys, raysharding.group.actors.actor, ray._private.workers.default_worker; print(*sys.modules)"
     names = subprocess.run([sys.executable, "-c", listing], check=True, capture_output=True, text=True).stdout.split()
     without_ray = [name for name in names if name.partition(".")[0] not in ("ray", "raysharding", "__main__")]
-    for name in (*without_ray, *LATER, *PRELOADED, "raysharding.worker"):
+    for name in (*without_ray, *LATER, "raysharding.worker", *PRELOADED):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     assert "ray" not in sys.modules

@@ -9,6 +9,8 @@ bash examples/make_venv.sh test,demo
 # shellcheck disable=SC1091
 source .venv/bin/activate
 
+# Every rank imports the package, which is to be compiled once and not in each of a thousand processes.
+unset PYTHONDONTWRITEBYTECODE
 # One thread per process: a test runs up to four ranks on two cores, and more threads only get in each other's way.
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 RAY_USAGE_STATS_ENABLED=0 TOKENIZERS_PARALLELISM=false
 

@@ -28,6 +28,7 @@ PRELOADED = [
     "torch._dynamo",
     "transformers.models.auto.modeling_auto",
     "transformers.models.llama.modeling_llama",
+    "tests.frozen",
 ]
 
 PEER_GRACE_S = 3.0
