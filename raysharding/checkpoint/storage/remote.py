@@ -1,7 +1,4 @@
-"""Files behind a URI that pyarrow.fs takes: S3, Google Cloud Storage, Azure, HDFS.
-
-pyarrow's file systems: connecting to one with deadlines of ours, and its answers in words of ours.
-"""
+"""Files behind a URI that pyarrow.fs takes: S3, Google Cloud Storage, Azure, HDFS."""
 
 from __future__ import annotations
 
@@ -13,30 +10,29 @@ from functools import lru_cache
 from typing import Any, Final
 
 from raysharding.checkpoint.storage.interface import Found, Item, Result
-from raysharding.checkpoint.storage.requests import Job, RemoteOptions, Requests, requests_of
+from raysharding.checkpoint.storage.requests import Job, RemoteOptions, Requests
 from raysharding.checkpoint.storage.uri import join_path, split_path
 from raysharding.errors import CheckpointError
 
 
 def connect(uri: str, options: RemoteOptions, for_writing: bool = False) -> tuple[Any, str]:
-    """Return the `pyarrow.fs.FileSystem` of a URI, and the path inside it.
+    """Return the `pyarrow.fs.FileSystem` of a URI, and the path inside the file system.
 
     Args:
         uri: Of a directory.
         options: Deadlines and tries.
-        for_writing: Parts of a stream are tried again by pyarrow, since only it can, and sent one after the other:
-            sent in the background, they would wait for the network in memory without bound.
+        for_writing: For output streams. pyarrow retries their parts (Note [Retries]) and sends them one after the
+            other: parts sent in the background would wait for the network in memory without bound.
 
     Raises:
-        ValueError: pyarrow knows no such scheme or query.
-        NotImplementedError: this pyarrow was built without it.
-        OSError: the store cannot be reached, or a library is missing.
+        ValueError: pyarrow does not know the scheme or the query.
+        NotImplementedError: This pyarrow was built without the store.
+        OSError: The store cannot be reached, or a library is missing.
     """
     import pyarrow.fs as arrow_fs  # takes half a second
 
     system, inside = arrow_fs.FileSystem.from_uri(uri)
-    # A URI cannot carry these, so the file system is made anew from its own pickled arguments. Tries are counted in
-    # `Requests`: pyarrow's own, times ours, would outlast every deadline.
+    # A URI cannot hold these options, so the file system is constructed again from its own pickled arguments.
     num_tries = options.num_tries if for_writing else 1
     if system.type_name == "s3":
         arguments = system.__reduce__()[1][0] | {
@@ -153,7 +149,7 @@ class RemoteStorage:
     """See `Storage`. Made by `remote_storage`, once for each process and options."""
 
     def __init__(self, options: RemoteOptions) -> None:
-        self._requests = requests_of(options)
+        self._requests = Requests(options)
         self._directories: dict[tuple[str, bool], tuple[Any, str]] = {}
 
     def find(self, path: str) -> Found:
@@ -194,8 +190,9 @@ class RemoteStorage:
         assert "/" not in name, f"{join_path(directory, name)} is no plain name in its directory"
 
     def put(self, path: str, data: bytes) -> None:
-        """Write a whole object, which appears as a whole."""
-        system, inside = self._locate_for_writing(path)
+        """See `Storage`."""
+        system, inside = self._locate(path)
+        self._make_parent(path, system, inside)
 
         def send() -> None:
             with system.open_output_stream(inside) as stream:
@@ -205,7 +202,8 @@ class RemoteStorage:
 
     def open_output(self, path: str) -> Any:
         """Begin an object: a pyarrow stream, by which it appears when it is closed."""
-        system, inside = self._locate_for_writing(path)
+        system, inside = self._locate(path, for_writing=True)
+        self._make_parent(path, system, inside)
         return self._requests.call(path, "making it", lambda: system.open_output_stream(inside))
 
     def remove_file(self, path: str) -> None:
@@ -228,13 +226,11 @@ class RemoteStorage:
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def _locate_for_writing(self, path: str) -> tuple[Any, str]:
-        """As `_locate`; parents are there then, where the store has such."""
-        system, inside = self._locate(path, for_writing=True)
+    def _make_parent(self, path: str, system: Any, inside: str) -> None:
+        """Make the directory of a file, where the store has directories."""
         if system.type_name not in _WITHOUT_DIRECTORIES:
             parent = inside.rpartition("/")[0]
             self._requests.call(path, "making its directory", lambda: system.create_dir(parent, recursive=True))
-        return system, inside
 
     def _locate(self, path: str, *, for_writing: bool = False) -> tuple[Any, str]:
         """File system of a path, and the path inside it."""
