@@ -57,7 +57,6 @@ from raysharding.group.launch import (
     GroupSpec,
     Launched,
     PreflightReport,
-    anchored,
     check_optimizer,
     launch,
     plan_group,
@@ -104,7 +103,7 @@ class ShardedModelGroup:
             launched: Loaded ranks.
         """
         self._spec = spec
-        self._files = ModelFiles(anchored(spec.checkpoint))
+        self._files = ModelFiles(normal_path(spec.checkpoint))
         self._optimizer = spec.optimizer
         self._fits = FitLock()
         self._restarting = threading.Lock()
@@ -816,7 +815,7 @@ class ShardedModelGroup:
             PlanError: It does not fit: the group is READY, with the weights and the optimizer that it had.
             GroupError: A rank died, hung or raised after bytes had moved: what was there is overwritten in part.
         """
-        target = anchored(os.fspath(path))
+        target = normal_path(os.fspath(path))
         stall_s = self._channel.timeouts.load_stall_s
         check = self._unless_fit("load")
         call = self._channel.submit_same("load", target, deadline_s=stall_s, watch=True, check=check)

@@ -13,11 +13,11 @@ from operator import attrgetter
 from typing import Final
 
 from raysharding.checkpoint.storage.interface import Found, Item, Kind, Result
+from raysharding.checkpoint.storage.uri import scheme_of
 from raysharding.errors import CheckpointError
 
 _MOUNTS: Final = "/proc/self/mountinfo"
 _ESCAPE: Final = re.compile(rb"\\([0-7]{3})")
-_SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 
 
 def file_system_type(path: str) -> str:
@@ -30,9 +30,9 @@ def file_system_type(path: str) -> str:
         `ext4`, `tmpfs`, `nfs4`, `overlay`, ...; of a URI its scheme, such as `s3`; `unknown` where the kernel has no
         mount table at hand.
     """
-    scheme = _SCHEME.match(path)
+    scheme = scheme_of(path)
     if scheme is not None:
-        return scheme[1].lower()
+        return scheme
     return _type_in(_read_mounts(), os.fsencode(os.path.realpath(path)))
 
 

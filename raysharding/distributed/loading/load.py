@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from raysharding.checkpoint import Checkpoint, Checksums, FileReader
+from raysharding.checkpoint.storage import is_remote
 from raysharding.config import Loading
 from raysharding.distributed.comm import PULSE_BUCKETS, agree
 from raysharding.distributed.fully_shard import (
@@ -316,7 +317,7 @@ class _Load:
             return self._read_held(stream, plan.fit, plan)
         # Many readers keep a machine busy as it is.
         num_threads = max(1, READ_THREADS // len(plan.choice.readers))
-        if "://" in plan.checkpoint.files[0].path:
+        if is_remote(plan.checkpoint.files[0].path):
             num_threads = READ_THREADS  # of a store each rank wants several requests in flight
         with FileReader(plan.checkpoint) as reader, ReadThreads(num_threads) as threads:
             targets = plan.fit.keys.targets if plan.fit is not None else {}

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from raysharding.checkpoint import Checkpoint
+from raysharding.checkpoint.storage import normal_path
 from raysharding.config import Placement
 from raysharding.distributed import LoadReport
 from raysharding.group.actors import Assignment, Blueprint
@@ -20,7 +21,7 @@ from raysharding.group.cluster import (
     connect,
     reserve,
 )
-from raysharding.group.launch.find_checkpoint import Opened, anchored, local_path, opened_here, opened_on_a_node
+from raysharding.group.launch.find_checkpoint import Opened, local_path, opened_here, opened_on_a_node
 from raysharding.group.launch.preflight import Preflight
 from raysharding.group.launch.record import Launched, keep_record
 from raysharding.group.launch.spec import GroupSpec, check_fit
@@ -60,7 +61,7 @@ def launch(spec: GroupSpec) -> Launched:
         seen = None if preflight is None else preflight.finish()
         launched = Launched(spec.model, channel, started, reservation, report, bounds, seen)
         if spec.name is not None:
-            keep_record(launched, spec, anchored(spec.checkpoint))
+            keep_record(launched, spec, normal_path(spec.checkpoint))
             reservation.outlive_owner()
     except BaseException:
         channel.supervisor.shutdown()
@@ -81,7 +82,7 @@ def _fill(
         preflight.memory(spec.optimizer)
     report = _load(channel, opened.base, None, spec.progress)
     if opened.adapters is not None:
-        _load(channel, opened.adapters, anchored(spec.checkpoint), spec.progress)
+        _load(channel, opened.adapters, normal_path(spec.checkpoint), spec.progress)
     if spec.optimizer is not None:
         stall_s = spec.timeouts.load_stall_s
         channel.submit_same("set_optimizer", spec.optimizer, {}, True, deadline_s=stall_s, watch=True).result()
