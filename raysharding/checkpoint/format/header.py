@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
@@ -27,27 +27,22 @@ _MAX_DIGITS: Final = 300
 """Of a whole number that fits a double for certain."""
 
 
-def parse_object(data: bytes) -> dict[str, Any]:
-    """Parse one JSON object, strictly.
+def parse_object(data: bytes, *, strict: bool = True) -> dict[str, Any]:
+    """Parse one JSON object.
 
     Args:
         data: UTF-8 text.
+        strict: Refuse what Python's JSON dialect adds to JSON: a key given twice, a NaN or Infinity, a number that no
+            double can hold, a string that is not Unicode text.
 
     Raises:
-        ValueError: not UTF-8, not JSON, not an object, a key given twice, a NaN or Infinity, a number that no double
-            holds, a string that is not Unicode text, or nested too deep. The message says which.
+        ValueError: Not UTF-8, not JSON, not an object, nested too deep, or refused as above. The message says which.
     """
     try:
         # str first: json.loads(bytes) would guess at UTF-16 and UTF-32, which other readers of the format do not.
         text = data.decode("utf-8")
-        parsed = json.loads(
-            text,
-            object_pairs_hook=_unique,
-            parse_constant=_refuse_constant,
-            parse_float=_finite,
-            parse_int=_whole,
-        )
-        if _HALF_PAIR.search(text) and not is_text(json.dumps(parsed, ensure_ascii=False)):
+        parsed = json.loads(text, **_STRICT if strict else {})
+        if strict and _HALF_PAIR.search(text) and not is_text(json.dumps(parsed, ensure_ascii=False)):
             raise ValueError("holds a string that is not Unicode text")
     except RecursionError:
         raise ValueError("is nested too deep") from None
@@ -96,6 +91,13 @@ def _whole(text: str) -> int:
         _finite(text)
     return int(text)
 
+
+_STRICT: Final[Mapping[str, Any]] = {
+    "object_pairs_hook": _unique,
+    "parse_constant": _refuse_constant,
+    "parse_float": _finite,
+    "parse_int": _whole,
+}
 
 MAX_HEADER_BYTES: Final = 100_000_000
 """Longest header that is read; the safetensors library has the same cap."""

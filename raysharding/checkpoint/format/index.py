@@ -5,7 +5,6 @@ Nothing here looks into a weight file; that is `header.py`.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from dataclasses import dataclass
@@ -102,16 +101,9 @@ def read_config(storage: Storage, directory: str, name: str = "config.json") -> 
     if data is None:
         return None
     try:
-        config = json.loads(data.decode("utf-8"))
-    except RecursionError:
-        raise CheckpointError("is nested too deep", path=path) from None
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"is not UTF-8 ({error.reason} at byte {error.start})", path=path) from error
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"is not JSON ({error})", path=path) from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"is a JSON {type(config).__name__}, not an object", path=path)
-    return config
+        return parse_object(data, strict=False)
+    except ValueError as error:
+        raise CheckpointError(str(error), path=path) from error
 
 
 def list_sidecar_files(storage: Storage, directory: str) -> tuple[str, ...]:

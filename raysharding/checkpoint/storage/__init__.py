@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from raysharding.checkpoint.storage.interface import Found, Storage, StoredFile, read_bytes, require_file
+from raysharding.checkpoint.storage.interface import Found, Storage, StoredFile, os_errors, read_bytes, require_file
 from raysharding.checkpoint.storage.local import LocalFile, LocalStorage, file_system_type, mount_points_below
 from raysharding.checkpoint.storage.output import LocalOutput, Output, disk_error, open_output
 from raysharding.checkpoint.storage.remote import RemoteStorage, connect, remote_storage
@@ -30,6 +30,7 @@ __all__ = [
     "mount_points_below",
     "normal_path",
     "open_output",
+    "os_errors",
     "read_bytes",
     "remote_storage",
     "require_file",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeVar
 
@@ -65,8 +66,20 @@ class Storage(Protocol):
     def check_inside(self, directory: str, name: str) -> None:
         """Refuse a symlink `name` that leads out of `directory`."""
 
+    def put(self, path: str, data: bytes) -> None:
+        """Write a whole small file. An object of a store appears as a whole."""
+
     def each(self, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
         """Call `function` with each item, several at once where most of the time goes into waiting."""
+
+
+@contextmanager
+def os_errors(what: str, path: str) -> Iterator[None]:
+    """Raise a `CheckpointError` instead of an `OSError`: what could not be done, and what the system says."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{what}: {error.strerror}", path=path) from error
 
 
 def require_file(found: Found, path: str) -> None:

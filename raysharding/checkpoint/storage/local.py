@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from operator import attrgetter
 from typing import Final
 
-from raysharding.checkpoint.storage.interface import Found, Item, Kind, Result
+from raysharding.checkpoint.storage.interface import Found, Item, Kind, Result, os_errors
 from raysharding.checkpoint.storage.uri import scheme_of
 from raysharding.errors import CheckpointError
 
@@ -82,11 +82,9 @@ class LocalFile:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        try:
+        with os_errors("cannot open", path):
             # O_NONBLOCK changes nothing for a file, but opening a named pipe would wait for its writer.
             self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        except OSError as error:
-            raise CheckpointError(f"cannot open: {error.strerror}", path=path) from error
         if self.found.kind != "file":
             os.close(self._descriptor)
             raise CheckpointError("is not a regular file", path=path)
@@ -134,19 +132,16 @@ class LocalStorage:
 
     def find(self, path: str) -> Found:
         """See `Storage`."""
-        try:
-            return _found(os.stat(path))
-        except (FileNotFoundError, NotADirectoryError):
-            return Found("dangling" if os.path.lexists(path) else "missing")
-        except OSError as error:
-            raise CheckpointError(f"cannot be read: {error.strerror}", path=path) from error
+        with os_errors("cannot be read", path):
+            try:
+                return _found(os.stat(path))
+            except (FileNotFoundError, NotADirectoryError):
+                return Found("dangling" if os.path.lexists(path) else "missing")
 
     def list_names(self, directory: str) -> list[str]:
         """See `Storage`."""
-        try:
+        with os_errors("cannot be listed", directory):
             return sorted(os.listdir(directory))
-        except OSError as error:
-            raise CheckpointError(f"cannot be listed: {error.strerror}", path=directory) from error
 
     def open(self, path: str) -> LocalFile:
         """See `Storage`."""
@@ -180,6 +175,11 @@ class LocalStorage:
         if not any(os.path.commonpath((target, allowed)) == allowed for allowed in roots):
             what = f"is a symlink to {target}, outside the checkpoint: copy or hard-link the file into the directory"
             raise CheckpointError(what, path=os.path.join(directory, name))
+
+    def put(self, path: str, data: bytes) -> None:
+        """See `Storage`."""
+        with os_errors("cannot be written", path), open(path, "wb") as file:
+            file.write(data)
 
     def each(self, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
         """See `Storage`. One after the other: the time goes into parsing, which threads would not share."""

@@ -7,8 +7,9 @@ import queue
 import threading
 from typing import Final, Protocol
 
+from raysharding.checkpoint.storage.interface import os_errors
 from raysharding.checkpoint.storage.remote import remote_storage
-from raysharding.checkpoint.storage.requests import DEFAULT_REMOTE, RemoteOptions
+from raysharding.checkpoint.storage.requests import DEFAULT_REMOTE, RemoteOptions, first_line
 from raysharding.checkpoint.storage.uri import is_remote
 from raysharding.errors import CheckpointError
 
@@ -47,10 +48,8 @@ class LocalOutput:
     def __init__(self, path: str, *, join: bool) -> None:
         self._path = path
         self._is_guest = join
-        try:
+        with os_errors(f"cannot be {'opened' if join else 'made'}", path):
             self._descriptor = os.open(path, os.O_WRONLY | (0 if join else os.O_CREAT | os.O_EXCL), 0o666)
-        except OSError as error:
-            raise CheckpointError(f"cannot be {'opened' if join else 'made'}: {error.strerror}", path=path) from error
 
     @property
     def inode(self) -> tuple[int, int]:
@@ -178,9 +177,8 @@ class RemoteOutput:
         return CheckpointError(f"cannot be written: the store took nothing for {self._timeout_s:g} s", path=self._path)
 
     def _failed(self, error: Exception) -> CheckpointError:
-        said = (str(error).strip() or type(error).__name__).splitlines()[0]
-        what = f"cannot be written: {said}; nothing was committed: check the store, its credentials and the network"
-        return CheckpointError(what, path=self._path)
+        cure = "nothing was committed: check the store, its credentials and the network"
+        return CheckpointError(f"cannot be written: {first_line(error)}; {cure}", path=self._path)
 
 
 def disk_error(error: OSError, path: str, tensor: str | None) -> CheckpointError:

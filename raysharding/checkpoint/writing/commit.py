@@ -42,8 +42,10 @@ from raysharding.checkpoint.storage import (
     is_remote,
     join_path,
     mount_points_below,
+    os_errors,
     remote_storage,
     split_path,
+    storage_of,
 )
 from raysharding.checkpoint.writing.carry_over import (
     carry_over,
@@ -65,31 +67,6 @@ _OURS: Final = (MANIFEST_NAME, SAVE_RECORD_NAME, OPTIMIZER_FOLDER, TRAINING_FOLD
 """What only a save of ours leaves, where its removal broke off."""
 
 
-def prepare_objects(directory: str, *, overwrite: bool) -> None:
-    """Make room for a save. One rank calls it.
-
-    With `overwrite` a checkpoint that is there is removed now, and what an interrupted save left. What no save writes
-    stays, small files that the old one has copied with it, and so does its `SaveRecord`, which says which those are.
-
-    Raises:
-        CheckpointError: something is there, and `overwrite` is not set or it is no checkpoint; or the store is out of
-            reach.
-    """
-    storage = remote_storage(DEFAULT_REMOTE)
-    found = storage.find(directory)
-    if found.kind == "file":
-        raise CheckpointError("exists and is not a directory: a checkpoint is saved as a directory", path=directory)
-    names = storage.list_names(directory) if found.kind == "directory" else []
-    if not names:
-        return
-    if not overwrite:
-        raise CheckpointError("exists already: pass overwrite=True, or save to another path", path=directory)
-    if not any(name.endswith(".safetensors") or name in _OURS for name in names):
-        what = "holds no .safetensors file, so overwrite=True does not replace it: remove it yourself, or save to "
-        raise CheckpointError(what + "another path", path=directory)
-    _remove_save(storage, directory)
-
-
 def is_left_over(directory: str) -> bool:
     """Whether a path names objects that a save has not committed; local directories are committed by their name.
 
@@ -98,7 +75,7 @@ def is_left_over(directory: str) -> bool:
     """
     if not is_remote(directory):
         return False
-    storage = remote_storage(DEFAULT_REMOTE)
+    storage = storage_of(directory)
     return all(storage.find(join_path(directory, name)).kind != "file" for name in COMMITS)
 
 
@@ -111,8 +88,6 @@ def remove_objects(directory: str) -> None:
         CheckpointError: the store is out of reach, or refuses.
     """
     storage = remote_storage(DEFAULT_REMOTE)
-    if storage.find(directory).kind != "directory":
-        return
     copied = own_sidecars(directory)
     _remove_save(storage, directory)
     for name in (*copied, SAVE_RECORD_NAME):
@@ -125,6 +100,8 @@ def remove_objects(directory: str) -> None:
 
 def _remove_save(storage: RemoteStorage, directory: str) -> None:
     """Remove the files of a save but its record, first those that make it a checkpoint."""
+    if storage.find(directory).kind != "directory":
+        return
     for name in COMMITS:
         storage.remove_file(join_path(directory, name))
     found = save_files(storage, directory)
@@ -135,29 +112,34 @@ def _remove_save(storage: RemoteStorage, directory: str) -> None:
 def check_destination(final: str | os.PathLike[str], *, overwrite: bool) -> None:
     """Refuse a destination that a save must not replace. A missing or empty directory is always fine.
 
+    Args:
+        final: A local path, or a normal URI.
+        overwrite: Replace a checkpoint that is there.
+
     Raises:
-        CheckpointError: `final` exists and `overwrite` is not set, it is not a checkpoint, or a mount point.
+        CheckpointError: `final` exists and `overwrite` is not set, it is not a checkpoint, or it is a mount point.
     """
-    path = os.path.realpath(final)
-    if not os.path.exists(path):
+    remote = is_remote(os.fspath(final))
+    path = os.fspath(final) if remote else os.path.realpath(final)
+    storage = storage_of(path)
+    found = storage.find(path)
+    if found.kind == "missing":
         return
-    if not os.path.isdir(path):
+    if found.kind != "directory":
         raise CheckpointError("exists and is not a directory: a checkpoint is saved as a directory", path=path)
-    if path in mount_points_below(path):
-        # What is beside it is another file system, and a mount point can be renamed nowhere.
+    if not remote and path in mount_points_below(path):
+        # What is beside it is another file system, and a mount point cannot be renamed.
         what = "is a mount point, which no rename can replace, and a rename is what commits a save: save to a directory"
         raise CheckpointError(f"{what} in it, such as {os.path.join(path, 'model')}", path=path)
-    try:
-        names = os.listdir(path)
-    except OSError as error:
-        raise CheckpointError(f"cannot be listed: {error.strerror}", path=path) from error
+    names = storage.list_names(path)
     if not names:
         return
     if not overwrite:
         raise CheckpointError("exists already: pass overwrite=True, or save to another path", path=path)
-    if ".git" in names or not any(name.endswith(".safetensors") for name in names):
-        # Somebody's work is not a checkpoint.
-        why = "holds a git repository" if ".git" in names else "holds no .safetensors file"
+    # A directory that holds other work is not a checkpoint.
+    is_git = not remote and ".git" in names
+    if is_git or not any(name.endswith(".safetensors") or (remote and name in _OURS) for name in names):
+        why = "holds a git repository" if is_git else "holds no .safetensors file"
         what = f"{why}, so overwrite=True does not replace it: remove it yourself, or save to another path"
         raise CheckpointError(what, path=path)
 
@@ -172,10 +154,10 @@ def create_staging(final: str | os.PathLike[str], *, overwrite: bool, token: str
         CheckpointError: the destination is refused (`check_destination`), holds what is not a save's and cannot go
             with it (`check_carry`), or the directory cannot be made.
     """
-    if is_remote(os.fspath(final)):
-        prepare_objects(os.fspath(final), overwrite=overwrite)
-        return os.fspath(final)
     check_destination(final, overwrite=overwrite)
+    if is_remote(os.fspath(final)):
+        _remove_save(remote_storage(DEFAULT_REMOTE), os.fspath(final))
+        return os.fspath(final)
     destination = os.path.realpath(final)
     try:
         os.makedirs(os.path.dirname(destination), exist_ok=True)
@@ -208,18 +190,16 @@ def commit_staging(staging: str, final: str | os.PathLike[str], *, overwrite: bo
         return  # its index was written last
     check_destination(final, overwrite=overwrite)
     path = os.path.realpath(final)
-    try:
+    replaced = None
+    with os_errors(f"cannot commit {staging}", path):
         if overwrite and os.path.isdir(path):
             keep_sidecars(path, staging)
             _sync_tree(staging)
             replaced = _replace(staging, path)
         else:
-            replaced = None
             _sync_tree(staging)
             _rename_new(staging, path)
         sync_directory(os.path.dirname(path))
-    except OSError as error:
-        raise CheckpointError(f"cannot commit {staging}: {error.strerror}", path=path) from error
     unlock(staging)
     if replaced is not None:
         try:
@@ -301,7 +281,7 @@ def commit_files(staging: str, directory: str, names: Sequence[str], *, remove: 
     Raises:
         CheckpointError: the disk failed.
     """
-    try:
+    with os_errors(f"cannot commit {staging}", directory):
         _sync_tree(staging)
         for name in names:
             os.replace(os.path.join(staging, name), os.path.join(directory, name))
@@ -310,8 +290,6 @@ def commit_files(staging: str, directory: str, names: Sequence[str], *, remove: 
                 os.unlink(os.path.join(directory, name))
         os.rmdir(staging)
         sync_directory(directory)
-    except OSError as error:
-        raise CheckpointError(f"cannot commit {staging}: {error.strerror}", path=directory) from error
 
 
 def remove_staging(staging: str) -> None:
@@ -324,11 +302,8 @@ def remove_staging(staging: str) -> None:
         remove_objects(staging)
         return
     try:
-        _remove_tree(staging)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise CheckpointError(f"cannot remove the unfinished save: {error.strerror}", path=staging) from error
+        with os_errors("cannot remove the unfinished save", staging), suppress(FileNotFoundError):
+            _remove_tree(staging)
     finally:
         unlock(staging)
 

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 
 from raysharding.checkpoint.format import INDEX_NAME, SINGLE_NAME
-from raysharding.checkpoint.storage import DEFAULT_REMOTE, is_remote, join_path, remote_storage
-from raysharding.errors import CheckpointError
+from raysharding.checkpoint.storage import is_remote, join_path, os_errors, storage_of
 
 
 def plan_files(sizes: Mapping[str, int], num_files: int) -> tuple[tuple[str, ...], ...]:
@@ -80,10 +79,8 @@ def make_folder(directory: str, name: str) -> str:
     """
     path = join_path(directory, name)
     if not is_remote(directory):
-        try:
+        with os_errors("cannot make a directory", path):
             os.mkdir(path)
-        except OSError as error:
-            raise CheckpointError(f"cannot make a directory: {error.strerror}", path=path) from error
     return path
 
 
@@ -93,12 +90,4 @@ def write_file(directory: str, name: str, data: bytes) -> None:
     Raises:
         CheckpointError: the disk is full or failed, or the store is out of reach.
     """
-    if is_remote(directory):
-        remote_storage(DEFAULT_REMOTE).put(join_path(directory, name), data)
-        return
-    path = os.path.join(directory, name)
-    try:
-        with open(path, "wb") as file:
-            file.write(data)
-    except OSError as error:
-        raise CheckpointError(f"cannot be written: {error.strerror}", path=path) from error
+    storage_of(directory).put(join_path(directory, name), data)

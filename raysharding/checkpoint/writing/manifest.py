@@ -9,10 +9,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final, Self
 
-from raysharding.checkpoint.format import ALGORITHM, MANIFEST_NAME, Checkpoint, Checksums, parse_object
+from raysharding.checkpoint.format import (
+    ALGORITHM,
+    MANIFEST_NAME,
+    MAX_JSON_BYTES,
+    Checkpoint,
+    Checksums,
+    parse_object,
+)
 from raysharding.checkpoint.storage import join_path, split_path
 from raysharding.checkpoint.writing.file_plan import write_file
 from raysharding.checkpoint.writing.writer import FileWriter
@@ -20,8 +27,6 @@ from raysharding.errors import CheckpointError, shown
 
 FORMAT_VERSION: Final = 1
 """The only one so far."""
-MAX_MANIFEST_BYTES: Final = 256 << 20
-"""Longest manifest that is read; an index has the same cap."""
 _SHA256: Final = re.compile("[0-9a-f]{64}")
 _CRC32: Final = re.compile("[0-9a-f]{8}")
 _STALE: Final = (
@@ -93,14 +98,8 @@ class Manifest:
         return {
             "format_version": FORMAT_VERSION,
             "algorithm": ALGORITHM,
-            "files": {
-                name: {"num_bytes": file.num_bytes, "header_sha256": file.header_sha256}
-                for name, file in self.files.items()
-            },
-            "tensors": {
-                name: {"num_bytes": tensor.num_bytes, "crc32": f"{tensor.crc32:08x}"}
-                for name, tensor in self.tensors.items()
-            },
+            "files": {name: asdict(file) for name, file in self.files.items()},
+            "tensors": {n: {"num_bytes": t.num_bytes, "crc32": f"{t.crc32:08x}"} for n, t in self.tensors.items()},
         }
 
     @classmethod
@@ -140,7 +139,7 @@ def read_manifest(checkpoint: Checkpoint) -> Manifest | None:
         CheckpointError: it cannot be read, or is not what `write_manifest` writes.
     """
     path = join_path(checkpoint.directory, MANIFEST_NAME)
-    data = checkpoint.read_beside(MANIFEST_NAME, MAX_MANIFEST_BYTES)
+    data = checkpoint.read_beside(MANIFEST_NAME, MAX_JSON_BYTES)
     if data is None:
         return None
     try:

@@ -16,7 +16,7 @@ from raysharding.errors import CheckpointError
 
 _ALIGNMENT: Final = 8
 _PART_BYTES: Final = 256 << 10
-"""Checksummed, then written, a part at a time: the write finds it in the cache."""
+"""Written, then checksummed, a part at a time: the checksum finds the part in the cache."""
 _PYTORCH_METADATA: Final[dict[str, str]] = {"format": "pt"}
 """transformers opens a file only if it says which framework's tensors it holds."""
 
@@ -63,7 +63,7 @@ class FileWriter:
         self.checksums = Checksums()
         """Of the tensors' bytes, as they were given to `write_at`; whole after `close`."""
         self._lock = threading.Lock()
-        self._written = _Intervals()
+        self._num_written = 0  # bytes of tensors
         self._is_guest = join
         self._output: Output | None = open_output(path, join=join)
         try:
@@ -97,20 +97,20 @@ class FileWriter:
         data = view.cast("B") if view.nbytes else memoryview(b"")
         for start in range(0, data.nbytes, _PART_BYTES):
             part = data[start : start + _PART_BYTES]
-            self.checksums.add(name, byte_offset + start, part)
             self._write(part, info.offset + byte_offset + start, name)
+            self.checksums.add(name, byte_offset + start, part)
+        with self._lock:
+            self._num_written += data.nbytes
 
     def written(self) -> dict[str, Any]:
         """What this process has written, for `merge` in the one that made the file: a JSON value."""
-        with self._lock:
-            return {"ranges": self._written.ranges(), "checksums": self.checksums.pieces()}
+        return {"num_bytes": self._num_written, "checksums": self.checksums.pieces()}
 
     def merge(self, written: Mapping[str, Any]) -> None:
         """Take what `written` gave in a process that joined."""
         self.checksums.merge(written["checksums"])
         with self._lock:
-            for begin, end in written["ranges"]:
-                self._written.add(begin, end)
+            self._num_written += written["num_bytes"]
 
     def close(self) -> None:
         """Check that every byte was written once, put the file on the disk or into the store, and close it. Idempotent.
@@ -152,48 +152,14 @@ class FileWriter:
         if self._output is None:
             raise ValueError(f"{self.path}: FileWriter is closed")
         self._output.write(view, offset, name)
-        with self._lock:
-            self._written.add(offset, offset + view.nbytes)
 
     def _require_complete(self) -> None:
-        if self._written.is_exactly(0, self.num_bytes):
-            return
-        for info in self.tensors.values():
-            if not self._written.covers(info.offset, info.offset + info.num_bytes):
-                raise CheckpointError(
-                    "was not written in full, or in parts that overlap", path=self.path, tensor=info.name
-                )
-        raise CheckpointError("some bytes were written twice", path=self.path)
-
-
-class _Intervals:
-    """The byte ranges written so far, neighbours merged."""
-
-    def __init__(self) -> None:
-        self._end_of: dict[int, int] = {}  # begin → end
-        self._begin_of: dict[int, int] = {}  # end → begin
-        self._num_bytes = 0
-
-    def add(self, begin: int, end: int) -> None:
-        self._num_bytes += end - begin
-        if begin in self._begin_of:
-            begin = self._begin_of.pop(begin)
-        if end in self._end_of:
-            end = self._end_of.pop(end)
-        self._end_of[begin] = end
-        self._begin_of[end] = begin
-
-    def ranges(self) -> list[list[int]]:
-        """The merged ranges: [begin, end] each."""
-        return [[begin, end] for begin, end in self._end_of.items()]
-
-    def is_exactly(self, begin: int, end: int) -> bool:
-        """Whether the range was written from end to end, no byte twice, and nothing beside it."""
-        return self._end_of == {begin: end} and self._num_bytes == end - begin
-
-    def covers(self, begin: int, end: int) -> bool:
-        """Whether one merged range holds this one."""
-        return begin == end or any(first <= begin and end <= last for first, last in self._end_of.items())
+        for name, info in self.tensors.items():
+            if self.checksums.problem(name, info.num_bytes):
+                what = "was not written in full, or in parts that overlap"
+                raise CheckpointError(what, path=self.path, tensor=name)
+        if self._num_written != sum(info.num_bytes for info in self.tensors.values()):
+            raise CheckpointError("some bytes were written twice", path=self.path)
 
 
 def _lay_out(
