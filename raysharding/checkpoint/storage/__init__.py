@@ -1,4 +1,4 @@
-"""Which storage holds a path."""
+"""Where bytes live: files of this machine and objects of a store, behind one interface."""
 
 from __future__ import annotations
 
@@ -42,5 +42,5 @@ _LOCAL: Final = LocalStorage()
 
 
 def storage_of(path: str, remote: RemoteOptions = DEFAULT_REMOTE) -> Storage:
-    """Return what reads a normal path, as `uri.normal_path` gives it."""
+    """Return the storage of a normal path, as `uri.normal_path` returns it."""
     return remote_storage(remote) if is_remote(path) else _LOCAL
