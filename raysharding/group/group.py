@@ -56,7 +56,6 @@ from raysharding.group.launch import (
     GroupSpec,
     PreflightReport,
     RunningGroup,
-    anchored,
     check_optimizer,
     launch,
     plan_group,
@@ -805,7 +804,7 @@ class ShardedModelGroup:
             PlanError: It does not fit: the group is READY, with the weights and the optimizer that it had.
             GroupError: A rank died, hung or raised after bytes had moved: what was there is overwritten in part.
         """
-        target = anchored(os.fspath(path))
+        target = normal_path(os.fspath(path))
         stall_s = self._client.timeouts.load_stall_s
         check = self._unless_fit("load")
         call = self._client.submit_same("load", target, deadline_s=stall_s, watch=True, check=check)

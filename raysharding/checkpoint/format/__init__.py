@@ -1,4 +1,4 @@
-"""What the files of a checkpoint say: names, headers, the index, checksums, tensors by name."""
+"""The format of a checkpoint: file names, headers, the index, checksums, tensors by name."""
 
 from raysharding.checkpoint.format.checkpoint import (
     Checkpoint,

@@ -1,4 +1,4 @@
-"""`Checkpoint`: everything that the headers, the index and config.json say, and nothing of the payload."""
+"""`Checkpoint`: what the headers, the index and config.json say, without the payload."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from raysharding.checkpoint.storage import (
 from raysharding.errors import CheckpointError
 
 _MAX_TRIES: Final = 10
-"""How often a checkpoint is opened anew where a save replaced it meanwhile."""
+"""How often a checkpoint that a save replaces meanwhile is opened again."""
 
 
 @dataclass(frozen=True)
 class CheckpointFile:
-    """One safetensors file, and what shows whether it changed since its header was read."""
+    """One safetensors file, and what shows a change since its header was read."""
 
     path: str
     """Absolute local path, or a URI."""
@@ -48,9 +48,9 @@ class CheckpointFile:
     mtime_ns: int | None
     """Time of the last change in nanoseconds since the epoch; `None` where the file system has none."""
     header_sha256: str
-    """SHA-256, in hex, of the header's length (8 bytes) and the header: tells files of one path on two nodes apart."""
+    """SHA-256, in hex, of the header's length (8 bytes) and the header: differs where two nodes hold other files."""
     etag: str | None = None
-    """The object store's name of this version of the content; `None` for local files, and where the store has none."""
+    """The object store's identifier of the content's version; `None` for local files, and where the store has none."""
 
     @property
     def name(self) -> str:
@@ -60,24 +60,24 @@ class CheckpointFile:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A validated checkpoint, from its headers alone. A few hundred bytes for each tensor."""
+    """A validated checkpoint, read from its headers alone. Takes a few hundred bytes for each tensor."""
 
     path: str
     """The path as the user gave it."""
     files: tuple[CheckpointFile, ...]
     """The safetensors files, sorted by name."""
     tensors: Mapping[str, TensorInfo]
-    """Key in the files → where the tensor lies; in file order, so reading them in turn reads each file forward."""
+    """Key in the files → place of the tensor; in file order, so reading them in turn reads each file forward."""
     config: Mapping[str, Any] | None
-    """Parsed config.json from beside the weights, or `None` where there is none."""
+    """Parsed config.json of the weights' directory; `None` where there is none."""
     metadata: Mapping[str, str]
     """`__metadata__` of all files; where two files give a key, the first file's value."""
     adapter: Mapping[str, Any] | None = None
-    """Parsed adapter_config.json, where the file is peft's adapter_model.safetensors: adapters, and no whole model."""
+    """Parsed adapter_config.json of a peft adapter_model.safetensors, which holds adapters and no whole model."""
 
     @property
     def num_bytes(self) -> int:
-        """Payload bytes of all tensors, as they are in the files."""
+        """Bytes of all tensors in the files."""
         return sum(info.num_bytes for info in self.tensors.values())
 
     @property
@@ -86,7 +86,7 @@ class Checkpoint:
         return split_path(self.files[0].path)[0]
 
     def to_json(self) -> bytes:
-        """Encode as JSON (ASCII), for the ranks that cannot see the files. `from_json` gives an equal `Checkpoint`."""
+        """Encode as JSON (ASCII) for ranks that cannot see the files. `from_json` returns an equal `Checkpoint`."""
         tensors = [[t.name, NAME_OF_DTYPE[t.dtype], t.shape, t.file, t.offset] for t in self.tensors.values()]
         fields = {
             "path": self.path,
@@ -103,7 +103,7 @@ class Checkpoint:
         """Decode what `to_json` wrote.
 
         Raises:
-            CheckpointError: `data` is not what `to_json` writes.
+            CheckpointError: `data` does not come from `to_json`.
         """
         try:
             fields = json.loads(data)
@@ -120,13 +120,13 @@ class Checkpoint:
             ) from error
 
     def sidecar_files(self) -> tuple[str, ...]:
-        """Names of the tokenizer, config and generation files beside the weights, sorted.
+        """Return the names of the tokenizer, config and generation files beside the weights, sorted.
 
         Never weights, never code, never a file over 64 MiB or a symlink that leaves the checkpoint. A save copies
-        these next to the new weights. Call it on a rank that can read the checkpoint.
+        these files beside the new weights. Call this on a rank that can read the checkpoint.
 
         Raises:
-            CheckpointError: the directory cannot be listed.
+            CheckpointError: The directory cannot be listed.
         """
         return list_sidecar_files(storage_of(self.directory), self.directory)
 
@@ -134,7 +134,7 @@ class Checkpoint:
         """Read one of `sidecar_files`, on a rank that can read the checkpoint.
 
         Raises:
-            CheckpointError: it is none of them, is gone, or cannot be read.
+            CheckpointError: The name is not one of them, or the file is gone or cannot be read.
         """
         return read_sidecar(storage_of(self.directory), self.directory, name)
 
@@ -142,7 +142,7 @@ class Checkpoint:
         """Read a whole file beside the weights, at most `max_bytes`; `None` where there is none.
 
         Raises:
-            CheckpointError: it is larger, a symlink that leaves the checkpoint, no regular file, or cannot be read.
+            CheckpointError: The file is larger, leaves the checkpoint by a symlink, is not regular, or cannot be read.
         """
         return read_beside(storage_of(self.directory), self.directory, name, max_bytes)
 
@@ -156,12 +156,12 @@ def open_checkpoint(path: str | os.PathLike[str], *, remote: RemoteOptions = DEF
         remote: How to read from a remote URI.
 
     Returns:
-        The checkpoint: all tensors of all files, each key once, each within its file. Where a save replaces it
-        meanwhile, the old one or the new one, never a mixture. (In an object store, where files are replaced one by
-        one, `FileReader.verify_unchanged` finds a mixture.)
+        The checkpoint: all tensors of all files, each key once, each within its file. If a save replaces the checkpoint
+        meanwhile, the old or the new one, never a mixture. (In an object store, where files are replaced one by one,
+        `FileReader.verify_unchanged` finds a mixture.)
 
     Raises:
-        CheckpointError: nothing there, or anything in it that cannot be trusted; names the file and the tensor.
+        CheckpointError: Nothing is there, or its contents cannot be trusted; names the file and the tensor.
     """
     given = os.fspath(path)
     normal = normal_path(given)
@@ -181,16 +181,16 @@ def open_checkpoint(path: str | os.PathLike[str], *, remote: RemoteOptions = DEF
 
 
 def identify(path: str, *, remote: RemoteOptions = DEFAULT_REMOTE) -> CheckpointFile:
-    """Look at one safetensors file as this process sees it: size, mtime and header hash. The header is not parsed.
+    """Return size, mtime and header hash of a safetensors file as this process sees it, without parsing the header.
 
-    Equal to the entry in `Checkpoint.files` of a rank that sees the same file under this path.
+    The result equals the entry in `Checkpoint.files` of a rank that sees the same file at this path.
 
     Args:
         path: A `CheckpointFile.path`.
         remote: How to read from a remote URI.
 
     Raises:
-        CheckpointError: there is none, or no header can be read from it.
+        CheckpointError: The file is missing, or no header can be read from it.
     """
     storage = storage_of(path, remote)
     with closing(storage.open(path)) as file:
@@ -200,10 +200,10 @@ def identify(path: str, *, remote: RemoteOptions = DEFAULT_REMOTE) -> Checkpoint
 
 
 def identify_files(paths: Sequence[str], *, remote: RemoteOptions = DEFAULT_REMOTE) -> tuple[CheckpointFile, ...]:
-    """`identify` of files of one directory, remote ones several at once.
+    """`identify` files of one directory, remote ones concurrently.
 
     Raises:
-        CheckpointError: as `identify`, of the first that cannot be read.
+        CheckpointError: As `identify`, for the first file that cannot be read.
     """
     if not paths:
         return ()
@@ -228,7 +228,7 @@ def _read_checkpoint(storage: Storage, given: str) -> Checkpoint:
 
 
 def _read_file(storage: Storage, path: str, number: int) -> tuple[CheckpointFile, Header]:
-    """Read one file's header; its size and mtime come from the same open file as the header."""
+    """Read one file's header. Size and mtime come from the open file that the header is read from."""
     with closing(storage.open(path)) as file:
         found = file.found
         header = read_header(path, number, found.num_bytes, partial(read_bytes, file))
@@ -247,7 +247,7 @@ def _merge(files: list[CheckpointFile], headers: list[Header]) -> dict[str, Tens
 
 
 def _check_index(file_set: FileSet, tensors: Mapping[str, TensorInfo]) -> None:
-    """Check that index and headers agree on which file holds which tensor, both ways."""
+    """Check in both directions that index and headers agree on which file holds which tensor."""
     assert file_set.weight_map is not None
     for name, file_name in file_set.weight_map.items():
         info = tensors.get(name)

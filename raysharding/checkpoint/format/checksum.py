@@ -1,4 +1,4 @@
-"""CRC-32 of tensors whose bytes are read in pieces: by several ranks, in any order, put together afterwards."""
+"""CRC-32 of tensors whose bytes several ranks read in pieces, in any order."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Final
 import torch
 
 ALGORITHM: Final = "crc32"
-"""Name of the checksum in a manifest: the CRC-32 of zlib, gzip and PNG. It finds accidents, not forgery."""
+"""Name of the checksum in a manifest: the CRC-32 of zlib, gzip and PNG. Detects accidents, not forgery."""
 
 _POLYNOMIAL: Final = 0xEDB88320
-"""CRC-32's, bits reversed: bit 31 stands for x**0, bit 0 for x**31."""
+"""The polynomial of CRC-32, bits reversed: bit 31 stands for x**0, bit 0 for x**31."""
 
 Data = memoryview | torch.Tensor
 """Contiguous bytes: a memoryview, or a contiguous uint8 tensor on the CPU."""
@@ -23,9 +23,9 @@ Pieces = Mapping[str, Sequence[Sequence[int]]]
 
 
 def crc32_combine(crc1: int, crc2: int, length2: int) -> int:
-    """CRC-32 of two byte strings in a row, from the CRC-32 of each. What zlib's function of that name returns.
+    """Return the CRC-32 of two concatenated byte strings from the CRC-32 of each, as zlib's function of that name does.
 
-    Costs about 2 µs for a `length2` seen before, up to 0.2 ms for a new one.
+    Takes about 2 µs for a `length2` seen before, up to 0.2 ms for a new one.
 
     Args:
         crc1: CRC-32 of the first.
@@ -42,9 +42,9 @@ def crc32_combine(crc1: int, crc2: int, length2: int) -> int:
 class Checksums:
     """CRC-32 of tensors that arrive in pieces. Thread-safe.
 
-    `add` takes the pieces that this rank reads. Pieces of a tensor that come one after the other become one, so what
-    `pieces` gives to the other ranks is small: one piece for each run of bytes. Ranks may read the same bytes
-    (replicas do); then all must have read the same.
+    `add` takes the pieces that this rank reads. Adjacent pieces of a tensor are joined, so `pieces` returns little for
+    the other ranks: one piece for each run of bytes. Ranks may read the same bytes (replicas do); the values must then
+    be equal.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Checksums:
         self._further: dict[str, set[tuple[int, int, int]]] = {}  # tensor → (start, end, CRC-32), not to be joined
 
     def add(self, tensor: str, start_byte: int, data: Data | Sequence[Data]) -> None:
-        """Take a part of a tensor, as it is in the file. Costs one pass over the bytes, best while they are in cache.
+        """Add a part of a tensor, as it is in the file: one pass over the bytes, best while they are in cache.
 
         Args:
             tensor: Key in the checkpoint file.
@@ -71,28 +71,28 @@ class Checksums:
                 self._add(tensor, start_byte, end, crc)
 
     def merge(self, pieces: Pieces) -> None:
-        """Take what `pieces` gave on another rank. Taking this rank's own once more does no harm."""
+        """Add what `pieces` returned on another rank. This rank's own pieces may be added again."""
         with self._lock:
             for tensor, further in pieces.items():
                 self._further.setdefault(tensor, set()).update((start, end, crc) for start, end, crc in further)
 
     def pieces(self) -> dict[str, list[list[int]]]:
-        """Tensor → [first byte, end byte, CRC-32] of each piece, for `merge` on another rank: a JSON value."""
+        """Return tensor → [first byte, end byte, CRC-32] of each piece, a JSON value, for `merge` on another rank."""
         with self._lock:
             names = dict.fromkeys((*self._own, *self._further))
             return {tensor: [list(piece) for piece in self._sorted(tensor)] for tensor in names}
 
     def value(self, tensor: str, num_bytes: int) -> int | None:
-        """CRC-32 of a whole tensor of `num_bytes`; `None` where the pieces do not give it, and `problem` says why."""
+        """Return the CRC-32 of a whole tensor of `num_bytes`; `None` where the pieces lack it (see `problem`)."""
         return self._combine(tensor, num_bytes)[0]
 
     def problem(self, tensor: str, num_bytes: int) -> str:
-        """Why `value` is `None`: which bytes were not read, or not read alike; empty where it is not `None`."""
+        """Say why `value` returns `None`: bytes not read, or read with different values. Empty where it does not."""
         return self._combine(tensor, num_bytes)[1]
 
     def _add(self, tensor: str, start: int, end: int, crc: int) -> None:
         own = self._own.setdefault(tensor, {})
-        # Only to the left: the piece at hand is of a length that repeats, so its operator is in the cache.
+        # Joined to the left only: the length of the added piece repeats, so its operator is in the cache.
         if start in own:
             first, before = own.pop(start)
             start, crc = first, crc32_combine(before, crc, end - start)
@@ -102,7 +102,7 @@ class Checksums:
             own[end] = start, crc
 
     def _sorted(self, tensor: str) -> list[tuple[int, int, int]]:
-        """All pieces of a tensor by start. This rank's own are joined where they touch."""
+        """Return all pieces of a tensor by start. This rank's own are joined where they are adjacent."""
         joined: list[tuple[int, int, int]] = []
         for start, end, crc in sorted((start, end, crc) for end, (start, crc) in self._own.get(tensor, {}).items()):
             if joined and joined[-1][1] == start:
@@ -112,7 +112,7 @@ class Checksums:
         return sorted({*joined, *self._further.get(tensor, ())})
 
     def _combine(self, tensor: str, num_bytes: int) -> tuple[int | None, str]:
-        """Go through the pieces from the first byte to the last; where two ways lead to a byte, they must agree."""
+        """Combine the pieces from the first byte to the last; where two paths lead to a byte, they must agree."""
         with self._lock:
             pieces = self._sorted(tensor)
         prefix = {0: 0}  # end of a piece → CRC-32 of all bytes before it
@@ -136,12 +136,12 @@ class Checksums:
 
 
 def _times_x(value: int) -> int:
-    """A polynomial times x, modulo CRC-32's."""
+    """Return a polynomial times x, modulo that of CRC-32."""
     return value >> 1 ^ (_POLYNOMIAL if value & 1 else 0)
 
 
 def _multiply(left: int, right: int) -> int:
-    """Product of two polynomials over GF(2), modulo CRC-32's."""
+    """Return the product of two polynomials over GF(2), modulo that of CRC-32."""
     product = 0
     for bit in range(31, -1, -1):
         if left >> bit & 1:
@@ -157,12 +157,12 @@ def _squares(first: int, count: int) -> Iterable[int]:
 
 
 _BYTES: Final = tuple(_squares(1 << 23, 64))
-"""x**(8 * 2**k): what 2**k more bytes multiply a CRC-32 by."""
+"""x**(8 * 2**k), the factor of a CRC-32 for 2**k more bytes."""
 
 
 @lru_cache(maxsize=1024)
 def _operator(num_bytes: int) -> tuple[int, ...]:
-    """What each bit of a CRC-32, lowest first, becomes when `num_bytes` further bytes follow."""
+    """Return what each bit of a CRC-32, lowest first, becomes when `num_bytes` more bytes follow."""
     assert 0 <= num_bytes < 1 << 64, f"num_bytes={num_bytes}"
     factor = 1 << 31
     for power, square in enumerate(_BYTES):

@@ -1,9 +1,7 @@
-"""One safetensors header: read, and checked until nothing in it needs to be trusted.
+"""Read one safetensors header and check everything in it.
 
 Layout of a file: 8 bytes little-endian header length, the header (a JSON object), the payload. Each entry of the header
 is `name: {"dtype", "shape", "data_offsets": [begin, end]}`, offsets counted from the start of the payload.
-
-JSON as headers and indexes need it: what Python's parser lets pass, such as a key given twice, is refused.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
@@ -22,32 +20,27 @@ from raysharding.checkpoint.format.tensor_info import DTYPE_OF_NAME, SUB_BYTE_NA
 from raysharding.errors import CheckpointError, shown
 
 _HALF_PAIR: Final = re.compile(r"\\u[dD][89a-fA-F]")
-"""Half a surrogate pair can only come from an escape; whole ones may, and are looked at once more."""
+"""An escape of a surrogate. Half a pair can only come from one; whole pairs match too, and are checked again."""
 _MAX_DIGITS: Final = 300
-"""Of a whole number that fits a double for certain."""
+"""Most digits of an integer that certainly fits a double."""
 
 
-def parse_object(data: bytes) -> dict[str, Any]:
-    """Parse one JSON object, strictly.
+def parse_object(data: bytes, *, strict: bool = True) -> dict[str, Any]:
+    """Parse one JSON object.
 
     Args:
         data: UTF-8 text.
+        strict: Refuse what Python's JSON dialect adds to JSON: a key given twice, a NaN or Infinity, a number that no
+            double can hold, a string that is not Unicode text.
 
     Raises:
-        ValueError: not UTF-8, not JSON, not an object, a key given twice, a NaN or Infinity, a number that no double
-            holds, a string that is not Unicode text, or nested too deep. The message says which.
+        ValueError: Not UTF-8, not JSON, not an object, nested too deep, or refused as above. The message says which.
     """
     try:
-        # str first: json.loads(bytes) would guess at UTF-16 and UTF-32, which other readers of the format do not.
+        # Decoded first: json.loads(bytes) would also accept UTF-16 and UTF-32, which other readers refuse.
         text = data.decode("utf-8")
-        parsed = json.loads(
-            text,
-            object_pairs_hook=_unique,
-            parse_constant=_refuse_constant,
-            parse_float=_finite,
-            parse_int=_whole,
-        )
-        if _HALF_PAIR.search(text) and not is_text(json.dumps(parsed, ensure_ascii=False)):
+        parsed = json.loads(text, **_STRICT if strict else {})
+        if strict and _HALF_PAIR.search(text) and not is_text(json.dumps(parsed, ensure_ascii=False)):
             raise ValueError("holds a string that is not Unicode text")
     except RecursionError:
         raise ValueError("is nested too deep") from None
@@ -61,12 +54,12 @@ def parse_object(data: bytes) -> dict[str, Any]:
 
 
 def is_text(text: str) -> bool:
-    """Whether `text` can be written as UTF-8. Half a surrogate pair (JSON can spell one) cannot."""
+    """Return True if `text` can be encoded as UTF-8. Half a surrogate pair, which JSON can escape, cannot."""
     return text.isascii() or not any(0xD800 <= ord(character) <= 0xDFFF for character in text)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build an object, refusing a key given twice: readers differ on which one counts."""
+    """Build an object; refuse a duplicate key, since readers differ on which value counts."""
     result = dict(pairs)
     if len(result) != len(pairs):
         seen: set[str] = set()
@@ -97,10 +90,17 @@ def _whole(text: str) -> int:
     return int(text)
 
 
+_STRICT: Final[Mapping[str, Any]] = {
+    "object_pairs_hook": _unique,
+    "parse_constant": _refuse_constant,
+    "parse_float": _finite,
+    "parse_int": _whole,
+}
+
 MAX_HEADER_BYTES: Final = 100_000_000
-"""Longest header that is read; the safetensors library has the same cap."""
+"""Longest header that is read, as in the safetensors library."""
 MAX_DIMS: Final = 64
-"""Most dimensions of a tensor that torch and numpy can work with."""
+"""Most dimensions of a tensor in torch and numpy."""
 _MAX_INT64: Final = (1 << 63) - 1
 _LENGTH_BYTES: Final = 8
 
@@ -114,7 +114,7 @@ class Header:
     metadata: dict[str, str]
     """`__metadata__`; empty where there is none."""
     sha256: str
-    """SHA-256, in hex, of the length's 8 bytes and the header as they are in the file."""
+    """SHA-256, in hex, of the 8 length bytes and the header, as they are in the file."""
 
 
 def read_header(path: str, file: int, num_bytes: int, read: Callable[[int, int], bytes]) -> Header:
@@ -127,13 +127,13 @@ def read_header(path: str, file: int, num_bytes: int, read: Callable[[int, int],
         read: `(offset, length)` → bytes; fewer than `length` only at the end of the file.
 
     Raises:
-        CheckpointError: anything wrong with the file's length, its header, or one of its tensors.
+        CheckpointError: The file's length, its header, or the entry of a tensor is wrong.
     """
     return parse_header(path, file, num_bytes, read_header_bytes(path, num_bytes, read))
 
 
 def read_header_bytes(path: str, num_bytes: int, read: Callable[[int, int], bytes]) -> bytes:
-    """Read the header, without the length before it, as `read_header` does; only its length is checked."""
+    """Read the bytes of the header, without its length. Checks only the length."""
     if num_bytes < _LENGTH_BYTES:
         raise CheckpointError(f"has {num_bytes} bytes, too few for a safetensors file: it is truncated", path=path)
     length = int.from_bytes(_read_exactly(path, read, 0, _LENGTH_BYTES), "little")
@@ -147,14 +147,14 @@ def read_header_bytes(path: str, num_bytes: int, read: Callable[[int, int], byte
 
 
 def header_sha256(data: bytes) -> str:
-    """SHA-256, in hex, of a file's first bytes: the header's length, and the header `data`."""
+    """Return the SHA-256, in hex, of a file's first bytes: the header's length, and the header `data`."""
     digest = hashlib.sha256(len(data).to_bytes(_LENGTH_BYTES, "little"))
     digest.update(data)
     return digest.hexdigest()
 
 
 def parse_header(path: str, file: int, num_bytes: int, data: bytes) -> Header:
-    """Check header bytes `data` (without the length before them) against a file of `num_bytes` that holds them."""
+    """Parse the header `data` (without its length) of a file of `num_bytes`, and check it."""
     start = _LENGTH_BYTES + len(data)
     assert start <= num_bytes, f"{path}: a header that ends at {start} in a file of {num_bytes}"
     if not data.startswith(b"{"):
@@ -191,7 +191,7 @@ def _check_metadata(path: str, metadata: Any) -> dict[str, str]:
 
 
 def _check_entry(path: str, file: int, start: int, name: str, entry: Any) -> TensorInfo:
-    """Check one tensor's entry on its own: types, dtype, shape, and that its bytes are as many as its shape needs."""
+    """Check one tensor's entry by itself: types, dtype, shape, and that its bytes match its shape."""
     try:
         if not isinstance(entry, dict):
             raise ValueError(f"its header entry is a JSON {type(entry).__name__}, not an object")
@@ -224,7 +224,7 @@ def _check_shape(shape: Any, dtype: torch.dtype) -> tuple[int, ...]:
         raise ValueError(f"shape {shown(shape)} is not a list of integers from 0 to 2**63 - 1")
     if len(shape) > MAX_DIMS:
         raise ValueError(f"has {len(shape)} dimensions; at most {MAX_DIMS} are possible")
-    # Dimensions of 0 are left out: strides are computed without them, and would overflow all the same.
+    # Dimensions of 0 count as 1: strides are computed without them and overflow all the same.
     if math.prod(dim or 1 for dim in shape) * dtype.itemsize > _MAX_INT64:
         raise ValueError(f"shape {shape} of {dtype} overflows 64 bits")
     return tuple(shape)
@@ -237,7 +237,7 @@ def _check_offsets(offsets: Any) -> tuple[int, int]:
 
 
 def _is_size(value: Any) -> bool:
-    # `type`, not isinstance: JSON's true is a Python int too.
+    # `type`, not isinstance: a bool is an int.
     return type(value) is int and 0 <= value <= _MAX_INT64
 
 
@@ -256,11 +256,8 @@ def _check_tiling(path: str, tensors: list[TensorInfo], start: int, num_bytes: i
         previous = f"tensor {shown(info.name)}"
     if position > num_bytes:
         what = f"ends at byte {position}, but the file has {num_bytes}: it is truncated"
-        raise CheckpointError(what, path=path, tensor=_first_cut(tensors, num_bytes))
+        cut = next(info.name for info in tensors if info.offset + info.num_bytes > num_bytes)
+        raise CheckpointError(what, path=path, tensor=cut)
     if position < num_bytes:
         what = f"has {num_bytes - position} trailing bytes: {previous} ends at {position}, the file at {num_bytes}"
         raise CheckpointError(what, path=path)
-
-
-def _first_cut(tensors: list[TensorInfo], num_bytes: int) -> str:
-    return next(info.name for info in tensors if info.offset + info.num_bytes > num_bytes)

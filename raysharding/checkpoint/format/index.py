@@ -1,11 +1,10 @@
-"""Which files make up a checkpoint: the user's path resolved, the index checked, the small files beside the weights.
+"""Find the files of a checkpoint: resolve the user's path, check the index, list the small files beside the weights.
 
-Nothing here looks into a weight file; that is `header.py`.
+No weight file is read here; `header.py` does that.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from dataclasses import dataclass
@@ -35,10 +34,10 @@ from raysharding.errors import CheckpointError, shown
 _MAX_NAME_CHARS: Final = 255
 _SUFFIX: Final = ".safetensors"
 _SHARD_NAME: Final = re.compile(r"-\d+-of-\d+\.safetensors$")
-"""A part of a checkpoint, of which an index must say that it is all: a save or a download may have broken off."""
+"""One of several files. Without an index nothing shows that all are there: a save or a download may have ended."""
 _INDEX_SUFFIX: Final = ".safetensors.index.json"
 MAX_JSON_BYTES: Final = 256 << 20
-"""Longest index or config.json that is read."""
+"""Longest index, manifest or config.json that is read."""
 _MAX_SIDECAR_BYTES: Final = 64 << 20
 _SIDECAR_SUFFIXES: Final = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".spm", ".vocab")
 _CONVERT: Final = (
@@ -53,7 +52,7 @@ class FileSet:
     directory: str
     """Absolute path or URI of the directory that holds all of them."""
     names: tuple[str, ...]
-    """File names, sorted. All are regular files, or symlinks to such."""
+    """File names, sorted. All are regular files, or symlinks to regular files."""
     weight_map: dict[str, str] | None
     """Tensor → file name, as the index says; `None` where there is no index."""
     index_path: str | None
@@ -61,14 +60,14 @@ class FileSet:
 
 
 def resolve_files(storage: Storage, path: str) -> FileSet:
-    """Find the files that `path` stands for.
+    """Find the files of the checkpoint at `path`.
 
     Args:
-        storage: What holds them.
+        storage: The storage of the path.
         path: A directory, a `.safetensors` file or an index JSON; a local path or a URI.
 
     Raises:
-        CheckpointError: nothing usable there, an ambiguous directory, or an index that is malformed or unsafe.
+        CheckpointError: Nothing usable is there, the directory is ambiguous, or the index is malformed or unsafe.
     """
     normal = normal_path(path)
     found = storage.find(normal)
@@ -80,7 +79,7 @@ def resolve_files(storage: Storage, path: str) -> FileSet:
     if name.endswith(_INDEX_SUFFIX):
         return _read_index(storage, normal)
     if name.endswith(_SUFFIX):
-        # The user named this very file, so a symlink that leads elsewhere is the user's choice.
+        # The user named this file, so a symlink to another directory is the user's choice.
         require_file(found, normal)
         return FileSet(directory, (name,), None, None)
     what = f"is neither a directory, nor a {_SUFFIX} file, nor a {_INDEX_SUFFIX}"
@@ -90,32 +89,25 @@ def resolve_files(storage: Storage, path: str) -> FileSet:
 
 
 def read_config(storage: Storage, directory: str, name: str = "config.json") -> dict[str, Any] | None:
-    """Parse config.json, or another JSON file, in `directory`; `None` where there is none.
+    """Parse config.json, or another JSON file, in `directory`; return `None` where there is none.
 
-    Python's JSON dialect is accepted here, as transformers accepts it: Mamba's configs hold Infinity.
+    Accepts Python's JSON dialect, as transformers does: the configs of Mamba hold Infinity.
 
     Raises:
-        CheckpointError: not readable, not JSON, or not an object.
+        CheckpointError: The file cannot be read, or is not a JSON object.
     """
     path = join_path(directory, name)
     data = read_beside(storage, directory, name, MAX_JSON_BYTES)
     if data is None:
         return None
     try:
-        config = json.loads(data.decode("utf-8"))
-    except RecursionError:
-        raise CheckpointError("is nested too deep", path=path) from None
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"is not UTF-8 ({error.reason} at byte {error.start})", path=path) from error
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"is not JSON ({error})", path=path) from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"is a JSON {type(config).__name__}, not an object", path=path)
-    return config
+        return parse_object(data, strict=False)
+    except ValueError as error:
+        raise CheckpointError(str(error), path=path) from error
 
 
 def list_sidecar_files(storage: Storage, directory: str) -> tuple[str, ...]:
-    """Names of the tokenizer, config and generation files in `directory`; see `Checkpoint.sidecar_files`."""
+    """Return the names of the tokenizer, config and generation files in `directory`; see `Checkpoint.sidecar_files`."""
     names = [name for name in storage.list_names(directory) if _is_sidecar_name(name)]
 
     def is_small(name: str) -> bool:
@@ -137,7 +129,7 @@ def read_sidecar(storage: Storage, directory: str, name: str) -> bytes:
 
 
 def read_beside(storage: Storage, directory: str, name: str, max_bytes: int) -> bytes | None:
-    """Read a whole small file in `directory`, after a look at what and how big it is; `None` where there is none."""
+    """Read a whole small file in `directory`, after checking its kind and size; return `None` where there is none."""
     storage.check_inside(directory, name)
     path = join_path(directory, name)
     found = storage.find(path)
@@ -148,7 +140,7 @@ def read_beside(storage: Storage, directory: str, name: str, max_bytes: int) -> 
     try:
         num_bytes = file.found.num_bytes
         if num_bytes > max_bytes:
-            what = f"has {num_bytes} bytes, is over the cap of {max_bytes} bytes for a file beside the weights"
+            what = f"has {num_bytes} bytes, which is over the cap of {max_bytes} bytes for a file beside the weights"
             raise CheckpointError(what, path=path)
         return read_bytes(file, 0, num_bytes)
     finally:
@@ -210,7 +202,7 @@ def _nothing_there(path: str, normal: str) -> CheckpointError:
 
 
 def _no_checkpoint(directory: str, names: list[str], found: list[str]) -> CheckpointError:
-    """Say what a directory without a usable checkpoint does hold, and what to do."""
+    """Return the error for a directory without a usable checkpoint: what it holds, and the cure."""
     if found:
         listed = ", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
         what = f"holds {len(found)} {_SUFFIX} files ({listed}) and no {INDEX_NAME}: give one file, or restore the index"
@@ -224,7 +216,7 @@ def _no_checkpoint(directory: str, names: list[str], found: list[str]) -> Checkp
 
 
 def _read_index(storage: Storage, path: str) -> FileSet:
-    """Parse an index and check each file name in it. Whether the files hold those tensors is checked later."""
+    """Parse an index and check each file name in it. The tensors are checked later, against the headers."""
     directory, index_name = split_path(path)
     data = read_beside(storage, directory, index_name, MAX_JSON_BYTES)
     if data is None:
@@ -257,7 +249,7 @@ def _read_index(storage: Storage, path: str) -> FileSet:
 
 
 def _check_name(path: str, name: str, tensor: str) -> None:
-    """Refuse a file name that is anything but a plain name of a safetensors file."""
+    """Refuse a name that is not the plain name of a safetensors file."""
     if len(name) > _MAX_NAME_CHARS:
         what = f"index names a file by {len(name)} characters ({name[:40]!r}...), more than a file system takes"
         raise CheckpointError(what, path=path, tensor=tensor)

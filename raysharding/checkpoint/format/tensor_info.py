@@ -1,4 +1,4 @@
-"""What a checkpoint says about one tensor, and the safetensors names of the dtypes."""
+"""The entry of one tensor in a checkpoint, and the safetensors names of the dtypes."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ NAME_OF_DTYPE: Final[dict[torch.dtype, str]] = {dtype: name for name, dtype in D
 """torch dtype → safetensors dtype name."""
 
 SUB_BYTE_NAMES: Final[frozenset[str]] = frozenset({"F4", "F6_E2M3", "F6_E3M2"})
-"""safetensors dtypes whose elements are narrower than a byte. They cannot be cut at a row, so they are refused."""
+"""safetensors dtypes with elements narrower than a byte. Refused: such a tensor cannot be cut at a row."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Name, dtype, shape and place in the files of one tensor. Its bytes are row-major and contiguous."""
+    """Name, dtype, shape and place in the files of one tensor, whose bytes are row-major and contiguous."""
 
     name: str
     """Key in the checkpoint file."""

@@ -1,10 +1,10 @@
-"""Which storage holds a path."""
+"""Where bytes live: files of this machine and objects of a store, behind one interface."""
 
 from __future__ import annotations
 
 from typing import Final
 
-from raysharding.checkpoint.storage.interface import Found, Storage, StoredFile, read_bytes, require_file
+from raysharding.checkpoint.storage.interface import Found, Storage, StoredFile, os_errors, read_bytes, require_file
 from raysharding.checkpoint.storage.local import LocalFile, LocalStorage, file_system_type, mount_points_below
 from raysharding.checkpoint.storage.output import LocalOutput, Output, disk_error, open_output
 from raysharding.checkpoint.storage.remote import RemoteStorage, connect, remote_storage
@@ -30,6 +30,7 @@ __all__ = [
     "mount_points_below",
     "normal_path",
     "open_output",
+    "os_errors",
     "read_bytes",
     "remote_storage",
     "require_file",
@@ -41,5 +42,5 @@ _LOCAL: Final = LocalStorage()
 
 
 def storage_of(path: str, remote: RemoteOptions = DEFAULT_REMOTE) -> Storage:
-    """Return what reads a normal path, as `uri.normal_path` gives it."""
+    """Return the storage of a normal path, as `uri.normal_path` returns it."""
     return remote_storage(remote) if is_remote(path) else _LOCAL

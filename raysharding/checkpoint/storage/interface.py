@@ -1,8 +1,9 @@
-"""What is needed of a place that holds files. `local_storage` and `remote_storage` are the two kinds."""
+"""The interface of a storage, which `LocalStorage` and `RemoteStorage` implement."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeVar
 
@@ -17,60 +18,72 @@ Kind = Literal["file", "directory", "missing", "dangling", "other"]
 
 @dataclass(frozen=True)
 class Found:
-    """What is under a path, and what tells one version of a file from the next."""
+    """What exists at a path, and what distinguishes one version of a file from the next."""
 
     kind: Kind
-    """`dangling`: a symlink to nothing; `other`: a pipe, a device, ..."""
+    """`dangling`: a symlink whose target is missing; `other`: a pipe, a device, ..."""
     num_bytes: int = 0
     """Size of a file."""
     mtime_ns: int | None = None
     """Time of the last change in nanoseconds since the epoch; `None` where the storage has none."""
     etag: str | None = None
-    """The object store's name of this version of the file's content; `None` where it has none."""
+    """The object store's identifier of this version of the content; `None` where the store has none."""
 
 
 class StoredFile(Protocol):
-    """An open file. Thread-safe, but for `close`."""
+    """An open file. Every method but `close` is thread-safe."""
 
     @property
     def found(self) -> Found:
-        """What was opened; of a local file what it is now, of a remote one what it was then."""
+        """A local file as it is now; a remote file as it was when it was opened."""
 
     def fill(self, offset: int, views: Sequence[memoryview]) -> int:
-        """Fill `views` in turn with the bytes from `offset` on, and return how many they hold.
+        """Fill `views` in turn with the bytes from `offset` on, and return the number of bytes.
 
         Raises:
-            CheckpointError: the file ends too early, or cannot be read.
+            CheckpointError: The file ends early, or cannot be read.
         """
 
     def close(self) -> None:
-        """Let go of the file. No read may be under way."""
+        """Close the file. No read may be in progress."""
 
 
 class Storage(Protocol):
-    """A place that holds files. Paths are normal ones, as `uri.normal_path` gives them. Thread-safe."""
+    """Files of one kind. Paths are normal, as `uri.normal_path` returns them. Thread-safe."""
 
     def find(self, path: str) -> Found:
-        """Look at what is under `path`; nothing there is no error."""
+        """Return what exists at `path`; a missing file is not an error."""
 
     def list_names(self, directory: str) -> list[str]:
-        """Names of everything in `directory`, sorted."""
+        """Return the names of all entries of `directory`, sorted."""
 
     def open(self, path: str) -> StoredFile:
         """Open a regular file for reading."""
 
     def identity(self, path: str) -> Hashable:
-        """What tells a directory or file from one that took its path since; `None` where nothing does."""
+        """Return a value that changes when another file or directory takes the path; `None` where there is none."""
 
     def check_inside(self, directory: str, name: str) -> None:
-        """Refuse a symlink `name` that leads out of `directory`."""
+        """Refuse a symlink `name` whose target is outside `directory`."""
+
+    def put(self, path: str, data: bytes) -> None:
+        """Write a whole small file. An object of a store appears as a whole."""
 
     def each(self, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-        """Call `function` with each item, several at once where most of the time goes into waiting."""
+        """Call `function` with each item; concurrently where most of the time is spent waiting."""
+
+
+@contextmanager
+def os_errors(what: str, path: str) -> Iterator[None]:
+    """Raise a `CheckpointError` instead of an `OSError`: what could not be done, and what the system says."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{what}: {error.strerror}", path=path) from error
 
 
 def require_file(found: Found, path: str) -> None:
-    """Refuse what is not a regular file."""
+    """Raise unless a regular file was found."""
     if found.kind in ("missing", "dangling"):
         raise CheckpointError("cannot be read: No such file or directory", path=path)
     if found.kind != "file":

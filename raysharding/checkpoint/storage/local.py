@@ -1,7 +1,4 @@
-"""Files that this machine's kernel sees.
-
-What kind of file system a path is on, as the kernel's mount table says.
-"""
+"""Local files, and the kernel's mount table, which gives the file system of a path."""
 
 from __future__ import annotations
 
@@ -12,44 +9,44 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from operator import attrgetter
 from typing import Final
 
-from raysharding.checkpoint.storage.interface import Found, Item, Kind, Result
+from raysharding.checkpoint.storage.interface import Found, Item, Kind, Result, os_errors
+from raysharding.checkpoint.storage.uri import scheme_of
 from raysharding.errors import CheckpointError
 
 _MOUNTS: Final = "/proc/self/mountinfo"
 _ESCAPE: Final = re.compile(rb"\\([0-7]{3})")
-_SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 
 
 def file_system_type(path: str) -> str:
-    """Type of the file system that holds `path` for this process.
+    """Return the type of the file system that holds `path` in this process's mount namespace.
 
     Args:
         path: A local path, which need not exist, or a URI.
 
     Returns:
-        `ext4`, `tmpfs`, `nfs4`, `overlay`, ...; of a URI its scheme, such as `s3`; `unknown` where the kernel has no
-        mount table at hand.
+        `ext4`, `tmpfs`, `nfs4`, `overlay`, ...; for a URI its scheme, such as `s3`; `unknown` where the mount table
+        cannot be read.
     """
-    scheme = _SCHEME.match(path)
+    scheme = scheme_of(path)
     if scheme is not None:
-        return scheme[1].lower()
+        return scheme
     return _type_in(_read_mounts(), os.fsencode(os.path.realpath(path)))
 
 
 def mount_points_below(path: str) -> list[str]:
-    """Return the mount points at a local path and below it, bind mounts of the same file system with them.
+    """Return the mount points at a local path and below it, including bind mounts of the same file system.
 
     Args:
         path: A normal path without symlinks.
     """
     points = (os.fsdecode(_mount_point(line)) for line in _read_mounts().splitlines())
     found = {point for point in points if point == path or point.startswith(path.rstrip("/") + "/")}
-    # The table may be out of sight; of another file system the number tells.
+    # The table may be unreadable; `ismount` compares device numbers.
     return sorted(found | ({path} if os.path.ismount(path) else set()))
 
 
 def _read_mounts() -> bytes:
-    """Return the kernel's table of mounts that this process sees; empty where there is none at hand."""
+    """Return this process's mount table; empty where it cannot be read."""
     try:
         with open(_MOUNTS, "rb") as file:
             return file.read()
@@ -62,7 +59,7 @@ def _mount_point(line: bytes) -> bytes:
 
 
 def _type_in(mounts: bytes, path: bytes) -> str:
-    """Find the mount point that is the longest prefix of `path`; of two on one point, the later hides the earlier."""
+    """Find the mount point that is the longest prefix of `path`; a later mount on one point hides an earlier one."""
     longest, found = b"", "unknown"
     for line in mounts.splitlines():
         point, rest = _mount_point(line), line.partition(b" - ")[2]
@@ -78,20 +75,18 @@ _num_bytes = attrgetter("nbytes")
 
 
 class LocalFile:
-    """An open local file. Positional reads share no file offset, so threads read it at once."""
+    """An open local file. Positional reads share no file offset, so threads read concurrently."""
 
     def __init__(self, path: str) -> None:
         self._path = path
-        try:
-            # O_NONBLOCK changes nothing for a file, but opening a named pipe would wait for its writer.
+        with os_errors("cannot open", path):
+            # O_NONBLOCK does not affect files; without it, opening a named pipe would block until it has a writer.
             self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        except OSError as error:
-            raise CheckpointError(f"cannot open: {error.strerror}", path=path) from error
         if self.found.kind != "file":
             os.close(self._descriptor)
             raise CheckpointError("is not a regular file", path=path)
         if hasattr(os, "posix_fadvise"):
-            # Doubles the kernel's read-ahead window: the plan reads each file forward.
+            # Doubles the kernel's read-ahead window: the load plan reads each file forward.
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
     @property
@@ -100,24 +95,23 @@ class LocalFile:
         return _found(os.fstat(self._descriptor))
 
     def fill(self, offset: int, views: Sequence[memoryview]) -> int:
-        """See `StoredFile`. Holds no buffer: bytes land in the caller's memory."""
+        """See `StoredFile`. Unbuffered: bytes are read into the caller's memory."""
         position = offset
         for first in range(0, len(views), _MAX_VIEWS):
             batch = views[first : first + _MAX_VIEWS]
             missing = sum(map(_num_bytes, batch))
             while missing:
                 try:
-                    # One call reads at most 2 GiB, and may stop early; Python itself retries on EINTR.
+                    # One call reads at most 2 GiB and may return early; Python itself retries on EINTR.
                     count = os.preadv(self._descriptor, batch, position)
                 except OSError as error:
                     what = f"cannot read at byte {position}: {error.strerror}"
                     raise CheckpointError(what, path=self._path) from error
                 if count == 0:
-                    what = (
-                        f"ends at byte {position}, but {sum(map(_num_bytes, views))} bytes were asked for at {offset}"
-                    )
-                    cure = "the file was cut short after it was opened; restore it and load again"
-                    raise CheckpointError(f"{what}: {cure}", path=self._path)
+                    asked = sum(map(_num_bytes, views))
+                    what = f"ends at byte {position}, but {asked} bytes were asked for at {offset}: the file was cut "
+                    what += "short after it was opened; restore it and load again"
+                    raise CheckpointError(what, path=self._path)
                 position += count
                 missing -= count
                 if missing:
@@ -134,19 +128,16 @@ class LocalStorage:
 
     def find(self, path: str) -> Found:
         """See `Storage`."""
-        try:
-            return _found(os.stat(path))
-        except (FileNotFoundError, NotADirectoryError):
-            return Found("dangling" if os.path.lexists(path) else "missing")
-        except OSError as error:
-            raise CheckpointError(f"cannot be read: {error.strerror}", path=path) from error
+        with os_errors("cannot be read", path):
+            try:
+                return _found(os.stat(path))
+            except (FileNotFoundError, NotADirectoryError):
+                return Found("dangling" if os.path.lexists(path) else "missing")
 
     def list_names(self, directory: str) -> list[str]:
         """See `Storage`."""
-        try:
+        with os_errors("cannot be listed", directory):
             return sorted(os.listdir(directory))
-        except OSError as error:
-            raise CheckpointError(f"cannot be listed: {error.strerror}", path=directory) from error
 
     def open(self, path: str) -> LocalFile:
         """See `Storage`."""
@@ -155,13 +146,13 @@ class LocalStorage:
     def identity(self, path: str) -> Hashable:
         """See `Storage`.
 
-        The inode alone is not enough: of three quick saves, the last may get the number that the first one's removal
-        freed.
+        The inode alone is not enough: of three saves in quick succession, the last may reuse the inode number of the
+        first.
         """
         try:
             status = os.stat(path)
         except OSError:
-            return None  # nothing there: reading it says so, and names what is wrong
+            return None  # the read that follows raises, and names what is wrong
         return status.st_dev, status.st_ino, status.st_mtime_ns
 
     def check_inside(self, directory: str, name: str) -> None:
@@ -181,8 +172,13 @@ class LocalStorage:
             what = f"is a symlink to {target}, outside the checkpoint: copy or hard-link the file into the directory"
             raise CheckpointError(what, path=os.path.join(directory, name))
 
+    def put(self, path: str, data: bytes) -> None:
+        """See `Storage`."""
+        with os_errors("cannot be written", path), open(path, "wb") as file:
+            file.write(data)
+
     def each(self, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-        """See `Storage`. One after the other: the time goes into parsing, which threads would not share."""
+        """See `Storage`. Sequential: the time is spent in parsing, which holds the GIL."""
         return [function(item) for item in items]
 
 
@@ -192,7 +188,7 @@ def _found(status: os.stat_result) -> Found:
 
 
 def _after(views: Sequence[memoryview], num_bytes: int) -> Sequence[memoryview]:
-    """What of `views` is left when the first `num_bytes` are filled."""
+    """Return the part of `views` after its first `num_bytes`."""
     for index, view in enumerate(views):
         if num_bytes < view.nbytes:
             return [view.cast("B")[num_bytes:], *views[index + 1 :]]

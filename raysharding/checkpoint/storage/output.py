@@ -1,4 +1,4 @@
-"""Where a writer's bytes go: a local file, in any order; or an object of a store, from its first byte to its last."""
+"""Outputs of a writer: a local file, written in any order, and an object of a store, written from start to end."""
 
 from __future__ import annotations
 
@@ -7,33 +7,34 @@ import queue
 import threading
 from typing import Final, Protocol
 
+from raysharding.checkpoint.storage.interface import os_errors
 from raysharding.checkpoint.storage.remote import remote_storage
-from raysharding.checkpoint.storage.requests import DEFAULT_REMOTE, RemoteOptions
+from raysharding.checkpoint.storage.requests import DEFAULT_REMOTE, RemoteOptions, first_line
 from raysharding.checkpoint.storage.uri import is_remote
 from raysharding.errors import CheckpointError
 
 _NUM_PARTS: Final = 2
-"""Parts that wait for the one under way."""
+"""Parts queued behind the one that is being sent."""
 
 
 class Output(Protocol):
     """A file that is being written."""
 
     def write(self, view: memoryview, offset: int, tensor: str | None) -> None:
-        """Take bytes of the file; thread-safe. An error names the tensor."""
+        """Write bytes at an offset of the file. Thread-safe. An error names the tensor."""
 
     def finish(self) -> None:
-        """Put the file where readers see it. Every byte was written."""
+        """Make the file visible to readers. The caller has written every byte."""
 
     def abort(self) -> None:
-        """Let go of the file, and leave nothing of it."""
+        """Close the file and remove it."""
 
 
 def open_output(path: str, *, join: bool = False) -> Output:
-    """Make a file, or join in filling a local one that is there.
+    """Create a file, or open an existing local file that another process created.
 
     Raises:
-        CheckpointError: It cannot be made.
+        CheckpointError: The file cannot be created or opened.
     """
     if not is_remote(path):
         return LocalOutput(path, join=join)
@@ -42,15 +43,13 @@ def open_output(path: str, *, join: bool = False) -> Output:
 
 
 class LocalOutput:
-    """A file of this machine."""
+    """A local file."""
 
     def __init__(self, path: str, *, join: bool) -> None:
         self._path = path
         self._is_guest = join
-        try:
+        with os_errors(f"cannot be {'opened' if join else 'made'}", path):
             self._descriptor = os.open(path, os.O_WRONLY | (0 if join else os.O_CREAT | os.O_EXCL), 0o666)
-        except OSError as error:
-            raise CheckpointError(f"cannot be {'opened' if join else 'made'}: {error.strerror}", path=path) from error
 
     @property
     def inode(self) -> tuple[int, int]:
@@ -59,17 +58,17 @@ class LocalOutput:
         return found.st_dev, found.st_ino
 
     def write(self, view: memoryview, offset: int, tensor: str | None) -> None:
-        """See `Output`. Holds no buffer."""
+        """See `Output`. Unbuffered."""
         done = 0
         while done < view.nbytes:
             try:
-                # One call writes at most 2 GiB, and may stop early; Python itself retries on EINTR.
+                # One call writes at most 2 GiB and may return early; Python itself retries on EINTR.
                 done += os.pwrite(self._descriptor, view[done:], offset + done)
             except OSError as error:
                 raise disk_error(error, self._path, tensor) from error
 
     def finish(self) -> None:
-        """See `Output`. One that joined only closes: the file is its maker's."""
+        """See `Output`. A process that joined only closes the file: its creator finishes it."""
         try:
             if not self._is_guest:
                 os.fsync(self._descriptor)
@@ -86,17 +85,16 @@ class LocalOutput:
 
 
 class RemoteOutput:
-    """An object, sent in parts by a thread of its own while the next ones come; it appears when it is finished.
+    """An object, which a thread sends in parts while the caller writes the next ones; readers see it once finished.
 
-    pyarrow's streams take bytes in order alone: those that come early wait. So who fills several tensors at once, or
-    one from its end, holds them in memory; `distributed.transfer` brings them in order. Memory: what has come
-    early, and `_NUM_PARTS` + 2 parts.
+    pyarrow's streams accept bytes in file order only, so bytes that are written early stay in memory until those before
+    them arrive; `distributed.transfer` writes in order. Memory: the early bytes, and `_NUM_PARTS` + 2 parts.
     """
 
     def __init__(self, path: str, options: RemoteOptions = DEFAULT_REMOTE) -> None:
         self._path = path
         self._part_bytes = options.part_bytes
-        # pyarrow tries again by itself; this is for what it would wait for.
+        # pyarrow retries parts (see Note [Retries]); this deadline covers all tries of one part.
         self._timeout_s = options.request_s * options.num_tries
         self._storage = remote_storage(options)
         self._stream = self._storage.open_output(path)
@@ -133,14 +131,14 @@ class RemoteOutput:
             raise self._failed(error) from error
 
     def abort(self) -> None:
-        """See `Output`. pyarrow cannot drop a stream: what it leaves is removed, and no index names it anyway."""
+        """See `Output`. pyarrow cannot discard a stream, so it is closed and its object removed; no index names it."""
         self._is_given_up = True
         try:
             self._end()
             self._stream.close()
             self._storage.remove_file(self._path)
         except (OSError, CheckpointError):
-            return  # the error that led here is the one to tell
+            return  # the error that led to the abort is the one to report
 
     def _append(self, view: memoryview) -> None:
         self._next += view.nbytes
@@ -158,7 +156,7 @@ class RemoteOutput:
             raise self._stalled() from None
 
     def _end(self) -> None:
-        """Wait until the thread has sent all, or has seen an error."""
+        """Wait until the thread has sent all parts or failed."""
         self._put(None)
         self._thread.join(self._timeout_s * (_NUM_PARTS + 1))
         if self._thread.is_alive():
@@ -167,7 +165,7 @@ class RemoteOutput:
     def _send(self) -> None:
         while (part := self._parts.get()) is not None:
             if self._error is not None or self._is_given_up:
-                continue  # who writes hears of it by the next part
+                continue  # the next `_put` raises the error
             try:
                 self._stream.write(part)
             except (OSError, ValueError) as error:
@@ -178,12 +176,11 @@ class RemoteOutput:
         return CheckpointError(f"cannot be written: the store took nothing for {self._timeout_s:g} s", path=self._path)
 
     def _failed(self, error: Exception) -> CheckpointError:
-        said = (str(error).strip() or type(error).__name__).splitlines()[0]
-        what = f"cannot be written: {said}; nothing was committed: check the store, its credentials and the network"
-        return CheckpointError(what, path=self._path)
+        cure = "nothing was committed: check the store, its credentials and the network"
+        return CheckpointError(f"cannot be written: {first_line(error)}; {cure}", path=self._path)
 
 
 def disk_error(error: OSError, path: str, tensor: str | None) -> CheckpointError:
-    """What a write that the disk refused is to the user."""
+    """Return the error that reports a failed write to a local file."""
     what = f"cannot be written: {error.strerror}; nothing was committed, so what the destination held is still there"
     return CheckpointError(what, path=path, tensor=tensor)

@@ -1,7 +1,4 @@
-"""Files behind a URI that pyarrow.fs takes: S3, Google Cloud Storage, Azure, HDFS.
-
-pyarrow's file systems: connecting to one with deadlines of ours, and its answers in words of ours.
-"""
+"""Files behind a URI that pyarrow.fs takes: S3, Google Cloud Storage, Azure, HDFS."""
 
 from __future__ import annotations
 
@@ -13,30 +10,29 @@ from functools import lru_cache
 from typing import Any, Final
 
 from raysharding.checkpoint.storage.interface import Found, Item, Result
-from raysharding.checkpoint.storage.requests import Job, RemoteOptions, Requests, requests_of
+from raysharding.checkpoint.storage.requests import Job, RemoteOptions, Requests
 from raysharding.checkpoint.storage.uri import join_path, split_path
 from raysharding.errors import CheckpointError
 
 
 def connect(uri: str, options: RemoteOptions, for_writing: bool = False) -> tuple[Any, str]:
-    """Return the `pyarrow.fs.FileSystem` of a URI, and the path inside it.
+    """Return the `pyarrow.fs.FileSystem` of a URI, and the path inside the file system.
 
     Args:
         uri: Of a directory.
         options: Deadlines and tries.
-        for_writing: Parts of a stream are tried again by pyarrow, since only it can, and sent one after the other:
-            sent in the background, they would wait for the network in memory without bound.
+        for_writing: For output streams. pyarrow retries their parts (Note [Retries]) and sends them one after the
+            other: parts sent in the background would wait for the network in memory without bound.
 
     Raises:
-        ValueError: pyarrow knows no such scheme or query.
-        NotImplementedError: this pyarrow was built without it.
-        OSError: the store cannot be reached, or a library is missing.
+        ValueError: Pyarrow does not know the scheme or the query.
+        NotImplementedError: This pyarrow was built without the store.
+        OSError: The store cannot be reached, or a library is missing.
     """
     import pyarrow.fs as arrow_fs  # takes half a second
 
     system, inside = arrow_fs.FileSystem.from_uri(uri)
-    # A URI cannot carry these, so the file system is made anew from its own pickled arguments. Tries are counted in
-    # `Requests`: pyarrow's own, times ours, would outlast every deadline.
+    # A URI cannot hold these options, so the file system is constructed again from its own pickled arguments.
     num_tries = options.num_tries if for_writing else 1
     if system.type_name == "s3":
         arguments = system.__reduce__()[1][0] | {
@@ -54,7 +50,7 @@ def connect(uri: str, options: RemoteOptions, for_writing: bool = False) -> tupl
 
 
 def found_in(info: Any) -> Found:
-    """What a `pyarrow.fs.FileInfo` says."""
+    """Convert a `pyarrow.fs.FileInfo`."""
     import pyarrow.fs as arrow_fs
 
     if info.type == arrow_fs.FileType.File:
@@ -65,13 +61,13 @@ def found_in(info: Any) -> Found:
 
 
 def version_in(metadata: Mapping[Any, Any]) -> tuple[str | None, int | None]:
-    """Etag and mtime (ns) in what an open object says of itself; `None` for what it does not say."""
+    """Return the etag and the mtime (ns) in an open object's metadata; `None` for what is missing."""
     texts = {_text(key).lower(): _text(value) for key, value in metadata.items()}
     changed = texts.get("last-modified")
     try:
         moment = datetime.fromisoformat(changed) if changed else None
     except ValueError:
-        moment = None  # the store spells it in another way: `FileInfo` says it too
+        moment = None  # another format: the caller asks `FileInfo`
     if moment is None:
         return texts.get("etag"), None
     return texts.get("etag"), round(moment.replace(tzinfo=moment.tzinfo or UTC).timestamp()) * 10**9
@@ -82,20 +78,20 @@ def _text(value: Any) -> str:
 
 
 _MIN_PART_BYTES: Final = 1 << 20
-"""Least bytes of a part, where a range has more: below this a request's latency outweighs its bytes."""
+"""Smallest part that a longer range is cut into: below this size, latency dominates."""
 
 
 _WITHOUT_DIRECTORIES: Final = ("s3", "gcs", "abfs")
-"""pyarrow's names of stores whose objects need no directory to be in."""
+"""pyarrow's names of the stores that have no directories."""
 
 
 class RemoteFile:
-    """An object. Bytes pass through the memory of the requests in flight, see `RemoteOptions`.
+    """An object. Bytes pass through the memory of the requests in flight (`RemoteOptions`).
 
     Args:
         path: URI, for errors.
         handle: A pyarrow `NativeFile`; its `read_at` may be called by several threads.
-        found: What the store said when it was opened.
+        found: What the store reported when the object was opened.
         requests: Sends the requests.
     """
 
@@ -111,7 +107,7 @@ class RemoteFile:
         return self._found
 
     def fill(self, offset: int, views: Sequence[memoryview]) -> int:
-        """See `StoredFile`. A long range is cut into parts that are fetched at once."""
+        """See `StoredFile`. A long range is cut into parts that are fetched concurrently."""
         num_bytes = sum(view.nbytes for view in views)
         end = offset + num_bytes
         if end > self._found.num_bytes:
@@ -128,7 +124,7 @@ class RemoteFile:
         return num_bytes
 
     def close(self) -> None:
-        """See `StoredFile`. The handle is only dropped: an abandoned request may still read from it."""
+        """See `StoredFile`. Only drops the handle: an abandoned request may still read from it."""
         self._handle = None
 
     def _job(self, offset: int, length: int, views: Sequence[memoryview]) -> Job:
@@ -150,14 +146,14 @@ class RemoteFile:
 
 
 class RemoteStorage:
-    """See `Storage`. Made by `remote_storage`, once for each process and options."""
+    """See `Storage`. `remote_storage` makes one for each process and options, so all readers share one limit."""
 
     def __init__(self, options: RemoteOptions) -> None:
-        self._requests = requests_of(options)
+        self._requests = Requests(options)
         self._directories: dict[tuple[str, bool], tuple[Any, str]] = {}
 
     def find(self, path: str) -> Found:
-        """See `Storage`. Of a file without its etag: that takes an open one."""
+        """See `Storage`. Without the etag, which only an open file tells."""
         system, inside = self._locate(path)
         info = self._requests.call(path, "looking it up", lambda: system.get_file_info(inside))
         return found_in(info)
@@ -186,7 +182,7 @@ class RemoteStorage:
         return RemoteFile(path, handle, found, self._requests)
 
     def identity(self, path: str) -> Hashable:
-        """See `Storage`. Object stores have no directories that could be renamed into place."""
+        """See `Storage`. Object stores have no directories that can be renamed into place."""
         return None
 
     def check_inside(self, directory: str, name: str) -> None:
@@ -194,8 +190,9 @@ class RemoteStorage:
         assert "/" not in name, f"{join_path(directory, name)} is no plain name in its directory"
 
     def put(self, path: str, data: bytes) -> None:
-        """Write a whole object, which appears as a whole."""
-        system, inside = self._locate_for_writing(path)
+        """See `Storage`."""
+        system, inside = self._locate(path)
+        self._make_parent(path, system, inside)
 
         def send() -> None:
             with system.open_output_stream(inside) as stream:
@@ -204,50 +201,49 @@ class RemoteStorage:
         self._requests.call(path, f"writing {len(data)} bytes", send)
 
     def open_output(self, path: str) -> Any:
-        """Begin an object: a pyarrow stream, by which it appears when it is closed."""
-        system, inside = self._locate_for_writing(path)
+        """Open a pyarrow stream; readers see the object once the stream is closed."""
+        system, inside = self._locate(path, for_writing=True)
+        self._make_parent(path, system, inside)
         return self._requests.call(path, "making it", lambda: system.open_output_stream(inside))
 
     def remove_file(self, path: str) -> None:
-        """Remove an object; a missing one is fine."""
+        """Remove an object; a missing one is not an error."""
         system, inside = self._locate(path)
         self._requests.call(path, "removing it", lambda: _unless_missing(system.delete_file, inside))
 
     def remove_tree(self, directory: str) -> None:
-        """Remove everything under a directory; a missing one is fine."""
+        """Remove everything under a directory; a missing one is not an error."""
         system, inside = self._enter(directory, directory)
-        # A bucket is not ours to remove.
+        # Never remove a bucket itself.
         remove = system.delete_dir if "/" in inside.strip("/") else system.delete_dir_contents
         self._requests.call(directory, "removing it", lambda: _unless_missing(remove, inside))
 
     def each(self, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-        """See `Storage`. As many at once as requests may be in flight; the first error stops the rest."""
+        """See `Storage`. At most `max_in_flight` at once; the first error stops the rest."""
         pool = ThreadPoolExecutor(self._requests.options.max_in_flight, thread_name_prefix="raysharding-remote")
         try:
             return list(pool.map(function, items))
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def _locate_for_writing(self, path: str) -> tuple[Any, str]:
-        """As `_locate`; parents are there then, where the store has such."""
-        system, inside = self._locate(path, for_writing=True)
+    def _make_parent(self, path: str, system: Any, inside: str) -> None:
+        """Make the directory of a file, where the store has directories."""
         if system.type_name not in _WITHOUT_DIRECTORIES:
             parent = inside.rpartition("/")[0]
             self._requests.call(path, "making its directory", lambda: system.create_dir(parent, recursive=True))
-        return system, inside
 
     def _locate(self, path: str, *, for_writing: bool = False) -> tuple[Any, str]:
-        """File system of a path, and the path inside it."""
+        """Return the file system of a path, and the path inside the file system."""
         directory, name = split_path(path)
         system, inside = self._enter(directory, path, for_writing=for_writing)
         return system, f"{inside.rstrip('/')}/{name}" if name else inside
 
     def _enter(self, directory: str, path: str, *, for_writing: bool = False) -> tuple[Any, str]:
-        """The same of a directory, whose files share the connections; errors name `path`."""
+        """As `_locate`, of a directory, whose files share the connections; errors name `path`."""
         entered = self._directories.get((directory, for_writing))
         if entered is None:
             options = self._requests.options
-            # A request: where the URI names no region, S3 is asked for the bucket's.
+            # Sends a request: where the URI names no region, S3 is asked for the region of the bucket.
             entered = self._requests.call(path, "connecting", lambda: connect(directory, options, for_writing))
             self._directories[directory, for_writing] = entered
         return entered
@@ -260,12 +256,12 @@ def _unless_missing(remove: Callable[[str], None], inside: str) -> None:
 
 @lru_cache(maxsize=8)
 def remote_storage(options: RemoteOptions) -> RemoteStorage:
-    """Return the storage behind URIs, with these options."""
+    """Return this process's storage of URIs with these options."""
     return RemoteStorage(options)
 
 
 def cut_views(views: Sequence[memoryview], part_bytes: int) -> list[list[memoryview]]:
-    """Deal views out into parts of `part_bytes`, the last one shorter; a view that spans parts is cut."""
+    """Split views into parts of `part_bytes`, the last one shorter; a view that spans parts is cut."""
     parts: list[list[memoryview]] = []
     room = 0
     for view in views:

@@ -1,21 +1,23 @@
-"""Requests to an object store: several at once, each with a deadline, tried again where the error may pass.
+"""Requests to an object store: several at once, each with a deadline, retried where the error may be temporary.
 
-How remote checkpoints are read: sizes, tries and deadlines.
+Note [Retries]: for reads the retries of pyarrow's own strategies are switched off (`remote.connect`). Seen with
+pyarrow 26 and `AwsStandardS3RetryStrategy` alone: statuses 500 and 503 and broken connections are retried, but a 429
+only where its code is `SlowDown`; a stalled body is noticed after 8 s at the earliest, whatever `request_timeout` says;
+a short answer is taken for the whole one; and a request that was abandoned at its deadline is sent again, and again,
+in the background, after the caller has got its error. HDFS and Azure take no deadline at all. The parts of a stream
+that is written are retried by pyarrow, since only pyarrow can send them again.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 import random
 import re
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Final, TypeVar
 
 from raysharding.checkpoint.storage.uri import scheme_of
@@ -24,20 +26,20 @@ from raysharding.errors import CheckpointError
 
 @dataclass(frozen=True)
 class RemoteOptions:
-    """How to read from an object store. The defaults end a read that cannot succeed within about 105 s.
+    """How to read from an object store. With the defaults, a read that cannot succeed ends within about 105 s.
 
-    That is less than `Timeouts.load_stall_s`, so an error names the store rather than a stalled load.
+    That is less than `Timeouts.load_stall_s`, so the error names the store rather than a stalled load.
     """
 
     part_bytes: int = 8 << 20
     """Most bytes of one ranged request. A connection that takes longer than `request_s` for this much is too slow."""
     max_in_flight: int = 8
-    """Requests under way at once in this process, all readers together. Their answers take at most
-    `max_in_flight * part_bytes` of memory, 64 MiB by default; abandoned requests keep theirs until they end."""
+    """Most requests in flight in this process, of all readers together. Their answers take at most
+    `max_in_flight * part_bytes` of memory, 64 MiB by default; an abandoned request keeps its memory until it ends."""
     num_tries: int = 5
-    """How often a request is sent before its error counts. Only errors that may pass are tried again."""
+    """How often a request is sent before its error is raised. Only errors that may be temporary are retried."""
     request_s: float = 20.0
-    """Deadline of one request, from its sending to its last byte."""
+    """Deadline of one try, from sending the request to the last byte of the answer."""
     backoff_s: float = 0.2
     """Wait before the second try, doubled before each further one, with ±50 % of jitter."""
     max_backoff_s: float = 5.0
@@ -77,26 +79,26 @@ _CREDENTIALS: Final = {
 }
 
 
-@dataclass
+@dataclass(eq=False)
 class Job:
     """One request, to be sent until it succeeds."""
 
     what: str
-    """What it does, for errors: `reading 8 bytes at 0`."""
+    """What the request does, for errors: `reading 8 bytes at 0`."""
     send: Callable[[], Any]
-    """Sends it and waits for the answer, in a thread of its own. An `OSError` may pass; other errors do not."""
+    """Sends the request and waits for the answer, in a thread of its own. An `OSError` is retried, others are not."""
     take: Callable[[Any], None]
-    """Takes the answer, in the caller's thread and never after the request was given up. Its `OSError` may pass too."""
+    """Takes the answer, in the caller's thread and never after the request was abandoned. Its `OSError` is retried."""
     num_tries: int = 0
-    """How often it was sent."""
-    error: BaseException | None = None
-    """What the last try ended with."""
+    """How often the request was sent."""
+    due: float = 0.0
+    """In flight: the deadline of this try. Not in flight: the earliest time of the next one."""
 
 
 class Requests:
     """Sends requests, `max_in_flight` at most at once over all threads of this process. Thread-safe.
 
-    A request that outlives its deadline is abandoned: its thread ends when pyarrow gives up by itself.
+    A request that outlives its deadline is abandoned: its thread ends when pyarrow gives up.
     """
 
     def __init__(self, options: RemoteOptions) -> None:
@@ -104,128 +106,69 @@ class Requests:
         self._permits = threading.BoundedSemaphore(options.max_in_flight)
 
     def call(self, path: str, what: str, send: Callable[[], _Result]) -> _Result:
-        """Carry out one request and return its answer.
+        """Send one request and return its answer.
 
         Raises:
-            CheckpointError: as `run`.
+            CheckpointError: As `run`.
         """
         answers: list[_Result] = []
         self.run(path, [Job(what, send, answers.append)])
         return answers[0]
 
     def run(self, path: str, jobs: Sequence[Job]) -> None:
-        """Carry out all jobs, several at once, in the order given.
+        """Send all requests, several at once, in the order given.
 
         Args:
             path: URI, for errors.
-            jobs: What to do. Each holds memory for its answer only while it is in flight.
+            jobs: The requests. Each holds memory for its answer only while it is in flight.
 
         Raises:
-            CheckpointError: a job failed for good, or failed `num_tries` times; names the URI, the job and the cure.
+            CheckpointError: A request was refused, or failed `num_tries` times; names URI, request and cure.
         """
-        running = _Running(self, path, jobs)
+        waiting, in_flight = list(jobs), dict[Future[Any], Job]()
+        never: Future[Any] = Future()  # `wait` returns at once where it has no future to wait for
         try:
-            while running.step():
-                pass
+            while waiting or in_flight:
+                now = time.monotonic()
+                self._send_due(waiting, in_flight, now)
+                dues = [job.due for job in in_flight.values()] + [job.due for job in waiting if job.due > now]
+                wait({never, *in_flight}, max(0.0, min(dues, default=now) - time.monotonic()), FIRST_COMPLETED)
+                for future, job in list(in_flight.items()):
+                    if future.done() or job.due <= time.monotonic():
+                        waiting[:0] = self._settle(path, job, future)
+                        del in_flight[future]
+                        self._permits.release()
         finally:
-            running.abandon()
+            for _ in in_flight:  # abandoned
+                self._permits.release()
 
-    def acquire(self, timeout_s: float) -> bool:
-        """Get leave to send a request, waiting for at most `timeout_s`."""
-        return self._permits.acquire(timeout=timeout_s) if timeout_s > 0 else self._permits.acquire(blocking=False)
-
-    def release(self) -> None:
-        """Give back the leave for one request."""
-        self._permits.release()
-
-
-@lru_cache(maxsize=8)
-def requests_of(options: RemoteOptions) -> Requests:
-    """Return this process's `Requests` of these options, so that all readers share one limit."""
-    return Requests(options)
-
-
-class _Running:
-    """The jobs of one `Requests.run`: waiting, in flight, or between two tries."""
-
-    def __init__(self, requests: Requests, path: str, jobs: Sequence[Job]) -> None:
-        self._requests = requests
-        self._options = requests.options
-        self._path = path
-        self._waiting = deque(jobs)
-        self._in_flight: dict[Future[Any], tuple[Job, float]] = {}
-        self._pausing: list[tuple[float, int, Job]] = []
-        self._num_pauses = 0
-
-    def step(self) -> bool:
-        """Send what may be sent, wait until something happens, and deal with it. False when all is done."""
-        now = time.monotonic()
-        while self._pausing and self._pausing[0][0] <= now:
-            self._waiting.appendleft(heapq.heappop(self._pausing)[2])
-        self._send_waiting()
-        if not self._in_flight:
-            if self._pausing:
-                time.sleep(max(0.0, self._pausing[0][0] - time.monotonic()))
-            return bool(self._waiting or self._pausing)
-        until = min(deadline for _, deadline in self._in_flight.values())
-        if self._pausing:
-            until = min(until, self._pausing[0][0])
-        done, _ = wait(self._in_flight, max(0.0, until - time.monotonic()), FIRST_COMPLETED)
-        for future in done:
-            self._finish(future)
-        self._give_up_late()
-        return True
-
-    def abandon(self) -> None:
-        """Forget what is in flight; answers to it are dropped."""
-        while self._in_flight:
-            self._in_flight.popitem()
-            self._requests.release()
-
-    def _send_waiting(self) -> None:
-        while self._waiting:
-            # Only who holds no leave may wait for one: two callers that each hold some would wait for each other.
-            if not self._requests.acquire(0.0 if self._in_flight or self._pausing else self._options.request_s):
+    def _send_due(self, waiting: list[Job], in_flight: dict[Future[Any], Job], now: float) -> None:
+        for job in [job for job in waiting if job.due <= now]:
+            # Only a caller that holds no permit may wait for one: two that hold some would wait for each other.
+            if not self._permits.acquire(timeout=0.0 if in_flight else self.options.request_s):
                 return
-            job = self._waiting.popleft()
+            waiting.remove(job)
             job.num_tries += 1
+            job.due = time.monotonic() + self.options.request_s
             future: Future[Any] = Future()
-            self._in_flight[future] = (job, time.monotonic() + self._options.request_s)
+            in_flight[future] = job
             threading.Thread(target=_carry_out, args=(job.send, future), name="raysharding-fetch", daemon=True).start()
 
-    def _finish(self, future: Future[Any]) -> None:
-        job, _ = self._in_flight[future]
-        job.error = future.exception()
+    def _settle(self, path: str, job: Job, future: Future[Any]) -> list[Job]:
+        """Take the answer; return the job where it has to be sent again."""
+        options = self.options
         try:
-            if job.error is None:
-                job.take(future.result())
-        except OSError as error:
-            job.error = error
-        finally:
-            del self._in_flight[future]
-            self._requests.release()
-        if job.error is not None:
-            self._failed(job, job.error)
-
-    def _give_up_late(self) -> None:
-        now = time.monotonic()
-        for future in [future for future, (_, deadline) in self._in_flight.items() if deadline <= now]:
-            job, _ = self._in_flight.pop(future)
-            self._requests.release()
-            job.error = TimeoutError(f"no full answer within {self._options.request_s:g} s")
-            self._failed(job, job.error)
-
-    def _failed(self, job: Job, error: BaseException) -> None:
-        """Plan another try, or raise."""
-        if not isinstance(error, OSError | ValueError | NotImplementedError):
-            raise error
-        if _is_permanent(error) or job.num_tries >= self._options.num_tries:
-            raise _as_checkpoint_error(self._path, job, error) from error
-        pause_s = min(self._options.max_backoff_s, self._options.backoff_s * 2 ** (job.num_tries - 1))
-        # Jitter, so that ranks that failed together do not come back together.
-        due = time.monotonic() + pause_s * random.uniform(0.5, 1.5)
-        self._num_pauses += 1
-        heapq.heappush(self._pausing, (due, self._num_pauses, job))
+            if not future.done():
+                raise TimeoutError(f"no full answer within {options.request_s:g} s")
+            job.take(future.result())
+        except (OSError, ValueError, NotImplementedError) as error:
+            if _is_permanent(error) or job.num_tries >= options.num_tries:
+                raise _as_checkpoint_error(path, job, error) from error
+            pause_s = min(options.max_backoff_s, options.backoff_s * 2 ** (job.num_tries - 1))
+            # Jitter, so that ranks that failed together do not send again together.
+            job.due = time.monotonic() + pause_s * random.uniform(0.5, 1.5)
+            return [job]
+        return []
 
 
 def _carry_out(send: Callable[[], Any], future: Future[Any]) -> None:
@@ -237,8 +180,13 @@ def _carry_out(send: Callable[[], Any], future: Future[Any]) -> None:
         future.set_result(answer)
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an error says, or its type where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def _is_permanent(error: BaseException) -> bool:
-    """Whether trying again cannot help."""
+    """Return True if another try cannot succeed."""
     if not isinstance(error, OSError) or isinstance(error, FileNotFoundError | PermissionError):
         return True
     text = str(error)
@@ -246,7 +194,7 @@ def _is_permanent(error: BaseException) -> bool:
 
 
 def _as_checkpoint_error(path: str, job: Job, error: BaseException) -> CheckpointError:
-    said = (str(error).strip() or type(error).__name__).splitlines()[0]
+    said = first_line(error)
     if isinstance(error, PermissionError) or _REFUSED.search(said):
         variables = _CREDENTIALS.get(scheme_of(path) or "", "the store's credentials")
         cure = f"access was refused: set {variables} in the environment of the driver and of the ranks that read"

@@ -1,4 +1,4 @@
-"""Paths as text: local ones and URIs, taken apart and put together without a look at any file."""
+"""Parse and join local paths and URIs without file system access."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ _SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 
 
 def scheme_of(path: str) -> str | None:
-    """Scheme of a URI in lower case, `None` for a local path."""
+    """Return the scheme of a URI in lower case, `None` for a local path."""
     match = _SCHEME.match(path)
     return match[1].lower() if match else None
 
 
 def is_remote(path: str) -> bool:
-    """Whether `path` is a URI of something else than a local file."""
+    """Return True if `path` is a URI, but not a `file://` URI."""
     return scheme_of(path) not in (None, "file")
 
 
 def normal_path(path: str) -> str:
-    """What the user gave, as the rest of the package spells it: an absolute local path, or a remote URI.
+    """Return the normal form of a path that the user gave: an absolute local path, or a remote URI.
 
-    A URI keeps its query, which pyarrow reads (`?region=...&endpoint_override=...`), and loses slashes at its end.
+    A URI keeps its query, which pyarrow reads (`?region=...&endpoint_override=...`), but not its trailing slashes.
 
     Raises:
-        CheckpointError: an empty path, a `file://` URI of another host, a URI with a password or a fragment.
+        CheckpointError: An empty path, a `file://` URI of another host, a URI with a password or a fragment.
     """
     if not path or "\0" in path:
         raise CheckpointError(f"the path {path!r} is none: give a directory, a .safetensors file or an index JSON")
@@ -50,14 +50,14 @@ def normal_path(path: str) -> str:
 
 
 def join_path(directory: str, name: str) -> str:
-    """Path of the file `name` in `directory`, both normal; in a URI the name is percent-encoded."""
+    """Return the path of the file `name` in `directory`, a normal path; in a URI the name is percent-encoded."""
     if not is_remote(directory):
         return os.path.join(directory, name)
     return _with_path(directory, f"{_path_part(directory)}/{quote(name, safe='')}")
 
 
 def split_path(path: str) -> tuple[str, str]:
-    """Directory and name of a file, given a normal path. The inverse of `join_path`."""
+    """Return the directory and the name of a normal path. The inverse of `join_path`."""
     if not is_remote(path):
         return os.path.split(path)
     directory, _, name = _path_part(path).rpartition("/")
@@ -65,7 +65,7 @@ def split_path(path: str) -> tuple[str, str]:
 
 
 def _path_part(uri: str) -> str:
-    """The URI's path, as it is written."""
+    """Return the path of a URI, still percent-encoded."""
     rest = uri.partition("?")[0].partition("://")[2]
     _, slash, path = rest.partition("/")
     return slash + path

@@ -1,4 +1,4 @@
-"""Saves, whole or not at all: files planned and written aside, a manifest, one rename, and what goes of older ones."""
+"""Atomic saves: planned files in a staging directory, a manifest, one rename, and the removal of older saves."""
 
 from raysharding.checkpoint.writing.commit import (
     StagedDirectory,

@@ -1,11 +1,10 @@
-"""What is in a checkpoint's directory and no save wrote goes with the directory when a save replaces it.
+"""Carry entries that no save wrote over to the new directory when a save replaces the old one; renames and syncs.
 
-Note [Carrying over]: one rename must commit, so the user's entries have to be in the new directory before it, and in
-the old one until then: files get a second name by a hard link, directories are made anew around links to their files.
-Killed at any moment, each file is where it was, and perhaps in a staging directory, too. After the rename the old
-directories themselves change places with those that stand for them: who works in one goes on in it.
-
-Renames that others see at once, and that outlast a loss of power.
+Note [Carrying over]: one rename must commit, so the user's entries have to be in the new directory before the rename,
+and in the old one until then: files get a second name by a hard link, directories are created again with links to their
+files. If the process is killed at any moment, each file is where it was, and perhaps in a staging directory as well.
+After the rename the user's original directories are exchanged with their copies: a process that works in one stays in
+the same directory.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ _NO_EXCHANGE: Final = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSU
 
 
 def exchange(first: str, second: str) -> bool:
-    """Swap two directories in one step, and return True, where kernel, C library and file system can; else False.
+    """Exchange two directories atomically. Return False where kernel, C library or file system cannot.
 
     Raises:
-        OSError: The kernel refused.
+        OSError: The kernel refused the exchange.
     """
     try:
         renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
@@ -50,12 +49,12 @@ def exchange(first: str, second: str) -> bool:
 
 
 def sync_directory(path: str) -> None:
-    """Put a directory's entries on the disk, without which a rename may be lost with the power."""
+    """Sync a directory's entries to disk; without this a loss of power may undo a rename."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # a file system that has no fsync of directories, such as some FUSE ones
+        if error.errno != errno.EINVAL:  # a file system without fsync of directories, such as some FUSE ones
             raise
     finally:
         os.close(descriptor)
@@ -65,18 +64,18 @@ _NUM_LISTED = 8
 
 
 def check_carry(directory: str, staging: str, *, try_links: bool = True) -> list[str]:
-    """Refuse a directory that a save cannot replace without losing what is not a save's.
+    """Refuse a directory that a save cannot replace without losing entries of the user's.
 
     Args:
-        directory: The destination; there may be none.
-        staging: Where the new checkpoint will be written; left as it is.
-        try_links: Whether each file is linked, and the link removed.
+        directory: The destination, which may be missing.
+        staging: The directory of the new checkpoint; left unchanged.
+        try_links: Try to hard-link each file; the links are removed again.
 
     Returns:
-        What has to go with it: `user_entries`.
+        The entries to carry over: `user_entries`.
 
     Raises:
-        CheckpointError: Lists what cannot be carried over, and why.
+        CheckpointError: Lists the entries that cannot be carried over, and why.
     """
     if not os.path.isdir(directory):
         return []
@@ -98,16 +97,16 @@ def check_carry(directory: str, staging: str, *, try_links: bool = True) -> list
 
 
 def user_entries(directory: str) -> list[str]:
-    """Return what is in a local directory and no save of ours has put there, as `other_entries` does."""
+    """Return the entries of a local directory that no save of ours has written or copied, as `other_entries` does."""
     copied = own_sidecars(directory)
     return [entry for entry in other_entries(directory) if entry not in copied]
 
 
 def carry_over(directory: str, staging: str) -> set[str]:
-    """Give the new directory what is the user's in the old one. See Note [Carrying over].
+    """Link the user's entries of the old directory into the new one (Note [Carrying over]).
 
     Returns:
-        Paths of the links in the new one.
+        Paths of the links in the new directory.
 
     Raises:
         CheckpointError: As `check_carry`.
@@ -119,13 +118,13 @@ def carry_over(directory: str, staging: str) -> set[str]:
             _link(os.path.join(directory, entry), os.path.join(staging, entry))
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            check_carry(directory, staging)  # lists all that cannot be linked; what came since the first check is new
+            check_carry(directory, staging)  # lists all that cannot be linked, including entries added since
         raise
     return {path for entry in entries for path in _files(os.path.join(staging, entry))}
 
 
 def keep_sidecars(directory: str, staging: str) -> None:
-    """Copy the small files that the old save copied, and that the new one does not bring itself.
+    """Copy the small files that the old save copied and the new one lacks.
 
     Raises:
         OSError: The disk is full or failed.
@@ -136,7 +135,7 @@ def keep_sidecars(directory: str, staging: str) -> None:
 
 
 def swap_directories(old: str, directory: str) -> set[str]:
-    """Put the user's directories themselves into the new place, at once after the rename, and return which could be.
+    """Exchange the user's original directories with their copies, right after the rename; return those exchanged.
 
     Args:
         old: The old directory.
@@ -145,20 +144,20 @@ def swap_directories(old: str, directory: str) -> set[str]:
     swapped = set()
     for entry in other_entries(old):
         source, target = os.path.join(old, entry), os.path.join(directory, entry)
-        with suppress(OSError):  # one that its user may not write to cannot be moved: its double stays
+        with suppress(OSError):  # a directory that its user may not write to cannot be moved: the copy stays
             if _is_directory(source) and _is_directory(target) and exchange(source, target):
                 swapped.add(entry)
     return swapped
 
 
 def hand_back(old: str, directory: str, *, carried: set[str], swapped: set[str]) -> None:
-    """Put what came into the old directory, or into the doubles, during the renames into the new place.
+    """Link into the new directory what was added to the old one, or to the copies, during the renames.
 
     Args:
-        old: The old directory, with the doubles of those that were swapped.
+        old: The old directory, with the copies of the exchanged directories.
         directory: The new one.
-        carried: What `carry_over` returned.
-        swapped: What `swap_directories` returned.
+        carried: From `carry_over`.
+        swapped: From `swap_directories`.
 
     Raises:
         OSError: Something cannot be linked.
@@ -171,7 +170,7 @@ def hand_back(old: str, directory: str, *, carried: set[str], swapped: set[str])
 
 
 def _without_links(directory: str, entry: str, probe: str) -> Iterator[str]:
-    """Say of each file in an entry that cannot have a second name why; links are made as `probe`, and removed."""
+    """Yield each file of an entry that cannot be hard-linked, and why. Links are made at `probe` and removed."""
     try:
         for path in _files(os.path.join(directory, entry)):
             if (why := _why_no_link(path, probe)) is not None:
@@ -185,14 +184,14 @@ def _why_no_link(path: str, probe: str) -> str | None:
         os.link(path, probe, follow_symlinks=False)
         os.unlink(probe)
     except FileNotFoundError:
-        return None  # the user has removed it meanwhile
+        return None  # the user has removed the file meanwhile
     except OSError as error:
         return error.strerror
     return None
 
 
 def _files(path: str) -> Iterator[str]:
-    """Paths of all that is no directory at or below a path."""
+    """Yield the paths of all entries at or below a path that are not directories."""
     if not _is_directory(path):
         yield path
         return
@@ -202,9 +201,9 @@ def _files(path: str) -> Iterator[str]:
 
 
 def _link(source: str, target: str) -> None:
-    """Give a file a second name, in place of what else has that; make a directory anew around links to its files.
+    """Hard-link a file, replacing what has the target's name; create a directory again with links to its files.
 
-    What the user removes meanwhile is left out.
+    Skips what the user removes meanwhile.
     """
     try:
         _link_present(source, target)

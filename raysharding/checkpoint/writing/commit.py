@@ -1,13 +1,11 @@
-"""Saving without a moment in which the destination is half a checkpoint: write aside, fsync, rename last.
+"""Atomic commits of a save: write into a staging directory, fsync, rename last.
 
-In a group, rank 0 calls `create_staging`, hands the path to the other ranks, which only write files into it, and after
-all are done rank 0 calls `commit_staging`. One process alone uses `StagedDirectory`. An object store has no rename, and
-so no staging directory: see `prepare_objects`.
+In a group, rank 0 calls `create_staging` and sends the path to the other ranks, which only write files into the
+directory; after all ranks are done, rank 0 calls `commit_staging`. A single process uses `StagedDirectory`.
 
-Saving into an object store, which has no rename: the file that makes the others a checkpoint is written last.
-
-That is the index, which a save here always has, or adapter_config.json: without it neither transformers nor this
-package finds a checkpoint. What cannot be had is a replacement in one step.
+An object store has no rename, and so no staging directory: the file that makes the others a checkpoint is written last.
+That file is the index, which a save into a store always has, or adapter_config.json: without it neither transformers
+nor this package finds a checkpoint. A store has no replacement in one step.
 """
 
 from __future__ import annotations
@@ -42,8 +40,9 @@ from raysharding.checkpoint.storage import (
     is_remote,
     join_path,
     mount_points_below,
+    os_errors,
     remote_storage,
-    split_path,
+    storage_of,
 )
 from raysharding.checkpoint.writing.carry_over import (
     carry_over,
@@ -60,59 +59,32 @@ from raysharding.checkpoint.writing.save_record import own_sidecars
 from raysharding.errors import CheckpointError
 
 COMMITS: Final = (INDEX_NAME, ADAPTER_CONFIG_NAME, SINGLE_NAME)
-"""What makes a directory a checkpoint; a save of somebody else's may be a single file."""
+"""Files that make a directory a checkpoint; other libraries save a single file."""
 _OURS: Final = (MANIFEST_NAME, SAVE_RECORD_NAME, OPTIMIZER_FOLDER, TRAINING_FOLDER)
-"""What only a save of ours leaves, where its removal broke off."""
-
-
-def prepare_objects(directory: str, *, overwrite: bool) -> None:
-    """Make room for a save. One rank calls it.
-
-    With `overwrite` a checkpoint that is there is removed now, and what an interrupted save left. What no save writes
-    stays, small files that the old one has copied with it, and so does its `SaveRecord`, which says which those are.
-
-    Raises:
-        CheckpointError: something is there, and `overwrite` is not set or it is no checkpoint; or the store is out of
-            reach.
-    """
-    storage = remote_storage(DEFAULT_REMOTE)
-    found = storage.find(directory)
-    if found.kind == "file":
-        raise CheckpointError("exists and is not a directory: a checkpoint is saved as a directory", path=directory)
-    names = storage.list_names(directory) if found.kind == "directory" else []
-    if not names:
-        return
-    if not overwrite:
-        raise CheckpointError("exists already: pass overwrite=True, or save to another path", path=directory)
-    if not any(name.endswith(".safetensors") or name in _OURS for name in names):
-        what = "holds no .safetensors file, so overwrite=True does not replace it: remove it yourself, or save to "
-        raise CheckpointError(what + "another path", path=directory)
-    _remove_save(storage, directory)
+"""Entries that an interrupted removal of a save of ours may leave."""
 
 
 def is_left_over(directory: str) -> bool:
-    """Whether a path names objects that a save has not committed; local directories are committed by their name.
+    """Return True if a URI names objects of an uncommitted save. A local directory is committed by its name.
 
     Raises:
-        CheckpointError: the store is out of reach.
+        CheckpointError: The store cannot be reached.
     """
     if not is_remote(directory):
         return False
-    storage = remote_storage(DEFAULT_REMOTE)
+    storage = storage_of(directory)
     return all(storage.find(join_path(directory, name)).kind != "file" for name in COMMITS)
 
 
 def remove_objects(directory: str) -> None:
-    """Remove a checkpoint, or what there is of one; nobody finds half of it meanwhile.
+    """Remove a checkpoint or part of one. No reader finds part of it meanwhile.
 
-    What no save of ours has put there stays.
+    Entries that no save of ours has written stay.
 
     Raises:
-        CheckpointError: the store is out of reach, or refuses.
+        CheckpointError: The store cannot be reached, or refuses.
     """
     storage = remote_storage(DEFAULT_REMOTE)
-    if storage.find(directory).kind != "directory":
-        return
     copied = own_sidecars(directory)
     _remove_save(storage, directory)
     for name in (*copied, SAVE_RECORD_NAME):
@@ -120,62 +92,71 @@ def remove_objects(directory: str) -> None:
     for folder in (OPTIMIZER_FOLDER, TRAINING_FOLDER, ""):
         where = join_path(directory, folder) if folder else directory
         if storage.find(where).kind == "directory" and not storage.list_names(where):
-            storage.remove_tree(where)  # a store may keep the mark of an empty directory
+            storage.remove_tree(where)  # a store may keep the marker of an empty directory
 
 
 def _remove_save(storage: RemoteStorage, directory: str) -> None:
-    """Remove the files of a save but its record, first those that make it a checkpoint."""
+    """Remove the files of a save except its record; first those that make it a checkpoint."""
+    if storage.find(directory).kind != "directory":
+        return
     for name in COMMITS:
         storage.remove_file(join_path(directory, name))
-    found = save_files(storage, directory)
-    paths = [join_path(join_path(directory, folder) if folder else directory, name) for folder, name in found]
-    storage.each(storage.remove_file, [path for path in paths if split_path(path)[1] != SAVE_RECORD_NAME])
+    record = join_path(directory, SAVE_RECORD_NAME)
+    storage.each(storage.remove_file, [path for path in save_files(storage, directory) if path != record])
 
 
 def check_destination(final: str | os.PathLike[str], *, overwrite: bool) -> None:
-    """Refuse a destination that a save must not replace. A missing or empty directory is always fine.
+    """Refuse a destination that a save must not replace. A missing or empty directory is never refused.
+
+    Args:
+        final: A local path, or a normal URI.
+        overwrite: Allow a checkpoint there.
 
     Raises:
-        CheckpointError: `final` exists and `overwrite` is not set, it is not a checkpoint, or a mount point.
+        CheckpointError: `final` exists and `overwrite` is not set, it is not a checkpoint, or it is a mount point.
     """
-    path = os.path.realpath(final)
-    if not os.path.exists(path):
+    remote = is_remote(os.fspath(final))
+    path = os.fspath(final) if remote else os.path.realpath(final)
+    storage = storage_of(path)
+    found = storage.find(path)
+    if found.kind == "missing":
         return
-    if not os.path.isdir(path):
+    if found.kind != "directory":
         raise CheckpointError("exists and is not a directory: a checkpoint is saved as a directory", path=path)
-    if path in mount_points_below(path):
-        # What is beside it is another file system, and a mount point can be renamed nowhere.
+    if not remote and path in mount_points_below(path):
+        # Its siblings are on another file system, and a mount point cannot be renamed.
         what = "is a mount point, which no rename can replace, and a rename is what commits a save: save to a directory"
         raise CheckpointError(f"{what} in it, such as {os.path.join(path, 'model')}", path=path)
-    try:
-        names = os.listdir(path)
-    except OSError as error:
-        raise CheckpointError(f"cannot be listed: {error.strerror}", path=path) from error
+    names = storage.list_names(path)
     if not names:
         return
     if not overwrite:
         raise CheckpointError("exists already: pass overwrite=True, or save to another path", path=path)
-    if ".git" in names or not any(name.endswith(".safetensors") for name in names):
-        # Somebody's work is not a checkpoint.
-        why = "holds a git repository" if ".git" in names else "holds no .safetensors file"
+    # A directory that holds other work is not a checkpoint.
+    is_git = not remote and ".git" in names
+    if is_git or not any(name.endswith(".safetensors") or (remote and name in _OURS) for name in names):
+        why = "holds a git repository" if is_git else "holds no .safetensors file"
         what = f"{why}, so overwrite=True does not replace it: remove it yourself, or save to another path"
         raise CheckpointError(what, path=path)
 
 
 def create_staging(final: str | os.PathLike[str], *, overwrite: bool, token: str | None = None) -> str:
-    """Make the staging directory for `final`, and `final`'s parents where they are missing. One rank calls it.
+    """Create the staging directory for `final`, and the parents of `final`. One rank calls this.
+
+    At a remote URI, removes the checkpoint that is there, and what an interrupted save left. Entries that no save
+    writes stay; so do the small files that the old save copied, and its `SaveRecord`, which lists them.
 
     Returns:
-        Absolute path of the empty staging directory; for a remote URI itself.
+        Absolute path of the empty staging directory; a remote URI itself.
 
     Raises:
-        CheckpointError: the destination is refused (`check_destination`), holds what is not a save's and cannot go
-            with it (`check_carry`), or the directory cannot be made.
+        CheckpointError: The destination is refused (`check_destination`), holds entries of the user's that cannot be
+            carried over (`check_carry`), or the directory cannot be created.
     """
-    if is_remote(os.fspath(final)):
-        prepare_objects(os.fspath(final), overwrite=overwrite)
-        return os.fspath(final)
     check_destination(final, overwrite=overwrite)
+    if is_remote(os.fspath(final)):
+        _remove_save(remote_storage(DEFAULT_REMOTE), os.fspath(final))
+        return os.fspath(final)
     destination = os.path.realpath(final)
     try:
         os.makedirs(os.path.dirname(destination), exist_ok=True)
@@ -195,48 +176,46 @@ def create_staging(final: str | os.PathLike[str], *, overwrite: bool, token: str
 
 
 def commit_staging(staging: str, final: str | os.PathLike[str], *, overwrite: bool) -> None:
-    """Make the staging directory the checkpoint at `final`. One rank calls it, after all ranks closed their files.
+    """Rename the staging directory to `final`. One rank calls this, after all ranks have closed their files.
 
-    Everything is on the disk before the rename, and the rename before this returns. The old checkpoint is removed
-    after the new one is in its place, where what no save wrote is, too.
+    All files are synced to disk before the rename, and the rename before this returns. The old checkpoint is removed
+    after the new one has replaced it; entries that no save wrote are carried over.
 
     Raises:
-        CheckpointError: the destination is refused, was taken meanwhile by another save, or the disk failed. Then
-            `final` is as it was, and `staging` is still there.
+        CheckpointError: The destination is refused, another save has taken it meanwhile, or the disk failed. `final` is
+            then unchanged, and `staging` still exists.
     """
     if is_remote(staging):
-        return  # its index was written last
+        return  # the index, written last, has committed it
     check_destination(final, overwrite=overwrite)
     path = os.path.realpath(final)
-    try:
+    replaced = None
+    with os_errors(f"cannot commit {staging}", path):
         if overwrite and os.path.isdir(path):
             keep_sidecars(path, staging)
             _sync_tree(staging)
             replaced = _replace(staging, path)
         else:
-            replaced = None
             _sync_tree(staging)
             _rename_new(staging, path)
         sync_directory(os.path.dirname(path))
-    except OSError as error:
-        raise CheckpointError(f"cannot commit {staging}: {error.strerror}", path=path) from error
     unlock(staging)
     if replaced is not None:
         try:
             _remove_replaced(replaced, path)
         except OSError as error:
-            # The save itself succeeded. Network file systems keep files that a reader has open.
+            # The save itself succeeded. Network file systems keep files that a reader has opened.
             what = f"{path} is saved, but the checkpoint it replaced could not be removed from {replaced.path}"
             what += f": {error.strerror}"
             warnings.warn(what, RuntimeWarning, stacklevel=2)
 
 
 def remove_checkpoint(path: str) -> None:
-    """Remove a local save in one step. What no save of ours has put into its directory stays there.
+    """Remove a local save in one step. Entries that no save of ours has written stay in its directory.
 
     Raises:
-        CheckpointError: It holds what cannot be kept apart from it (`check_carry`).
-        OSError: It cannot be renamed, or not be removed.
+        CheckpointError: The directory holds entries that cannot be carried over (`check_carry`).
+        OSError: The directory cannot be renamed or removed.
     """
     hidden = make_staging(path, new_token())
     try:
@@ -255,15 +234,15 @@ def remove_checkpoint(path: str) -> None:
 
 
 def remove_abandoned(staging: str) -> None:
-    """Remove a staging directory that a killed process has left.
+    """Remove the staging directory of a killed process.
 
     Raises:
-        OSError: It cannot be renamed, or not be removed.
+        OSError: The directory cannot be renamed or removed.
     """
     hidden = renamed_staging(staging, new_token())
     lock(staging)
     try:
-        # A writer that lives after all must fail, and not commit what is being removed.
+        # A writer that is alive after all must fail rather than commit a directory that is being removed.
         os.rename(staging, hidden)
         _remove_tree(hidden)
     finally:
@@ -271,10 +250,10 @@ def remove_abandoned(staging: str) -> None:
 
 
 def make_directory(path: str) -> None:
-    """Make a directory and its parents where they are missing, and put them on the disk.
+    """Create a directory and its missing parents, and sync them to disk.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: The directory cannot be created.
     """
     made = []
     parent = os.path.abspath(path)
@@ -289,19 +268,19 @@ def make_directory(path: str) -> None:
 def commit_files(staging: str, directory: str, names: Sequence[str], *, remove: Sequence[str] = ()) -> None:
     """Move files of a staging directory into a directory that holds others, and remove the staging directory.
 
-    Everything is on the disk before the first rename, and the renames before this returns. Each file changes in one
-    step, in the order given; with `commit_staging` all change in one.
+    All files are synced to disk before the first rename, and the renames before this returns. Files are replaced one
+    by one, in the order given; `commit_staging` replaces all at once.
 
     Args:
         staging: A directory on the same file system.
-        directory: Where the files go; those of the same names are replaced, all others stay.
-        names: The files in `staging`, the one that makes the others visible last.
-        remove: Files of `directory` that are removed after the last rename; a missing one is fine.
+        directory: The destination. Files of the same names are replaced, all others stay.
+        names: The files in `staging`; last the one that makes the others visible.
+        remove: Files of `directory` to remove after the last rename; a missing one is not an error.
 
     Raises:
-        CheckpointError: the disk failed.
+        CheckpointError: The disk failed.
     """
-    try:
+    with os_errors(f"cannot commit {staging}", directory):
         _sync_tree(staging)
         for name in names:
             os.replace(os.path.join(staging, name), os.path.join(directory, name))
@@ -310,56 +289,51 @@ def commit_files(staging: str, directory: str, names: Sequence[str], *, remove: 
                 os.unlink(os.path.join(directory, name))
         os.rmdir(staging)
         sync_directory(directory)
-    except OSError as error:
-        raise CheckpointError(f"cannot commit {staging}: {error.strerror}", path=directory) from error
 
 
 def remove_staging(staging: str) -> None:
-    """Remove an uncommitted staging directory and all in it. A missing one is fine.
+    """Remove an uncommitted staging directory with its contents. A missing one is not an error.
 
     Raises:
-        CheckpointError: it cannot be removed.
+        CheckpointError: The directory cannot be removed.
     """
     if is_remote(staging):
         remove_objects(staging)
         return
     try:
-        _remove_tree(staging)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise CheckpointError(f"cannot remove the unfinished save: {error.strerror}", path=staging) from error
+        with os_errors("cannot remove the unfinished save", staging), suppress(FileNotFoundError):
+            _remove_tree(staging)
     finally:
         unlock(staging)
 
 
 class StagedDirectory:
-    """A save by one process. Leaving the `with` block without `commit` removes what was written.
+    """A save by one process. Leaving the `with` block without `commit` removes the written files.
 
     Args:
         final: The destination directory.
-        overwrite: Replace a checkpoint that is there.
+        overwrite: Allow a checkpoint there.
 
     Raises:
-        CheckpointError: as `create_staging`.
+        CheckpointError: As `create_staging`.
     """
 
     def __init__(self, final: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         self.final = os.path.realpath(final)
         """Absolute path of the destination."""
         self.path = create_staging(final, overwrite=overwrite)
-        """Absolute path to write files into."""
+        """Absolute path of the directory to write files into."""
         self._overwrite = overwrite
         self._open = True
 
     def commit(self) -> None:
-        """Make what was written the checkpoint at `final`; see `commit_staging`."""
+        """Commit the written files to `final`; see `commit_staging`."""
         assert self._open, "commit after commit or abort"
         commit_staging(self.path, self.final, overwrite=self._overwrite)
         self._open = False
 
     def abort(self) -> None:
-        """Remove what was written. After `commit`, or a second time, it does nothing."""
+        """Remove the written files. Does nothing after `commit`, or a second time."""
         if self._open:
             self._open = False
             remove_staging(self.path)
@@ -375,26 +349,26 @@ class StagedDirectory:
         except CheckpointError as failure:
             if error is None:
                 raise
-            error.add_note(str(failure))  # the first failure stays the one that is raised
+            error.add_note(str(failure))  # the first error is the one that is raised
 
 
 @dataclass(frozen=True)
 class _Replaced:
-    """A directory that another one has taken the place of."""
+    """A directory that another one has replaced."""
 
     path: str
-    """Where it is now."""
+    """Its present path."""
     carried: set[str] = field(default_factory=set)
-    """What `carry_over` returned."""
+    """From `carry_over`."""
     swapped: set[str] = field(default_factory=set)
-    """What `swap_directories` returned."""
+    """From `swap_directories`."""
 
 
 def _replace(staging: str, path: str) -> _Replaced:
-    """Put `staging` in the place of a directory, with what is the user's there; `_remove_replaced` must follow."""
+    """Replace a directory by `staging` and carry the user's entries over; `_remove_replaced` must follow."""
     carried = carry_over(path, staging)
     sync_directory(staging)
-    # It gets a name that those look for who remove what was left behind.
+    # The old directory gets the name of a staging directory: without a lock, another save would remove it.
     lock(path)
     try:
         old = _rename_over(staging, path)
@@ -405,7 +379,7 @@ def _replace(staging: str, path: str) -> _Replaced:
 
 
 def _remove_replaced(replaced: _Replaced, path: str) -> None:
-    """Remove what was at `path`."""
+    """Remove the directory that was at `path`."""
     try:
         hand_back(replaced.path, path, carried=replaced.carried, swapped=replaced.swapped)
         _remove_tree(replaced.path)
@@ -414,7 +388,7 @@ def _remove_replaced(replaced: _Replaced, path: str) -> None:
 
 
 def _remove_tree(directory: str) -> None:
-    """Remove a directory and all in it, directories that their owner may not write to as well."""
+    """Remove a directory with its contents, including directories that their owner may not write to."""
     try:
         shutil.rmtree(directory)
     except PermissionError:
@@ -424,7 +398,7 @@ def _remove_tree(directory: str) -> None:
 
 
 def _rename_new(staging: str, path: str) -> None:
-    """Rename to a place that is free. The kernel refuses one that another save took since it was checked."""
+    """Rename to a free path. The kernel refuses a path that another save has taken since the check."""
     try:
         os.rename(staging, path)
     except OSError as error:
@@ -435,7 +409,7 @@ def _rename_new(staging: str, path: str) -> None:
 
 
 def _rename_over(staging: str, path: str) -> str:
-    """Put `staging` in the place of the directory `path`; return where that is now."""
+    """Rename `staging` to the existing directory `path`; return the present path of that directory."""
     if exchange(staging, path):
         return staging
     parent, name = os.path.split(path)
@@ -450,7 +424,7 @@ def _rename_over(staging: str, path: str) -> str:
 
 
 def _sync_tree(directory: str) -> None:
-    """Put every file and directory below `directory` on the disk. Cheap where their writers did so already."""
+    """Sync every file and directory below `directory` to disk. Cheap where their writers have done so already."""
     for parent, _, names in os.walk(directory, onerror=_raise):
         for name in names:
             descriptor = os.open(os.path.join(parent, name), os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""Which tensors go into which file of a save, what the files are called, and the index that says so."""
+"""Assign tensors to the files of a save, name the files, and write the index."""
 
 from __future__ import annotations
 
@@ -10,28 +10,27 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 
 from raysharding.checkpoint.format import INDEX_NAME, SINGLE_NAME
-from raysharding.checkpoint.storage import DEFAULT_REMOTE, is_remote, join_path, remote_storage
-from raysharding.errors import CheckpointError
+from raysharding.checkpoint.storage import is_remote, join_path, os_errors, storage_of
 
 
 def plan_files(sizes: Mapping[str, int], num_files: int) -> tuple[tuple[str, ...], ...]:
-    """Deal whole tensors out over files of about the same size: the largest first, each to the smallest file so far.
+    """Distribute whole tensors over files of about equal size: the largest first, each to the smallest file so far.
 
     The largest file is at most 4/3 of the best possible. The same input gives the same plan on every rank.
 
     Args:
         sizes: Name → bytes.
-        num_files: Files wanted.
+        num_files: Number of files.
 
     Returns:
-        The names in each file, in the order of `sizes`. No file is empty, so there are fewer than `num_files` where
-        there are fewer tensors; no tensor at all makes one empty file.
+        The names in each file, in the order of `sizes`. No file is empty, so fewer tensors than `num_files` make fewer
+        files; no tensor at all makes one empty file.
     """
     assert num_files >= 1, f"num_files={num_files}"
     num_files = max(1, min(num_files, len(sizes)))
     order = {name: position for position, name in enumerate(sizes)}
     files: list[list[str]] = [[] for _ in range(num_files)]
-    # The number of tensors breaks ties, so that tensors of 0 bytes spread out too and leave no file empty.
+    # The number of tensors breaks ties, so that tensors of 0 bytes are distributed too and no file is empty.
     heap = [(0, 0, file) for file in range(num_files)]
     for name in sorted(sizes, key=lambda name: (-sizes[name], order[name])):
         num_bytes, num_tensors, file = heap[0]
@@ -41,16 +40,16 @@ def plan_files(sizes: Mapping[str, int], num_files: int) -> tuple[tuple[str, ...
 
 
 def file_order(names: Iterable[str], dtype_of: Callable[[str], torch.dtype]) -> list[str]:
-    """The order in which a file holds tensors: wider dtypes first, so that each is aligned to its element."""
+    """Return the order of tensors in a file: wider dtypes first, so that each tensor is aligned to its element size."""
     return sorted(names, key=lambda name: -dtype_of(name).itemsize)
 
 
 def file_names(num_files: int, *, is_listed: bool = False) -> tuple[str, ...]:
-    """Standard names: `model.safetensors` alone, or `model-00001-of-00004.safetensors` and so on.
+    """Return the standard names: `model.safetensors` alone, or `model-00001-of-00004.safetensors` and so on.
 
     Args:
-        num_files: How many.
-        is_listed: Whether an index lists even one file alone.
+        num_files: Number of files.
+        is_listed: An index lists the files, even a single one.
     """
     if num_files == 1 and not is_listed:
         return (SINGLE_NAME,)
@@ -58,7 +57,7 @@ def file_names(num_files: int, *, is_listed: bool = False) -> tuple[str, ...]:
 
 
 def write_index(directory: str, weight_map: Mapping[str, str], total_size: int) -> None:
-    """Write `model.safetensors.index.json` as transformers does. `commit_staging` puts it on the disk.
+    """Write `model.safetensors.index.json` as transformers does. `commit_staging` syncs it to disk.
 
     Args:
         directory: The staging directory.
@@ -66,39 +65,29 @@ def write_index(directory: str, weight_map: Mapping[str, str], total_size: int) 
         total_size: Payload bytes of all files together.
 
     Raises:
-        CheckpointError: the disk is full or failed.
+        CheckpointError: The disk is full or failed.
     """
     index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
     write_file(directory, INDEX_NAME, (json.dumps(index, indent=2) + "\n").encode("ascii"))
 
 
 def make_folder(directory: str, name: str) -> str:
-    """Make a folder in a staging directory and return its path; an object store needs none.
+    """Create a folder in a staging directory and return its path; an object store needs none.
 
     Raises:
-        CheckpointError: it cannot be made.
+        CheckpointError: The folder cannot be created.
     """
     path = join_path(directory, name)
     if not is_remote(directory):
-        try:
+        with os_errors("cannot make a directory", path):
             os.mkdir(path)
-        except OSError as error:
-            raise CheckpointError(f"cannot make a directory: {error.strerror}", path=path) from error
     return path
 
 
 def write_file(directory: str, name: str, data: bytes) -> None:
-    """Write one small file, such as config.json, into a staging directory, or an object, in an object store.
+    """Write one small file, such as config.json, into a staging directory or an object store.
 
     Raises:
-        CheckpointError: the disk is full or failed, or the store is out of reach.
+        CheckpointError: The disk is full or failed, or the store cannot be reached.
     """
-    if is_remote(directory):
-        remote_storage(DEFAULT_REMOTE).put(join_path(directory, name), data)
-        return
-    path = os.path.join(directory, name)
-    try:
-        with open(path, "wb") as file:
-            file.write(data)
-    except OSError as error:
-        raise CheckpointError(f"cannot be written: {error.strerror}", path=path) from error
+    storage_of(directory).put(join_path(directory, name), data)

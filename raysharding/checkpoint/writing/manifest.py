@@ -1,4 +1,4 @@
-"""`Manifest`: what a save wrote, file by file and tensor by tensor, so that a load can tell whether it still is there.
+"""`Manifest`: the files and tensors that a save wrote, with checksums, so that a load can detect changes.
 
 Format of `raysharding.manifest.json`: {"format_version": 1, "algorithm": "crc32",
 "files": {name: {"num_bytes", "header_sha256"}}, "tensors": {name: {"num_bytes", "crc32": 8 hex digits}}}.
@@ -9,10 +9,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final, Self
 
-from raysharding.checkpoint.format import ALGORITHM, MANIFEST_NAME, Checkpoint, Checksums, parse_object
+from raysharding.checkpoint.format import (
+    ALGORITHM,
+    MANIFEST_NAME,
+    MAX_JSON_BYTES,
+    Checkpoint,
+    Checksums,
+    parse_object,
+)
 from raysharding.checkpoint.storage import join_path, split_path
 from raysharding.checkpoint.writing.file_plan import write_file
 from raysharding.checkpoint.writing.writer import FileWriter
@@ -20,8 +27,6 @@ from raysharding.errors import CheckpointError, shown
 
 FORMAT_VERSION: Final = 1
 """The only one so far."""
-MAX_MANIFEST_BYTES: Final = 256 << 20
-"""Longest manifest that is read; an index has the same cap."""
 _SHA256: Final = re.compile("[0-9a-f]{64}")
 _CRC32: Final = re.compile("[0-9a-f]{8}")
 _STALE: Final = (
@@ -51,7 +56,7 @@ class ManifestTensor:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What one save wrote."""
+    """The files and tensors of one save."""
 
     files: Mapping[str, ManifestFile]
     """File name → size and header, sorted by name."""
@@ -60,7 +65,7 @@ class Manifest:
 
     @classmethod
     def of_files(cls, writers: Iterable[FileWriter]) -> Self:
-        """Describe finished files, from what their writers saw pass. No file is read."""
+        """Describe finished files, from the checksums of their writers. Reads no file."""
         files = {}
         tensors = {}
         for writer in writers:
@@ -73,7 +78,7 @@ class Manifest:
 
     @classmethod
     def of_parts(cls, parts: Iterable[Self]) -> Self:
-        """Put together what each rank wrote."""
+        """Merge the manifests of all ranks."""
         files: dict[str, ManifestFile] = {}
         tensors: dict[str, ManifestTensor] = {}
         for part in parts:
@@ -89,30 +94,24 @@ class Manifest:
         return sum(tensor.num_bytes for tensor in self.tensors.values())
 
     def as_dict(self) -> dict[str, Any]:
-        """The manifest as a JSON value; equal manifests give the same text."""
+        """Return the manifest as a JSON value; equal manifests give the same text."""
         return {
             "format_version": FORMAT_VERSION,
             "algorithm": ALGORITHM,
-            "files": {
-                name: {"num_bytes": file.num_bytes, "header_sha256": file.header_sha256}
-                for name, file in self.files.items()
-            },
-            "tensors": {
-                name: {"num_bytes": tensor.num_bytes, "crc32": f"{tensor.crc32:08x}"}
-                for name, tensor in self.tensors.items()
-            },
+            "files": {name: asdict(file) for name, file in self.files.items()},
+            "tensors": {n: {"num_bytes": t.num_bytes, "crc32": f"{t.crc32:08x}"} for n, t in self.tensors.items()},
         }
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any], path: str) -> Self:
-        """Check what `as_dict` gave, or somebody else wrote.
+        """Parse and check what `as_dict` returned, or another program wrote.
 
         Args:
             fields: A JSON object.
             path: Names the manifest in errors.
 
         Raises:
-            CheckpointError: another format or algorithm, or a field that is missing or malformed.
+            CheckpointError: The format or algorithm is unknown, or a field is missing or malformed.
         """
         version, algorithm = fields.get("format_version"), fields.get("algorithm")
         if type(version) is not int or version != FORMAT_VERSION or algorithm != ALGORITHM:
@@ -131,16 +130,16 @@ class Manifest:
 
 
 def read_manifest(checkpoint: Checkpoint) -> Manifest | None:
-    """Read the manifest beside a checkpoint's files; call it where they can be read.
+    """Read the manifest beside a checkpoint's files, on a rank that can read them.
 
     Returns:
-        The manifest; `None` where there is none, as in every directory that something else saved.
+        The manifest; `None` where there is none, as in directories that other libraries saved.
 
     Raises:
-        CheckpointError: it cannot be read, or is not what `write_manifest` writes.
+        CheckpointError: The manifest cannot be read, or does not come from `write_manifest`.
     """
     path = join_path(checkpoint.directory, MANIFEST_NAME)
-    data = checkpoint.read_beside(MANIFEST_NAME, MAX_MANIFEST_BYTES)
+    data = checkpoint.read_beside(MANIFEST_NAME, MAX_JSON_BYTES)
     if data is None:
         return None
     try:
@@ -151,10 +150,10 @@ def read_manifest(checkpoint: Checkpoint) -> Manifest | None:
 
 
 def write_manifest(directory: str, manifest: Manifest) -> None:
-    """Write a manifest into a staging directory. `commit_staging` puts it on the disk.
+    """Write a manifest into a staging directory. `commit_staging` syncs it to disk.
 
     Raises:
-        CheckpointError: the disk is full or failed.
+        CheckpointError: The disk is full or failed.
     """
     write_file(directory, MANIFEST_NAME, json.dumps(manifest.as_dict(), separators=(",", ":")).encode("ascii") + b"\n")
 
@@ -162,11 +161,11 @@ def write_manifest(directory: str, manifest: Manifest) -> None:
 def check_manifest(manifest: Manifest, checkpoint: Checkpoint) -> None:
     """Compare sizes, headers and tensors of the files with the manifest, before any payload byte is read.
 
-    Files of the manifest that the checkpoint lacks are fine: the user may have opened one of several. Reads nothing:
-    what `open_checkpoint` saw is compared.
+    The checkpoint may lack files of the manifest: the user may have opened one of several. Reads nothing; compares what
+    `open_checkpoint` read.
 
     Raises:
-        CheckpointError: a file or a tensor that is not in the manifest or differs from it: names it.
+        CheckpointError: Names a file or a tensor that is not in the manifest or differs from it.
     """
     for file in checkpoint.files:
         expected = manifest.files.get(file.name)
@@ -188,12 +187,12 @@ def check_manifest(manifest: Manifest, checkpoint: Checkpoint) -> None:
 
 
 def mismatches(manifest: Manifest, checksums: Checksums, tensors: Iterable[str] | None = None) -> list[str]:
-    """Compare what was read with the manifest; call it with the pieces of all ranks merged.
+    """Compare checksums of what was read, merged from all ranks, with the manifest.
 
     Args:
-        manifest: What was saved.
-        checksums: What was read.
-        tensors: Keys that were read in full and must agree; `None` for all in the manifest.
+        manifest: The manifest of the save.
+        checksums: Of the bytes that were read.
+        tensors: Keys that were read in full and must match; `None` for all keys of the manifest.
 
     Returns:
         A line for each tensor that differs, was not read in full, or is not in the manifest: tensor, expected, found.
@@ -220,12 +219,12 @@ def _object(fields: Mapping[str, Any], key: str, path: str) -> dict[str, Any]:
 
 
 def _fields(entry: Any, key: str, form: re.Pattern[str], path: str, where: str, tensor: str | None) -> tuple[int, str]:
-    """`num_bytes` and the digest under `key`, checked."""
+    """Check an entry and return its `num_bytes` and the digest under `key`."""
     if not isinstance(entry, dict) or entry.keys() != {"num_bytes", key}:
         what = f"{where}{shown(entry)} is not an object of num_bytes and {key}"
         raise CheckpointError(what, path=path, tensor=tensor)
     num_bytes, digest = entry["num_bytes"], entry[key]
-    # `type`, not isinstance: JSON's true is a Python int too.
+    # `type`, not isinstance: a bool is an int.
     if type(num_bytes) is not int or not 0 <= num_bytes < 1 << 63:
         what = f"{where}num_bytes {shown(num_bytes)} is not an integer from 0 to 2**63 - 1"
         raise CheckpointError(what, path=path, tensor=tensor)

@@ -1,4 +1,4 @@
-"""Keeping the newest of a row of saves, and none of what killed ones have left."""
+"""Keep the newest saves of a numbered series; remove older ones, and what killed saves have left."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NUMBERED: Final = re.compile(r"(.*?)(\d+)(\D*)")
 
 
 def check_numbered(path: str | os.PathLike[str]) -> None:
-    """Refuse a name that no others can be older than.
+    """Refuse a name without a number: no save can be older.
 
     Raises:
         ValueError: The last part of `path` holds no number.
@@ -31,13 +31,13 @@ def check_numbered(path: str | os.PathLike[str]) -> None:
 def remove_older(path: str | os.PathLike[str], keep_last: int) -> None:
     """Remove saves beside `path` whose names differ from its in the last number alone, the smallest numbers first.
 
-    What is not a save of ours (it lacks a manifest), is a symlink, has a larger number, or cannot be removed, stays;
-    the last is warned of. Of a save's directory what no save has put there stays. A directory goes in one step, of
-    objects the index goes first: no reader finds half a checkpoint.
+    A path that is not a save of ours (it lacks a manifest), is a symlink, has a larger number, or cannot be removed,
+    stays; the last case is warned of. Entries of a save's directory that no save has written stay. A directory is
+    removed in one step, objects with the index first: no reader finds part of a checkpoint.
 
     Args:
-        path: The save that was made last, a path or a normal URI; it stays.
-        keep_last: How many stay, that one with them; 1 or more.
+        path: The latest save, a path or a normal URI, which stays.
+        keep_last: Number of saves to keep, including that one; 1 or more.
     """
     parent, name = _parted(path)
     own = _split(name)
@@ -48,13 +48,13 @@ def remove_older(path: str | os.PathLike[str], keep_last: int) -> None:
 
 
 def remove_left_overs(path: str | os.PathLike[str]) -> None:
-    """Remove staging directories that killed saves to `path`, or to smaller numbers of its row, have left.
+    """Remove staging directories of killed saves to `path`, or to smaller numbers of its series.
 
-    Each is as large as a checkpoint. Those of a live process stay; see Note [Liveness]. The ranks wait for this: what
-    cannot be removed in 10 s is left to the next save. In an object store there are none.
+    Each is as large as a checkpoint. Those of a live process stay (Note [Liveness]). The ranks wait for this function,
+    so what cannot be removed in 10 s is left to the next save. An object store has no staging directories.
 
     Args:
-        path: The save that was made last, a path or a normal URI.
+        path: The latest save, a path or a normal URI.
     """
     parent, name = _parted(path)
     until = time.monotonic() + _REMOVE_S
@@ -65,17 +65,17 @@ def remove_left_overs(path: str | os.PathLike[str]) -> None:
 
 
 def remove_unfinished(path: str, token: str) -> None:
-    """Remove the staging directory of one save, whose writer is known to be dead.
+    """Remove the staging directory of one save whose writer is known to be dead.
 
     Args:
-        path: Where it was to go, a path or a normal URI.
-        token: Of its staging directory.
+        path: The destination of the save, a path or a normal URI.
+        token: Of the staging directory.
     """
     parent, name = _parted(path)
     try:
         names = [] if is_remote(parent) else os.listdir(parent)
     except OSError:
-        return  # out of this process's sight
+        return  # this process does not see the directory
     for found in names:
         if found.startswith(staging_name(name, token)):
             _remove_or_warn(remove_abandoned, os.path.join(parent, found), path)
@@ -85,14 +85,14 @@ def _remove_or_warn(remove: Callable[[str], None], old: str, saved: str | os.Pat
     try:
         remove(old)
     except FileNotFoundError:
-        return  # somebody else removes it
+        return  # another process removes it
     except (OSError, CheckpointError) as error:
         said = error.strerror if isinstance(error, OSError) else error
         warnings.warn(f"{saved} is saved, but the older {old} could not be removed: {said}", RuntimeWarning, 3)
 
 
 def _left_overs(parent: str, name: str) -> Iterator[str]:
-    """Abandoned staging directories for a name, or one of its row with a smaller number."""
+    """Yield abandoned staging directories for a name, or for a smaller number of its series."""
     own = _split(name)
     for found in sorted(os.listdir(parent)):
         staged, path = staged_name(found), os.path.join(parent, found)
@@ -100,23 +100,21 @@ def _left_overs(parent: str, name: str) -> Iterator[str]:
             yield path
 
 
-def _is_older(split: tuple[str, int, str] | None, own: tuple[str, int, str] | None) -> bool:
-    """Return True if a name differs from one's own in a smaller last number alone."""
-    if split is None or own is None:
-        return False
-    return (split[0], split[2]) == (own[0], own[2]) and split[1] < own[1]
+def _is_older(split: tuple[tuple[str, str], int] | None, own: tuple[tuple[str, str], int] | None) -> bool:
+    """Return True if a name differs from `own` only in a smaller last number."""
+    return split is not None and own is not None and split[0] == own[0] and split[1] < own[1]
 
 
 def newest_after(path: str) -> str:
-    """Return the newest save beside one that is gone, whose name differs in a larger last number alone.
+    """Return the newest save whose name differs from that of a removed one only in a larger last number.
 
-    A save that removes older ones may be committed when who asked for it dies, or has not heard of it yet.
+    A save that removes older ones may be committed although its caller died before, or has not been told yet.
 
     Args:
-        path: A save, a path or a normal URI. Where it is there, or nothing follows it, it is returned itself.
+        path: A save, a path or a normal URI. Returned itself if it exists, or no newer save does.
 
     Raises:
-        CheckpointError: A store cannot be asked.
+        CheckpointError: The store cannot be reached.
     """
     parent, name = split_path(path)
     own, storage = _split(name), storage_of(path)
@@ -127,12 +125,12 @@ def newest_after(path: str) -> str:
 
 
 def is_checkpoint(path: str) -> bool:
-    """Return True if a checkpoint is at a path, a normal one or a URI.
+    """Return True if there is a checkpoint at a normal path or URI.
 
-    Where a save was removed, what the user put beside it may be left: that is none.
+    The user's entries, which the removal of a save leaves, are not a checkpoint.
 
     Raises:
-        CheckpointError: A store cannot be asked.
+        CheckpointError: The store cannot be reached.
     """
     storage = storage_of(path)
     found = storage.find(path)
@@ -141,13 +139,13 @@ def is_checkpoint(path: str) -> bool:
     return found.kind != "missing"
 
 
-def _alike(parent: str, own: tuple[str, int, str]) -> list[tuple[int, str]]:
-    """Number and path of the saves in a directory that are named alike, by number."""
+def _alike(parent: str, own: tuple[tuple[str, str], int]) -> list[tuple[int, str]]:
+    """Return number and path of the saves in a directory whose names differ only in the number, by number."""
     found = []
     storage = storage_of(parent)
     for name in storage.list_names(parent):
         split, path = _split(name), join_path(parent, name)
-        if split is None or (split[0], split[2]) != (own[0], own[2]):
+        if split is None or split[0] != own[0]:
             continue
         is_save = storage.find(join_path(path, MANIFEST_NAME)).kind == "file"
         if is_save and not is_left_over(path) and (is_remote(path) or not os.path.islink(path)):
@@ -156,12 +154,12 @@ def _alike(parent: str, own: tuple[str, int, str]) -> list[tuple[int, str]]:
 
 
 def _parted(path: str | os.PathLike[str]) -> tuple[str, str]:
-    """Directory and name, those of its target where a local path is a symlink."""
+    """Return directory and name of a path; of a local symlink, those of its target."""
     given = os.fspath(path)
     return split_path(given if is_remote(given) else os.path.realpath(given))
 
 
-def _split(name: str) -> tuple[str, int, str] | None:
-    """A name around its last number; `None` where it has none."""
+def _split(name: str) -> tuple[tuple[str, str], int] | None:
+    """Split a name around its last number; return `None` where it has none."""
     match = _NUMBERED.fullmatch(name)
-    return None if match is None else (match[1], int(match[2]), match[3])
+    return None if match is None else ((match[1], match[3]), int(match[2]))

@@ -1,4 +1,4 @@
-"""Which entries of a directory a save writes. All others are the user's, and outlast every save and its removal."""
+"""Which entries of a directory a save writes. All others are the user's; no save and no removal touches them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FILES: Final[Mapping[str, re.Pattern[str]]] = {
 }
 """Folder of a save → names of the files that a save writes there."""
 _MARKS: Final = {OPTIMIZER_FOLDER: OPTIMIZER_NAME, TRAINING_FOLDER: TRAINING_NAME}
-"""Folder of a save → the file without which the folder, in spite of its name, is the user's."""
+"""Folder of a save → the file without which a folder of that name is the user's."""
 
 
 def is_save_name(name: str, folder: str = "") -> bool:
@@ -34,30 +34,30 @@ def is_save_name(name: str, folder: str = "") -> bool:
 
 
 def is_weight_name(name: str) -> bool:
-    """Return True if a save writes its model's weights, or the index of their files, into a file of this name."""
+    """Return True if a save writes the model's weights, or their index, into a file of this name."""
     return name != MANIFEST_NAME and re.fullmatch(_WEIGHTS, name) is not None
 
 
-def save_files(storage: Storage, directory: str) -> list[tuple[str, str]]:
-    """Return folder and name of the files in a directory that have the names of a save's.
+def save_files(storage: Storage, directory: str) -> list[str]:
+    """Return the paths of the files in a directory that have the name of a file of a save.
 
     Args:
-        storage: What holds it.
+        storage: The storage of the directory.
         directory: A normal path or URI of a directory.
     """
     found = []
     for folder in _FILES:
         where = join_path(directory, folder) if folder else directory
         if not folder or storage.find(where).kind == "directory":
-            found += [(folder, name) for name in storage.list_names(where) if is_save_name(name, folder)]
+            found += [join_path(where, name) for name in storage.list_names(where) if is_save_name(name, folder)]
     return found
 
 
 def other_entries(directory: str) -> list[str]:
-    """Return what is in a local directory and no save writes: paths in it, sorted; of a directory its path alone.
+    """Return the entries of a local directory that no save writes, as sorted relative paths; a directory is one entry.
 
-    An entry of a save's name and another kind (a directory `config.json`) is such a one, too. Symlinks are followed
-    nowhere.
+    That includes an entry with the name of a save's file and another kind (a directory `config.json`). Symlinks are
+    not followed.
     """
     return sorted(_other_entries(directory, ""))
 
@@ -74,6 +74,6 @@ def _other_entries(directory: str, folder: str) -> Iterator[str]:
 
 
 def has_save_name(entry: str) -> bool:
-    """Return True if an entry of `other_entries` stands where a save writes a file or a folder."""
+    """Return True if an entry of `other_entries` is at a path where a save writes a file or a folder."""
     folder, name = os.path.split(entry)
     return is_save_name(name, folder) or (not folder and name in _FILES)

@@ -1,4 +1,4 @@
-"""`SaveRecord`: which save made a directory, and which small files it copied there.
+"""`SaveRecord`: which save wrote a directory, and which small files it copied there.
 
 Format of `raysharding.save.json`: {"format_version": 1, "token": hex digits, "sidecars": {name: SHA-256, hex}}.
 """
@@ -28,12 +28,12 @@ _FORMAT_VERSION: Final = 1
 
 @dataclass(frozen=True)
 class SaveRecord:
-    """What one save says of itself."""
+    """Identity of one save, and the small files that it copied."""
 
     token: str = ""
-    """Tells it from all others; empty where there is no record."""
+    """Unique for each save; empty where there is no record."""
     sidecars: Mapping[str, str] = field(default_factory=dict)
-    """Name of a small file that it copied → SHA-256 of what it copied."""
+    """Name of a small file that the save copied → SHA-256 of its contents."""
 
     @classmethod
     def of(cls, token: str, sidecars: Mapping[str, bytes]) -> SaveRecord:
@@ -42,20 +42,20 @@ class SaveRecord:
         return cls(token, {name: hashlib.sha256(data).hexdigest() for name, data in copied.items()})
 
     def write(self, directory: str) -> None:
-        """Write it into the directory of a save that is being made.
+        """Write the record into the directory of an uncommitted save.
 
         Raises:
-            CheckpointError: The disk is full or failed, or the store is out of reach.
+            CheckpointError: The disk is full or failed, or the store cannot be reached.
         """
         fields = {"format_version": _FORMAT_VERSION, **asdict(self)}
         write_file(directory, SAVE_RECORD_NAME, json.dumps(fields).encode("ascii") + b"\n")
 
 
 def read_save_record(directory: str) -> SaveRecord:
-    """Read the record of the save in a directory, a normal path or URI; an empty one where there is none to trust.
+    """Read the record of the save in a directory, a normal path or URI; an empty one where none is valid.
 
     Raises:
-        CheckpointError: The store is out of reach.
+        CheckpointError: The store cannot be reached.
     """
     data = read_beside(storage_of(directory), directory, SAVE_RECORD_NAME, MAX_JSON_BYTES)
     try:
@@ -69,10 +69,10 @@ def read_save_record(directory: str) -> SaveRecord:
 
 
 def own_sidecars(directory: str) -> frozenset[str]:
-    """Return the small files that the save in a directory copied there, and that nobody has changed since.
+    """Return the small files that the save in a directory copied there and that are unchanged since.
 
     Raises:
-        CheckpointError: The store is out of reach.
+        CheckpointError: The store cannot be reached.
     """
     listed = read_save_record(directory).sidecars
     if not listed:

@@ -1,4 +1,4 @@
-"""`FileWriter`: one standard safetensors file, written by parts in any order."""
+"""`FileWriter`: one standard safetensors file, written in parts in any order."""
 
 from __future__ import annotations
 
@@ -16,31 +16,30 @@ from raysharding.errors import CheckpointError
 
 _ALIGNMENT: Final = 8
 _PART_BYTES: Final = 256 << 10
-"""Checksummed, then written, a part at a time: the write finds it in the cache."""
+"""Written, then checksummed, a part at a time: the checksum finds the part in the cache."""
 _PYTORCH_METADATA: Final[dict[str, str]] = {"format": "pt"}
-"""transformers opens a file only if it says which framework's tensors it holds."""
+"""transformers opens a file only if its metadata names the framework."""
 
 
 class FileWriter:
-    """Writes one safetensors file. A context manager: leaving it normally closes, leaving it by an error aborts.
+    """Writes one safetensors file. A context manager: a normal exit closes the file, an error aborts it.
 
-    The header is written at once, the tensors' bytes as they come, from any thread and in any order; `close` and
-    `abort` come after all of them. Holds no buffer: bytes go from the caller's memory to the file. An object of a
-    store takes bytes in file order alone, and holds those that come early; see `RemoteOutput`.
+    The constructor writes the header. Any thread may write the tensors' bytes, in any order; call `close` or `abort`
+    after all of them. Unbuffered: bytes go from the caller's memory to the file. An object of a store accepts bytes in
+    file order only, and keeps early ones in memory (`RemoteOutput`).
 
-    Several processes of one host may fill a file: one makes it, the others join; before it closes, it merges what they
-    say that they wrote.
+    Several processes of one host may fill a file: one creates it and the others join; before the first closes the file,
+    it merges what `written` returned in the others.
 
     Args:
-        path: The file to make, a path or a remote URI; a file must not exist yet.
-        tensors: (name, dtype, full shape) of each tensor. They are laid out in this order, wider dtypes first, so that
-            every tensor is aligned to its element.
+        path: A path or a remote URI. A local file must not exist yet.
+        tensors: (name, dtype, full shape) of each tensor, laid out in this order, but wider dtypes first, so that every
+            tensor is aligned to its element size.
         metadata: `__metadata__` of the file.
-        join: Fill a file that another process has made of the same tensors; the header is not written.
+        join: Fill a file that another process created for the same tensors, without writing the header.
 
     Raises:
-        CheckpointError: a name that is given twice or reserved, a dtype that safetensors lacks, or a file that cannot
-            be made.
+        CheckpointError: A name is given twice or reserved, safetensors lacks a dtype, or the file cannot be created.
     """
 
     def __init__(
@@ -61,9 +60,9 @@ class FileWriter:
         self.header_sha256 = header_sha256(header[8:])
         """SHA-256, in hex, of the 8 length bytes and the header, as `CheckpointFile` has it."""
         self.checksums = Checksums()
-        """Of the tensors' bytes, as they were given to `write_at`; whole after `close`."""
+        """Checksums of the bytes given to `write_at`; complete after `close`."""
         self._lock = threading.Lock()
-        self._written = _Intervals()
+        self._num_written = 0  # bytes of tensors
         self._is_guest = join
         self._output: Output | None = open_output(path, join=join)
         try:
@@ -75,7 +74,7 @@ class FileWriter:
 
     @property
     def inode(self) -> tuple[int, int]:
-        """Device and inode of the open local file, by which processes of a host know that they write into one."""
+        """Device and inode of the open local file, by which processes of a host recognise the same file."""
         assert isinstance(self._output, LocalOutput), "inode of a file that is closed, or of an object"
         return self._output.inode
 
@@ -84,11 +83,11 @@ class FileWriter:
 
         Args:
             name: The tensor.
-            byte_offset: Where in the tensor, counted from its first byte.
+            byte_offset: Offset of the part from the first byte of the tensor.
             buffer: A contiguous memoryview, or a contiguous uint8 tensor on the CPU.
 
         Raises:
-            CheckpointError: the disk is full or failed.
+            CheckpointError: The disk is full or failed.
         """
         view = buffer.numpy().data if isinstance(buffer, torch.Tensor) else buffer
         info = self.tensors[name]
@@ -97,28 +96,28 @@ class FileWriter:
         data = view.cast("B") if view.nbytes else memoryview(b"")
         for start in range(0, data.nbytes, _PART_BYTES):
             part = data[start : start + _PART_BYTES]
-            self.checksums.add(name, byte_offset + start, part)
             self._write(part, info.offset + byte_offset + start, name)
+            self.checksums.add(name, byte_offset + start, part)
+        with self._lock:
+            self._num_written += data.nbytes
 
     def written(self) -> dict[str, Any]:
-        """What this process has written, for `merge` in the one that made the file: a JSON value."""
-        with self._lock:
-            return {"ranges": self._written.ranges(), "checksums": self.checksums.pieces()}
+        """Return what this process has written, a JSON value, for `merge` in the process that created the file."""
+        return {"num_bytes": self._num_written, "checksums": self.checksums.pieces()}
 
     def merge(self, written: Mapping[str, Any]) -> None:
-        """Take what `written` gave in a process that joined."""
+        """Add what `written` returned in a process that joined."""
         self.checksums.merge(written["checksums"])
         with self._lock:
-            for begin, end in written["ranges"]:
-                self._written.add(begin, end)
+            self._num_written += written["num_bytes"]
 
     def close(self) -> None:
-        """Check that every byte was written once, put the file on the disk or into the store, and close it. Idempotent.
+        """Check that every byte was written once, sync the file to disk or finish the object, and close it. Idempotent.
 
-        One that joined only closes: the file is its maker's.
+        A process that joined only closes the file: its creator finishes it.
 
         Raises:
-            CheckpointError: a tensor lacks bytes, or the disk is full or failed. The file is then removed.
+            CheckpointError: Bytes are missing or were written twice, or the disk failed. The file is removed.
         """
         if self._output is None:
             return
@@ -132,7 +131,7 @@ class FileWriter:
         output.finish()
 
     def abort(self) -> None:
-        """Close and remove the file. After `close`, or a second time, it does nothing."""
+        """Close and remove the file. Does nothing after `close`, or a second time."""
         if self._output is not None:
             output, self._output = self._output, None
             output.abort()
@@ -152,54 +151,20 @@ class FileWriter:
         if self._output is None:
             raise ValueError(f"{self.path}: FileWriter is closed")
         self._output.write(view, offset, name)
-        with self._lock:
-            self._written.add(offset, offset + view.nbytes)
 
     def _require_complete(self) -> None:
-        if self._written.is_exactly(0, self.num_bytes):
-            return
-        for info in self.tensors.values():
-            if not self._written.covers(info.offset, info.offset + info.num_bytes):
-                raise CheckpointError(
-                    "was not written in full, or in parts that overlap", path=self.path, tensor=info.name
-                )
-        raise CheckpointError("some bytes were written twice", path=self.path)
-
-
-class _Intervals:
-    """The byte ranges written so far, neighbours merged."""
-
-    def __init__(self) -> None:
-        self._end_of: dict[int, int] = {}  # begin → end
-        self._begin_of: dict[int, int] = {}  # end → begin
-        self._num_bytes = 0
-
-    def add(self, begin: int, end: int) -> None:
-        self._num_bytes += end - begin
-        if begin in self._begin_of:
-            begin = self._begin_of.pop(begin)
-        if end in self._end_of:
-            end = self._end_of.pop(end)
-        self._end_of[begin] = end
-        self._begin_of[end] = begin
-
-    def ranges(self) -> list[list[int]]:
-        """The merged ranges: [begin, end] each."""
-        return [[begin, end] for begin, end in self._end_of.items()]
-
-    def is_exactly(self, begin: int, end: int) -> bool:
-        """Whether the range was written from end to end, no byte twice, and nothing beside it."""
-        return self._end_of == {begin: end} and self._num_bytes == end - begin
-
-    def covers(self, begin: int, end: int) -> bool:
-        """Whether one merged range holds this one."""
-        return begin == end or any(first <= begin and end <= last for first, last in self._end_of.items())
+        for name, info in self.tensors.items():
+            if self.checksums.problem(name, info.num_bytes):
+                what = "was not written in full, or in parts that overlap"
+                raise CheckpointError(what, path=self.path, tensor=name)
+        if self._num_written != sum(info.num_bytes for info in self.tensors.values()):
+            raise CheckpointError("some bytes were written twice", path=self.path)
 
 
 def _lay_out(
     path: str, tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, TensorInfo]]:
-    """Make the header, its length in front, and say where each tensor goes."""
+    """Return the header with its length in front, and the place of each tensor."""
     entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     begins: list[tuple[TensorInfo, int]] = []
     position = 0

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from raysharding.checkpoint import Checkpoint, CheckpointFile, FileReader, file_system_type, identify_files
+from raysharding.checkpoint.storage import is_remote
 from raysharding.config import Loading
 from raysharding.distributed.comm import agree
 from raysharding.distributed.transfer import host_identity
@@ -52,7 +53,7 @@ class FileLocations:
 
 def _inodes(files: Sequence[CheckpointFile]) -> tuple[tuple[int, int], ...]:
     """Empty where one is remote, or cannot be read."""
-    if not all("://" not in file.path and os.access(file.path, os.R_OK) for file in files):
+    if not all(not is_remote(file.path) and os.access(file.path, os.R_OK) for file in files):
         return ()
     try:
         found = [os.stat(file.path) for file in files]
@@ -183,7 +184,7 @@ def _digest(files: Sequence[CheckpointFile]) -> str:
         for index, file in enumerate(files):
             text.update(f"{file.num_bytes} {file.header_sha256}\n".encode())
             # An object has one content, wherever it is read; a path has one on each node.
-            for sample in range(0 if "://" in file.path else _NUM_SAMPLES):
+            for sample in range(0 if is_remote(file.path) else _NUM_SAMPLES):
                 data = bytearray(min(_SAMPLE_BYTES, file.num_bytes))
                 first = (file.num_bytes - len(data)) * sample // (_NUM_SAMPLES - 1)
                 reader.read_into(index, first, memoryview(data))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from raysharding.checkpoint import FileReader
+from raysharding.checkpoint.storage import is_remote
 from raysharding.config import Loading
 from raysharding.distributed.comm import BUCKETS_PER_CHECK, agree
 from raysharding.distributed.loading.context import LoadContext
@@ -169,7 +170,7 @@ def _run(stream: BucketStream, context: LoadContext, plan: LoadPlan) -> tuple[Ex
         return stream.run(in_memory), in_memory.num_bytes_read
     # Many readers keep a machine busy as it is.
     num_threads = max(1, READ_THREADS // len(plan.read_plan.readers))
-    if "://" in plan.files[0].path:
+    if is_remote(plan.files[0].path):
         num_threads = READ_THREADS  # of a store each rank wants several requests in flight
     with FileReader(plan.files) as reader, ReadThreads(num_threads) as threads:
         source = CheckpointSource(reader, infos, plan.extents, targets, cache_bytes, context.checksums, threads)

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from raysharding.checkpoint import Checkpoint, Checksums, FileReader, TensorInfo
+from raysharding.checkpoint.storage import is_remote
 from raysharding.models import Target
 
 Job = Callable[[], None]
@@ -275,7 +276,7 @@ class CheckpointSource:
         self._conversions = Conversions(targets, self._read_whole, cache_bytes)
         self._checksums = checksums
         self._threads = threads or ReadThreads(1)
-        self._remote = ["://" in file.path for file in reader.files]
+        self._remote = [is_remote(file.path) for file in reader.files]
 
     @classmethod
     def of(

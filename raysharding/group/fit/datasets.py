@@ -13,10 +13,10 @@ from typing import Any
 
 import ray
 
+from raysharding.checkpoint.storage import normal_path
 from raysharding.data import ParquetPath, Rows, check_whole, kind_of, rows_of
 from raysharding.errors import DataError, GroupError
 from raysharding.group.actors import DatasetBlocks
-from raysharding.group.launch import anchored
 from raysharding.group.ranks import Member
 from raysharding.group.supervision import probe_all
 
@@ -72,7 +72,7 @@ def dataset_handle(
     """
     chosen = None if columns is None else tuple(columns)
     if isinstance(data, str | os.PathLike):
-        return DatasetHandle(ParquetPath(anchored(os.fspath(data)), chosen))
+        return DatasetHandle(ParquetPath(normal_path(os.fspath(data)), chosen))
     if "ray.data" in sys.modules and isinstance(data, sys.modules["ray.data"].Dataset):
         return _blocks(data, chosen, timeout_s, whole)
     if chosen is not None:

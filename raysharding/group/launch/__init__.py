@@ -1,7 +1,6 @@
 """From a spec to loaded ranks: find the checkpoint, plan memory, start actors, check nodes, load."""
 
 from raysharding.group.launch.doctor import diagnose
-from raysharding.group.launch.find_checkpoint import anchored
 from raysharding.group.launch.launch import launch, rendezvous
 from raysharding.group.launch.memory_plan import GroupPlan, plan_group
 from raysharding.group.launch.preflight import Preflight, PreflightReport
@@ -18,7 +17,6 @@ __all__ = [
     "PreflightReport",
     "RunningGroup",
     "Started",
-    "anchored",
     "check_optimizer",
     "diagnose",
     "keep_record",

@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raysharding.checkpoint import Checkpoint, open_checkpoint
+from raysharding.checkpoint.storage import is_remote, normal_path
 from raysharding.errors import CheckpointError, RayshardingError
 from raysharding.group.launch.spec import GroupSpec
 from raysharding.models import Adapted
@@ -23,15 +23,7 @@ from raysharding.models import Adapted
 
 def local_path(checkpoint: str) -> str | None:
     """Return the path in the file system that a checkpoint names, `None` for a remote URI."""
-    if "://" not in checkpoint:
-        return os.path.abspath(checkpoint)
-    parts = urlsplit(checkpoint)
-    return unquote(parts.path) if parts.scheme == "file" else None
-
-
-def anchored(checkpoint: str) -> str:
-    """Return a path that means the same wherever the program goes: absolute, or the URI that it is."""
-    return checkpoint if "://" in checkpoint else os.path.abspath(checkpoint)
+    return None if is_remote(checkpoint) else normal_path(checkpoint)
 
 
 def open_here(checkpoint: str) -> Checkpoint | None:
@@ -179,7 +171,7 @@ def _opened(spec: GroupSpec, open_one: Callable[[str], Checkpoint | None]) -> Op
     if given.adapter is None:
         model = spec.model
         if isinstance(model, Adapted):
-            model = replace(model, base=anchored(spec.checkpoint))
+            model = replace(model, base=normal_path(spec.checkpoint))
         return Opened(model, given, None)
     adapted = Adapted.of_files(spec.model, given)
     base = adapted.base or given.adapter.get("base_model_name_or_path")
@@ -196,4 +188,4 @@ def _opened(spec: GroupSpec, open_one: Callable[[str], Checkpoint | None]) -> Op
         return None
     if found.adapter is not None:
         raise CheckpointError(f"names {base} as its base model, which holds adapters, too: {how}", path=given.path)
-    return Opened(replace(adapted, base=anchored(base)), found, given)
+    return Opened(replace(adapted, base=normal_path(base)), found, given)

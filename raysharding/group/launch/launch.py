@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from raysharding.checkpoint import Checkpoint
+from raysharding.checkpoint.storage import normal_path
 from raysharding.distributed import LoadReport
 from raysharding.group.actors import Assignment, Blueprint
 from raysharding.group.calls import ProgressOption, follow
@@ -18,7 +19,7 @@ from raysharding.group.cluster import (
     connect,
     reserve,
 )
-from raysharding.group.launch.find_checkpoint import Opened, anchored, local_path, opened_here, opened_on_a_node
+from raysharding.group.launch.find_checkpoint import Opened, local_path, opened_here, opened_on_a_node
 from raysharding.group.launch.preflight import Preflight
 from raysharding.group.launch.record import keep_record
 from raysharding.group.launch.running_group import RunningGroup
@@ -80,7 +81,7 @@ def _fill(running: RunningGroup, opened: Opened, preflight: Preflight | None) ->
         preflight.memory(spec.optimizer)
     report = _load(client, opened.base, None, spec.progress)
     if opened.adapters is not None:
-        _load(client, opened.adapters, anchored(spec.checkpoint), spec.progress)
+        _load(client, opened.adapters, normal_path(spec.checkpoint), spec.progress)
     if spec.optimizer is not None:
         stall_s = spec.timeouts.load_stall_s
         client.submit_same("set_optimizer", spec.optimizer, {}, True, deadline_s=stall_s, watch=True).result()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from raysharding.checkpoint.storage import normal_path
 from raysharding.distributed import LoadReport
 from raysharding.group.calls import ModelFiles
 from raysharding.group.cluster import Reservation
-from raysharding.group.launch.find_checkpoint import anchored
 from raysharding.group.launch.preflight import PreflightReport
 from raysharding.group.launch.spec import GroupSpec
 from raysharding.group.launch.start_actors import Started
@@ -70,5 +70,5 @@ class RunningGroup:
             is_loaded=is_loaded,
         )
         client = Client(started.members, supervisor, spec.timeouts, spec.max_output_bytes)
-        files = ModelFiles(anchored(spec.checkpoint)) if files is None else files
+        files = ModelFiles(normal_path(spec.checkpoint)) if files is None else files
         return cls(spec, client, started.visible_gpus, reservation, files, spec.optimizer is not None)

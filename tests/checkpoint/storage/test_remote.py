@@ -14,7 +14,7 @@ import torch
 from raysharding.checkpoint import Checkpoint, FileReader, file_system_type, identify, identify_files, open_checkpoint
 from raysharding.checkpoint.storage.interface import Found
 from raysharding.checkpoint.storage.remote import RemoteFile, connect, cut_views
-from raysharding.checkpoint.storage.requests import RemoteOptions, requests_of
+from raysharding.checkpoint.storage.requests import RemoteOptions, Requests
 from raysharding.checkpoint.storage.uri import join_path, normal_path, split_path
 from raysharding.cli import main
 from raysharding.errors import CheckpointError
@@ -182,7 +182,7 @@ def test_a_short_answer_is_no_answer() -> None:
     handle = pyarrow.BufferReader(bytes(range(100)))
     buffer = bytearray(80)
     options = RemoteOptions(num_tries=2, backoff_s=0.01)
-    file = RemoteFile("x://y", handle, Found("file", 150), requests_of(options))
+    file = RemoteFile("x://y", handle, Found("file", 150), Requests(options))
     assert file.fill(20, [memoryview(buffer)]) == 80
     assert buffer == bytes(range(20, 100))
     with pytest.raises(CheckpointError, match="tried 2 times: the answer has 50 bytes instead of 80"):

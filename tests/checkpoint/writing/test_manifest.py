@@ -284,7 +284,7 @@ def test_the_good_one_above_is_good(saved: Path) -> None:
 
 def test_a_huge_one_and_one_that_is_no_file(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = open_checkpoint(saved)
-    monkeypatch.setattr(manifest_module, "MAX_MANIFEST_BYTES", 100)
+    monkeypatch.setattr(manifest_module, "MAX_JSON_BYTES", 100)
     with pytest.raises(CheckpointError, match="is over the cap of 100 bytes"):
         read_manifest(checkpoint)
     (saved / NAME).unlink()
