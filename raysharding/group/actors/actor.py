@@ -34,11 +34,11 @@ from raysharding.group.rpc import (
     Packed,
     Progress,
     Raised,
-    RankLine,
     Request,
     SaveStatus,
     Stacks,
     Stage,
+    connect_to_driver,
     numbered,
     pack,
     record_exception,
@@ -233,12 +233,12 @@ class RankActor:
 
     @ray.method(concurrency_group="control")
     def connect(self, epoch: int, address: tuple[str, int], key: bytes, timeout_s: float) -> None:
-        """Take orders from the driver that listens at an address; see `rpc/driver_connections.py`."""
-        line = RankLine(address, key, timeout_s)
+        """Take orders from the driver that listens at an address; see `rpc/handshakes.py`."""
+        connection = connect_to_driver(address, key, timeout_s)
         if self._fence.is_open(epoch):
-            self._work.obey(epoch, line)
+            self._work.obey(epoch, connection)
         else:
-            line.close()
+            connection.close()
 
     @ray.method(concurrency_group="freight")
     def deliver(self, frame: bytes, *beside: Packed) -> None:

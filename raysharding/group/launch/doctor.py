@@ -21,7 +21,7 @@ from raysharding.group.supervision import Channel, Supervisor
 _TIMEOUTS = Timeouts(start_s=60.0, rendezvous_s=30.0, call_s=120.0)
 
 
-def diagnose(address: str | None = None) -> PreflightReport:
+def diagnose(address: str | None = None, port_range: tuple[int, int] | None = None) -> PreflightReport:
     """Check versions, interfaces, links, free memory and exposure of every node; reserves nothing, leaves nothing.
 
     One process without a GPU is started on each node, two on a node that is alone; they meet in a gloo process group,
@@ -29,20 +29,23 @@ def diagnose(address: str | None = None) -> PreflightReport:
 
     Args:
         address: The cluster. Default: the one that `ray.init()` finds or starts; one that is joined here is left again.
+        port_range: As groups will have it; see `Placement`.
 
     Raises:
         PlacementError: The cluster does not answer.
+        ValueError: `port_range` is none.
     """
+    placement = Placement(port_range=port_range)
     was_connected = ray.is_initialized()
     connect(address)
     try:
-        return _diagnose()
+        return _diagnose(placement)
     finally:
         if not was_connected:
             ray.shutdown()
 
 
-def _diagnose() -> PreflightReport:
+def _diagnose(placement: Placement) -> PreflightReport:
     nodes = [node for node in ray.nodes() if node["Alive"]]
     chosen = nodes * 2 if len(nodes) == 1 else nodes
     actors = [_start(node["NodeID"]) for node in chosen]
@@ -54,9 +57,9 @@ def _diagnose() -> PreflightReport:
     preflight = Preflight(Channel(started.members, supervisor, _TIMEOUTS, 1 << 20), thorough=True)
     preflight.add(findings)
     try:
-        supervisor.open_lines()
+        supervisor.connect_ranks(placement.port_range)
         preflight.nodes(with_gpus=True)
-        rendezvous(preflight.channel, started, Placement())
+        rendezvous(preflight.channel, started, placement)
         preflight.link()
     except PreflightError as error:
         preflight.add(_not_yet_told(preflight, error))

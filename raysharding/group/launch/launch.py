@@ -51,7 +51,7 @@ def launch(spec: GroupSpec) -> Launched:
     spec = replace(spec, model=opened.model)
     channel, started, reservation = _place(spec, opened.base, world_size, device_type)
     try:
-        channel.supervisor.open_lines()
+        channel.supervisor.connect_ranks(spec.placement.port_range)
         preflight = Preflight(channel) if spec.preflight else None
         if preflight is not None:
             preflight.nodes()
@@ -122,12 +122,13 @@ def rendezvous(
     Args:
         channel: The way to the ranks.
         started: Their actors.
-        placement: CPUs of a rank.
+        placement: CPUs of a rank, and the ports of the store.
         blueprints: Rank → what it builds its module from, where it is new among ranks that have theirs.
     """
     timeouts, ranks = channel.timeouts, channel.ranks
     deadline_s = timeouts.rendezvous_s + _GRACE_S
-    hosts = [(ranks[0].node_ip, timeouts.rendezvous_s), *[(None, 0.0)] * (len(ranks) - 1)]
+    here = (ranks[0].node_ip, timeouts.rendezvous_s, placement.port_range)
+    hosts = [here, *[(None, 0.0, None)] * (len(ranks) - 1)]
     address = channel.submit_each("serve_store", hosts, deadline_s=deadline_s).result()
     places = [
         Assignment(

@@ -92,7 +92,7 @@ def attach(name: str, timeouts: Timeouts | None) -> Attached:
     supervisor.started()
     channel = Channel(members, supervisor, spec.timeouts, spec.max_output_bytes)
     try:
-        supervisor.open_lines()
+        supervisor.connect_ranks(spec.placement.port_range)
         has_optimizer = _settle(channel)
     except (KeyboardInterrupt, RendezvousError):  # this driver's own trouble; another may have the group
         supervisor.detach()

@@ -91,7 +91,7 @@ def _fill(
     silent = ask_all(members, "admit", members[0].epoch, within_s=_ANSWER_S).silent
     if silent:
         raise GroupError(f"{supervisor.name}: rank {min(silent)} {silent[min(silent)]}")
-    supervisor.open_lines()
+    supervisor.connect_ranks(spec.placement.port_range)
     channel = Channel(members, supervisor, spec.timeouts, spec.max_output_bytes)
     started = Started(members, launched.started.visible_gpus)
     if spec.preflight:

@@ -1,8 +1,9 @@
 """What crosses between driver and rank: packed values, messages, connections, the event loop that serves them."""
 
-from raysharding.group.rpc.connection import RankLine
-from raysharding.group.rpc.driver_connections import Lines, open_lines
-from raysharding.group.rpc.event_loop import Events, Future, is_supervision_thread, refuse_to_wait
+from raysharding.group.rpc.connection import Connection, connect_to_driver
+from raysharding.group.rpc.driver_connections import DriverConnections
+from raysharding.group.rpc.event_loop import EventLoop, Future, is_supervision_thread, refuse_to_wait
+from raysharding.group.rpc.handshakes import accept_ranks
 from raysharding.group.rpc.messages import (
     ORDER_BYTES,
     RESULT_BYTES,
@@ -32,27 +33,28 @@ __all__ = [
     "ORDER_BYTES",
     "RESULT_BYTES",
     "AsValue",
-    "Events",
+    "Connection",
+    "DriverConnections",
+    "EventLoop",
     "Future",
-    "Lines",
     "Mode",
     "Order",
     "Outcome",
     "Packed",
     "Progress",
     "Raised",
-    "RankLine",
     "Request",
     "SaveStatus",
     "Shared",
     "Stacks",
     "Stage",
     "Stamp",
+    "accept_ranks",
+    "connect_to_driver",
     "in_step",
     "is_supervision_thread",
     "numbered",
     "one_model",
-    "open_lines",
     "pack",
     "pack_batches",
     "pack_same",
