@@ -158,7 +158,7 @@ def _imagined_nodes(options: argparse.Namespace) -> list[NodeCapacity] | None:
 def _doctor(options: argparse.Namespace) -> bool:
     from raysharding.group.launch import diagnose
 
-    report = diagnose(options.address)
+    report = diagnose(options.address, options.port_range)
     print(report)
     return not report.errors
 
@@ -207,6 +207,9 @@ def _add_doctor(doctor: argparse.ArgumentParser) -> None:
         "them. Exit status 1 where something is found with which a group cannot work."
     )
     doctor.add_argument("--address", help="of the cluster, host:port; default: as ray.init() finds or starts one")
+    doctor.add_argument(
+        "--port-range", type=_port_range, metavar="FIRST-LAST", help="as Placement.port_range; default: any port"
+    )
     doctor.set_defaults(run=_doctor)
 
 
@@ -260,6 +263,16 @@ def _bytes(text: str) -> int:
 
 def _counts(text: str) -> list[int]:
     return sorted({_count(part) for part in text.split(",")})
+
+
+def _port_range(text: str) -> tuple[int, int] | None:
+    from raysharding.config import Placement
+
+    try:
+        first, last = map(int, text.split("-"))
+        return Placement(port_range=(first, last)).port_range
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a first and a last port, such as 29500-29599") from error
 
 
 def _transports(text: str) -> list[str]:

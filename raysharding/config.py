@@ -33,6 +33,12 @@ def _is_floating(value: object) -> bool:
     return isinstance(value, torch.dtype) and value.is_floating_point
 
 
+def _is_port_range(value: object) -> bool:
+    if not isinstance(value, tuple) or len(value) != 2:
+        return False
+    return all(_is_int(port) and 1 <= port <= 65535 for port in value) and value[0] <= value[1]
+
+
 def _is_text_map(value: object) -> bool:
     return isinstance(value, Mapping) and all(isinstance(text, str) for pair in value.items() for text in pair)
 
@@ -320,6 +326,11 @@ class Placement:
     placement_group: Any = None
     """An existing Ray placement group with one bundle for each rank; the caller keeps it. Default: the group makes
     and removes its own."""
+    port_range: tuple[int, int] | None = None
+    """First and last TCP port, both included, at which the driver listens until its ranks are connected, and rank 0's
+    store as long as the group lives. A node needs one for each of its groups and two more: a restart opens a new store
+    before the old one closes. Links between ranks (gloo, NCCL) take ports that the kernel chooses, as do these by
+    default."""
 
     def __post_init__(self) -> None:
         known = self.strategy in ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
@@ -330,6 +341,8 @@ class Placement:
         _require(is_labels, "labels", self.labels, "give a dict of label names and values, both str")
         is_environment = self.runtime_env is None or isinstance(self.runtime_env, Mapping)
         _require(is_environment, "runtime_env", self.runtime_env, "give a dict, as Ray's runtime_env")
+        is_range = self.port_range is None or _is_port_range(self.port_range)
+        _require(is_range, "port_range", self.port_range, "give None, or (first, last) out of 1 to 65535")
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,14 @@ def test_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "inspect" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("given", ["29500", "29599-29500", "a-b", "0-80"])
+def test_a_port_range_that_is_none_is_refused(given: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["doctor", "--port-range", given])
+    assert caught.value.code == 2
+    assert f"{given!r}: give a first and a last port, such as 29500-29599" in capsys.readouterr().err
+
+
 @pytest.fixture
 def bert(tmp_path: Path) -> Path:
     """A tiny transformers checkpoint, headers and all."""

@@ -48,6 +48,9 @@ def test_defaults_are_valid_frozen_and_picklable(config_type: type[Any]) -> None
         setattr(value, dataclasses.fields(config_type)[0].name, None)
 
 
+BAD_PORT_RANGES = (29500, (29500,), (29500, 29400), (0, 80), (65535, 65536), (1.0, 2.0), [29500, 29599], (True, 2))
+
+
 @pytest.mark.parametrize(
     ("config_type", "name", "value", "cure"),
     [
@@ -88,6 +91,7 @@ def test_defaults_are_valid_frozen_and_picklable(config_type: type[Any]) -> None
         (Placement, "labels", ["a"], "a dict of label names"),
         (Placement, "runtime_env", "env.yaml", "a dict"),
         (Placement, "cpus_per_rank", "1", "0 or more"),
+        *((Placement, "port_range", bad, "(first, last) out of 1 to 65535") for bad in BAD_PORT_RANGES),
         (Timeouts, "call_s", None, "positive number of seconds"),
         (Timeouts, "call_s", "5", "positive number of seconds"),
         (Timeouts, "call_s", float("inf"), "a deadline is finite"),
@@ -120,7 +124,7 @@ def test_a_pattern_that_is_none_is_refused() -> None:
         Sharding(ignored_modules=torch.nn.Linear(1, 1), backward_prefetch=None, param_init_fn=print),
         Sharding(backward_prefetch=BackwardPrefetch.BACKWARD_POST, sync_module_states=True),
         Loading(transport="broadcast", dtype=torch.float16, strict=False, key_mapping={"^bert\\.": ""}),
-        Placement(strategy="STRICT_SPREAD", cpus_per_rank=0, labels={"zone": "a"}),
+        Placement(strategy="STRICT_SPREAD", cpus_per_rank=0, labels={"zone": "a"}, port_range=(65535, 65535)),
         Timeouts(drain_s=1, call_s=0.5),
     ],
     ids=lambda value: type(value).__name__,

@@ -26,7 +26,7 @@ class RankInfo:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A rank and its actor. Calls reach it by its line, which is the supervision's; see `rpc/driver_connections.py`."""
+    """A rank and its actor. Calls reach it over a connection of the supervision; see `rpc/driver_connections.py`."""
 
     info: RankInfo
     """Where it runs."""

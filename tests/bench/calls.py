@@ -5,7 +5,7 @@ local Ray cluster. Arms are interleaved: one round is one measurement of each, i
 and differences are taken within a round.
 
     empty      `group.call(nothing, out=Out.none())`, one after the other, seconds for each
-    plain      the same command packed and sent to as many other ranks by hand, over lines that nobody supervises
+    plain      the same command packed and sent to as many other ranks by hand, over connections that nobody supervises
     bare       an empty method of as many actors that do nothing else: Ray's own part
     supervised empty − plain: what the supervision adds to a call
     command    plain − bare: what packing and running a command adds to Ray's part
@@ -33,7 +33,7 @@ from torch import nn
 from raysharding import Out, Placement, ShardedModelGroup
 from raysharding.batch import deal
 from raysharding.bench.ratios import Figure
-from raysharding.group.rpc.driver_connections import open_lines
+from raysharding.group.rpc.handshakes import accept_ranks
 from raysharding.group.rpc.messages import Command, Response
 from raysharding.group.rpc.packing import Packed, pack_batches
 
@@ -132,7 +132,7 @@ def _work(repeats: int) -> Callable[[int], None]:
 
 
 class Plain:
-    """Ranks of a group whose supervision has let go of them, and lines to them that nobody supervises."""
+    """Ranks of a group whose supervision has let go of them, and connections to them that nobody supervises."""
 
     def __init__(self, group: ShardedModelGroup) -> None:
         """Take the ranks over; `close` stops them."""
@@ -140,17 +140,17 @@ class Plain:
         members, supervisor = group._client.members, group._client.supervisor
         supervisor.let_go()
         supervisor.shutdown()
-        self._lines = open_lines(members, 30.0, lambda: None)
+        self._connections = accept_ranks(members, None, 30.0, lambda: None)
         self._members, self._number = members, 0
         self._poll = select.poll()
-        for line in self._lines:
-            self._poll.register(line.connection, select.POLLIN)
-        self._by_descriptor = {line.connection.fileno(): line for line in self._lines}
+        for connection in self._connections:
+            self._poll.register(connection.socket, select.POLLIN)
+        self._by_descriptor = {connection.socket.fileno(): connection for connection in self._connections}
 
     def close(self) -> None:
         """Stop the ranks and give their room back."""
-        for line, member in zip(self._lines, self._members, strict=True):
-            line.close()
+        for connection, member in zip(self._connections, self._members, strict=True):
+            connection.close()
             ray.kill(member.actor, no_restart=True)
         self._reservation.release()
 
@@ -160,9 +160,9 @@ class Plain:
         assert isinstance(args, Packed), "the ranks share it"
         self._number += 1
         message, _ = Command("call", args, epoch=self._members[0].epoch, number=self._number).encode()
-        for line in self._lines:
-            assert line.send(message), "an empty call is small"
-        waiting = len(self._lines)
+        for connection in self._connections:
+            assert connection.send(message), "an empty call is small"
+        waiting = len(self._connections)
         while waiting:
             for descriptor, _ in self._poll.poll():
                 for frame in self._by_descriptor[descriptor].receive():

@@ -202,7 +202,7 @@ ROWS = {
     24: Row(
         "twenty groups started at once; squatters on ports; strangers at ports",
         (
-            "tests/group/rpc/test_lines.py::test_strangers_that_use_up_the_descriptors_keep_nobody_out",
+            "tests/group/rpc/test_connections.py::test_strangers_that_use_up_the_descriptors_keep_nobody_out",
             "tests/group/supervision/test_process_group.py::test_a_rank_lets_nobody_in_when_all_have_met",
             f"{FAULTS}/test_many.py::test_groups_that_start_at_once_do_not_collide",
             f"{FAULTS}/test_many.py::test_groups_side_by_side",

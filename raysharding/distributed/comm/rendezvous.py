@@ -12,6 +12,7 @@ once: a few ms where all is well, one error that names the nodes where it is not
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import ipaddress
 import json
@@ -46,20 +47,35 @@ _LONGEST_S = 10.0
 Address = tuple[str, int]
 
 
-def listen(host: str) -> socket.socket:
-    """Listen on one address of this machine, at a port that the kernel chooses. Nobody has to accept connections.
+def listen(host: str, port_range: tuple[int, int] | None = None, *, rank: int | None = None) -> socket.socket:
+    """Listen on one address of this machine. Nobody has to accept connections.
+
+    Args:
+        host: The address.
+        port_range: First and last port to try, in order. Default: the kernel chooses a free one.
+        rank: Who listens, for errors. Default: the driver.
 
     Raises:
-        OSError: `host` is not an address of this machine.
+        RendezvousError: `host` is not an address of this machine, or every port of the range is taken.
     """
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        listener.bind((host, 0))
-        listener.listen(_BACKLOG)
-    except OSError:
-        listener.close()
-        raise
-    return listener
+    who, missing = ("the driver", ()) if rank is None else (f"rank {rank}", (rank,))
+    first, last = port_range or (0, 0)
+    for port in range(first, last + 1):
+        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        # A port is free although connections that were accepted on it are open, or linger.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, port_range is not None)
+        try:
+            listener.bind((host, port))
+            listener.listen(_BACKLOG)
+            return listener
+        except OSError as error:
+            listener.close()
+            if port_range is None or error.errno != errno.EADDRINUSE:
+                message = f"{who} cannot listen on {host}: {error}; is it an address of this node?"
+                raise RendezvousError(message, missing_ranks=missing) from error
+    cure = "give Placement.port_range more ports, or end what listens on these"
+    message = f"{who} cannot listen on {host}: every port from {first} to {last} is taken; {cure}"
+    raise RendezvousError(message, missing_ranks=missing)
 
 
 def check_reachable(store: Store, rank: int, addresses: Sequence[Address], timeout_s: float) -> None:
@@ -149,29 +165,28 @@ class StoreAddress:
     host: str
     """Address of the one interface it listens on."""
     port: int
-    """Port that the kernel gave it."""
+    """Port that it listens on."""
     prefix: str
     """Random, so that two groups that meet at one address by mistake never read each other's keys."""
 
 
-def serve_store(host: str, *, timeout_s: float) -> tuple[TCPStore, StoreAddress]:
+def serve_store(
+    host: str, *, timeout_s: float, port_range: tuple[int, int] | None = None
+) -> tuple[TCPStore, StoreAddress]:
     """Start the group's store. Only rank 0 calls this, and keeps the store as long as the group lives.
 
     Args:
         host: Address of this node, of the interface that the other ranks can reach.
         timeout_s: Longest wait of one store operation.
+        port_range: See `listen`.
 
     Returns:
         The store, and the address to give to every rank.
 
     Raises:
-        RendezvousError: `host` is not an address of this machine.
+        RendezvousError: `host` is not an address of this machine, or every port of the range is taken.
     """
-    try:
-        listener = listen(host)
-    except OSError as error:
-        message = f"rank 0 cannot listen on {host}: {error}; is it an address of this node?"
-        raise RendezvousError(message, missing_ranks=(0,)) from error
+    listener = listen(host, port_range, rank=0)
     port = int(listener.getsockname()[1])
     # detach() gives the descriptor away: a socket object that still owned it would close the store when collected.
     store = TCPStore(
@@ -285,12 +300,7 @@ def _connect(address: StoreAddress, rank: int, node_ip: str, rendezvous_s: float
 def _listen_as_gloo(rank: int, node_ip: str) -> socket.socket:
     """Listen at the address that gloo will use: of the interface that the user chose, else the node's."""
     chosen = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    host = (address_of(chosen) or node_ip) if chosen else node_ip
-    try:
-        return listen(host)
-    except OSError as error:
-        message = f"rank {rank} cannot listen on {host}: {error}; is it an address of this node?"
-        raise RendezvousError(message, missing_ranks=(rank,)) from error
+    return listen((address_of(chosen) or node_ip) if chosen else node_ip, rank=rank)
 
 
 def _await_ranks(

@@ -32,13 +32,13 @@ from raysharding.group.rpc import (
     Command,
     Packed,
     Progress,
-    RankLine,
     RemoteError,
     Response,
     SaveStatus,
     Stacks,
     Stage,
     StateChange,
+    connect_to_driver,
     number_of,
     pack,
     record_exception,
@@ -229,12 +229,12 @@ class RankActor:
 
     @ray.method(concurrency_group="control")
     def connect(self, epoch: int, address: tuple[str, int], key: bytes, timeout_s: float) -> None:
-        """Take orders from the driver that listens at an address; see `rpc/driver_connections.py`."""
-        line = RankLine(address, key, timeout_s)
+        """Take orders from the driver that listens at an address; see `rpc/handshakes.py`."""
+        connection = connect_to_driver(address, key, timeout_s)
         if self._ownership.owns(epoch):
-            self._work.obey(epoch, line)
+            self._work.obey(epoch, connection)
         else:
-            line.close()
+            connection.close()
 
     @ray.method(concurrency_group="data")
     def deliver(self, message: bytes, *stored: Packed) -> None:

@@ -117,11 +117,13 @@ class RankCommands:
         value = getattr(self, command.method)(*args, **kwargs)
         return (value.more, value.value) if isinstance(value, Step) else (False, value)
 
-    def serve_store(self, node_ip: str | None, timeout_s: float) -> StoreAddress | None:
+    def serve_store(
+        self, node_ip: str | None, timeout_s: float, port_range: tuple[int, int] | None
+    ) -> StoreAddress | None:
         """Rank 0, which alone is given an address: start the store that the ranks meet at."""
         if node_ip is None:
             return None
-        self._server, address = serve_store(node_ip, timeout_s=timeout_s)
+        self._server, address = serve_store(node_ip, timeout_s=timeout_s, port_range=port_range)
         return address
 
     def join(self, place: Assignment, address: StoreAddress, blueprint: Blueprint | None) -> None:

@@ -1,4 +1,4 @@
-"""`WorkThread`: the thread of a rank that runs commands, as they come over the line or, with large parts, from Ray."""
+"""`WorkThread`: the thread of a rank that runs commands: from the connection or, with large parts, Ray."""
 
 from __future__ import annotations
 
@@ -11,75 +11,76 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 
-from raysharding.group.rpc import Packed, RankLine
+from raysharding.group.rpc import Connection, Packed
 
 
 class WorkThread:
     """Runs one command after the other, in the order in which they come; all methods are for other threads.
 
-    It is one thread because torch's current device is per thread, and it obeys one line at a time, the newest: the
-    driver of an earlier one was followed by another, or is gone.
+    It is one thread because torch's current device is per thread, and it obeys one connection at a time, the newest:
+    the driver of an earlier one was followed by another, or is gone.
     """
 
     def __init__(self, run: Callable[[bytes, Sequence[Packed]], bytes]) -> None:
-        """Start, without a line.
+        """Start, without a connection.
 
         Args:
             run: Runs the command of a message, given its stored arguments; returns the response's message, and raises
                 nothing.
         """
         self._run = run
-        self._line: RankLine | None = None
-        self._new_lines: collections.deque[RankLine] = collections.deque()
+        self._connection: Connection | None = None
+        self._new_connections: collections.deque[Connection] = collections.deque()
+        self._received: collections.deque[bytes] = collections.deque()
         self._delivered: collections.deque[tuple[bytes, Sequence[Packed]]] = collections.deque()
-        self._bell, self._button = socket.socketpair()
-        self._button.setblocking(False)
+        self._wakeup_receiver, self._wakeup_sender = socket.socketpair()
+        self._wakeup_sender.setblocking(False)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._bell, selectors.EVENT_READ)
-        self._newest: RankLine | None = None
+        self._selector.register(self._wakeup_receiver, selectors.EVENT_READ)
+        self._newest: Connection | None = None
         self._epoch = 0
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._loop, name="raysharding-work", daemon=True)
         self._thread.start()
-        # Of a rank that dies the driver would hear nothing as long as a process that it has forked holds its line.
-        os.register_at_fork(after_in_child=self._let_go)
+        # A forked child that held the connection open would hide the death of its parent from the driver.
+        os.register_at_fork(after_in_child=self._close_in_child)
 
-    def _let_go(self) -> None:
-        """In a forked child, where this thread is not: close its copies of the lines."""
-        for line in (self._line, self._newest, *self._new_lines):
-            if line is not None:
-                line.close()
+    def _close_in_child(self) -> None:
+        """In a forked child, where this thread does not run: close its copies of the connections."""
+        for connection in (self._connection, self._newest, *self._new_connections):
+            if connection is not None:
+                connection.close()
 
     @property
     def ident(self) -> int:
         """The thread's, as `sys._current_frames` knows it."""
         return self._thread.ident or 0
 
-    def obey(self, epoch: int, line: RankLine) -> None:
-        """Take orders from this line, and from no earlier one; a command that runs is run to its end.
+    def obey(self, epoch: int, connection: Connection) -> None:
+        """Take orders from this connection, and from no earlier one; a command that runs is run to its end.
 
         Args:
-            epoch: Of its driver. Nothing happens where the line of a later driver has come already.
-            line: It.
+            epoch: Of its driver. Nothing happens where the connection of a later driver has come already.
+            connection: It.
         """
         with self._lock:
             if epoch < self._epoch:
-                line.close()
+                connection.close()
                 return
-            before, self._newest, self._epoch = self._newest, line, epoch
-            self._new_lines.append(line)
+            before, self._newest, self._epoch = self._newest, connection, epoch
+            self._new_connections.append(connection)
         if before is not None:
-            before.hang_up()
-        self._ring()
+            before.shutdown()
+        self._wake_up()
 
     def deliver(self, message: bytes, stored: Sequence[Packed]) -> None:
         """Run a command whose large arguments Ray has brought."""
         self._delivered.append((message, stored))
-        self._ring()
+        self._wake_up()
 
-    def _ring(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # it has been rung often enough
-            self._button.send(b"\0")
+    def _wake_up(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # enough wake-ups are pending
+            self._wakeup_sender.send(b"\0")
 
     def _loop(self) -> None:
         try:
@@ -96,38 +97,37 @@ class WorkThread:
             return
         reply = self._run(*order)
         try:
-            if self._line is not None:
-                self._line.send(reply)
+            if self._connection is not None:
+                self._connection.send(reply)
         except OSError:
-            self._drop_line()  # the driver is gone, and what it wanted to know with it
+            self._drop_connection()  # the driver is gone, and what it wanted to know with it
 
     def _next(self) -> tuple[bytes, Sequence[Packed]] | None:
         """Wait until something comes; `None`: it was no order."""
-        is_here = self._line is not None and self._line.has_frame()
-        if not (is_here or self._delivered or self._new_lines):
+        if not (self._received or self._delivered or self._new_connections):
             ready = {key.fileobj for key, _ in self._selector.select()}
-            if self._bell in ready:
-                self._bell.recv(1 << 10)
-            is_here = self._line is not None and self._line.connection in ready
-        if self._new_lines:
-            self._drop_line()
-            self._line = self._new_lines.popleft()
-            self._selector.register(self._line.connection, selectors.EVENT_READ)
+            if self._wakeup_receiver in ready:
+                self._wakeup_receiver.recv(1 << 10)
+            if self._connection is not None and self._connection.socket in ready:
+                self._receive(self._connection)
+        if self._new_connections:
+            self._drop_connection()
+            self._connection = self._new_connections.popleft()
+            self._selector.register(self._connection.socket, selectors.EVENT_READ)
             return None
         if self._delivered:
             return self._delivered.popleft()
-        return self._receive() if is_here else None
+        return (self._received.popleft(), ()) if self._received else None
 
-    def _receive(self) -> tuple[bytes, Sequence[Packed]] | None:
-        assert self._line is not None, "it has said something"
+    def _receive(self, connection: Connection) -> None:
         try:
-            return self._line.receive(), ()
+            self._received.extend(connection.receive())
         except OSError:
-            self._drop_line()  # another driver may come
-            return None
+            self._drop_connection()  # another driver may come
 
-    def _drop_line(self) -> None:
-        if self._line is not None:
-            self._selector.unregister(self._line.connection)
-            self._line.close()
-            self._line = None
+    def _drop_connection(self) -> None:
+        if self._connection is not None:
+            self._selector.unregister(self._connection.socket)
+            self._connection.close()
+            self._connection = None
+            self._received.clear()

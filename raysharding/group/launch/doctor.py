@@ -9,9 +9,10 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raysharding.config import Timeouts
+from raysharding.config import Placement, Timeouts
 from raysharding.errors import PreflightError, RayshardingError
 from raysharding.group.actors import REMOTE_RANK_ACTOR, ActorInfo
+from raysharding.group.calls import ModelFiles
 from raysharding.group.cluster import Lifetime, Reservation, connect
 from raysharding.group.launch.launch import rendezvous
 from raysharding.group.launch.preflight import Finding, Preflight, PreflightReport
@@ -22,7 +23,7 @@ from raysharding.group.launch.start_actors import Started, number_actors
 _TIMEOUTS = Timeouts(start_s=60.0, rendezvous_s=30.0, call_s=120.0)
 
 
-def diagnose(address: str | None = None) -> PreflightReport:
+def diagnose(address: str | None = None, port_range: tuple[int, int] | None = None) -> PreflightReport:
     """Check versions, interfaces, links, free memory and exposure of every node; reserves nothing, leaves nothing.
 
     One process without a GPU is started on each node, two on a node that is alone; they meet in a gloo process group,
@@ -30,20 +31,23 @@ def diagnose(address: str | None = None) -> PreflightReport:
 
     Args:
         address: The cluster. Default: the one that `ray.init()` finds or starts; one that is joined here is left again.
+        port_range: As groups will have it; see `Placement`.
 
     Raises:
         PlacementError: The cluster does not answer.
+        ValueError: `port_range` is none.
     """
+    placement = Placement(port_range=port_range)
     was_connected = ray.is_initialized()
     connect(address)
     try:
-        return _diagnose()
+        return _diagnose(placement)
     finally:
         if not was_connected:
             ray.shutdown()
 
 
-def _diagnose() -> PreflightReport:
+def _diagnose(placement: Placement) -> PreflightReport:
     nodes = [node for node in ray.nodes() if node["Alive"]]
     chosen = nodes * 2 if len(nodes) == 1 else nodes
     actors = [_start(node["NodeID"]) for node in chosen]
@@ -51,15 +55,14 @@ def _diagnose() -> PreflightReport:
     if not started.members:
         return PreflightReport((), None, tuple(findings), 0.0)
     # It kills the actors, whatever happens; there is no placement group to give back.
-    spec = GroupSpec(checkpoint="", timeouts=_TIMEOUTS)
-    running = RunningGroup.assemble(
-        f"doctor {secrets.token_hex(3)}", spec, started, Reservation(None, {}, is_ours=False)
-    )
+    spec = GroupSpec(checkpoint="", placement=placement, timeouts=_TIMEOUTS)
+    nothing = Reservation(None, {}, is_ours=False)
+    running = RunningGroup.assemble(f"doctor {secrets.token_hex(3)}", spec, started, nothing, files=ModelFiles(""))
     supervisor = running.client.supervisor
     preflight = Preflight(running.client, thorough=True)
     preflight.add(findings)
     try:
-        supervisor.open_lines()
+        supervisor.connect_ranks(placement.port_range)
         preflight.nodes(with_gpus=True)
         rendezvous(running)
         preflight.link()

@@ -52,7 +52,7 @@ def launch(spec: GroupSpec) -> RunningGroup:
     running = _place(spec, opened.base, world_size, device_type)
     supervisor = running.client.supervisor
     try:
-        supervisor.open_lines()
+        supervisor.connect_ranks(spec.placement.port_range)
         preflight = Preflight(running.client) if spec.preflight else None
         if preflight is not None:
             preflight.nodes()
@@ -120,7 +120,8 @@ def rendezvous(running: RunningGroup, blueprints: Mapping[int, Blueprint] | None
     client = running.client
     timeouts, ranks = client.timeouts, client.ranks
     deadline_s = timeouts.rendezvous_s + _GRACE_S
-    hosts = [(ranks[0].node_ip, timeouts.rendezvous_s), *[(None, 0.0)] * (len(ranks) - 1)]
+    here = (ranks[0].node_ip, timeouts.rendezvous_s, running.spec.placement.port_range)
+    hosts = [here, *[(None, 0.0, None)] * (len(ranks) - 1)]
     address = client.submit_each("serve_store", hosts, deadline_s=deadline_s).result()
     places = [
         Assignment(

@@ -72,7 +72,7 @@ def attach(name: str, timeouts: Timeouts | None) -> RunningGroup:
     supervisor = running.client.supervisor
     supervisor.started()
     try:
-        supervisor.open_lines()
+        supervisor.connect_ranks(spec.placement.port_range)
         has_optimizer = _settle(running.client)
     except (KeyboardInterrupt, RendezvousError):  # this driver's own trouble; another may have the group
         supervisor.detach()

@@ -92,7 +92,7 @@ def _fill(running: RunningGroup, sources: Mapping[int, int], checkpoint: bytes) 
     silent = probe_all(members, "accept_epoch", members[0].epoch, within_s=_ANSWER_S).silent
     if silent:
         raise GroupError(f"{client.supervisor.name}: rank {min(silent)} {silent[min(silent)]}")
-    client.supervisor.open_lines()
+    client.supervisor.connect_ranks(spec.placement.port_range)
     if spec.preflight:
         Preflight(client).nodes()  # a new rank may be on a node that the group was not on
     blueprint = Blueprint(spec.model, checkpoint, spec.sharding, spec.loading)

@@ -1,8 +1,9 @@
 """What crosses between driver and rank: packed values, messages, connections, the event loop that serves them."""
 
-from raysharding.group.rpc.connection import RankLine
-from raysharding.group.rpc.driver_connections import Lines, open_lines
-from raysharding.group.rpc.event_loop import Events, Future, is_supervision_thread, refuse_to_wait
+from raysharding.group.rpc.connection import Connection, connect_to_driver
+from raysharding.group.rpc.driver_connections import DriverConnections
+from raysharding.group.rpc.event_loop import EventLoop, Future, is_supervision_thread, refuse_to_wait
+from raysharding.group.rpc.handshakes import accept_ranks
 from raysharding.group.rpc.messages import (
     COMMAND_BYTES,
     NEXT_STEP,
@@ -31,14 +32,14 @@ __all__ = [
     "RESULT_BYTES",
     "AsValue",
     "Command",
-    "Events",
+    "Connection",
+    "DriverConnections",
+    "EventLoop",
     "Future",
-    "Lines",
     "Mode",
     "OutputMode",
     "Packed",
     "Progress",
-    "RankLine",
     "RemoteError",
     "Response",
     "SaveStatus",
@@ -46,11 +47,12 @@ __all__ = [
     "Stacks",
     "Stage",
     "StateChange",
+    "accept_ranks",
+    "connect_to_driver",
     "in_step",
     "is_supervision_thread",
     "number_of",
     "one_model",
-    "open_lines",
     "pack",
     "pack_batches",
     "pack_same",

@@ -1,14 +1,14 @@
-"""`Events`: what has happened to a group, in one queue, and the one thread that acts on it.
+"""`EventLoop`: the thread on which everything that happens to a group is handled.
 
-Note [One queue]: everything that happens (a call is submitted, a rank finishes, raises, dies, answers a question)
-becomes an event in one queue, and only the supervision thread acts on events. So there is one order of events, the
-first failure is the first event, and no lock guards the state machine. What comes over a rank's line is put in by the
-thread itself, which waits at all lines and at the queue at once; the rest by Ray's futures, which fire while ranks are
-idle too, because each actor's `lifetime` call is outstanding as long as the actor lives.
+Note [One thread]: whatever happens (a call is submitted, a rank responds, raises, dies, answers a question) becomes a
+callback in one queue, and only the loop's thread runs callbacks. So events are in one order, the first failure is the
+first event, and the state machine needs no lock. The thread waits for all connections and for the queue at once;
+messages from ranks are queued by the thread itself, the rest by Ray's futures, which complete while ranks are idle,
+too, because each actor's `lifetime` call is pending as long as the actor lives.
 
-It is a thread of its own, not the one that waits for a call, though that would save each call two hand-overs: where the
-program has a signal handler that raises (an alarm, a third Ctrl-C), Python raises in the main thread anywhere, and so
-might leave the state machine between two states.
+The loop has its own thread instead of running in one that waits for a call, though that would save each call two thread
+switches: where the program has a signal handler that raises (an alarm, a third Ctrl-C), Python raises in the main
+thread at any instruction, and might leave the state machine between two states.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from typing import Any
 from raysharding.errors import GroupError
 
 Future = concurrent.futures.Future[Any]
-"""What ends when a rank has answered, or is gone: made by Ray for an object of the ranks."""
+"""Completes when a rank has answered or is gone: of a Ray object that a rank returns."""
 
 
 class _SupervisionThread(threading.Thread):
-    """The thread of some group's `Events`."""
+    """The thread of some group's `EventLoop`."""
 
 
 def is_supervision_thread() -> bool:
-    """Whether this is the thread of some group's `Events`, on which callbacks of calls run."""
+    """Return True on the thread of any group's `EventLoop`, where callbacks of calls run."""
     return isinstance(threading.current_thread(), _SupervisionThread)
 
 
 def refuse_to_wait(what: str) -> None:
-    """Refuse a wait on a supervision thread, where callbacks of calls run: what ends the wait would be an event.
+    """Refuse to wait on a supervision thread, where callbacks of calls run: the awaited event would be handled there.
 
-    Of any group: the others' calls would wait for this one's.
+    This includes other groups' threads: the calls of those groups would wait for this one's.
 
     Args:
         what: What would wait, for the error.
@@ -59,122 +59,118 @@ def refuse_to_wait(what: str) -> None:
         )
 
 
-class Events:
-    """The queue and its thread, which ends with `close`.
+class EventLoop:
+    """A queue of callbacks and the thread that runs them, until `stop`.
 
-    All methods but `act`, `attend` and `leave` are for any thread; those are for events.
+    Any thread may call any method but `register`, `unregister` and `run_once`, which are for callbacks.
     """
 
     def __init__(
-        self, name: str, patience: Callable[[], float], tick: Callable[[], None], failed: Callable[[Exception], None]
+        self,
+        name: str,
+        timeout: Callable[[], float],
+        on_timeout: Callable[[], None],
+        on_error: Callable[[Exception], None],
     ) -> None:
-        """Nothing runs before `start`.
+        """Create the loop; nothing runs before `start`.
 
         Args:
             name: The thread's.
-            patience: Asked before each wait: seconds until something is due, whatever happens.
-            tick: Run when they have passed.
-            failed: Run before the thread ends by an exception of its own, which would hang every caller in silence.
+            timeout: Called before each wait: the longest time in seconds to wait for an event.
+            on_timeout: Called when the wait timed out.
+            on_error: Called if a callback raises, which ends the thread; without it every caller would hang.
         """
         self._queue: collections.deque[Callable[[], None]] = collections.deque()
-        self._bell, self._button = socket.socketpair()
-        self._bell.setblocking(False)
-        self._button.setblocking(False)
+        self._wakeup_receiver, self._wakeup_sender = socket.socketpair()
+        self._wakeup_receiver.setblocking(False)
+        self._wakeup_sender.setblocking(False)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._bell, selectors.EVENT_READ, self._on_bell)
-        self._patience = patience
-        self._tick = tick
-        self._failed = failed
-        self._closed = threading.Event()
+        self._selector.register(
+            self._wakeup_receiver, selectors.EVENT_READ, lambda: self._wakeup_receiver.recv(1 << 10)
+        )
+        self._timeout = timeout
+        self._on_timeout = on_timeout
+        self._on_error = on_error
+        self._stopped = threading.Event()
         self._ended = threading.Event()
-        # Not by the thread at its end: another may be about to ring.
-        weakref.finalize(self, self._button.close)
-        self._thread = _SupervisionThread(target=self._loop, name=name, daemon=True)
+        # Not closed by the thread at its end: another thread may be about to send.
+        weakref.finalize(self, self._wakeup_sender.close)
+        self._thread = _SupervisionThread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
 
-    def put(self, event: Callable[[], None]) -> None:
-        """Have `event` run on the thread, after all that was put before; it must not wait for long."""
-        self._queue.append(event)
-        with contextlib.suppress(OSError):  # it has been rung often enough, or nobody is there any more
-            self._button.send(b"\0")
+    def call_soon(self, callback: Callable[[], None]) -> None:
+        """Run a callback on the thread, after those queued before it; it must not block for long."""
+        self._queue.append(callback)
+        with contextlib.suppress(OSError):  # enough wake-ups are pending, or the thread has ended
+            self._wakeup_sender.send(b"\0")
 
-    def watch(self, future: Future, then: Callable[[Future], None]) -> None:
-        """Turn the end of `future`, well or not, into an event."""
-        future.add_done_callback(lambda future: self.put(partial(then, future)))
+    def add_future(self, future: Future, callback: Callable[[Future], None]) -> None:
+        """Run `callback(future)` on the thread when the future completes."""
+        future.add_done_callback(lambda future: self.call_soon(partial(callback, future)))
 
-    def attend(self, connection: socket.socket, then: Callable[[], None], *, wants_room: bool = False) -> None:
-        """Turn what arrives at a connection into events, which have to take it in.
+    def register(self, sock: socket.socket, callback: Callable[[], None], *, wants_write: bool = False) -> None:
+        """Run a callback whenever a socket is ready, which it must then read from. May be called again to change it.
 
         Args:
-            connection: A socket that does not block.
-            then: The event.
-            wants_room: Whether room to send is one, too; may be asked for later, and no more.
+            sock: Does not block.
+            callback: The callback.
+            wants_write: Whether to run it when the socket is writable, too.
         """
-        mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if wants_room else 0)
-        key = self._selector.get_map().get(connection)
-        event = partial(self._queue.append, then)
+        mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if wants_write else 0)
+        key = self._selector.get_map().get(sock)
+        enqueue = partial(self._queue.append, callback)
         if key is None:
-            self._selector.register(connection, mask, event)
+            self._selector.register(sock, mask, enqueue)
         elif key.events != mask:
-            self._selector.modify(connection, mask, event)
+            self._selector.modify(sock, mask, enqueue)
 
-    def leave(self, connection: socket.socket) -> None:
-        """Attend to a connection no more."""
-        self._selector.unregister(connection)
+    def unregister(self, sock: socket.socket) -> None:
+        """Stop watching a socket."""
+        self._selector.unregister(sock)
 
-    def act(self, timeout_s: float) -> bool:
-        """Act on the next event, if one comes in time, and return whether one did. For an event that has to wait, too.
+    def run_once(self, timeout_s: float) -> bool:
+        """Run the next callback; return False if none came in time. A callback that has to wait may call this, too.
 
-        No event outlives it here: what it holds of Ray's objects would be freed when the next one comes, and where
-        that is one of Ray's shutdown, Ray ends the program (Ray 2.60).
+        No reference to the callback is kept until the next one: Ray's objects in it would be freed only then, and
+        where Ray is being shut down, that aborts the program (Ray 2.60).
         """
-        event = self._next(timeout_s)
-        if event is None:
-            return False
-        event()
-        return True
-
-    def close(self) -> None:
-        """End the thread after the event that runs; later events are not acted on."""
-        self._closed.set()
-
-    def is_closed(self) -> bool:
-        """Whether nobody acts on events any more."""
-        return self._closed.is_set()
-
-    def wait_closed(self, timeout_s: float) -> bool:
-        """Wait until the thread has ended; return whether it has."""
-        return self._ended.wait(timeout_s)
-
-    def _on_bell(self) -> None:
-        self._bell.recv(1 << 10)
-
-    def _next(self, timeout_s: float) -> Callable[[], None] | None:
-        """Take the next event out of the queue; `None` where there was none in time."""
-        until = time.monotonic() + timeout_s
+        deadline = time.monotonic() + timeout_s
         while not self._queue:
-            ready = self._selector.select(max(0.0, until - time.monotonic()))
+            ready = self._selector.select(max(0.0, deadline - time.monotonic()))
             if not ready:
-                return None
+                return False
             for key, _ in ready:
                 key.data()
-        return self._queue.popleft()
+        self._queue.popleft()()
+        return True
 
-    def _loop(self) -> None:
+    def stop(self) -> None:
+        """End the thread after the current callback; later ones do not run."""
+        self._stopped.set()
+
+    def is_stopped(self) -> bool:
+        """Return True if no further callback runs."""
+        return self._stopped.is_set()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the thread to end; return True if it has."""
+        return self._ended.wait(timeout_s)
+
+    def _run(self) -> None:
         try:
-            while not self._closed.is_set():
-                if not self.act(self._patience()):
-                    self._tick()
+            while not self._stopped.is_set():
+                if not self.run_once(self._timeout()):
+                    self._on_timeout()
         except Exception as error:
             try:
-                self._failed(error)
+                self._on_error(error)
             finally:
-                self._closed.set()
+                self._stopped.set()
             raise
         finally:
             self._selector.close()
-            self._bell.close()
+            self._wakeup_receiver.close()
             self._ended.set()

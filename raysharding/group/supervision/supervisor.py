@@ -16,7 +16,7 @@ from raysharding.errors import CallCancelledError, GroupBrokenError, GroupError
 from raysharding.group.calls import DeferredInterrupts, MaskedInterrupts, Stopping
 from raysharding.group.cluster import GCS_GONE_S, GcsMonitor, Lifetime, gcs_address, tell
 from raysharding.group.ranks import Member
-from raysharding.group.rpc import Events, Future, Lines, open_lines, refuse_to_wait, taken_over
+from raysharding.group.rpc import DriverConnections, EventLoop, Future, accept_ranks, refuse_to_wait, taken_over
 from raysharding.group.supervision import failures
 from raysharding.group.supervision.call_runner import CallRunner
 from raysharding.group.supervision.group_state import GroupState, GroupStatus
@@ -66,27 +66,31 @@ class Supervisor:
         lease_s = lifetime.lease_s if is_loaded else lifetime.starting_lease_s
         self._lease_renewal = LeaseRenewal(members, lease_s, self._teardown.has_ray)
         self._gcs_monitor = GcsMonitor(gcs_address())
-        self._events = Events(f"supervise {name}", self._patience, self._tick, self._on_failed)
+        self._loop = EventLoop(f"supervise {name}", self._patience, self._tick, self._on_failed)
         replicas = Replicas(len(members), len(members)) if replicas is None else replicas
         self.survivors = Survivors(replicas, timeouts.keep_s)
-        self._lines = Lines(self._events, lambda *heard: self._runner.hear(*heard), self.has_ray)
+        self._connections = DriverConnections(self._loop, lambda *heard: self._runner.hear(*heard), self.has_ray)
         self._unreachable: dict[int, str] = {}
         self._runner = CallRunner(name, members, timeouts, self.survivors, self)
         self._waiting = WaitingCalls()
         for rank, member in enumerate(members):
-            self._events.watch(member.actor.lifetime.remote(member.epoch).future(), partial(self._on_lifetime, rank))
-        self._events.start()
+            self._loop.add_future(member.actor.lifetime.remote(member.epoch).future(), partial(self._on_lifetime, rank))
+        self._loop.start()
         close_at_exit(self)
 
-    def open_lines(self) -> None:
+    def connect_ranks(self, port_range: tuple[int, int] | None) -> None:
         """Have the ranks connect to this process: no call goes out before. At most `Timeouts.rendezvous_s`.
 
+        Args:
+            port_range: See `Placement`.
+
         Raises:
-            RendezvousError: A rank cannot reach this process, or did not in time.
+            RendezvousError: No port is free, or a rank cannot reach this process or did not in time.
             GroupError: A rank is gone, or the group was stopped meanwhile.
         """
-        opened = open_lines(self.members, self._timeouts.rendezvous_s, self.status.refuse_if_unusable)
-        self._events.put(partial(self._lines.take, opened))
+        within_s, check = self._timeouts.rendezvous_s, self.status.refuse_if_unusable
+        connections = accept_ranks(self.members, port_range, within_s, check)
+        self._loop.call_soon(partial(self._connections.add, connections))
 
     @property
     def state(self) -> GroupState:
@@ -97,7 +101,7 @@ class Supervisor:
         """Leave STARTING: the model is loaded."""
         self.status.start()
         self._lease_renewal.change(self._lifetime.lease_s)
-        self._events.put(self._runner.note_start)
+        self._loop.call_soon(self._runner.note_start)
 
     def revive(self, silent: Collection[int] = ()) -> RecoverableState | None:
         """Leave BROKEN for STARTING where ranks were kept: they are to meet again.
@@ -129,7 +133,7 @@ class Supervisor:
             why: What calls get to hear, where no failure came first.
         """
         done = threading.Event()
-        self._events.put(partial(self._give_up, GroupError(f"{self.name}: {why}"), done))
+        self._loop.call_soon(partial(self._give_up, GroupError(f"{self.name}: {why}"), done))
         done.wait(2 * _RELEASE_S)
 
     def submit(self, task: QueuedCall, check: Check | None = None) -> None:
@@ -149,7 +153,7 @@ class Supervisor:
                 self._waiting.wait_for_room(lambda: self.status.is_usable)
         with MaskedInterrupts():
             self._waiting.add(task, self.status.refuse_if_unusable, *([] if check is None else [check]))
-            self._events.put(self.advance)
+            self._loop.call_soon(self.advance)
 
     def interrupt_soon(self, source: str) -> Stopping:
         """Cancel the calls in the queue, in the supervision's own time; a group that is still STARTING breaks.
@@ -161,7 +165,7 @@ class Supervisor:
             Ends when the call that runs now has ended; its value is the number of cancelled calls.
         """
         stopping = Stopping()
-        self._events.put(partial(self._interrupt, source, stopping))
+        self._loop.call_soon(partial(self._interrupt, source, stopping))
         return stopping
 
     def wait_stopped(self, stopping: Stopping, timeout_s: float | None = None) -> None:
@@ -172,7 +176,7 @@ class Supervisor:
         """
         until = math.inf if timeout_s is None else time.monotonic() + timeout_s
         # A supervision that has ended acts on no event any more.
-        while not stopping.done() and not self._events.is_closed():
+        while not stopping.done() and not self._loop.is_stopped():
             left = until - time.monotonic()
             if left <= 0:
                 raise TimeoutError(f"{self.name}: the running call has not ended after {timeout_s:g} s; it still runs")
@@ -180,16 +184,16 @@ class Supervisor:
 
     def abandon_soon(self, reason: str) -> None:
         """Stop the ranks, whatever they do; the group is BROKEN. `reason` says on whose wish."""
-        self._events.put(partial(self._abandon, reason))
+        self._loop.call_soon(partial(self._abandon, reason))
 
     def shutdown(self) -> None:
         """Stop all ranks and give everything back; returns when it is, or after 20 s. May be called many times."""
         self.shut_down_soon()
-        self._events.wait_closed(2 * _RELEASE_S)
+        self._loop.join(2 * _RELEASE_S)
 
     def shut_down_soon(self) -> None:
         """Begin `shutdown` without waiting for its end."""
-        self._events.put(self._close)
+        self._loop.call_soon(self._close)
 
     def detach(self) -> None:
         """End the supervision and leave the ranks as they are, for another driver."""
@@ -207,19 +211,19 @@ class Supervisor:
 
     def dropped_soon(self) -> None:
         """The group's object is gone: shut down, but for a named group, which this driver goes on to keep alive."""
-        self._events.put(self._drop)
+        self._loop.call_soon(self._drop)
 
     def _on_failed(self, error: Exception) -> None:
         try:
             self.break_group([], GroupError(f"{self.name}: supervision failed: {type(error).__name__}: {error}"))
         finally:
             self.status.is_closing = True
-            self._lines.close()
+            self._connections.close()
 
     def _patience(self) -> float:
         """Seconds until something is due."""
         run = self._runner.run
-        longest_s = max(0.0, min(_TICK_S, self._lines.patience_s()))
+        longest_s = max(0.0, min(_TICK_S, self._connections.seconds_to_unreachable()))
         if run is None:
             return min(longest_s, self.survivors.left_s) if self.survivors.is_kept else longest_s
         return min(longest_s, max(0.0, run.due - time.monotonic()))
@@ -230,11 +234,11 @@ class Supervisor:
 
     def watch(self, future: Future, then: Callable[[Future], None]) -> None:
         """Have `then(future)` called on this group's supervision thread when the future ends."""
-        self._events.watch(future, then)
+        self._loop.add_future(future, then)
 
     def send(self, rank: int, frame: bytes) -> bool:
         """Send a rank a frame; return True if it is within reach."""
-        return self._lines.send(rank, frame)
+        return self._connections.send(rank, frame)
 
     def has_ray(self) -> bool:
         """Return True if Ray is there yet; else break the group. On the supervision thread, as all that follows."""
@@ -291,7 +295,7 @@ class Supervisor:
 
     def _stop_unreachable(self) -> None:
         """A rank that cannot be reached any more is lost: it is stopped, and Ray tells of its death."""
-        for rank, error in self._lines.out_of_reach().items():
+        for rank, error in self._connections.pop_unreachable().items():
             if rank not in self.survivors.dead:
                 self._unreachable[rank] = f"; its connection to the driver had broken before: {error}"
                 self._teardown.stop_some([rank])
@@ -360,7 +364,7 @@ class Supervisor:
     def _taken_over(self) -> None:
         """Leave the ranks to the driver that has attached to them, or to the supervision that follows this one."""
         self._teardown.let_go()
-        self._lines.close()  # the ranks hang up, which says nothing of them
+        self._connections.close()  # the ranks close them, which says nothing of the ranks
         if self.status.is_usable and not self.status.is_restarting:
             self.break_group([], taken_over(self.name))
             if self.status.is_dropped:
@@ -387,15 +391,15 @@ class Supervisor:
                 self._leave()
             self._stop_all()
         finally:
-            self._lines.close()
-            self._events.close()
+            self._connections.close()
+            self._loop.stop()
 
     def _leave(self) -> None:
         """Let idle ranks leave the process group; those that do not within 2 s are stopped all the same."""
         self._runner.leave()
         until = time.monotonic() + _LEAVE_S
         while self._runner.leaving - self.survivors.dead and time.monotonic() < until:
-            self._events.act(0.1)
+            self._loop.run_once(0.1)
 
     def _give_up(self, error: GroupError, done: threading.Event) -> None:
         try:
@@ -425,4 +429,4 @@ class Supervisor:
         self._stop()
         until = time.monotonic() + _RELEASE_S
         while self._has_ranks() and time.monotonic() < until:
-            self._events.act(0.1)
+            self._loop.run_once(0.1)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import random
+import re
 import resource
 import secrets
 import socket
@@ -18,14 +20,15 @@ import pytest
 import ray
 import torch
 
-from raysharding import GroupBrokenError, GroupError, RendezvousError, ShardedModelGroup
-from raysharding.distributed.comm.rendezvous import listen
+from raysharding import GroupBrokenError, GroupError, Placement, RendezvousError, ShardedModelGroup
+from raysharding.cli import main
+from raysharding.distributed.comm.rendezvous import listen, serve_store
 from raysharding.group import GroupState
 from raysharding.group.actors.actor import REMOTE_RANK_ACTOR
 from raysharding.group.actors.work_thread import WorkThread
 from raysharding.group.ranks import Member, RankInfo
-from raysharding.group.rpc.connection import GREETING_BYTES, KEY_BYTES, Line, RankLine, greeting
-from raysharding.group.rpc.driver_connections import MAX_STRANGERS, _Door, _still_asked
+from raysharding.group.rpc.connection import HANDSHAKE_BYTES, KEY_BYTES, Connection, connect_to_driver, handshake
+from raysharding.group.rpc.handshakes import MAX_PENDING, Handshakes, _pending
 from tests.conftest import make_group, make_mlp
 from tests.group.recovery.hsdp import Copied, kill_idle, make_hsdp
 from tests.spawn import run_ranks
@@ -40,13 +43,13 @@ def listener() -> Iterator[socket.socket]:
 
 
 @pytest.fixture
-def ends(listener: socket.socket) -> Iterator[tuple[Line, RankLine]]:
-    """A driver's end and a rank's."""
+def ends(listener: socket.socket) -> Iterator[tuple[Connection, Connection]]:
+    """The driver's end and a rank's."""
     key = secrets.token_bytes(KEY_BYTES)
-    there = RankLine(listener.getsockname(), key, 5.0)
-    connection, _ = listener.accept()
-    assert connection.recv(GREETING_BYTES) == greeting(key)
-    here = Line(connection, key)
+    there = connect_to_driver(listener.getsockname(), key, 5.0)
+    sock, _ = listener.accept()
+    assert sock.recv(HANDSHAKE_BYTES) == handshake(key)
+    here = Connection(sock, key, is_driver=True)
     yield here, there
     here.close()
     there.close()
@@ -59,12 +62,17 @@ def wait_for(is_so: Callable[[], bool], seconds: float = 10.0) -> None:
         time.sleep(0.01)
 
 
-def test_frames_arrive_whole_and_in_order_and_the_driver_never_waits(ends: tuple[Line, RankLine]) -> None:
+def test_messages_arrive_whole_and_in_order_and_the_driver_never_waits(ends: tuple[Connection, Connection]) -> None:
     here, there = ends
     sent = [b"", b"x", secrets.token_bytes(3 << 20), secrets.token_bytes(8 << 20), b"last"]
     assert not [here.send(data) for data in sent][-1], "the kernel took 11 MB that nobody read"
     heard: list[bytes] = []
-    reading = threading.Thread(target=lambda: heard.extend(there.receive() for _ in sent), daemon=True)
+
+    def read() -> None:
+        while len(heard) < len(sent):
+            heard.extend(there.receive())
+
+    reading = threading.Thread(target=read, daemon=True)
     reading.start()
     wait_for(here.flush)
     reading.join(10.0)
@@ -83,26 +91,26 @@ def test_frames_arrive_whole_and_in_order_and_the_driver_never_waits(ends: tuple
     assert here.receive() == []
 
 
-def receive(line: Line) -> list[bytes]:
+def receive(connection: Connection) -> list[bytes]:
     until = time.monotonic() + 10.0
-    while not (found := line.receive()):
+    while not (found := connection.receive()):
         assert time.monotonic() < until
         time.sleep(0.01)
     return found
 
 
 def captured(listener: socket.socket, key: bytes, *sent: bytes) -> tuple[bytes, list[bytes]]:
-    """What a rank says on the wire: greeting and frames."""
-    there = RankLine(listener.getsockname(), key, 5.0)
-    with listener.accept()[0] as connection:
-        connection.settimeout(5.0)
-        said = connection.recv(GREETING_BYTES)
-        frames = []
+    """What a rank sends on the wire: handshake and messages."""
+    there = connect_to_driver(listener.getsockname(), key, 5.0)
+    with listener.accept()[0] as sock:
+        sock.settimeout(5.0)
+        said = sock.recv(HANDSHAKE_BYTES)
+        messages = []
         for data in sent:
             there.send(data)
-            frames.append(connection.recv(1 << 16))
+            messages.append(sock.recv(1 << 16))
     there.close()
-    return said, frames
+    return said, messages
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
@@ -112,48 +120,46 @@ def pair() -> tuple[socket.socket, socket.socket]:
 
 
 @pytest.mark.parametrize("forge", ["changed", "repeated", "left out", "other key", "own words"])
-def test_what_the_other_end_did_not_sign_ends_the_line(listener: socket.socket, forge: str) -> None:
-    key, data = secrets.token_bytes(KEY_BYTES), [b"first frame", b"second frame"]
+def test_what_the_other_end_did_not_sign_closes_the_connection(listener: socket.socket, forge: str) -> None:
+    key, data = secrets.token_bytes(KEY_BYTES), [b"first message", b"second message"]
     _, (first, second) = captured(listener, key, *data)
     mine, theirs = pair()
-    line = Line(theirs, secrets.token_bytes(KEY_BYTES) if forge == "other key" else key)
+    connection = Connection(theirs, secrets.token_bytes(KEY_BYTES) if forge == "other key" else key, is_driver=True)
     spoiled = bytearray(first)
     spoiled[-1] ^= 1
     said = {"changed": bytes(spoiled), "repeated": first + first, "left out": second, "other key": first}
-    if forge == "own words":  # what the driver said itself
-        line.send(b"an order")
+    if forge == "own words":  # what the driver itself has sent
+        connection.send(b"a command")
         said[forge] = mine.recv(1 << 16)
     with mine:
         mine.sendall(said[forge])
         with pytest.raises(ConnectionAbortedError, match="did not sign"):
-            wait_for(lambda: line.receive() is None)
-    line.close()
+            wait_for(lambda: connection.receive() is None)
+    connection.close()
 
 
 def test_strangers_do_not_get_in_and_hold_nobody_up(listener: socket.socket) -> None:
     key = secrets.token_bytes(KEY_BYTES)
     strangers = [socket.create_connection(listener.getsockname()) for _ in range(4)]
     strangers[0].sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(64))
-    strangers[1].sendall(secrets.token_bytes(GREETING_BYTES))
-    strangers[2].sendall(b"half a greeting")
+    strangers[1].sendall(secrets.token_bytes(HANDSHAKE_BYTES))
+    strangers[2].sendall(b"half a handshake")
     strangers[3].close()
-    waiting = {greeting(key): 7}
-    with _Door(listener) as door:
-        guest = RankLine(listener.getsockname(), key, 5.0)
+    with Handshakes(listener, [secrets.token_bytes(KEY_BYTES), key]) as handshakes:
+        guest = connect_to_driver(listener.getsockname(), key, 5.0)
         begun = time.monotonic()
-        while waiting:
-            door.admit(waiting, 0.1)
+        while 1 in handshakes.missing.values():
+            handshakes.poll(0.1)
             assert time.monotonic() - begun < 5.0
-        found = door.take()
-        assert list(found) == [7]
-        again = RankLine(listener.getsockname(), key, 5.0)  # a greeting is good for once
+        found = handshakes.take()
+        assert list(found) == [1]
+        again = connect_to_driver(listener.getsockname(), key, 5.0)  # a key is good for one connection
         for _ in range(5):
-            door.admit(waiting, 0.05)
-        assert door.take() == {}
-    line = Line(found[7], key)
+            handshakes.poll(0.05)
+        assert handshakes.take() == {}
     guest.send(b"hello")
-    assert receive(line) == [b"hello"]
-    for one in (guest, again, line):
+    assert receive(found[1]) == [b"hello"]
+    for one in (guest, again, found[1]):
         one.close()
     for stranger in strangers:
         stranger.close()
@@ -185,22 +191,22 @@ def let_in_without_descriptors() -> None:
     with listen("127.0.0.1") as listener:
         key = secrets.token_bytes(KEY_BYTES)
         strangers = [socket.create_connection(listener.getsockname()) for _ in range(200)]
-        guest = RankLine(listener.getsockname(), key, 5.0)
-        waiting = {greeting(key): 7}
-        with _Door(listener) as door:
+        guest = connect_to_driver(listener.getsockname(), key, 5.0)
+        with Handshakes(listener, [key]) as handshakes:
             with descriptors_used_up() as taken:
                 begun, worked = time.monotonic(), time.process_time()
                 while time.monotonic() - begun < 1.0:
-                    door.admit(waiting, 0.1)
+                    handshakes.poll(0.1)
                 assert time.process_time() - worked < 0.5, "it spins"
-                assert "Too many open files" in str(door.error)
+                assert "Too many open files" in str(handshakes.error)
                 for _ in range(4):
                     os.close(taken.pop())
-                while waiting:
-                    door.admit(waiting, 0.1)
+                while handshakes.missing:
+                    handshakes.poll(0.1)
                     assert time.monotonic() - begun < 10.0
-            assert list(door.take()) == [7]
+            [connection] = handshakes.take().values()
         guest.close()
+        connection.close()
         for stranger in strangers:
             stranger.close()
 
@@ -208,12 +214,12 @@ def let_in_without_descriptors() -> None:
 def test_strangers_are_few_and_do_not_stay(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     strangers = [socket.create_connection(listener.getsockname()) for _ in range(200)]
     before = psutil.Process().num_fds()
-    with _Door(listener) as door:
+    with Handshakes(listener, []) as handshakes:
         for _ in range(200):
-            door.admit({}, 0.1)
-        assert psutil.Process().num_fds() - before <= MAX_STRANGERS + 2
-        monkeypatch.setattr("raysharding.group.rpc.driver_connections.GREETING_S", 0.0)
-        door.admit({}, 0.1)
+            handshakes.poll(0.1)
+        assert psutil.Process().num_fds() - before <= MAX_PENDING + 2
+        monkeypatch.setattr("raysharding.group.rpc.handshakes.HANDSHAKE_S", 0.0)
+        handshakes.poll(0.1)
         assert psutil.Process().num_fds() - before <= 2
     for stranger in strangers:
         stranger.close()
@@ -226,18 +232,89 @@ def test_the_driver_listens_only_while_its_ranks_come(checkpoint: Path, monkeypa
         return {(one.laddr.ip, one.laddr.port) for one in found if one.status == psutil.CONN_LISTEN}
 
     seen = []
-    admit = _Door.admit
+    poll = Handshakes.poll
 
-    def look_and_admit(door: _Door, waiting: dict[bytes, int], timeout_s: float) -> None:
+    def look_and_poll(handshakes: Handshakes, timeout_s: float) -> None:
         seen.append(listening())
-        admit(door, waiting, timeout_s)
+        poll(handshakes, timeout_s)
 
-    monkeypatch.setattr(_Door, "admit", look_and_admit)
+    monkeypatch.setattr(Handshakes, "poll", look_and_poll)
     before = listening()
     with make_group(checkpoint):
         assert listening() == before
     hosts = {host for host, _ in seen[0] - before}
     assert hosts == {ray.nodes()[0]["NodeManagerAddress"]}, "one address, not all"
+
+
+@contextlib.contextmanager
+def taken(num_ports: int) -> Iterator[list[socket.socket]]:
+    """Listen on consecutive ports; closing a listener frees its port."""
+    with contextlib.ExitStack() as stack:
+        listeners: list[socket.socket] = []
+        while len(listeners) < num_ports:
+            first = random.randrange(10_000, 30_000)  # below those that the kernel chooses
+            stack.close()
+            with contextlib.suppress(OSError):
+                opened = (socket.create_server((own_address(), port)) for port in range(first, first + num_ports))
+                listeners = [stack.enter_context(listener) for listener in opened]
+        yield listeners
+
+
+def own_address() -> str:
+    return str(ray.nodes()[0]["NodeManagerAddress"])
+
+
+def listening(process: psutil.Process) -> set[int]:
+    return {one.laddr.port for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN}
+
+
+@pytest.mark.usefixtures("cluster")
+def test_the_driver_and_the_store_listen_in_the_port_range(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: set[int] = set()
+    poll = Handshakes.poll
+
+    def look_and_poll(handshakes: Handshakes, timeout_s: float) -> None:
+        seen.update(listening(psutil.Process()))
+        poll(handshakes, timeout_s)
+
+    def fail_alone() -> None:
+        import torch.distributed as dist
+
+        if dist.get_rank() == 1:
+            raise ValueError("on rank 1")
+        dist.barrier()  # which rank 1 does not enter: the driver ends it
+
+    monkeypatch.setattr(Handshakes, "poll", look_and_poll)
+    with taken(3) as listeners:
+        ports = [listener.getsockname()[1] for listener in listeners]
+        for listener in listeners[1:]:
+            listener.close()
+        before = listening(psutil.Process())
+        with make_group(checkpoint, placement=Placement(port_range=(ports[0], ports[-1]))) as group:
+            assert seen - before == {ports[1]}, "the first one that is free"
+            rank_0 = psutil.Process(group.ranks[0].pid)
+            assert listening(rank_0) & set(ports) == {ports[1]}, (
+                "the driver listens no more, and the store took its port"
+            )
+            with pytest.raises(GroupError, match="rank 1 raised"):
+                group.call(fail_alone)
+            assert group.restart().how == "in place"
+            assert ports[2] in listening(rank_0), "the old store was still open"
+            assert group.call(max, 1, 2) == [2, 2]
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_port_range_that_is_full_is_the_error(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with taken(2) as listeners:
+        first, last = (listener.getsockname()[1] for listener in listeners)
+        said = rf"the driver cannot listen on .*: every port from {first} to {last} is taken; give Placement.port_range"
+        with pytest.raises(RendezvousError, match=said):
+            make_group(checkpoint, placement=Placement(port_range=(first, last)))
+        assert main(["doctor", "--port-range", f"{first}-{last}"]) == 1
+        assert re.search(said, capsys.readouterr().out)
+        with pytest.raises(RendezvousError, match="rank 0 cannot listen") as caught:
+            serve_store(own_address(), timeout_s=5.0, port_range=(first, last))
+        assert caught.value.missing_ranks == (0,)
 
 
 @pytest.mark.usefixtures("cluster")
@@ -250,34 +327,34 @@ def test_a_rank_that_cannot_reach_the_driver_is_named() -> None:
         ray.wait([ref], timeout=30.0)
         member = Member(RankInfo(3, "node", "10.0.0.3", 1, 0, "cpu"), actor, 0)
         with pytest.raises(RendezvousError, match=rf"rank 3 on 10.0.0.3 .* 127.0.0.1:{address[1]}: ConnectionRefused"):
-            _still_asked({ref: member}, address)
+            _pending({ref: member}, address)
     finally:
         ray.kill(actor, no_restart=True)
 
 
-def hang_up_soon() -> Callable[[], None]:
-    """A function that breaks rank 1's line after a while, and pickles by value."""
+def disconnect_soon() -> Callable[[], None]:
+    """A function that breaks rank 1's connection after a while, and pickles by value."""
 
-    def hang_up() -> None:
+    def disconnect() -> None:
         import gc
         import threading
 
         import torch.distributed as dist
 
-        from raysharding.group.rpc.connection import RankLine
+        from raysharding.group.rpc.connection import Connection
 
         if dist.get_rank() == 1:
-            [line] = [one for one in gc.get_objects() if isinstance(one, RankLine)]
-            threading.Timer(0.5, line.hang_up).start()
+            [connection] = [one for one in gc.get_objects() if isinstance(one, Connection)]
+            threading.Timer(0.5, connection.shutdown).start()
 
-    return hang_up
+    return disconnect
 
 
 @pytest.mark.usefixtures("nothing_left")
 def test_a_rank_that_lives_but_cannot_be_reached_is_lost(checkpoint: Path) -> None:
-    """Its line breaks and Ray says nothing, because it is well: it is stopped, not left on its CPU."""
+    """Its connection breaks and Ray says nothing, because it is well: it is stopped, not left on its CPU."""
     with make_group(checkpoint) as group:
-        group.call(hang_up_soon())
+        group.call(disconnect_soon())
         time.sleep(0.7)
         begun = time.monotonic()
         with pytest.raises(GroupError, match="its connection to the driver had broken before") as caught:
@@ -294,7 +371,7 @@ def test_a_rank_that_lives_but_cannot_be_reached_is_lost(checkpoint: Path) -> No
 def test_a_rank_out_of_reach_is_replaced_like_a_dead_one(checkpoint: Path, tmp_path: Path) -> None:
     with make_hsdp(Copied(checkpoint, tmp_path)) as group:
         before = group.state_dict()
-        group.call(hang_up_soon())
+        group.call(disconnect_soon())
         until = time.monotonic() + 10.0
         while group.state is not GroupState.BROKEN and time.monotonic() < until:
             time.sleep(0.05)
@@ -349,7 +426,7 @@ def test_whatever_a_rank_raises_comes_back_at_once(group: ShardedModelGroup, kin
 
 @pytest.mark.usefixtures("nothing_left")
 def test_a_death_is_seen_though_a_forked_child_lives_on(checkpoint: Path) -> None:
-    """The child has copies of Ray's connections, so Ray does not see it; its copy of the line closes itself."""
+    """The child has copies of Ray's connections, so Ray does not see it; its copy of the connection closes itself."""
 
     def fork_and_die() -> int | None:
         import os
@@ -377,28 +454,28 @@ def test_a_death_is_seen_though_a_forked_child_lives_on(checkpoint: Path) -> Non
         assert time.monotonic() - begun < 4.5
 
 
-def test_a_line_of_an_earlier_driver_does_not_displace_a_later_one(listener: socket.socket) -> None:
+def test_a_connection_of_an_earlier_driver_does_not_displace_a_later_one(listener: socket.socket) -> None:
     worker = WorkThread(lambda frame, beside: b"done: " + frame)
     key = secrets.token_bytes(KEY_BYTES)
-    later = RankLine(listener.getsockname(), key, 5.0)
-    connection, _ = listener.accept()
-    connection.recv(GREETING_BYTES)
+    later = connect_to_driver(listener.getsockname(), key, 5.0)
+    sock, _ = listener.accept()
+    sock.recv(HANDSHAKE_BYTES)
     worker.obey(2, later)
-    worker.obey(1, RankLine(listener.getsockname(), key, 5.0))
-    line = Line(connection, key)
-    line.send(b"order")
-    assert receive(line) == [b"done: order"]
-    line.close()
+    worker.obey(1, connect_to_driver(listener.getsockname(), key, 5.0))
+    connection = Connection(sock, key, is_driver=True)
+    connection.send(b"command")
+    assert receive(connection) == [b"done: command"]
+    connection.close()
 
 
-def test_a_frame_that_nobody_would_send_is_not_waited_for(listener: socket.socket) -> None:
+def test_a_message_that_nobody_would_send_is_not_waited_for(listener: socket.socket) -> None:
     mine, theirs = pair()
-    line = Line(theirs, secrets.token_bytes(KEY_BYTES))
+    connection = Connection(theirs, secrets.token_bytes(KEY_BYTES), is_driver=True)
     mine.sendall((1 << 40).to_bytes(8, "big") + bytes(32))
     with pytest.raises(ConnectionAbortedError, match="was announced"):
-        wait_for(lambda: line.receive() is None)
+        wait_for(lambda: connection.receive() is None)
     mine.close()
-    line.close()
+    connection.close()
 
 
 @pytest.mark.usefixtures("cluster")
@@ -428,8 +505,8 @@ def slow_to_build(flag: str) -> Callable[[], torch.nn.Module]:
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_lines_that_are_hung_up_in_a_restart_are_no_deaths(checkpoint: Path, tmp_path: Path) -> None:
-    """The ranks obey a new supervision and hang up on the old one, which must not take that for its ranks' end."""
+def test_connections_that_are_closed_in_a_restart_are_no_deaths(checkpoint: Path, tmp_path: Path) -> None:
+    """The ranks obey a new supervision and close their connections to the old one: it must not take that for deaths."""
     flag = tmp_path / "slow"
     with make_hsdp(Copied(checkpoint, tmp_path), model=slow_to_build(str(flag))) as group:
         kill_idle(group, 1)
