@@ -273,7 +273,7 @@ def test_a_restarted_group_keeps_its_name(doomed: ShardedModelGroup, reference: 
         ({"name": "a/b"}, "name='a/b': give None, or a printable str without '/'"),
         ({"name": ""}, "name='': give None"),
         ({"name": 3}, "name=3: give None"),
-        ({"name": "x", "placement": Placement(placement_group=object())}, "with a placement group of yours"),
+        ({"name": "x", "placement": Placement(placement_group=object())}, "with a placement group of your own"),
     ],
 )
 def test_names_are_checked(checkpoint: Path, options: dict[str, Any], message: str) -> None:
