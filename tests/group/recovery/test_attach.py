@@ -137,7 +137,7 @@ def test_a_group_that_is_dropped_lives_on(lasting: tuple[int, ...], checkpoint: 
     group = ShardedModelGroup.attach("llama")
     assert tuple(group.call(os.getpid)) == lasting
     assert threading.active_count() <= threads + 1, "the supervision of a group that is gone and taken over ends"
-    with pytest.raises(ValueError, match=r"name='none': no group of that name .* groups there are: 'llama'"):
+    with pytest.raises(ValueError, match=r"name='none': no group of that name .* its groups are: 'llama'"):
         ShardedModelGroup.attach("none")
     with pytest.raises(ValueError, match=r"name='llama': a group of that name .* ShardedModelGroup.attach\('llama'\)"):
         make_group(checkpoint, name="llama")
