@@ -42,7 +42,7 @@ def test_the_head_dies(tmp_path: Path, with_rank: bool) -> None:
         hosts[0].kill()
         when, error = driver.run(jobs.failure)
         assert isinstance(error, GroupError)
-        assert f"the head of the Ray cluster at {rays.address} does not answer" in str(error)
+        assert f"the GCS (Ray's head process) at {rays.address} does not answer" in str(error)
         assert "ray.shutdown()" in str(error)
         if with_rank:
             assert error.primary is not None

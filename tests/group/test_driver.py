@@ -306,7 +306,7 @@ def test_a_placement_group_that_a_lost_driver_waited_for_is_found_and_removed(
     time.sleep(1.0)
     with Driver(standing, checkpoint, LOOKS) as looker:
         heard = looker.hear()
-    assert "no group of that name is on the cluster; groups there are: none" in heard["error"]
+    assert "no group of that name is on the cluster; its groups are: none" in heard["error"]
     assert len(heard["before"]) == 1
     assert heard["after"] == []
 

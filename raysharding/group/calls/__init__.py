@@ -1,4 +1,4 @@
-"""What the caller holds: calls, results, checks of inputs, interrupts, saves in the background, progress."""
+"""The caller's side: calls, results, input checks, interrupts, background saves, progress."""
 
 from raysharding.group.calls.background_saves import Asking, PendingSaves
 from raysharding.group.calls.call import Call, Collect, Handle, Sent, blocking, driver_handle, handle

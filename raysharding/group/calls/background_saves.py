@@ -1,4 +1,4 @@
-"""`PendingSaves`: saves that the ranks write in the background, as the driver knows of them."""
+"""`PendingSaves`: the driver's view of the saves that the ranks write in the background."""
 
 from __future__ import annotations
 
@@ -20,33 +20,37 @@ _ANSWER_S = 10.0
 
 @dataclass(frozen=True)
 class Asking:
-    """What the driver follows saves by."""
+    """The callbacks with which the driver follows a save."""
 
     ask: Callable[[int], ray.ObjectRef]
-    """Asks rank 0 for the `SaveStatus` of a save, by its number."""
+    """Requests the `SaveStatus` of a save from rank 0, by the save's number."""
     why_lost: Callable[[], str]
-    """Says why its ranks are gone; empty while they are there."""
+    """Returns why the save's ranks are gone; an empty string while the ranks are alive."""
     on_saved: Callable[[], None]
-    """Is called when it is committed, on a thread."""
+    """Called on a thread when the save is committed."""
 
 
 class PendingSaves:
-    """The failure of a save is raised once, by the next call; of several the first, with the others as notes."""
+    """Saves in progress and their failures.
+
+    The next call raises a save's failure, once. If several saves failed, the call raises the first failure, with the
+    others as notes.
+    """
 
     def __init__(self) -> None:
-        """There are none."""
+        """Begin without saves."""
         self._changed = threading.Condition()
         self._num_pending = 0
         self._moved = time.monotonic()
         self._errors: list[tuple[BegunSave, Exception]] = []
 
     def begin(self, save: BegunSave, call: Call, asking: Asking) -> None:
-        """Follow a save, from the submission of its call on.
+        """Follow a save from the submission of its call.
 
         Args:
             save: The save.
-            call: Gives its number; what that fails of is the caller's to hear.
-            asking: How it is followed.
+            call: The call that returns the save's number; the call raises its own failure in the caller.
+            asking: The callbacks that follow the save.
         """
         with self._changed:
             self._num_pending += 1
@@ -56,24 +60,24 @@ class PendingSaves:
         ).start()
 
     def raise_failed(self) -> None:
-        """Raise what a save failed of, once.
+        """Raise the failure of a save, once.
 
         Raises:
-            CheckpointError: The disk is full or failed. Other errors as well, such as of ranks that are gone.
+            CheckpointError: The disk is full or failed. Other errors are raised too, for example if ranks are gone.
         """
         with self._changed:
             errors, self._errors = [error for _, error in self._errors], []
         if errors:
             for other in errors[1:]:
-                errors[0].add_note(f"raysharding: and then, of another save: {other}")
+                errors[0].add_note(f"raysharding: another save failed as well: {other}")
             raise errors[0]
 
     def take_failed(self, paths: Collection[str], stall_s: float) -> list[Exception]:
-        """Wait for the saves under way, and return what those to some paths failed of: no call raises that any more.
+        """Wait for the saves in progress, and return the failures of saves to `paths`; no later call raises them.
 
         Args:
-            paths: Where they went.
-            stall_s: Longest time without a byte written; what fails later is raised by the next call.
+            paths: Destinations of the saves.
+            stall_s: Longest time without a byte written; the next call raises failures that come later.
         """
         with suppress(TimeoutError):
             self._wait_ended(stall_s)
@@ -83,13 +87,13 @@ class PendingSaves:
         return taken
 
     def wait(self, stall_s: float) -> None:
-        """Wait for the saves under way, and raise what one failed of.
+        """Wait for the saves in progress, and raise the failure of a save.
 
         Args:
             stall_s: Longest time without a byte written.
 
         Raises:
-            TimeoutError: Nothing was written for so long; they go on.
+            TimeoutError: Nothing was written for `stall_s`; the saves continue.
             Exception: As `raise_failed`.
         """
         self._wait_ended(stall_s)
@@ -100,7 +104,7 @@ class PendingSaves:
             while self._num_pending:
                 left = self._moved + stall_s - time.monotonic()
                 if left <= 0:
-                    raise TimeoutError(f"a save in the background has written nothing for {stall_s:g} s; it goes on")
+                    raise TimeoutError(f"a background save has written nothing for {stall_s:g} s; it continues")
                 self._changed.wait(left)
 
     def _follow(self, save: BegunSave, call: Call, asking: Asking) -> None:
@@ -115,7 +119,7 @@ class PendingSaves:
         except Exception as raised:  # noqa: BLE001 - the next call raises it
             error = raised if isinstance(raised, GroupError) else GroupError(f"{type(raised).__name__}: {raised}")
         if error is not None and not getattr(error, "__notes__", ()):
-            error.add_note(f"raysharding: from the save to {save.path}, in the background")
+            error.add_note(f"raysharding: raised by the background save to {save.path}")
         with self._changed:
             self._num_pending -= 1
             if error is not None:
@@ -123,23 +127,23 @@ class PendingSaves:
             self._changed.notify_all()
 
     def _watch(self, number: int, save: BegunSave, asking: Asking) -> Exception | None:
-        """Ask until the save has ended; return what it failed of."""
+        """Poll until the save has ended; return its failure, or `None`."""
         done = -1
         while True:
             why = asking.why_lost()
             if why:
-                # Its ranks may have committed it before they went, and nobody has heard of it.
+                # The ranks may have committed the save before they died, without the driver's knowledge.
                 return None if save.is_committed() else GroupError(f"the save was lost with its ranks: {why}")
             try:
                 status = ray.get(asking.ask(number), timeout=_ANSWER_S)
             except ray.exceptions.GetTimeoutError:
-                continue  # slow to answer; `why_lost` tells when it is gone
+                continue  # rank 0 is slow to answer; `why_lost` reports when it is gone
             except ray.exceptions.RayActorError:
-                time.sleep(_POLL_S)  # the supervision hears of it, too, and knows why
+                time.sleep(_POLL_S)  # the supervision notices the death as well, and knows its cause
                 continue
             if status.is_done:
-                found: Exception | None = status.error
-                return found
+                failure: Exception | None = status.error
+                return failure
             if status.bytes_done != done:
                 done = status.bytes_done
                 self._note_move()

@@ -1,6 +1,6 @@
 """`Call`: a running or finished call of all ranks; `Handle`: a group method that blocks, or returns a `Call`.
 
-Decorators that make a method a `Handle` (`handle`, `driver_handle`); and `blocking`, for one that only waits.
+The decorators `handle` and `driver_handle` turn a method into a `Handle`; `blocking` marks a method that only blocks.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ P = ParamSpec("P")
 
 
 Sent: TypeAlias = Packed | ray.ObjectRef | None
-"""A rank's result: a small one itself, a large one's place in the object store."""
+"""A rank's result: the value itself if it is small, else its reference in the object store."""
 
 
 def fetched(sent: Sent, timeout_s: float) -> Any:
-    """Bring a rank's result to this process, where it is not here yet.
+    """Fetch a rank's result into this process, unless it is already here.
 
     Raises:
-        ray.exceptions.RayError: It is lost, or did not arrive within `timeout_s`.
+        ray.exceptions.RayError: The result is lost, or did not arrive within `timeout_s`.
     """
     if not isinstance(sent, ray.ObjectRef):
         return sent
     if not ray.is_initialized():
-        raise ray.exceptions.RaySystemError("Ray was shut down")  # to ask it would start another one
+        raise ray.exceptions.RaySystemError("Ray was shut down")  # `ray.get` would start another Ray
     return ray.get(sent, timeout=timeout_s)
 
 
@@ -48,31 +48,31 @@ def _as_sent(_: int, value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Collect:
-    """How what the ranks sent becomes what the caller gets. Runs in the thread that asks."""
+    """Functions that turn the ranks' values into the caller's result, on the thread that requests the result."""
 
     join: Callable[[Call], Any]
-    """Makes the result of the whole call."""
+    """Returns the result of the whole call."""
     own: Callable[[int, Any], Any] = _as_sent
-    """Makes one rank's part, given the rank and what it sent: for `per_rank()` and `stream()`."""
+    """Returns one rank's part, given the rank and the value it sent; for `per_rank()` and `stream()`."""
 
 
 class Call:
     """A call that all ranks run together, in the order in which the group's calls were submitted.
 
-    A failure is raised by `result()`, `per_rank()`, `stream()` and `await`, each time the same error. As long as the
-    `Call` lives, results over 48 KiB stay in Ray's object store until they are asked for, smaller ones in the driver.
+    `result()`, `per_rank()`, `stream()` and `await` raise a failure, each time the same error. While the `Call` lives,
+    results over 48 KiB stay in Ray's object store until they are requested; smaller ones are in the driver.
     """
 
     def __init__(
         self, name: str, world_size: int, collect: Collect, fetch_s: float, group: Interruptible | None = None
     ) -> None:
-        """Made by the group.
+        """Create a call; only the group does.
 
         Args:
-            name: The method, for errors and `repr`.
+            name: Name of the method, for errors and `repr`.
             world_size: Number of ranks.
             collect: Turns the ranks' values into the result.
-            fetch_s: Longest wait for one rank's value to cross from the object store.
+            fetch_s: Longest wait for one rank's value to arrive from the object store.
             group: What Ctrl-C stops while the main thread waits; `None`: Ctrl-C only ends the wait.
         """
         self.name = name
@@ -91,11 +91,11 @@ class Call:
 
     @classmethod
     def in_thread(cls, name: str, fn: Callable[[], Any]) -> Call:
-        """Run something of the driver's own on a thread: it is no part of the ranks' queue, so it need not wait there.
+        """Run a function of the driver on a thread; it does not wait in the ranks' queue.
 
         Args:
-            name: The method, for errors and `repr`.
-            fn: What to run; bounded by its own deadlines. Its value is the result.
+            name: Name of the method, for errors and `repr`.
+            fn: The function, bounded by its own deadlines. Its value is the result.
         """
         values: list[Any] = []
         call = cls(name, 0, Collect(lambda _: values[0]), 0.0)
@@ -103,7 +103,7 @@ class Call:
         def run() -> None:
             try:
                 values.append(fn())
-            except BaseException as error:  # noqa: BLE001 - raised by result(), which would wait for ever without it
+            except BaseException as error:  # noqa: BLE001 - raised by result(), which would otherwise wait forever
                 call.end(error)
             else:
                 call.end(None)
@@ -115,15 +115,16 @@ class Call:
         """Wait for all ranks and return the result.
 
         Args:
-            timeout_s: How long this thread waits. The call goes on after that. Default: until the call ends, which
+            timeout_s: Longest wait of this thread; the call continues after it. Default: until the call ends, which
                 its own deadline (`Timeouts`) bounds.
 
         Raises:
             TimeoutError: `timeout_s` passed; the call still runs.
-            GroupError: Ranks failed; see the class. Or the call runs, and this is a callback of `when_done`.
-            CallCancelledError: Ctrl-C or `group.interrupt()` took the call out of the queue.
-            KeyboardInterrupt: In the main thread, once the running call has ended: the calls behind it are cancelled,
-                the group is READY. A second Ctrl-C meanwhile stops the ranks: the group is BROKEN.
+            GroupError: Ranks failed; see the class. Or a callback of `when_done` requests it while the call runs.
+            CallCancelledError: Ctrl-C or `group.interrupt()` removed the call from the queue.
+            KeyboardInterrupt: Ctrl-C, in the main thread, once the running call has ended: the calls behind it are
+                cancelled, and the group is READY. A second Ctrl-C during that wait stops the ranks: the group is
+                BROKEN.
         """
         self._wait(timeout_s)
         with self._collecting:
@@ -132,9 +133,9 @@ class Call:
         return self._collected[0]
 
     def per_rank(self, timeout_s: float | None = None) -> list[Any]:
-        """Wait for all ranks and return each one's own part of the result, by rank.
+        """Wait for all ranks and return each rank's own part of the result, by rank.
 
-        `None` from a rank that sent nothing: one that had no rows, or that `out=` left out.
+        The part is `None` for a rank that sent nothing, because it had no rows or `out=` excludes it.
 
         Args:
             timeout_s: As for `result`.
@@ -147,19 +148,19 @@ class Call:
         return [self._collect.own(rank, value) for rank, value in enumerate(self.values())]
 
     def stream(self, timeout_s: float | None = None) -> Iterator[tuple[int, Any]]:
-        """Yield `(rank, value)` as the ranks finish, the values as `per_rank` gives them.
+        """Yield `(rank, value)` as the ranks finish, with the values of `per_rank`.
 
         Args:
-            timeout_s: How long to wait in all.
+            timeout_s: Longest wait in total.
 
         Raises:
             TimeoutError: As for `result`.
-            GroupError: As for `result`; values of ranks that finished before come first.
+            GroupError: As for `result`, after the values of the ranks that finished before.
         """
         until = None if timeout_s is None else time.monotonic() + timeout_s
         for index in range(self._world_size):
             self._refuse_to_wait()
-            # Not around the yield: there it is the caller's code that runs.
+            # Not around the yield, where the caller's code runs.
             ended = self._end_here()
             with DeferredInterrupts(self._group), self._changed:
                 left = None if until is None else max(0.0, until - time.monotonic())
@@ -173,15 +174,15 @@ class Call:
         self._wait(None if until is None else max(0.0, until - time.monotonic()))
 
     def done(self) -> bool:
-        """Whether all ranks have finished, or the call has failed."""
+        """Return True if all ranks have finished, or the call has failed."""
         return self._end_here().done()
 
     def succeeded(self) -> bool:
-        """Whether the call has ended, and well."""
+        """Return True if the call has ended without an error."""
         return self.done() and self._ended.exception() is None
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait at most `timeout_s` for the call to end, well or not; return `done()`."""
+        """Wait at most `timeout_s` for the call to end, with or without an error; return `done()`."""
         self._refuse_to_wait()
         concurrent.futures.wait([self._end_here()], timeout_s)
         return self.done()
@@ -190,7 +191,7 @@ class Call:
         return self._await().__await__()
 
     async def _await(self) -> Any:
-        # Shielded: cancelling the task that waits must not mark the ranks' call as ended.
+        # Shielded: cancelling the waiting task must not mark the ranks' call as ended.
         await asyncio.shield(asyncio.wrap_future(self._end_here()))
         return await asyncio.get_running_loop().run_in_executor(None, self.result)
 
@@ -203,67 +204,68 @@ class Call:
         return f"<Call {self.name}: {state}>"
 
     def value(self, rank: int) -> Any:
-        """Fetch what one rank sent, once that rank has finished.
+        """Fetch the value of one rank that has finished.
 
         Raises:
             GroupError: The value was lost with the node that held it, or cannot be unpickled in this process.
-            CallTimeoutError: It did not arrive within `Timeouts.call_s`.
+            CallTimeoutError: The value did not arrive within `Timeouts.call_s`.
         """
         try:
             packed = fetched(self._sent[rank], self._fetch_s)
         except ray.exceptions.GetTimeoutError as error:
             message = f"the result of {self.name} on rank {rank} did not arrive within {self._fetch_s:g} s"
             raise CallTimeoutError(message) from error
-        except (ray.exceptions.RayError, ValueError) as error:  # `ValueError`: of a Ray that was shut down before this
+        except (ray.exceptions.RayError, ValueError) as error:  # `ValueError`: Ray was shut down before the fetch
             raise GroupError(f"the result of {self.name} on rank {rank} is lost: {error}") from error
         if not isinstance(packed, Packed):
             return packed
         try:
             return packed.unpack()
-        except Exception as error:  # a value's own code may raise anything: this is the boundary
+        except Exception as error:  # unpickling runs the value's own code, which may raise anything
             what = f"the result of {self.name} on rank {rank} cannot be unpickled on the driver"
             cure = "return tensors, numbers, strings or containers of them"
             raise GroupError(f"{what}: {type(error).__name__}: {error}; {cure}") from error
 
     def values(self) -> list[Any]:
-        """Fetch what every rank sent, by rank, once the call has ended; see `value`."""
+        """Fetch the values of all ranks, by rank, once the call has ended; see `value`."""
         return [self.value(rank) for rank in range(self._world_size)]
 
     def sent(self) -> Sequence[Sent]:
-        """What the ranks sent, by rank, once the call has ended; nothing is fetched."""
+        """Return what the ranks sent, by rank, once the call has ended; fetch nothing."""
         return [self._sent[rank] for rank in range(self._world_size)]
 
     def keep_alive(self, owner: object) -> Self:
-        """Hold the group until the call ends: a group that nobody holds is shut down, and its calls with it."""
+        """Keep a reference to the group until the call ends: a group without references is shut down with its calls."""
         with self._changed:
             if not self._ended.done():
                 self._owner = owner
         return self
 
     def when_done(self, fn: Callable[[Call], None]) -> None:
-        """Run `fn` with this call when it has ended, well or not, on the thread that ends it; at once where it has.
+        """Run `fn` with this call when the call has ended, with or without an error.
 
-        That thread runs all calls of the group: `fn` must be quick. It may use this call's result and begin calls by
-        `.remote(...)`; what would wait there raises a `GroupError`, but `group.shutdown()` begins and returns. What
-        `fn` raises is logged (`concurrent.futures`).
+        `fn` runs on the thread that ends the call; if the call has already ended, it runs at once in this thread. The
+        thread that ends calls runs all calls of the group, so `fn` must be quick. `fn` may use this call's result and
+        begin calls by `.remote(...)`. A method that would wait raises a `GroupError` there, except `group.shutdown()`,
+        which begins and returns. An error that `fn` raises is logged (`concurrent.futures`).
         """
         self._ended.add_done_callback(lambda _: fn(self))
 
     def rank_finished(self, rank: int, sent: Sent) -> None:
-        """Supervision: a rank's part has succeeded."""
+        """Record that a rank's part has succeeded; called by the supervision."""
         with self._changed:
             self._sent[rank] = sent
             self._order.append(rank)
             self._changed.notify_all()
 
     def end(self, error: BaseException | None) -> None:
-        """Supervision: the whole call has ended."""
+        """Record that the whole call has ended; called by the supervision."""
         with self._changed:
             if error is None:
                 self._ended.set_result(None)
             else:
                 self._ended.set_exception(error)
-            # Let go at the end of this method, not under the lock: it may have been the last to hold the group.
+            # Released at the end of this method, outside the lock: it may be the last reference to the group.
             owner, self._owner = self._owner, None
             self._changed.notify_all()
         del owner
@@ -286,23 +288,23 @@ class Call:
                 raise error
 
     def _end_here(self) -> concurrent.futures.Future[None]:
-        """Return what ends with the call, unless this is a forked child, where nothing ends it."""
+        """Return the future that ends with the call; raise in a forked child, where the future would never end."""
         refuse_in_fork(self.name)
         return self._ended
 
     def _too_slow(self, timeout_s: float | None) -> TimeoutError:
-        return TimeoutError(f"{self.name} has not finished after {timeout_s:g} s; it still runs: ask again, or wait")
+        return TimeoutError(f"{self.name} has not finished after {timeout_s:g} s; it still runs: call again to wait")
 
 
 class Handle(Generic[P]):
     """A method of the group, run by all ranks: `group.x(...)` blocks, `group.x.remote(...)` returns a `Call`."""
 
     def __init__(self, submit: Callable[P, Call], run: Callable[P, Any] | None = None) -> None:
-        """Made by the decorators of `call.py`.
+        """Create a handle; only the decorators of `call.py` do.
 
         Args:
             submit: Begins the call.
-            run: Runs it in the calling thread, in place of waiting for what `submit` began.
+            run: Runs the method in the calling thread, instead of waiting for the call that `submit` began.
         """
         self._submit = submit
         self._run = run
@@ -317,11 +319,11 @@ class Handle(Generic[P]):
         return self._submit(*args, **kwargs).result()
 
     def remote(self, *args: P.args, **kwargs: P.kwargs) -> Call:
-        """Submit to all ranks and return a `Call` without waiting for them.
+        """Submit to all ranks and return a `Call` without waiting for the ranks.
 
-        Arguments are copied now: later changes do not reach the ranks. It waits only while the arguments of the calls
-        in the queue weigh more than 256 MiB, until an earlier call has begun. The group lives at least until the call
-        has ended.
+        The arguments are copied now: later changes do not reach the ranks. `remote` waits only while the arguments of
+        the calls in the queue take more than 256 MiB, until an earlier call has begun. The group lives at least until
+        the call has ended.
         """
         return self._submit(*args, **kwargs)
 
@@ -333,7 +335,7 @@ T = TypeVar("T")
 
 
 def blocking(method: Callable[P, T]) -> Callable[P, T]:
-    """Have a method that is no `handle` refuse to wait on a supervision thread, as those do."""
+    """Make a method that is not a `handle` refuse to wait on a supervision thread, as handles do."""
 
     @wraps(method)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -364,9 +366,9 @@ class handle(Generic[P]):
 
 
 class driver_handle(Generic[P]):
-    """Descriptor, for what is no part of the ranks' queue: `.remote(...)` runs it on a thread, a plain call does not.
+    """Descriptor for a method outside the ranks' queue: `.remote(...)` runs it on a thread, a plain call does not.
 
-    So the plain call works while the interpreter ends, when Python starts no threads any more.
+    A plain call therefore also works during interpreter shutdown, when Python starts no new threads.
     """
 
     def __init__(self, run: Callable[Concatenate[Any, P], Any]) -> None:

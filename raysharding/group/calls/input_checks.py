@@ -1,7 +1,7 @@
-"""What the driver looks at before a call starts: whether its arguments would make ranks wait for each other.
+"""Checks on the driver, before a call starts, that its arguments would not make ranks wait for each other.
 
-One rank that raises, or that runs other code than its peers, leaves them in a collective that never ends. What can be
-seen of that in the arguments alone is refused here, with the group READY and nothing sent.
+A rank that raises, or runs other code than its peers, leaves the peers in a collective that never ends. Arguments that
+would cause this are refused here, while the group is READY and nothing has been sent.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from raysharding.tree import leaves
 
 
 def check_batches(method: str, batches: Sequence[RankBatch], bounds: InputBounds) -> None:
-    """Refuse a batch that some ranks can compute and others cannot. Reads the ids on CPU once, moves nothing.
+    """Refuse a batch that some ranks can compute and others cannot. Reads ids on the CPU once, and moves no tensor.
 
     Args:
-        method: The call, for errors.
-        batches: By rank, from `deal`.
-        bounds: Of the group's model.
+        method: Name of the call, for errors.
+        batches: Batches by rank, from `deal`.
+        bounds: Input bounds of the group's model.
 
     Raises:
         ValueError: Ranks would get arguments of different kinds, or an id that the model does not have.
@@ -34,7 +34,7 @@ def check_batches(method: str, batches: Sequence[RankBatch], bounds: InputBounds
 
 
 def _check_alike(method: str, batches: Sequence[RankBatch]) -> None:
-    """Compare what `PerRank` gave each rank: kinds, dtypes and dims; sizes may differ, as rows and lengths do."""
+    """Compare the ranks' `PerRank` values by kind, dtype and number of dims; sizes, such as rows, may differ."""
     if all(_is_shared(batch, batches[0]) for batch in batches):
         return
     first = _kinds(batches[0])
@@ -46,7 +46,7 @@ def _check_alike(method: str, batches: Sequence[RankBatch]) -> None:
         there, here = first.get(path, "nothing"), kinds.get(path, "nothing")
         raise ValueError(
             f"{method}: {path} is {here} on rank {rank}, but {there} on rank 0. Ranks that do not run the same code "
-            "wait for each other for ever: give every rank a value of the same kind, dtype and number of dims"
+            "wait for each other forever: give every rank a value of the same kind, dtype and number of dims"
         )
 
 

@@ -1,15 +1,16 @@
-"""Ctrl-C while a call is waited for: the group stops at the next call boundary and keeps its weights.
+"""Ctrl-C while the main thread waits for a call: the group stops at the next call boundary and keeps its weights.
 
-Note [Ctrl-C]: the program's own SIGINT handler stays in charge. While the main thread waits for a call, a handler of
-ours stands before it and puts off what it raises (KeyboardInterrupt, unless the program installed another), because
-raising at once would leave a call running that nobody waits for. A handler that raises nothing has dealt with the
-signal itself: then nothing happens here. Where SIGINT is ignored, or not Python's, it stays so.
+Note [Ctrl-C]: the program's own SIGINT handler still runs. While the main thread waits for a call, a handler of this
+module calls it and defers what it raises (KeyboardInterrupt, unless the program installed another handler), because
+raising at once would leave a call running without a waiter. A handler that raises nothing has handled the signal
+itself; in that case nothing else happens. If SIGINT is ignored, or its handler is not a Python function, this module
+installs no handler.
 
 1. the first interrupt cancels the calls in the queue, waits for the running call, then raises: the group is READY;
-2. the second, while that wait lasts, stops the ranks: the group is BROKEN, and the cause says so;
+2. the second, during that wait, stops the ranks: the group is BROKEN, and the cause says so;
 3. the third raises at once, whatever the supervision does.
 
-A group that is still being made has no weights to keep, so there the first interrupt undoes everything.
+A group that is still being made has no weights to keep, so the first interrupt undoes everything.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from typing import Any, Protocol, Self
 from raysharding.errors import CallCancelledError
 
 Stopping = concurrent.futures.Future[int]
-"""Ends when the call that ran at an interrupt has ended; its value is the number of cancelled calls."""
+"""Ends when the call that was running at the interrupt has ended; its value is the number of cancelled calls."""
 
 
 class Interruptible(Protocol):
-    """What an interrupt stops: a group's supervision. Nothing here waits but `wait_stopped`."""
+    """The target of an interrupt: a group's supervision. Only `wait_stopped` waits."""
 
     def interrupt_soon(self, source: str) -> Stopping:
-        """Cancel the calls in the queue. `source` (`Ctrl-C`) is told to the user; empty: say nothing."""
+        """Cancel the calls in the queue. The user is shown `source` (`Ctrl-C`), or nothing if `source` is empty."""
 
     def wait_stopped(self, stopping: Stopping, timeout_s: float | None = None) -> None:
         """Wait until the running call has ended, which its own deadline bounds."""
@@ -41,14 +42,14 @@ class Interruptible(Protocol):
 
 
 class _Handler(abc.ABC):
-    """Stands before the program's SIGINT handler inside a `with`, in the main thread; elsewhere it does nothing."""
+    """Replaces the program's SIGINT handler inside a `with` in the main thread; does nothing in other threads."""
 
     def __init__(self) -> None:
         self._installed: Any = None
         self._previous: Any = None
 
     def _install(self) -> None:
-        # Signals are handled in the main thread only, and only it may set a handler.
+        # Only the main thread handles signals and may set a handler.
         if threading.current_thread() is threading.main_thread():
             previous = signal.getsignal(signal.SIGINT)
             if callable(previous):  # not SIG_IGN, not SIG_DFL, not a handler of C code
@@ -56,23 +57,23 @@ class _Handler(abc.ABC):
                 signal.signal(signal.SIGINT, self._installed)
 
     def _restore(self) -> None:
-        # Another handler that was set meanwhile is for whoever set it to take back.
+        # A handler that was set in the meantime is restored by the code that set it.
         if self._installed is not None and signal.getsignal(signal.SIGINT) is self._installed:
             signal.signal(signal.SIGINT, self._previous)
 
     @abc.abstractmethod
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Handle SIGINT in the place of `_previous`."""
+        """Handle SIGINT instead of `_previous`."""
 
 
 class DeferredInterrupts(_Handler):
     """A context in which the main thread waits for a call of a group; see Note [Ctrl-C]."""
 
     def __init__(self, target: Interruptible | None) -> None:
-        """Nothing is installed before `__enter__`.
+        """Install nothing; `__enter__` does.
 
         Args:
-            target: The group's supervision; `None` where there is nothing to stop.
+            target: The group's supervision; `None` if there is nothing to stop.
         """
         super().__init__()
         self._target = target
@@ -94,7 +95,7 @@ class DeferredInterrupts(_Handler):
         finally:
             self._restore()
         if self._raised is not None and error is not self._raised:
-            # That a call was cancelled says nothing that the interrupt does not say.
+            # A CallCancelledError adds nothing to the interrupt.
             raise self._raised from (None if isinstance(error, CallCancelledError) else error)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -114,13 +115,14 @@ class DeferredInterrupts(_Handler):
 
 
 class MaskedInterrupts(_Handler):
-    """A context too short to wait for, in which an exception could leave a lock held; what was put off is raised last.
+    """A short context in which an exception could leave a lock held; it raises a deferred interrupt at its end.
 
-    In the main thread Python may raise between taking a lock and entering its `with`: nobody would ever release it.
+    In the main thread Python may raise between acquiring a lock and entering its `with`: the lock would never be
+    released.
     """
 
     def __init__(self) -> None:
-        """Nothing is installed before `__enter__`."""
+        """Install nothing; `__enter__` does."""
         super().__init__()
         self._raised: BaseException | None = None
 
@@ -138,15 +140,15 @@ class MaskedInterrupts(_Handler):
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         try:
             self._previous(number, frame)
-        except BaseException as error:  # noqa: BLE001 - whatever the program raises at an interrupt is raised, later
+        except BaseException as error:  # noqa: BLE001 - `__exit__` raises whatever the program's handler raised
             self._raised = error
 
 
 class UndoOnInterrupt(_Handler):
-    """A context that undoes what it began when Ctrl-C raises in it; a second Ctrl-C does not disturb that."""
+    """A context whose code cleans up when Ctrl-C raises in it; a second Ctrl-C does not interrupt the cleanup."""
 
     def __init__(self) -> None:
-        """Nothing is installed before `__enter__`."""
+        """Install nothing; `__enter__` does."""
         super().__init__()
         self._num_raised = 0
 
@@ -164,5 +166,5 @@ class UndoOnInterrupt(_Handler):
             self._previous(number, frame)
         except BaseException:
             self._num_raised += 1
-            if self._num_raised != 2:  # the third is for whoever cannot wait for the undoing
+            if self._num_raised != 2:  # the third one interrupts the cleanup
                 raise

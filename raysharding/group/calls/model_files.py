@@ -1,4 +1,4 @@
-"""`ModelFiles`: which files hold a group's model, as its driver has heard, and as they say once the ranks are gone."""
+"""`ModelFiles`: which files hold a group's model, as far as the driver knows, and by the files once ranks are gone."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ _NUM_BEGUN = 64
 
 @dataclass(frozen=True, eq=False)
 class BegunSave:
-    """A save that the ranks were asked for."""
+    """A save that was requested from the ranks."""
 
     number: int
-    """Place among all saves and loads."""
+    """Position among all saves and loads."""
     path: str
-    """Where it goes: a path or a normal URI."""
+    """Destination: a path or a normalized URI."""
     is_origin: bool
-    """Whether a restart may load it."""
+    """True if a restart may load the save."""
     token: str = field(default_factory=new_token)
-    """Tells it, in files, from all others."""
+    """Identifier of the save in its files, different from that of any other save."""
 
     def is_committed(self) -> bool:
-        """Return True if what this process sees at its place is this save, whole."""
+        """Return True if this process sees this save at its path, and the save is complete."""
         try:
             return read_save_record(self.path).token == self.token and is_checkpoint(self.path)
         except CheckpointError:
-            return False  # out of sight: what was heard counts
+            return False  # not visible here: the ranks' report counts
 
 
 class ModelFiles:
-    """Saves and loads of one group, by all the ranks that it has had. Thread-safe."""
+    """Saves and loads of one group, by all ranks that it has had. Thread-safe."""
 
     def __init__(self, origin: str, begun: tuple[BegunSave, ...] = ()) -> None:
-        """Begin with the checkpoint that the group was made from, or with what an earlier driver knew.
+        """Begin with the checkpoint that the group was made from, or with the record of an earlier driver.
 
         Args:
-            origin: A path or URI that means the same wherever the program goes.
-            begun: Saves begun since, of which that driver had not heard how they ended.
+            origin: A path or URI that does not depend on the working directory.
+            begun: Saves begun since then whose outcome the earlier driver did not know.
         """
         self.origin = origin
-        """The newest files that hold the model: what a restart would load."""
+        """The newest files that hold the model, which a restart would load."""
         self.saves: list[str] = []
-        """Paths of the saves that were committed."""
+        """Paths of the committed saves."""
         self._numbers = itertools.count(1 + max((save.number for save in begun), default=0))
         self._newest = 0
         self._begun = list(begun)
@@ -54,23 +54,23 @@ class ModelFiles:
 
     @property
     def begun(self) -> tuple[BegunSave, ...]:
-        """Saves of which nobody has heard how they ended."""
+        """Saves whose outcome is not known."""
         with self._lock:
             return tuple(self._begun)
 
     def begin_save(self, path: str, *, is_origin: bool) -> BegunSave:
-        """Note a save before the ranks are asked for it."""
+        """Record a save before it is requested from the ranks."""
         with self._lock:
             save = BegunSave(next(self._numbers), path, is_origin)
             self._begun = [*self._begun[1 - _NUM_BEGUN :], save]
         return save
 
     def begin_load(self) -> int:
-        """Return the number of a load, for `loaded`."""
+        """Return the number of a new load, for `loaded`."""
         return next(self._numbers)
 
     def committed(self, save: BegunSave) -> None:
-        """Note that a save is committed; a second time it does nothing."""
+        """Record that a save is committed; a second call does nothing."""
         with self._lock:
             if save not in self._begun:
                 return
@@ -80,14 +80,14 @@ class ModelFiles:
                 self._set_origin(save.path, save.number)
 
     def loaded(self, path: str, number: int) -> None:
-        """Note that the ranks hold what is in these files."""
+        """Record that the ranks hold the contents of these files."""
         with self._lock:
             self._set_origin(path, number)
 
     def settle(self) -> None:
-        """Learn from the files how the saves ended of which nothing was heard, and remove what they have left.
+        """Determine from the files how the saves with an unknown outcome ended, and remove their unfinished files.
 
-        Their writers are dead: one that is not committed never will be.
+        The writers of these saves are dead: a save that is not committed now never will be.
         """
         begun = self.begun
         for save in begun:
@@ -98,6 +98,6 @@ class ModelFiles:
             self._begun = [save for save in self._begun if save not in begun]
 
     def _set_origin(self, path: str, number: int) -> None:
-        # A save in the background may be heard of after a load that came later.
+        # A background save may be reported after a load that began later.
         if number > self._newest:
             self.origin, self._newest = path, number

@@ -1,4 +1,4 @@
-"""The driver's progress bars: bytes of a load, steps of a run; quiet where nobody looks."""
+"""The driver's progress bars: bytes of a load, steps of a run; no output without a terminal or notebook."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _REFRESH_S = 0.1
 
 
 def follow(call: Call, title: str, num_bytes: int, option: ProgressOption) -> None:
-    """Show a call's bytes until it ends, well or not.
+    """Show a call's progress in bytes until the call ends, with or without an error.
 
     Args:
         call: A call whose bytes the supervision watches.
         title: Label of the bar.
-        num_bytes: Bytes in all, until the ranks have said it.
-        option: `True`: a bar; `False`: none; `None`: a bar in a terminal or notebook; a callable: it is given
-            bytes done and bytes in all, about five times a second and once at the end.
+        num_bytes: Bytes in total, used until the ranks report their own total.
+        option: `True`: a bar; `False`: none; `None`: a bar in a terminal or notebook; a callable: it is called with
+            the bytes done and the bytes in total, about five times a second and once at the end.
     """
     if callable(option):
         _watch(call, num_bytes, option)
@@ -36,20 +36,20 @@ def follow(call: Call, title: str, num_bytes: int, option: ProgressOption) -> No
 
 
 def is_shown(option: bool | None) -> bool:
-    """Return True if bars are drawn: where asked for, else on a terminal and in a notebook."""
+    """Return True if bars are drawn: as `option` says, by default on a terminal and in a notebook."""
     return option if option is not None else sys.stderr.isatty() or "ipykernel" in sys.modules
 
 
 def _watch(call: Call, num_bytes: int, tell: Callable[[int, int], None]) -> None:
-    told = None
+    reported = None
     while True:
         is_done = call.wait(_REFRESH_S)
         done, total = call.progress
         total = total or num_bytes
-        # The last question was asked before the last byte: a load that went well is whole.
+        # The ranks were last probed before the last byte: a load that succeeded is complete.
         now = (total, total) if call.succeeded() else (done, total)
-        if now != told:
+        if now != reported:
             tell(*now)
-            told = now
+            reported = now
         if is_done:
             return

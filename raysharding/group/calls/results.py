@@ -1,4 +1,4 @@
-"""From what the ranks sent to what the caller gets: one collector for each kind of result."""
+"""Collectors, one for each kind of result, that turn the ranks' values into the caller's result."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from raysharding.group.rpc import Packed
 from raysharding.outputs import RankOutput, select_output
 
 collect_all = Collect(lambda call: call.values())
-"""What each rank sent, by rank."""
+"""The values of all ranks, by rank."""
 collect_rank0 = Collect(lambda call: call.value(0))
-"""What rank 0 sent."""
+"""The value of rank 0."""
 
 
 def collect_outputs(out: Out | None, rows: Sequence[int], dim: int) -> Collect:
-    """Join the ranks' outputs of a forward; rows and dim as in `RankBatch`."""
+    """Join the ranks' outputs of a forward; `rows` and `dim` are those of `RankBatch`."""
     if out is not None and out.kind == "refs":
         return _collect_refs(rows)
     return Collect(lambda call: select_output(out, call.values(), rows, dim), _own_output)
 
 
 def collect_generated(out: Out | None, rows: Sequence[int]) -> Collect:
-    """Join the ranks' token ids; several sequences of a row follow each other, as in one process."""
+    """Join the ranks' token ids; several sequences of one row are adjacent, as in one process."""
     if out is not None and out.kind == "refs":
         return _collect_refs(rows)
 
     def join(call: Call) -> Any:
         ids = select_output(out, call.values(), rows, 0)
-        return PerRank([_flat(one) for one in ids]) if isinstance(ids, PerRank) else _flat(ids)
+        return PerRank([_flat(own) for own in ids]) if isinstance(ids, PerRank) else _flat(ids)
 
     return Collect(join, lambda rank, sent: _flat(_own_output(rank, sent)))
 
@@ -44,15 +44,15 @@ def _flat(ids: Any) -> Any:
 
 
 def collect_returns(out: Out | None, rows: Sequence[int]) -> Collect:
-    """Give back what the user's function returned on the ranks: a list, unless `out` says otherwise.
+    """Return the return values of the user's function on the ranks: a list, unless `out` says otherwise.
 
     Raises:
-        ValueError: `Out.gather()`: nobody knows which of the returned values are rows.
+        ValueError: `out` is `Out.gather()`: it is not known which of the returned values are rows.
     """
     kind = None if out is None else out.kind
     if kind == "gather":
         raise ValueError(
-            "out=Out.gather(): what fn returns is not gathered; leave out= out for a list by rank, and torch.cat it"
+            "out=Out.gather(): return values of fn are not gathered; omit out= for a list by rank, and torch.cat it"
         )
     if kind == "refs":
         return _collect_refs(rows)
@@ -64,7 +64,7 @@ def collect_returns(out: Out | None, rows: Sequence[int]) -> Collect:
 
 
 def _collect_refs(rows: Sequence[int]) -> Collect:
-    """References to what the ranks with rows sent; `ray.get` gives the values."""
+    """Collect references to the values of the ranks with rows; `ray.get` fetches the values."""
 
     def join(call: Call) -> PerRank:
         return PerRank([None if rows and not rows[rank] else ref for rank, ref in enumerate(call.sent())])
@@ -77,37 +77,37 @@ def _own_output(_: int, sent: RankOutput) -> Any:
 
 
 class LastValue:
-    """Of a command in steps, what rank 0 sent with the last."""
+    """The value that rank 0 sent with the last step of a command in steps."""
 
     def __init__(self) -> None:
-        """Nothing came yet."""
+        """Begin without a value."""
         self._sent: Sent = None
 
     def keep(self, sent: Sent) -> None:
-        """Take the next value."""
+        """Keep the next value in place of the previous one."""
         self._sent = sent
 
     def collect(self, call: Call) -> Any:
-        """Return the last."""
-        assert isinstance(self._sent, Packed), "small values come as they are"
+        """Return the last value."""
+        assert isinstance(self._sent, Packed), "small values are sent directly, not through the object store"
         return self._sent.unpack()
 
 
 class FullStateDict:
-    """Full tensors, kept on the driver bucket by bucket as rank 0 sends them."""
+    """Full tensors, collected on the driver bucket by bucket as rank 0 sends them."""
 
     def __init__(self, fetch_s: float) -> None:
-        """Empty.
+        """Begin without tensors.
 
         Args:
-            fetch_s: Longest wait for one bucket to cross from the object store.
+            fetch_s: Longest wait for one bucket to arrive from the object store.
         """
         self._fetch_s = fetch_s
         self._tensors: dict[str, torch.Tensor] = {}
         self._lost: GroupError | None = None
 
     def keep(self, sent: Sent) -> None:
-        """Take the next bucket."""
+        """Add the next bucket."""
         try:
             packed = fetched(sent, self._fetch_s)
         except ray.exceptions.RayError as error:
@@ -117,7 +117,11 @@ class FullStateDict:
             self._tensors.update(packed.unpack())
 
     def collect(self, call: Call) -> dict[str, torch.Tensor]:
-        """Return the whole of it."""
+        """Return all tensors.
+
+        Raises:
+            GroupError: A bucket did not reach the driver.
+        """
         if self._lost is not None:
             raise self._lost
         return self._tensors

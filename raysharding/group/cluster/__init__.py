@@ -1,4 +1,4 @@
-"""What Ray and its nodes give: connection, nodes, placement, names, the head, stacks of silent processes."""
+"""What Ray and its nodes provide: connecting, nodes, placement, names, the GCS monitor, stack dumps."""
 
 from raysharding.group.cluster.connect import connect, join_announced, refuse_in_fork
 from raysharding.group.cluster.display import html_rows, html_table, memory_table, ranks_table, tell, text_table

@@ -1,8 +1,8 @@
 """`connect`: starts or joins Ray as `ray.init()` does, but does not wait for a cluster that is gone.
 
-Note [Forks]: a forked child has the objects of its parent and none of its threads, neither a group's supervision nor
-Ray's own. What waits for them waits for ever: a call of a group, but any call of Ray as well, `ray.shutdown()` included
-(Ray 2.60). So where the parent was connected to Ray the child can do nothing with a group, not even make its own.
+Note [Forks]: a forked child has its parent's objects but none of its threads, neither a group's supervision thread nor
+Ray's own. Anything that waits for those threads waits forever: a group's calls, and also every call of Ray, including
+`ray.shutdown()` (Ray 2.60). If the parent was connected to Ray, the child can therefore not use a group, nor make one.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import ray
 from raysharding.errors import GroupError, PlacementError
 
 ANSWER_S = 5.0
-"""Longest wait for the cluster's port. Ray itself tries for minutes, in silence."""
+"""Longest wait for the cluster's port. Ray itself retries for minutes without a message."""
 
 
 _forked_from: int | None = None
-"""The parent's process id, in a child that was forked while Ray was connected."""
+"""In a child that was forked while Ray was connected: the parent's process id. Elsewhere `None`."""
 
 
 def _note_fork() -> None:
@@ -33,10 +33,10 @@ os.register_at_fork(after_in_child=_note_fork)
 
 
 def refuse_in_fork(what: str) -> None:
-    """Raise in a forked child what would never end there; see Note [Forks].
+    """Raise in a forked child, where the operation would never end; see Note [Forks].
 
     Args:
-        what: What was asked for.
+        what: The operation, for the error.
 
     Raises:
         GroupError: This process was forked from one that was connected to Ray.
@@ -44,16 +44,16 @@ def refuse_in_fork(what: str) -> None:
     if _forked_from is not None:
         raise GroupError(
             f"{what}: this process ({os.getpid()}) was forked from process {_forked_from}, where Ray was connected: "
-            "neither Ray nor its groups work in a forked child. Start it with multiprocessing.get_context('spawn') and "
-            "use ShardedModelGroup.attach(name) there, or make a group there"
+            "neither Ray nor groups work in a forked child. Start the child with "
+            "multiprocessing.get_context('spawn') and call ShardedModelGroup.attach(name) or make a group there"
         )
 
 
 def connect(address: str | None = None) -> None:
-    """Call `ray.init()` where the program has not.
+    """Call `ray.init()` unless Ray is already initialized.
 
     Args:
-        address: The cluster to join. Default: as `ray.init()` chooses.
+        address: The cluster to join. Default: the one that `ray.init()` chooses.
 
     Raises:
         PlacementError: Nothing listens at the address that `ray.init()` would join.
@@ -69,7 +69,7 @@ def connect(address: str | None = None) -> None:
 
 
 def join_announced() -> bool:
-    """Join the cluster that the environment names, if it names one; start none. Whether Ray is connected then.
+    """Join the cluster that the environment names, if any, and return True if Ray is connected; never start a cluster.
 
     Raises:
         PlacementError: As `connect`.
@@ -82,13 +82,16 @@ def join_announced() -> bool:
 
 
 def _announced() -> tuple[str, str] | None:
-    """(address, what names it) of the cluster that `ray.init()` would join; `None` if it starts one or looks itself."""
+    """Return (address, source of the address) of the cluster that `ray.init()` would join.
+
+    `None` if `ray.init()` starts a cluster or searches for one itself.
+    """
     address = os.environ.get("RAY_ADDRESS", "")
     if address:
-        # `local` starts one, `auto` looks for processes first; a URI such as ray://host:port has a client of its own.
+        # `local` starts a cluster, `auto` searches for one first; a URI such as ray://host:port has its own client.
         other = address in ("auto", "local") or "://" in address
         return None if other else (address, "RAY_ADDRESS")
-    # Where Ray itself looks for it.
+    # Ray itself reads this file.
     scratch = os.environ.get("RAY_TMPDIR", os.environ.get("TMPDIR", "/tmp"))
     left = Path(scratch, "ray", "ray_current_cluster")
     try:
@@ -101,7 +104,7 @@ def _announced() -> tuple[str, str] | None:
 def _check_that_it_answers(address: str, source: str) -> None:
     host, _, port = address.rpartition(":")
     if not port.isdecimal():
-        return  # Ray says what is wrong with it
+        return  # Ray reports what is wrong with the address
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S).close()
     except OSError as error:
@@ -109,5 +112,5 @@ def _check_that_it_answers(address: str, source: str) -> None:
         cure = cures.get(source, "remove that file (`ray stop` does)")
         raise PlacementError(
             f"no Ray cluster answers at {address}, which {source} names ({error}): start the cluster, or {cure} to use "
-            "one of this machine alone"
+            "a local one"
         ) from error

@@ -1,4 +1,4 @@
-"""What a group says about itself to people: lines on stderr, tables as text and HTML."""
+"""Output for people: lines on stderr, tables as text and HTML."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _COLUMNS = ("rank", "node", "pid", "local_rank", "device")
 
 
 def tell(line: str) -> None:
-    """Write a line to stderr. Not from a signal handler: the main thread may be writing there."""
+    """Write a line to stderr. Do not call it from a signal handler: the main thread may be writing to stderr."""
     sys.stderr.write(f"raysharding: {line}\n")
     sys.stderr.flush()
 
@@ -44,12 +44,12 @@ def html_table(title: str, ranks: Sequence[RankInfo]) -> str:
 
 
 def ranks_table(ranks: Sequence[RankInfo]) -> str:
-    """Format where each rank runs."""
+    """Format a table of where each rank runs."""
     return text_table(_COLUMNS, _rows(ranks))
 
 
 def memory_table(statuses: Sequence[Mapping[str, Any]]) -> str:
-    """Format the ranks' memory in MiB, from their statuses; `?` for a rank that did not answer."""
+    """Format a table of the ranks' memory in MiB, from their statuses; `?` for a rank that did not answer."""
     header = ("rank", *(f"{name.replace('_', ' ')} MiB" for name in _MEMORY))
     rows = [(str(one["rank"]), *(_mib(one.get(f"{name}_bytes")) for name in _MEMORY)) for one in statuses]
     return text_table(header, rows)

@@ -1,6 +1,6 @@
-"""`NodeFacts`: what one node of the cluster says of itself: versions, network interface, free memory, GPUs.
+"""`NodeFacts`: what a process sees of its node: versions, network interface, free memory, GPUs.
 
-`NodeCapacity`: what a node has for ranks, and which ranks Ray would put where.
+`NodeCapacity`: the resources that a node has for ranks; `assign`: which ranks Ray would place on which node.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ _NVIDIA_SMI_S = 10.0
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What a process on a node sees. Of every node the same, where all is well."""
+    """What a process sees of its node; versions should agree between nodes."""
 
     node_ip: str
     """Address of the node, as Ray knows it."""
     versions: Mapping[str, str]
-    """`python` and package → version; a package that is not there is left out."""
+    """`python` and package → version; a package that is not installed is left out."""
     interface: str | None
-    """The network interface that owns `node_ip`, `None` where none does."""
+    """The network interface that owns `node_ip`; `None` if none does."""
     chosen_interface: str | None
-    """What GLOO_SOCKET_IFNAME says, where somebody set it."""
+    """The value of GLOO_SOCKET_IFNAME; `None` if it is not set."""
     has_token_auth: bool
-    """Whether Ray asks for a token there."""
+    """True if Ray requires a token on the node."""
     available_bytes: int
-    """Host memory that a process can still get."""
+    """Host memory that a process can still allocate."""
     gpu_free_bytes: tuple[int, ...] = field(default=())
     """Free memory of each GPU, by nvidia-smi's number; empty without GPUs."""
 
 
 def facts_here(node_ip: str, with_gpus: bool = True) -> NodeFacts:
-    """Look at this machine; takes some ms, and with GPUs what nvidia-smi takes."""
+    """Return the facts of this machine; takes some ms, and with GPUs also the time of nvidia-smi."""
     return NodeFacts(
         node_ip=node_ip,
         versions=versions_here(),
@@ -62,7 +62,7 @@ def facts_here(node_ip: str, with_gpus: bool = True) -> NodeFacts:
 
 
 def versions_here() -> dict[str, str]:
-    """Versions in this process's environment."""
+    """Return the versions in this process's environment."""
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         version = _version(package)
@@ -73,8 +73,8 @@ def versions_here() -> dict[str, str]:
 
 def _version(package: str) -> str | None:
     if package == "raysharding":
-        # The source that runs, installed or not: what pip wrote down may be of another checkout. Not imported: the
-        # package's own names are on a floor above this one.
+        # The version of the running source, installed or not: pip's metadata may be of another checkout. Read through
+        # `sys.modules`, since the package's own names are on a floor above this one.
         return str(sys.modules["raysharding"].__version__)
     try:
         return importlib.metadata.version(package)
@@ -83,24 +83,24 @@ def _version(package: str) -> str | None:
 
 
 def _gpu_free_bytes() -> tuple[int, ...]:
-    """Free memory of the machine's GPUs, whichever of them Ray lets this process see, and without a CUDA context."""
+    """Return the free memory of all GPUs of the machine, even those Ray hides from this process; no CUDA context."""
     command = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_S, check=True).stdout
+        output = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_S, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return ()  # no NVIDIA driver, or one that does not answer
-    return tuple(int(line) * MIB for line in said.split() if line.isdecimal())
+    return tuple(int(line) * MIB for line in output.split() if line.isdecimal())
 
 
 def ask_nodes(node_ids: Sequence[str], timeout_s: float) -> dict[str, NodeFacts]:
-    """Ask nodes about themselves, by a task on each that needs no CPU.
+    """Collect the facts of nodes by a task on each node that needs no CPU.
 
     Args:
-        node_ids: Ray's ids.
-        timeout_s: Deadline for all of them.
+        node_ids: Ray's ids of the nodes.
+        timeout_s: Deadline for all nodes together.
 
     Returns:
-        Node id → facts, of those that answered.
+        Node id → facts, for the nodes that answered.
     """
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     task = ray.remote(num_cpus=0, max_retries=0)(facts_here)
@@ -118,44 +118,44 @@ def ask_nodes(node_ids: Sequence[str], timeout_s: float) -> dict[str, NodeFacts]
         try:
             facts[refs[ref]] = ray.get(ref)
         except ray.exceptions.RayError:
-            continue  # a node that cannot run a task tells nothing; who wants it says so
+            continue  # a node that cannot run a task has no facts; the caller reports them as unknown
     return facts
 
 
 @dataclass(frozen=True)
 class NodeCapacity:
-    """One node, as far as a group needs it: real, or one that you think of buying."""
+    """The resources of one node that a group needs; the node may be real or hypothetical."""
 
     name: str
-    """Its address, or any name."""
+    """Address of the node, or any name."""
     cpus: float
-    """CPUs that Ray could give to ranks now."""
+    """CPUs that Ray could assign to ranks now."""
     gpus: int = 0
-    """GPUs that Ray could give to ranks now."""
+    """GPUs that Ray could assign to ranks now."""
     host_bytes: int | None = None
-    """Free host memory; `None`: unknown, so nothing is said of it."""
+    """Free host memory; `None` if unknown, in which case it is not checked."""
     gpu_bytes: int | None = None
-    """Free memory of each GPU, of the fullest one where they differ; `None`: unknown."""
+    """Free memory of each GPU, the smallest value if they differ; `None` if unknown."""
     ranks: int | None = None
-    """How many ranks a given placement group puts there; `None`: as many as CPUs and GPUs allow."""
+    """Number of ranks that a given placement group puts on the node; `None`: as many as CPUs and GPUs allow."""
 
     def resources(self) -> dict[str, float]:
-        """By Ray's names."""
+        """Return the node's resources by Ray's names."""
         return {"CPU": self.cpus, "GPU": float(self.gpus)}
 
 
 def local_capacity() -> list[NodeCapacity]:
-    """This machine, as the cluster that `ray.init()` would start on it."""
+    """Return this machine as the only node of the cluster that `ray.init()` would start on it."""
     facts = facts_here("127.0.0.1")
     return [_room("this machine", {"CPU": float(os.cpu_count() or 1), "GPU": len(facts.gpu_free_bytes)}, facts)]
 
 
 def cluster_capacity(placement: Placement, timeout_s: float) -> list[NodeCapacity]:
-    """The nodes of the cluster that this program is connected to, each asked for its free memory.
+    """Return the capacity of the nodes of the connected cluster, each queried for its free memory.
 
     Args:
-        placement: Only nodes that carry its labels count; of a given placement group only those that hold bundles.
-        timeout_s: Deadline for the nodes' answers; memory of one that is late is unknown.
+        placement: Only nodes that carry its labels count; if it has a placement group, only nodes that hold bundles.
+        timeout_s: Deadline for the nodes' answers; the memory of a late node is unknown.
     """
     nodes = [node for node in ray.nodes() if node["Alive"] and labels_match(node, placement.labels)]
     bundles: list[str] = []
@@ -164,14 +164,14 @@ def cluster_capacity(placement: Placement, timeout_s: float) -> list[NodeCapacit
         nodes = [node for node in nodes if node["NodeID"] in bundles]
     facts = ask_nodes([node["NodeID"] for node in nodes], timeout_s)
     free = free_resources()
-    rooms: list[NodeCapacity] = []
+    capacities: list[NodeCapacity] = []
     for node in nodes:
         name, node_id = node["NodeManagerAddress"], node["NodeID"]
-        if any(room.name == name for room in rooms):
+        if any(capacity.name == name for capacity in capacities):
             name = f"{name} ({node_id[:8]})"  # two raylets may share an address
         count = bundles.count(node_id) if bundles else None
-        rooms.append(_room(name, free.get(node_id, {}), facts.get(node_id), count))
-    return rooms
+        capacities.append(_room(name, free.get(node_id, {}), facts.get(node_id), count))
+    return capacities
 
 
 def _room(name: str, free: Mapping[str, float], facts: NodeFacts | None, ranks: int | None = None) -> NodeCapacity:
@@ -181,9 +181,10 @@ def _room(name: str, free: Mapping[str, float], facts: NodeFacts | None, ranks: 
 
 
 def assign(world_size: int, rooms: Sequence[NodeCapacity], need: Mapping[str, float], strategy: str) -> list[int]:
-    """Which room each rank gets, by rank; shorter than `world_size` where CPUs or GPUs do not suffice.
+    """Return the index of each rank's node, by rank; shorter than `world_size` if CPUs or GPUs do not suffice.
 
-    Ray knows no memory of ours, so memory has no say. Where several choices keep to the strategy, Ray's may differ.
+    Memory is not considered, since Ray does not know a group's memory. Where the strategy allows several placements,
+    Ray may choose another one.
 
     Args:
         world_size: Number of ranks.
@@ -196,13 +197,13 @@ def assign(world_size: int, rooms: Sequence[NodeCapacity], need: Mapping[str, fl
     if strategy == "STRICT_PACK":
         fullest_first = fullest_first[:1]
     if strategy == "STRICT_SPREAD":
-        space = [min(one, 1) for one in space]
+        space = [min(count, 1) for count in space]
     taken = [0] * len(rooms)
     if strategy == "SPREAD":
         for _ in range(world_size):
-            open_rooms = [index for index in fullest_first if taken[index] < space[index]]
-            if open_rooms:
-                taken[min(open_rooms, key=lambda index: taken[index])] += 1
+            with_space = [index for index in fullest_first if taken[index] < space[index]]
+            if with_space:
+                taken[min(with_space, key=lambda index: taken[index])] += 1
     else:
         for index in fullest_first:
             taken[index] = min(space[index], world_size - sum(taken))

@@ -1,4 +1,4 @@
-"""Room for the ranks: one Ray placement group with a bundle per rank, or an error that says what is short where."""
+"""Reserves resources for the ranks: one Ray placement-group bundle per rank, or an error that lists what is short."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ class Reservation:
     need: Resources
     """Resources of one rank."""
     is_ours: bool
-    """Whether the group made it, so removes it."""
+    """True if the group made the placement group and therefore removes it."""
     reaper: Any = None
-    """The actor that removes it when this process dies; see `reaper.py`. `None` where Ray does."""
+    """The actor that removes the placement group when this process dies (see `reaper.py`); `None` if Ray does."""
 
     def node_ip(self, bundle: int) -> str:
-        """Return the address of the node that Ray chose for a bundle, `unknown` where it does not say."""
+        """Return the address of the node that Ray chose for a bundle, `unknown` if Ray does not know."""
         node_id = placement_group_table(self.placement_group)["bundles_to_node_id"].get(bundle)
         return next((one["NodeManagerAddress"] for one in ray.nodes() if one["NodeID"] == node_id), "unknown")
 
     def release(self) -> None:
-        """Give the resources back, where they are ours to give."""
+        """Release the resources, unless the placement group is the user's."""
         if self.is_ours:
             remove_placement_group(self.placement_group)
         self.outlive_owner()
 
     def outlive_owner(self) -> None:
-        """Keep a detached placement group when this process dies."""
+        """Keep a detached placement group beyond the death of this process."""
         if self.reaper is not None:
             ray.kill(self.reaper)
 
@@ -58,23 +58,23 @@ def cluster_gpus() -> int:
 
 
 def choose_device_type(device: str | None) -> str:
-    """Return `cuda` or `cpu`: the caller's choice, else `cuda` where the cluster has GPUs.
+    """Return `cuda` or `cpu`: the caller's choice, else `cuda` if the cluster has GPUs.
 
     Raises:
-        ValueError: An unknown device type.
+        ValueError: The device type is unknown.
     """
     if device is None:
         return "cuda" if cluster_gpus() else "cpu"
     if device not in ("cuda", "cpu"):
-        raise ValueError(f"device={device!r}: use 'cuda', 'cpu', or None for cuda where the cluster has GPUs")
+        raise ValueError(f"device={device!r}: use 'cuda', 'cpu', or None for cuda if the cluster has GPUs")
     return device
 
 
 def check_world_size(world_size: int | None) -> None:
-    """Check a number of ranks that was given, without asking Ray.
+    """Check the given number of ranks without calling Ray.
 
     Raises:
-        ValueError: Not a positive int.
+        ValueError: The number is not a positive int.
     """
     if world_size is not None and (type(world_size) is not int or world_size < 1):
         raise ValueError(f"world_size={world_size!r}: give 1 or more, as an int")
@@ -84,7 +84,7 @@ def choose_world_size(world_size: int | None, device_type: str, placement: Place
     """Return the number of ranks: as given, else one per bundle of a given placement group, else one per GPU.
 
     Raises:
-        ValueError: Not given, and there is nothing to count.
+        ValueError: No number is given, and there are no bundles or GPUs to count.
     """
     if world_size is not None:
         return world_size
@@ -98,9 +98,9 @@ def choose_world_size(world_size: int | None, device_type: str, placement: Place
 
 
 def choose_num_threads(placement: Placement) -> int:
-    """Return torch's threads in a CPU rank: as OMP_NUM_THREADS in its runtime environment says, else one per CPU.
+    """Return the number of torch threads of a CPU rank: OMP_NUM_THREADS of its runtime environment, else one per CPU.
 
-    Ray sets that variable in every worker, so a rank cannot tell who chose it.
+    Ray sets OMP_NUM_THREADS in every worker, so a rank cannot tell whether the user chose its value.
     """
     variables: dict[str, str] = {}
     for environment in (ray.get_runtime_context().runtime_env, placement.runtime_env or {}):
@@ -110,19 +110,19 @@ def choose_num_threads(placement: Placement) -> int:
 
 
 def reserve(world_size: int, device_type: str, placement: Placement, place_s: float, lifetime: Lifetime) -> Reservation:
-    """Reserve one bundle for each rank, and wait until Ray has it.
+    """Reserve one bundle for each rank, and wait until the placement group is ready.
 
     Args:
         world_size: Number of ranks.
         device_type: `cuda` adds one GPU to each bundle.
         placement: Strategy, CPUs, labels; or an existing placement group.
         place_s: Deadline.
-        lifetime: What the placement group hangs on.
+        lifetime: What ends the placement group.
 
     Raises:
-        PlacementError: Not ready at the deadline; says need against have, per node. Or Ray does not create it. Nothing
-            stays reserved.
-        ValueError: An existing placement group whose bundles do not fit the ranks.
+        PlacementError: The placement group is not ready at the deadline (the error lists need against have, per node),
+            or Ray does not create it. Nothing stays reserved.
+        ValueError: The bundles of an existing placement group do not fit the ranks.
     """
     need = rank_need(device_type, placement)
     if placement.placement_group is not None:
@@ -140,7 +140,7 @@ def reserve(world_size: int, device_type: str, placement: Placement, place_s: fl
 
 
 def _create(world_size: int, need: Resources, placement: Placement, lifetime: Lifetime) -> Reservation:
-    """Ask Ray for a placement group, which need not be ready."""
+    """Create a placement group, without waiting until it is ready."""
     bundles = [dict(need) for _ in range(world_size)]
     selector = [dict(placement.labels)] * world_size if placement.labels else None
     options = {"strategy": placement.strategy, "bundle_label_selector": selector, **lifetime.placement_group_options()}
@@ -155,36 +155,36 @@ def _create(world_size: int, need: Resources, placement: Placement, lifetime: Li
 
 
 def wait_placed(reservation: Reservation, world_size: int, placement: Placement, place_s: float) -> None:
-    """Wait until all bundles lie on nodes: Ray lays those of a lost node elsewhere, where there is room.
+    """Wait until all bundles are placed: Ray moves the bundles of a lost node to nodes that have the resources.
 
     Args:
-        reservation: One that was ready.
+        reservation: A reservation that was ready before.
         world_size: Number of ranks.
-        placement: As it was reserved.
+        placement: The placement that it was reserved with.
         place_s: Deadline.
 
     Raises:
-        PlacementError: There was no room before the deadline. The rest stays reserved.
+        PlacementError: No node had the resources before the deadline. The other bundles stay reserved.
     """
     if not _wait_ready(reservation.placement_group, place_s):
         raise _placement_error(world_size, reservation.need, placement, place_s)
 
 
 def _wait_ready(made: Any, place_s: float) -> bool:
-    """Wait in slices: Ray's own wait does not see Ctrl-C before its end."""
+    """Wait in slices, since Ray's own wait does not react to Ctrl-C; return True if the placement group is ready."""
     until = time.monotonic() + place_s
     while not made.wait(max(0.0, min(_SLICE_S, until - time.monotonic()))):
         if time.monotonic() >= until:
             return False
-        time.sleep(_PAUSE_S)  # where a slice is shorter than Ray's resolution
+        time.sleep(_PAUSE_S)  # in case the slice is shorter than Ray's resolution
     return True
 
 
 def rank_need(device_type: str, placement: Placement) -> dict[str, float]:
-    """Resources of one rank, by Ray's names.
+    """Return the resources of one rank, by Ray's names.
 
     Raises:
-        ValueError: They would be none.
+        ValueError: The rank would need no resources.
     """
     need = {"CPU": float(placement.cpus_per_rank)} if placement.cpus_per_rank else {}
     if device_type == "cuda":
@@ -197,18 +197,20 @@ def rank_need(device_type: str, placement: Placement) -> dict[str, float]:
 def _check_bundles(existing: Any, world_size: int, need: Resources) -> None:
     bundles = existing.bundle_specs
     if len(bundles) < world_size:
-        raise ValueError(f"the placement group has {len(bundles)} bundles, but world_size={world_size}; one rank each")
+        raise ValueError(
+            f"the placement group has {len(bundles)} bundles, but world_size={world_size}: give one bundle per rank"
+        )
     for index, bundle in enumerate(bundles[:world_size]):
         short = {name: amount for name, amount in need.items() if bundle.get(name, 0) < amount}
         if short:
             raise ValueError(
-                f"bundle {index} of the placement group holds {show_resources(bundle)}, a rank needs "
-                f"{show_resources(need)}; change the bundles or Placement(cpus_per_rank=...)"
+                f"bundle {index} of the placement group holds {show_resources(bundle)}, but a rank needs "
+                f"{show_resources(need)}: change the bundles or Placement(cpus_per_rank=...)"
             )
 
 
 def _placement_error(world_size: int, need: Resources, placement: Placement, place_s: float) -> PlacementError:
-    """Compare need and have. Free resources without the placement group's own: a pending one holds none."""
+    """Return an error that compares need and have; a pending placement group holds nothing of the free resources."""
     nodes = [node for node in ray.nodes() if node["Alive"]]
     free = free_resources()
     have: dict[str, dict[str, float]] = {}
@@ -218,39 +220,39 @@ def _placement_error(world_size: int, need: Resources, placement: Placement, pla
         matches = labels_match(node, placement.labels)
         total = {name: node["Resources"].get(name, 0.0) for name in need}
         now = {name: free.get(node["NodeID"], {}).get(name, 0.0) for name in need}
-        # Two raylets may share an address (tests do): the id keeps them apart.
+        # Two raylets may share an address (in tests, for example): the id distinguishes them.
         address = node["NodeManagerAddress"]
         have[address if address not in have else f"{address} ({node['NodeID'][:8]})"] = now
         fits_empty += ranks_that_fit(total, need) if matches else 0
         note = "" if matches else f"; its labels do not match {dict(placement.labels or {})}"
         fits = ranks_that_fit(now, need) if matches else 0
         lines.append(
-            f"node {address}: free {show_resources(now)} of {show_resources(total)}, room for {fits} ranks now{note}"
+            f"node {address}: free {show_resources(now)} of {show_resources(total)}, space for {fits} ranks now{note}"
         )
     if placement.placement_group is not None:
         verdict = "the given placement group is not ready"
     elif fits_empty < world_size:
-        verdict = f"infeasible: even when idle the cluster has room for {fits_empty} ranks; use fewer, or add nodes"
+        verdict = f"infeasible: even when idle, the cluster has space for {fits_empty} ranks; use fewer, or add nodes"
     else:
         verdict = (
-            f"busy: idle, the cluster has room for {fits_empty} ranks; free some, raise Timeouts.place_s, or relax "
-            f"strategy={placement.strategy!r}"
+            f"busy: when idle, the cluster has space for {fits_empty} ranks; free resources, raise "
+            f"Timeouts.place_s, or relax strategy={placement.strategy!r}"
         )
     message = f"{world_size} ranks of {show_resources(need)} each were not placed within {place_s:g} s; {verdict}"
     return PlacementError("\n  ".join((message, *lines)), need=need, have=have)
 
 
 def labels_match(node: Mapping[str, Any], labels: Mapping[str, str] | None) -> bool:
-    """Whether a node, as `ray.nodes()` shows it, carries all labels."""
+    """Return True if a node, as `ray.nodes()` lists it, carries all labels."""
     carried = node.get("Labels", {})
     return all(carried.get(key) == value for key, value in (labels or {}).items())
 
 
 def ranks_that_fit(resources: Resources, need: Resources) -> int:
-    """How many ranks of `need` each fit into resources."""
+    """Return how many ranks, each of which needs `need`, fit into `resources`."""
     return min(int(resources.get(name, 0.0) // amount) for name, amount in need.items())
 
 
 def show_resources(resources: Resources) -> str:
-    """Resources for people."""
+    """Format resources for messages."""
     return ", ".join(f"{amount:g} {name}" for name, amount in resources.items()) or "nothing"

@@ -1,13 +1,14 @@
-"""`create_reaped`: a placement group that is removed when the process that asked for it dies.
+"""`create_reaped`: a placement group that is removed when the process that requested it dies.
 
-Note [Owners]: Ray removes a placement group when its creator is dead *and* the job of its creator is over (Ray 2.60),
-and never a detached one. So that of a driver goes with the driver. That of an actor (a Serve replica, a Tune trial) or
-a task stays until the job ends, though Ray stops the ranks at once; that of a named group stays for ever.
+Note [Owners]: Ray removes a placement group when its creator is dead *and* the job of its creator is over (Ray 2.60);
+Ray never removes a detached one. A driver's placement group is therefore removed with the driver. The placement group
+of an actor (a Serve replica, a Tune trial) or of a task stays until the job ends, though Ray stops the ranks at once;
+that of a named group stays forever.
 
-There a small actor, the reaper, creates it. The reaper is detached, and for Ray the job of a detached creator is over:
-what it has created, unless detached, too, is removed when it is dead, whatever the cause. The reaper ends when its
-owner does: it waits for an object that the owner owns and that is never made, until Ray says that the owner has died.
-It runs on the owner's node, so that the loss of no other node can end it.
+In these cases a small actor, the reaper, creates the placement group. The reaper is detached, and Ray considers the job
+of a detached creator over: when the reaper is dead, whatever the cause, Ray removes what the reaper created, unless it
+is detached as well. The reaper ends when its owner does: it waits for an object that the owner owns and never creates,
+until Ray reports that the owner has died. It runs on the owner's node, so the loss of another node cannot end it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 _OWNER_S = 8.0
-"""How long a reaper waits for the first call of its owner, which may have died while the reaper started."""
+"""Seconds that a reaper waits for its owner's first call; the owner may have died while the reaper started."""
 
 
 def create_reaped(
@@ -31,16 +32,16 @@ def create_reaped(
     """Create a placement group that does not outlive this process.
 
     Args:
-        bundles: As Ray takes them.
-        options: Likewise.
+        bundles: `bundles` of `ray.util.placement_group`.
+        options: Its keyword arguments.
         within_s: Deadline for the reaper to start.
 
     Returns:
-        The placement group, which need not be ready, and the reaper: whoever removes the one kills the other.
+        The placement group, which need not be ready, and the reaper, to be killed when the placement group is removed.
 
     Raises:
         ray.exceptions.RayError: The reaper did not start.
-        ValueError: Ray refuses an option.
+        ValueError: Ray rejects an option.
     """
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     remote = ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={"owner": 2})(_reaper_class())
@@ -51,12 +52,12 @@ def create_reaped(
     except BaseException as error:
         ray.kill(reaper)
         if isinstance(error, ray.exceptions.RayTaskError):
-            raise error.cause from error  # as where this process asks Ray itself
+            raise error.cause from error  # the error that a direct call of Ray would raise
         raise
 
 
 def _reaper_class() -> type:
-    """Return the actor's class: a local one pickles by value, and its process need not import torch."""
+    """Return the actor's class. A local class pickles by value, so its process need not import torch."""
 
     class Reaper:
         def __init__(self) -> None:
@@ -72,7 +73,7 @@ def _reaper_class() -> type:
 
         @ray.method(concurrency_group="owner")
         def never(self) -> None:
-            """Block as long as this process lives."""
+            """Block until this process ends."""
             threading.Event().wait()
 
         @ray.method(concurrency_group="owner")
@@ -81,8 +82,8 @@ def _reaper_class() -> type:
             self._has_owner.set()
             try:
                 ray.get(owned)
-            except ray.exceptions.OwnerDiedError:  # not what it is told when it is killed itself
-                self._lock.acquire()  # for good: nothing is created any more
+            except ray.exceptions.OwnerDiedError:  # a different error is raised when the reaper itself is killed
+                self._lock.acquire()  # never released: nothing is created from now on
                 if self._made is not None:
                     remove_placement_group(self._made)
                 ray.kill(ray.get_runtime_context().current_actor)

@@ -1,8 +1,9 @@
-"""What another process of the same machine can say of a rank that answers no questions.
+"""Stack dumps of a rank that does not answer, taken by another process of the same machine.
 
-Note [Stack dumps]: a rank that is stopped by a signal, or whose thread holds the GIL, runs none of its own Python. The
-kernel still reports the state of its process, and Python's `faulthandler` prints stacks from a C signal handler without
-the GIL. It prints into a memory file of the rank, which others read through /proc; nothing is written to disk.
+Note [Stack dumps]: a rank that is stopped by a signal, or in which a thread holds the GIL, runs no other Python code.
+The kernel still reports the state of its process, and Python's `faulthandler` prints stacks from a C signal handler
+without the GIL. `faulthandler` prints into a memory file of the rank, which other processes read through /proc; nothing
+is written to disk.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import signal
 import time
 from dataclasses import dataclass
 
-_SIGNAL = signal.SIGRTMIN + 7  # nobody's: Ray, torch and Python leave the real-time signals alone
+_SIGNAL = signal.SIGRTMIN + 7  # unused: Ray, torch and Python do not use the real-time signals
 _MEMORY_NAME = "raysharding-stacks"
 _PRINT_S = 0.4
 _POLL_S = 0.01
@@ -21,45 +22,45 @@ _MAX_CHARS = 20_000
 _STATES = {
     "T": "its process is stopped by a signal (SIGSTOP, Ctrl-Z)",
     "t": "its process is held by a debugger",
-    "D": "its process waits inside the kernel, for a disk or a network file system say",
+    "D": "its process waits inside the kernel, for example for a disk or a network file system",
     "Z": "its process has ended",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessSnapshot:
-    """A rank, seen from outside."""
+    """A rank's state, as another process sees it."""
 
     state: str
-    """What the kernel says of its process, as a clause of a sentence."""
+    """State of the process according to the kernel, as a clause of a sentence."""
     stacks: str
-    """Python stacks of its threads, innermost frame first; empty where it could not print them."""
+    """Python stacks of its threads, innermost frame first; empty if the process could not print them."""
 
 
 def enable_stack_dumps() -> int:
-    """Make this process print its stacks at a signal, and return the descriptor that it prints into."""
+    """Make this process print its stacks on a signal, and return the descriptor that the stacks are printed to."""
     descriptor = os.memfd_create(_MEMORY_NAME)
     faulthandler.register(_SIGNAL, file=descriptor, all_threads=True)
     return descriptor
 
 
 def dump_stacks(pid: int, descriptor: int) -> ProcessSnapshot:
-    """Have a process of this machine print its stacks; takes half a second at most.
+    """Make a process of this machine print its stacks; takes half a second at most.
 
     Args:
-        pid: Its process id.
-        descriptor: What its `enable_stack_dumps` returned.
+        pid: Id of the process.
+        descriptor: The value that `enable_stack_dumps` returned in the process.
 
     Raises:
-        OSError: It is gone, or another user's.
+        OSError: The process is gone, or another user's.
     """
     state = _state(pid)
     if state in _STATES:
         return ProcessSnapshot(_STATES[state], "")
     printed = f"/proc/{pid}/fd/{descriptor}"
     if _MEMORY_NAME not in os.readlink(printed):
-        # The signal ends a process that does not expect it, such as another one that has got the number since.
-        raise ProcessLookupError(f"process {pid} is no rank")
+        # The signal ends a process that has no handler for it, such as a new process that was given the same id.
+        raise ProcessLookupError(f"process {pid} is not a rank")
     before = os.stat(printed).st_size
     os.kill(pid, _SIGNAL)
     size, until = before, time.monotonic() + _PRINT_S

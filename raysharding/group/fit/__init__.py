@@ -1,4 +1,4 @@
-"""The driver's part of a run over data: steps, saves, restarts, callbacks, the report."""
+"""The driver's part of a training run over data: steps, saves, restarts, callbacks, the report."""
 
 from raysharding.group.fit.callbacks import MLflow, RayGauges, TensorBoard, WeightsAndBiases, figures
 from raysharding.group.fit.datasets import DatasetHandle, dataset_handle

@@ -1,4 +1,4 @@
-"""Callbacks of `fit` that log to trackers by their own clients, and to the metrics of Ray's dashboard."""
+"""Callbacks of `fit` that log to trackers through the trackers' own clients, and to the metrics of Ray's dashboard."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from raysharding.group.fit.report import FitStep
 
 
 def figures(step: FitStep) -> dict[str, float]:
-    """What is logged of a step: its metrics, unless it was skipped, its epoch, and the rates."""
+    """Return the values that are logged for a step: its metrics (unless it was skipped), its epoch, and the rates."""
     rates = {"epoch": float(step.epoch), "rows_per_s": step.rows_per_s}
     if step.num_tokens:
         rates["tokens_per_s"] = step.tokens_per_s
@@ -19,13 +19,13 @@ def figures(step: FitStep) -> dict[str, float]:
 
 
 class RayGauges:
-    """Gauges `raysharding_fit_<name>`, tagged with the group's name, which Ray exports and its dashboard can chart.
+    """Gauges `raysharding_fit_<name>`, tagged with the group's name; Ray exports them and its dashboard can chart them.
 
-    `fit` has one of its own.
+    `fit` always adds its own `RayGauges`.
     """
 
     def __init__(self, group: str) -> None:
-        """Set nothing yet.
+        """Create no gauge yet.
 
         Args:
             group: Value of the tag `group`.
@@ -49,7 +49,7 @@ class TensorBoard:
         """Open the log.
 
         Args:
-            log_dir: Directory, on the driver.
+            log_dir: Directory of the log, on the driver.
 
         Raises:
             ImportError: tensorboard is not installed.
@@ -64,7 +64,7 @@ class TensorBoard:
             self._writer.add_scalar(name, value, step.num_steps)
 
     def close(self) -> None:
-        """Put the log on the disk."""
+        """Flush the log to disk and close it."""
         self._writer.close()
 
 
@@ -75,7 +75,7 @@ class WeightsAndBiases:
         """Begin a run.
 
         Args:
-            **options: Of `wandb.init`: `project=`, `name=`, `mode="offline"`, ...
+            **options: Arguments of `wandb.init`: `project=`, `name=`, `mode="offline"`, ...
 
         Raises:
             ImportError: wandb is not installed.
@@ -97,10 +97,10 @@ class MLflow:
     """Logs to MLflow: `pip install mlflow-skinny`."""
 
     def __init__(self, **options: Any) -> None:
-        """Begin a run, at the tracking server that MLflow is set to.
+        """Begin a run on the tracking server that MLflow is configured for.
 
         Args:
-            **options: Of `mlflow.start_run`: `run_name=`, `experiment_id=`, ...
+            **options: Arguments of `mlflow.start_run`: `run_name=`, `experiment_id=`, ...
 
         Raises:
             ImportError: mlflow is not installed.

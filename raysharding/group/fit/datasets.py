@@ -1,4 +1,4 @@
-"""Data as a user gives it to `fit`, made a source that every rank reads for itself."""
+"""Turns the data that a user passes to `fit` into a source that every rank reads for itself."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _PIN_S = 30.0
 
 @dataclass(frozen=True)
 class DatasetHandle:
-    """What ranks read, and what has to live on the driver meanwhile."""
+    """A data source for the ranks, and the references that the driver must keep while they read it."""
 
     source: Rows | ParquetPath
-    """For the ranks."""
+    """The source that the ranks read."""
     refs: tuple[ray.ObjectRef, ...] = ()
-    """Blocks that the ranks have to hold."""
+    """References to the blocks that the ranks must hold."""
 
     def pin(self, members: Sequence[Member]) -> None:
-        """Have the ranks hold the blocks, before they read the first.
+        """Make the ranks hold the blocks, before they read the first one.
 
         Raises:
             GroupError: A rank does not answer.
@@ -43,11 +43,11 @@ class DatasetHandle:
         silent = probe_all(members, "pin", self.source.key, self.refs, within_s=_PIN_S).silent
         if silent:
             rank, why = next(iter(silent.items()))
-            raise GroupError(f"rank {rank} cannot be given the dataset: {why}")
+            raise GroupError(f"the dataset cannot be sent to rank {rank}: {why}")
 
     def unpin(self, members: Sequence[Member]) -> None:
-        """Have the ranks let go of them; who is gone has. Does not wait."""
-        # Once Ray is shut down they are gone, and what would be asked of them would start another one.
+        """Make the ranks release the blocks; a dead rank holds none. Does not wait."""
+        # After a shutdown of Ray the ranks are gone, and a remote call would start another Ray.
         if isinstance(self.source, DatasetBlocks) and ray.is_initialized():
             for member in members:
                 member.actor.pin.remote(self.source.key, None)
@@ -59,16 +59,16 @@ def dataset_handle(
     """Make a source of `data`; see `ShardedModelGroup.fit`.
 
     Args:
-        data: As the user gave it.
-        columns: Likewise.
-        timeout_s: How long a Ray dataset may take to be computed.
-        whole: Columns of a Ray dataset that must hold whole numbers, where there are such columns. (Parquet files are
-            looked at where they are, by rank 0.)
+        data: The user's data.
+        columns: The user's choice of columns.
+        timeout_s: Longest time in which a Ray dataset must be computed.
+        whole: Columns of a Ray dataset that must hold integers, if the dataset has such columns. (Rank 0 checks
+            Parquet files, at their location.)
 
     Raises:
-        ValueError: No data, or `columns` for what has none.
-        TypeError: Not data.
-        DataError: The dataset cannot be computed, or has a column of floats that must be whole.
+        ValueError: There is no data, or `columns` is given for data without columns.
+        TypeError: `data` is not data.
+        DataError: The dataset cannot be computed, or has a column of floats that must hold integers.
     """
     chosen = None if columns is None else tuple(columns)
     if isinstance(data, str | os.PathLike):
@@ -76,7 +76,7 @@ def dataset_handle(
     if "ray.data" in sys.modules and isinstance(data, sys.modules["ray.data"].Dataset):
         return _blocks(data, chosen, timeout_s, whole)
     if chosen is not None:
-        raise ValueError(f"columns={columns!r}: only Parquet files and Ray datasets have columns to choose from")
+        raise ValueError(f"columns={columns!r}: only columns of Parquet files and Ray datasets can be chosen; omit it")
     return DatasetHandle(rows_of(data))
 
 
@@ -86,7 +86,7 @@ def _blocks(dataset: Any, columns: tuple[str, ...] | None, timeout_s: float, who
     def compute() -> None:
         try:
             computing.set_result(_computed(dataset))
-        except BaseException as error:  # noqa: BLE001 - it is raised below
+        except BaseException as error:  # noqa: BLE001 - raised by `computing.result` below
             computing.set_exception(error)
 
     threading.Thread(target=compute, name="raysharding-dataset", daemon=True).start()
@@ -96,8 +96,8 @@ def _blocks(dataset: Any, columns: tuple[str, ...] | None, timeout_s: float, who
         free = ray.available_resources().get("CPU", 0)
         raise DataError(
             f"the Ray dataset is not computed after {timeout_s:g} s; the cluster has {free:g} CPUs free of "
-            f"{ray.cluster_resources().get('CPU', 0):g}: its tasks need one at least, beside the group's ranks. "
-            "Compute it first (dataset.materialize()), or give the ranks fewer: Placement(cpus_per_rank=)"
+            f"{ray.cluster_resources().get('CPU', 0):g}: the dataset's tasks need at least one beside the group's "
+            "ranks. Compute it first (dataset.materialize()), or give the ranks fewer: Placement(cpus_per_rank=)"
         ) from None
     except ray.exceptions.RayError as error:
         raise DataError(f"the Ray dataset cannot be computed: {error}") from error
@@ -111,10 +111,10 @@ def _blocks(dataset: Any, columns: tuple[str, ...] | None, timeout_s: float, who
 
 
 def _computed(dataset: Any) -> tuple[Mapping[str, str], tuple[ray.ObjectRef, ...], tuple[int, ...]]:
-    """Columns and what they hold, blocks in the dataset's own order, and their rows."""
+    """Return column → kind of its values, the blocks in the dataset's own order, and the number of rows of each."""
     options = dataset.context.execution_options
     kept = options.preserve_order
-    options.preserve_order = True  # else blocks come as their tasks end: in another order each time
+    options.preserve_order = True  # otherwise blocks come in the order in which their tasks end
     try:
         schema = dataset.schema()
         refs = tuple(dataset.to_arrow_refs())

@@ -1,4 +1,4 @@
-"""What a run over data tells: each step to callbacks, the whole to the caller."""
+"""Results of a run over data: `FitStep` for the callbacks, `FitReport` for the caller."""
 
 from __future__ import annotations
 
@@ -13,81 +13,85 @@ class FitStep:
     """One step of a run, for callbacks."""
 
     num_steps: int
-    """Steps of the whole run so far, this one with them."""
+    """Number of steps of the whole run so far, including this one."""
     epoch: int
-    """Epochs that were over when it was taken."""
+    """Number of epochs that were complete when the step was taken."""
     metrics: Mapping[str, float]
-    """`loss`, `grad_norm`, with a schedule also `lr`."""
+    """`loss`, `grad_norm`, and `lr` if there is a schedule."""
     num_rows: int
-    """Rows of the step, all ranks together."""
+    """Rows of the step, over all ranks."""
     num_tokens: int
-    """Elements of its `input_ids`; 0 where it has none."""
+    """Elements of the step's `input_ids`, 0 without `input_ids`."""
     rows_per_s: float
-    """Of the steps since the driver heard last."""
+    """Rows per second, over the steps since the last report to the driver."""
     tokens_per_s: float
-    """Likewise."""
+    """Tokens per second, over the same steps."""
     is_skipped: bool = False
-    """Whether nothing counted in its batch, so that no update was taken: `loss` and `grad_norm` are NaN."""
+    """True if nothing in the batch counted, so that no update was taken: `loss` and `grad_norm` are NaN."""
 
 
 @dataclass(frozen=True)
 class FitReport:
-    """One run. `str(report)` is for people, `as_dict()` for programs, `plot` for a look."""
+    """Report of one run. `str(report)` is for people, `as_dict()` for programs; `plot` draws the metrics."""
 
     num_steps: int
-    """Steps of the whole run, those before a resume with them."""
+    """Number of steps of the whole run, including those before a resume."""
     first_step: int
-    """Steps that had been taken when `fit` was called."""
+    """Number of steps that had been taken when `fit` was called."""
     history: Mapping[str, tuple[float, ...]]
-    """Metric → its value after each step that `fit` took; NaN where a restart kept steps that it had not heard of, and
-    where a step was skipped."""
+    """Metric → its value after each step that `fit` took; NaN for skipped steps, and for steps that a restart kept but
+    that had not been reported to the driver."""
     num_rows: int
-    """Rows trained on in this `fit`; those of steps that a restart repeated, once more."""
+    """Rows trained on in this `fit`; rows of steps that a restart repeated count again."""
     num_tokens: int
-    """Elements of `input_ids`, likewise."""
+    """Elements of `input_ids`, counted in the same way."""
     seconds: float
     """Time that `fit` took."""
     wait_s: float
-    """Seconds that the rank which waited most for data has waited."""
+    """Seconds that ranks waited for data: per report to the driver the longest wait of a rank, summed."""
     save_s: float
     """Seconds that saves took."""
     num_restarts: int
-    """How often the group was restarted; one that failed, because another rank was lost meanwhile, counts, too."""
+    """Number of restarts of the group, including restarts that failed because another rank was lost."""
     saved: str | None
-    """The last save; `None` where there was none."""
+    """Path of the last save; `None` without saves."""
     skipped: tuple[int, ...] = ()
-    """Numbers of the steps whose batch had nothing that counts: no update was taken."""
+    """Numbers of the steps whose batch had nothing that counts, so that no update was taken."""
 
     @property
     def loss(self) -> float:
-        """Loss of the last step that was not skipped; NaN where there is none."""
+        """Loss of the last step that was not skipped; NaN if there is none."""
         skipped = set(self.skipped)
         losses = list(enumerate(self.history.get("loss", ()), self.first_step + 1))
         return next((loss for number, loss in reversed(losses) if number not in skipped), float("nan"))
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens over the whole time."""
+        """Tokens per second of the time that `fit` took."""
         return self.num_tokens / self.seconds if self.seconds > 0 else 0.0
 
     @property
     def rows_per_s(self) -> float:
-        """Rows over the whole time."""
+        """Rows per second of the time that `fit` took."""
         return self.num_rows / self.seconds if self.seconds > 0 else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """All fields and rates, ready for JSON."""
+        """Return all fields and rates, ready for JSON."""
         return asdict(self) | {"tokens_per_s": self.tokens_per_s, "rows_per_s": self.rows_per_s}
 
     def then(self, later: FitReport) -> FitReport:
-        """Put a run and the one that went on with it together, for one curve.
+        """Join this report and that of the run that resumed it, for one curve.
+
+        Args:
+            later: Report of the run that resumed this one.
 
         Raises:
-            ValueError: The other does not begin where this one ends.
+            ValueError: `later` does not begin where this run ends.
         """
         if later.first_step != self.num_steps:
             raise ValueError(
-                f"a run that ends with step {self.num_steps}, and one that goes on after {later.first_step}"
+                f"this run ends with step {self.num_steps}, but the later one continues after step {later.first_step}: "
+                "give the report of the run that resumed this one"
             )
         names = [name for name in self.history if name in later.history]
         return replace(
@@ -108,7 +112,7 @@ class FitReport:
         """Draw loss, gradient norm and learning rate over the steps.
 
         Args:
-            path: PNG to write; an existing one is replaced.
+            path: PNG file to write; an existing file is replaced.
 
         Raises:
             ImportError: matplotlib is not installed: `pip install 'raysharding[bench]'`.

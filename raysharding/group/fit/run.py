@@ -1,7 +1,7 @@
-"""`FitRun`: the driver's part of a run over data: how many steps at a time, saves, restarts, and what is told.
+"""`FitRun`: the driver's part of a run over data: the number of steps per call, saves, restarts, and reports.
 
-The ranks take some steps on each call, as many as begin within half a second, so that the way to the driver and back
-costs a run with quick steps nothing; no call goes over a step that is to be saved.
+Each call makes the ranks take as many steps as begin within half a second, so that the round trip to the driver costs
+a run with quick steps nothing. A call ends at a step that is to be saved.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from raysharding.worker import FitStart, FitSteps
 
 
 class StepBar:
-    """Steps of a run, with loss, rate and the time that is left."""
+    """Progress bar over the steps of a run, with loss, rate and remaining time."""
 
     def __init__(self, total: int | None, done: int, option: bool | None) -> None:
         """Show the bar.
 
         Args:
-            total: Steps in all; `None` where nobody knows.
-            done: Steps taken before.
+            total: Number of steps in total; `None` if unknown.
+            done: Number of steps taken before.
             option: `True`: a bar; `False`: none; `None`: a bar in a terminal or notebook.
         """
         self._bar = tqdm(desc="fit", unit="step", total=total, initial=done, disable=not is_shown(option))
 
     def step(self, step: FitStep) -> None:
-        """Go on by a step."""
+        """Advance the bar by one step."""
         rate = f"{step.tokens_per_s:,.0f} tokens/s" if step.num_tokens else f"{step.rows_per_s:,.1f} rows/s"
         self._bar.set_postfix_str(f"loss {step.metrics['loss']:.4g}, {rate}", refresh=False)
         self._bar.update(1)
 
     def go_back(self, done: int) -> None:
-        """A restart has lost some steps."""
+        """Set the bar back to `done` steps, after a restart that lost some steps."""
         self._bar.update(done - self._bar.n)
 
     def __enter__(self) -> Self:
@@ -65,48 +65,52 @@ _CALL_S = 0.5
 _MAX_STEPS = 200
 
 Callback = Callable[[FitStep], object]
-"""Called on the driver after each step; one that has `close` is closed at the end."""
+"""Called on the driver with each step; if it has a `close` method, that is called at the end."""
 
 
 @dataclass(frozen=True)
 class FitOptions:
-    """What the driver does beside the steps."""
+    """The driver's options of a run."""
 
     save_to: str | None
-    """Directory of the saves; `None`: none."""
+    """Directory of the saves; `None` for no saves."""
     save_every: int | None
-    """Steps between two saves; `None`: one at the end."""
+    """Number of steps between two saves; `None` for one save at the end."""
     keep_last: int | None
-    """Saves that are kept; `None`: all."""
+    """Number of saves to keep; `None` for all."""
     async_save: bool
-    """Whether saves are written in the background."""
+    """True if saves are written in the background."""
     resume: bool
-    """Whether to go on where the last run stands."""
+    """True if the run continues where the last run ended."""
     callbacks: Sequence[Callback]
-    """Told of each step."""
+    """Callables that are called with each step."""
     progress: bool | None
-    """Whether to show a bar; `None`: where somebody looks."""
+    """True if a bar is shown; `None`: in a terminal or notebook."""
 
     def __post_init__(self) -> None:
-        """Refuse what no run can do."""
+        """Refuse invalid options.
+
+        Raises:
+            ValueError: `save_every` or `keep_last` is not a positive int, or is given without `save_to`.
+        """
         for name in ("save_every", "keep_last"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{name}={value!r}: give a whole number, 1 or more")
             if value is not None and self.save_to is None:
-                raise ValueError(f"{name}={value}, but nothing is saved: say where by save_to=")
+                raise ValueError(f"{name}={value}, but nothing is saved: give a directory, save_to=")
 
 
 class FitGroup(Protocol):
-    """What a run asks of its group."""
+    """The interface of a group that a run needs."""
 
     @property
     def name(self) -> str:
-        """As in messages."""
+        """The group's name in messages."""
 
     @property
     def state(self) -> GroupState:
-        """Whether it may go on."""
+        """The group's state now."""
 
     @property
     def saves(self) -> tuple[str, ...]:
@@ -117,7 +121,7 @@ class FitGroup(Protocol):
         """Save the model."""
 
     def wait_for_save(self, stall_s: float | None = None) -> None:
-        """Wait for the save in the background."""
+        """Wait for the background saves."""
 
 
 class FitRun:
@@ -134,17 +138,17 @@ class FitRun:
         restart: Callable[[], RestartReport],
         max_restarts: int,
     ) -> None:
-        """Begin nothing yet.
+        """Create a run that has not begun.
 
         Args:
-            group: Whose model.
-            client: Gives the way to its ranks, which a restart changes.
-            plan: What the ranks do.
-            data: What they read.
-            options: What the driver does.
-            fits: Says when the run is to end early.
-            restart: Makes the group whole.
-            max_restarts: How often the group is restarted.
+            group: The group whose model is trained.
+            client: Returns the client of the group's ranks, which a restart replaces.
+            plan: The ranks' part of the run.
+            data: The data that the ranks read.
+            options: The driver's options.
+            fits: The lock that reports whether the run is to end early.
+            restart: Restarts the group.
+            max_restarts: Largest number of restarts.
         """
         self._group = group
         self._client = client
@@ -170,7 +174,7 @@ class FitRun:
         self._warned: set[bool] = set()
 
     def run(self) -> FitReport:
-        """Take all steps; see `ShardedModelGroup.fit`."""
+        """Run all steps; see `ShardedModelGroup.fit`."""
         started = time.monotonic()
         try:
             self._begin(resume=self._options.resume)
@@ -207,14 +211,14 @@ class FitRun:
         return self._begun.num_steps
 
     def _begin(self, *, resume: bool) -> None:
-        """Have the ranks look at the data, and find where they stand."""
+        """Make the ranks open the data, and get their position in the run."""
         silent: GroupError | None = None
         try:
             self._data.pin(self._client().members)
         except GroupError as error:
-            silent = error  # of a rank that is gone the next call tells more, once the supervision knows of it
-        asked = (self._plan, self._begun, resume, self._options.save_to, self._options.async_save)
-        start: FitStart = self._submit("fit_begin", *asked).result()
+            silent = error  # if a rank is gone, the next call raises a better error, from the supervision
+        arguments = (self._plan, self._begun, resume, self._options.save_to, self._options.async_save)
+        start: FitStart = self._submit("fit_begin", *arguments).result()
         self._position, self._total = start.position, start.total_steps
         if silent is not None:
             raise silent
@@ -223,43 +227,47 @@ class FitRun:
             if self._max_restarts:
                 self._generators = self._submit("generators", collect=collect_all).result()
         elif self._position == self._begun:
-            # No file need hold what they were then, and a rank that has taken a lost one's place has its own.
+            # The generator states of the beginning may be in no file, and a rank that replaced a lost one has its own.
             own = [(state,) for state in self._generators]
             client = self._client()
             client.submit_each("restore_generators", own, deadline_s=client.timeouts.call_s).result()
 
     def _secure_the_beginning(self) -> None:
-        """Where restarts are wanted, the run's beginning must be in files, to go back to."""
+        """Save the beginning of the run unless files hold it: with `max_restarts`, a restart may go back to it.
+
+        Raises:
+            ValueError: The beginning is not saved, and there is no `save_to`.
+        """
         if not self._max_restarts or self._begun_in_files:
             return
         if self._options.save_to is None:
             raise ValueError(
-                f"max_restarts={self._max_restarts}, and the group was trained since it was loaded or saved: a restart "
-                "would lose that. Save it first, with its optimizer, or pass save_to="
+                f"max_restarts={self._max_restarts}, but the group was trained since it was loaded or saved: a restart "
+                "would lose that training. Save the group first, with its optimizer, or pass save_to="
             )
         self._save(in_background=False)
         self._begun_in_files = True
 
     def _submit(self, method: str, *args: Any, collect: Collect = collect_rank0, is_last: bool = False) -> Call:
-        """Submit a command to the ranks, as they are now."""
+        """Submit a command to the current ranks."""
         return self._client().submit_same(method, *args, collect=collect, is_last=is_last)
 
     def _end(self, error: BaseException | None) -> None:
-        """Have the ranks let go of the data, where there are any, and close the callbacks.
+        """Make the ranks, if any, release the data, and close the callbacks.
 
         Args:
-            error: What ended the run; what goes wrong here is noted on it.
+            error: The error that ended the run; errors that are raised here become notes on it.
         """
         if isinstance(error, CheckpointError) and self._paths:
-            # One full disk fails every save that the run has begun: told with this error, and not by later calls.
+            # A full disk fails every save of the run in progress: they become notes here, and later calls do not raise.
             for other in self._client().pending.take_failed(self._paths, self._plan.data.stall_s):
-                error.add_note(f"raysharding: and then, of another save of the run: {other}")
+                error.add_note(f"raysharding: another save of the run failed as well: {other}")
         closes = [close for callback in self._callbacks if (close := getattr(callback, "close", None)) is not None]
         first: Exception | None = None
         for let_go in (self._let_go, *closes):
             try:
                 let_go()
-            except Exception as raised:  # noqa: BLE001 - the others are to be closed, too
+            except Exception as raised:  # noqa: BLE001 - the other callbacks must be closed as well
                 if error is None and first is None:
                     first = raised
                 else:
@@ -269,7 +277,7 @@ class FitRun:
 
     def _let_go(self) -> None:
         if self._group.state in (GroupState.READY, GroupState.BUSY):
-            with suppress(GroupError):  # of a group that breaks in this moment the next call tells
+            with suppress(GroupError):  # if the group breaks at this moment, the next call reports it
                 self._submit("fit_end", is_last=True).result()
             self._data.unpin(self._client().members)
 
@@ -284,14 +292,14 @@ class FitRun:
                 self._steps(bar)
                 return
             except (GroupTakenOverError, CallCancelledError):
-                raise  # another driver's ranks are whole; who interrupts wants no restart
+                raise  # the ranks of another driver are not broken; an interrupted run is not to be restarted
             except (GroupError, RendezvousError) as error:
                 if self._group.state is not GroupState.BROKEN or self._num_restarts >= self._max_restarts:
                     raise
                 lost = error
 
     def _restart(self, error: Exception) -> RestartReport:
-        """Make the group whole."""
+        """Restart the group, and wait for its background saves."""
         self._num_restarts += 1
         cause = str(error).partition("\n")[0]
         tell(f"fit: {cause}; restart {self._num_restarts} of {self._max_restarts}")
@@ -303,26 +311,26 @@ class FitRun:
         return done
 
     def _go_back(self, done: RestartReport) -> None:
-        """Go on from where the ranks stand after a restart."""
+        """Continue from the ranks' position after a restart."""
         self._asked = None
-        assert self._begun_in_files, "_secure_the_beginning comes first: what was loaded may be that"
+        assert self._begun_in_files, "_secure_the_beginning comes first: the restart may have loaded the beginning"
         self._begin(resume=True)
         kept = self._place.num_steps - self._first_step
         for values in self._history.values():
             del values[kept:]
-            # Ranks that were kept may have taken steps of which the driver was not told.
+            # Ranks that were kept may have taken steps that were not reported to the driver.
             values.extend([math.nan] * (kept - len(values)))
         self._skipped = [number for number in self._skipped if number <= self._place.num_steps]
-        tell(f"fit: goes on after step {self._place.num_steps} ({done.how}: {done.why})")
+        tell(f"fit: continues after step {self._place.num_steps} ({done.how}: {done.why})")
 
     def _steps(self, bar: StepBar) -> None:
-        """Take steps to the end of the run, and save."""
+        """Run the steps up to the end of the run, and save."""
         is_over = False
         while not is_over:
             self._fits.check_interrupted(self._place.num_steps)
-            asked = time.monotonic()
+            begun = time.monotonic()
             replies: list[FitSteps] = self._submit("fit_steps", self._num_next(), collect=collect_all).result()
-            seconds = time.monotonic() - asked
+            seconds = time.monotonic() - begun
             is_over, self._position = replies[0].is_over, replies[0].position
             if replies[0].steps:
                 self._step_s = seconds / len(replies[0].steps)
@@ -332,13 +340,13 @@ class FitRun:
         self._group.wait_for_save()
 
     def _num_next(self) -> int:
-        """How many steps the ranks take before the driver hears of them."""
+        """Return the number of steps that the ranks take in the next call."""
         number = min(_MAX_STEPS, math.ceil(_CALL_S / max(self._step_s, 1e-6)))
         every = self._options.save_every
         return number if every is None else min(number, every - self._place.num_steps % every)
 
     def _note(self, replies: Sequence[FitSteps], seconds: float, bar: StepBar) -> None:
-        """Keep what the steps said, and tell it."""
+        """Record the results of steps, and report them to the bar and the callbacks."""
         steps = list(zip(*(reply.steps for reply in replies), strict=True))
         first = self._place.num_steps - len(steps)
         rows, tokens = _sums(step for ranks in steps for step in ranks)
@@ -351,13 +359,13 @@ class FitRun:
             rates = rows / seconds, tokens / seconds
             self._warn_of(number, ranks[0])
             is_skipped = bool(ranks[0].skipped)
-            told = FitStep(number, ranks[0].epoch, ranks[0].metrics, own_rows, own_tokens, *rates, is_skipped)
-            bar.step(told)
+            fit_step = FitStep(number, ranks[0].epoch, ranks[0].metrics, own_rows, own_tokens, *rates, is_skipped)
+            bar.step(fit_step)
             for callback in self._callbacks:
-                callback(told)
+                callback(fit_step)
 
     def _warn_of(self, number: int, step: StepMetrics) -> None:
-        """Say once that steps are skipped, and once that the loss is not finite."""
+        """Warn once that steps are skipped, and once that the loss is not finite."""
         loss = step.metrics["loss"]
         if step.skipped:
             self._skipped.append(number)
@@ -379,7 +387,7 @@ class FitRun:
         begun = time.monotonic()
         options, number = self._options, self._place.num_steps
         path = join_path(str(options.save_to), f"step-{number}")
-        # What is there is of this run, or rank 0 had refused it: one that has gone back comes to the same steps again.
+        # An existing save is of this run, else rank 0 had refused it: a run that went back repeats the same steps.
         self._group.save(path, overwrite=True, keep_last=options.keep_last, async_save=in_background)
         self._asked = number
         self._paths.add(path)
@@ -388,7 +396,7 @@ class FitRun:
 
 @contextmanager
 def _after(lost: Exception) -> Iterator[None]:
-    """Say on what goes wrong in a restart what it was for."""
+    """Add a note with the reason for the restart to an error that the restart raises."""
     try:
         yield
     except Exception as error:
@@ -397,5 +405,5 @@ def _after(lost: Exception) -> Iterator[None]:
 
 
 def _sums(steps: Iterable[StepMetrics]) -> tuple[int, int]:
-    found = list(steps)
-    return sum(step.num_rows for step in found), sum(step.num_tokens for step in found)
+    kept = list(steps)
+    return sum(step.num_rows for step in kept), sum(step.num_tokens for step in kept)

@@ -1,4 +1,4 @@
-"""From a spec to loaded ranks: find the checkpoint, plan memory, start actors, check nodes, load."""
+"""Launches a group from its spec: find the checkpoint, plan memory, start actors, check nodes, load."""
 
 from raysharding.group.launch.doctor import diagnose
 from raysharding.group.launch.launch import launch, rendezvous

@@ -1,4 +1,4 @@
-"""`diagnose`: the preflight of a whole cluster, by small actors of its own on every node; `raysharding doctor`."""
+"""`diagnose`: the preflight of a whole cluster, with a small actor on every node; `raysharding doctor` calls it."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ _TIMEOUTS = Timeouts(start_s=60.0, rendezvous_s=30.0, call_s=120.0)
 
 
 def diagnose(address: str | None = None, port_range: tuple[int, int] | None = None) -> PreflightReport:
-    """Check versions, interfaces, links, free memory and exposure of every node; reserves nothing, leaves nothing.
+    """Check versions, interfaces, links, free memory and exposure of every node; reserve nothing, leave nothing behind.
 
-    One process without a GPU is started on each node, two on a node that is alone; they meet in a gloo process group,
-    as CPU ranks do. (The NCCL of a group on GPUs is checked by the group's own preflight.)
+    The check starts one process without a GPU on each node, or two if the cluster has a single node. The processes form
+    a gloo process group, as CPU ranks do. (The preflight of a group on GPUs checks that group's NCCL.)
 
     Args:
-        address: The cluster. Default: the one that `ray.init()` finds or starts; one that is joined here is left again.
+        address: The cluster. Default: the one that `ray.init()` finds or starts. A cluster that is joined here is left
+            at the end.
         port_range: As groups will have it; see `Placement`.
 
     Raises:
@@ -54,7 +55,7 @@ def _diagnose(placement: Placement) -> PreflightReport:
     started, findings = _await(actors, [node["NodeManagerAddress"] for node in chosen])
     if not started.members:
         return PreflightReport((), None, tuple(findings), 0.0)
-    # It kills the actors, whatever happens; there is no placement group to give back.
+    # The supervision kills the actors in all cases; there is no placement group to release.
     spec = GroupSpec(checkpoint="", placement=placement, timeouts=_TIMEOUTS)
     nothing = Reservation(None, {}, is_ours=False)
     running = RunningGroup.assemble(f"doctor {secrets.token_hex(3)}", spec, started, nothing, files=ModelFiles(""))
@@ -76,7 +77,7 @@ def _diagnose(placement: Placement) -> PreflightReport:
 
 
 def _not_yet_told(preflight: Preflight, error: PreflightError) -> list[Finding]:
-    """What an error says that is no finding of the report yet."""
+    """Return the error as a finding, unless the report has error findings already."""
     if preflight.report().errors:
         return []
     return [Finding(True, "link", str(error))]
@@ -88,7 +89,7 @@ def _start(node_id: str) -> Any:
 
 
 def _await(actors: Sequence[Any], addresses: Sequence[str]) -> tuple[Started, list[Finding]]:
-    """Wait until the actors have told where they run; those that do not are killed, and become findings."""
+    """Wait until the actors report where they run; kill those that do not, and return a finding for each of them."""
     refs = [actor.probe.remote(None) for actor in actors]
     ray.wait(refs, num_returns=len(refs), timeout=_TIMEOUTS.start_s)
     answered: dict[int, ActorInfo] = {}

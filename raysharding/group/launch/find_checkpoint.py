@@ -1,6 +1,6 @@
-"""What a group is made of: a checkpoint, or LoRA adapters and the checkpoint that they name as their base.
+"""Opens a group's checkpoint, or LoRA adapters and the checkpoint that they name as their base.
 
-Open a checkpoint where its files are: on the driver, or on the first node of the cluster that sees them.
+A checkpoint is opened where its files are visible: on the driver, or on the first such node of the cluster.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from raysharding.models import Adapted
 
 
 def local_path(checkpoint: str) -> str | None:
-    """Return the path in the file system that a checkpoint names, `None` for a remote URI."""
+    """Return the file-system path of a checkpoint, `None` for a remote URI."""
     return None if is_remote(checkpoint) else normal_path(checkpoint)
 
 
 def open_here(checkpoint: str) -> Checkpoint | None:
-    """Open a checkpoint in this process; `None` where this machine does not see the path.
+    """Open a checkpoint in this process; return `None` if this machine does not see the path.
 
     Raises:
-        CheckpointError: It is not valid, or of a kind that is not supported.
+        CheckpointError: The checkpoint is not valid, or of an unsupported kind.
     """
     path = local_path(checkpoint)
     return open_checkpoint(checkpoint) if path is None or _is_there(path) else None
 
 
 def _is_there(path: str) -> bool:
-    """Whether there is something at a path; the mount point of what is mounted on other nodes is an empty directory."""
+    """Return True if a path exists and is not an empty directory, as a mount point without its mount is."""
     try:
         return bool(os.listdir(path))
     except NotADirectoryError:
         return True
     except OSError:
-        return os.path.exists(path)  # a directory that may not be read: opening it says so
+        return os.path.exists(path)  # an unreadable directory: opening it raises the error
 
 
 def open_on_a_node(checkpoint: str, start_s: float) -> Checkpoint:
@@ -54,7 +54,7 @@ def open_on_a_node(checkpoint: str, start_s: float) -> Checkpoint:
         start_s: Deadline for the nodes' answers.
 
     Raises:
-        CheckpointError: No node sees it, or it is not valid.
+        CheckpointError: No node sees the path, or the checkpoint is not valid.
     """
     path = local_path(checkpoint)
     assert path is not None, "a remote URI is opened on the driver"
@@ -64,25 +64,26 @@ def open_on_a_node(checkpoint: str, start_s: float) -> Checkpoint:
         task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(path): address
         for node_id, address in nodes.items()
     }
-    found, silent = first_answer(refs, start_s)
-    if isinstance(found, RayshardingError):
-        raise found
-    if found is not None:
-        return Checkpoint.from_json(found)
-    asked = ", ".join(address for address in nodes.values() if address not in silent) or "none"
-    unheard = "".join(f"; no answer from {address}: {why}" for address, why in silent.items())
+    answer, silent = first_answer(refs, start_s)
+    if isinstance(answer, RayshardingError):
+        raise answer
+    if answer is not None:
+        return Checkpoint.from_json(answer)
+    answered = ", ".join(address for address in nodes.values() if address not in silent) or "none"
+    unanswered = "".join(f"; no answer from {address}: {why}" for address, why in silent.items())
     raise CheckpointError(
-        f"no such file or directory, or an empty one, on the driver and on every node (asked: {asked}){unheard}",
+        f"no such file or directory, or an empty one, on the driver and on the nodes that answered ({answered})"
+        f"{unanswered}",
         path=checkpoint,
     )
 
 
 def first_answer(refs: Mapping[Any, str], timeout_s: float) -> tuple[Any, dict[str, str]]:
-    """Return the first node's answer that is not `None`, and of the nodes that gave none: address → why.
+    """Return the first answer that is not `None`, and for the nodes that did not answer: address → reason.
 
     Args:
-        refs: Ray reference → node's address.
-        timeout_s: Deadline for all of them.
+        refs: Ray reference → address of the node.
+        timeout_s: Deadline for all nodes together.
     """
     until = time.monotonic() + timeout_s
     pending, silent = list(refs), dict[str, str]()
@@ -93,8 +94,8 @@ def first_answer(refs: Mapping[Any, str], timeout_s: float) -> tuple[Any, dict[s
         try:
             answer = ray.get(ready[0])
         except ray.exceptions.RayError as error:
-            said = str(error).strip() or type(error).__name__
-            silent[refs[ready[0]]] = said.splitlines()[-1]  # of a remote traceback, the error itself
+            text = str(error).strip() or type(error).__name__
+            silent[refs[ready[0]]] = text.splitlines()[-1]  # the last line of a remote traceback is the error itself
             continue
         if answer is not None:
             _cancel(pending)
@@ -109,7 +110,7 @@ def _cancel(refs: Sequence[Any]) -> None:
 
 
 def _open_if_there(path: str) -> bytes | RayshardingError | None:
-    """Runs on one node: the opened checkpoint, the error in it, or `None` where the node does not see it."""
+    """Return the opened checkpoint, the error in it, or `None` if the node does not see it; runs on a node."""
     if not _is_there(path):
         return None
     try:
@@ -120,14 +121,14 @@ def _open_if_there(path: str) -> bytes | RayshardingError | None:
 
 @dataclass(frozen=True)
 class Opened:
-    """What a group is made of."""
+    """An opened checkpoint and its model."""
 
     model: Any
-    """What the ranks build: as the user gave it, or an `Adapted`."""
+    """The model that the ranks build: the user's `model` argument, or an `Adapted`."""
     base: Checkpoint
-    """The checkpoint that it is built for."""
+    """The checkpoint that the model is built for."""
     adapters: Checkpoint | None
-    """What is loaded after it; `None` where the base is all."""
+    """The adapters that are loaded after the base; `None` without adapters."""
 
     @property
     def num_bytes(self) -> int:
@@ -136,31 +137,31 @@ class Opened:
 
 
 def opened_here(spec: GroupSpec) -> Opened | None:
-    """Open it in this process; `None` where this machine does not see all of it.
+    """Open the checkpoint of a spec in this process; return `None` if this machine does not see all of it.
 
     Raises:
-        CheckpointError: It is not valid, or adapters name no base that can be opened.
-        ValueError: The adapters in the files are others than `peft_config` says.
+        CheckpointError: The checkpoint is not valid, or adapters name no base that can be opened.
+        ValueError: The adapters in the files differ from `peft_config`.
     """
     return _opened(spec, open_here)
 
 
 def opened_on_a_node(spec: GroupSpec, start_s: float) -> Opened:
-    """Open it on the first node of the cluster that sees its path; as `opened_here`.
+    """Open the checkpoint of a spec on the first node of the cluster that sees its path; see `opened_here`.
 
     Args:
-        spec: What was asked for.
+        spec: The group's spec.
         start_s: Deadline for the nodes' answers.
     """
     opened = _opened(spec, lambda path: open_here(path) or open_on_a_node(path, start_s))
-    assert opened is not None, "what no node sees is an error"
+    assert opened is not None, "open_on_a_node raises if no node sees the path"
     return opened
 
 
 def opened_without_cluster(spec: GroupSpec) -> Opened:
-    """Open it in this process, which is the only one that could; as `opened_here`."""
+    """Open the checkpoint of a spec in this process, without a cluster whose nodes might see it; see `opened_here`."""
     opened = _opened(spec, open_checkpoint)
-    assert opened is not None, "what is not seen is an error"
+    assert opened is not None, "open_checkpoint raises if the path is not there"
     return opened
 
 
@@ -180,12 +181,12 @@ def _opened(spec: GroupSpec, open_one: Callable[[str], Checkpoint | None]) -> Op
         what = f"adapter_config.json names no base model (base_model_name_or_path={base!r}): {how}"
         raise CheckpointError(what, path=given.path)
     try:
-        found = open_one(base)
+        opened = open_one(base)
     except CheckpointError as error:
-        error.add_note(f"raysharding: {given.path} names this as the base model; if it is elsewhere now, {how}")
+        error.add_note(f"raysharding: {given.path} names this as its base model; if the base was moved, {how}")
         raise
-    if found is None:
+    if opened is None:
         return None
-    if found.adapter is not None:
-        raise CheckpointError(f"names {base} as its base model, which holds adapters, too: {how}", path=given.path)
-    return Opened(replace(adapted, base=normal_path(base)), found, given)
+    if opened.adapter is not None:
+        raise CheckpointError(f"names {base} as its base model, which holds adapters as well: {how}", path=given.path)
+    return Opened(replace(adapted, base=normal_path(base)), opened, given)

@@ -1,4 +1,4 @@
-"""From a checkpoint's path to running, loaded ranks, or to nothing at all: every step's failure undoes the others."""
+"""`launch`: from a checkpoint's path to running, loaded ranks; the failure of a step undoes all steps before it."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from raysharding.group.launch.start_actors import start_actors
 from raysharding.group.supervision import Client
 from raysharding.models import InputBounds
 
-# Ranks time out a little after the driver does, so that the driver's error, which sees all ranks, is the one raised.
+# Ranks time out a little later than the driver, so that the driver's error, which covers all ranks, is raised first.
 _GRACE_S = 5.0
 _COLLECTIVE_GRACE_S = 60.0
 
 
 def launch(spec: GroupSpec) -> RunningGroup:
-    """Do what `ShardedModelGroup.from_checkpoint` says."""
+    """Make a group; see `ShardedModelGroup.from_checkpoint`."""
     spec.check()
     opened = opened_here(spec)
     if opened is not None:
-        # Before Ray is started: nothing of it is needed to know.
+        # Before Ray is started: the check does not need Ray.
         check_fit(opened.model, opened.base, spec.sharding, spec.loading, opened.adapters)
     connect()
     device_type = choose_device_type(spec.device)
@@ -71,7 +71,7 @@ def launch(spec: GroupSpec) -> RunningGroup:
 
 
 def _fill(running: RunningGroup, opened: Opened, preflight: Preflight | None) -> tuple[LoadReport, InputBounds]:
-    """Make the module on every rank, load it, and give it its optimizer."""
+    """Build the module on every rank, load it, and set its optimizer."""
     spec, client = running.spec, running.client
     if preflight is not None:
         preflight.link()
@@ -97,7 +97,7 @@ def _load(client: Client, opened: Checkpoint, path: str | None, progress: Progre
 
 
 def _place(spec: GroupSpec, opened: Checkpoint, world_size: int, device_type: str) -> RunningGroup:
-    """Reserve room and start the actors."""
+    """Reserve resources and start the actors."""
     placement, timeouts = spec.placement, spec.timeouts
     reservation = reserve(world_size, device_type, placement, timeouts.place_s, spec.lifetime)
     try:
@@ -111,11 +111,11 @@ def _place(spec: GroupSpec, opened: Checkpoint, world_size: int, device_type: st
 
 
 def rendezvous(running: RunningGroup, blueprints: Mapping[int, Blueprint] | None = None) -> None:
-    """Let every rank join a new process group through rank 0's store, with its module where it has one.
+    """Make every rank join a new process group through rank 0's store; ranks keep their modules.
 
     Args:
         running: The ranks, connected to this process.
-        blueprints: Rank → what it builds its module from, where it is new among ranks that have theirs.
+        blueprints: Rank → blueprint of its module, for new ranks among ranks that already have a module.
     """
     client = running.client
     timeouts, ranks = client.timeouts, client.ranks
@@ -138,8 +138,8 @@ def rendezvous(running: RunningGroup, blueprints: Mapping[int, Blueprint] | None
         )
         for info, visible in zip(ranks, running.visible_gpus, strict=True)
     ]
-    found = blueprints or {}
-    deadline_s += timeouts.start_s if found else 0.0  # to build a module, after they have met
+    of_new = blueprints or {}
+    deadline_s += timeouts.start_s if of_new else 0.0  # time to build a module, after the rendezvous
     client.submit_each(
-        "join", [(place, address, found.get(place.rank)) for place in places], deadline_s=deadline_s
+        "join", [(place, address, of_new.get(place.rank)) for place in places], deadline_s=deadline_s
     ).result()

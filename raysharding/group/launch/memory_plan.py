@@ -1,6 +1,6 @@
-"""`plan_group`: from a checkpoint's headers and the cluster's nodes to a `GroupPlan`; nothing is started.
+"""`plan_group`: computes a `GroupPlan` from a checkpoint's headers and the cluster's nodes; starts nothing.
 
-`GroupPlan`: what a group would hold, rank by rank and node by node, and whether it fits.
+`GroupPlan`: the memory that a group would need on each rank and node, and whether the group fits.
 """
 
 from __future__ import annotations
@@ -32,73 +32,73 @@ from raysharding.models import wrap_groups
 from raysharding.units import format_bytes as size
 
 CONTEXT_BYTES = 512 << 20
-"""Memory of a CUDA context and NCCL's buffers on a GPU. A round number, not measured."""
+"""Memory of a CUDA context and NCCL's buffers on a GPU; a round estimate, not measured."""
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one rank would hold. Bytes."""
+    """Planned memory of one rank, in bytes."""
 
     rank: int
     """Global rank."""
     node: str
-    """Name of its node; empty where no node has room for it."""
+    """Name of its node; empty if no node has space for the rank."""
     footprint: Footprint
     """Parameters, buffers, gradients and optimizer state."""
     load_bytes: int
-    """At most, beside the shards while it loads: the ring of buckets."""
+    """Upper bound on the ring of buckets, which a load needs beside the shards."""
     gathered_bytes: int
-    """Full parameters of the groups that compute at one time. An estimate."""
+    """Full parameters of the groups that compute at one time; an estimate."""
     host_bytes: int
-    """Most host memory, its process (an estimate) included."""
+    """Peak host memory, including the process itself (an estimate)."""
     device_bytes: int
-    """Most GPU memory, a CUDA context (an estimate) included; 0 on CPUs."""
+    """Peak GPU memory, including a CUDA context (an estimate); 0 on CPUs."""
 
 
 @dataclass(frozen=True)
 class NodePlan:
-    """What the ranks of one node would hold together. Bytes."""
+    """Planned memory of the ranks of one node, in bytes."""
 
     room: NodeCapacity
-    """What the node has."""
+    """Resources of the node."""
     ranks: tuple[int, ...]
-    """Ranks that would run there."""
+    """Ranks that would run on the node."""
     host_bytes: int
-    """Host memory of all of them."""
+    """Host memory of all these ranks."""
     device_bytes: int
-    """GPU memory of the rank that needs most; each has a GPU of its own."""
+    """GPU memory of the rank that needs most; each rank has its own GPU."""
 
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """What `ShardedModelGroup.plan` returns."""
+    """Result of `ShardedModelGroup.plan`."""
 
     checkpoint: str
-    """Path or URI, as the user named it."""
+    """Path or URI, as the user gave it."""
     world_size: int
     """Number of ranks."""
     device: str
     """`cuda` or `cpu`."""
     num_replicas: int
-    """Replicas of the model (HSDP); 1 without."""
+    """Number of replicas of the model; 1 without HSDP."""
     num_parameters: int
-    """Elements of all parameters, tied ones once."""
+    """Elements of all parameters; tied parameters count once."""
     checkpoint_bytes: int
-    """Bytes of the files' tensors."""
+    """Bytes of the tensors in the files."""
     optimizer: str
     """Name of the optimizer's factory; empty without training."""
     ranks: tuple[RankPlan, ...]
-    """By rank."""
+    """Plans by rank."""
     nodes: tuple[NodePlan, ...]
-    """The nodes that were looked at."""
+    """Plans of the nodes that were considered."""
     shortages: tuple[str, ...]
-    """A line for each resource that is short, with the node, need against have, and what would help."""
+    """A text for each resource that is short: the node, need against have, and a remedy."""
     notes: tuple[str, ...]
-    """What is estimated, unknown or left out."""
+    """Texts on what is estimated, unknown or left out."""
 
     @property
     def fits(self) -> bool:
-        """Whether nothing that is known is short. Activations and what `notes` names are not in it."""
+        """True if no known resource is short; activations and the items in `notes` are not counted."""
         return not self.shortages
 
     def __repr__(self) -> str:
@@ -116,41 +116,41 @@ class GroupPlan:
         return f"{what}; {self.world_size} ranks on {self.device}{copies}, {self.optimizer or 'no optimizer'}"
 
     def _verdict(self) -> list[str]:
-        told = (
+        verdict = (
             ["fits, as far as is known"] if self.fits else ["does not fit:", *(f"  {line}" for line in self.shortages)]
         )
-        return [*told, *(f"note: {note}" for note in self.notes)]
+        return [*verdict, *(f"note: {note}" for note in self.notes)]
 
     def _ranks(self) -> tuple[Sequence[str], list[Sequence[str]]]:
         header = ("rank", "node", "parameters", "buffers", "gradients", "optimizer", "gathered", "load", "host", "gpu")
         rows: list[Sequence[str]] = []
         for first, last in _runs(self.ranks):
-            held, one = first.footprint, first
+            held, plan = first.footprint, first
             numbers = str(first.rank) if first is last else f"{first.rank}-{last.rank}"
             parts = (held.parameter_bytes, held.buffer_bytes, held.gradient_bytes, held.optimizer_bytes)
-            more = (one.gathered_bytes, one.load_bytes, one.host_bytes, one.device_bytes)
-            rows.append((numbers, one.node or "no room", *map(size, (*parts, *more))))
+            more = (plan.gathered_bytes, plan.load_bytes, plan.host_bytes, plan.device_bytes)
+            rows.append((numbers, plan.node or "no space", *map(size, (*parts, *more))))
         return header, rows
 
     def _nodes(self) -> tuple[Sequence[str], list[Sequence[str]]]:
         header = ("node", "ranks", "cpus free", "gpus free", "host need", "host free", "gpu need", "gpu free")
         rows: list[Sequence[str]] = []
         for node in self.nodes:
-            room = node.room
-            amounts = (node.host_bytes, room.host_bytes, node.device_bytes, room.gpu_bytes)
-            rows.append((room.name, str(len(node.ranks)), f"{room.cpus:g}", str(room.gpus), *map(size, amounts)))
+            has = node.room
+            amounts = (node.host_bytes, has.host_bytes, node.device_bytes, has.gpu_bytes)
+            rows.append((has.name, str(len(node.ranks)), f"{has.cpus:g}", str(has.gpus), *map(size, amounts)))
         return header, rows
 
 
 def _runs(ranks: Sequence[RankPlan]) -> list[tuple[RankPlan, RankPlan]]:
-    """(first, last) of neighbouring ranks that hold the same on the same node: one row for 64 equal ranks."""
-    found: list[tuple[RankPlan, RankPlan]] = []
-    for one in ranks:
-        if found and _row_key(found[-1][0]) == _row_key(one):
-            found[-1] = (found[-1][0], one)
+    """Return (first, last) of adjacent ranks with equal plans on the same node: 64 equal ranks share one row."""
+    runs: list[tuple[RankPlan, RankPlan]] = []
+    for plan in ranks:
+        if runs and _row_key(runs[-1][0]) == _row_key(plan):
+            runs[-1] = (runs[-1][0], plan)
         else:
-            found.append((one, one))
-    return found
+            runs.append((plan, plan))
+    return runs
 
 
 def _row_key(one: RankPlan) -> tuple[object, ...]:
@@ -168,21 +168,21 @@ def rank_plan(
     offload: bool,
     reads: bool,
 ) -> RankPlan:
-    """Sum up what one rank holds where.
+    """Sum up the host and GPU memory of one rank.
 
     Args:
         rank: Global rank.
         node: Name of its node.
-        footprint: What it holds of the module and the optimizer.
-        load_bytes: Its ring.
-        gathered_bytes: Full parameters while it computes.
-        on_cuda: Whether it computes on a GPU.
-        offload: `Sharding.cpu_offload`: then shards, gradients and optimizer state lie in host memory.
-        reads: Whether it reads for others: on GPUs its ring is in host memory, too.
+        footprint: Memory of the rank's part of the module and the optimizer.
+        load_bytes: Memory of its ring of buckets.
+        gathered_bytes: Memory of full parameters during compute.
+        on_cuda: True if the rank computes on a GPU.
+        offload: `Sharding.cpu_offload`; if True, shards, gradients and optimizer state are in host memory.
+        reads: True if the rank reads files for others; on GPUs its ring is then also in host memory.
     """
     shards = footprint.parameter_bytes + footprint.training_bytes
     if not on_cuda:
-        # While it loads there are no gradients yet, and while it computes there is no ring.
+        # There are no gradients during the load, and there is no ring during compute.
         busiest = max(load_bytes, footprint.training_bytes + gathered_bytes)
         host = RANK_BYTES + footprint.resident_bytes + busiest
         return RankPlan(rank, node, footprint, load_bytes, gathered_bytes, host, 0)
@@ -195,27 +195,27 @@ def rank_plan(
 
 
 _ANSWER_S = 15.0
-"""Longest wait for what nodes say of themselves; a worker process may have to start there first."""
+"""Longest wait, in seconds, for the facts of the nodes; a worker process may have to start on a node first."""
 
 
 def plan_group(spec: GroupSpec, nodes: Sequence[NodeCapacity] | None) -> GroupPlan:
-    """Do what `ShardedModelGroup.plan` says."""
+    """Plan a group; see `ShardedModelGroup.plan`."""
     spec.check()
-    found = opened_here(spec)
+    opened = opened_here(spec)
     has_cluster = nodes is None and join_announced()
-    if found is None:
-        found = opened_on_a_node(spec, _ANSWER_S) if has_cluster else opened_without_cluster(spec)
-    opened = found.base
+    if opened is None:
+        opened = opened_on_a_node(spec, _ANSWER_S) if has_cluster else opened_without_cluster(spec)
+    base = opened.base
     if nodes is None:
         nodes = cluster_capacity(spec.placement, _ANSWER_S) if has_cluster else local_capacity()
     device_type, world_size = _choose(spec, nodes)
-    module = fitted_module(found.model, opened, spec.loading)
+    module = fitted_module(opened.model, base, spec.loading)
     need = rank_need(device_type, spec.placement)
     placed = assign(world_size, nodes, need, spec.placement.strategy)
-    ranks = _ranks(spec, opened, module, device_type, [nodes[index].name for index in placed], world_size)
+    ranks = _ranks(spec, base, module, device_type, [nodes[index].name for index in placed], world_size)
     node_plans = tuple(
-        _node(room, [rank for rank, index in zip(ranks, placed, strict=False) if index == number])
-        for number, room in enumerate(nodes)
+        _node(capacity, [rank for rank, index in zip(ranks, placed, strict=False) if index == number])
+        for number, capacity in enumerate(nodes)
     )
     shortages = [*_unplaced(world_size, placed, nodes, need, spec.placement.strategy)]
     shortages += [line for node in node_plans for line in _short(node)]
@@ -225,7 +225,7 @@ def plan_group(spec: GroupSpec, nodes: Sequence[NodeCapacity] | None) -> GroupPl
         device=device_type,
         num_replicas=spec.sharding.replicate_size,
         num_parameters=sum(parameter.numel() for parameter in module.parameters()),
-        checkpoint_bytes=found.num_bytes,
+        checkpoint_bytes=opened.num_bytes,
         optimizer=_name(spec.optimizer),
         ranks=tuple(ranks),
         nodes=node_plans,
@@ -235,16 +235,16 @@ def plan_group(spec: GroupSpec, nodes: Sequence[NodeCapacity] | None) -> GroupPl
 
 
 def _choose(spec: GroupSpec, nodes: Sequence[NodeCapacity]) -> tuple[str, int]:
-    """Device type and number of ranks, as `from_checkpoint` chooses them."""
-    gpus = sum(room.gpus for room in nodes)
+    """Return the device type and the number of ranks, as `from_checkpoint` chooses them."""
+    gpus = sum(capacity.gpus for capacity in nodes)
     device_type = spec.device or ("cuda" if gpus else "cpu")
     if device_type not in ("cuda", "cpu"):
-        raise ValueError(f"device={spec.device!r}: use 'cuda', 'cpu', or None for cuda where there are GPUs")
+        raise ValueError(f"device={spec.device!r}: use 'cuda', 'cpu', or None for cuda if there are GPUs")
     world_size = spec.world_size
     if world_size is None and spec.placement.placement_group is not None:
         world_size = int(spec.placement.placement_group.bundle_count)
     if world_size is None and (device_type == "cpu" or not gpus):
-        raise ValueError("world_size=None means one rank per free GPU, and there is none: give world_size")
+        raise ValueError("world_size=None means one rank per free GPU, but there is no free GPU: give world_size")
     world_size = gpus if world_size is None else world_size
     if world_size % spec.sharding.replicate_size:
         size_of = spec.sharding.replicate_size
@@ -290,23 +290,21 @@ def _unplaced(
     if len(placed) >= world_size:
         return []
     free = "; ".join(
-        f"{room.name} has {show_resources({key: room.resources()[key] for key in need})}" for room in nodes
+        f"{node.name} has {show_resources({key: node.resources()[key] for key in need})}" for node in nodes
     )
-    what = f"{world_size} ranks need {show_resources(need)} each, and there is room for {len(placed)}"
+    what = f"{world_size} ranks need {show_resources(need)} each, but there is space for {len(placed)}"
     return [f"{what} under strategy={strategy!r} ({free or 'there is no node'}): use fewer ranks, or add nodes"]
 
 
 def _short(node: NodePlan) -> list[str]:
     lines = []
-    room = node.room
-    if room.host_bytes is not None and node.host_bytes > room.host_bytes:
-        what = (
-            f"host memory: its {len(node.ranks)} ranks need {size(node.host_bytes)}, {size(room.host_bytes)} are free"
-        )
-        lines.append(f"{room.name}: {what}: short by {size(node.host_bytes - room.host_bytes)}")
-    if room.gpu_bytes is not None and node.device_bytes > room.gpu_bytes:
-        what = f"GPU memory: a rank needs {size(node.device_bytes)}, {size(room.gpu_bytes)} are free on a GPU"
-        lines.append(f"{room.name}: {what}: short by {size(node.device_bytes - room.gpu_bytes)}; use more ranks")
+    has = node.room
+    if has.host_bytes is not None and node.host_bytes > has.host_bytes:
+        what = f"host memory: its {len(node.ranks)} ranks need {size(node.host_bytes)}, {size(has.host_bytes)} are free"
+        lines.append(f"{has.name}: {what}: short by {size(node.host_bytes - has.host_bytes)}")
+    if has.gpu_bytes is not None and node.device_bytes > has.gpu_bytes:
+        what = f"GPU memory: a rank needs {size(node.device_bytes)}, {size(has.gpu_bytes)} are free on a GPU"
+        lines.append(f"{has.name}: {what}: short by {size(node.device_bytes - has.gpu_bytes)}; use more ranks")
     return lines
 
 
@@ -315,7 +313,7 @@ def _notes(spec: GroupSpec, ranks: Sequence[RankPlan], nodes: Sequence[NodePlan]
     if spec.optimizer is None:
         notes.append("no optimizer: forward only; give optimizer= to count gradients and optimizer state")
     elif any(one.footprint.optimizer_bytes is None for one in ranks):
-        what = f"the state of {_name(spec.optimizer)} is unknown, and left out: its step needs real values"
+        what = f"the state of {_name(spec.optimizer)} is unknown and left out: its step needs real values"
         notes.append(what)
     notes.append(
         "estimates: the process of each rank, gathered parameters" + ", a CUDA context" * (device_type == "cuda")

@@ -1,13 +1,14 @@
-"""Preflight: what is wrong with nodes and links, found out before bytes move.
+"""Preflight: finds faults of nodes and links before bytes move.
 
 Note: what is checked when.
-    Every `from_checkpoint`: versions and interfaces, which each rank's process tells in one round of calls; an
-    all-reduce of one number; free memory against what the shards and the load need, which the ranks know once the
-    module is built on meta. Together a few ms. Where the group spans several nodes also: a broadcast of 64 MB, since
-    there a wrong interface or a slow link hurts (0.1 s at 10 Gbit/s, nothing beside the load), and Ray's
-    authentication, since there others may reach its ports. `raysharding doctor` checks all of it on all nodes.
+    Every `from_checkpoint` checks versions and interfaces, which each rank's process reports in one round of calls; an
+    all-reduce of one number; and free memory against the need of the shards and the load, which the ranks know once
+    the module is built on meta. Together these take a few ms. A group on several nodes also checks a broadcast of
+    64 MB, because a wrong interface or a slow link matters there (0.1 s at 10 Gbit/s, negligible beside the load), and
+    Ray's authentication, because other hosts may reach Ray's ports. `raysharding doctor` checks everything on all
+    nodes.
 
-`Preflight`: asks the ranks of one group, and gathers what they say into a report.
+`Preflight`: queries the ranks of one group and collects their answers in a report.
 """
 
 from __future__ import annotations
@@ -30,20 +31,20 @@ from raysharding.units import format_bytes as size
 
 Subject = Literal["versions", "interface", "link", "memory", "security", "node"]
 MUST_AGREE = ("python", "torch", "raysharding")
-"""What runs on every rank as one program; the others only read files or carry messages."""
+"""Packages whose code all ranks run as one program; the others only read files or carry messages."""
 BROADCAST_BYTES = 64_000_000
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong."""
+    """One fault."""
 
     is_error: bool
-    """Whether the group cannot work like this; else it is a warning."""
+    """True if the group cannot work with the fault; False for a warning."""
     subject: Subject
-    """What was checked."""
+    """Subject of the check."""
     message: str
-    """Which nodes, which values, and what to do."""
+    """The nodes, the values, and the cure."""
 
     def __str__(self) -> str:
         return f"{'error' if self.is_error else 'warning'}: {self.subject}: {self.message}"
@@ -51,20 +52,20 @@ class Finding:
 
 @dataclass(frozen=True)
 class PreflightReport:
-    """What a preflight saw."""
+    """Results of a preflight."""
 
     nodes: tuple[NodeFacts, ...]
-    """One for each node, by what its first rank said."""
+    """Facts of each node, reported by its first rank."""
     link: LinkTimes | None
-    """The slowest rank's times; `None` where the ranks did not come that far."""
+    """Times of the slowest rank; `None` if the ranks did not reach this check."""
     findings: tuple[Finding, ...]
-    """Errors first."""
+    """Findings, errors first."""
     seconds: float
     """Time that the checks took."""
 
     @property
     def errors(self) -> tuple[Finding, ...]:
-        """Findings with which a group cannot work."""
+        """Findings that prevent a group from working."""
         return tuple(finding for finding in self.findings if finding.is_error)
 
     @property
@@ -73,13 +74,13 @@ class PreflightReport:
         return tuple(finding for finding in self.findings if not finding.is_error)
 
     def raise_if_wrong(self) -> None:
-        """Raise what was found, all of it at once.
+        """Raise one error with all findings if there are errors.
 
         Raises:
-            PreflightError: There are errors; warnings are listed too.
+            PreflightError: There are errors; the error also lists the warnings.
         """
         if self.errors:
-            message = f"preflight found {len(self.errors)} errors; from_checkpoint(preflight=False) tries all the same:"
+            message = f"preflight found {len(self.errors)} errors; from_checkpoint(preflight=False) loads anyway:"
             raise PreflightError(message, problems=[str(finding) for finding in self.findings])
 
     def __repr__(self) -> str:
@@ -94,8 +95,8 @@ class PreflightReport:
             )
             for node in self.nodes
         ]
-        found = [str(finding) for finding in self.findings] or ["nothing is wrong"]
-        return "\n".join([text_table(header, rows), _link_line(self.link), *found])
+        findings = [str(finding) for finding in self.findings] or ["nothing is wrong"]
+        return "\n".join([text_table(header, rows), _link_line(self.link), *findings])
 
 
 def _shown(nodes: Sequence[NodeFacts]) -> list[str]:
@@ -111,14 +112,14 @@ def _link_line(link: LinkTimes | None) -> str:
 
 
 def errors_first(findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    """Sort findings for a report."""
+    """Sort findings for a report, errors first."""
     return tuple(sorted(findings, key=lambda finding: not finding.is_error))
 
 
 def check_versions(driver: Mapping[str, str], nodes: Sequence[NodeFacts]) -> list[Finding]:
-    """Compare the driver's versions and the nodes'.
+    """Compare the versions of the driver and the nodes.
 
-    A build (`+cpu`, `+cu128`) is no version: the driver needs no GPU, so may run another one.
+    The build (`+cpu`, `+cu128`) is not compared: the driver needs no GPU, so it may run another build.
     """
     found = []
     names = dict.fromkeys(name for versions in (driver, *(node.versions for node in nodes)) for name in versions)
@@ -130,19 +131,19 @@ def check_versions(driver: Mapping[str, str], nodes: Sequence[NodeFacts]) -> lis
             if where not in seen:
                 seen.append(where)
         if len(holders) > 1:
-            told = "; ".join(f"{version} on {', '.join(where)}" for version, where in holders.items())
+            values = "; ".join(f"{version} on {', '.join(where)}" for version, where in holders.items())
             cure = "install one version everywhere, for example by Placement(runtime_env={'pip': [...]})"
-            found.append(Finding(name in MUST_AGREE, "versions", f"{name} differs: {told}; {cure}"))
+            found.append(Finding(name in MUST_AGREE, "versions", f"{name} differs: {values}; {cure}"))
     return found
 
 
 def _release(name: str, version: str) -> str:
-    # Pickled functions hold byte code, which changes with the minor version of Python and not with the micro one.
+    # Pickled functions hold byte code, which changes with Python's minor version but not with its micro version.
     return ".".join(version.split(".")[:2]) if name == "python" else version.partition("+")[0]
 
 
 def check_interfaces(nodes: Sequence[NodeFacts]) -> list[Finding]:
-    """Say on which node the ranks' messages would take a way that leads to no other node."""
+    """Return a finding for each node whose ranks would send messages over an interface that reaches no other node."""
     if len({node.node_ip for node in nodes}) < 2:
         return []
     found = []
@@ -150,10 +151,10 @@ def check_interfaces(nodes: Sequence[NodeFacts]) -> list[Finding]:
         name = node.chosen_interface or node.interface
         owner = f"node {node.node_ip}"
         if node.chosen_interface is not None and _is_loopback_name(node.chosen_interface):
-            cure = "unset GLOO_SOCKET_IFNAME there, or name the interface that the other nodes reach"
+            cure = "unset GLOO_SOCKET_IFNAME there, or set it to the interface that the other nodes reach"
             found.append(_unreachable(f"{owner}: GLOO_SOCKET_IFNAME={name} is the loopback interface", cure))
         elif ipaddress.ip_address(node.node_ip).is_loopback or (name is not None and _is_loopback_name(name)):
-            cure = "start Ray there with --node-ip-address=<address that the others reach>"
+            cure = "start Ray there with --node-ip-address=<address that the other nodes reach>"
             found.append(_unreachable(f"{owner}: its address is the loopback interface's ({name or 'lo'})", cure))
         elif name is None:
             cure = "set GLOO_SOCKET_IFNAME there, or start Ray with an address of one of its interfaces"
@@ -170,23 +171,23 @@ def _unreachable(what: str, cure: str) -> Finding:
 
 
 def check_security(nodes: Sequence[NodeFacts], dashboard: str) -> list[Finding]:
-    """Say whom Ray itself would let in: without a token, whoever reaches its ports can run code.
+    """Return findings on access to Ray itself: without a token, anyone who reaches Ray's ports can run code.
 
     Args:
-        nodes: What they said.
-        dashboard: From `dashboard_url`.
+        nodes: Facts of the nodes.
+        dashboard: Address of the dashboard, from `dashboard_url`.
     """
     found = []
     open_nodes = [node.node_ip for node in nodes if not node.has_token_auth]
     if open_nodes:
         cure = (
             "on every node run `ray get-auth-token --generate` once (and copy ~/.ray/auth_token), export "
-            "RAY_AUTH_MODE=token, and start the cluster anew"
+            "RAY_AUTH_MODE=token, and restart the cluster"
         )
         where = ", ".join(dict.fromkeys(open_nodes))
         found.append(Finding(False, "security", f"Ray runs without token authentication on {where}: {cure}"))
     if open_nodes and dashboard and not _is_loopback_host(dashboard.rpartition(":")[0]):
-        what = f"the dashboard at {dashboard} takes jobs from whoever reaches it"
+        what = f"the dashboard at {dashboard} accepts jobs from anyone who reaches it"
         cure = "use a token, or start Ray with --dashboard-host=127.0.0.1 (the default)"
         found.append(Finding(False, "security", f"{what}: {cure}"))
     return found
@@ -200,7 +201,7 @@ def _is_loopback_host(host: str) -> bool:
 
 
 LINK_S = 60.0
-"""Longest time of the link's check. 64 MB take it at 10 Mbit/s, where a load takes days."""
+"""Deadline of the link check in seconds. 64 MB take this long at 10 Mbit/s, at which a load takes days."""
 _MEMORY_TRIES = 3
 _MEMORY_PAUSE_S = 1.0
 
@@ -211,11 +212,11 @@ class Preflight:
     """The checks of one group's nodes and links, in the order in which they become possible."""
 
     def __init__(self, client: Client, *, thorough: bool = False) -> None:
-        """Check nothing yet.
+        """Create a preflight that has checked nothing yet.
 
         Args:
-            client: The way to the ranks.
-            thorough: Also on one node what only matters between several.
+            client: Sends commands to the ranks.
+            thorough: True to run, on a single node too, the checks that only matter between several nodes.
         """
         self.client = client
         self._thorough = thorough or len({info.node_id for info in client.ranks}) > 1
@@ -225,10 +226,10 @@ class Preflight:
         self._seconds = 0.0
 
     def nodes(self, *, with_gpus: bool = False) -> None:
-        """Compare what the ranks' processes see of their nodes; before they meet.
+        """Compare the facts that the ranks report of their nodes, before the rendezvous.
 
         Raises:
-            PreflightError: They cannot work together; lists everything.
+            PreflightError: The nodes cannot work together; the error lists all findings.
         """
         begun = time.monotonic()
         ranks = self.client.ranks
@@ -246,10 +247,10 @@ class Preflight:
         self.report().raise_if_wrong()
 
     def link(self) -> None:
-        """Time small all-reduces, and between nodes a broadcast; once the ranks have met.
+        """Time small all-reduces, and between nodes a broadcast, after the rendezvous.
 
         Raises:
-            PreflightError: Not done within 60 s; says what each rank was doing.
+            PreflightError: The collectives did not end within 60 s; the error says what each rank was doing.
         """
         begun = time.monotonic()
         num_bytes = BROADCAST_BYTES if self._thorough else 0
@@ -259,13 +260,13 @@ class Preflight:
             times: list[LinkTimes] = call.result()
         except CallTimeoutError as error:
             message = f"the ranks met, but a small all-reduce{' and a broadcast' * bool(num_bytes)} did not end"
-            found = [str(failure) for _, failure in sorted(error.failures.items())]
-            raise PreflightError(f"{message} within {LINK_S:g} s: {error.message}", problems=found) from error
-        self._link = max(times, key=lambda one: (one.broadcast_s, one.latency_s))
+            problems = [str(failure) for _, failure in sorted(error.failures.items())]
+            raise PreflightError(f"{message} within {LINK_S:g} s: {error.message}", problems=problems) from error
+        self._link = max(times, key=lambda link: (link.broadcast_s, link.latency_s))
         self._seconds += time.monotonic() - begun
 
     def memory(self, optimizer: Callable[..., Any] | None) -> None:
-        """Compare free memory with what shards and load need; once the module is on meta.
+        """Compare free memory with the need of shards and load, once the module is built on meta.
 
         Raises:
             PreflightError: A node's host memory, or a rank's GPU memory, is too small.
@@ -274,7 +275,7 @@ class Preflight:
         findings: list[Finding] = []
         for attempt in range(_MEMORY_TRIES):
             if attempt:
-                time.sleep(_MEMORY_PAUSE_S)  # what a group before this one held may be on its way back
+                time.sleep(_MEMORY_PAUSE_S)  # the memory of an earlier group may not be free yet
             arguments = [(optimizer,)] * len(self.client.ranks)
             deadline_s = self.client.timeouts.start_s
             call = self.client.submit_each("memory_need", arguments, deadline_s=deadline_s, collect=collect_all)
@@ -286,15 +287,15 @@ class Preflight:
         self.report().raise_if_wrong()
 
     def add(self, findings: Iterable[Finding]) -> None:
-        """Add what others found."""
+        """Add findings of other checks."""
         self._findings += findings
 
     def report(self) -> PreflightReport:
-        """What was found so far."""
+        """Return the report of the checks so far."""
         return PreflightReport(tuple(self._nodes), self._link, errors_first(self._findings), self._seconds)
 
     def finish(self) -> PreflightReport:
-        """The report of a group that is about to load; its warnings are logged."""
+        """Return the report of a group that has passed the preflight, and log its warnings."""
         report = self.report()
         for finding in report.warnings:
             _log.warning("preflight: %s: %s", finding.subject, finding.message)
@@ -302,11 +303,11 @@ class Preflight:
 
 
 def check_memory(ranks: Sequence[RankInfo], needs: Sequence[MemoryNeed]) -> Iterable[Finding]:
-    """Compare need and have: host memory node by node, GPU memory rank by rank.
+    """Compare need and have: host memory by node, GPU memory by rank.
 
     Args:
-        ranks: By rank.
-        needs: By rank.
+        ranks: Infos by rank.
+        needs: Memory needs by rank.
     """
     nodes: dict[str, list[int]] = {}
     for info in ranks:

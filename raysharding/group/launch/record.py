@@ -1,4 +1,4 @@
-"""`GroupRecord`: what a driver that attaches to a named group needs to know. The group's first actor keeps it."""
+"""`GroupRecord`: the data that a driver needs to attach to a named group. The group's first actor keeps the record."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from raysharding.models import InputBounds
 
 @dataclass(frozen=True)
 class GroupRecord:
-    """A named group."""
+    """Record of a named group."""
 
     version: float
-    """Wall clock when it was written; of two that cross on their way the later one stays."""
+    """Wall-clock time of writing; of two records that arrive out of order, the one with the later time is kept."""
     members: tuple[Member, ...]
-    """By rank, without the handles of their actors, which are another process's own."""
+    """Members by rank, without their actor handles, which are valid in one process only."""
     visible_gpus: tuple[str, ...]
     """See `Started`."""
     reservation: Reservation
     """The ranks' resources."""
     spec: Packed
-    """The `GroupSpec`, pickled: it may hold functions that the next driver cannot import."""
+    """The `GroupSpec`, pickled, since it may hold functions that the next driver cannot import."""
     origin: str
     """The newest files that hold the model."""
     begun: tuple[BegunSave, ...]
-    """Saves that the ranks were asked for since; the driver had not heard how they ended."""
+    """Saves that were requested from the ranks since, and whose outcome the driver did not know."""
     load_report: LoadReport | None
     """See `RunningGroup`."""
     bounds: InputBounds
@@ -50,24 +50,24 @@ _KEEP_S = 30.0
 
 
 def keep_record(running: RunningGroup) -> None:
-    """Leave the record of a group that has been made.
+    """Store the record of a group that has been made.
 
     Raises:
-        GroupError: The actor that keeps it is gone, or does not answer.
+        GroupError: The actor that keeps the record is gone, or does not answer.
     """
     try:
         ray.get(_send(running, running.spec), timeout=_KEEP_S)
     except ray.exceptions.RayError as error:
-        what = f"group {running.spec.name!r}: the rank that is to keep its record does not: {error}"
+        what = f"group {running.spec.name!r}: the rank that is to keep the group's record failed to store it: {error}"
         raise GroupError(what) from error
 
 
 def update_record(running: RunningGroup, spec: GroupSpec) -> None:
-    """Leave a newer record, and wait for nothing: if its actor is gone, the group is broken, too.
+    """Store a newer record without waiting: if the actor that keeps it is gone, the group is broken anyway.
 
     Args:
         running: The group.
-        spec: What it was asked to be, with the optimizer that it has.
+        spec: The group's spec, with its current optimizer.
     """
     _send(running, spec)
 
@@ -78,8 +78,8 @@ def _send(running: RunningGroup, spec: GroupSpec) -> Any:
         version=time.time(),
         members=tuple(replace(member, actor=None) for member in members),
         visible_gpus=running.visible_gpus,
-        reservation=replace(running.reservation, reaper=None),  # it is this driver's own
-        # A progress callback is the driver's own, and most do not pickle.
+        reservation=replace(running.reservation, reaper=None),  # the reaper belongs to this driver
+        # A progress callback belongs to the driver, and most callbacks do not pickle.
         spec=pack(replace(spec, progress=None), "the arguments of from_checkpoint").snapshot(),
         origin=running.files.origin,
         begun=running.files.begun,

@@ -1,4 +1,4 @@
-"""`RunningGroup`: the parts that a group works with, as launch, attach, restart and doctor put them together."""
+"""`RunningGroup`: the parts of a running group, which launch, attach, restart and doctor assemble."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from raysharding.models import InputBounds
 
 @dataclass(frozen=True)
 class RunningGroup:
-    """Ranks under supervision, and what is known of them."""
+    """Ranks under supervision, and the driver's data about them."""
 
     spec: GroupSpec
-    """What the group was asked to be, with the model that the ranks build."""
+    """The group's spec, with the model that the ranks build."""
     client: Client
-    """Sends calls to the ranks."""
+    """Client that sends calls to the ranks."""
     visible_gpus: tuple[str, ...]
     """See `Started`."""
     reservation: Reservation
     """The ranks' resources."""
     files: ModelFiles
-    """Which files hold the model."""
+    """Files that hold the model."""
     has_optimizer: bool = False
-    """Whether the ranks had an optimizer when these parts were put together; a call may have set one since."""
+    """True if the ranks had an optimizer when these parts were assembled; a call may have set one since."""
     load_report: LoadReport | None = None
-    """Rank 0's report of the load that made the group; `None` before its end."""
+    """Rank 0's report of the load that made the group; `None` before the load has ended."""
     bounds: InputBounds = field(default_factory=InputBounds)
-    """What the model takes; anything, as far as is known before the load."""
+    """Bounds of the model's inputs; without limits before the load."""
     preflight_report: PreflightReport | None = None
-    """What was seen of nodes and links when the group was made; `None` where nobody looked."""
+    """Report of the preflight when the group was made; `None` without a preflight."""
 
     @classmethod
     def assemble(
@@ -49,15 +49,16 @@ class RunningGroup:
         files: ModelFiles | None = None,
         is_loaded: bool = False,
     ) -> RunningGroup:
-        """Put ranks under the supervision of this process; they have not connected to it yet.
+        """Put ranks under the supervision of this process; the connections to them are opened later.
 
         Args:
-            name: What errors call the group.
-            spec: What the group was asked to be.
+            name: The group's name in errors.
+            spec: The group's spec.
             started: The ranks' actors, under the epoch of this process.
-            reservation: Their resources, which the supervision gives back.
-            files: Which files hold the model. Default: the checkpoint of `spec`.
-            is_loaded: Whether the ranks hold a model already, so need no lease of a group that is being made.
+            reservation: Resources of the ranks, which the supervision releases.
+            files: Files that hold the model. Default: the checkpoint of `spec`.
+            is_loaded: True if the ranks already hold a model, and so do not need the lease of a group that is being
+                made.
         """
         replicas = Replicas.of(spec.sharding, len(started.members))
         supervisor = Supervisor(

@@ -1,4 +1,4 @@
-"""From a reservation to members: start one actor per bundle, ask where each runs, and number them."""
+"""Turns a reservation into members: starts one actor per bundle, queries where each runs, and numbers the actors."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Started:
     """The group's actors, numbered."""
 
     members: tuple[Member, ...]
-    """By rank."""
+    """Members by rank."""
     visible_gpus: tuple[str, ...]
-    """By rank: CUDA_VISIBLE_DEVICES of its node, all of the group's GPUs there; empty for CPU ranks."""
+    """CUDA_VISIBLE_DEVICES by rank: all of the group's GPUs on the rank's node; empty for CPU ranks."""
 
 
 def start_actors(
@@ -51,18 +51,18 @@ def start_actors(
         device_type: `cuda` or `cpu`.
         placement: CPUs and runtime environment of a rank.
         start_s: Deadline for all actors to answer.
-        checkpoint_path: Local path that rank 0's node must see, `None` where any node will do.
-        lifetime: What the actors hang on.
+        checkpoint_path: Local path that rank 0's node must see; `None` if rank 0 may run on any node.
+        lifetime: What ends the actors.
 
     Raises:
-        ValueError: A name that is taken.
+        ValueError: The group's name is taken.
         GroupError: An actor died while it started.
         CallTimeoutError: Actors did not answer in time.
         CheckpointError: No actor's node sees the path.
     """
     actors: list[Any] = []
     try:
-        # One by one: those before the one that fails must be stopped.
+        # One by one: if an actor fails to start, the actors before it must be stopped.
         actors.extend(_start(reservation, bundle, device_type, placement, lifetime) for bundle in range(world_size))
         infos = probe(actors, start_s, checkpoint_path, reservation.node_ip)
         if not any(info.sees_checkpoint for info in infos):
@@ -78,13 +78,13 @@ def start_actors(
 def start_in_place_of(
     members: Sequence[Member], lost: Collection[int], reservation: Reservation, spec: GroupSpec
 ) -> dict[int, Member]:
-    """Start actors in the bundles of CPU ranks that are gone; see `start_actors`. Bundles may lie on other nodes now.
+    """Start actors in the bundles of lost CPU ranks; see `start_actors`. Ray may have moved the bundles to other nodes.
 
     Args:
-        members: All ranks of before.
-        lost: Those that are gone.
-        reservation: Theirs.
-        spec: What the group was asked to be.
+        members: All members before the loss.
+        lost: The lost ranks.
+        reservation: Reservation of the group.
+        spec: The group's spec.
 
     Returns:
         Lost rank → its new member.
@@ -101,15 +101,15 @@ def start_in_place_of(
             ray.kill(actor, no_restart=True)
         raise
     if ranks[0] == 0 and not infos[0].sees_checkpoint:
-        tell(f"rank 0 is on {infos[0].node_ip} now, where {path} is not: a save leaves out what is not weights")
-    taken = {(one.info.node_id, one.info.local_rank) for one in members if one.info.rank not in lost}
-    found = {}
+        tell(f"rank 0 is now on {infos[0].node_ip}, which does not see {path}: saves will hold weights only")
+    taken = {(member.info.node_id, member.info.local_rank) for member in members if member.info.rank not in lost}
+    replacements = {}
     for rank, bundle, actor, info in zip(ranks, bundles, actors, infos, strict=True):
         local_rank = next(number for number in count() if (info.node_id, number) not in taken)
         taken.add((info.node_id, local_rank))
         described = RankInfo(rank, info.node_id, info.node_ip, info.pid, local_rank, "cpu")
-        found[rank] = _member(described, actor, info, bundle, lifetime)
-    return found
+        replacements[rank] = _member(described, actor, info, bundle, lifetime)
+    return replacements
 
 
 def _member(described: RankInfo, actor: Any, info: ActorInfo, bundle: int, lifetime: Lifetime) -> Member:
@@ -120,8 +120,8 @@ def _member(described: RankInfo, actor: Any, info: ActorInfo, bundle: int, lifet
 def _start(reservation: Reservation, bundle: int, device_type: str, placement: Placement, lifetime: Lifetime) -> Any:
     environment = dict(placement.runtime_env or {})
     if device_type == "cuda":
-        # Every rank of a node sees all of the group's GPUs there: NCCL between processes that see one GPU each is
-        # slow or hangs on NVSwitch machines. Ray must not mask them; `RankCommands.join` sets the group's own mask.
+        # Every rank of a node sees all of the group's GPUs on the node: NCCL between processes that see one GPU each
+        # is slow or hangs on NVSwitch machines. Ray must not mask GPUs; `RankCommands.join` sets the group's own mask.
         variables = {**environment.get("env_vars", {}), "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
         environment["env_vars"] = variables
     options: dict[str, Any] = {
@@ -150,14 +150,14 @@ def probe(
     node_ip: Callable[[int], str],
     numbers: Sequence[int] | None = None,
 ) -> list[ActorInfo]:
-    """Ask every actor where it runs, once it has started; see `start_actors`.
+    """Query where every actor runs, once it has started; see `start_actors`.
 
     Args:
-        actors: By bundle.
-        start_s: Deadline for all of them.
+        actors: Actors by bundle.
+        start_s: Deadline for all actors together.
         checkpoint_path: See `start_actors`.
-        node_ip: Says where an actor's bundle lies: one that did not start cannot.
-        numbers: What an error calls the actors: their ranks, where they have any. Default: 0, 1, ...
+        node_ip: Returns the address of an actor's bundle, for actors that did not start and cannot report it.
+        numbers: Numbers of the actors in errors: their ranks, if they have ranks already. Default: 0, 1, ...
 
     Raises:
         GroupError: An actor died while it started.
@@ -169,13 +169,13 @@ def probe(
     infos: dict[int, ActorInfo] = {}
     pending = list(refs)
     while pending:
-        # As they come: a death must not wait for an actor before it that hangs.
+        # In the order of the answers: the report of a death must not wait for an earlier actor that hangs.
         ready, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, until - time.monotonic()))
         if not ready:
             message = f"{len(actors)} actors did not all start within {start_s:g} s; raise Timeouts.start_s"
             indexes = [refs.index(ref) for ref in pending]
-            absent = [_failed(numbers[one], node_ip(one), "hung", "", "does not answer yet") for one in indexes]
-            late = {one.rank: one for one in absent}
+            absent = [_failed(numbers[i], node_ip(i), "hung", "", "does not answer yet") for i in indexes]
+            late = {failure.rank: failure for failure in absent}
             raise CallTimeoutError(message, primary=next(iter(late.values())), failures=late)
         index = refs.index(ready[0])
         try:
@@ -187,17 +187,17 @@ def probe(
 
 
 def _failed(number: int, node_ip: str, kind: FailureKind, error_type: str, message: str) -> RankFailure:
-    """Describe an actor that did not start; where ranks are numbered later, by its bundle's number."""
-    told = _PID.search(message)  # Ray knows it where there was a process
-    return RankFailure(number, node_ip, int(told[1]) if told else 0, kind, "start", error_type, message)
+    """Describe the failure of an actor that did not start; `number` is its bundle's if ranks are numbered later."""
+    match = _PID.search(message)  # Ray's message has the process id if there was a process
+    return RankFailure(number, node_ip, int(match[1]) if match else 0, kind, "start", error_type, message)
 
 
 def rank_order(infos: Sequence[ActorInfo], driver_node: str) -> list[int]:
-    """Return actor indexes in rank order: by node, then GPU; bundles themselves are in no order.
+    """Return actor indexes in rank order: by node, then GPU; the bundles themselves are in no order.
 
     Args:
-        infos: By actor.
-        driver_node: Ray's id of the driver's node, which comes first among those that see the checkpoint.
+        infos: Infos by actor.
+        driver_node: Ray's id of the driver's node, which comes first among the nodes that see the checkpoint.
     """
     seeing = {info.node_id for info in infos if info.sees_checkpoint}
 
@@ -227,5 +227,5 @@ def number_actors(actors: Sequence[Any], infos: Sequence[ActorInfo], device_type
 
 
 def _gpu_order(gpu_ids: Sequence[str]) -> tuple[Any, ...]:
-    """GPUs by number; those that carry a UUID instead come after, by name."""
+    """Return a sort key: GPUs by number, then GPUs that have a UUID instead, by name."""
     return tuple((not gpu.isdigit(), int(gpu) if gpu.isdigit() else 0, gpu) for gpu in gpu_ids)

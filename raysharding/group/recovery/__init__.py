@@ -1,4 +1,4 @@
-"""Groups made whole again, and groups taken over by another driver."""
+"""Restarts of broken groups, and takeovers of named groups by another driver."""
 
 from raysharding.group.recovery.attach import attach
 from raysharding.group.recovery.restart import RestartReport, restart

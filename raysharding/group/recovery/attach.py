@@ -1,12 +1,13 @@
-"""Attaching to a named group: its ranks, with their weights, get another driver; nothing is loaded again.
+"""Attaching to a named group: another driver takes over its ranks with their weights; nothing is loaded again.
 
-Note [Taking over]: calls of two drivers must not interleave. The actor that keeps the record gives out epochs; the
-new driver tells its epoch to every rank, and from then on a rank refuses commands of earlier epochs
-(`GroupTakenOverError`). The earlier driver, if it lives, hears of it by the end of its `lifetime` calls, and lets go. A
-command that runs already runs to its end: the new driver's first command, `attach`, queues behind it on every rank,
-under `Timeouts.call_s`, and what it returns is dropped with its driver. If it does not end, because it hangs or
-because its driver died before all ranks had been sent it, the group is broken like one whose own call hangs. If it
-failed in a way after which the earlier driver would have stopped the ranks, the new one does so.
+Note [Taking over]: calls of two drivers must not interleave. The actor that keeps the record issues epochs; the new
+driver sends its epoch to every rank, and from then on a rank refuses Commands of earlier epochs
+(`GroupTakenOverError`). The earlier driver, if it is alive, notices the takeover when its `lifetime` calls end, and
+releases the ranks. A Command that is already running runs to its end: the new driver's first Command, `attach`, queues
+behind it on every rank, under `Timeouts.call_s`, and the result of the running Command is dropped with its driver. If
+the running Command does not end, because it hangs or because its driver died before it had sent the Command to all
+ranks, the group is broken, like a group whose own call hangs. If the running Command failed in a way after which the
+earlier driver would have stopped the ranks, the new driver stops them.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ _LOOK_S = 0.2
 
 
 def attach(name: str, timeouts: Timeouts | None) -> RunningGroup:
-    """Do what `ShardedModelGroup.attach` says."""
+    """Take over a named group; see `ShardedModelGroup.attach`."""
     if name is None:
         raise ValueError("name=None: give the name of a group")
     check_name(name)
@@ -74,7 +75,7 @@ def attach(name: str, timeouts: Timeouts | None) -> RunningGroup:
     try:
         supervisor.connect_ranks(spec.placement.port_range)
         has_optimizer = _settle(running.client)
-    except (KeyboardInterrupt, RendezvousError):  # this driver's own trouble; another may have the group
+    except (KeyboardInterrupt, RendezvousError):  # the failure is this driver's; another driver may use the group
         supervisor.detach()
         raise
     except BaseException:
@@ -90,52 +91,52 @@ def attach(name: str, timeouts: Timeouts | None) -> RunningGroup:
 
 
 def _take_over(name: str, keeper: Any, record: GroupRecord, answer_s: float) -> tuple[Member, ...]:
-    """Make every rank obey this driver, and no earlier one."""
-    # Found before the epoch is asked for, and told to all at once: between the first rank that obeys and the last, a
-    # call of the earlier driver would begin on some ranks only.
+    """Make every rank accept the Commands of this driver, and refuse those of earlier drivers."""
+    # The actors are looked up before the epoch is requested, and all ranks are sent the epoch at once: between the
+    # first rank that accepts it and the last, a call of the earlier driver would begin on some ranks only.
     actors = [_actor(name, str(member.name)) for member in record.members]
     epoch: int = _ask(name, keeper, "take_over", answer_s)
     handles = zip(record.members, actors, strict=True)
     members = tuple(replace(member, actor=actor, epoch=epoch) for member, actor in handles)
-    answers = probe_all(members, "accept_epoch", epoch, within_s=answer_s)
-    for rank, reason in sorted(answers.silent.items()):
+    replies = probe_all(members, "accept_epoch", epoch, within_s=answer_s)
+    for rank, reason in sorted(replies.silent.items()):
         raise _remove(name, f"rank {rank} {reason}")
     return members
 
 
 def _settle(client: Client) -> bool:
-    """Wait for the earlier driver's last command, and judge it; return whether the ranks have an optimizer."""
+    """Wait for the earlier driver's last Command, and judge its errors; return True if the ranks have an optimizer."""
     values = Collect(lambda call: call.values())
     epoch = client.members[0].epoch
     held: list[tuple[bool, StateChange]] = client.submit_same("attach", collect=values).result()
-    # What the drivers before this one saw of it went with them.
+    # The state changes that earlier drivers saw were lost with those drivers.
     client.supervisor.survivors.compare(dict(enumerate(change for _, change in held)))
-    said = probe_all(client.members, "last_response", epoch, within_s=_ANSWER_S).replies
+    responses = probe_all(client.members, "last_response", epoch, within_s=_ANSWER_S).replies
     infos = client.ranks
-    seen = [saw_raise(infos[rank], one.error) for rank, one in said.items() if one.error is not None]
+    seen = [saw_raise(infos[rank], last.error) for rank, last in responses.items() if last.error is not None]
     name = client.supervisor.name
-    changes = [one.change for one in said.values()]
+    changes = [last.change for last in responses.values()]
     if seen and not leaves_intact(seen[0].failure.phase, seen, changes, len(infos)):
-        raise broken(name, judge(seen, f"the last call of the driver before this one, on {name}", False))
+        raise broken(name, judge(seen, f"the last call of the earlier driver, on {name}", False))
     if seen and resets_some(seen, len(infos)):
         client.submit_same("reset", collect=values).result()
     return held[0][0]
 
 
 def _find(name: str) -> Any:
-    """The actor that keeps a group's record."""
+    """Return the actor that keeps a group's record."""
     until = time.monotonic() + _RESTART_S
     while left := actor_names(name):
-        # Where it is missing, a driver may be restarting the group: its actors go, and come again.
+        # If actor 0 is missing, a driver may be restarting the group, which replaces the group's actors.
         if actor_name(name, 0) in left or time.monotonic() > until:
             return _actor(name, actor_name(name, 0))
         time.sleep(_LOOK_S)
     names = ", ".join(map(repr, group_names())) or "none"
-    raise ValueError(f"name={name!r}: no group of that name is on the cluster; groups there are: {names}")
+    raise ValueError(f"name={name!r}: no group of that name is on the cluster; its groups are: {names}")
 
 
 def _unfinished(name: str) -> ValueError:
-    return ValueError(f"name={name!r}: the group is still being made by its driver; attach when it is READY")
+    return ValueError(f"name={name!r}: the group's driver is still making it; attach when the group is READY")
 
 
 def _actor(group: str, name: str) -> Any:
@@ -155,11 +156,11 @@ def _ask(name: str, keeper: Any, method: str, within_s: float) -> Any:
 
 
 def _remove(name: str, reason: str) -> GroupError:
-    """Remove what is left of a group that no driver can use any more, and build the error that says so."""
+    """Remove the actors and placement groups of a group that no driver can use, and return the error to raise."""
     for one in actor_names(name):
         ray.kill(ray.get_actor(one, namespace=NAMESPACE), no_restart=True)
     for one in placement_groups(name):
         remove_placement_group(one)
     is_late = "does not answer" in reason
     cls = CallTimeoutError if is_late else GroupBrokenError
-    return cls(f"group {name!r} is broken: {reason}; it was stopped and its resources were given back: make a new one")
+    return cls(f"group {name!r} is broken: {reason}; it was stopped and its resources were released: make a new group")

@@ -1,11 +1,11 @@
-"""New ranks in the places of lost ones, around replicas that are whole (HSDP): no checkpoint is read.
+"""Replaces lost ranks with new ones when other replicas hold their shards (HSDP); reads no checkpoint.
 
-Note [Replacing]: the actors of the lost ranks are gone, those of the others keep module and optimizer. New actors start
-in the bundles of the lost ones, which Ray lays on another node where theirs is gone. Then a new supervision takes over
-all of them, under an epoch of its own, as a driver that attaches does: nothing that the old one may still have sent
-reaches the ranks. The ranks meet: those that were left `rejoin`, the new ones `build`, from the headers that the others
-hold. At last the new ones copy what their replicas hold; see Note [Copying a replica]. If any of it fails, all ranks
-are stopped, and the restart loads files.
+Note [Replacing]: the actors of the lost ranks are gone; the survivors keep their modules and optimizers. New actors
+start in the bundles of the lost ranks; Ray moves a bundle to another node if its node is gone. Then a new supervision
+takes over all ranks under a new epoch, as a driver that attaches does, so that no message that the old supervision may
+still have sent reaches the ranks. The ranks rendezvous: the survivors `rejoin`, and the new ranks `build` from the
+headers that the survivors hold. Finally the new ranks copy the state of their replicas; see Note [Copying a replica].
+If any step fails, all ranks are stopped, and the restart loads files.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ _GONE_S = 20.0
 
 
 def replace_lost(running: RunningGroup, lost: Collection[int]) -> RunningGroup:
-    """Put new ranks into the places of lost ones, and give them what their replicas hold.
+    """Replace lost ranks with new ones, and copy the state of their replicas into the new ranks.
 
     Args:
-        running: The group, whose supervision has begun a restart; the optimizer of its spec is the one that it has, as
-            far as the driver knows.
-        lost: Ranks that are dead, or were given up; the others hold every shard.
+        running: The group, whose supervision has begun a restart; the optimizer of its spec is the one that the group
+            has, as far as the driver knows.
+        lost: Ranks that are dead or were given up; the others hold every shard.
 
     Returns:
-        The group, READY. The old supervision has let go of its ranks.
+        The group, READY. The old supervision has released its ranks.
 
     Raises:
-        Exception: It could not be done (a `RayshardingError`, or Ray's own). The ranks are stopped, or the old
-            supervision's to stop.
+        Exception: The ranks could not be replaced (a `RayshardingError`, or an exception of Ray). The ranks are
+            stopped, or the old supervision must stop them.
     """
     spec, members, supervisor = running.spec, running.client.members, running.client.supervisor
     if not supervisor.survivors.wait_gone(lost, _GONE_S):
-        raise GroupError(f"{supervisor.name}: ranks that were stopped are still there after {_GONE_S:g} s")
+        raise GroupError(f"{supervisor.name}: ranks that were stopped are still alive after {_GONE_S:g} s")
     sources = Replicas.of(spec.sharding, len(members)).sources(lost)
     checkpoint: bytes = _ask(members[min(sources.values())], "checkpoint")
     wait_placed(running.reservation, len(members), spec.placement, spec.timeouts.place_s)
@@ -68,13 +68,13 @@ def replace_lost(running: RunningGroup, lost: Collection[int]) -> RunningGroup:
 
 
 def _take_over(running: RunningGroup, fresh: Mapping[int, Member]) -> RunningGroup:
-    """Put all ranks under a new supervision, the only one that they will obey."""
+    """Put all ranks under a new supervision, whose Commands alone they accept."""
     old, name = running.client.members, running.spec.name
-    left = [member for member in old if member.info.rank not in fresh]
+    survivors = [member for member in old if member.info.rank not in fresh]
     keeper = None if name is None else actor_name(name, 0)
-    # Of a named group one actor gives out the epochs; a new one in its place begins with ours.
-    giver = next((member for member in left if member.name == keeper), left[0])
-    epoch: int = _ask(giver, "take_over")
+    # In a named group one actor issues the epochs; a new actor in its place begins with this epoch.
+    issuer = next((member for member in survivors if member.name == keeper), survivors[0])
+    epoch: int = _ask(issuer, "take_over")
     members = tuple(replace(fresh.get(rank, member), epoch=epoch) for rank, member in enumerate(old))
     again = RunningGroup.assemble(
         running.client.supervisor.name,
@@ -87,7 +87,7 @@ def _take_over(running: RunningGroup, fresh: Mapping[int, Member]) -> RunningGro
 
 
 def _fill(running: RunningGroup, sources: Mapping[int, int], checkpoint: bytes) -> None:
-    """Have the ranks meet, and the new ones copy the others."""
+    """Make the ranks rendezvous, and make the new ranks copy their replicas."""
     spec, client, members = running.spec, running.client, running.client.members
     silent = probe_all(members, "accept_epoch", members[0].epoch, within_s=_ANSWER_S).silent
     if silent:
@@ -97,7 +97,8 @@ def _fill(running: RunningGroup, sources: Mapping[int, int], checkpoint: bytes) 
         Preflight(client).nodes()  # a new rank may be on a node that the group was not on
     blueprint = Blueprint(spec.model, checkpoint, spec.sharding, spec.loading)
     rendezvous(running, dict.fromkeys(sources, blueprint))
-    # So that a driver which attaches later finds the copies alike; see `Survivors.compare`.
+    # The copies take over the change counts, so that a driver that attaches later sees equal ranks; see
+    # `Survivors.compare`.
     counts = {rank: _ask(members[source], "num_changes") for rank, source in sources.items()}
     arguments = (dict(sources), counts, spec.optimizer)
     client.submit_same("copy_replicas", *arguments, deadline_s=spec.timeouts.load_stall_s, watch=True).result()
@@ -107,4 +108,4 @@ def _ask(member: Member, method: str) -> Any:
     try:
         return ray.get(getattr(member.actor, method).remote(), timeout=_ANSWER_S)
     except ray.exceptions.RayError as error:
-        raise GroupError(f"rank {member.info.rank} does not say {method}: {type(error).__name__}") from error
+        raise GroupError(f"rank {member.info.rank} does not answer {method}: {type(error).__name__}") from error

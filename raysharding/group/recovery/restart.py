@@ -1,6 +1,6 @@
-"""Making a broken group whole: its ranks meet again around the shards they hold, or new ones load a checkpoint.
+"""Restarts a broken group: its ranks form a new process group around their shards, or new ranks load a checkpoint.
 
-Between the two, where replicas hold what lost ranks held: see `replace_ranks.py`.
+If replicas hold the shards of lost ranks, new ranks copy them instead; see `replace_ranks.py`.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ _SETTLE_GRACE_S = 2.0
 
 @dataclass(frozen=True)
 class RestartReport:
-    """What `restart` did."""
+    """Report of a restart."""
 
     how: Literal["in place", "replicas", "reloaded"]
-    """`in place`: the same processes met again, with the weights and the optimizer that they hold; `replicas`: new ones
-    took lost ranks' places and copied those from ranks that hold the same shards (HSDP); `reloaded`: new processes
-    loaded a checkpoint. But for `reloaded`, what is there is what was before the failed call, unless `why` says that
-    all of the ranks that were left had ended it."""
+    """Kind of the restart. `in place`: the same processes formed a new process group, with their weights and optimizer;
+    `replicas`: new processes replaced lost ranks and copied weights and optimizer from ranks that hold the same shards
+    (HSDP); `reloaded`: new processes loaded a checkpoint. Except for `reloaded`, the state is that before the failed
+    call, unless `why` says that all survivors had ended the call."""
     why: str
-    """What decided that."""
+    """Reason for this kind of restart."""
     checkpoint: str | None
-    """What was loaded; `None` where nothing was."""
+    """Path or URI of the loaded checkpoint; `None` if none was loaded."""
     world_size: int
     """Number of ranks now."""
     seconds: float
-    """Time that it took."""
+    """Time that the restart took."""
 
 
 def restart(
@@ -47,16 +47,16 @@ def restart(
     world_size: int | None,
     optimizer: Callable[..., Any] | None,
 ) -> tuple[RunningGroup, RestartReport]:
-    """Do what `ShardedModelGroup.restart` says.
+    """Restart a group; see `ShardedModelGroup.restart`.
 
     Args:
         running: The group.
-        checkpoint: As the user gave it.
-        world_size: As the user gave it.
+        checkpoint: The user's argument.
+        world_size: The user's argument.
         optimizer: Factory of the optimizer that the group has, as far as the driver knows.
 
     Returns:
-        The group as it runs now: the same object where its ranks were kept. What was done.
+        The group as it runs now (the same object if all ranks were kept), and the report of the restart.
     """
     begun = time.monotonic()
     supervisor, files = running.client.supervisor, running.files
@@ -65,7 +65,7 @@ def restart(
     if supervisor.state in (GroupState.READY, GroupState.BUSY) and checkpoint is None and world_size is None:
         raise ValueError(
             f"{supervisor.name} is {supervisor.state.value}: there is nothing to restart. Give checkpoint= to go back "
-            "to saved weights, or world_size= for another number of ranks; both end what the ranks hold now"
+            "to saved weights, or world_size= for another number of ranks; both discard the ranks' current state"
         )
     num_ranks = len(running.client.members) if world_size is None else world_size
     spec = replace(running.spec, optimizer=optimizer)
@@ -78,23 +78,23 @@ def restart(
     spec = replace(spec, world_size=num_ranks)
     spec.check()
     supervisor.give_up("is being restarted")
-    files.settle()  # before: a rank that lived might have committed a save after it
+    files.settle()  # not earlier: a rank that was still alive might have committed a save after it
     number = files.begin_load()
     source = newest_after(files.origin) if checkpoint is None else checkpoint
     try:
         with UndoOnInterrupt():
             fresh = launch(replace(spec, checkpoint=source))
     except Exception as error:
-        error.add_note(f"raysharding: restart had to load files: {why}")
+        error.add_note(f"raysharding: the restart had to load files: {why}")
         raise
-    supervisor.shut_down_soon()  # its ranks are gone; what could fail here would leave the new ones to nobody
+    supervisor.shut_down_soon()  # its ranks are gone; an error here would leave the new ranks without an owner
     files.loaded(source, number)
     report = RestartReport("reloaded", why, source, len(fresh.client.members), time.monotonic() - begun)
     return replace(fresh, files=files), report
 
 
 def _why_reload(running: RunningGroup, checkpoint: str | None, world_size: int | None) -> str | None:
-    """Say why the ranks cannot go on with what they hold; `None` where they can."""
+    """Return why the ranks cannot continue with their current state, or `None` if they can."""
     supervisor = running.client.supervisor
     if checkpoint is not None:
         return "a checkpoint was given"
@@ -110,10 +110,10 @@ def _why_reload(running: RunningGroup, checkpoint: str | None, world_size: int |
 
 
 def _go_on(running: RunningGroup, spec: GroupSpec, begun: float) -> tuple[RunningGroup, RestartReport] | str:
-    """Go on with what the ranks hold that are left. Return why that failed, where it did."""
+    """Restart with the state of the survivors; if that fails, return the reason."""
     supervisor, members = running.client.supervisor, running.client.members
     left = [member for member in members if member.info.rank not in supervisor.survivors.recoverable.lost]
-    # The driver may not have heard yet of one that died a moment ago.
+    # The driver may not know yet of a rank that died a moment ago.
     silent = probe_all(left, "progress", within_s=_ANSWER_S).silent
     recoverable = supervisor.revive([left[index].info.rank for index in silent])
     if recoverable is None:
@@ -126,21 +126,21 @@ def _go_on(running: RunningGroup, spec: GroupSpec, begun: float) -> tuple[Runnin
             else:
                 rendezvous(running)  # a new process group around the ranks' shards
                 supervisor.started()
-    except Exception as error:  # noqa: BLE001 - whatever it was, one of Ray's own say: the files are left
-        what = "lost ranks could not be replaced" if recoverable.lost else "the ranks could not meet again"
-        said = str(error) if isinstance(error, RayshardingError) else f"{type(error).__name__}: {error}"
-        return f"{what}: {said}"
+    except Exception as error:  # noqa: BLE001 - after any error, also one of Ray, the files can still be loaded
+        what = "lost ranks could not be replaced" if recoverable.lost else "the ranks could not rejoin"
+        text = str(error) if isinstance(error, RayshardingError) else f"{type(error).__name__}: {error}"
+        return f"{what}: {text}"
     except BaseException:
         supervisor.give_up("was interrupted while it restarted")
         raise
-    done = f"; all of them had ended {recoverable.done}, and its change is there" if recoverable.done else ""
+    done = f"; all of them had ended {recoverable.done}, and its changes are kept" if recoverable.done else ""
     if not recoverable.lost:
-        why = f"every rank is alive and holds its shards{done}; only the process group was made anew"
+        why = f"every rank is alive and holds its shards{done}; only the process group is new"
         return again, RestartReport("in place", why, None, len(members), time.monotonic() - begun)
-    supervisor.shut_down_soon()  # it has let go of the ranks
-    if 0 in recoverable.lost:  # which alone commits saves, and removes what failed ones leave
+    supervisor.shut_down_soon()  # the old supervision has released the ranks
+    if 0 in recoverable.lost:  # only rank 0 commits saves and removes the files of failed ones
         running.files.settle()
     copied = Replicas.of(spec.sharding, len(members)).sources(recoverable.lost)
     pairs = ", ".join(f"rank {rank} from rank {source}" for rank, source in copied.items())
-    why = f"the ranks that were left held every shard{done}; new processes copied them: {pairs}"
+    why = f"the surviving ranks held every shard{done}; new processes copied the shards: {pairs}"
     return again, RestartReport("replicas", why, None, len(members), time.monotonic() - begun)

@@ -89,7 +89,7 @@ def test_any_other_module_takes_anything() -> None:
 
 
 def test_a_refused_call_leaves_the_group_ready(group: ShardedModelGroup) -> None:
-    with pytest.raises(ValueError, match="wait for each other for ever"):
+    with pytest.raises(ValueError, match="wait for each other forever"):
         group.forward(PerRank([torch.zeros(2, 8), None]))
     assert group.state is GroupState.READY
     shapes = [torch.zeros(1, 8), torch.zeros(3, 8)]

@@ -224,7 +224,7 @@ def test_a_batch_that_cannot_be_dealt_is_refused_by_the_driver(group: ShardedMod
     for out in ("gather", Out.gather):
         with pytest.raises(ValueError, match=r"give Out\.gather\(\)"):
             group.forward(Split(torch.zeros(2, 8)), out=out)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"Out\.gather\(\): what fn returns is not gathered"):
+    with pytest.raises(ValueError, match=r"Out\.gather\(\): return values of fn are not gathered"):
         group.call(len, Split(torch.zeros(2, 8)), out=Out.gather())
     with pytest.raises(TypeError, match=r"group cannot be sent to ranks; use raysharding\.current_worker"):
         group.call(lambda: group.world_size)

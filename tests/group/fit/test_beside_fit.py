@@ -91,7 +91,7 @@ def test_a_second_fit_of_another_thread_is_refused(fresh: ShardedModelGroup) -> 
     first.start()
     assert has_begun.wait(WAIT_S)
     try:
-        with pytest.raises(GroupError, match="fit runs on it already"):
+        with pytest.raises(GroupError, match="fit already runs on it"):
             fit(fresh, rows_of(4))
     finally:
         may_go_on.set()
@@ -106,7 +106,7 @@ def test_what_would_change_the_model_is_refused(fresh: ShardedModelGroup) -> Non
     report = fit(fresh, ROWS, epochs=2, callbacks=[ask])
     for name, found in zip(REFUSED, ask.results, strict=True):
         assert isinstance(found, GroupError), f"{name} gave {found}"
-        assert ("fit runs on it already" if name == "fit" else f"{name} is refused while fit runs") in str(found)
+        assert ("fit already runs on it" if name == "fit" else f"{name} is refused while fit runs") in str(found)
     assert report.history["loss"] == pytest.approx(expected, abs=1e-5)
     assert fresh.state is GroupState.READY
     assert REFUSED["train_step"](fresh)["loss"] > 0

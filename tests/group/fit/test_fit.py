@@ -175,7 +175,7 @@ def test_what_cannot_be_fitted_is_refused(fresh: ShardedModelGroup, parquet: Pat
             fit(fresh, data)
     for options, said in (
         ({"batch_size": 0}, "batch_size=0"),
-        ({"save_every": 5}, "say where by save_to="),
+        ({"save_every": 5}, "give a directory, save_to="),
         ({"keep_last": 0, "save_to": tmp_path}, "keep_last=0"),
         ({"max_grad_norm": -1.0}, "max_grad_norm=-1.0"),
         ({"columns": ["z"]}, "has no column 'z'"),

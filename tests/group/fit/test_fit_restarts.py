@@ -248,7 +248,7 @@ def test_replicas_go_on_where_they_stand(checkpoint: Path, parquet: Path, capfd:
     told = [(mine, other) for mine, other in zip(report.history["loss"], whole, strict=True) if not math.isnan(mine)]
     assert [mine for mine, _ in told] == pytest.approx([other for _, other in told], abs=1e-4)
     assert report.loss == pytest.approx(whole[-1], abs=1e-4)
-    assert "goes on after step" in capfd.readouterr().err
+    assert "continues after step" in capfd.readouterr().err
 
 
 def slow_writes(seconds: float) -> Callable[[], None]:

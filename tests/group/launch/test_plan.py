@@ -137,9 +137,10 @@ def test_a_plan_says_which_resource_is_short_where(checkpoint: Path) -> None:
     assert not plan.fits
     assert [node.ranks for node in plan.nodes] == [(0, 1), (2,)]
     cpus, memory = plan.shortages
-    assert cpus.startswith("4 ranks need 1 CPU each, and there is room for 3 under strategy='PACK' (a has 2 CPU; b has")
+    expected = "4 ranks need 1 CPU each, but there is space for 3 under strategy='PACK' (a has 2 CPU; b has"
+    assert cpus.startswith(expected)
     assert memory.startswith("a: host memory: its 2 ranks need 700.00 MiB, 1.00 MiB are free: short by 699.0")
-    assert all(text in repr(plan) for text in ("does not fit", "activations", cpus, memory, "no room"))
+    assert all(text in repr(plan) for text in ("does not fit", "activations", cpus, memory, "no space"))
     assert "<table>" in plan._repr_html_()
 
 

@@ -195,7 +195,7 @@ def test_a_cluster_without_a_token_is_open_and_its_dashboard_too() -> None:
     assert not finding.is_error
     assert finding.message.startswith("Ray runs without token authentication on 10.0.0.2: on every node run")
     told = [finding.message for finding in check_security(nodes, "10.0.0.1:8265")]
-    assert told[1].startswith("the dashboard at 10.0.0.1:8265 takes jobs from whoever reaches it: use a token")
+    assert told[1].startswith("the dashboard at 10.0.0.1:8265 accepts jobs from anyone who reaches it: use a token")
     assert len(check_security(nodes, "")) == 1
 
 

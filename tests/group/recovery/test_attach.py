@@ -137,7 +137,7 @@ def test_a_group_that_is_dropped_lives_on(lasting: tuple[int, ...], checkpoint: 
     group = ShardedModelGroup.attach("llama")
     assert tuple(group.call(os.getpid)) == lasting
     assert threading.active_count() <= threads + 1, "the supervision of a group that is gone and taken over ends"
-    with pytest.raises(ValueError, match=r"name='none': no group of that name .* groups there are: 'llama'"):
+    with pytest.raises(ValueError, match=r"name='none': no group of that name .* its groups are: 'llama'"):
         ShardedModelGroup.attach("none")
     with pytest.raises(ValueError, match=r"name='llama': a group of that name .* ShardedModelGroup.attach\('llama'\)"):
         make_group(checkpoint, name="llama")
@@ -273,7 +273,7 @@ def test_a_restarted_group_keeps_its_name(doomed: ShardedModelGroup, reference: 
         ({"name": "a/b"}, "name='a/b': give None, or a printable str without '/'"),
         ({"name": ""}, "name='': give None"),
         ({"name": 3}, "name=3: give None"),
-        ({"name": "x", "placement": Placement(placement_group=object())}, "with a placement group of yours"),
+        ({"name": "x", "placement": Placement(placement_group=object())}, "with a placement group of your own"),
     ],
 )
 def test_names_are_checked(checkpoint: Path, options: dict[str, Any], message: str) -> None:
