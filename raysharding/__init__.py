@@ -1,9 +1,9 @@
-"""A Hugging Face checkpoint on a Ray cluster as a resident FSDP2 model, with one call.
+"""Load a Hugging Face checkpoint onto a Ray cluster as a resident FSDP2 model, with one call.
 
-The public names. Each is imported when it is first used (PEP 562), so that
+The package holds the public names and imports each of them on first use (PEP 562), so
 `import raysharding.distributed` needs no ray and `import raysharding` costs nothing.
 """
-# ruff: noqa: F403, F405 - `__all__` says which of the names are this module's; type checkers find them by the stars
+# ruff: noqa: F403, F405 - `__all__` lists the names that belong to this module; type checkers resolve the star imports
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ __all__ = [
 ]
 
 _HOMES = ("errors", "config", "batch", "distributed", "worker", "group")
-"""Modules that hold the names, each before those that import it: no name costs more than the module that holds it."""
+"""Modules that hold the names, each before its importers: a name costs no more than the import of its own module."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""`python -m raysharding` is the command line."""
+"""Entry point of `python -m raysharding`."""
 
 from __future__ import annotations
 

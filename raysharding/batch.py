@@ -1,4 +1,4 @@
-"""What a caller says about a call's arguments and results (`Split`, `Same`, `PerRank`, `Out`); how rows are dealt."""
+"""Marks on a call's arguments and results (`Split`, `Same`, `PerRank`, `Out`), and how rows are distributed."""
 
 from __future__ import annotations
 
@@ -14,27 +14,31 @@ from raysharding.tree import leaves, map_leaves
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Rows to deal out over the ranks: rank 0 gets the first, sizes differ by one at most, the larger come first.
+    """Rows to distribute over the ranks in order: sizes differ by at most one, the larger parts come first.
 
-    A mapping with str keys, such as a tokenizer's `BatchEncoding`, gives the model its tensors as keyword arguments
-    where its `Split` is the sole positional argument: `group.forward(Split(batch))`. A model whose forward takes a
-    mapping gets it by name: `group.forward(x=Split(mapping))`.
+    If the `Split` of a mapping with str keys, such as a tokenizer's `BatchEncoding`, is the only positional argument,
+    the model gets the mapping's tensors as keyword arguments: `group.forward(Split(batch))`. If a model's forward takes
+    a mapping itself, pass the mapping by name: `group.forward(x=Split(mapping))`.
     """
 
     value: Any
-    """A tensor or numpy array, or dicts, lists, tuples, dataclasses of them. Arrays reach the ranks as tensors."""
+    """A tensor or numpy array, or nested dicts, lists, tuples, dataclasses of these. Arrays reach ranks as tensors."""
     dim: int = 0
     """The dim that holds the rows, in every tensor of `value`; negative counts from the end. Default 0."""
 
     def __post_init__(self) -> None:
-        """Refuse a dim that is no whole number."""
+        """Raise ValueError if `dim` is not an integer."""
         _check_dim("Split", self.dim)
 
     def num_rows(self, path: str = "Split") -> int:
-        """Check every tensor and return how many rows each of them has.
+        """Check every tensor and return the number of rows that each tensor has.
+
+        Args:
+            path: Path of this `Split` in the call's arguments, for errors.
 
         Raises:
-            ValueError: No tensor, a leaf that is not one, a dim it lacks, or unequal row counts; names the path.
+            ValueError: There is no tensor, a leaf is not a tensor, a tensor lacks `dim`, or row counts differ. The
+                error names the path.
         """
         counts = {where: _count_rows(where, leaf, self.dim) for where, leaf in leaves(self.value, path)}
         if not counts:
@@ -45,15 +49,15 @@ class Split:
         return next(iter(counts.values()))
 
     def dims(self) -> set[int]:
-        """Return the dims that hold rows, from the front: more than one if `dim` is negative and shapes vary."""
+        """Return the dims that hold rows, counted from the front: several if `dim` is negative and `ndim` varies."""
         return {self.dim % leaf.ndim for _, leaf in leaves(self.value)}
 
     def rows(self, start: int, num_rows: int) -> Split:
-        """Return rows `start … start + num_rows` as copies: a view would send its whole storage over the wire."""
+        """Return copies of rows `start … start + num_rows`: sending a view would send its whole storage."""
         return Split(map_leaves(lambda _, leaf: _take(leaf, self.dim, start, num_rows), self.value), self.dim)
 
     def resized(self, num_rows: int) -> Split:
-        """Return the first `num_rows` rows, or row 0 repeated where there are fewer (1 row made into 2)."""
+        """Return the first `num_rows` rows, or row 0 repeated if there are fewer (1 row becomes 2)."""
         if self.num_rows() >= num_rows:
             return self.rows(0, num_rows)
         first = self.rows(0, 1).value
@@ -62,25 +66,25 @@ class Split:
 
 @dataclass(frozen=True, eq=False)
 class Same:
-    """A value that holds no rows: every rank gets all of it.
+    """A value without rows: every rank gets all of the value.
 
-    So does any other value that is in no `Split`. But a tensor or numpy array beside a `Split` that looks like rows is
-    refused, because each rank would use its first rows with its own rows of the `Split`. It does where its size in the
-    `Split`'s dim is the number of rows, 2 or more, and it has two dims, or one and the name of a batch's column: its
-    keyword, or the key that it has in a mapping, is or ends in `_mask`, `_label`, `_labels`, `_target`, `_targets`,
-    `_ids` or `_positions`.
+    Any other value outside a `Split` also goes to every rank. But a tensor or numpy array that looks like rows and
+    stands beside a `Split` is rejected, because each rank would combine the tensor's first rows with its own rows of
+    the `Split`. A tensor looks like rows if its size in the `Split`'s dim is the number of rows, 2 or more, and either
+    it has two or more dims, or it has one dim and is named like a column of a batch: its keyword, or its key in a
+    mapping, is or ends in `_mask`, `_label`, `_labels`, `_target`, `_targets`, `_ids` or `_positions`.
     """
 
     value: Any
-    """A tensor or numpy array, or anything that holds some."""
+    """A tensor or numpy array, or any object that contains some."""
 
 
 @dataclass(frozen=True, eq=False)
 class PerRank(Sequence[Any]):
-    """One value for each rank, by rank: as an argument what each rank is given, as a result what each rank gave."""
+    """One value for each rank, by rank: in an argument, each rank's input; in a result, each rank's output."""
 
     values: tuple[Any, ...]
-    """The values by rank. In a result, `None` stands for a rank that had no rows."""
+    """The values by rank. In a result, the value of a rank that had no rows is `None`."""
 
     def __init__(self, values: Sequence[Any]) -> None:
         object.__setattr__(self, "values", tuple(values))
@@ -107,16 +111,16 @@ _GIVE_OUT = "give Out.gather(), Out.rank0(), Out.per_rank(), Out.refs() or Out.n
 
 @dataclass(frozen=True)
 class Out:
-    """What a call gives back. Made by the class methods, passed as `out=`."""
+    """The outputs that a call returns. Create one with the class methods and pass it as `out=`."""
 
     kind: Literal["gather", "rank0", "per_rank", "refs", "none"]
-    """Which of the five."""
+    """Which of the five kinds of result the call returns."""
     dim: int | None = None
     """For `gather`: the dim of the outputs that holds rows; negative counts from each output's end. `None`: the dim of
     the call's Splits."""
 
     def __post_init__(self) -> None:
-        """Refuse a kind that there is not, and a dim that is no whole number."""
+        """Raise ValueError if `kind` is unknown or `dim` is not an integer."""
         if self.kind not in _KINDS:
             raise ValueError(f"Out({self.kind!r}): {_GIVE_OUT}")
         if self.dim is not None:
@@ -124,22 +128,26 @@ class Out:
 
     @classmethod
     def gather(cls, dim: int | None = None) -> Out:
-        """One output for the whole batch, rows in order. The default for a call with a `Split`."""
+        """Return one output for the whole batch, rows in order. The default for a call with a `Split`.
+
+        Args:
+            dim: The dim of the outputs that holds rows. Default: the dim of the call's Splits.
+        """
         return cls("gather", dim)
 
     @classmethod
     def rank0(cls) -> Out:
-        """Rank 0's output alone. The default for a call without a `Split`."""
+        """Return rank 0's output only. The default for a call without a `Split`."""
         return cls("rank0")
 
     @classmethod
     def per_rank(cls) -> Out:
-        """Every rank's own output, as `PerRank`; `None` for a rank that had no rows."""
+        """Return every rank's own output, as `PerRank`; `None` for a rank that had no rows."""
         return cls("per_rank")
 
     @classmethod
     def refs(cls) -> Out:
-        """A reference to every rank's output, as `PerRank`; the outputs stay in the object store.
+        """Return a reference to every rank's output, as `PerRank`; the outputs stay in the object store.
 
         `None` for a rank that had no rows.
         """
@@ -147,24 +155,24 @@ class Out:
 
     @classmethod
     def none(cls) -> Out:
-        """Nothing: the outputs never leave the ranks."""
+        """Return nothing: the outputs never leave the ranks."""
         return cls("none")
 
 
 @dataclass(frozen=True, eq=False)
 class RankBatch:
-    """One rank's part of a call's arguments. Picklable. A replicated value is the same object on every rank."""
+    """One rank's part of a call's arguments. Picklable. A replicated value is the same object in every rank's batch."""
 
     wrapped_args: tuple[Any, ...] = ()
-    """Positional arguments; what was split stays wrapped in `Split`, so that the rank knows which dims hold rows."""
+    """Positional arguments; split values stay wrapped in `Split`, which tells the rank which dims hold rows."""
     wrapped_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword arguments, likewise."""
+    """Keyword arguments; split values stay wrapped in `Split`."""
     num_rows: int | None = None
-    """Rows that are this rank's. 0: it holds one dummy row, a copy of row 0. `None`: the call has no `Split`."""
+    """Number of this rank's rows. 0: the rank has one dummy row, a copy of row 0. `None`: the call has no `Split`."""
     rows: tuple[int, ...] = ()
-    """Every rank's `num_rows`, by rank; empty where the call has no `Split`."""
+    """Every rank's `num_rows`, by rank; empty if the call has no `Split`."""
     dim: int = 0
-    """The dim of the outputs that holds rows: the Splits' own if they all name the same, else 0."""
+    """The dim of the outputs that holds rows: the Splits' dim if all Splits name the same, else 0."""
 
     @property
     def args(self) -> tuple[Any, ...]:
@@ -178,17 +186,17 @@ class RankBatch:
 
     @property
     def is_dummy(self) -> bool:
-        """Whether this rank has no rows of its own, only the dummy row that keeps it in step with the others."""
+        """True if this rank has no rows of its own, only a dummy row with which it joins the others' collectives."""
         return self.num_rows == 0
 
     def parts(self, num_parts: int) -> list[RankBatch]:
-        """Cut the rows of every rank into parts, each a call of its own, whose sizes differ by one row at most.
+        """Split the rows of every rank into parts, each a call of its own, whose sizes differ by at most one row.
 
         Args:
-            num_parts: How many, 1 or more; fewer come where no rank has so many rows.
+            num_parts: Number of parts, 1 or more; the result has fewer if no rank has that many rows.
 
         Raises:
-            ValueError: There are no rows to cut, or `num_parts` is not positive.
+            ValueError: There are no rows to split, or `num_parts` is not positive.
         """
         check_num_parts(num_parts, self.num_rows)
         if num_parts == 1 or self.num_rows is None:
@@ -211,7 +219,7 @@ class RankBatch:
         return replace(part, num_rows=num_rows, rows=rows)
 
     def resized(self, num_rows: int) -> RankBatch:
-        """Return the same call on this rank's first `num_rows` rows (row 0 repeated where it has fewer)."""
+        """Return the same call on this rank's first `num_rows` rows (row 0 repeated if the rank has fewer)."""
 
         def resize(_: str, leaf: Any) -> Any:
             return leaf.resized(num_rows) if isinstance(leaf, Split) else leaf
@@ -220,7 +228,7 @@ class RankBatch:
         return replace(batch, num_rows=num_rows, rows=(num_rows,) * len(self.rows))
 
     def replaced(self, change: Callable[[Any], Any]) -> RankBatch:
-        """Return the same call with `change(value)` in place of each argument; a `Split` must stay one."""
+        """Return the same call with `change(value)` in place of each argument; a `Split` must remain a `Split`."""
         return replace(
             self,
             wrapped_args=tuple(change(value) for value in self.wrapped_args),
@@ -229,7 +237,11 @@ class RankBatch:
 
 
 def check_num_parts(num_parts: int, num_rows: int | None) -> None:
-    """Refuse to cut what has no rows.
+    """Check that a call's rows can be taken in `num_parts` parts.
+
+    Args:
+        num_parts: Number of parts.
+        num_rows: Number of rows; `None` for a call without a `Split`.
 
     Raises:
         ValueError: `num_parts` is not positive, or over 1 for a call without a `Split`.
@@ -238,36 +250,36 @@ def check_num_parts(num_parts: int, num_rows: int | None) -> None:
         raise ValueError(f"gradient_accumulation_steps={num_parts}: give 1 or more")
     if num_parts > 1 and num_rows is None:
         raise ValueError(
-            f"gradient_accumulation_steps={num_parts} takes the rows of a batch in parts, and this call has no Split: "
+            f"gradient_accumulation_steps={num_parts} splits the rows of a batch, and this call has no Split: "
             "give Split(rows), or call forward_backward for each part"
         )
 
 
 def check_out(out: Out | None) -> None:
-    """Refuse what is no `Out`.
+    """Check a call's `out=`.
 
     Raises:
-        ValueError: Anything but an `Out` or `None`.
+        ValueError: `out` is neither an `Out` nor `None`.
     """
     if out is not None and not isinstance(out, Out):
         raise ValueError(f"out={out!r} is a {type(out).__name__}: {_GIVE_OUT}")
 
 
 def split_rows(num_rows: int, world_size: int) -> tuple[int, ...]:
-    """Return each rank's number of rows: sizes differ by one at most, the larger first."""
+    """Return each rank's number of rows: the numbers differ by at most one, the larger come first."""
     share, rest = divmod(num_rows, world_size)
     return tuple(share + (rank < rest) for rank in range(world_size))
 
 
 def by_name(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """Return a model's arguments with a sole positional `Split` of a mapping dealt out as keyword arguments.
+    """Return a model's arguments; an only positional `Split` of a mapping becomes keyword arguments.
 
     Args:
         args: Positional arguments of the call.
-        kwargs: Keyword arguments of the call, which may stand beside that `Split`.
+        kwargs: Keyword arguments of the call, which may be given beside that `Split`.
 
     Raises:
-        ValueError: A name is in the mapping and in `kwargs`.
+        ValueError: A name is both in the mapping and in `kwargs`.
     """
     split = args[0] if len(args) == 1 else None
     if not isinstance(split, Split) or not isinstance(split.value, Mapping) or not split.value:
@@ -283,24 +295,24 @@ def by_name(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[An
 def deal(
     args: Sequence[Any], kwargs: Mapping[str, Any], world_size: int, *, positions: Sequence[str] = ()
 ) -> list[RankBatch]:
-    """Deal a call's arguments out to the ranks. Called on the driver; moves nothing.
+    """Divide a call's arguments among the ranks. Called on the driver; sends nothing.
 
-    `Split`, `Same` and `PerRank` are found anywhere inside dicts, lists, tuples and dataclasses. Every other value goes
-    to all ranks as the same object.
+    `Split`, `Same` and `PerRank` may be nested in dicts, lists, tuples and dataclasses. Every other value goes to all
+    ranks as the same object.
 
     Args:
         args: Positional arguments of the call.
         kwargs: Keyword arguments of the call.
         world_size: Number of ranks.
-        positions: Names of the positional arguments, as far as they are known.
+        positions: Names of the positional arguments, as far as known.
 
     Returns:
-        One batch for each rank. Split rows are copies, so a batch costs its own rows on the wire and no more.
+        One batch for each rank. Split rows are copies, so sending a batch sends its own rows only.
 
     Raises:
-        ValueError: Splits of unequal row counts, no rows at all, a Split leaf that is not a tensor, a tensor that looks
-            like rows in no `Split` (see `Same`), or a `PerRank` of the wrong length. Names the argument and the values
-            found.
+        ValueError: Splits have unequal row counts or no rows, a Split leaf is not a tensor, a tensor outside every
+            `Split` looks like rows (see `Same`), or a `PerRank` has the wrong length. The error names the argument and
+            the values found.
     """
     named = [(f"args[{index}]", value) for index, value in enumerate(args)] + list(kwargs.items())
     found = [(name, below, leaf) for name, value in named for below, leaf in leaves(value, leaf=_MARKS)]
@@ -333,7 +345,7 @@ def deal(
 
 
 def _for_rank(value: Any, rank: int, start: int, num_rows: int) -> Any:
-    """One rank's part of an argument; the argument itself where nothing in it is split or per rank."""
+    """Return one rank's part of an argument; the argument itself if it contains no `Split` and no `PerRank`."""
     if not any(isinstance(leaf, Split | PerRank) for _, leaf in leaves(value, leaf=(Split, PerRank))):
         return value
 
@@ -346,7 +358,7 @@ def _for_rank(value: Any, rank: int, start: int, num_rows: int) -> Any:
 
 
 def _unwrap(value: Any, mark: type[Split] | type[Same]) -> Any:
-    """The value without the marks of one kind; itself where there are none, for what ranks share is sent once."""
+    """Return the value without marks of one kind; the same object if there are none, because it is then sent once."""
     if not any(isinstance(leaf, mark) for _, leaf in leaves(value, leaf=_MARKS)):
         return value
     return map_leaves(lambda _, leaf: leaf.value if isinstance(leaf, mark) else leaf, value, leaf=_MARKS)
@@ -357,13 +369,13 @@ def _check_nesting(path: str, mark: Split | Same | PerRank) -> None:
     for where, leaf in leaves(inside, path, _MARKS):
         if isinstance(leaf, _MARKS):
             one, other = type(leaf).__name__, type(mark).__name__
-            raise ValueError(f"{where}: a {one} inside a {other}; each says how its value is dealt out: take one away")
+            raise ValueError(f"{where}: a {one} inside a {other}; each says how its value is distributed: remove one")
 
 
 def _check_whole(
     found: Sequence[tuple[str, str, Any]], dims: Sequence[int], num_rows: int, positions: Sequence[str]
 ) -> None:
-    """Refuse what looks like rows and is in no `Split`; `Same` says what does."""
+    """Raise ValueError for a value outside every `Split` that looks like rows, as `Same` defines it."""
     names = {f"args[{index}]": name for index, name in enumerate(positions)}
     for root, below, leaf in found:
         name = names.get(root, root)
@@ -372,14 +384,15 @@ def _check_whole(
             path = root + below + ("" if name == root else f" ({name})")
             more = f", dim={dim}" if dim else ""
             raise ValueError(
-                f"{path}: shape {tuple(leaf.shape)} has {num_rows} in dim {dim}, as many as the call's Splits have "
-                "rows, but it is in no Split: every rank would get all of it, and use its first rows with its own rows "
-                f"of the Splits. Give Split(...{more}) if it holds rows, Same(...) if every rank is to get all of it"
+                f"{path}: shape {tuple(leaf.shape)} has size {num_rows} in dim {dim}, the number of rows of the call's "
+                "Splits, but is in no Split: every rank would get the whole value, and combine its first rows with the "
+                f"rank's own rows of the Splits. Give Split(...{more}) for rows, Same(...) to send all of it to every "
+                "rank"
             )
 
 
 def _row_dim(leaf: Any, name: str, dims: Sequence[int], num_rows: int) -> int | None:
-    """The dim in which a leaf looks like rows; `None` where it does not."""
+    """Return the dim in which a leaf looks like rows; `None` if there is none."""
     is_dense = _is_array(leaf) or (isinstance(leaf, torch.Tensor) and not leaf.is_nested)
     if not is_dense or num_rows < 2:
         return None
@@ -393,7 +406,7 @@ def _check_counts(counts: Mapping[str, int]) -> None:
         listed = ", ".join(f"{path} has {rows}" for path, rows in counts.items())
         raise ValueError(f"all Splits of one call need the same number of rows, but {listed}")
     if counts and not any(counts.values()):
-        raise ValueError(f"{', '.join(counts)}: 0 rows, nothing to compute; skip the call for an empty batch")
+        raise ValueError(f"{', '.join(counts)}: 0 rows, so nothing to compute; skip the call for an empty batch")
 
 
 def _check_per_rank(found: Mapping[str, PerRank], world_size: int) -> None:
@@ -408,15 +421,15 @@ def _check_dim(what: str, dim: Any) -> None:
 
 
 def _is_array(leaf: Any) -> bool:
-    """Whether a leaf is a numpy array, found without importing numpy."""
+    """Return True if a leaf is a numpy array; does not import numpy."""
     return type(leaf).__module__ == "numpy" and hasattr(leaf, "ndim") and hasattr(leaf, "dtype")
 
 
 def _count_rows(path: str, leaf: Any, dim: int) -> int:
     if not (isinstance(leaf, torch.Tensor) or _is_array(leaf)):
         raise ValueError(
-            f"{path}: only tensors and numpy arrays can be split, not {type(leaf).__name__}; make lists of numbers a "
-            'tensor (a tokenizer does with return_tensors="pt"), pass anything else outside the Split'
+            f"{path}: only tensors and numpy arrays can be split, not {type(leaf).__name__}; convert lists of numbers "
+            'to a tensor (for a tokenizer, return_tensors="pt"), and pass anything else outside the Split'
         )
     if isinstance(leaf, torch.Tensor) and leaf.layout != torch.strided:
         raise ValueError(f"{path}: a {leaf.layout} tensor cannot be split; call .to_dense() first")
@@ -424,7 +437,7 @@ def _count_rows(path: str, leaf: Any, dim: int) -> int:
         raise ValueError(f"{path}: a numpy array of {leaf.dtype} has no tensor dtype; split numbers only")
     if not -leaf.ndim <= dim < leaf.ndim:
         where = f"{path}: shape {tuple(leaf.shape)} has no dim {dim} to split"
-        raise ValueError(f"{where}; give another dim, or pass it outside the Split")
+        raise ValueError(f"{where}; give another dim, or pass this value outside the Split")
     return int(leaf.shape[dim])
 
 
@@ -432,5 +445,5 @@ def _take(leaf: Any, dim: int, start: int, num_rows: int) -> torch.Tensor:
     if isinstance(leaf, torch.Tensor):
         return leaf.detach().narrow(dim, start, num_rows).to("cpu", copy=True).contiguous()
     index = (slice(None),) * (dim % leaf.ndim) + (slice(start, start + num_rows),)
-    # A copy first: torch takes no negative strides, and warns of an array that is read-only.
+    # A copy first: torch rejects negative strides, and warns about read-only arrays.
     return torch.as_tensor(leaf[index].copy())

@@ -1,4 +1,4 @@
-"""What `fit(callbacks=...)` takes: metrics for Ray, TensorBoard, Weights & Biases and MLflow."""
+"""Callbacks for `fit(callbacks=...)`: metrics for Ray, TensorBoard, Weights & Biases and MLflow."""
 
 from raysharding.group.fit import MLflow, RayGauges, TensorBoard, WeightsAndBiases, figures
 

@@ -1,7 +1,8 @@
-"""The command line: `raysharding inspect PATH` shows what a checkpoint holds, `raysharding bench PATH` times loads.
+"""The command line: `raysharding inspect PATH` shows a checkpoint's contents, `raysharding bench PATH` times loads.
 
-`raysharding plan PATH` says what a group would hold and whether it fits, `raysharding doctor` checks a cluster, and
-`raysharding merge CHECKPOINT_DIR OUTPUT_PATH` makes standard files of a sharded torch checkpoint.
+`raysharding plan PATH` prints the memory that a group would need and whether the group fits, `raysharding doctor`
+checks a cluster, and `raysharding merge CHECKPOINT_DIR OUTPUT_PATH` converts a sharded torch checkpoint to standard
+files.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Words after the program's name. Default: this process's own.
 
     Returns:
-        Exit status: 0, or 1 for what cannot be done, with the reason on stderr, and where a plan does not fit, or
-            the doctor found errors.
+        Exit status: 0; 1 if the command failed (the reason is on stderr), a plan does not fit, or the doctor found
+            errors; 130 after Ctrl-C.
     """
     options = _parser().parse_args(arguments)
     try:
@@ -64,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class UsageError(ValueError):
-    """Options that do not go together."""
+    """Options that are invalid or contradict each other."""
 
 
 def _inspect(options: argparse.Namespace) -> None:
@@ -140,7 +141,7 @@ def _plan(options: argparse.Namespace) -> bool:
 
 
 def _imagined_nodes(options: argparse.Namespace) -> list[NodeCapacity] | None:
-    """Nodes that the options describe; `None` where they describe none, so the real ones count."""
+    """Return the nodes that the options describe; `None` if the options describe none, to plan for the real nodes."""
     from raysharding.group.cluster import NodeCapacity
 
     given = (options.nodes, options.gpus_per_node, options.gpu_memory, options.node_memory)
@@ -166,36 +167,36 @@ def _doctor(options: argparse.Namespace) -> bool:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="raysharding", description="Hugging Face checkpoints on a Ray cluster.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    inspect = commands.add_parser("inspect", help="validate headers and index, and show what a checkpoint holds")
+    inspect = commands.add_parser("inspect", help="validate headers and index, and show a checkpoint's contents")
     inspect.add_argument("path", help="Hugging Face directory, .safetensors file, index JSON, or URI (s3://, gs://)")
     inspect.add_argument("--tensors", action="store_true", help="list every tensor")
     inspect.set_defaults(run=_inspect)
-    _add_plan(commands.add_parser("plan", help="say what a group would hold, rank by rank, and whether it fits"))
+    _add_plan(commands.add_parser("plan", help="print each rank's memory in a group, and whether the group fits"))
     _add_doctor(commands.add_parser("doctor", help="check a Ray cluster: versions, interfaces, links, exposure"))
-    _add_merge(commands.add_parser("merge", help="make standard files of a sharded torch checkpoint"))
-    _add_bench(commands.add_parser("bench", help="time loads of a checkpoint on this machine, beside their floors"))
+    _add_merge(commands.add_parser("merge", help="convert a sharded torch checkpoint to standard files"))
+    _add_bench(commands.add_parser("bench", help="time loads of a checkpoint on this machine, and their lower bounds"))
     return parser
 
 
 def _add_plan(plan: argparse.ArgumentParser) -> None:
     plan.description = (
-        "Reads headers only, and starts no actor. Compares with the nodes of the cluster that RAY_ADDRESS names, or "
-        "that runs on this machine; else with this machine; or with nodes that the last four options describe. Exit "
-        "status 1 where it does not fit."
+        "Reads headers only and starts no actor. Compares the group's memory with the nodes that the last four options "
+        "describe; without them, with the nodes of the cluster that RAY_ADDRESS names or that runs on this machine; "
+        "without a cluster, with this machine. The exit status is 1 if the group does not fit."
     )
     plan.add_argument("path", help="Hugging Face directory, .safetensors file, index JSON, or URI")
     plan.add_argument("--world-size", type=_count, help="ranks; default: one per free GPU")
-    plan.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there are GPUs")
-    plan.add_argument("--model", help="name of a transformers auto class; default: what config.json names")
-    plan.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as the checkpoint says")
+    plan.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there are GPUs, else cpu")
+    plan.add_argument("--model", help="name of a transformers auto class; default: the class that config.json names")
+    plan.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: the checkpoint's dtype")
     plan.add_argument("--optimizer", choices=("AdamW", "Adam", "SGD", "Adafactor", "Adagrad"), help="to train with")
     plan.add_argument("--replicate-size", type=_count, default=1, help="replicas of the model (HSDP); default 1")
     plan.add_argument("--cpu-offload", action="store_true", help="shards, gradients, optimizer in host memory")
-    plan.add_argument("--not-strict", action="store_true", help="missing or unexpected keys are no error")
+    plan.add_argument("--not-strict", action="store_true", help="accept missing or unexpected keys")
     strategies = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
     plan.add_argument("--strategy", choices=strategies, default="PACK", help="Ray's placement strategy; default PACK")
-    plan.add_argument("--nodes", type=_count, help="how many nodes to think of")
-    plan.add_argument("--gpus-per-node", type=_count, help="GPUs of each; default: as many as --world-size needs")
+    plan.add_argument("--nodes", type=_count, help="number of nodes to assume")
+    plan.add_argument("--gpus-per-node", type=_count, help="GPUs of each node; default: as many as --world-size needs")
     plan.add_argument("--gpu-memory", type=_bytes, metavar="80GiB", help="free memory of each GPU")
     plan.add_argument("--node-memory", type=_bytes, metavar="1TiB", help="free host memory of each node")
     plan.set_defaults(run=_plan)
@@ -203,10 +204,10 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
 
 def _add_doctor(doctor: argparse.ArgumentParser) -> None:
     doctor.description = (
-        "Starts a small process on every node (two on a node that is alone), lets them meet as ranks do, and removes "
-        "them. Exit status 1 where something is found with which a group cannot work."
+        "Starts a small process on every node (two if there is only one node), connects the processes as ranks "
+        "connect, and removes them. The exit status is 1 if a finding would prevent a group from working."
     )
-    doctor.add_argument("--address", help="of the cluster, host:port; default: as ray.init() finds or starts one")
+    doctor.add_argument("--address", help="cluster address, host:port; default: as ray.init() finds or starts one")
     doctor.add_argument(
         "--port-range", type=_port_range, metavar="FIRST-LAST", help="as Placement.port_range; default: any port"
     )
@@ -215,41 +216,41 @@ def _add_doctor(doctor: argparse.ArgumentParser) -> None:
 
 def _add_merge(merge: argparse.ArgumentParser) -> None:
     merge.description = (
-        "Merges a directory that torch.distributed.checkpoint saved (.metadata and *.distcp files, as accelerate's "
-        "pytorch_model_fsdp_0) into model.safetensors, or a set of files with an index where they are over 5 GB. "
+        "Merges a directory that torch.distributed.checkpoint saved (.metadata and *.distcp files, as in accelerate's "
+        "pytorch_model_fsdp_0) into model.safetensors, or into several files with an index if it exceeds 5 GB. "
         "Needs memory for the largest tensor and one chunk of it, and runs no pickle."
     )
     merge.add_argument("checkpoint_dir", metavar="CHECKPOINT_DIR", help="the directory that holds .metadata")
     merge.add_argument("output_path", metavar="OUTPUT_PATH", help="the directory to write into; its other files stay")
     merge.add_argument("--bin", action="store_true", help="write pytorch_model.bin, which also holds optimizer state")
-    merge.add_argument("--remove", action="store_true", help="remove CHECKPOINT_DIR when the output is on the disk")
+    merge.add_argument("--remove", action="store_true", help="remove CHECKPOINT_DIR once the output is on disk")
     merge.set_defaults(run=_merge)
 
 
 def _add_bench(bench: argparse.ArgumentParser) -> None:
     bench.description = (
-        "Loads a checkpoint by each transport in processes of its own, without Ray: all transports and two floors "
-        "(each rank reads its own bytes; gloo scatters as many bytes out of memory) in turn, warm. Needs no GPU, and "
-        "the memory of the checkpoint."
+        "Loads a checkpoint with each transport in separate processes, without Ray: all transports and two floors, "
+        "which are lower bounds (each rank reads its own bytes; gloo scatters the same number of bytes from memory), "
+        "in turn, warm. Needs no GPU, and as much memory as the checkpoint."
     )
     bench.add_argument("path", help="Hugging Face directory, .safetensors file or index JSON, config.json beside it")
     bench.add_argument("--world-size", type=_counts, default=[4], help="ranks, or several: 2,8; default 4")
-    bench.add_argument("--rounds", type=_count, default=5, help="rounds, after one that does not count; default 5")
+    bench.add_argument("--rounds", type=_count, default=5, help="rounds, after one warm-up round; default 5")
     bench.add_argument(
         "--transports",
         type=_transports,
         default=list(DEFAULT_TRANSPORTS),
-        help=f"of {', '.join(TRANSPORTS)}; default {','.join(DEFAULT_TRANSPORTS)}. scatter_wire: no shared memory",
+        help=f"from {', '.join(TRANSPORTS)}; default {','.join(DEFAULT_TRANSPORTS)}. scatter_wire: no shared memory",
     )
     bench.add_argument("--timeout-s", type=float, default=300.0, help="longest time of one load; default 300")
-    bench.add_argument("--json", action="store_true", help="lines of JSON on stdout; the table goes to stderr then")
-    bench.add_argument("--plot", metavar="PNG", help="draw the table; needs matplotlib")
+    bench.add_argument("--json", action="store_true", help="print lines of JSON on stdout, and the table on stderr")
+    bench.add_argument("--plot", metavar="PNG", help="plot the table to this file; needs matplotlib")
     bench.set_defaults(run=_bench)
 
 
 def _count(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number, 1 or more")
     return int(text)
 
 
@@ -284,11 +285,14 @@ def _transports(text: str) -> list[str]:
 
 
 def describe(checkpoint: Checkpoint, *, all_tensors: bool = False) -> list[str]:
-    """Describe a checkpoint in lines for a person.
+    """Describe a checkpoint in readable lines.
 
     Args:
         checkpoint: What `open_checkpoint` returned.
         all_tensors: Also list name, dtype, shape and size of every tensor, in file order.
+
+    Returns:
+        Lines for a terminal.
     """
     config = checkpoint.config or {}
     architectures = ", ".join(config.get("architectures") or ()) or "none named"

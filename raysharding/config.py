@@ -1,4 +1,4 @@
-"""How a group is sharded, loaded, placed and timed: four frozen dataclasses, validated when made."""
+"""Sharding, loading, placement and timeouts of a group: four frozen dataclasses that validate their fields."""
 
 from __future__ import annotations
 
@@ -49,73 +49,73 @@ def _require_bool(name: str, value: object) -> None:
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a module is cut over the ranks."""
+    """How a module is sharded over the ranks."""
 
     wrap: str | Sequence[str] | Callable[[nn.Module], bool] = "auto"
-    """Which modules become FSDP groups of their own: `"auto"` (transformers' FSDP plan, else `_no_split_modules`
+    """Modules that become FSDP groups of their own: `"auto"` (transformers' FSDP plan, else `_no_split_modules`
     innermost first, else the elements of each `ModuleList`), `"size"` (see `min_num_params`), `"none"` (one group),
     a list of module class names, or a predicate over modules. Default `"auto"`."""
     min_num_params: int = 100_000_000
-    """Smallest number of parameters that makes a module its own group under `wrap="size"`. Default 1e8, as FSDP1's."""
+    """Number of parameters from which a module is its own group under `wrap="size"`. Default 1e8, as in FSDP1."""
     reshard_after_forward: bool | int | None = None
-    """As `fully_shard`'s: free the full parameters after forward (`True`), keep them (`False`), reshard to a smaller
-    world size (an int), or everywhere but in the root, and under `wrap="auto"` in what transformers' plan keeps: the
-    final norm and the head, which backward begins with (`None`, the default). What is kept stays on each rank after a
-    forward without a backward, until the next call that is no forward."""
+    """As in `fully_shard`: free the full parameters after forward (`True`), keep them (`False`), reshard to a smaller
+    world size (an int), or, with `None` (the default), free all but the root's and, under `wrap="auto"`, all but those
+    that transformers' plan keeps: the final norm's and the head's, which backward uses first. After a forward without
+    a backward, kept parameters stay on each rank until the next call other than a forward."""
     replicate_size: int = 1
     """HSDP: number of replicas; each is sharded over `world_size / replicate_size` ranks. Default 1."""
     mixed_precision: str | torch.distributed.fsdp.MixedPrecisionPolicy | None = None
     """`"bf16"`, `"fp16"`, or a policy: dtype of the parameters in forward and backward. Default: the stored dtype.
-    As FSDP1's `mixed_precision`, BatchNorm keeps the dtype it is stored in: each one is a group of its own (one more
-    all-gather), its inputs are cast to that dtype, its outputs back. Buffers keep their dtype too: FSDP1's
-    `buffer_dtype` has no counterpart, because casting a table such as a rotary `inv_freq` for ever spoils it."""
+    As under FSDP1's `mixed_precision`, each BatchNorm keeps its stored dtype: it is a group of its own (one more
+    all-gather), its inputs are cast to that dtype and its outputs cast back. Buffers keep their dtype too: FSDP1's
+    `buffer_dtype` has no counterpart, because casting a table such as a rotary `inv_freq` loses precision for good."""
     keep_low_precision_grads: bool = False
-    """Under `mixed_precision`: shards' gradients stay in the low dtype after they were reduced, instead of the stored
-    one. Default no. As the field of FSDP1's `MixedPrecision`: for optimizers that take such gradients, as `SGD` does;
-    torch's `Adam` raises a RuntimeError in its first step."""
+    """Under `mixed_precision`: keep the shards' gradients in the low dtype after the reduction instead of casting them
+    to the stored dtype. Default no. As in FSDP1's `MixedPrecision`; for optimizers that accept such gradients, such as
+    `SGD`; torch's `Adam` raises a RuntimeError in its first step."""
     cpu_offload: bool = False
     """Keep shards, gradients and optimizer state in host memory between uses. Default no."""
     ignored_modules: str | nn.Module | Sequence[str | nn.Module] | Callable[[nn.Module], bool] = ()
-    """Modules that are not cut, with all that is in them: regular expressions that match whole names of modules,
-    modules of the tree, or a predicate over modules. Default none. Their parameters stay plain tensors, the same on
-    every rank, loaded, counted and saved like 0-dim ones. As FSDP1's and accelerate's `ignored_modules`, but where
-    those leave each rank its own gradients, so that the copies drift apart, here they are averaged over all ranks.
-    Under `mixed_precision` they keep their stored dtype and take inputs as they come, as with FSDP1: cast before them.
-    What is not there is a `PlanError`."""
+    """Modules that are not sharded, with everything inside them: regular expressions that match whole module names,
+    modules of the tree, or a predicate over modules. Default none. Their parameters stay plain tensors, equal on
+    every rank, and are loaded, counted and saved like 0-dim parameters. As `ignored_modules` in FSDP1 and accelerate,
+    except that gradients are averaged over all ranks; FSDP1 and accelerate leave each rank its own gradients, so the
+    copies diverge. Under `mixed_precision` ignored modules keep their stored dtype and do not cast their inputs, as in
+    FSDP1: cast the inputs yourself. A name or module that is not in the tree is a `PlanError`."""
     average_ignored_gradients: bool = True
-    """Average the gradients of ignored modules over the ranks. Default yes. No: they stay each rank's own, as with
-    FSDP1 and accelerate, for expert parallelism; such modules may then differ between the ranks. `clip_grad_norm_`
-    counts those of all ranks, `train_step` scales the loss by the number of ranks, for FSDP to average, and loads and
-    saves take such parameters for copies: rank 0's are saved, so save the other ranks' yourself, and a load, or the
-    optimizer's state, is a `PlanError` where names or shapes differ."""
+    """Average the gradients of ignored modules over the ranks. Default yes. If not, each rank keeps its own gradients,
+    as in FSDP1 and accelerate, for expert parallelism; such modules may then differ between the ranks.
+    `clip_grad_norm_` counts the gradients of all ranks, and `train_step` scales the loss by the number of ranks, for
+    FSDP to average. Loads and saves treat such parameters as copies: a save holds rank 0's, so save the other ranks'
+    yourself; if names or shapes differ, a load of parameters or of optimizer state is a `PlanError`."""
     activation_checkpointing: bool | Sequence[str] | Callable[[nn.Module], bool] = False
-    """Modules that keep only their inputs for backward and compute again what is between: `True` for the FSDP groups
-    that have modules inside, a list of class names, or a predicate over modules; of nested ones the outermost. Default
-    none. Names and classes of modules stay. BatchNorm's statistics are updated once; key-value caches are left out of
-    such modules in training. As accelerate's field, and torch's `apply_activation_checkpointing`."""
+    """Modules that keep only their inputs for backward and recompute their activations: `True` for the FSDP groups
+    that contain modules, a list of class names, or a predicate over modules; of nested modules, the outermost. Default
+    none. Names and classes of modules do not change. BatchNorm statistics are updated once; such modules use no
+    key-value cache in training. As in accelerate, and torch's `apply_activation_checkpointing`."""
     activation_checkpointing_offload: bool = False
-    """Move those inputs to host memory until backward; pinned where there is CUDA. Default no. As accelerate's."""
+    """Move the kept inputs to host memory until backward; pinned if CUDA is available. Default no. As in accelerate."""
     compile: bool | str = False
-    """`torch.compile` for the FSDP groups that have modules inside, each by itself: `True`, or the name of a backend
+    """`torch.compile` for each FSDP group that contains modules, separately: `True`, or the name of a backend
     (`"inductor"` is torch's own). The first calls take minutes on a large model. Default no."""
     forward_prefetch: bool | int = False
-    """How many groups ahead of the running one are gathered in forward, in the order of the first forward, which later
-    ones must keep; `True` is 1. Default none: FSDP2 overlaps the next all-gather by itself on a GPU, and FSDP1's
-    `forward_prefetch` only issues it earlier from the CPU."""
+    """Number of groups gathered ahead of the running group in forward, in the order of the first forward, which later
+    forwards must keep; `True` is 1. Default none: on a GPU FSDP2 overlaps the next all-gather by itself, and FSDP1's
+    `forward_prefetch` only issues that all-gather earlier from the CPU."""
     backward_prefetch: str | Enum | None = "backward_pre"
     """When the next group's parameters are gathered in backward: `"backward_pre"` (default: before this group's
-    gradients are computed) or `None` (not before they are needed). `"backward_post"` has no place in FSDP2 and acts as
-    `None`, with a warning. As FSDP1's, whose `BackwardPrefetch` is taken too."""
+    gradients are computed) or `None` (when they are needed). `"backward_post"` does not exist in FSDP2 and acts as
+    `None`, with a warning. As in FSDP1, whose `BackwardPrefetch` is also accepted."""
     param_init_fn: Callable[[nn.Module], None] | None = None
-    """Called with each module that has tensors on meta in it, parents first, before they are cut, one FSDP group at a
-    time. As FSDP1's, which is called while they are on meta, and gives them memory and values:
-    `module.to_empty(device=..., recurse=False)`, `module.reset_parameters()`. What it leaves on meta of a module's own
-    gets memory on the mesh's device, and it is called again: a function that only fills values (`torch.nn.init`) will
-    do. What has no value then is a `PlanError`. Default none: what is on meta stays there until a load. Ranks that draw
-    different random numbers need `sync_module_states`."""
+    """Function called with each module that contains meta tensors, parents first, before the module is sharded, one
+    FSDP group at a time. As in FSDP1, the function is called while the tensors are on meta, and gives them memory and
+    values: `module.to_empty(device=..., recurse=False)`, `module.reset_parameters()`. If it leaves a module's own
+    tensors on meta, these tensors get memory on the mesh's device and the function is called again, so a function that
+    only fills values (`torch.nn.init`) suffices. A tensor that then has no value is a `PlanError`. Default none: meta
+    tensors stay on meta until a load. Ranks that draw different random numbers need `sync_module_states`."""
     sync_module_states: bool = False
-    """Every rank takes rank 0's parameters and buffers before they are cut, one FSDP group at a time; the others may be
-    on meta. Default no. As FSDP1's. A load brings equal values to all ranks anyway."""
+    """Copy rank 0's parameters and buffers to every rank before they are sharded, one FSDP group at a time; the other
+    ranks' may be on meta. Default no. As in FSDP1. A load gives all ranks equal values in any case."""
 
     def __post_init__(self) -> None:
         if isinstance(self.wrap, str):
@@ -180,19 +180,19 @@ class Sharding:
     ) -> Sharding:
         """Translate FSDP1's `sharding_strategy`.
 
-        `FULL_SHARD` frees the full parameters after forward, `SHARD_GRAD_OP` keeps them until backward is over;
+        `FULL_SHARD` frees the full parameters after forward, `SHARD_GRAD_OP` keeps them until the end of backward;
         `HYBRID_SHARD` and `_HYBRID_SHARD_ZERO2` do the same within a node, with a replica on each node. `NO_SHARD` is
-        one replica on each rank; during forward and backward FSDP2 computes with a copy of the group that runs.
+        one replica on each rank; during forward and backward FSDP2 computes with a copy of the running group.
 
         Args:
-            strategy: Name of a `torch.distributed.fsdp.ShardingStrategy`, in any case, or one of them.
+            strategy: A `torch.distributed.fsdp.ShardingStrategy`, or the name of one in upper or lower case.
             world_size: Number of ranks.
-            ranks_per_node: Ranks of one replica of the hybrid strategies: those of one node.
+            ranks_per_node: Ranks on each node; under a hybrid strategy they hold one replica.
             fields: Other fields of `Sharding`.
 
         Raises:
-            ValueError: The strategy is unknown, or a hybrid one lacks `ranks_per_node`, or that does not divide
-                `world_size`.
+            ValueError: The strategy is unknown, or a hybrid strategy lacks `ranks_per_node`, or `ranks_per_node` does
+                not divide `world_size`.
         """
         name = (strategy.name if isinstance(strategy, Enum) else str(strategy)).upper()
         _require(name in _STRATEGIES, "strategy", strategy, f"use one of {', '.join(_STRATEGIES)}")
@@ -209,9 +209,9 @@ class Sharding:
 
 
 _STRATEGIES = {
-    "FULL_SHARD": None,  # FSDP1, too, keeps the root's parameters, which backward wants first
+    "FULL_SHARD": None,  # FSDP1 also keeps the root's parameters, which backward uses first
     "SHARD_GRAD_OP": False,
-    "NO_SHARD": True,  # what is freed is a copy in this rank's memory: nothing travels to make it again
+    "NO_SHARD": True,  # only a local copy is freed: restoring the copy needs no communication
     "HYBRID_SHARD": None,
     "_HYBRID_SHARD_ZERO2": False,
 }
@@ -231,7 +231,7 @@ def _are_modules(value: object) -> bool:
 def _is_precision(value: object) -> bool:
     if value is None or isinstance(value, str):
         return value in (None, "bf16", "fp16")
-    from torch.distributed.fsdp import MixedPrecisionPolicy  # takes a second, and most need none
+    from torch.distributed.fsdp import MixedPrecisionPolicy  # the import takes a second, and few callers pass a policy
 
     return isinstance(value, MixedPrecisionPolicy)
 
@@ -241,39 +241,39 @@ class Loading:
     """How checkpoint bytes reach the shards."""
 
     transport: Transport = "auto"
-    """`"local"`: each rank reads its own part of the files; `"scatter"`: readers send each other rank its own part;
-    `"broadcast"`: every rank is sent everything and keeps its part; `"auto"` (default): `local` where every rank sees
-    the same files, else `scatter` from those that do."""
+    """`"local"`: each rank reads its own part of the files; `"scatter"`: readers send every other rank its own part;
+    `"broadcast"`: readers send everything to every rank, which keeps its part; `"auto"` (default): `local` if every
+    rank sees the same files, else `scatter` from the ranks that do."""
     bucket_bytes: int | None = None
-    """Bytes of one bucket, all ranks' parts together; under `local`, of each rank's part. Two make the ring: one is
-    read while the other is on its way. Default: 32 MiB, and 64 MiB where each rank reads straight into its shard and
-    there is no ring; see the note in `distributed/transfer/bucket_plan.py`."""
+    """Bytes of one bucket, all ranks' parts together; under `local`, of each rank's part. Two buckets form the ring:
+    one is read while the other is sent. Default: 32 MiB, or 64 MiB if each rank reads directly into its shard, without
+    a ring; see the note in `distributed/transfer/bucket_plan.py`."""
     dtype: torch.dtype | None = None
     """Floating dtype of the loaded parameters. Default: config.json's, else the one floating dtype of the files;
-    for a callable's model, its parameters' own."""
+    for a callable's model, the dtypes of its parameters."""
     strict: bool = True
-    """Missing or unexpected keys are a `PlanError`; if not, they are reported, and missing ones initialised."""
+    """Treat missing or unexpected keys as a `PlanError`; otherwise report both, and initialise the missing ones."""
     verify: Verify = "header"
-    """`"header"` (default): everything that headers and index can show; `"finite"`: and that every floating value that
-    was loaded is finite; `"full"`: and that every byte is what was saved, by the checksums of the manifest that
-    raysharding's saves hold."""
+    """`"header"` (default): check everything that headers and index show; `"finite"`: also check that every loaded
+    floating value is finite; `"full"`: also check every byte against the checksums in the manifest that raysharding's
+    saves hold."""
     key_mapping: Mapping[str, str] | None = None
     """Regular expression on checkpoint keys → replacement, applied before the model's own mapping."""
     seed: int = 0
-    """Seed, together with the FQN, of what the checkpoint lacks under `strict=False`. Default 0."""
+    """Seed, together with the FQN, of tensors that the checkpoint lacks under `strict=False`. Default 0."""
     shared_memory: bool = True
-    """On CPUs: ranks of a reader's host read their parts out of its buckets, instead of being sent them
-    through a socket. Ranks that cannot map them are sent them all the same. Default yes."""
+    """On CPUs: ranks on a reader's host read their parts from the reader's buckets in shared memory instead of
+    receiving them through a socket. Ranks that cannot map the buckets still use the socket. Default yes."""
     num_readers: int | None = None
-    """How many ranks read the files and send to the others, spread over the nodes that see them. Default: rank 0 alone
-    under `scatter` and `broadcast`, all that see the files under `auto`."""
+    """Number of ranks that read the files and send to the others, spread over the nodes that see the files. Default:
+    rank 0 alone under `scatter` and `broadcast`, all ranks that see the files under `auto`."""
     mmap: bool = False
-    """On CPUs where every rank sees the files: shards are pages of the files, read at their first use, copied when they
-    are written. Tensors of another dtype, in several pieces, or with rows that the ranks do not divide are read as
-    always. A file that is changed later changes the weights, one that is cut short ends the process: never the
-    default, and never chosen by `auto`."""
+    """On CPUs where every rank sees the files: map the shards to pages of the files, which are read at first use and
+    copied on write. Tensors of another dtype, in several pieces, or with rows that the ranks do not divide are read as
+    usual. A later change to a file changes the weights, and truncation of a file ends the process; so mmap is never
+    the default, and `auto` never chooses it."""
     digest: bool = False
-    """After the load, compare what the ranks hold, and put a digest of all values into the report. Default no."""
+    """After the load, compare the ranks' values, and put a digest of all values into the report. Default no."""
 
     def __post_init__(self) -> None:
         known = self.transport in ("auto", "broadcast", "scatter", "local")
@@ -315,16 +315,16 @@ class Placement:
     """Where the ranks run."""
 
     strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
-    """Ray's placement-group strategy. Default `"PACK"`: as few nodes as hold the group."""
+    """Ray's placement-group strategy. Default `"PACK"`: as few nodes as can hold the group."""
     cpus_per_rank: float = 1.0
-    """CPUs reserved for each rank; also torch's threads in a CPU rank, unless the runtime environment's `env_vars` set
-    OMP_NUM_THREADS. Default 1."""
+    """CPUs reserved for each rank; also the number of torch threads in a CPU rank, unless the runtime environment's
+    `env_vars` set OMP_NUM_THREADS. Default 1."""
     labels: Mapping[str, str] | None = None
-    """Node labels that every rank's node must carry. Default: any node."""
+    """Labels that every rank's node must have. Default: any node."""
     runtime_env: Mapping[str, Any] | None = None
     """Ray runtime environment of the rank actors. Default: the job's."""
     placement_group: Any = None
-    """An existing Ray placement group with one bundle for each rank; the caller keeps it. Default: the group makes
+    """An existing Ray placement group with one bundle for each rank, owned by the caller. Default: the group creates
     and removes its own."""
     port_range: tuple[int, int] | None = None
     """First and last TCP port, both included, at which the driver listens until its ranks are connected, and rank 0's
@@ -347,29 +347,29 @@ class Placement:
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Deadlines in seconds. Nothing waits without one."""
+    """Deadlines in seconds. Every wait has a deadline."""
 
     place_s: float = 120.0
-    """Until Ray has reserved every rank's resources. Default 120."""
+    """Time for Ray to reserve every rank's resources. Default 120."""
     start_s: float = 180.0
-    """Until every actor process is up with its imports done. Default 180."""
+    """Time for every actor process to start and finish its imports. Default 180."""
     rendezvous_s: float = 120.0
-    """Until all ranks have connected to the driver; then until they have joined the process group. Default 120."""
+    """Time for all ranks to connect to the driver; again, time for them to join the process group. Default 120."""
     load_stall_s: float = 120.0
-    """Longest time of a load (or save) without a byte of progress. Default 120."""
+    """Longest time without a byte of progress in a load or save. Default 120."""
     call_s: float = 1800.0
-    """Longest time of one call, from when the ranks begin it. Default 1800."""
+    """Longest time of one call, measured from when the ranks begin it. Default 1800."""
     drain_s: float = 5.0
-    """How long ranks may take to finish after another rank failed, before they are stopped. Default 5."""
+    """Time for ranks to finish after another rank failed; then they are stopped. Default 5."""
     keep_s: float = 8.0
-    """How long the ranks of a broken group are kept where none was changed in part, and none is lost or others hold the
-    same shards, for `restart()` to go on with what they hold; then they are stopped, as all others are at once. 0: not
-    at all. Give more in a notebook, where a person decides. Default 8, so that a failed group has given everything back
-    within 10 s."""
+    """How long a broken group's ranks are kept for `restart()` to reuse their state. They are kept only if no rank's
+    state is partially changed and no rank is lost, or others hold a lost rank's shards; else they are stopped at once.
+    0 keeps no ranks. Set a larger value in a notebook, where a person decides. Default 8: a failed group has released
+    all its resources within 10 s."""
     lease_s: float | None = None
-    """How long ranks outlive a driver that does not run: one that is frozen (SIGSTOP, a paused machine), or the dead
-    one of a named group. The driver renews the lease three times in that time; when it runs out the ranks end, and
-    their resources are free. At least 1. Default `None`: no lease; then a frozen driver holds its ranks."""
+    """How long ranks outlive a driver that does not run: a frozen driver (SIGSTOP, a paused machine), or the dead
+    driver of a named group. The driver renews the lease three times in that period; when the lease expires, the ranks
+    end and release their resources. At least 1. Default `None`: no lease; a frozen driver then holds its ranks."""
 
     def __post_init__(self) -> None:
         for name in ("place_s", "start_s", "rendezvous_s", "load_stall_s", "call_s", "drain_s"):

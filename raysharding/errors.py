@@ -1,21 +1,21 @@
-"""The error tree. Every class survives pickling, so an error raised on a rank is the same error on the driver.
+"""The error tree. Every class survives pickling, so an error raised on a rank has the same type on the driver.
 
     RayshardingError
-    ├── CheckpointError    (ValueError)    a file, header or index that cannot be trusted: names path and tensor
-    ├── DataError          (ValueError)    data to train on that is missing, damaged, or other than before
-    ├── EmptyBatchError    (ValueError)    a batch in which no label counts
-    ├── PlanError          (ValueError)    checkpoint and model do not fit together: lists every mismatch
-    ├── PlacementError     (TimeoutError)  the cluster cannot hold the group: need against have, per node
-    ├── PreflightError     (RuntimeError)  nodes or links with which a group cannot work: lists every finding
+    ├── CheckpointError    (ValueError)    an invalid file, header or index: names path and tensor
+    ├── DataError          (ValueError)    training data that is missing, damaged, or not what the run used before
+    ├── EmptyBatchError    (ValueError)    a batch whose labels are all masked
+    ├── PlanError          (ValueError)    checkpoint and model do not match: lists every mismatch
+    ├── PlacementError     (TimeoutError)  the cluster cannot hold the group: resources needed and available, per node
+    ├── PreflightError     (RuntimeError)  nodes or links that prevent a group from working: lists every finding
     ├── RendezvousError    (TimeoutError)  ranks that did not arrive
     ├── OutputTooLargeError (ValueError)   a result over the cap: size, cap and the cure
     └── GroupError         (RuntimeError)  ranks failed: `primary` first, all in `failures`
-        ├── CallTimeoutError (TimeoutError)  a call outlived its deadline
-        ├── CallCancelledError               a call was taken out of the queue before any rank began it
-        └── GroupBrokenError                 the group failed earlier; `primary` says how
+        ├── CallTimeoutError (TimeoutError)  a call exceeded its deadline
+        ├── CallCancelledError               a call was removed from the queue before any rank began it
+        └── GroupBrokenError                 the group failed earlier; `primary` holds the cause
             └── GroupTakenOverError          another driver has attached to the group
 
-Errors that a user would catch by a builtin type inherit from that type too.
+An error that users would catch by a builtin type also inherits from that type.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SHORT.maxstring, _SHORT.maxlong, _SHORT.maxother = 200, 80, 80
 
 
 def said(error: BaseException) -> str:
-    """What an exception says. A user's own `__str__` may raise anything, which must not hide the exception."""
+    """Return an exception's message. A user's own `__str__` may raise anything, which must not hide the exception."""
     try:
         return str(error)
     except Exception as raised:  # noqa: BLE001
@@ -40,18 +40,18 @@ def said(error: BaseException) -> str:
 
 
 def shown(value: object) -> str:
-    """The `repr` of a value from outside, for a message: long ones are cut in the middle, deep ones at the depth of 6.
+    """Return the `repr` of an untrusted value for a message: cut in the middle if long, at depth 6 if nested.
 
-    A header may name a tensor by a million digits; `repr` of a deep list could overflow the stack.
+    A tensor's name in a header may have a million digits; `repr` of a deep list could overflow the stack.
     """
     return _SHORT.repr(value)
 
 
 class RayshardingError(Exception):
-    """Root of every error that raysharding raises on purpose.
+    """Base class of every error that raysharding raises on purpose.
 
-    Subclasses keep their constructor's arguments in attributes of the same name; `__reduce__` rebuilds from those,
-    because `Exception`'s own pickling would call the constructor with the message alone.
+    Subclasses store their constructor's arguments in attributes of the same names. `__reduce__` rebuilds an error from
+    these attributes, because `Exception`'s own pickling would call the constructor with the message alone.
     """
 
     _fields: tuple[str, ...] = ("message",)
@@ -65,7 +65,7 @@ class RayshardingError(Exception):
 
 
 def _rebuild(cls: type[RayshardingError], fields: dict[str, Any]) -> RayshardingError:
-    """Unpickle an error from the fields that `RayshardingError.__reduce__` kept."""
+    """Unpickle an error from the fields that `RayshardingError.__reduce__` stored."""
     return cls(**fields)
 
 
@@ -73,9 +73,9 @@ class CheckpointError(RayshardingError, ValueError):
     """A checkpoint that is missing, malformed, truncated, unsafe or unwritable.
 
     Args:
-        message: What is wrong, with the value found and what was expected.
-        path: File or directory at fault.
-        tensor: Name of the tensor at fault, where there is one.
+        message: What is wrong, with the value found and the value expected.
+        path: File or directory at fault, if any.
+        tensor: Name of the tensor at fault, if any.
     """
 
     _fields = ("message", "path", "tensor")
@@ -91,11 +91,11 @@ class CheckpointError(RayshardingError, ValueError):
 
 
 class DataError(RayshardingError, ValueError):
-    """Data to train on that is missing, damaged, or not what a resumed run was fed before.
+    """Training data that is missing, damaged, or not what a resumed run used before.
 
     Args:
-        message: What is wrong, with the value found and what was expected.
-        path: File or directory at fault, where there is one.
+        message: What is wrong, with the value found and the value expected.
+        path: File or directory at fault, if any.
     """
 
     _fields = ("message", "path")
@@ -109,18 +109,18 @@ class DataError(RayshardingError, ValueError):
 
 
 class EmptyBatchError(RayshardingError, ValueError):
-    """A batch in which nothing counts: all its labels are masked, so that there is no loss to learn from.
+    """A batch whose labels are all masked, so its loss is undefined.
 
-    Every rank raises it before the optimizer has taken a step; the module is right, its gradients are dropped.
+    Every rank raises this error before the optimizer step; the module is unharmed and its gradients are dropped.
     """
 
 
 class PlanError(RayshardingError, ValueError):
-    """Model and checkpoint do not fit together. All mismatches of all ranks are listed at once.
+    """Model and checkpoint do not match. The error lists all mismatches of all ranks at once.
 
     Args:
         message: One line of context.
-        problems: One line for each mismatch, each naming the tensor.
+        problems: One line for each mismatch, naming the tensor.
     """
 
     _fields = ("message", "problems")
@@ -137,9 +137,9 @@ class PlacementError(RayshardingError, TimeoutError):
     """The cluster could not place the group before the deadline.
 
     Args:
-        message: What was asked for, and need against have for each node.
-        need: Resources of one rank, by Ray's names.
-        have: node ip → resources, available now.
+        message: What was requested, and the resources needed and available on each node.
+        need: Resources of one rank, under Ray's names.
+        have: Node IP → resources available now.
     """
 
     _fields = ("message", "need", "have")
@@ -157,11 +157,11 @@ class PlacementError(RayshardingError, TimeoutError):
 
 
 class PreflightError(RayshardingError, RuntimeError):
-    """Nodes or the links between them are such that the group cannot work. All findings are listed at once.
+    """Nodes, or the links between them, prevent the group from working. The error lists all findings at once.
 
     Args:
         message: One line of context.
-        problems: One line for each finding, each naming the nodes and the cure; warnings come last.
+        problems: One line for each finding, naming the nodes and the cure; warnings come last.
     """
 
     _fields = ("message", "problems")
@@ -175,11 +175,11 @@ class PreflightError(RayshardingError, RuntimeError):
 
 
 class RendezvousError(RayshardingError, TimeoutError):
-    """Ranks did not meet before the deadline.
+    """Ranks did not arrive at the rendezvous before the deadline.
 
     Args:
         message: Which rank waited, where and for how long.
-        missing_ranks: The ranks that did not arrive, ascending.
+        missing_ranks: Ranks that did not arrive, ascending.
     """
 
     _fields = ("message", "missing_ranks")
@@ -190,12 +190,12 @@ class RendezvousError(RayshardingError, TimeoutError):
 
 
 class OutputTooLargeError(RayshardingError, ValueError):
-    """A call's output is over the cap, so it was not put into the object store.
+    """A call's output exceeds the cap, so it was not put into the object store.
 
     Args:
         message: Size, cap and the cure.
-        num_bytes: Size of this rank's output.
-        max_output_bytes: The cap it broke.
+        num_bytes: Size of this rank's output, in bytes.
+        max_output_bytes: The cap that the output exceeds, in bytes.
     """
 
     _fields = ("message", "num_bytes", "max_output_bytes")
@@ -213,22 +213,22 @@ class RankFailure:
     rank: int
     """Global rank."""
     node_ip: str
-    """Address of the rank's node, as Ray knows it."""
+    """Address of the rank's node, as Ray reports it."""
     pid: int
     """Process id of the rank's actor."""
     kind: FailureKind
-    """`raised`: user or library code raised; `died`: the process is gone; `hung`: alive but past the deadline;
-    `collateral`: failed only because another rank did (a lost connection, a stop by the driver)."""
+    """`raised`: user or library code raised; `died`: the process has ended; `hung`: alive but past the deadline;
+    `collateral`: failed only because another rank failed (a lost connection, a stop by the driver)."""
     phase: str
     """What the rank was doing: `place`, `rendezvous`, `plan`, `stream`, `finalize`, or the name of the call."""
     error_type: str = ""
-    """Qualified name of the exception, empty where there was none."""
+    """Qualified name of the exception; empty if none was raised."""
     message: str = ""
     """The exception's message, or how the process ended."""
     traceback: str = ""
-    """The remote traceback, empty where there was none."""
+    """The remote traceback; empty if there is none."""
     tensor: str | None = None
-    """The tensor that the rank last touched, where a load or save failed."""
+    """The tensor that the rank processed last, if a load or save failed."""
 
     def __str__(self) -> str:
         doing = f"in {self.phase}" + (f" at tensor {self.tensor!r}" if self.tensor else "")
@@ -242,8 +242,8 @@ class GroupError(RayshardingError, RuntimeError):
 
     Args:
         message: One line of context: the call and the group.
-        primary: The failure that came first; the others followed from it or repeat it.
-        failures: rank → failure, `primary` included.
+        primary: The first failure; the others followed from this failure or repeat it.
+        failures: Rank → failure, `primary` included.
     """
 
     _fields = ("message", "primary", "failures")
@@ -270,19 +270,19 @@ class GroupError(RayshardingError, RuntimeError):
 
 
 class CallTimeoutError(GroupError, TimeoutError):
-    """A call outlived its deadline: some rank is hung, or slower than `Timeouts` allows."""
+    """A call exceeded its deadline: a rank hangs, or is slower than `Timeouts` allows."""
 
 
 class CallCancelledError(GroupError):
-    """Ctrl-C or `group.interrupt()` took the call out of the queue before any rank began it; the group is unharmed.
+    """Ctrl-C or `group.interrupt()` removed the call from the queue before any rank began it; the group is unharmed.
 
-    A `fit` that `interrupt` ends raises it, too, between two steps.
+    A `fit` that `interrupt` ends between two steps also raises this error.
     """
 
 
 class GroupBrokenError(GroupError):
-    """The group failed earlier and refuses calls; `primary` holds the cause."""
+    """The group failed earlier and rejects calls; `primary` holds the cause."""
 
 
 class GroupTakenOverError(GroupBrokenError):
-    """Another driver has attached to the group, so this one's calls are refused; the ranks live on."""
+    """Another driver has attached to the group, so this driver's calls are rejected; the ranks keep running."""

@@ -1,4 +1,4 @@
-"""What the ranks of one call gave back (`RankOutput`), and how it becomes one output for the caller."""
+"""Outputs of a call's ranks (`RankOutput`), and how they are joined into one output for the caller."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ _CACHE_NAMES = ("past_key_values", "cache_params", "mems")
 
 @dataclass(frozen=True, eq=False)
 class RankOutput:
-    """One rank's output of a forward, on the CPU, with what only the ranks can know about its leaves."""
+    """One rank's output of a forward, on the CPU, with the facts about its leaves that only the ranks can determine."""
 
     value: Any
-    """The output, or `None` where the caller did not ask for this rank's, or the rank had a dummy row only."""
+    """The output, or `None` if the caller did not request this rank's output or the rank had only a dummy row."""
     reduced: tuple[str, ...] = ()
     """Paths of leaves that already hold the value of the whole batch, equal on every rank: the loss."""
     local: tuple[str, ...] = ()
-    """Paths of leaves whose shape looks like rows but does not follow the rows (CLIP's rows × rows logits)."""
+    """Paths of leaves whose shape looks like rows but does not scale with them (CLIP's rows × rows logits)."""
 
 
 def select_output(out: Out | None, outputs: Sequence[RankOutput], rows: Sequence[int], dim: int) -> Any:
-    """Make a call's result from every rank's output. Called on the driver; `Out.refs()` never comes here.
+    """Make a call's result from every rank's output. Called on the driver, never for `Out.refs()`.
 
     Args:
-        out: What the caller asked for; `None`: gather where the call had a `Split`, else rank 0.
-        outputs: By rank.
-        rows: `RankBatch.rows`: each rank's number of rows, empty where the call had no `Split`.
+        out: What the caller requested. `None`: gather if the call had a `Split`, else rank 0.
+        outputs: Outputs by rank.
+        rows: `RankBatch.rows`: each rank's number of rows; empty if the call had no `Split`.
         dim: `RankBatch.dim`.
     """
     kind = out.kind if out is not None else ("gather" if rows else "rank0")
     if kind == "none":
         return None
     if kind == "per_rank":
-        # A rank without rows ran a dummy row: what came of that is nobody's result.
+        # A rank without rows ran a dummy row, whose output is not a result.
         return PerRank([None if rows and not rows[rank] else output.value for rank, output in enumerate(outputs)])
     if kind == "rank0":
         return outputs[0].value
@@ -50,17 +50,17 @@ def select_output(out: Out | None, outputs: Sequence[RankOutput], rows: Sequence
 def gather_outputs(outputs: Sequence[RankOutput], rows: Sequence[int], dim: int = 0) -> Any:
     """Join the ranks' outputs into one output of the same type. Called on the driver.
 
-    A tensor whose `dim` has as many rows as its rank and whose other dims agree over the ranks is concatenated in row
-    order. A loss is the whole batch's already. `None` everywhere stays `None`. Any other leaf comes back as `PerRank`,
-    with `None` for the ranks that had no rows. Where one rank alone had rows, its output is the output.
+    Tensors that have as many rows in `dim` as their rank and agree in all other dims are concatenated in row order. A
+    loss already covers the whole batch. A leaf that is `None` on every rank stays `None`. Any other leaf becomes a
+    `PerRank`, with `None` for the ranks that had no rows. If only one rank had rows, its output is the result.
 
     Args:
-        outputs: By rank.
-        rows: Each rank's number of rows; empty: rank 0 answers.
+        outputs: Outputs by rank.
+        rows: Each rank's number of rows. Empty: rank 0's output is the result.
         dim: The dim that holds rows; negative counts from each leaf's end.
 
     Returns:
-        The joined output; tensors cost once more their size while they are concatenated.
+        The joined output; concatenation takes the tensors' size in memory once more.
     """
     live = [rank for rank, num_rows in enumerate(rows) if num_rows]
     if len(live) <= 1:
@@ -76,8 +76,8 @@ def gather_outputs(outputs: Sequence[RankOutput], rows: Sequence[int], dim: int 
 
 
 def ambiguous_leaves(value: Any, num_rows: int, dim: int) -> list[str]:
-    """Return the paths of tensors that have `num_rows` in `dim` and in another dim too: their shape alone cannot tell
-    whether they are rows, or rows against rows.
+    """Return the paths of tensors whose size is `num_rows` in `dim` and in another dim too: such a shape may mean rows,
+    or rows × rows.
     """  # noqa: D205
     found = []
     for path, leaf in leaves(value):
@@ -89,7 +89,14 @@ def ambiguous_leaves(value: Any, num_rows: int, dim: int) -> list[str]:
 
 
 def follows_rows(before: torch.Tensor, after: Any, num_rows: int, dim: int) -> bool:
-    """Whether a leaf holds rows in `dim` and nowhere else: `before` from one forward, `after` from `num_rows` rows."""
+    """Return True if a leaf's size changes with the rows in `dim` only.
+
+    Args:
+        before: The leaf from one forward.
+        after: The leaf from a forward of `num_rows` rows.
+        num_rows: Rows of the second forward.
+        dim: The dim that holds rows.
+    """
     if not isinstance(after, torch.Tensor) or after.ndim != before.ndim:
         return False
     expected = list(before.shape)
@@ -102,7 +109,7 @@ def _has_dim(leaf: torch.Tensor, dim: int) -> bool:
 
 
 def without_caches(value: Any) -> Any:
-    """Return the output with key-value caches replaced by `None`: they stay on the rank."""
+    """Return the output with `None` in place of key-value caches, which stay on the rank."""
     return _drop_caches("", value)
 
 
@@ -116,13 +123,13 @@ def _drop_caches(name: str, value: Any) -> Any:
 
 
 def _is_cache(value: Any) -> bool:
-    """Whether a value is a transformers `Cache`, known by its bases so that transformers need not be imported."""
+    """Return True if a value is a transformers `Cache`; checks base-class names, so transformers is not imported."""
     return any(base.__name__ == "Cache" and base.__module__.startswith("transformers") for base in type(value).__mro__)
 
 
 @dataclass(frozen=True)
 class _Merge:
-    """Joins the outputs of the ranks that had rows, leaf by leaf."""
+    """Join of the outputs of the ranks that had rows, leaf by leaf."""
 
     rows: tuple[int, ...]
     live: tuple[int, ...]
@@ -131,7 +138,7 @@ class _Merge:
     local: frozenset[str]
 
     def join(self, path: str, values: list[Any]) -> Any:
-        """Join one subtree; `values` holds it once for each live rank."""
+        """Join one subtree; `values` holds each live rank's copy of the subtree."""
         if path in self.reduced:
             return values[0]
         nodes = [children(value) for value in values]

@@ -1,7 +1,7 @@
-"""Walks over nested arguments and outputs: dicts, lists, tuples, namedtuples, dataclasses, model outputs.
+"""Traversal of nested arguments and outputs: dicts, lists, tuples, namedtuples, dataclasses, model outputs.
 
-torch's pytree sees only registered types; here dataclasses and any mapping (a tokenizer's `BatchEncoding`) are nodes
-too, so that an output keeps its type whether or not its class was registered.
+torch's pytree knows only registered types. Here dataclasses and all mappings (such as a tokenizer's `BatchEncoding`)
+are nodes too, so an output keeps its type even if its class is not registered.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 
 def children(tree: Any) -> list[tuple[str, Any]] | None:
-    """Return the named children of a node in order, or `None` where `tree` is a leaf.
+    """Return the named children of a node in order, or `None` if `tree` is a leaf.
 
     A name continues a path: `["key"]` for a mapping, `[0]` for a sequence, `.field` for a namedtuple or dataclass.
     """
@@ -51,7 +51,7 @@ def rebuild(tree: Any, values: Sequence[Any]) -> Any:
 
 
 def _rebuild_mapping(tree: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """A mapping of `tree`'s type. A dataclass (transformers' `ModelOutput`) takes keywords; others take a dict."""
+    """Return a mapping of `tree`'s type. A dataclass (transformers' `ModelOutput`) takes keywords; others a dict."""
     if dataclasses.is_dataclass(tree):
         return type(tree)(**items)
     if type(tree) in pytree.SUPPORTED_NODES and type(tree) is not dict:

@@ -1,4 +1,4 @@
-"""Everything that one rank does with a model, without Ray: a `Worker` with its `status` and its `trainer`."""
+"""One rank's operations on a model, without Ray: a `Worker` with its `status` and its `trainer`."""
 
 from raysharding.worker.status import check_mode
 from raysharding.worker.thread_state import thread_state_restored

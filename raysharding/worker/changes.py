@@ -1,4 +1,4 @@
-"""Whether anybody changed a module or its optimizer: torch counts the writes to every tensor, the rest is compared."""
+"""Detection of changes to a module or its optimizer: torch counts the writes to a tensor; other state is compared."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ from raysharding.distributed.fully_shard import inner_tensor, named_submodules, 
 
 
 class Version(NamedTuple):
-    """What a rank holds, as far as two states of it can be told apart."""
+    """State of a rank's module and optimizer, as far as changes to it can be detected."""
 
     writes: int
-    """In-place writes to this rank's shards, buffers and optimizer state so far."""
+    """Number of in-place writes to this rank's shards, buffers and optimizer state so far."""
     trained: tuple[bool, ...]
-    """Which tensors require gradients."""
+    """`requires_grad` of each tensor."""
     optimizer: int
-    """The optimizer's identity; it may be replaced."""
+    """`id` of the optimizer, which may be replaced."""
     hyperparameters: tuple[str, ...]
-    """The optimizer's, group by group: a schedule sets them, and no tensor is written."""
+    """The optimizer's hyperparameters, by group: a schedule sets them without a write to a tensor."""
 
 
 def version(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Version:
-    """Say what this rank holds; no collective.
+    """Return the version of this rank's module and optimizer. No collective.
 
-    Two equal versions have no change between them, but for what went through `.data` or a pointer, which nobody counts.
+    If two versions are equal, nothing changed between them, except through `.data` or a pointer: torch does not count
+    such writes.
 
     Args:
         module: The root module.
-        optimizer: Over its parameters, where there is one.
+        optimizer: The optimizer over the module's parameters, if any.
     """
     held = list(_held(module))
     kept = [] if optimizer is None else [value for state in optimizer.state.values() for value in state.values()]
@@ -46,13 +47,13 @@ def version(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Versi
 
 
 def _held(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Shards, and what is not sharded. Tied ones come more than once: one walk, for each call asks."""
+    """Yield shards and unsharded tensors; tied ones repeatedly. Every call needs them, so one walk must suffice."""
     copies: set[int] = set()
     for _, submodule in named_submodules(module):
         for item in chain.from_iterable(parameter_groups(submodule)):
             yield item.shard
-            # A gathered parameter is a copy, and what is written into it is lost. A group's modules come before what
-            # is inside them, so before any place where its parameters are registered.
+            # A gathered parameter is a copy, and writes to the copy are lost. A group's modules precede the modules
+            # inside them, and so precede every module that registers the group's parameters.
             if item.is_registered:
                 copies.add(id(item.full))
         for tensor in (*submodule._parameters.values(), *submodule._buffers.values()):
@@ -65,13 +66,13 @@ def _hyperparameters(group: dict[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    # A tensor's value may be on a GPU: to read it would wait for all that was queued there.
+    # A tensor's value may be on a GPU: a read would wait for all work queued there.
     return (id(value), _writes(value)) if isinstance(value, torch.Tensor) else value
 
 
 def _writes(tensor: torch.Tensor) -> int:
     if isinstance(tensor, DTensor):
-        # Writes to a DTensor are counted by itself, those to what `to_local` gives by the tensor inside.
+        # A DTensor counts the writes to itself; its inner tensor counts the writes to the result of `to_local`.
         return tensor._version + _writes(inner_tensor(tensor))
-    # An inference tensor has no counter, and nobody can write to it outside inference mode.
+    # An inference tensor has no counter, and cannot be written outside inference mode.
     return 0 if tensor.is_inference() else tensor._version

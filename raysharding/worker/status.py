@@ -1,4 +1,4 @@
-"""`RankStatus`: what a rank holds and what it is doing, readable from other threads."""
+"""`RankStatus`: a rank's module, optimizer and current operation, readable from other threads."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ Phase = Literal[
     "closed",
 ]
 
-# Calls that leave other weights, or another optimizer, than they found. `call(fn)` may: that is seen by what it wrote.
+# Calls that change weights or optimizer. `call(fn)` may change both too; its writes are detected.
 _CHANGING = ("load", "set_optimizer", "set_scheduler", "train_step", "optim_step", "fit_step")
 
-# Of those, what a restart from the files would lose.
+# Those of `_CHANGING` whose results a restart from the files would lose.
 _TRAINING = ("train_step", "optim_step", "fit_step")
 
 _NO_GROUP = (
-    "{name} has destroyed a process group of the ranks: they have no other way to work together. "
-    "Make groups of your own with torch.distributed.new_group(), and destroy none but those"
+    "{name} has destroyed a process group of the ranks, without which they cannot communicate. "
+    "Make groups of your own with torch.distributed.new_group(), and destroy only those"
 )
 
 _NOT_GATHERED = (
@@ -57,7 +57,15 @@ _NOT_GATHERED = (
 
 
 class RankStatus:
-    """One rank's place, module and optimizer, and what it is doing."""
+    """One rank's ids and device, module and optimizer, and current operation.
+
+    Args:
+        rank: Global rank.
+        world_size: Number of ranks.
+        local_rank: Rank within the node.
+        device: Where the module computes.
+        stall_s: Longest silence of a peer during a load, save or gather, in seconds.
+    """
 
     def __init__(
         self, rank: int, world_size: int, local_rank: int, device: torch.device | str, *, stall_s: float = 120.0
@@ -74,24 +82,25 @@ class RankStatus:
         """The checkpoint that the weights came from."""
         self.saver = AsyncSaver()
         self.is_saved = True
-        """Whether files hold what the rank holds."""
+        """True if files hold the rank's current state."""
         self.phase: Phase = "rendezvous"
         self.bytes_done = 0
         self.bytes_total = 0
         self.last_tensor = ""
         self.last_call = ""
         self.usable = True
-        """Whether later steps are right."""
+        """True if later steps will be correct."""
         self.whole = True
-        """Whether no weights or optimizer state were left changed in part."""
+        """True if no weights or optimizer state are partially changed."""
         self.num_changes = 0
-        """How often weights or optimizer were changed."""
+        """Number of changes to weights or optimizer."""
         self.accumulation = Accumulation()
         """The passes since the last update."""
         self.is_spent = True
-        """Whether the last update has taken all gradients that there are."""
+        """True if the last update has used all existing gradients."""
         self.seen: Version | None = None
-        """Version at the end of the last `call`, if nothing has run since: what its threads write is the next one's."""
+        """Version at the end of the last `call`, if no command has run since. If threads of that call write later, the
+        next call counts these writes as its own."""
         self._groups: tuple[dist.ProcessGroup, ...] = ()
         self._counters: tuple[Callable[[], int], ...] = ()
         self._module: nn.Module | None = None
@@ -117,11 +126,11 @@ class RankStatus:
         return self._mesh
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what this rank is doing, as plain data. Safe from any thread, never waits, no collective.
+        """Return this rank's status as plain data. Safe from any thread; never waits. No collective.
 
         Keys: `rank`, `pid`, `device`, `phase`, `bytes_done`, `bytes_total`, `last_tensor`, `last_call`, `usable`
-        (whether later steps are right), and in bytes `host_bytes` (resident now), `peak_host_bytes`, `device_bytes`
-        and `peak_device_bytes` (0 without CUDA).
+        (True if later steps will be correct), and in bytes `host_bytes` (resident now), `peak_host_bytes`,
+        `device_bytes` and `peak_device_bytes` (0 without CUDA).
         """
         on_cuda = self.device.type == "cuda"
         return {
@@ -141,22 +150,22 @@ class RankStatus:
         }
 
     def num_collectives(self) -> int:
-        """Return how many collectives this rank has begun in the process groups of its module. No collective."""
+        """Return the number of collectives that this rank has begun in its module's process groups. No collective."""
         return sum(count() for count in self._counters)
 
     def hold(self, module: nn.Module) -> None:
-        """Take the module that `use_mesh` was called for."""
+        """Store the module, sharded over the mesh given to `use_mesh`."""
         self._module = module
 
     def use_mesh(self, mesh: DeviceMesh) -> None:
-        """Take the mesh, and note the process groups that commands need."""
+        """Store the mesh, and the process groups that commands need."""
         self._mesh = mesh
         assert dist.group.WORLD is not None, "the mesh is made of its ranks"
         self._groups = (dist.group.WORLD, *(group for group in mesh.get_all_groups() if group != dist.group.WORLD))
         self._counters = tuple(counter for group in self._groups for counter in collective_counters(group))
 
     def drop(self) -> None:
-        """Let go of module, mesh and optimizer. No collective."""
+        """Release module, mesh and optimizer. No collective."""
         self._module = self._mesh = self.optimizer = None
         self._groups = self._counters = ()
         self.phase = "closed"
@@ -166,16 +175,24 @@ class RankStatus:
 
     @contextmanager
     def running(self, phase: Phase, name: str) -> Iterator[None]:
-        """Name the call for `status`; the phase stays after an exception, so that the report of it can say where."""
+        """Record phase and call while the call runs; after an exception the phase stays, for the failure's report.
+
+        Args:
+            phase: The phase of the call.
+            name: Name of the call.
+
+        Raises:
+            RuntimeError: The call has destroyed a process group of the ranks.
+        """
         if self.device.type == "cuda":
-            # The current device is a thread's own, and who owns the worker may use another thread than for `build`.
+            # The current device is thread-local, and the worker's owner may use another thread than for `build`.
             torch.cuda.set_device(self.device)
         self.phase, self.last_call, self.seen = phase, name, None
         try:
             yield
         except BaseException as error:
             self.usable = self.usable and is_recoverable(error) and self._has_groups()
-            # Most errors have dropped the gradients; the next pass drops the others.
+            # Most errors have dropped the gradients; the next pass drops any that remain.
             self.forget_gradients()
             self.whole = self.whole and not is_torn(error)
             if not self._has_groups():
@@ -191,15 +208,15 @@ class RankStatus:
             raise RuntimeError(_NO_GROUP.format(name=name))
 
     def forget_gradients(self) -> None:
-        """Count the gradients of passes before this as nobody's."""
+        """Exclude the gradients of earlier passes from the next update."""
         self.accumulation, self.is_spent = Accumulation(), True
 
     def version(self) -> Version | None:
-        """Return what the rank holds now, to compare it later; `None` before there is a module."""
+        """Return the current version of module and optimizer, to compare later; `None` before a module is built."""
         return None if self._module is None else version(self._module, self.optimizer)
 
     def follow(self, progress: Callable[[int, int], None] | None) -> Callable[[str, int, int, str], None]:
-        """Return a progress callback that keeps the status current and passes the bytes on."""
+        """Return a progress callback that updates the status, then calls `progress(bytes done, bytes in all)`."""
 
         def follow(phase: str, done: int, total: int, tensor: str) -> None:
             # `as_dict` reads these from another thread; each is one assignment.
@@ -212,15 +229,19 @@ class RankStatus:
         return follow
 
     def on_device(self, batch: RankBatch) -> RankBatch:
-        """Return the batch with its tensors where the module computes."""
+        """Return the batch with its tensors on the module's device."""
         return batch if self.device.type == "cpu" else batch.replaced(lambda value: move_inputs(value, self.device))
 
 
 def check_mode(mode: str | None, *, default: str) -> None:
-    """Refuse what is no mode.
+    """Check a call's mode.
+
+    Args:
+        mode: The mode.
+        default: Mode that `None` stands for, for the error.
 
     Raises:
-        ValueError: Not `"train"`, `"eval"` or `None`.
+        ValueError: `mode` is not `"train"`, `"eval"` or `None`.
     """
     if mode not in (None, "train", "eval"):
         raise ValueError(f"mode={mode!r}: give 'train', 'eval', or None for {default!r}")

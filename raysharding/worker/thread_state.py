@@ -1,4 +1,4 @@
-"""`thread_state_restored`: what code of the user's may leave behind in the thread that runs all commands."""
+"""`thread_state_restored`: cleanup of state that user code may leave behind in the thread that runs all commands."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ _AUTOCAST_DEVICES = ("cpu", "cuda")
 
 @contextmanager
 def thread_state_restored() -> Iterator[None]:
-    """Undo at the end what changes how later code computes or where it finds files; each rank alone.
+    """Undo changes on exit that would affect how later code computes or where it finds files. No collective.
 
-    Put back are the default dtype and device, grad, inference and autocast mode, and the working directory: what has a
-    context manager that ends with the code which needs it. What is set for a whole process, on purpose, stays.
+    The context restores the default dtype and device, the grad, inference and autocast modes, and the working
+    directory: settings that have context managers for the duration of some code. Settings that are meant for the whole
+    process stay.
     """
     dtype, caches = torch.get_default_dtype(), torch.is_autocast_cache_enabled()
     casts = {device: torch.get_autocast_dtype(device) for device in _AUTOCAST_DEVICES}
     directory = os.open(".", os.O_PATH)  # it may be removed or renamed meanwhile
     try:
-        # Leaving it puts grad, inference and autocast mode back to what they were, however they were changed inside.
+        # On exit, `inference_mode` restores the grad, inference and autocast modes, however the body changed them.
         with torch.inference_mode(False):
             yield
     finally:
@@ -37,7 +38,7 @@ def thread_state_restored() -> Iterator[None]:
 
 
 def _end_autocast() -> None:
-    """Leave every `torch.autocast` that was entered: until the outermost ends, weights cast inside are used again."""
+    """Leave every `torch.autocast` that is still entered: torch reuses cast weights until the outermost one ends."""
     torch.autocast_increment_nesting()
     while torch.autocast_decrement_nesting() > 0:
         pass

@@ -1,4 +1,4 @@
-"""`Trainer`: the optimizer of a rank, the passes and updates that it takes part in, and its runs over data."""
+"""`Trainer`: a rank's optimizer, its forward and backward passes, updates, and runs over data."""
 
 from __future__ import annotations
 
@@ -49,39 +49,39 @@ _STEP_NAME = re.compile(r"step-\d+")
 
 @dataclass(frozen=True)
 class FitStart:
-    """A run that is about to go on."""
+    """State of a run before its next step."""
 
     position: Position
-    """Where it stands."""
+    """The run's current position in the data."""
     total_steps: int | None
-    """Steps of the whole run; `None` where nobody knows."""
+    """Steps of the whole run; `None` if unknown."""
     is_saved: bool
-    """Whether files hold what the ranks hold: what was loaded, or saved with the optimizer, and not trained since."""
+    """True if files hold the ranks' state: it was loaded, or saved with the optimizer, and not trained since."""
 
 
 @dataclass(frozen=True)
 class FitSteps:
-    """Some steps, as one rank saw them."""
+    """Results of consecutive steps on one rank."""
 
     steps: tuple[StepMetrics, ...]
-    """In order; fewer than asked for at the end of the run."""
+    """Metrics of the steps, in order; fewer than requested at the end of the run."""
     position: Position
-    """Where the run stands after them."""
+    """The run's position after these steps."""
     is_over: bool
-    """Whether there are no more."""
+    """True if no steps are left."""
 
 
 class Trainer:
-    """Trains a rank's module. Gradients add up from one update to the next; the first pass after one drops older ones.
+    """Training of a rank's module. Gradients accumulate between updates; the first pass after an update drops old ones.
 
     Args:
-        status: What the rank holds and does.
+        status: The rank's status, with module and optimizer.
     """
 
     def __init__(self, status: RankStatus) -> None:
         self._status = status
         self.position: Position | None = None
-        """Where the last run stands, or the one that the weights were saved in."""
+        """Position of the last run, or of the run in which the loaded weights were saved."""
         self._fit: Fit | None = None
         self._saves_async = False
 
@@ -96,13 +96,13 @@ class Trainer:
 
         Args:
             factory: A class, or any callable.
-            kwargs: Given to it after the parameters.
-            restore: Also bring back its state, the random generators and the position in the data, where the
-                checkpoint that was loaded last is a save of ours that holds them. Collective then.
+            kwargs: Keyword arguments for `factory`.
+            restore: Also restore the optimizer's state, the random generators and the position in the data, if the
+                checkpoint that was loaded last is a save by raysharding that holds these. Collective in that case.
 
         Raises:
             ValueError: `factory` did not return a torch optimizer.
-            PlanError: The saved state is not this optimizer's.
+            PlanError: The saved state does not match this optimizer.
         """
         with self._status.running("call", "set_optimizer"):
             self._status.optimizer = make_optimizer(self._status.module, factory, kwargs)
@@ -113,20 +113,24 @@ class Trainer:
                     self.position = load_training(self._status.loaded)
 
     def set_scheduler(self, schedule: Schedule) -> None:
-        """Give the optimizer a learning-rate schedule, in place of an earlier one; see `distributed.optim.factories`.
+        """Give the optimizer a learning-rate schedule, replacing an earlier one; see `distributed.optim.factories`.
 
         Args:
-            schedule: Makes it for the optimizer.
+            schedule: Called with the optimizer; returns the schedule.
 
         Raises:
-            ValueError: No optimizer is set, or what was made is no schedule.
+            ValueError: No optimizer is set, or `schedule` did not return a schedule.
         """
         optimizer = self._require_optimizer("set_scheduler")
         with self._status.running("call", "set_scheduler"):
             attach_schedule(optimizer, schedule)
 
     def plan_optimizer(self, checkpoint: str) -> OptimizerLoad | None:
-        """Plan the load of a checkpoint's optimizer state; `None` where it has none, or no optimizer is set."""
+        """Plan the load of a checkpoint's optimizer state. Collective: ranks without the files ask rank 0.
+
+        Returns:
+            The plan; `None` if the checkpoint has no optimizer state or no optimizer is set.
+        """
         if self._status.optimizer is None:
             return None
         holds, error = False, None
@@ -135,7 +139,8 @@ class Trainer:
                 holds = has_optimizer_state(checkpoint)
             except CheckpointError as raised:
                 error = raised
-        # Rank 0 alone need see the files; the others must know whether a load follows.
+        # Only rank 0 needs to see the files. Without this exchange the others would not know whether a load follows,
+        # and rank 0 would wait in it for them.
         if not agree(error, holds)[0]:
             return None
         return OptimizerLoad.plan(self._status.module, self._status.optimizer, checkpoint)
@@ -148,17 +153,17 @@ class Trainer:
         mode: Mode | None = None,
         gradient_accumulation_steps: int = 1,
     ) -> dict[str, float]:
-        """One optimizer step over the whole batch; see `distributed.training.step.train_step`. Collective.
+        """Take one optimizer step over the whole batch; see `distributed.training.step.train_step`. Collective.
 
         Args:
-            batch: From `deal`.
+            batch: Result of `deal` for this rank.
             loss: See `distributed.training.loss.loss_share`.
             max_grad_norm: Clip to this global 2-norm. Default: only measure.
             mode: `"train"` (default) or `"eval"`, for models whose training statistics depend on the whole batch.
-            gradient_accumulation_steps: Parts that the rows are taken in, one after the other.
+            gradient_accumulation_steps: Number of parts that the rows are split into, run one after the other.
 
         Raises:
-            ValueError: No optimizer is set, the mode is unknown, or there are no rows to take in parts.
+            ValueError: No optimizer is set, the mode is unknown, or there are no rows to split.
         """
         optimizer = self._require_optimizer("train_step")
         with self._status.running("train_step", "train_step"):
@@ -179,10 +184,10 @@ class Trainer:
         """Add a batch's gradients to those since the last update; see `distributed.training.step`. Collective.
 
         Args:
-            batch: From `deal`.
+            batch: Result of `deal` for this rank.
             loss: See `distributed.training.loss.loss_share`.
             mode: As for `train_step`.
-            sync: Whether to reduce the gradients.
+            sync: Reduce the gradients over the ranks.
         """
         with self._status.running("forward_backward", "forward_backward"):
             if not self._status.accumulation.num_passes:
@@ -200,7 +205,7 @@ class Trainer:
             max_grad_norm: As for `train_step`.
 
         Raises:
-            ValueError: No optimizer is set, there are no gradients, or they were not reduced.
+            ValueError: No optimizer is set, or there are no gradients, or the gradients were not reduced.
         """
         optimizer = self._require_optimizer("optim_step")
         with self._status.running("optim_step", "optim_step"):
@@ -211,7 +216,7 @@ class Trainer:
             return optim_step(self._status.module, optimizer, done, max_grad_norm=max_grad_norm)
 
     def zero_grad(self) -> None:
-        """Drop the gradients since the last update, reduced or not. Each rank alone; all of them have to."""
+        """Drop the gradients since the last update, reduced or not. No collective, but every rank must call it."""
         with self._status.running("call", "zero_grad"):
             self.drop_gradients()
 
@@ -226,7 +231,7 @@ class Trainer:
         return self._status.optimizer
 
     def clip_grad_norm_(self, max_norm: float | None, norm_type: float = 2.0) -> float:
-        """Scale all gradients so that their norm is at most `max_norm`, and return the norm before. Collective.
+        """Scale all gradients to a norm of at most `max_norm`, and return the norm before scaling. Collective.
 
         Args:
             max_norm: Upper bound; `None` only measures.
@@ -244,19 +249,22 @@ class Trainer:
         save_to: str | None = None,
         async_save: bool = False,
     ) -> FitStart:
-        """Look at the data, and find where to begin. Collective.
+        """Check the data and determine where the run begins. Collective.
 
         Args:
             plan: The run.
-            position: With `resume`: where that run began, to which it goes back where the ranks hold no place of it;
-                `None`: there must be one.
-            resume: Whether to go on where the last run stands; otherwise one begins anew.
-            save_to: Directory of its saves, which must not hold another run's; `None`: there are none.
-            async_save: Whether they are written in the background.
+            position: With `resume`: where that run began; used if the ranks hold no position of that run. `None`: the
+                ranks must hold a position.
+            resume: Continue at the position of the last run; otherwise begin a new run.
+            save_to: Directory of the run's saves, which must not hold another run's saves; `None`: no saves.
+            async_save: Write the saves in the background.
+
+        Returns:
+            The run's state before its next step.
 
         Raises:
             ValueError: No optimizer is set, or there is no run to resume.
-            DataError: On every rank: the data cannot be read, or is not what the run was fed before.
+            DataError: On every rank: the data cannot be read, or is not the data that the run used before.
             CheckpointError: On every rank: `save_to` holds the saves of another run.
         """
         self._require_optimizer("fit")
@@ -267,7 +275,7 @@ class Trainer:
                 found = position
             if resume and found is None:
                 raise ValueError(
-                    "resume=True, but there is no run to go on with: load a checkpoint that fit saved, or leave it out"
+                    "resume=True, but there is no run to resume: load a checkpoint that fit saved, or leave out resume"
                 )
             self._fit = Fit(plan, self._status.device, found, InputBounds.of(self._status.module))
             self.position = self._fit.position
@@ -278,10 +286,13 @@ class Trainer:
             return FitStart(self.position, self._fit.data_loader.total_steps, self._status.is_saved)
 
     def fit_steps(self, num_steps: int) -> FitSteps:
-        """Take steps, as many as are left at most. Collective.
+        """Take steps until `num_steps` are done or the run ends. Collective.
 
         Args:
-            num_steps: How many.
+            num_steps: Number of steps.
+
+        Returns:
+            The results of the steps taken.
         """
         optimizer = self._require_optimizer("fit")
         assert self._fit is not None, "fit_begin comes before fit_steps"
@@ -300,13 +311,15 @@ class Trainer:
         return FitSteps(tuple(steps), self._fit.position, is_over=False)
 
     def evaluate(self, plan: EvaluationPlan) -> Iterator[dict[str, float] | None]:
-        """Compute loss and metrics over data; see `distributed.training.evaluate`. Collective: all iterate to the end.
+        """Compute loss and metrics over data; see `distributed.training.evaluate`. Collective.
+
+        A rank that stops iterating before the end leaves the others waiting in a forward.
 
         Args:
-            plan: The run.
+            plan: The evaluation.
 
         Yields:
-            `None` after every few batches, in the end the values.
+            `None` after every few batches; at the end, the values.
         """
         with self._status.running("forward", "evaluate"):
             run = Evaluation(plan, self._status.device, InputBounds.of(self._status.module))
@@ -321,41 +334,41 @@ class Trainer:
             run.data_loader.close()
 
     def generators(self) -> dict[str, Any]:
-        """Return this rank's random generators, as `random_state` gives them."""
+        """Return the state of this rank's random generators, in the form of `random_state`."""
         return random_state()
 
     def restore_generators(self, state: Mapping[str, Any]) -> None:
-        """Put back what `generators` gave.
+        """Restore the random generators.
 
         Args:
-            state: This rank's.
+            state: Result of `generators` on this rank.
         """
         restore_random_state(state)
 
     def fit_end(self) -> None:
-        """Let go of the data. Each rank alone."""
+        """Release the run's data. No collective."""
         if self._fit is not None:
             self._fit.data_loader.close()
             self._fit = None
 
 
 def _agreed(position: Position | None) -> Position | None:
-    """Where the run stands, of which a rank that has taken a lost one's place knows nothing; collective.
+    """Return the position that the ranks agree on; a rank that replaces a lost one has none. Collective.
 
     Raises:
-        ValueError: On every rank: ranks stand at different steps.
+        ValueError: On every rank: ranks are at different steps.
     """
     said = agree(None, None if position is None else position.as_dict())
     known = [Position.from_dict(one) for one in said if one is not None]
     if any(one != known[0] for one in known):
-        raise ValueError(f"ranks stand at different steps of the run: {sorted(one.num_steps for one in known)}")
+        raise ValueError(f"ranks are at different steps of the run: {sorted(one.num_steps for one in known)}")
     return known[0] if known else None
 
 
 def _check_own_saves(directory: str, here: Position) -> None:
-    """Refuse a directory in which a run would overwrite, or remove, what another has saved.
+    """Raise CheckpointError if a run would overwrite or remove another run's saves in a directory.
 
-    Where one of its own was removed, what the user put beside it may be left: that is no save.
+    A directory whose save the run itself removed may still hold files that the user added: such a directory is no save.
     """
     storage = storage_of(directory)
     if storage.find(directory).kind != "directory":
@@ -367,7 +380,5 @@ def _check_own_saves(directory: str, here: Position) -> None:
         if int(name.removeprefix("step-")) < here.num_steps and not is_checkpoint(path):
             continue
         if run_of(path) != here.run:
-            what = (
-                f"holds {name} of another run: save to another directory, or go on with that run: load it, resume=True"
-            )
+            what = f"holds {name} of another run: save to another directory, or resume that run: load it, resume=True"
             raise CheckpointError(what, path=directory)

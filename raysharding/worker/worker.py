@@ -1,4 +1,4 @@
-"""`Worker`: everything one rank does with a model. A plain class; it knows nothing of Ray."""
+"""`Worker`: all operations of one rank on a model. A plain class, independent of Ray."""
 
 from __future__ import annotations
 
@@ -33,33 +33,34 @@ from raysharding.outputs import RankOutput
 from raysharding.worker.status import RankStatus, is_training
 from raysharding.worker.training import Trainer
 
-# What gives a module values before it is cut: of ranks that are there already nobody would take part in that.
+# Fields that give a module values before it is sharded. The existing ranks do not take part in a new rank's build, so
+# it would wait for them.
 _VALUELESS: dict[str, Any] = {"sync_module_states": False, "param_init_fn": None}
 
 _current: list[Worker] = []
 
 
 def current_worker() -> Worker:
-    """Return the worker whose `call(fn)` is running: gives `fn` the rank's module, mesh, optimizer and device.
+    """Return the worker whose `call(fn)` is running, with the rank's module, mesh, optimizer and device.
 
     Raises:
-        RuntimeError: Outside `call(fn)`.
+        RuntimeError: No `call(fn)` is running on this process.
     """
     if not _current:
-        raise RuntimeError("current_worker() is only known on a rank, inside the function given to group.call(fn)")
+        raise RuntimeError("current_worker() works only on a rank, inside the function given to group.call(fn)")
     return _current[-1]
 
 
 class Worker:
-    """One rank: its part of the module, and the calls on it. Its `trainer` has those that train.
+    """One rank's part of the module, and the calls on the module. Calls that train belong to `trainer`.
 
-    The process group is initialised before and destroyed after by whoever owns the worker. Every method is
-    called on every rank, in the same order, from one thread; `status` is safe to read from another thread meanwhile.
+    The worker's owner initialises the process group before and destroys it after the worker's use. Call every method
+    on every rank, in the same order, from one thread; `status` is safe to read from another thread at the same time.
 
     Args:
         rank: Global rank.
         world_size: Number of ranks.
-        local_rank: Rank within the node; the CUDA device.
+        local_rank: Rank within the node; also the index of the CUDA device.
         device: Where the module computes.
         stall_s: Longest silence of a peer during a load, save or gather, in seconds.
     """
@@ -106,7 +107,7 @@ class Worker:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer over the rank's shards; `None` where none is set."""
+        """The optimizer over the rank's shards; `None` if none is set."""
         return self.status.optimizer
 
     @optimizer.setter
@@ -122,14 +123,15 @@ class Worker:
         *,
         is_copy: bool = False,
     ) -> None:
-        """Build the module on meta and shard it; allocates nothing. Collective: it makes the mesh's process groups.
+        """Build the module on meta and shard it; allocates nothing. Collective: creates the mesh's process groups.
 
         Args:
             model: `None` (class from config.json), a transformers auto class's name, or a callable.
-            checkpoint: What is in the files; the same on every rank.
+            checkpoint: Headers and config of the files; the same on every rank.
             sharding: See `Sharding`.
-            loading: See `Loading`; used here for the dtype, and by `load`.
-            is_copy: This rank is new among ranks that `rejoin` meanwhile; `copy_replicas` brings it their values.
+            loading: See `Loading`. `build` uses its dtype; `load` uses the rest.
+            is_copy: True if this rank replaces a lost one while the others `rejoin`; `copy_replicas` then copies their
+                values to this rank.
         """
         with self.status.running("plan", "build"):
             self.checkpoint, self._sidecars = checkpoint, checkpoint.directory
@@ -142,53 +144,53 @@ class Worker:
             self._forwarding = Forwarding(self.module)
 
     def rejoin(self) -> None:
-        """Go on with module and optimizer in a new process group, the old one having gone. Collective.
+        """Keep module and optimizer in a new process group after the old one is destroyed. Collective.
 
         Raises:
-            RuntimeError: They cannot be taken over; `build` and `load` again.
+            RuntimeError: Module and optimizer cannot be kept; call `build` and `load` again.
         """
         with self.status.running("rendezvous", "rejoin"):
             rejoin(self.module, self.mesh, self.status.sharding)
             self.status.use_mesh(self.mesh)
             self.status.saver.lose_group()
-            # Passes of a call that failed may be in the gradients of some ranks only.
+            # Only some ranks' gradients may include the passes of a failed call.
             self.trainer.drop_gradients()
             self.status.usable = True
 
     def copy_replicas(self, sources: Mapping[int, int], factory: Callable[..., torch.optim.Optimizer] | None) -> None:
-        """Give new ranks weights, modes and optimizer of their replicas (HSDP). Collective.
+        """Copy weights, modes and optimizer to new ranks from their replicas (HSDP). Collective.
 
         Args:
             sources: New rank → the rank that it copies.
-            factory: Makes the optimizer on the new ranks.
+            factory: Creates the optimizer on the new ranks.
 
         Raises:
-            PlanError: On every rank: a module or an optimizer is not what a new rank makes.
+            PlanError: On every rank: a module or an optimizer differs from a new rank's.
         """
         with self.status.running("plan", "copy_replicas"):
             copied = (self.module, self.mesh, self.optimizer, sources, factory)
             self.optimizer = copy_replicas(*copied, progress=self.status.follow(None))
 
     def load(self, path: str | None = None, progress: Callable[[int, int], None] | None = None) -> LoadReport:
-        """Stream a checkpoint into the module, and into the optimizer what a save of ours holds of one. Collective.
+        """Stream a checkpoint into the module and, from a save by raysharding, into the optimizer. Collective.
 
-        With the optimizer's state come back the random generators and the position in the data.
+        The optimizer's state includes the random generators and the position in the data.
 
         Args:
-            path: Another checkpoint of the same model, or its adapters, which rank 0 can read. Default: the one that
-                the module was built for.
-            progress: Called with (bytes done, bytes in all) as they come.
+            path: Another checkpoint of the same model, or the model's adapters, which rank 0 can read. Default: the
+                checkpoint that the module was built for.
+            progress: Called with (bytes done, bytes in all) during the load.
 
         Raises:
             CheckpointError: On every rank.
-            PlanError: On every rank; module and optimizer are as they were.
+            PlanError: On every rank; module and optimizer are unchanged.
         """
         assert self.checkpoint is not None, "build() comes before load()"
         with self.status.running("plan", "load"):
             moved = False
             try:
                 options: dict[str, Any] = {"progress": self.status.follow(progress), "stall_s": self.status.stall_s}
-                # Before the weights: an optimizer that does not fit must not leave new ones.
+                # Before the weights: if the optimizer does not match, the weights must stay unchanged.
                 state = self.trainer.plan_optimizer(path or self.checkpoint.path)
                 origin = self.checkpoint if path is None else path
                 self.load_report = load_checkpoint(self.module, origin, loading=self.status.loading, **options)
@@ -198,7 +200,7 @@ class Worker:
                     state.run(self.status.loading, **options)
                     self.trainer.position = load_training(path or self.checkpoint.path)
             except Exception as error:
-                # Once bytes moved, what was there is overwritten in part.
+                # Once bytes have moved, the old values are partially overwritten.
                 torn = moved or self.status.phase != "plan"
                 mark_recovery(error, usable=not torn, torn=torn)
                 raise
@@ -213,18 +215,19 @@ class Worker:
         """Run the model on this rank's part of the batch, without gradients. Collective.
 
         Args:
-            batch: From `deal`.
-            mode: `"eval"` (default) or `"train"`; the module's own modes are put back afterwards.
-            out: What the caller wants: the output is only brought to the CPU where that includes this rank's.
+            batch: Result of `deal` for this rank.
+            mode: `"eval"` (default) or `"train"`; the module's own modes are restored afterwards.
+            out: The result that the caller requested: the output is copied to the CPU only if the result needs this
+                rank's.
 
         Returns:
-            The output on the CPU, caches left out, `loss` reduced over the ranks where the call has a `Split`. Its
-            value is `None` on a rank that has no rows, only a dummy.
+            The output on the CPU, without caches; `loss` is reduced over the ranks if the call has a `Split`. The
+            output's value is `None` on a rank that has only a dummy row.
         """
         with self.status.running("forward", "forward"):
             assert self._forwarding is not None, "build() comes before forward()"
             if out is not None and out.kind == "gather" and out.dim is not None:
-                # Which leaves hold rows is found out in the dim that they will be joined in.
+                # The dim of the join decides which leaves hold rows.
                 batch = replace(batch, dim=out.dim)
             return self._forwarding.run(
                 self.status.on_device(batch),
@@ -238,7 +241,7 @@ class Worker:
         """Generate token ids for this rank's part of the batch; see `distributed.training.generate`. Collective.
 
         Args:
-            batch: From `deal`.
+            batch: Result of `deal` for this rank.
             mode: As for `forward`.
             out: As for `forward`.
         """
@@ -247,17 +250,22 @@ class Worker:
             return generate(self.module, self.status.on_device(batch), training=training, keep=keep)
 
     def call(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        """Run `fn(*args, **kwargs)` with `current_worker()` set to this worker, and return what it returns.
+        """Return `fn(*args, **kwargs)`, run with `current_worker()` set to this worker.
+
+        Args:
+            fn: The function.
+            args: Positional arguments.
+            kwargs: Keyword arguments.
 
         Raises:
-            Exception: Whatever `fn` raised. The module was reset, its gradients are gone: if all ranks raise it alike,
-                later calls are right.
+            Exception: The error that `fn` raised. The module was reset and its gradients are dropped; if all ranks
+                raise the same error, later calls are correct.
         """
         name = getattr(fn, "__qualname__", type(fn).__name__)
         status, seen = self.status, self.status.seen
         with self.status.running("call", f"call({name})"):
             if status.has_module:
-                # After a forward the root's full parameters are registered: what `fn` wrote into those would be lost.
+                # After a forward the root's full parameters are registered, and writes to them by `fn` would be lost.
                 show_shards(self.module)
             before = status.version() if seen is None else seen
             _current.append(self)
@@ -265,26 +273,26 @@ class Worker:
                 with roots_before_blocks(self.module) if status.has_module else nullcontext():
                     value = fn(*args, **(kwargs or {}))
             except BaseException as error:
-                # A backward that `fn` ran may have been cut short; FSDP2 would leave later gradients unreduced.
+                # `fn` may have aborted a backward; FSDP2 would then leave later gradients unreduced.
                 if status.has_module:
                     torn = status.version() != before
                     mark_recovery(error, recover_after(error, self.module, in_backward=True), torn=torn)
                 raise
             finally:
                 _current.pop()
-            status.is_spent = False  # it may have run a backward of its own
+            status.is_spent = False  # `fn` may have run a backward of its own
             status.seen = status.version()
             status.num_changes += status.seen != before
             status.is_saved = status.is_saved and status.seen == before
             return value
 
     def reset(self) -> None:
-        """Make the module what it is before a step, without gradients. Each rank alone; all of them have to.
+        """Reset the module to its state before a step, without gradients. No collective, but every rank must call it.
 
-        A `call` that raised on some ranks has reset those; the others may have gathered parameters, or gradients.
+        A `call` that raised on some ranks has reset these ranks; the others may have gathered parameters or gradients.
 
         Raises:
-            RuntimeError: It cannot be reset; no later step is right.
+            RuntimeError: The module cannot be reset; no later step will be correct.
         """
         with self.status.running("call", "reset"):
             try:
@@ -296,13 +304,13 @@ class Worker:
             self.status.forget_gradients()
 
     def state_dict(self, keys: Sequence[str] | None = None) -> Iterator[dict[str, torch.Tensor]]:
-        """Bring full tensors to rank 0, a bucket at a time; every rank iterates to the end. Collective.
+        """Gather full tensors on rank 0, one bucket at a time. Collective: every rank iterates to the end.
 
         Args:
             keys: FQNs; `None` for all parameters and persistent buffers, tied names included.
 
         Yields:
-            FQN → full CPU tensor on rank 0; as many empty dicts on the others.
+            FQN → full CPU tensor on rank 0; the same number of empty dicts on the others.
         """
         parts = gather_state_dict(self.module, keys, timeout_s=self.status.stall_s)
         while True:
@@ -325,11 +333,11 @@ class Worker:
         """Write a standard Hugging Face directory; see `distributed.save_checkpoint`. Collective.
 
         Args:
-            path: The directory to make.
-            overwrite: Replace what is there.
-            progress: Called with (bytes done, bytes in all) as they are written.
-            optimizer: Also the optimizer's state, random generators and position, where an optimizer is set.
-            keep_last: Of the saves beside this one, how many stay.
+            path: The directory to create.
+            overwrite: Replace an existing directory.
+            progress: Called with (bytes done, bytes in all) during the save.
+            optimizer: Also write the optimizer's state, random generators and position, if an optimizer is set.
+            keep_last: Number of saves of this series to keep, this one included; see `save_checkpoint`.
             token: See `Destination`.
         """
         with self.status.running("save", "save"):
@@ -350,7 +358,14 @@ class Worker:
         keep_last: int | None = None,
         token: str | None = None,
     ) -> int:
-        """As `save`, but return when the shards are copied to host memory, and write in the background. Collective.
+        """Save as `save` does, but write in the background: return once the shards are in host memory. Collective.
+
+        Args:
+            path: As for `save`.
+            overwrite: As for `save`.
+            optimizer: As for `save`.
+            keep_last: As for `save`.
+            token: As for `save`.
 
         Returns:
             The number of the save, for `save_status`.
@@ -362,7 +377,7 @@ class Worker:
             return self.status.saver.save(self.module, destination, optimizer=state, **options)
 
     def save_status(self, number: int) -> BackgroundSave | None:
-        """Return how a save in the background fares; `None` for one that there is not. From any thread."""
+        """Return the status of a background save; `None` if there is no such save. Safe from any thread."""
         return self.status.saver.status(number)
 
     def _destination(
@@ -373,23 +388,23 @@ class Worker:
         token: str | None,
         follow: Callable[[str, int, int, str], None],
     ) -> Destination:
-        """Where a save goes, once the one in the background has ended: one at a time."""
+        """Return a save's destination after any background save has ended: only one save runs at a time."""
 
         def on_wait(save: BackgroundSave) -> None:
-            follow("save", save.bytes_done, save.bytes_total, "")  # who waits is no hang while that moves
+            follow("save", save.bytes_done, save.bytes_total, "")  # while bytes move, the wait is not taken for a hang
 
         self.status.saver.settle(on_wait)
         committed = self.status.saver.last_committed
-        # The checkpoint that the module came from may be gone by now: older saves are removed.
+        # The checkpoint that the module was loaded from may be removed by now, as older saves are.
         self._sidecars = self._sidecars if committed is None else committed
         return Destination(path, overwrite, keep_last, self._sidecars, token or new_token())
 
     def close(self) -> None:
-        """Let go of module and optimizer. No collective: works when peers are gone."""
+        """Release module and optimizer. No collective, so works after peers have ended."""
         self.trainer.fit_end()
         self._forwarding = None
         self.status.drop()
 
     def _wants(self, out: Out | None) -> bool:
-        """Whether the caller wants this rank's output."""
+        """Return True if the caller requested this rank's output."""
         return out is None or (out.kind != "none" and (out.kind != "rank0" or self.rank == 0))

@@ -120,9 +120,9 @@ def test_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert main(["bench", str(tmp_path), "--world-size", "1000000"]) == 1
     assert "1000000 ranks here need about " in capsys.readouterr().err
     for words, message in (
-        (["--world-size", "0"], "give a whole number from 1 on"),
+        (["--world-size", "0"], "give a whole number, 1 or more"),
         (["--transports", "scatter,wire"], "'wire': choose from local, "),
-        (["--rounds", "many"], "give a whole number from 1 on"),
+        (["--rounds", "many"], "give a whole number, 1 or more"),
     ):
         with pytest.raises(SystemExit):
             main(["bench", str(tmp_path), *words])

@@ -191,7 +191,7 @@ def test_a_run_without_optimizer_or_beginning(group: ShardedModelGroup, parquet:
         with pytest.raises(ValueError, match="fit needs an optimizer"):
             fit(bare, parquet)
         bare.set_optimizer(ADAMW)
-        with pytest.raises(GroupError, match="there is no run to go on with"):
+        with pytest.raises(GroupError, match="there is no run to resume"):
             fit(bare, parquet, resume=True)
         assert bare.state is GroupState.READY
 
