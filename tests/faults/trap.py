@@ -1,8 +1,8 @@
 """Faults at a chosen moment, in real processes: what a rank does to itself, and what the driver does to a rank.
 
-A model callable runs on every rank. The one that `trapped` returns watches the rank's `Worker` from there on, and
-when it comes to the moment asked for, the process kills, stops or blocks itself for real. What the library does
-afterwards is its own code, unchanged.
+A model callable runs on every rank. The one that `trapped` returns watches the `RankStatus` of the rank's `Worker` from
+there on, and when it comes to the moment asked for, the process kills, stops or blocks itself for real. What the
+library does afterwards is its own code, unchanged.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Fault:
     rank: int
     """The rank."""
     call: str
-    """`Worker.last_call` at that moment."""
+    """`RankStatus.last_call` at that moment."""
     phase: str
-    """`Worker.phase` at that moment."""
+    """`RankStatus.phase` at that moment."""
     min_bytes: int = 0
     """Bytes that the load or save must have moved."""
 
@@ -89,7 +89,7 @@ def striker(how: How, clock: str) -> Callable[[], None]:
 
 
 def trapped(fault: Fault, clock: str) -> Callable[[], nn.Module]:
-    """Return a callable that builds the model and watches the `Worker` that calls it. Pickles by value."""
+    """Return a callable that builds the model and watches the status of its `Worker`. Pickles by value."""
     strike, width, num_layers = striker(fault.how, clock), WIDTH, NUM_LAYERS
     moment, min_bytes = (fault.rank, fault.call, fault.phase), fault.min_bytes
 
@@ -102,18 +102,18 @@ def trapped(fault: Fault, clock: str) -> Callable[[], nn.Module]:
         frame: Any = sys._getframe()
         while type(frame.f_locals.get("self")).__name__ != "Worker":
             frame = frame.f_back
-        worker = frame.f_locals["self"]
+        status = frame.f_locals["self"].status
 
-        class Watched(type(worker)):  # type: ignore[misc]
+        class Watched(type(status)):  # type: ignore[misc]
             def __setattr__(self, name: str, value: Any) -> None:
                 super().__setattr__(name, value)
-                # The last words of the worker when a call begins, and when bytes have moved.
+                # What the worker sets last when a call begins, and when bytes have moved.
                 if name not in ("last_call", "bytes_done") or (self.rank, self.last_call, self.phase) != moment:
                     return
                 if not min_bytes or (name == "bytes_done" and value >= min_bytes):
                     strike()
 
-        worker.__class__ = Watched
+        status.__class__ = Watched
         return nn.Sequential(*(nn.Linear(width, width) for _ in range(num_layers)))
 
     return build
