@@ -1,4 +1,4 @@
-"""The model as a group of Ray actors: placement, rendezvous, supervision, calls. The only package that imports Ray."""
+"""A model as a group of Ray actors: placement, rendezvous, supervision, calls. Only this package imports Ray."""
 
 from raysharding.group.calls import Call, Handle
 from raysharding.group.cluster import NodeCapacity

@@ -1,4 +1,4 @@
-"""`ShardedModelGroup`: a checkpoint as a resident FSDP2 model on a Ray cluster, and the calls one makes on it."""
+"""`ShardedModelGroup`: a checkpoint as a resident FSDP2 model on a Ray cluster, and the calls on it."""
 
 from __future__ import annotations
 
@@ -77,23 +77,23 @@ _STATUS_S = 2.0
 
 
 class ShardedModelGroup:
-    """A model sharded over one Ray actor per rank. Made by `from_checkpoint`; a context manager.
+    """A model sharded over Ray actors, one actor per rank; made by `from_checkpoint`, and a context manager.
 
     `forward`, `generate`, `train_step`, `forward_backward`, `optim_step`, `zero_grad`, `call`, `state_dict`, `save`,
     `load`, `status` and `shutdown` are handles: `group.forward(...)` blocks and returns the result, and
     `group.forward.remote(...)` returns a `Call`. Calls run in the order of their submission, each under
     `Timeouts.call_s`; `status` and `shutdown` do not queue behind them. When a rank dies, hangs, or raises alone, the
-    call raises a `GroupError`, and later calls raise `GroupBrokenError`. The other ranks are stopped and everything is
-    given back, at once or, where `restart` could go on with what they hold, after `Timeouts.keep_s`.
+    call raises a `GroupError`, and later calls raise `GroupBrokenError`. The other ranks are stopped and all resources
+    are released: at once or, if `restart` could continue with the state of these ranks, after `Timeouts.keep_s`.
 
     Ctrl-C while a call blocks the main thread (`group.x(...)`, `Call.result`, `per_rank`, `stream`) cancels the calls
-    in the queue (`CallCancelledError`), waits for the running one, raises KeyboardInterrupt and leaves the group READY.
-    A second Ctrl-C during that wait stops the ranks. A task that awaits a `Call` is cancelled as asyncio does it: the
-    ranks' call goes on.
+    in the queue (`CallCancelledError`), waits for the running call, raises KeyboardInterrupt and leaves the group
+    READY. A second Ctrl-C during that wait stops the ranks. Cancelling an asyncio task that awaits a `Call` ends the
+    task only: the ranks' call continues.
     """
 
     def __init__(self, running: RunningGroup) -> None:
-        """Not for users: `from_checkpoint` makes groups.
+        """Create a group from loaded ranks. Users call `from_checkpoint`.
 
         Args:
             running: Loaded ranks.
@@ -107,13 +107,13 @@ class ShardedModelGroup:
         self._take(running)
 
     def _take(self, running: RunningGroup) -> None:
-        """Stand for these ranks from now on."""
+        """Replace the ranks of this object with those of `running`."""
         self._parts = running
-        # A call(fn) may set one: after it, the ranks decide.
+        # A call(fn) may set an optimizer: after it, only the ranks know.
         self._may_have_optimizer = running.has_optimizer
         if self._finalizer is not None:
             self._finalizer.detach()
-        # For a group that is dropped without shutdown(). The collector may run in any thread: this does not wait.
+        # For a group that is dropped without shutdown(). Does not wait, since the collector may run in any thread.
         self._finalizer = weakref.finalize(self, self._supervisor.dropped_soon)
         self._finalizer.atexit = False
 
@@ -140,47 +140,50 @@ class ShardedModelGroup:
     ) -> Self:
         """Place a group on the cluster, load a checkpoint into it, and return it READY.
 
-        Calls `ray.init()` where the program has not. Headers and index of the checkpoint are validated before
-        anything is placed. Whatever fails, nothing stays behind on the cluster.
+        Calls `ray.init()` if Ray is not initialized. The headers and the index of the checkpoint are validated before
+        anything is placed. After any failure, nothing stays on the cluster.
 
         Args:
-            checkpoint: A Hugging Face directory, one of LoRA adapters, a `.safetensors` file, an index json, or a URI
-                of one that `pyarrow.fs` takes (`file://`, `s3://`, `gs://`, ...). A path must be visible on a node
-                that holds ranks; rank 0 runs there. A URI is opened by the driver and by the ranks, with the
+            checkpoint: A Hugging Face directory, a directory of LoRA adapters, a `.safetensors` file, an index json, or
+                the URI of one of these that `pyarrow.fs` supports (`file://`, `s3://`, `gs://`, ...). A path must be
+                visible on a node that holds ranks; rank 0 runs there. The driver and the ranks open a URI with the
                 credentials of their environments.
             model: `None`: the class that config.json names; the name of a transformers auto class; or a callable that
-                returns a module, called on every rank with parameters on meta and buffers real.
-            peft_config: A `peft.LoraConfig`: adapters are put into the model before it is sharded, and trained alone;
-                base weights are frozen, and streamed as ever. `save` then writes the adapters alone, as peft does.
-                Default: none, or those of `checkpoint`, where that is a directory of adapters, which names its base.
+                returns a module, called on every rank with parameters on meta and real buffers.
+            peft_config: A `peft.LoraConfig`: adapters are added to the model before it is sharded, and only adapters
+                are trained; base weights are frozen, and streamed as usual. `save` then writes only the adapters, as
+                peft does. Default: no adapters, or those of `checkpoint` if it is a directory of adapters, which names
+                its base.
             world_size: Number of ranks. Default: one per GPU of the cluster.
-            device: Default: `cuda` where the cluster has GPUs, else `cpu`.
-            sharding: How the module is cut. Default `Sharding()`.
-            loading: How the bytes travel. Default `Loading()`.
-            placement: Where the ranks run. Default `Placement()`.
+            device: Device type of the ranks. Default: `cuda` if the cluster has GPUs, else `cpu`.
+            sharding: Options of the sharding. Default `Sharding()`.
+            loading: Options of the load. Default `Loading()`.
+            placement: Options of the ranks' placement. Default `Placement()`.
             timeouts: Deadlines. Default `Timeouts()`.
-            optimizer: Factory of the optimizer, called with the parameters, or a `ParamGroups`; `set_optimizer` sets it
-                later.
-            preflight: Before bytes move, check that versions agree on all nodes, that their interfaces can meet, the
-                process group's first collectives, and free memory. Default yes; `False` where you know better.
-            max_output_bytes: Cap on what one rank sends back for one call, in bytes. Default 2 GiB.
-            name: Lets the group outlive this driver, under a name that `attach` finds it by. It ends by `shutdown()`,
-                with which a `with` block ends, too, or by its lease (`Timeouts.lease_s`); neither when its object is
-                dropped nor when the program exits. Default: no name; the group goes with the driver.
-            max_restarts: How often `fit` restarts a group that broke, and goes on from its last save. Default: never;
-                `fit` raises then.
-            progress: `None`: a bar in a terminal or notebook; `True` or `False`; or a callable that is given bytes
-                done and bytes in all.
+            optimizer: Factory of the optimizer, called with the parameters, or a `ParamGroups`; `set_optimizer` can set
+                it later.
+            preflight: Before bytes move, check that versions agree on all nodes, that the nodes' interfaces can reach
+                each other, the process group's first collectives, and free memory. Default True.
+            max_output_bytes: Cap on the bytes that one rank sends back for one call. Default 2 GiB.
+            name: Name under which the group outlives this driver and `attach` finds it. A named group ends by
+                `shutdown()`, which the end of a `with` block also calls, or by its lease (`Timeouts.lease_s`); it does
+                not end when its object is dropped or the program exits. Default: no name; the group ends with the
+                driver.
+            max_restarts: Largest number of times that `fit` restarts a broken group and continues from its last save.
+                Default 0: `fit` raises.
+            progress: `None`: a bar in a terminal or notebook; `True` or `False`; or a callable that is called with the
+                bytes done and the bytes in total.
 
         Raises:
-            ValueError: A bad argument, or a name that is taken.
+            ValueError: An argument is invalid, or the name is taken.
             CheckpointError: The checkpoint cannot be found or trusted.
-            PlacementError: The cluster has no room (says need against have), or the one that Ray would join is gone.
-            PreflightError: Nodes or links are such that the group cannot work; lists everything that was found.
-            RendezvousError: Ranks did not meet.
-            PlanError: Model and checkpoint do not fit together; lists every mismatch.
+            PlacementError: The cluster lacks resources (the error lists need against have), or the cluster that Ray
+                would join is gone.
+            PreflightError: The group cannot work with the nodes or links; the error lists all findings.
+            RendezvousError: The ranks did not form a process group.
+            PlanError: Model and checkpoint do not fit together; the error lists every mismatch.
             GroupError: A rank died, hung or raised.
-            KeyboardInterrupt: At Ctrl-C, when everything is undone.
+            KeyboardInterrupt: Ctrl-C, after everything is undone.
         """
         spec = GroupSpec(
             checkpoint=os.fspath(checkpoint),
@@ -198,30 +201,31 @@ class ShardedModelGroup:
             preflight=preflight,
             max_restarts=max_restarts,
         )
-        # Nothing is loaded yet that a wait for the next call boundary could save: one Ctrl-C undoes all.
+        # No loaded state exists yet that waiting for the next call boundary could preserve: one Ctrl-C undoes all.
         with UndoOnInterrupt():
             return cls(launch(spec))
 
     @classmethod
     @blocking
     def attach(cls, name: str, *, timeouts: Timeouts | None = None) -> Self:
-        """Give a named group, loaded as it is, to this driver: after a restart of the kernel, say.
+        """Attach this driver to a named group that is loaded, for example after a restart of a notebook kernel.
 
-        Calls `ray.init()` where the program has not; `ray.init(address=...)` names another cluster. A driver that has
-        the group loses it: its calls raise `GroupTakenOverError`. A call that runs still, of a driver that may be dead,
-        runs to its end first, under `Timeouts.call_s`, and its result is dropped.
+        Calls `ray.init()` if Ray is not initialized; call `ray.init(address=...)` first to choose another cluster. A
+        driver that has the group loses it: the calls of that driver raise `GroupTakenOverError`. A call that is still
+        running, of a driver that may be dead, runs to its end first, under `Timeouts.call_s`, and its result is
+        dropped.
 
         Args:
-            name: What `from_checkpoint(name=...)` said.
-            timeouts: Deadlines from now on. Default: those that the group was made with.
+            name: The name that `from_checkpoint(name=...)` was given.
+            timeouts: Deadlines from now on. Default: the deadlines that the group was made with.
 
         Returns:
-            The group, with the weights, the optimizer and the `load_report` that it has.
+            The group, with its current weights, optimizer and `load_report`.
 
         Raises:
-            ValueError: There is no group of that name (lists those that there are), or it is still being made.
+            ValueError: There is no group of that name (the error lists the groups), or it is still being made.
             CallTimeoutError: The earlier driver's call did not end, or ranks do not answer: the group was stopped.
-            GroupBrokenError: Ranks are gone, or the earlier driver's call broke it: the group was stopped.
+            GroupBrokenError: Ranks are gone, or the earlier driver's call broke the group: the group was stopped.
             PlacementError: The cluster that Ray would join is gone.
         """
         return cls(attach(name, timeouts))
@@ -240,10 +244,10 @@ class ShardedModelGroup:
         optimizer: Callable[..., torch.optim.Optimizer] | None = None,
         nodes: Sequence[NodeCapacity] | None = None,
     ) -> GroupPlan:
-        """Work out what a group would hold, and whether it fits; nothing is placed, no actor is started.
+        """Compute the memory that a group would need, and whether it fits; place nothing and start no actor.
 
-        The module is built here, on meta, by the code that the ranks run: a callable `model` is called in this
-        process, and so is `optimizer`, with parameters that have no memory.
+        The module is built in this process, on meta, by the code that the ranks run: a callable `model` is called in
+        this process, and so is `optimizer`, with parameters that have no memory.
 
         Args:
             checkpoint: As for `from_checkpoint`.
@@ -254,16 +258,16 @@ class ShardedModelGroup:
             sharding: As for `from_checkpoint`.
             loading: As for `from_checkpoint`.
             placement: As for `from_checkpoint`.
-            optimizer: With one, gradients and its state are counted.
-            nodes: What to fit into. Default: the nodes of the cluster that this program is connected to or would join,
-                each asked for its free memory by a task that needs no CPU; without a cluster this machine. No cluster
-                is started.
+            optimizer: Factory of the optimizer; if given, gradients and optimizer state are counted.
+            nodes: Nodes that the group must fit on. Default: the nodes of the cluster that this program is connected to
+                or would join, each queried for its free memory by a task that needs no CPU; without a cluster, this
+                machine. No cluster is started.
 
         Returns:
-            The plan; it prints as a table. Activations are left out.
+            The plan; it prints as a table. Activations are not included.
 
         Raises:
-            ValueError: A bad argument.
+            ValueError: An argument is invalid.
             CheckpointError: The checkpoint cannot be found or trusted.
             PlanError: Model and checkpoint do not fit together, or the optimizer's factory raised.
             PlacementError: The cluster that the environment names does not answer.
@@ -285,21 +289,22 @@ class ShardedModelGroup:
         """Run the model on a batch, without gradients and in eval mode.
 
         Args:
-            *args: The model's arguments: `Split` deals rows out, `PerRank` gives one value to each rank, anything else
-                goes to all. A sole `Split` of a mapping, such as a tokenizer's batch, is dealt out as keyword
-                arguments: `forward(Split(batch))`.
+            *args: The model's arguments: `Split` distributes rows, `PerRank` passes one value to each rank, and any
+                other value is passed to all ranks. A sole `Split` of a mapping, such as a tokenizer's batch, is
+                distributed as keyword arguments: `forward(Split(batch))`.
             mode: `"train"` runs the modules in train mode. Default eval.
-            out: What comes back. Default: rows gathered in order where the call has a `Split`, else rank 0's output.
+            out: Form of the result. Default: rows gathered in order if the call has a `Split`, else rank 0's output.
             **kwargs: As `args`.
 
         Returns:
-            The model's output on the CPU; its type is kept. Caches are `None`; a loss is the whole batch's.
+            The model's output on the CPU, of the model's output type. Caches are `None`; a loss is that of the whole
+            batch.
 
         Raises:
-            ValueError: Splits of different sizes, no rows, a tensor beside a `Split` that looks like rows (`Same(x)`
-                says that it is none), ids that the model does not have, values of `PerRank` that would have ranks run
-                different code, or a bad `mode` or `out`.
-            OutputTooLargeError: A rank's output is over `max_output_bytes`.
+            ValueError: Splits have different sizes or no rows; a tensor beside a `Split` looks like rows (`Same(x)`
+                marks a tensor that is not); an id is one that the model does not have; values of `PerRank` would make
+                ranks run different code; or `mode` or `out` is invalid.
+            OutputTooLargeError: A rank's output is larger than `max_output_bytes`.
         """
         check_mode(mode, default="eval")
         check_out(out)
@@ -310,25 +315,26 @@ class ShardedModelGroup:
 
     @handle
     def generate(self, /, *args: Any, mode: Mode = None, out: Out | None = None, **kwargs: Any) -> Call:
-        """Generate token ids, by transformers' own `generate` on every rank with its rows.
+        """Generate token ids by transformers' own `generate`, on every rank for its rows.
 
-        Every token is a forward of all ranks, until the last of them has finished its rows. Greedy and beam search give
-        what one process gives; samples are drawn on each rank, from `torch.manual_seed` of rank 0 on.
+        Each token takes a forward of all ranks, until the last rank has finished its rows. Greedy and beam search
+        return the result of one process; sampling draws on each rank, with seeds derived from `torch.manual_seed` of
+        rank 0.
 
         Args:
             *args: As for `forward`: the prompt, usually `Split(tokenizer(texts, return_tensors="pt"))`.
             mode: As for `forward`.
             out: As for `forward`.
             **kwargs: The arguments of transformers' `generate`: `max_new_tokens=`, `do_sample=`, `generation_config=`.
-                `prefix_allowed_tokens_fn` is given the number of a row among its rank's rows, not the batch's.
+                `prefix_allowed_tokens_fn` receives the index of a row among its rank's rows, not in the batch.
 
         Returns:
-            Ids, int64 [rows, length], prompts first where the model is no encoder-decoder; rows that ended early are
-            padded at the end.
+            Ids, int64 [rows, length], with the prompts first unless the model is an encoder-decoder; rows that ended
+            early are padded at the end.
 
         Raises:
-            ValueError: As for `forward`, or an argument that ranks in step do not have: `streamer`, `assistant_model`,
-                `return_dict_in_generate`, `synced_gpus`.
+            ValueError: As for `forward`, or an argument that ranks in lockstep do not support: `streamer`,
+                `assistant_model`, `return_dict_in_generate`, `synced_gpus`.
             GroupError: The model cannot generate, or raised.
         """
         check_mode(mode, default="eval")
@@ -343,29 +349,30 @@ class ShardedModelGroup:
     def call(self, fn: Callable[..., Any], /, *args: Any, out: Out | None = None, **kwargs: Any) -> Call:
         """Run `fn(*args, **kwargs)` on every rank inside the process group.
 
-        `raysharding.current_worker()` gives module, mesh and optimizer there; the module's parameters are the shards
-        (DTensors), whatever ran before. Ranks must call the same collectives.
+        On a rank, `raysharding.current_worker()` gives access to module, mesh and optimizer; the module's parameters
+        are the shards (DTensors), whatever ran before. All ranks must call the same collectives.
 
-        When it ends, these are as they were: default dtype and device, grad, inference and autocast mode, the working
-        directory. What is set for a process stays: random generators, the number of threads, deterministic algorithms,
-        matmul precision, `torch.backends`, the environment. Signal handlers cannot be set: it is not the main thread.
+        When `fn` ends, these are restored: default dtype and device, grad, inference and autocast mode, the working
+        directory. Settings of the process stay: random generators, the number of threads, deterministic algorithms,
+        matmul precision, `torch.backends`, the environment. `fn` cannot set signal handlers, since it does not run on
+        the main thread.
 
         Args:
             fn: A function that pickles.
-            *args: Its arguments, dealt out as for `forward`, but that `fn` gets a mapping as it is.
+            *args: Arguments of `fn`, distributed as for `forward`, except that `fn` gets a mapping unchanged.
             out: `Out.rank0()`, `Out.per_rank()`, `Out.refs()` or `Out.none()`, as for `forward`.
             **kwargs: As `args`.
 
         Returns:
-            A list of what each rank returned, by rank; `None` for a rank that had no rows of a `Split`, only a dummy.
+            A list of the ranks' return values, by rank; `None` for a rank that had no rows of a `Split`, only a dummy.
 
         Raises:
             TypeError: `fn` or an argument cannot be pickled.
             ValueError: As for `forward`, or `out=Out.gather()`.
-            GroupError: `fn` raised, destroyed the ranks' process group, or returned what cannot be pickled. Where it
-                raised on any rank, all ranks drop their gradients. The group stays READY unless other ranks wait for
-                one that raised, or have changed weights or begun collectives that it has not.
-            OutputTooLargeError: A rank's value is over `max_output_bytes`.
+            GroupError: `fn` raised, destroyed the ranks' process group, or returned a value that cannot be pickled. If
+                `fn` raised on any rank, all ranks drop their gradients. The group stays READY unless other ranks wait
+                for a rank that raised, or have changed weights or begun collectives that this rank has not.
+            OutputTooLargeError: A rank's value is larger than `max_output_bytes`.
         """
         check_out(out)
         batches = deal(args, kwargs, self.world_size, positions=positions_of(fn))
@@ -389,27 +396,28 @@ class ShardedModelGroup:
 
         Args:
             *args: The model's arguments, as for `forward`.
-            loss: `loss(output, *args, **kwargs)` → a mean, or (sum, count). Default: the output's own `.loss`. To find
-                out what it adds up by, the first step also runs it on parts of the batch and on labels that the batch
-                does not have: masked by -100 (maps: by 255), or of one of its classes. No weights change then.
+            loss: `loss(output, *args, **kwargs)` → a mean, or (sum, count). Default: the output's own `.loss`. To
+                determine how `loss` is reduced over a batch, the first step also runs it on parts of the batch and on
+                labels that the batch does not have: masked by -100 (maps: by 255), or of one of its classes. These runs
+                change no weights.
             max_grad_norm: Clip gradients to this global norm. Default: no clipping.
-            mode: `"eval"` trains with the modules in eval mode: no drop-out, BatchNorm's stored statistics. Default
-                train.
-            gradient_accumulation_steps: Parts that each rank takes its rows in, one after the other, for less memory;
-                the update is that of all rows at once, and gradients are reduced once. Between the parts each rank
-                holds full, unsharded gradients. Default 1.
+            mode: `"eval"` trains with the modules in eval mode: no dropout, BatchNorm with its stored statistics.
+                Default train.
+            gradient_accumulation_steps: Number of parts in which each rank processes its rows, one after the other, to
+                save memory; the update is that of all rows at once, and gradients are reduced once. Between the parts
+                each rank holds full, unsharded gradients. Default 1.
             **kwargs: As `args`.
 
         Returns:
             `{"loss": float, "grad_norm": float}`; `grad_norm` is the norm before clipping.
 
         Raises:
-            EmptyBatchError: Nothing counts in the batch, so no update was taken; `fit` skips such a batch. The group is
+            EmptyBatchError: Nothing in the batch counts, so no update was taken; `fit` skips such a batch. The group is
                 READY.
-            GroupError: The model or the loss raised, or the loss is NaN or infinite in the first step with it.
-            ValueError: No optimizer is set, the batch is not valid, or a bad `mode` or number. After a `call`, whose
-                function may have set the optimizer, only the ranks know whether there is one: then a `GroupError` says
-                so.
+            GroupError: The model or the loss raised, or the loss is NaN or infinite in the first step with this loss.
+            ValueError: No optimizer is set, the batch is not valid, or `mode` or a number is invalid. After a `call`,
+                whose function may have set the optimizer, only the ranks know whether there is one: a missing optimizer
+                then raises a `GroupError`.
         """
         self._require_optimizer("train_step")
         check_mode(mode, default="train")
@@ -432,23 +440,23 @@ class ShardedModelGroup:
     ) -> Call:
         """Add a batch's gradients to those since the last update.
 
-        The update that `optim_step` takes then is that of one process on the rows of all these batches at once, each
-        weighed by what counts in it. The first call after an update drops the gradients of before.
+        `optim_step` then takes the update of one process on the rows of all these batches at once; each batch has the
+        weight of what counts in it. The first call after an update drops the gradients from before the update.
 
         Args:
             *args: The model's arguments, as for `forward`.
             loss: As for `train_step`.
             mode: As for `train_step`.
-            sync: Whether to reduce the gradients over the ranks, those of earlier calls with them. The last call before
-                `optim_step` has to; without it the others save traffic, and each rank holds full, unsharded gradients.
-                Default yes.
+            sync: True to reduce the gradients over the ranks, including the gradients of earlier calls. The last call
+                before `optim_step` must do so; `False` in the other calls saves traffic, and each rank then holds full,
+                unsharded gradients. Default True.
             **kwargs: As `args`.
 
         Returns:
-            `{"loss": float}` of this batch; NaN where nothing counts in it, which then adds nothing.
+            `{"loss": float}` of this batch; NaN if nothing in the batch counts, in which case the batch adds nothing.
 
         Raises:
-            ValueError: The batch is not valid, or a bad `mode`.
+            ValueError: The batch is not valid, or `mode` is invalid.
             GroupError: The model or the loss raised: the gradients of all calls since the last update are dropped.
         """
         check_mode(mode, default="train")
@@ -466,7 +474,7 @@ class ShardedModelGroup:
 
         Returns:
             `{"loss": float, "grad_norm": float}`: the loss over the rows of all batches, and the norm before clipping.
-            No `loss` where the gradients are those of a `call(fn)` that ran a backward of its own.
+            There is no `loss` if the gradients come from a `call(fn)` that ran its own backward.
 
         Raises:
             ValueError: No optimizer is set, as for `train_step`, or `max_grad_norm` is not positive.
@@ -480,21 +488,21 @@ class ShardedModelGroup:
 
     @handle
     def zero_grad(self) -> Call:
-        """Drop the gradients since the last update: give up what `forward_backward` has added up."""
+        """Drop the gradients since the last update, which `forward_backward` has accumulated."""
         return self._client.submit_same("zero_grad", check=self._unless_fit("zero_grad")).keep_alive(self)
 
     @handle
     def clip_grad_norm_(self, max_norm: float | None, norm_type: float = 2.0) -> Call:
         """Scale all gradients so that their global norm is at most `max_norm`.
 
-        For gradients that a `call(fn)` left; `train_step(max_grad_norm=...)` clips its own.
+        Use it for gradients that a `call(fn)` left; `train_step(max_grad_norm=...)` clips its own gradients.
 
         Args:
-            max_norm: Upper bound; `None` only measures.
+            max_norm: Upper bound; `None` only measures the norm.
             norm_type: p of the p-norm, above 0; `inf` for the largest magnitude.
 
         Returns:
-            The norm before clipping, that of one process, as a float.
+            The norm before clipping, equal to that of one process, as a float.
 
         Raises:
             ValueError: `norm_type` is not positive, or `max_norm` negative or NaN.
@@ -509,11 +517,11 @@ class ShardedModelGroup:
         Args:
             factory: An optimizer class, a callable that takes the parameters and returns an optimizer, a
                 `ParamGroups`, for hyperparameters by the names of parameters, or a `Scheduled`.
-            **kwargs: Given to `factory` after the parameters.
+            **kwargs: Passed to `factory` after the parameters.
 
         Raises:
-            ValueError: Not a factory.
-            TypeError: It cannot be pickled.
+            ValueError: `factory` is not a factory.
+            TypeError: `factory` cannot be pickled.
         """
         check_optimizer(factory)
         check = self._unless_fit("set_optimizer")
@@ -524,19 +532,19 @@ class ShardedModelGroup:
 
     @blocking
     def set_scheduler(self, schedule: Schedule, **kwargs: Any) -> None:
-        """Give the optimizer a learning-rate schedule, which takes a step with every update; blocks.
+        """Set a learning-rate schedule, which takes a step with every update of the optimizer; blocks.
 
-        It is saved, loaded, copied and made anew with the optimizer; `train_step` and `optim_step` say the `lr` of
-        their update then. `optimizer=Scheduled(...)` gives one from the start.
+        The schedule is saved, loaded, copied and made again together with the optimizer; `train_step` and `optim_step`
+        then also return the `lr` of their update. `optimizer=Scheduled(...)` sets a schedule from the start.
 
         Args:
             schedule: A class of `torch.optim.lr_scheduler`, or a callable that takes the optimizer and returns one.
-            **kwargs: Given to `schedule` after the optimizer.
+            **kwargs: Passed to `schedule` after the optimizer.
 
         Raises:
-            ValueError: No optimizer is set, or no schedule was given.
-            TypeError: It cannot be pickled.
-            GroupError: It cannot be made; the group is READY, with the schedule that it had.
+            ValueError: No optimizer is set, or `schedule` is not a schedule.
+            TypeError: `schedule` cannot be pickled.
+            GroupError: The schedule cannot be made; the group is READY, with its earlier schedule.
         """
         self._require_optimizer("set_scheduler")
         check_schedule(schedule)
@@ -550,7 +558,7 @@ class ShardedModelGroup:
             raise ValueError(f"{method} needs an optimizer: call group.set_optimizer(torch.optim.AdamW, lr=...) first")
 
     def _deal(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[RankBatch]:
-        """Deal a batch out, and refuse one that some ranks could not compute while others wait for them."""
+        """Distribute a batch, and refuse a batch that some ranks could not compute while others wait for them."""
         args, kwargs = by_name(args, kwargs)
         bounds = self._running.bounds
         batches = deal(args, kwargs, self.world_size, positions=bounds.positions)
@@ -585,74 +593,79 @@ class ShardedModelGroup:
     ) -> FitReport:
         """Train over data: each rank reads its own rows, and the steps are those that one process would take.
 
-        What a step is fed depends on data, batch size and seed, and not on the number of ranks. Ctrl-C ends the run
-        after the steps under way (those of half a second), with the group READY; `resume=True` goes on from there. A
-        group that breaks is restarted up to `max_restarts` times (see `from_checkpoint`); the run goes on from its last
-        save, or its beginning, which is saved first where no file holds it; random generators go back with it.
+        The rows of a step depend on data, batch size and seed, but not on the number of ranks. Ctrl-C ends the run
+        after the steps in progress (half a second of steps), with the group READY; `resume=True` continues from there.
+        A group that breaks is restarted up to `max_restarts` times (see `from_checkpoint`). After a restart the run
+        continues from its last save, or from its beginning, which is saved first if no file holds it; random generators
+        are reset to the same point.
 
-        One `fit` runs on a group at a time. Meanwhile other threads and `callbacks` may call what leaves the model as
-        it is (`forward`, `generate`, `evaluate`, `state_dict`, `save`, `status` and the like): it runs between two
-        steps, in the order of submission, and so does a `call`, whatever its function changes. What would change the
-        model (another `fit`, `train_step`, `forward_backward`, `optim_step`, `zero_grad`, `set_optimizer`,
-        `set_scheduler`, `load`, `restart`) is refused by a `GroupError`, and the run goes on. `interrupt` ends it after
-        the steps under way, by `CallCancelledError`; `shutdown` ends it with the group.
+        One `fit` runs on a group at a time. During a `fit`, other threads and `callbacks` may call methods that do not
+        change the model (`forward`, `generate`, `evaluate`, `state_dict`, `save`, `status` and the like): such a call
+        runs between two steps, in the order of submission, and so does a `call`, whatever its function changes. Methods
+        that change the model (another `fit`, `train_step`, `forward_backward`, `optim_step`, `zero_grad`,
+        `set_optimizer`, `set_scheduler`, `load`, `restart`) raise a `GroupError`, and the run continues. `interrupt`
+        ends the run after the steps in progress, by a `CallCancelledError`; `shutdown` ends the run with the group.
 
         Args:
             data: A `ray.data.Dataset`, whose blocks are computed once, in the object store; a Parquet file or a
-                directory of them, as a path or URI that all ranks' nodes read; a list of rows, or anything with `len`
-                and `[number]`; a mapping of names to columns; an iterable that pickles, or a function that returns one,
-                which every rank runs through. A row is usually a mapping of names to numbers, lists or tensors.
-            batch_size: Rows of a step, all ranks together. The last step of an epoch has what is left.
-            epochs: How often the data is gone through.
-            max_steps: Steps after which the run ends, those before a resume with them. Default: no such end.
-            shuffle: Whether rows come in a random order, which differs from epoch to epoch: single rows of a list; of
-                Parquet files and datasets row groups or blocks, their rows in windows of 512, and every batch holds
-                rows of as many places as it has. Not for an iterable.
-            seed: Of that order.
+                directory of Parquet files, as a path or URI that all ranks' nodes can read; a list of rows, or any
+                object with `len` and `[number]`; a mapping of names to columns; an iterable that pickles, or a function
+                that returns one, which every rank iterates over completely. A row is usually a mapping of names to
+                numbers, lists or tensors.
+            batch_size: Rows of a step, over all ranks. The last step of an epoch has the remaining rows.
+            epochs: Number of passes over the data.
+            max_steps: Number of steps after which the run ends, including steps before a resume. Default: no limit.
+            shuffle: True for a random order of the rows, which differs from epoch to epoch. In a list, single rows are
+                shuffled; in Parquet files and datasets, row groups or blocks are shuffled and their rows are shuffled
+                in windows of 512, and every batch holds rows of as many places as it has rows. Not available for an
+                iterable.
+            seed: Seed of the random order.
             columns: Columns of Parquet files or datasets to read. Default: all.
             collate: Makes a batch of a list of rows: a mapping of the model's keyword arguments, a tuple of its
-                positional ones, or one tensor; transformers' data collators do. It runs between the steps. Default:
-                rows are stacked column by column.
+                positional arguments, or one tensor, as transformers' data collators do. `collate` runs between the
+                steps. Default: rows are stacked column by column.
             loss: As for `train_step`.
             max_grad_norm: As for `train_step`.
-            gradient_accumulation_steps: As for `train_step`: parts that a batch is taken in.
-            on_empty: What becomes of a batch in which nothing counts, because all its labels are masked. `"skip"`: all
-                ranks leave it out alike; it takes its number and its place in the data, optimizer and schedule take no
-                step, its `loss` and `grad_norm` are NaN in the report, whose `skipped` has its number, and a warning
-                says so once. `"raise"`: it ends the run with an `EmptyBatchError`. Default skip.
-            prefetch: Batches that each rank reads ahead; two at least where `collate` is not given.
-            save_to: Directory or URI of saves, `step-<number>` each, as for `save`. Default:
-                nothing is saved. It may hold saves of the same run, and no others.
-            save_every: Steps between two saves; one more comes at the end. Default: only that.
-            keep_last: Saves that are kept; older ones are removed. Default: all.
-            async_save: Write saves in the background, while the ranks train on; see `save`. Default no.
-            resume: Go on where the last run stands: in this group, or in the save that it was made from.
-            callbacks: Each is given a `FitStep` for every step, in the thread of `fit`, which hears of quick steps many
-                at a time: the ranks, and what a callback asks of them, stand after the last of those. They take no
-                steps meanwhile. What a callback raises ends the run, with the group READY, and `fit` raises it; where a
-                call of the callback broke the group, that is like a step that did. One with a `close` method is closed
-                at the end.
-            progress: Whether to show a bar. Default: in a terminal or notebook.
+            gradient_accumulation_steps: As for `train_step`: number of parts in which a batch is processed.
+            on_empty: Action on a batch in which nothing counts, because all its labels are masked. `"skip"`: all ranks
+                skip the batch; it keeps its step number and its position in the data, optimizer and schedule take no
+                step, its `loss` and `grad_norm` are NaN in the report, its number is in the report's `skipped`, and one
+                warning is issued for all such batches. `"raise"`: the run ends with an `EmptyBatchError`. Default skip.
+            prefetch: Number of batches that each rank reads ahead; at least two if `collate` is not given.
+            save_to: Directory or URI of the saves `step-<number>`, as for `save`. It may hold saves of the same run,
+                but of no other run. Default: nothing is saved.
+            save_every: Number of steps between two saves; one more save is made at the end. Default: only the save at
+                the end.
+            keep_last: Number of saves to keep; older ones are removed. Default: all.
+            async_save: Write saves in the background, while the ranks continue training; see `save`. Default False.
+            resume: Continue where the last run ended: in this group, or in the save that the group was made from.
+            callbacks: Callables that receive a `FitStep` for every step, on the thread of `fit`. Quick steps are
+                reported many at a time: the ranks, and every call that a callback makes on them, are at the state after
+                the last of these steps. The ranks take no steps during a callback. An error that a callback raises ends
+                the run, with the group READY, and `fit` raises it; if a call of the callback broke the group, the run
+                handles it like a step that broke the group. If a callback has a `close` method, the method is called at
+                the end.
+            progress: True to show a bar. Default: in a terminal or notebook.
 
         Returns:
-            What became of it: losses, rates, restarts, the last save.
+            The report of the run: losses, rates, restarts, the last save.
 
         Raises:
-            ValueError: A bad argument, no optimizer, or `resume=True` where there is nothing to go on with.
-            TypeError: `data` is none, or does not pickle.
-            DataError: The data cannot be read, has no rows, or is not what a resumed run was fed before. The group is
-                READY.
-            CheckpointError: A save failed, in the background too (no later call raises that again), or `save_to` holds
+            ValueError: An argument is invalid, there is no optimizer, or there is nothing to resume for `resume=True`.
+            TypeError: `data` is not data, or does not pickle.
+            DataError: The data cannot be read, has no rows, or differs from the data of the run that is resumed. The
+                group is READY.
+            CheckpointError: A save failed, also in the background (no later call raises that again), or `save_to` holds
                 the saves of another run.
             CallCancelledError: `interrupt` ended the run.
-            GroupError: Ranks failed, more often than `max_restarts` allows; or another `fit` runs on the group.
+            GroupError: Ranks failed more often than `max_restarts` allows, or another `fit` runs on the group.
         """
         self._require_optimizer("fit")
         check_max_grad_norm(max_grad_norm)
         with self._fits.running(self.name):
-            found = self._dataset(data, columns, collate)
+            dataset = self._dataset(data, columns, collate)
             data_plan = DataPlan(
-                source=found.source,
+                source=dataset.source,
                 batch_size=batch_size,
                 epochs=epochs,
                 max_steps=max_steps,
@@ -670,7 +683,7 @@ class ShardedModelGroup:
                 self,
                 lambda: self._client,
                 plan,
-                found,
+                dataset,
                 options,
                 self._fits,
                 self._restart,
@@ -696,29 +709,30 @@ class ShardedModelGroup:
 
         Args:
             data: As for `fit`.
-            batch_size: Rows of a forward, all ranks together.
-            metrics: Name → `metric(output, ...)`, which takes of the batch's arguments those that it names, and returns
-                (sum, count) over its rows: the value is the sum of all sums by that of all counts. Runs on the ranks.
+            batch_size: Rows of a forward, over all ranks.
+            metrics: Name → `metric(output, ...)`, which receives the arguments of the batch that its signature names,
+                and returns (sum, count) over its rows: the value is the sum of all sums divided by the sum of all
+                counts. Metrics run on the ranks.
             loss: As for `train_step`.
-            with_loss: Whether to compute the loss; without it rows need no labels. Default yes.
-            max_steps: Batches after which to end. Default: all.
+            with_loss: True to compute the loss; without it rows need no labels. Default True.
+            max_steps: Number of batches after which to end. Default: all.
             columns: As for `fit`.
             collate: As for `fit`.
             prefetch: As for `fit`.
 
         Returns:
-            `{"loss": float, <metric>: float, ..., "num_rows": float}`; NaN where nothing counted in any batch: one in
+            `{"loss": float, <metric>: float, ..., "num_rows": float}`; NaN if nothing counted in any batch. A batch in
             which nothing counts adds nothing to the loss.
 
         Raises:
-            ValueError: A bad argument.
-            TypeError: `data` is none, or does not pickle.
+            ValueError: An argument is invalid.
+            TypeError: `data` is not data, or does not pickle.
             DataError: The data cannot be read, or has no rows. The group is READY.
             GroupError: The model or a metric raised, or ranks failed.
         """
-        found, members = self._dataset(data, columns, collate), self._client.members
+        dataset, members = self._dataset(data, columns, collate), self._client.members
         data_plan = DataPlan(
-            source=found.source,
+            source=dataset.source,
             batch_size=batch_size,
             max_steps=max_steps,
             collate=collate,
@@ -727,13 +741,13 @@ class ShardedModelGroup:
         )
         plan = EvaluationPlan(data_plan, loss, with_loss, dict(metrics or {}))
         last = LastValue()
-        found.pin(members)
+        dataset.pin(members)
         call = self._client.submit_same("evaluate", plan, keep_step=last.keep, collect=Collect(last.collect))
-        call.when_done(lambda _: found.unpin(members))
+        call.when_done(lambda _: dataset.unpin(members))
         return call.keep_alive(self)
 
     def _dataset(self, data: Any, columns: Sequence[str] | None, collate: Collate | None) -> DatasetHandle:
-        # A collate function may make anything of a column; without one it is the argument of its name.
+        # A collate function may transform a column; without one, a column is the model argument of the same name.
         whole = self._running.bounds.num_ids if collate is None else ()
         return dataset_handle(data, columns, self._client.timeouts.load_stall_s, whole)
 
@@ -750,39 +764,41 @@ class ShardedModelGroup:
         """Save the model as a standard Hugging Face directory; each rank writes its own part.
 
         Args:
-            path: Directory to make, on a file system that all ranks' nodes share; or a URI that `pyarrow.fs` takes
-                (`s3://`, `gs://`, ...), to which each rank writes with the credentials of its environment; one save at
-                a time.
-            overwrite: Replace a save that is there. It stays whole until the new one is; in an object store, which has
-                no rename, it is removed first. What no save wrote (a model card, `checkpoint-500/`) stays.
-            optimizer: Also the optimizer's state, where one is set: in the folder `optimizer`, for `load` and for
-                `from_checkpoint(..., optimizer=...)` at any world size; and beside it random generators and, of a
-                `fit`, the position in the data. Default yes. While `fit` runs, a restart goes back to no save without.
-            keep_last: Of the saves beside this one whose names differ in the last number alone (`step-100`), how many
-                stay, this one with them; older ones are removed, but for what no save wrote. Default: all.
+            path: Directory to create, on a file system that all ranks' nodes share; or a URI that `pyarrow.fs` supports
+                (`s3://`, `gs://`, ...), to which each rank writes with the credentials of its environment. Only one
+                save may write to a URI at a time.
+            overwrite: Replace an existing save. The existing save stays complete until the new one is; in an object
+                store, which has no rename, it is removed first. Files that no save wrote (a model card,
+                `checkpoint-500/`) stay.
+            optimizer: Also save the optimizer's state, if an optimizer is set, in the folder `optimizer`, for `load`
+                and for `from_checkpoint(..., optimizer=...)` at any world size. Beside that folder the save then holds
+                the random generators and, during a `fit`, the position in the data. Default True. While `fit` runs, a
+                restart does not go back to a save without the optimizer's state.
+            keep_last: Number of saves to keep, including this one, among the saves beside it whose names differ only in
+                the last number (`step-100`); older ones are removed, except for files that no save wrote. Default: all.
             async_save: Return as soon as each rank has copied its shards to host memory, and write in the background:
-                the model may be trained on meanwhile. One save at a time: the next waits for it. What it fails of is
-                raised by the next call of the group, once; what others have failed of by then is noted on it.
-                `wait_for_save` and `shutdown` wait for it. Default no.
+                training may continue during the write. One save is written at a time; the next save waits for it. The
+                next call of the group raises the save's failure, once, with failures of other saves as notes.
+                `wait_for_save` and `shutdown` wait for the save. Default False.
 
         Returns:
-            A `SaveReport`; `None` for one in the background.
+            A `SaveReport`; `None` for a background save.
 
         Raises:
-            ValueError: A bad `keep_last`.
-            CheckpointError: The directory exists, is a mount point, holds what no save could carry over (lists it), or
-                cannot be written.
+            ValueError: `keep_last` is invalid.
+            CheckpointError: The directory exists, is a mount point, holds files that no save could carry over (the
+                error lists them), or cannot be written.
         """
         target = normal_path(os.fspath(path))
         stall_s = self._client.timeouts.load_stall_s
-        Destination(target, overwrite, keep_last)  # refuses what is wrong
+        Destination(target, overwrite, keep_last)  # refuses invalid arguments
         collect = Collect(lambda _: None) if async_save else collect_rank0
-        # A run that a restart took back to weights alone would go on from another step with them.
+        # After a restart from a save of weights alone, a run would continue with these weights from another step.
         save = self._running.files.begin_save(target, is_origin=optimizer or not self._fits.is_running)
         what = (target, overwrite, optimizer, keep_last, async_save, save.token)
         call = self._client.submit_same("save", *what, deadline_s=stall_s, watch=True, collect=collect)
         if async_save:
-            self._update_record()  # another driver may be the one to ask how it ended
+            self._update_record()  # another driver may have to determine how the save ended
             self._follow(save, call)
         else:
             call.when_done(partial(self._note_saved, weakref.ref(self), save))
@@ -793,16 +809,17 @@ class ShardedModelGroup:
         """Load another checkpoint of the same model into the group, in place.
 
         Args:
-            path: A directory, file, index json or URI, as for `from_checkpoint`, that rank 0's node can read. A save
-                of ours with an optimizer's state brings that back, too, where an optimizer is set.
+            path: A directory, file, index json or URI, as for `from_checkpoint`, that rank 0's node can read. If the
+                path is a save of this library with an optimizer's state, and an optimizer is set, that state is loaded
+                as well.
 
         Returns:
             The `LoadReport` of the weights.
 
         Raises:
-            CheckpointError: It cannot be found or trusted.
-            PlanError: It does not fit: the group is READY, with the weights and the optimizer that it had.
-            GroupError: A rank died, hung or raised after bytes had moved: what was there is overwritten in part.
+            CheckpointError: The checkpoint cannot be found or trusted.
+            PlanError: The checkpoint does not fit: the group is READY, with its earlier weights and optimizer.
+            GroupError: A rank died, hung or raised after bytes had moved: the earlier state is overwritten in part.
         """
         target = normal_path(os.fspath(path))
         stall_s = self._client.timeouts.load_stall_s
@@ -819,7 +836,7 @@ class ShardedModelGroup:
             keys: FQNs to gather, or one FQN. Default: all.
 
         Returns:
-            FQN → full CPU tensor, tied names included. The driver holds all of them; no rank does.
+            FQN → full CPU tensor, including tied names. The driver holds all full tensors; no rank does.
 
         Raises:
             GroupError: The model has no tensor of that name; the group stays READY.
@@ -832,25 +849,25 @@ class ShardedModelGroup:
     @driver_handle
     @blocking
     def wait_for_save(self, stall_s: float | None = None) -> None:
-        """Wait until the saves that `save(async_save=True)` has begun are committed; at once where there are none.
+        """Wait until the saves that `save(async_save=True)` began are committed; return at once without such saves.
 
         Args:
             stall_s: Longest time without a byte written. Default: `Timeouts.load_stall_s`.
 
         Raises:
-            CheckpointError: One failed: what was at its place is untouched.
-            GroupError: One was lost with its ranks.
-            TimeoutError: Nothing was written for so long; they go on.
+            CheckpointError: A save failed: the files that were at its path before are untouched.
+            GroupError: A save was lost with its ranks.
+            TimeoutError: Nothing was written for `stall_s`; the saves continue.
         """
         self._client.pending.wait(self._client.timeouts.load_stall_s if stall_s is None else stall_s)
 
     @property
     def saves(self) -> tuple[str, ...]:
-        """Paths of the saves that were committed, in that order, those in the background with them."""
+        """Paths of the committed saves, including background saves, in the order in which they were committed."""
         return tuple(self._running.files.saves)
 
     def _follow(self, save: BegunSave, call: Call) -> None:
-        """Hear how a save in the background ends."""
+        """Follow a background save to its end."""
         group = weakref.ref(self)
         actor, supervisor = self._client.members[0].actor, self._supervisor
 
@@ -858,25 +875,25 @@ class ShardedModelGroup:
             return actor.save_status.remote(number)
 
         def why_lost() -> str:
-            if not ray.is_initialized():  # what it is asked would start another one
+            if not ray.is_initialized():  # a remote call would start another Ray
                 return "Ray was shut down under the group"
             if supervisor.state is GroupState.CLOSED:
                 return "the group was shut down"
             cause = supervisor.status.cause
-            # Kept ranks may write on; one that is restarted in place says itself how it went.
+            # Ranks that are kept may continue writing; ranks that are restarted in place report the outcome themselves.
             return "" if cause is None or supervisor.survivors.is_kept else str(cause).partition("\n")[0]
 
         def saved() -> None:
-            left = group()
-            if left is not None:
-                left._running.files.committed(save)
-                left._update_record()
+            owner = group()
+            if owner is not None:
+                owner._running.files.committed(save)
+                owner._update_record()
 
         self._client.pending.begin(save, call, Asking(ask, why_lost, saved))
 
     @staticmethod
     def _note_saved(group: weakref.ref[ShardedModelGroup], save: BegunSave, call: Call) -> None:
-        """Remember the files of a save that went well."""
+        """Record the files of a save that succeeded."""
         owner = group()
         if owner is not None and call.succeeded():
             owner._running.files.committed(save)
@@ -884,7 +901,7 @@ class ShardedModelGroup:
 
     @staticmethod
     def _note_loaded(group: weakref.ref[ShardedModelGroup], path: str, number: int, call: Call) -> None:
-        """Remember the files of a load that went well."""
+        """Record the files of a load that succeeded."""
         owner = group()
         if owner is not None and call.succeeded():
             owner._running.files.loaded(path, number)
@@ -892,7 +909,7 @@ class ShardedModelGroup:
 
     @property
     def _running(self) -> RunningGroup:
-        """The group's running parts, which all that it does begins with."""
+        """The group's running parts; raises in a forked child, since every method of the group begins here."""
         refuse_in_fork(self._parts.client.supervisor.name)
         return self._parts
 
@@ -906,7 +923,7 @@ class ShardedModelGroup:
 
     @property
     def name(self) -> str:
-        """What errors call the group."""
+        """The group's name in errors."""
         return self._supervisor.name
 
     @property
@@ -921,29 +938,29 @@ class ShardedModelGroup:
 
     @property
     def state(self) -> GroupState:
-        """The group's state now."""
+        """The current state of the group."""
         return self._supervisor.state
 
     @property
     def load_report(self) -> LoadReport:
-        """Figures of the load that made the group; `load` returns its own."""
+        """Report of the load that made the group; `load` returns a report of its own."""
         report = self._running.load_report
         assert report is not None, "the group is loaded"
         return report
 
     @property
     def preflight_report(self) -> PreflightReport | None:
-        """What was seen of nodes and links before the load; `None` under `preflight=False`."""
+        """Report of the checks of nodes and links before the load; `None` with `preflight=False`."""
         return self._running.preflight_report
 
     @driver_handle
     @blocking
     def status(self) -> dict[str, Any]:
-        """Ask every rank what it is doing and what memory it holds; ranks answer while they work.
+        """Probe every rank for its activity and its memory; ranks answer while they work.
 
         Returns:
-            `state`, `cause` (what broke the group, or `None`), and `ranks`: one dict per rank with where it runs,
-            `answers` (`False` where it said nothing within 2 s), and what `Worker.status` says.
+            `name`, `state`, `cause` (what broke the group, or `None`), and `ranks`: one dict per rank with where the
+            rank runs, `answers` (`False` if the rank did not answer within 2 s), and the items of `Worker.status`.
         """
         cause = self._supervisor.status.cause
         return {
@@ -955,39 +972,42 @@ class ShardedModelGroup:
 
     @blocking
     def memory_summary(self) -> str:
-        """Return a table of the memory that each rank holds."""
+        """Return a table of the memory that each rank holds, in MiB."""
         self._supervisor.status.refuse_if_unusable()
         return memory_table(self._ask_status())
 
     @driver_handle
     @blocking
     def restart(self, checkpoint: str | os.PathLike[str] | None = None, world_size: int | None = None) -> RestartReport:
-        """Make a broken group whole again; this object and its handles go on to work.
+        """Restart a broken group; this object and its handles remain usable.
 
-        Where every rank is alive and none was changed in part (one raised while others waited for it, or all wait for
-        each other), the ranks meet in a new process group around the shards and the optimizer that they hold: nothing
-        is lost or read. Where ranks died or hang, and others hold every shard (`Sharding(replicate_size=)`, one model
-        among those that are left), new ranks take the lost ones' places and copy weights, buffers, modes and optimizer
-        from their replicas; no file is read either. Random generators of new ranks begin anew, and hooks that a `call`
-        registered are not there. Both on CPUs only: an aborted NCCL collective may have left
-        anything. Else new ranks are placed on what nodes there are, and load the last `save` of this group that
-        is whole in its files, whether the driver has heard of it or not, or what was loaded since, or the checkpoint
-        that it was made from, with the optimizer's state where that save holds it. What its killed saves have left is
-        removed.
+        There are three kinds of restart:
+
+        1. If every rank is alive and no rank was changed in part (a rank raised while others waited for it, or all
+           ranks wait for each other), the ranks form a new process group around their shards and optimizer: nothing is
+           lost, and no file is read. CPU ranks only: an aborted NCCL collective may have left any state.
+        2. If ranks died or hang and the survivors hold every shard (`Sharding(replicate_size=)`, one model among the
+           survivors), new ranks replace the lost ones and copy weights, buffers, modes and optimizer from their
+           replicas; no file is read either. The random generators of new ranks are fresh, and hooks that a `call`
+           registered are missing on them. CPU ranks only, for the same reason.
+        3. Otherwise new ranks are placed on the available nodes. They load the newest of: the last `save` of this group
+           that is complete in its files, whether or not the driver knows its outcome; the last checkpoint that was
+           loaded; the checkpoint that the group was made from. They also load the optimizer's state if the save holds
+           it. Files that killed saves of the group left behind are removed.
 
         Args:
-            checkpoint: Load this one instead, also where nothing is lost.
+            checkpoint: Checkpoint to load instead, even if nothing is lost.
             world_size: Number of ranks from now on. Default: as before.
 
         Returns:
-            How it was done, why so, and how long it took.
+            The report: the kind of restart, the reason for it, and its duration.
 
         Raises:
             ValueError: The group is READY and neither argument is given: there is nothing to restart.
-            GroupError: `fit` runs on the group: it restarts it itself, `max_restarts` times.
+            GroupError: `fit` runs on the group and restarts it itself, up to `max_restarts` times.
             GroupTakenOverError: Another driver has the group.
-            PlacementError: The cluster has no room any more: try fewer ranks. The group stays BROKEN.
-            CheckpointError: What it would load is gone or not valid. The group stays BROKEN.
+            PlacementError: The cluster no longer has the resources: try fewer ranks. The group stays BROKEN.
+            CheckpointError: The checkpoint to load is gone or not valid. The group stays BROKEN.
             GroupError: As for `from_checkpoint`.
         """
         self._unless_fit("restart")()
@@ -996,7 +1016,7 @@ class ShardedModelGroup:
     def _restart(
         self, checkpoint: str | os.PathLike[str] | None = None, world_size: int | None = None
     ) -> RestartReport:
-        # One after the other: who comes second finds the group READY. Bounded by the deadlines of what runs inside.
+        # Restarts run one after the other: a second caller finds the group READY. Inner deadlines bound the wait.
         with self._restarting:
             running, report = restart(
                 self._running,
@@ -1015,11 +1035,12 @@ class ShardedModelGroup:
 
     @blocking
     def stacks(self) -> dict[int, str]:
-        """Ask every rank for the Python stacks of its threads, while it works; takes 2 s at most.
+        """Return the Python stacks of every rank's threads, while the ranks work; takes 2 s at most.
 
         Returns:
-            Rank → stacks, the work thread's first. Of a rank that does not answer: that, what state the kernel says its
-            process is in, and its stacks where it runs (a thread may hold the GIL).
+            Rank → stacks, the work thread's first. For a rank that does not answer, the text says so, and gives the
+            state of its process according to the kernel and, if the process runs (a thread may hold the GIL), a stack
+            dump.
 
         Raises:
             GroupBrokenError: The group is broken (its error holds the stacks) or shut down.
@@ -1031,16 +1052,16 @@ class ShardedModelGroup:
     def logs(self, rank: int, num_lines: int = 100) -> str:
         """Return the last lines that a rank printed, its stdout and stderr one after the other.
 
-        They are read from Ray's log files on its node: the rank may be busy, stopped or dead, and the group broken or
-        shut down, as long as the node and this driver's Ray are there.
+        The lines are read from Ray's log files on the rank's node: the rank may be busy, stopped or dead, and the group
+        may be broken or shut down, as long as the node and this driver's Ray are alive.
 
         Args:
             rank: Global rank.
-            num_lines: Of each of the two.
+            num_lines: Number of lines of each of the two streams.
 
         Raises:
             ValueError: There is no such rank, or `num_lines` is not positive.
-            GroupError: Its node is gone.
+            GroupError: The rank's node is gone.
         """
         if type(rank) is not int or not 0 <= rank < self.world_size:
             raise ValueError(f"rank={rank!r}: give one of 0 to {self.world_size - 1}")
@@ -1050,21 +1071,21 @@ class ShardedModelGroup:
 
     @blocking
     def interrupt(self, timeout_s: float | None = None) -> int:
-        """Do what one Ctrl-C does, from any thread: cancel the calls in the queue and wait for the running one.
+        """Do what one Ctrl-C does, from any thread: cancel the calls in the queue and wait for the running call.
 
         Args:
-            timeout_s: How long to wait. Default: until the running call ends, which its own deadline bounds.
+            timeout_s: Longest wait. Default: until the running call ends, which its own deadline bounds.
 
         Returns:
-            How many calls were cancelled: each raises `CallCancelledError`, and so does a `fit`, before its next steps;
-            until it has, calls that change the model are refused. The group is READY, unless the running call has
-            failed.
+            The number of cancelled calls. Each of them raises `CallCancelledError`, and so does a `fit`, before its
+            next steps; until then, calls that change the model are refused. The group is READY, unless the running call
+            has failed.
 
         Raises:
-            TimeoutError: `timeout_s` passed; the running call still runs, those behind it are cancelled.
-            GroupBrokenError: The group is broken or shut down. A `fit` that restarts it ends all the same.
+            TimeoutError: `timeout_s` passed; the running call still runs, and the calls behind it are cancelled.
+            GroupBrokenError: The group is broken or shut down. A `fit` that is restarting it ends nevertheless.
         """
-        self._fits.interrupt()  # first: it may be about to restart a group that is broken
+        self._fits.interrupt()  # first: a `fit` may be about to restart a broken group
         self._supervisor.status.refuse_if_unusable()
         stopping = self._supervisor.interrupt_soon("")
         self._supervisor.wait_stopped(stopping, timeout_s)
@@ -1072,10 +1093,10 @@ class ShardedModelGroup:
 
     @driver_handle
     def shutdown(self) -> None:
-        """Stop all ranks and give everything back. May be called many times; a running call fails, and a restart.
+        """Stop all ranks and release all resources. May be called many times; makes a running call or restart fail.
 
-        A save in the background is waited for, as long as it writes; what it failed of is raised then. In a callback of
-        `Call.when_done` all this begins, and nothing is waited for or raised.
+        `shutdown` waits for background saves as long as they write, and raises their failure. In a callback of
+        `Call.when_done`, `shutdown` only begins: it neither waits nor raises.
         """
         if is_supervision_thread():
             self.shutdown.remote()
@@ -1086,7 +1107,7 @@ class ShardedModelGroup:
         finally:
             with self._taking:
                 self._is_shut = True
-                supervisor = self._supervisor  # of ranks that a restart has made, or has not given to this object yet
+                supervisor = self._supervisor  # the old ranks' if a restart has not replaced them in this object yet
             supervisor.shutdown()
 
     def __enter__(self) -> Self:
@@ -1115,16 +1136,16 @@ class ShardedModelGroup:
         return partial(self._fits.refuse, self.name, method)
 
     def _update_record(self) -> None:
-        """Have a named group remember what a restart would need, for a driver that attaches."""
+        """Update the record of a named group with what a restart needs, for a driver that attaches later."""
         running = self._running
         if running.spec.name is not None:
             update_record(running, replace(running.spec, optimizer=self._optimizer))
 
     def _ask_status(self) -> list[dict[str, Any]]:
-        said = probe_all(self._client.members, "status", within_s=_STATUS_S).replies
+        statuses = probe_all(self._client.members, "status", within_s=_STATUS_S).replies
         return [
-            # One that is dead or stopped is the supervision's to report.
-            {**said.get(one.rank, {}), "rank": one.rank, "node_ip": one.node_ip, "pid": one.pid}
-            | {"answers": one.rank in said}
-            for one in self.ranks
+            # The supervision reports a rank that is dead or stopped.
+            {**statuses.get(info.rank, {}), "rank": info.rank, "node_ip": info.node_ip, "pid": info.pid}
+            | {"answers": info.rank in statuses}
+            for info in self.ranks
         ]

@@ -11,17 +11,17 @@ class RankInfo:
     """Where one rank runs."""
 
     rank: int
-    """Global rank. Ranks are sorted by node, then GPU."""
+    """Global rank; ranks are sorted by node, then GPU."""
     node_id: str
-    """Ray's id of its node."""
+    """Ray's id of the rank's node."""
     node_ip: str
-    """Address of its node, as Ray knows it."""
+    """Address of the rank's node, as Ray knows it."""
     pid: int
-    """Process id of its actor."""
+    """Process id of the rank's actor."""
     local_rank: int
-    """Its number among the group's ranks on its node."""
+    """Number of the rank among the group's ranks on its node."""
     device: str
-    """Its torch device, such as `cpu` or `cuda:1`."""
+    """Torch device of the rank, such as `cpu` or `cuda:1`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +29,16 @@ class Member:
     """A rank and its actor. Calls reach it over a connection of the supervision; see `rpc/driver_connections.py`."""
 
     info: RankInfo
-    """Where it runs."""
+    """Where the rank runs."""
     actor: Any
-    """Ray's handle of its `RankActor`."""
+    """Ray's handle of the rank's `RankActor`."""
     stacks_descriptor: int
-    """What `stack_dump.look` needs to read its stacks."""
+    """Descriptor with which `dump_stacks` reads the rank's stacks."""
     log_paths: tuple[str, ...] = ()
-    """Files on its node that it prints into, stdout and stderr."""
+    """Files on the rank's node that receive its stdout and stderr."""
     name: str | None = None
-    """The actor's, in a group with a name."""
+    """Name of the actor; `None` in a group without a name."""
     bundle: int = 0
-    """Its place in the placement group."""
+    """Index of the rank's bundle in the placement group."""
     epoch: int = 0
-    """This driver's; a rank refuses the commands of a driver that another has followed."""
+    """Epoch of this driver; a rank refuses the Commands of earlier epochs."""
