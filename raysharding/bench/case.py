@@ -25,7 +25,7 @@ class Case:
     loading: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `Loading` for all of raysharding's transports."""
     sharding: Sharding = field(default_factory=Sharding)
-    """How the module is sharded."""
+    """Sharding of the module."""
     device_type: str = "cpu"
     """`"cpu"` or `"cuda"`."""
 

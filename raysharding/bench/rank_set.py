@@ -36,7 +36,7 @@ class BenchError(RayshardingError):
 
 @dataclass(frozen=True)
 class Setup:
-    """How ranks are started."""
+    """Configuration of the rank processes."""
 
     function: str
     """`module:function` that creates case and arms on each rank; see `arms.make_case`."""

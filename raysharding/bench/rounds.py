@@ -40,7 +40,7 @@ class Rounds:
     """Measurements to take."""
 
     setup: Setup
-    """How ranks are started."""
+    """Configuration of the rank processes."""
     arms: Sequence[str]
     """Names of the arms, in the order of the first round."""
     world_sizes: Sequence[int]

@@ -170,7 +170,7 @@ def test_bad_configurations_are_refused(tmp_path: Path) -> None:
             build_module(Adapted(None, {**adapted.fields, **hostile}, "mine"), opened, None)
     with pytest.raises(PlanError, match="peft_type='IA3': only LORA"):
         build_module(Adapted(None, {**adapted.fields, "peft_type": "IA3"}), opened, None)
-    with pytest.raises(PlanError, match="no LoraConfig"):
+    with pytest.raises(PlanError, match="not a LoraConfig"):
         build_module(
             Adapted(None, {**adapted.fields, "layers_to_transform": [0], "target_modules": ".*"}), opened, None
         )
