@@ -68,11 +68,11 @@ class Split:
 class Same:
     """A value without rows: every rank gets all of the value.
 
-    Any other value outside a `Split` also goes to every rank. But a tensor or numpy array that looks like rows and
-    stands beside a `Split` is rejected, because each rank would combine the tensor's first rows with its own rows of
-    the `Split`. A tensor looks like rows if its size in the `Split`'s dim is the number of rows, 2 or more, and either
-    it has two or more dims, or it has one dim and is named like a column of a batch: its keyword, or its key in a
-    mapping, is or ends in `_mask`, `_label`, `_labels`, `_target`, `_targets`, `_ids` or `_positions`.
+    Any other value outside a `Split` is also sent to every rank. But a tensor or numpy array beside a `Split` that
+    looks like rows is rejected, because each rank would combine the tensor's first rows with its own rows of the
+    `Split`. A tensor looks like rows if its size in the `Split`'s dim is the number of rows, 2 or more, and either it
+    has two or more dims, or it has one dim and the name of a batch's column: its keyword, or its key in a mapping, is
+    or ends in `_mask`, `_label`, `_labels`, `_target`, `_targets`, `_ids` or `_positions`.
     """
 
     value: Any
@@ -114,7 +114,7 @@ class Out:
     """The outputs that a call returns. Create one with the class methods and pass it as `out=`."""
 
     kind: Literal["gather", "rank0", "per_rank", "refs", "none"]
-    """Which of the five kinds of result the call returns."""
+    """Kind of result: one of the five that the class methods create."""
     dim: int | None = None
     """For `gather`: the dim of the outputs that holds rows; negative counts from each output's end. `None`: the dim of
     the call's Splits."""

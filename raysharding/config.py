@@ -49,7 +49,7 @@ def _require_bool(name: str, value: object) -> None:
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a module is sharded over the ranks."""
+    """Sharding of a module over the ranks."""
 
     wrap: str | Sequence[str] | Callable[[nn.Module], bool] = "auto"
     """Modules that become FSDP groups of their own: `"auto"` (transformers' FSDP plan, else `_no_split_modules`
@@ -238,7 +238,7 @@ def _is_precision(value: object) -> bool:
 
 @dataclass(frozen=True)
 class Loading:
-    """How checkpoint bytes reach the shards."""
+    """Options of a load of checkpoint bytes into the shards."""
 
     transport: Transport = "auto"
     """`"local"`: each rank reads its own part of the files; `"scatter"`: readers send every other rank its own part;
@@ -312,7 +312,7 @@ def _require_pattern(name: str, pattern: str) -> None:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the ranks run."""
+    """Placement of the ranks on nodes."""
 
     strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
     """Ray's placement-group strategy. Default `"PACK"`: as few nodes as can hold the group."""
@@ -362,12 +362,12 @@ class Timeouts:
     drain_s: float = 5.0
     """Time for ranks to finish after another rank failed; then they are stopped. Default 5."""
     keep_s: float = 8.0
-    """How long a broken group's ranks are kept for `restart()` to reuse their state. They are kept only if no rank's
-    state is partially changed and no rank is lost, or others hold a lost rank's shards; else they are stopped at once.
-    0 keeps no ranks. Set a larger value in a notebook, where a person decides. Default 8: a failed group has released
-    all its resources within 10 s."""
+    """Time for which a broken group's ranks are kept, so `restart()` can reuse their state. Ranks are kept only if no
+    rank's state is partially changed, and no rank is lost or others hold a lost rank's shards; otherwise they are
+    stopped at once. 0 keeps no ranks. Set a larger value in a notebook, where a person decides. Default 8: a failed
+    group has released all its resources within 10 s."""
     lease_s: float | None = None
-    """How long ranks outlive a driver that does not run: a frozen driver (SIGSTOP, a paused machine), or the dead
+    """Time for which ranks outlive a driver that does not run: a frozen driver (SIGSTOP, a paused machine), or the dead
     driver of a named group. The driver renews the lease three times in that period; when the lease expires, the ranks
     end and release their resources. At least 1. Default `None`: no lease; a frozen driver then holds its ranks."""
 

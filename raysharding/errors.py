@@ -208,7 +208,7 @@ class OutputTooLargeError(RayshardingError, ValueError):
 
 @dataclass(frozen=True)
 class RankFailure:
-    """What happened to one rank."""
+    """Failure of one rank."""
 
     rank: int
     """Global rank."""
@@ -220,7 +220,7 @@ class RankFailure:
     """`raised`: user or library code raised; `died`: the process has ended; `hung`: alive but past the deadline;
     `collateral`: failed only because another rank failed (a lost connection, a stop by the driver)."""
     phase: str
-    """What the rank was doing: `place`, `rendezvous`, `plan`, `stream`, `finalize`, or the name of the call."""
+    """Phase of the rank at the failure: `place`, `rendezvous`, `plan`, `stream`, `finalize`, or the call's name."""
     error_type: str = ""
     """Qualified name of the exception; empty if none was raised."""
     message: str = ""

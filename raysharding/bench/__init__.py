@@ -1,4 +1,4 @@
-"""Times loads of one checkpoint on this machine, beside floors that say how fast a load could be. Without Ray."""
+"""Timing of loads of one checkpoint on this machine, beside floors that bound a load's time from below. No Ray."""
 
 from raysharding.bench.command import DEFAULT_TRANSPORTS, TRANSPORTS, bench, verdict
 from raysharding.bench.load import Load, Operations, load_line

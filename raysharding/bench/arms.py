@@ -1,4 +1,4 @@
-"""Our own arms: each transport, and the floors."""
+"""raysharding's own arms: each transport, and the floors."""
 
 from __future__ import annotations
 
@@ -26,10 +26,14 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
 
 
 def loading_of(case: Case, name: str) -> Loading:
-    """The `Loading` of one of `OPTIONS`, with the fields that the case gives to all."""
+    """Return the `Loading` of one of `OPTIONS`, with the case's own fields of `Loading`.
+
+    Raises:
+        ValueError: This version's `Loading` lacks a field.
+    """
     try:
         return Loading(**{**case.loading, **OPTIONS[name]})
-    except TypeError as error:  # a field that this version does not have
+    except TypeError as error:  # a field that this version lacks
         raise ValueError(f"{name}: {error}") from error
 
 
@@ -42,7 +46,7 @@ def _arm(name: str) -> Arm:
 
 
 def own_arms() -> dict[str, Arm]:
-    """Name → arm: our transports and the floors."""
+    """Return name → arm for raysharding's transports and the floors."""
     arms = [_arm(name) for name in OPTIONS]
     arms.append(Arm("preadv_floor", prepare_preadv_floor, is_floor=True, device_type="cpu"))
     arms.append(Arm("scatter_floor", prepare_scatter_floor, is_floor=True, device_type="cpu"))
@@ -51,7 +55,7 @@ def own_arms() -> dict[str, Arm]:
 
 
 def make_case(options: Mapping[str, Any]) -> tuple[Case, dict[str, Arm]]:
-    """The case of a checkpoint whose config.json names its model, with our own arms.
+    """Return the case of a checkpoint whose config.json names its model, and raysharding's own arms.
 
     Args:
         options: `checkpoint`; `loading` (fields of `Loading`, JSON); `device_type`; `replicate_size`.

@@ -1,4 +1,4 @@
-"""`Case`: what is loaded, and how its module is made; `Arm`: one way to load it."""
+"""`Case`: a checkpoint to load and its module; `Arm`: one way to load the checkpoint."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from raysharding.distributed import LoadReport
 
 @dataclass(frozen=True)
 class Case:
-    """What every arm of a benchmark loads. Each rank makes its own."""
+    """The checkpoint and module that every arm of a benchmark loads. Each rank creates its own `Case`."""
 
     checkpoint: str
     """Path of the checkpoint."""
     build: Callable[[], nn.Module]
-    """Makes the module on meta, not yet sharded; no collective."""
+    """Builds the module on meta, not yet sharded; no collective."""
     loading: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of `Loading` that all of our transports get."""
+    """Fields of `Loading` for all of raysharding's transports."""
     sharding: Sharding = field(default_factory=Sharding)
-    """How the module is cut."""
+    """Sharding of the module."""
     device_type: str = "cpu"
     """`"cpu"` or `"cuda"`."""
 
@@ -37,7 +37,7 @@ class Case:
 
 
 Run = Callable[[], LoadReport | nn.Module | None]
-"""What the clock sees: loads, and returns our report, or a module of its own, or nothing."""
+"""The timed function: loads, and returns a `LoadReport`, a module of its own, or `None`."""
 
 
 @dataclass(frozen=True)
@@ -45,26 +45,25 @@ class Arm:
     """One way to load, or one floor."""
 
     name: str
-    """As on the command line and in the table."""
+    """Name on the command line and in the table."""
     prepare: Callable[[Case, nn.Module], Run]
-    """Called by every rank outside of the clock with a module that is new, on meta and sharded: imports, plans of a
-    floor. Raises `ValueError`, `ImportError` or `NotImplementedError` on every rank where the arm cannot do the case.
-    """
+    """Untimed preparation, such as imports or a floor's plans. Called on every rank with a new, sharded module on meta.
+    Raises `ValueError`, `ImportError` or `NotImplementedError` on every rank if the arm cannot load the case."""
     is_floor: bool = False
-    """Moves bytes without a load around them: its module is not compared with the others'."""
+    """True if the arm only moves bytes, without a load: its module is not compared with the others'."""
     is_peer: bool = False
-    """Another library's."""
+    """True if the arm belongs to another library."""
     device_type: str | None = None
-    """The only kind of device it is for. Default: any."""
+    """The only device type that the arm supports. Default: any."""
 
 
 def shard_bytes(module: nn.Module) -> int:
-    """Bytes of a module's parameters and buffers on this rank."""
+    """Return the bytes of a module's parameters and buffers on this rank."""
     from raysharding.distributed.fully_shard import local_tensor, module_tensors
 
     return sum(local_tensor(tensor).nbytes for tensor in module_tensors(module).values())
 
 
 def host_tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor as bytes, writable."""
+    """Return the memory of a contiguous CPU tensor as writable bytes."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data

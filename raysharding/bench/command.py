@@ -1,4 +1,4 @@
-"""`raysharding bench`: our transports and the floors on a user's own checkpoint, and what to make of the figures."""
+"""`raysharding bench`: times raysharding's transports and the floors on a user's checkpoint, and draws a conclusion."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from raysharding.distributed.transfer import RANK_BYTES, available_bytes
 from raysharding.units import GIB
 
 TRANSPORTS = ("local", "scatter", "scatter_wire", "broadcast", "mmap")
-"""What can be measured; as on the command line."""
+"""Transports that can be measured, as named on the command line."""
 DEFAULT_TRANSPORTS = ("local", "scatter", "broadcast")
 FLOORS = ("preadv_floor", "scatter_floor")
 FLOOR_OF = {"local": "preadv_floor", "scatter": "scatter_floor", "broadcast": "scatter_floor"}
-"""Transport → what bounds it."""
+"""Transport → floor that bounds its time from below."""
 
 
 def bench(
@@ -30,22 +30,22 @@ def bench(
     timeout_s: float,
     progress: Callable[[Load], None],
 ) -> tuple[Checkpoint, Results]:
-    """Load a checkpoint by each transport, in rank processes of its own on this machine, and end them.
+    """Load a checkpoint with each transport, in separate rank processes on this machine, and end the processes.
 
     Args:
         path: Hugging Face directory, `.safetensors` file or index JSON on this machine, with config.json beside it.
-        world_sizes: Numbers of ranks; all of them take part in each round.
-        num_rounds: Rounds that count; one more comes before them.
-        transports: Of `TRANSPORTS`.
-        timeout_s: Longest time of one load.
+        world_sizes: Numbers of ranks; each round measures all of them.
+        num_rounds: Number of measured rounds; one warm-up round precedes them.
+        transports: Names from `TRANSPORTS`.
+        timeout_s: Longest time of one load, in seconds.
         progress: Called after each load.
 
     Returns:
-        What is in the files, and what was measured; `auto` was loaded once, for its choice.
+        The checkpoint and the results; `auto` is loaded once, to record its choice of transport.
 
     Raises:
-        CheckpointError: The checkpoint cannot be read or trusted.
-        BenchError: There is too little memory, no transport can load it, or ranks failed.
+        CheckpointError: The checkpoint cannot be read, or is invalid.
+        BenchError: Memory is too small, no transport can load the checkpoint, or ranks failed.
     """
     checkpoint = open_checkpoint(path)
     _check_memory(checkpoint, max(world_sizes))
@@ -66,18 +66,18 @@ def bench(
 
 
 def _check_memory(checkpoint: Checkpoint, world_size: int) -> None:
-    """Refuse what would drive the machine out of memory; the ranks of all world sizes load in turn."""
+    """Raise BenchError if the loads could exhaust the machine's memory; ranks of all world sizes load in turn."""
     need, have = checkpoint.num_bytes * 5 // 4 + world_size * RANK_BYTES, available_bytes()
     if need > have:
         raise BenchError(
             f"{checkpoint.path}: {world_size} ranks here need about {need / GIB:.1f} GiB of memory (the shards of "
-            f"{checkpoint.num_bytes / GIB:.1f} GiB, and their processes), {have / GIB:.1f} GiB are available: use a "
+            f"{checkpoint.num_bytes / GIB:.1f} GiB, and the processes), but {have / GIB:.1f} GiB are available: use a "
             "machine with more, or a smaller checkpoint of the same kind"
         )
 
 
 def verdict(results: Results) -> list[str]:
-    """One line for each world size: what `auto` takes, its speed, and how far from its floor; and what was faster."""
+    """Return a line for each world size: `auto`'s transport, speed and ratio to the floor, and any faster transport."""
     lines: list[str] = []
     for group in groups(results.loads):
         report = next((dict(load.report) for load in _autos(results, group.world_size) if load.report), None)

@@ -1,6 +1,6 @@
-"""What a load cost beside time, as the kernel and torch count it, in the process of one rank.
+"""Costs of a load besides time, as the kernel and torch count them in one rank's process.
 
-Brings the machine's memory into one state before a clock starts.
+Also puts the machine's memory into the same state before each timed load.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from raysharding.distributed.transfer import available_bytes, host_memory_bytes
 
 @dataclass(frozen=True)
 class Counters:
-    """Kernel counters at one moment; subtract two."""
+    """Kernel counters at one moment; the cost of a load is the difference of two."""
 
     read_bytes: int
-    """`rchar` of /proc/self/io: bytes that read calls returned, page cache or disk alike, all threads. Not counted:
-    what is read through a memory map (its page faults), and what gloo receives."""
+    """`rchar` of /proc/self/io: bytes that read calls returned, from page cache or disk, on all threads. Excludes bytes
+    read through a memory map (by page faults) and bytes that gloo receives."""
     fault_bytes: int
-    """Memory that was touched for the first time (minor page faults, 4 KiB each; a huge page counts as one)."""
+    """Bytes of memory touched for the first time (minor page faults, 4 KiB each; a huge page counts as one)."""
     loopback_bytes: int
     """Bytes that the loopback interface of this network namespace sent, TCP headers and acknowledgements included."""
 
     @classmethod
     def now(cls) -> Counters:
-        """Read them; some 50 µs."""
+        """Read the counters; takes some 50 µs."""
         lines = Path("/proc/self/io").read_text().splitlines()
         read_bytes = next(int(line.split()[1]) for line in lines if line.startswith("rchar:"))
         faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         return cls(read_bytes, faults * resource.getpagesize(), _loopback_bytes())
 
     def since(self, start: Counters) -> Counters:
-        """The difference."""
+        """Return the difference to `start`."""
         return Counters(
             self.read_bytes - start.read_bytes,
             self.fault_bytes - start.fault_bytes,
@@ -48,7 +48,7 @@ class Counters:
 
 
 def _loopback_bytes() -> int:
-    # The ninth figure is what was sent; `thread-self`, for a namespace belongs to a thread.
+    # The ninth number is the bytes sent; `thread-self`, because a network namespace belongs to a thread.
     for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
         name, _, figures = line.partition(":")
         if name.strip() == "lo":
@@ -57,19 +57,19 @@ def _loopback_bytes() -> int:
 
 
 class MemorySampler:
-    """Highest RssAnon + RssShmem of this process while the context is open, looked at every 20 ms."""
+    """Peak of RssAnon + RssShmem of this process while the context is open, sampled every 20 ms."""
 
     def __init__(self) -> None:
         self._start_bytes = self._peak_bytes = self._start_rss_bytes = 0
         self.extra_bytes = 0
-        """Peak above the start; set at the end."""
+        """Peak above the value at the start; set on exit."""
         self.high_water_bytes = 0
-        """VmHWM above VmRSS at the start, which counts mapped file pages too; set at the end."""
+        """VmHWM above VmRSS at the start; includes mapped file pages; set on exit."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> MemorySampler:
-        Path("/proc/self/clear_refs").write_text("5")  # VmHWM restarts from here
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
         self._start_bytes = self._peak_bytes = host_memory_bytes()
         self._start_rss_bytes = _status_bytes("VmRSS")
         self._thread.start()
@@ -92,17 +92,23 @@ def _status_bytes(field: str) -> int:
 
 
 def count_operations(run: Callable[[], object]) -> dict[str, int]:
-    """Run something under torch's profiler: backend operation (`broadcast`, `scatter`, `send` …) → number on this rank.
+    """Run a function under torch's profiler, and count the operations of the process group's backend.
 
-    The backends record each operation under their own name, whichever function started it and on whichever thread. It
-    slows a load down, so the clock never runs meanwhile.
+    The backends record each operation under their own name, for every function that starts it and on every thread. The
+    profiler slows a load down, so a profiled load is never timed.
+
+    Args:
+        run: The function.
+
+    Returns:
+        Backend operation (`broadcast`, `scatter`, `send` …) → number on this rank.
     """
-    from torch._C._profiler import _ExperimentalConfig  # not public yet; without it other threads are not seen
+    from torch._C._profiler import _ExperimentalConfig  # not public yet; without it other threads are not profiled
     from torch.autograd.profiler import profile
 
     with profile(use_kineto=True, experimental_config=_ExperimentalConfig(profile_all_threads=True)) as profiler:
         run()
-    assert profiler.kineto_results is not None, "a profiler that has stopped has results"
+    assert profiler.kineto_results is not None, "a stopped profiler has results"
     names = Counter(event.name() for event in profiler.kineto_results.events())
     return {name.partition(":")[2]: count for name, count in names.items() if name.startswith(("gloo:", "nccl:"))}
 
@@ -111,25 +117,28 @@ _READ_BYTES = 16 << 20
 
 
 def back_free_pages(num_bytes: int) -> None:
-    """Touch as much memory as a load will take, and give it back; collective.
+    """Touch as much memory as a load needs, and free it. Collective: no load starts while a rank still holds memory.
 
-    A hypervisor takes free pages from its guests, and the first arm to need them would pay. The process itself stays
-    fresh: it still faults in every page that the arm allocates.
+    A hypervisor takes free pages from its guests, and the first arm that needs these pages would pay for their return.
+    The process itself stays fresh: it still faults in every page that the arm allocates.
+
+    Args:
+        num_bytes: Bytes of the load; capped at each rank's share of half the available memory.
     """
     num_bytes = min(num_bytes, available_bytes() // 2 // dist.get_world_size())
     if num_bytes:
         mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE).close()
-    dist.barrier()  # what comes next needs the memory that the others hold until here
+    dist.barrier()  # the load needs the memory that the other ranks hold until here
 
 
 def fill_page_cache(files: Sequence[Path]) -> None:
-    """Have the files in the page cache: rank 0 reads them through; collective.
+    """Fill the page cache with the files: rank 0 reads all of them. Collective: the other ranks wait for rank 0.
 
-    Kernels that reclaim ahead of need drop a file's pages within seconds.
+    Kernels that reclaim memory early drop a file's pages within seconds.
     """
     if dist.get_rank() == 0:
         for file in files:
             with file.open("rb", buffering=0) as stream:
                 while stream.read(_READ_BYTES):
                     pass
-    dist.barrier()  # the others' clocks must not run while rank 0 still reads
+    dist.barrier()  # no rank may start its clock while rank 0 still reads

@@ -1,8 +1,8 @@
-"""Floors: the least that a load must do, and nothing else. They tell how far a transport is from the machine.
+"""Floors: the minimal work of a load and nothing else. A floor's time shows how close a transport is to the machine.
 
-`preadv`: a rank's own byte ranges, read into its shards: what `local` cannot do without. `scatter`: gloo moves as many
-bytes as the shards hold out of rank 0's memory: what `scatter` through sockets cannot do without. `pinned`: page-locked
-host memory to the GPU. Plans are made in `prepare_*`, outside of the clock.
+`preadv` reads a rank's own byte ranges into its shards, as `local` must. `scatter` sends as many bytes as the shards
+hold from rank 0's memory through gloo, as `scatter` through sockets must. `pinned` copies page-locked host memory to
+the GPU. `prepare_*` makes the plans, untimed.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ MAX_VIEWS = 1024
 
 @dataclass(frozen=True, slots=True)
 class FileRange:
-    """Bytes of a file, and the memory that they go to."""
+    """A range of a file, and the memory that the range is read into."""
 
     file: int
     """Index into `Checkpoint.files`."""
     offset: int
-    """First byte in the file."""
+    """Offset of the first byte in the file."""
     view: memoryview
-    """Writable bytes, as many as are read."""
+    """Writable memory, as long as the range."""
 
 
 def own_ranges(module: nn.Module, checkpoint: Checkpoint) -> list[FileRange]:
-    """Ranges of the files that make up this rank's part of a module, in file order.
+    """Return the ranges of the files that hold this rank's part of a module, in file order.
 
     Args:
-        module: Sharded and materialised on the CPU. Where the files hold its own dtype, the ranges end in it; others
-            (a change of dtype, a conversion) end in scratch of the same length.
-        checkpoint: What is in the files.
+        module: The module, sharded and materialised on the CPU. Ranges of a tensor that has the files' dtype point to
+            its memory; others (a change of dtype, a conversion) point to scratch memory of the same length.
+        checkpoint: The headers of the files.
 
     Returns:
-        The ranges. Of a tensor that only transformers' own operations can convert: the rank's share of its sources.
+        The ranges. For a tensor that only transformers' own operations can convert, the rank's share of its sources.
     """
     tensors = module_tensors(module)
     shard_index = ShardMap.of(tensors).shard_index
@@ -68,7 +68,7 @@ def own_ranges(module: nn.Module, checkpoint: Checkpoint) -> list[FileRange]:
 
 
 def _runs(target: Target, checkpoint: Checkpoint, start: int, stop: int, memory: memoryview) -> Iterator[FileRange]:
-    """The parts of a target's runs that lie in elements `start` to `stop`, whose memory is given."""
+    """Yield the parts of a target's runs that lie in elements `start` to `stop`; `memory` holds these elements."""
     for run in target.runs or ():
         first = max(run.target_start, start)
         last = min(run.target_start + run.num_elements, stop)
@@ -93,7 +93,7 @@ def _shares(target: Target, checkpoint: Checkpoint, index: int, num_shards: int)
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """One `preadv`."""
+    """Arguments of one `preadv` call."""
 
     descriptor: int
     offset: int
@@ -102,7 +102,7 @@ class _Read:
 
 
 def _merge(ranges: list[FileRange], descriptors: list[int]) -> list[_Read]:
-    """Reads of neighbouring ranges put together, as far as one call takes them."""
+    """Merge adjacent ranges into one read each, up to `MAX_VIEWS` ranges."""
     reads: list[_Read] = []
     for item in ranges:
         last = reads[-1] if reads else None
@@ -117,7 +117,7 @@ def _merge(ranges: list[FileRange], descriptors: list[int]) -> list[_Read]:
 
 
 def prepare_preadv_floor(case: Case, module: nn.Module) -> Run:
-    """Every rank reads its own ranges into its shards; in the clock are `preadv` calls and nothing else."""
+    """Prepare every rank's reads of its own ranges into its shards; only `preadv` calls are timed."""
     checkpoint = open_checkpoint(case.checkpoint)
     materialize(module, torch.device("cpu"))
     stack = ExitStack()
@@ -137,7 +137,7 @@ def prepare_preadv_floor(case: Case, module: nn.Module) -> Run:
 
 
 def _finish(read: _Read, done: int) -> None:
-    """Read what one call left: it stops at 2 GiB."""
+    """Read the bytes that the first call left: a `preadv` call stops at 2 GiB."""
     joined = read.views
     while done < read.num_bytes:
         skipped, rest = done, []
@@ -146,12 +146,12 @@ def _finish(read: _Read, done: int) -> None:
             skipped -= min(skipped, view.nbytes)
         count = os.preadv(read.descriptor, [view for view in rest if view.nbytes], read.offset + done)
         if count == 0:
-            raise ValueError(f"the file ends {read.num_bytes - done} bytes early: was it changed?")
+            raise ValueError(f"the file ends {read.num_bytes - done} bytes early: was the file changed?")
         done += count
 
 
 def wire_bytes(module: nn.Module, checkpoint: Checkpoint, shard_index: int) -> int:
-    """Bytes that one shard takes on the wire: its elements in the narrower of the files' and the module's dtype."""
+    """Return one shard's bytes on the wire: its elements in the narrower of the files' and the module's dtypes."""
     tensors = module_tensors(module)
     total = 0
     for fqn, target in map_keys(module, checkpoint.tensors, None).targets.items():
@@ -161,14 +161,14 @@ def wire_bytes(module: nn.Module, checkpoint: Checkpoint, shard_index: int) -> i
 
 
 def prepare_scatter_floor(case: Case, module: nn.Module) -> Run:
-    """gloo scatters as many bytes as the shards hold, `SCATTER_BYTES` a message, out of one buffer on rank 0.
+    """Prepare gloo scatters of as many bytes as the shards hold, `SCATTER_BYTES` each, from one buffer on rank 0.
 
-    Every rank receives into memory of a shard's size, which is as fresh or as warm as a shard's would be.
+    Every rank receives into memory of a shard's size, which is as fresh or as warm as a shard's memory.
     """
     if case.sharding.replicate_size > 1:
-        raise ValueError("scatter_floor: replicas are filled by each other: measure it with replicate_size=1")
+        raise ValueError("scatter_floor: replicas fill each other: measure this floor with replicate_size=1")
     world_size = dist.get_world_size()
-    # Shard 0 is never shorter than another; a scatter's messages are of one length.
+    # Shard 0 is never shorter than another shard; all messages of a scatter have one length.
     num_bytes = wire_bytes(module, open_checkpoint(case.checkpoint), 0)
     message_bytes = max(1, SCATTER_BYTES // world_size)
     memory = torch.empty(num_bytes, dtype=torch.uint8)
@@ -180,14 +180,14 @@ def prepare_scatter_floor(case: Case, module: nn.Module) -> Run:
 
     def run() -> None:
         for part, messages in zip(parts, lists, strict=True):
-            # Every rank has the same number of parts: one that left early would hold the others.
+            # Every rank has the same number of parts: the others would wait for a rank that left early.
             dist.scatter(part, messages, src=0)
 
     return run
 
 
 def prepare_pinned_floor(case: Case, module: nn.Module) -> Run:
-    """As many bytes as this rank's shards hold, from one page-locked buffer to memory on its GPU."""
+    """Prepare copies of as many bytes as this rank's shards hold, from one page-locked buffer to the rank's GPU."""
     if not torch.cuda.is_available():
         raise ValueError("pinned_floor: torch sees no GPU here: leave it out")
     device = torch.device("cuda", torch.cuda.current_device())

@@ -1,4 +1,4 @@
-"""`Load`: the figures of one measured load, over all its ranks."""
+"""`Load`: the figures of one measured load, over all ranks."""
 
 from __future__ import annotations
 
@@ -8,49 +8,49 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, Self
 
 Mode = Literal["warm", "fresh"]
-"""`warm`: one set of processes for all loads, memory touched before; `fresh`: new processes for each load."""
+"""`warm`: one set of processes for all loads, with memory touched before; `fresh`: new processes for each load."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """One load, as it is written to JSON."""
+    """One load, as written to JSON."""
 
     mode: Mode
     world_size: int
     round: int
-    """From 0."""
+    """Index of the round, from 0."""
     counted: bool
-    """Whether it takes part in the figures: the first warm round does not."""
+    """True if the load counts in the figures; loads of the first warm round do not."""
     arm: str
     seconds: float
-    """From the first rank's start to the last rank's end."""
+    """Time from the first rank's start to the last rank's end."""
     shard_bytes: int
-    """Largest shard of a rank."""
+    """Bytes of the largest shard of a rank."""
     read_bytes: int
-    """Returned by read calls, all ranks; bytes that come through a memory map are not among them."""
+    """Bytes that read calls returned, over all ranks; excludes bytes read through a memory map."""
     fault_bytes: int
-    """Memory touched for the first time, all ranks."""
+    """Bytes of memory touched for the first time, over all ranks."""
     wire_bytes: int | None
-    """Sent over the loopback, headers and acknowledgements included; `None` without a network of its own."""
+    """Bytes sent over the loopback, headers and acknowledgements included; `None` without a private network."""
     extra_bytes: int | None
-    """Largest over the ranks: peak RssAnon + RssShmem above the start, less the shard. Fresh only."""
+    """Largest over the ranks: peak RssAnon + RssShmem above the start, minus the shard. Fresh only."""
     high_water_bytes: int | None
-    """Largest over the ranks: VmHWM above the start; counts mapped file pages too. Fresh only."""
+    """Largest over the ranks: VmHWM above the start; includes mapped file pages. Fresh only."""
     digests: tuple[str, ...]
-    """A hash of each rank's shards; empty where none was taken."""
+    """A hash of each rank's shards; empty if none was computed."""
     report: Mapping[str, Any] | None = None
-    """Rank 0's `LoadReport`, for our own transports."""
+    """Rank 0's `LoadReport`, for raysharding's own transports."""
 
     @classmethod
     def of(cls, mode: Mode, round_index: int, arm: str, answers: Sequence[Mapping[str, Any]], wired: bool) -> Self:
-        """Put the ranks' answers together.
+        """Combine the ranks' answers.
 
         Args:
             mode: How the ranks were run.
-            round_index: The round.
-            arm: What loaded.
-            answers: One for each rank.
-            wired: Whether the loopback was the ranks' own.
+            round_index: Index of the round.
+            arm: Name of the arm that loaded.
+            answers: One answer for each rank.
+            wired: True if the ranks had a private loopback.
         """
         first = answers[0]
         extra = [answer["extra_bytes"] - answer["shard_bytes"] for answer in answers if "extra_bytes" in answer]
@@ -64,7 +64,7 @@ class Load:
             shard_bytes=max(answer["shard_bytes"] for answer in answers),
             read_bytes=sum(answer["read_bytes"] for answer in answers),
             fault_bytes=sum(answer["fault_bytes"] for answer in answers),
-            # Rank 0 looks before the first barrier and after the last: all that its peers send is in between.
+            # Rank 0 reads the counter before the first barrier and after the last: all peers send in between.
             wire_bytes=first["loopback_bytes"] if wired else None,
             extra_bytes=max(extra, default=None),
             high_water_bytes=max((a["high_water_bytes"] for a in answers if "high_water_bytes" in a), default=None),
@@ -74,24 +74,24 @@ class Load:
 
 
 def load_line(load: Load) -> str:
-    """A load as a line of JSON."""
+    """Return a load as a line of JSON."""
     return json.dumps({"kind": "load", **asdict(load)})
 
 
 @dataclass(frozen=True)
 class Operations:
-    """What one load asked of the process group: counted once, under a profiler, without a clock."""
+    """Operations of one load in the process group: counted once, under a profiler, untimed."""
 
     world_size: int
     arm: str
     collectives: int
-    """Collectives that rank 0 entered."""
+    """Number of collectives that rank 0 entered."""
     messages: int
-    """Point-to-point messages that all ranks sent."""
+    """Number of point-to-point messages that all ranks sent."""
 
     @classmethod
     def of(cls, arm: str, answers: Sequence[Mapping[str, Any]]) -> Self:
-        """Put the ranks' answers together."""
+        """Combine the ranks' answers."""
         every = [answer["operations"] for answer in answers]
         point_to_point = ("send", "recv", "recvAnySource")
         collectives = sum(count for name, count in every[0].items() if name not in point_to_point)

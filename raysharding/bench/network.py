@@ -1,4 +1,4 @@
-"""A private network namespace for the ranks of a benchmark: its loopback carries their messages and nothing else."""
+"""A private network namespace for the ranks of a benchmark: its loopback carries only their messages."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _IFF_UP = 0x1
 
 @contextmanager
 def private_network() -> Iterator[int | None]:
-    """Make a namespace with its loopback up, and give its descriptor; `None` where the system does not allow it.
+    """Create a namespace with its loopback up, and yield its descriptor; `None` if the system does not allow this.
 
-    It needs CAP_SYS_ADMIN (root). The namespace goes with the last process in it and the descriptor.
+    Requires CAP_SYS_ADMIN (root). The namespace exists until the descriptor is closed and its last process has ended.
     """
     made: list[int] = []
-    # A namespace belongs to a thread: this process stays where it is.
+    # A namespace belongs to a thread, so this process stays in its own namespace.
     thread = threading.Thread(target=_make, args=(made,))
     thread.start()
     thread.join()
@@ -35,7 +35,11 @@ def private_network() -> Iterator[int | None]:
 
 
 def join_network(descriptor: int) -> None:
-    """Move this thread, and threads that it starts, into the namespace of `private_network`; closes the descriptor."""
+    """Move this thread, and threads that it starts, into the namespace of `private_network`; close the descriptor.
+
+    Raises:
+        OSError: The system does not allow this.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.setns(descriptor, _CLONE_NEWNET) != 0:
         number = ctypes.get_errno()
@@ -46,7 +50,7 @@ def join_network(descriptor: int) -> None:
 def _make(made: list[int]) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "unshare") or libc.unshare(_CLONE_NEWNET) != 0:
-        return  # not Linux, or not allowed: the table says that the wire was not counted
+        return  # not Linux, or not allowed: the table notes that bytes on the wire are not counted
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         name = b"lo".ljust(16, b"\0")
         flags = struct.unpack_from("h", fcntl.ioctl(probe, _SIOCGIFFLAGS, name + bytes(16)), 16)[0]

@@ -1,4 +1,4 @@
-"""The results of a benchmark as a PNG: seconds of each arm, floors as dashed lines, and memory above the shard."""
+"""Plot of a benchmark's results as a PNG: seconds of each arm, floors as dashed lines, and memory above the shard."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ OWN = ("auto", "scatter", "scatter_wire", "broadcast", "local", "mmap", "mmap_fo
 
 
 def require_matplotlib() -> None:
-    """Say what to install before anything is measured.
+    """Check before any measurement that matplotlib is installed.
 
     Raises:
-        ImportError: matplotlib is not installed.
+        ImportError: matplotlib is not installed; the error says how to install it.
     """
     try:
         import matplotlib  # noqa: F401
@@ -35,9 +35,9 @@ def save_plot(path: str | PathLike[str], results: Results, title: str) -> None:
     """Draw one row for each mode and world size: seconds on the left, memory (fresh only) on the right.
 
     Args:
-        path: PNG to write; an existing one is replaced.
-        results: What was measured.
-        title: Heading.
+        path: PNG to write; an existing file is replaced.
+        results: Results of the benchmark.
+        title: Title of the plot.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -60,13 +60,13 @@ def save_plot(path: str | PathLike[str], results: Results, title: str) -> None:
 
 
 def _arms(group: Group) -> list[str]:
-    """Arms that load, slowest first, so that the fastest bar is on top."""
+    """Return the arms that load, slowest first, which puts the fastest bar on top."""
     arms = [arm for arm in group.loads if not arm.endswith("_floor")]
     return sorted(arms, key=lambda arm: -group.seconds(arm).median)
 
 
 def _extra_bytes(group: Group, arm: str) -> int:
-    """Largest of the rounds; 0 where it was not measured."""
+    """Return the arm's largest extra memory over the rounds, in bytes; 0 if not measured."""
     return max((load.extra_bytes or 0 for load in group.loads[arm]), default=0)
 
 
@@ -95,7 +95,7 @@ def _draw_seconds(axes: Axes, group: Group) -> None:
         label = f"{floor.replace('_', ' ')} {seconds:.2f} s"
         handles.append(axes.axvline(seconds, color=colour, linestyle="--", linewidth=1.5, label=label))
     if handles:
-        # The bars at the top are the short ones.
+        # The bars at the top are short, so the legend fits there.
         axes.legend(handles=handles, loc="upper right", fontsize=9, framealpha=0.9)
     num_rounds = max(len(loads) for loads in group.loads.values())
     axes.set_title(f"{group.mode}, {group.world_size} ranks: median of {num_rounds} rounds, min – max", fontsize=10)

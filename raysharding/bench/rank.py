@@ -1,7 +1,7 @@
-"""One rank of a benchmark, in a process of its own: loads what its driver asks for, and answers with the figures.
+"""One rank of a benchmark, in its own process: runs the loads that its driver requests, and answers with figures.
 
-Started by `rank_set.py` with `python -m`. Commands come as lines of JSON on stdin, answers go
-as lines of JSON to a pipe; anything printed is the log. At the end of stdin the process ends, even in a load.
+`rank_set.py` starts this module with `python -m`. The process reads commands as lines of JSON from stdin, and writes
+answers as lines of JSON to a pipe; printed text is the log. At the end of stdin the process ends, even during a load.
 """
 
 from __future__ import annotations
@@ -36,50 +36,50 @@ from raysharding.distributed.fully_shard import local_tensor
 from raysharding.errors import RayshardingError
 
 EXIT_GRACE_S = 15.0
-"""How long a rank whose driver is gone may go on in a load."""
+"""Seconds that a rank may continue a load after its driver has ended."""
 
 _CANNOT = (RayshardingError, ValueError, ImportError, NotImplementedError)
-"""What an arm raises on every rank where it cannot do the case; anything else ends the process."""
+"""Errors that an arm raises on every rank if it cannot load the case; any other error ends the process."""
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What a rank is told when it starts, as JSON."""
+    """Configuration of a rank at its start, as JSON."""
 
     setup: str
-    """`module:function` that makes the case and the arms."""
+    """`module:function` that creates the case and the arms."""
     options: dict[str, Any]
-    """Its argument."""
+    """Argument of the `setup` function."""
     rank: int
     world_size: int
     store: str
     """Path of the `FileStore`."""
     reply_descriptor: int
-    """Where answers go."""
+    """Descriptor of the pipe for answers."""
     network_descriptor: int | None
-    """Network namespace to join."""
+    """Descriptor of the network namespace to join."""
     timeout_s: float
-    """Longest wait of a collective."""
+    """Longest wait of a collective, in seconds."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """One load, as JSON."""
+    """Request of one load, as JSON."""
 
     arm: str
     fresh: bool = False
-    """Sample memory, and have free pages backed before."""
+    """Sample memory, and back free pages before the load."""
     digest: bool = False
-    """Answer with a digest of the shards."""
+    """Include a digest of the shards in the answer."""
     count: bool = False
-    """Count the operations instead of taking the time."""
+    """Count the operations instead of timing the load."""
 
 
 class Session:
-    """The rank's process group, mesh, case and arms, for one load after the other.
+    """The rank's mesh, case and arms, for consecutive loads in one process group.
 
     Args:
-        case: What is loaded.
+        case: The checkpoint and module to load.
         arms: Name → arm.
     """
 
@@ -89,9 +89,16 @@ class Session:
         self._mesh: DeviceMesh = init_mesh(case.device_type, case.sharding)
 
     def load(self, command: Command) -> dict[str, Any]:
-        """Load once into a new module; collective. The answer's figures, or why the arm cannot do it."""
+        """Load once into a new module. Collective.
+
+        Args:
+            command: The load.
+
+        Returns:
+            The answer: figures, or the reason why the arm cannot load the case.
+        """
         arm = self.arms[command.arm]
-        gc.collect()  # FSDP modules lie in cycles: the last one's memory must be free
+        gc.collect()  # FSDP modules are in reference cycles: the last module's memory must be free
         try:
             module = shard_module(self.case.build(), self._mesh, self.case.sharding)
             run = arm.prepare(self.case, module)
@@ -105,7 +112,7 @@ class Session:
         if command.fresh:
             back_free_pages(sum(file.stat().st_size for file in self.case.files))
         fill_page_cache(self.case.files)
-        # The first collective connects the pairs.
+        # The first collective connects the pairs of ranks.
         dist.all_reduce(torch.ones(1))
         memory = MemorySampler() if command.fresh else None
         if memory is not None:
@@ -126,7 +133,7 @@ class Session:
 
     def _clocked(self, run: Run) -> tuple[LoadReport | nn.Module | None, dict[str, Any]]:
         before = Counters.now()
-        # Nobody's clock starts before every rank is ready, and the load is over when the last rank has its shards.
+        # No clock starts before every rank is ready, and the load ends when the last rank has its shards.
         dist.barrier()
         start_s = time.monotonic()
         result = run()
@@ -139,7 +146,7 @@ class Session:
 
 
 def digest(module: nn.Module) -> str:
-    """A hash of the parameters' local parts, in order; equal where every byte is."""
+    """Return a hash of the parameters' local shards, in order; equal if all bytes are equal."""
     reshard(module)  # after a forward the root's full parameters are registered
     total = hashlib.sha256()
     for parameter in module.parameters():
@@ -149,14 +156,18 @@ def digest(module: nn.Module) -> str:
 
 
 def _read_commands(finished: threading.Event) -> queue.SimpleQueue[Command | None]:
-    """A queue that a thread fills from stdin; `None` at its end, soon after which the process is ended."""
+    """Return a queue that a thread fills from stdin; `None` marks the end of stdin, soon after which the process ends.
+
+    Args:
+        finished: Set by the main thread when it ends the process itself.
+    """
     commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
 
     def read() -> None:
         for line in sys.stdin:
             commands.put(Command(**json.loads(line)))
         commands.put(None)
-        # A driver that was killed cannot end its ranks; one that waits for the others would not end by itself.
+        # A killed driver cannot end its ranks, and a rank that waits for other ranks would not end by itself.
         if not finished.wait(EXIT_GRACE_S):
             os._exit(1)
 
@@ -187,10 +198,10 @@ def _answer(replies: TextIO, value: dict[str, Any]) -> None:
 
 
 def _tell_failures(replies: TextIO) -> None:
-    """Have what ends this process told first: once it is gone, its peers fail too, and all look alike."""
+    """Report an uncaught exception before the process ends: the peers then fail too, and all failures look alike."""
 
     def tell(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
-        # `sys.stderr` is a buffer here: torch's own hook calls this one, to put the rank before each line.
+        # `sys.stderr` is a buffer here: torch's own hook calls this hook, to prefix each line with the rank.
         traceback.print_exception(kind, error, frames, file=sys.__stderr__)
         _answer(replies, {"failed": f"{kind.__name__}: {error}", "failed_s": time.monotonic()})
         os._exit(1)
@@ -199,7 +210,7 @@ def _tell_failures(replies: TextIO) -> None:
 
 
 def main() -> None:
-    """Serve one driver."""
+    """Run the loads that one driver requests."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the driver, which ends its ranks
     spec = Spec(**json.loads(sys.argv[1]))
     if spec.network_descriptor is not None:
@@ -222,7 +233,7 @@ def main() -> None:
     dist.destroy_process_group()
     finished.set()
     sys.stdout.flush()
-    os._exit(0)  # taking a session's modules apart takes seconds
+    os._exit(0)  # deallocation of a session's modules takes seconds
 
 
 if __name__ == "__main__":

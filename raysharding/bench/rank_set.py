@@ -1,4 +1,4 @@
-"""`RankSet`: the rank processes of one benchmark, started, told what to load, waited for with a deadline, and ended."""
+"""`RankSet`: starts the rank processes of a benchmark, requests loads, waits for answers with a deadline, ends them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from typing import Any, Self
 from raysharding.errors import RayshardingError
 
 START_S = 180.0
-"""Until every rank has imported torch and joined the process group."""
+"""Seconds for every rank to import torch and join the process group."""
 DRAIN_S = 10.0
-"""How long the other ranks may take to answer once one of them has failed."""
+"""Seconds for the other ranks to answer after one rank has failed."""
 CLOSE_S = 10.0
-"""How long ranks may take to end by themselves."""
+"""Seconds for ranks to end by themselves."""
 LOG_LINES = 25
-"""Lines of a failed rank's log that an error shows."""
+"""Number of lines of a failed rank's log that an error shows."""
 _KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 40), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 
 
@@ -36,34 +36,34 @@ class BenchError(RayshardingError):
 
 @dataclass(frozen=True)
 class Setup:
-    """How ranks are started."""
+    """Configuration of the rank processes."""
 
     function: str
-    """`module:function` that makes case and arms on each rank: see `arms.make_case`."""
+    """`module:function` that creates case and arms on each rank; see `arms.make_case`."""
     options: Mapping[str, Any]
-    """Its argument; JSON."""
+    """Argument of `function`; JSON."""
     timeout_s: float = 300.0
-    """Longest time of one load."""
+    """Longest time of one load, in seconds."""
     network_descriptor: int | None = None
-    """From `private_network`."""
+    """Descriptor from `private_network`."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """More environment variables."""
+    """Additional environment variables."""
 
 
 class RankSet:
-    """`world_size` processes in one gloo or NCCL group. A context manager; no process outlives it.
+    """`world_size` processes in one gloo or NCCL group. A context manager; no process outlives the context.
 
     Args:
-        setup: What they load.
+        setup: How the ranks are started, and their case.
         world_size: Number of ranks.
-        keep_memory: Have malloc keep freed memory, so that later loads find it touched.
+        keep_memory: Make malloc keep freed memory, so later loads use memory that is already touched.
     """
 
     def __init__(self, setup: Setup, world_size: int, *, keep_memory: bool) -> None:
         self.setup = setup
         self.world_size = world_size
         self.arms: tuple[str, ...] = ()
-        """Names of the arms that the ranks know."""
+        """Names of the ranks' arms."""
         self._keep_memory = keep_memory
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[int] = []
@@ -88,11 +88,15 @@ class RankSet:
         self.close()
 
     def load(self, arm: str, **options: bool) -> list[dict[str, Any]]:
-        """Have every rank load once; the answers by rank. `options` are the fields of `rank.Command`.
+        """Run one load on every rank, and return the answers by rank.
+
+        Args:
+            arm: Name of the arm.
+            options: The other fields of `rank.Command`.
 
         Raises:
-            ArmError: When the arm cannot load this, on every rank alike; the ranks go on.
-            BenchError: When a rank died, failed alone, or did not answer in time.
+            ArmError: The arm cannot load the case, on every rank alike; the ranks can run further loads.
+            BenchError: There is no such arm, or a rank died, failed alone, or did not answer in time.
         """
         if arm not in self.arms:
             raise BenchError(f"there is no arm {arm!r} here: choose from {', '.join(self.arms)}")
@@ -111,7 +115,7 @@ class RankSet:
             raise
 
     def close(self) -> None:
-        """End the processes: by the end of their stdin if all went well, else at once. Idempotent."""
+        """End the processes: by the end of their stdin if no load failed, else by SIGKILL. Idempotent."""
         for process in self._processes:
             if self._failed:
                 process.kill()
@@ -158,7 +162,7 @@ class RankSet:
         self._processes.append(process)
 
     def _environment(self) -> dict[str, str]:
-        """One thread for each rank, no hub, gloo on the loopback, and this package importable."""
+        """Return a rank's environment: one thread, no hub access, gloo on the loopback, and this package importable."""
         home = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(part for part in (home, os.environ.get("PYTHONPATH", "")) if part)
         fixed = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path}
@@ -168,7 +172,7 @@ class RankSet:
         return self._scratch / f"rank-{rank}.log"
 
     def _answers(self, timeout_s: float, arm: str = "start") -> list[dict[str, Any]]:
-        """One line of JSON from each rank, in order of rank."""
+        """Return one JSON answer from each rank, in rank order."""
         lines = self._lines(timeout_s)
         answers = [json.loads(line) if line.endswith(b"\n") else {} for line in lines]
         failed = [rank for rank, answer in enumerate(answers) if "failed" in answer]
@@ -186,7 +190,7 @@ class RankSet:
         return answers
 
     def _lines(self, timeout_s: float) -> list[bytes]:
-        """What each rank answers until all lines are complete or the time is over; less after one failed."""
+        """Read each rank's line until all lines are complete or the time is over; wait less after a rank failed."""
         lines = [b""] * self.world_size
         deadline = time.monotonic() + timeout_s
         with selectors.DefaultSelector() as selector:
@@ -203,7 +207,7 @@ class RankSet:
         return lines
 
     def _state(self, ranks: Sequence[int], timeout_s: float) -> str:
-        """How ranks that gave no answer are."""
+        """Describe the state of ranks that gave no answer."""
         states = []
         for rank in ranks:
             code = self._processes[rank].poll()
@@ -212,7 +216,7 @@ class RankSet:
         return ", ".join(states)
 
     def _log_end(self, rank: int) -> str:
-        """The last lines of a rank's log, to follow an error."""
+        """Return the last lines of a rank's log, to append to an error."""
         lines = self._log(rank).read_text(errors="replace").strip().splitlines()
         return "".join(f"\n  {line}" for line in lines[-LOG_LINES:])
 
@@ -221,8 +225,8 @@ class ArmError(BenchError):
     """An arm that cannot load this checkpoint on this machine.
 
     Args:
-        message: Why, in the words of the arm.
-        arm: Its name.
+        message: The reason, from the arm's error.
+        arm: Name of the arm.
     """
 
     _fields = ("message", "arm")
@@ -234,7 +238,7 @@ class ArmError(BenchError):
 
 @contextmanager
 def ended_by_sigterm() -> Iterator[None]:
-    """Make SIGTERM an exception in the main thread while the context is open, so that `with` blocks end the ranks."""
+    """Turn SIGTERM into an exception in the main thread while the context is open, so `with` blocks end the ranks."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)

@@ -1,6 +1,6 @@
-"""Figures from loads: medians over rounds, and ratios taken round by round.
+"""Figures from loads: medians over rounds, and ratios within each round.
 
-The results of a benchmark in lines for people.
+Also formats the results of a benchmark as readable lines.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ RATIOS = (
     ("auto", "pinned_floor"),
     ("safetensors_cuda", "auto"),
 )
-"""(arm, base) pairs that a table ends with, as far as both were measured."""
+"""(arm, base) pairs whose ratios end a table, if both were measured."""
 GROWTHS = (("scatter", "scatter_floor"), ("scatter_wire", "scatter_floor"))
 """(arm, floor) pairs whose growth with the world size is compared."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A median over rounds, and its range."""
+    """A median over rounds, with minimum and maximum."""
 
     median: float
     low: float
@@ -44,24 +44,24 @@ class Figure:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Figure:
-        """Of at least one value."""
+        """Return the figure of one or more values."""
         return cls(median(values), min(values), max(values), len(values))
 
 
 @dataclass(frozen=True)
 class NamedFigure:
-    """A ratio, and what it is of."""
+    """A ratio with its name, mode and world size."""
 
     mode: Mode
     world_size: int
-    """The larger one, for a growth."""
+    """World size; for a growth, the larger one."""
     name: str
     figure: Figure
 
 
 @dataclass(frozen=True)
 class Group:
-    """The loads that count of one mode and world size."""
+    """The counted loads of one mode and world size."""
 
     mode: Mode
     world_size: int
@@ -69,11 +69,11 @@ class Group:
     """Arm → loads, in order of the rounds."""
 
     def seconds(self, arm: str) -> Figure:
-        """Time of an arm."""
+        """Return an arm's time in seconds."""
         return Figure.of([load.seconds for load in self.loads[arm]])
 
     def ratio(self, arm: str, base: str) -> Figure | None:
-        """Time of `arm` in times of `base`, round by round; `None` where no round has both."""
+        """Return the time of `arm` ÷ the time of `base`, within each round; `None` if no round has both."""
         values = [own / other for own, other in self._pairs(arm, base)]
         return Figure.of(values) if values else None
 
@@ -85,10 +85,10 @@ class Group:
 
 
 def groups(loads: Sequence[Load]) -> list[Group]:
-    """Loads by mode and world size, those that do not count left out."""
+    """Group the counted loads by mode and world size."""
     found: dict[tuple[Mode, int], dict[str, list[Load]]] = {}
     for load in loads:
-        # In the order of the first round, whether it counts or not.
+        # In the order of the first round, even if that round does not count.
         own = found.setdefault((load.mode, load.world_size), {}).setdefault(load.arm, [])
         if load.counted:
             own.append(load)
@@ -97,7 +97,7 @@ def groups(loads: Sequence[Load]) -> list[Group]:
 
 
 def named_ratios(loads: Sequence[Load]) -> list[NamedFigure]:
-    """All of `RATIOS` and `GROWTHS` that the loads give."""
+    """Return those of `RATIOS` and `GROWTHS` that the loads allow."""
     made = groups(loads)
     found: list[NamedFigure] = []
     for group in made:
@@ -127,7 +127,7 @@ def _growth(small: Group, large: Group, arm: str) -> dict[int, float]:
 
 
 def json_lines(results: Results) -> list[str]:
-    """Operations, ratios and what was left out, a line of JSON each; the loads have lines of their own."""
+    """Return operations, ratios and skipped arms, each as a line of JSON. `load_line` writes the loads."""
     lines = [json.dumps({"kind": "operations", **asdict(item)}) for item in results.operations]
     lines += [json.dumps({"kind": "ratio", **asdict(item)}) for item in named_ratios(results.loads)]
     for (world_size, arm), why in results.skipped.items():
@@ -136,19 +136,19 @@ def json_lines(results: Results) -> list[str]:
 
 
 NOTES = """\
-wire: sent over the ranks' own loopback, headers included. read: returned by read calls, all ranks, without what comes
-through a memory map. touched: memory faulted in, all ranks. x: times the checkpoint's bytes. extra: peak RssAnon +
-RssShmem above the start and the shard, largest rank, fresh only. ops: collectives that rank 0 entered + messages
-between two ranks. Ratios are taken round by round: median (min – max)."""
+wire: bytes sent over the ranks' own loopback, headers included. read: bytes that read calls returned, all ranks,
+without memory maps. touched: memory faulted in, all ranks. x: multiples of the checkpoint's bytes. extra: peak RssAnon
++ RssShmem above the start and the shard, largest rank, fresh only. ops: collectives that rank 0 entered + messages
+between two ranks. Ratios are taken within each round: median (min – max)."""
 
 
 def table(results: Results, checkpoint_bytes: int, base: str) -> str:
-    """Everything: a block for each mode and world size, the ratios, what was left out, and the notes.
+    """Return the whole table: a block for each mode and world size, the ratios, skipped arms, and the notes.
 
     Args:
-        results: What was measured.
+        results: Results of the benchmark.
         checkpoint_bytes: Bytes of the checkpoint's tensors.
-        base: Arm that a column of ratios divides by, where it was measured.
+        base: Arm that a column of ratios divides by, if it was measured; otherwise the first arm.
     """
     lines: list[str] = []
     for group in groups(results.loads):
@@ -158,7 +158,7 @@ def table(results: Results, checkpoint_bytes: int, base: str) -> str:
         lines.append(f"{item.mode} W={item.world_size}  {item.name}: {_ranged(item.figure)}")
     lines += [f"left out: W={size} {arm}: {why}" for (size, arm), why in results.skipped.items()]
     if any(load.wire_bytes is None for load in results.loads):
-        lines.append("wire: not counted, for that needs root (a network namespace of the ranks' own)")
+        lines.append("wire: not counted, because this needs root (a network namespace of the ranks' own)")
     return "\n".join((*lines, NOTES))
 
 
@@ -201,7 +201,7 @@ def _ranged(figure: Figure) -> str:
 
 
 def progress_line(load: Load, num_rounds: int) -> str:
-    """One load, while it goes on."""
+    """Return one load as a line of progress."""
     number = load.round + (load.mode == "fresh")  # the first warm round does not count
     where = f"round {number}/{num_rounds}" if load.counted else "warm-up"
     return f"{load.mode} W={load.world_size} {where}: {load.arm} {load.seconds:.3f} s"

@@ -1,4 +1,4 @@
-"""The rounds of a benchmark: every arm once in each, in rotating order, warm or fresh."""
+"""The rounds of a benchmark: each runs every arm once, in rotating order, warm or fresh."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from raysharding.bench.rank_set import ArmError, BenchError, RankSet, Setup
 
 @dataclass
 class Results:
-    """What was measured so far."""
+    """Results of a benchmark so far."""
 
     loads: list[Load] = field(default_factory=list)
     operations: list[Operations] = field(default_factory=list)
     skipped: dict[tuple[int, str], str] = field(default_factory=dict)
-    """(world size, arm) → why it cannot load this."""
+    """(world size, arm) → reason why the arm cannot load the case."""
 
     def check_digests(self) -> None:
         """Compare the shards that the arms loaded.
 
         Raises:
-            BenchError: When two arms left different bytes.
+            BenchError: Two arms loaded different bytes.
         """
         found: dict[tuple[int, tuple[str, ...]], set[str]] = {}
         for load in self.loads:
@@ -32,34 +32,38 @@ class Results:
                 found.setdefault((load.world_size, load.digests), set()).add(load.arm)
         if len(found) > len({world_size for world_size, _ in found}):
             parts = [f"W={world_size}: {', '.join(sorted(arms))}" for (world_size, _), arms in found.items()]
-            raise BenchError(f"the arms loaded different bytes; alike are {' | '.join(parts)}")
+            raise BenchError(f"the arms loaded different bytes; arms with equal bytes: {' | '.join(parts)}")
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """What to measure."""
+    """Measurements to take."""
 
     setup: Setup
-    """How ranks are started."""
+    """Configuration of the rank processes."""
     arms: Sequence[str]
-    """Names, in the order of the first round."""
+    """Names of the arms, in the order of the first round."""
     world_sizes: Sequence[int]
-    """All of them take part in each round, so that growth is a ratio within a round."""
+    """Numbers of ranks. Each round measures all of them, so growth is a ratio within a round."""
     num_rounds: int
-    """Rounds that count."""
+    """Number of measured rounds."""
     progress: Callable[[Load], None]
     """Called after each load."""
     once: Sequence[str] = ()
     """Arms that are loaded in the first warm round only."""
 
     def measure(self, mode: Mode, results: Results) -> None:
-        """Run all rounds into `results`. Arms that cannot do the case are skipped; what went wrong is in `results`.
+        """Run all rounds into `results`. Arms that cannot load the case are skipped, with the reason in `results`.
 
-        Warm: one round more, the first, which does not count: memory is touched, shards are compared, operations are
-        counted there. Fresh: memory is sampled, and the shards of each load are compared.
+        Warm: an additional first round does not count; it touches memory, compares shards, and counts operations.
+        Fresh: memory is sampled, and the shards of each load are compared.
+
+        Args:
+            mode: How the ranks are run.
+            results: Receives the measurements.
 
         Raises:
-            BenchError: When a rank failed, or the arms loaded different bytes.
+            BenchError: A rank failed, or the arms loaded different bytes.
         """
         if mode == "warm":
             with ExitStack() as stack:
@@ -78,7 +82,7 @@ class Rounds:
         return RankSet(self.setup, world_size, keep_memory=mode == "warm")
 
     def _turns(self, num_rounds: int) -> Iterator[tuple[int, int, str]]:
-        """(round, world size, arm); the order rotates, so that no arm always follows the same one."""
+        """Yield (round, world size, arm); the order rotates, so no arm always follows the same arm."""
         turns = list(product(self.world_sizes, self.arms))
         for index in range(num_rounds):
             first = index % len(turns)

@@ -1,6 +1,6 @@
-"""From config.json or a callable to a module on meta; key mapping, wrap plan, initial values.
+"""Modules on meta, built from config.json or a callable; key mapping, wrap plan, initial values.
 
-transformers is imported only in this package, and only when a model needs it.
+Only this package imports transformers, and only when a model needs it.
 """
 
 from raysharding.models.adapters import Adapted, AdapterNames, adapter_files

@@ -1,6 +1,6 @@
-"""LoRA adapters: peft's layers inside a model that is built on meta, and the names that their tensors have in files.
+"""LoRA adapters: peft's layers in a model that is built on meta, and the names of the layers' tensors in files.
 
-peft is imported only here, and only where a model has adapters.
+Only this module imports peft, and only for a model with adapters.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from raysharding.checkpoint import Checkpoint
 
 ADAPTER_PREFIX: Final = "base_model.model."
-"""What every name in a file of adapters begins with: where a `PeftModel` holds the model."""
+"""Prefix of every name in a file of adapters: the path at which a `PeftModel` holds the model."""
 _NAME: Final = "default"
 _SUPPORTED: Final = frozenset(
     {
@@ -54,8 +54,8 @@ _SUPPORTED: Final = frozenset(
         "use_rslora",
     }
 )
-"""Fields of `peft.LoraConfig` that may differ from their defaults. The others read base weights when adapters are made,
-which are on no rank whole, or change what the base checkpoint feeds."""
+"""Fields of `peft.LoraConfig` that may differ from their defaults. The other fields read base weights when adapters are
+created, and no rank holds these whole; or the fields change which parameters the base checkpoint fills."""
 _SCALE: Final[Mapping[str, Any]] = {
     "r": 8,
     "lora_alpha": 8,
@@ -63,39 +63,43 @@ _SCALE: Final[Mapping[str, Any]] = {
     "rank_pattern": {},
     "alpha_pattern": {},
 }
-"""What names and shapes of tensors do not show, but for `r`, and peft fills in nowhere; and what a file means that has
-no such field."""
+"""Fields that set the adapters' scale → value that a file without the field stands for. Except for `r`, the names and
+shapes of tensors do not show these fields, and peft does not fill them in."""
 _HEADS: Final[Mapping[str, tuple[str, ...]]] = {
     "SEQ_CLS": ("classifier", "score"),
     "TOKEN_CLS": ("classifier", "score"),
     "QUESTION_ANS": ("qa_outputs",),
 }
-"""As peft's `PeftModelForSequenceClassification` and the like have them."""
+"""Task type → names of its head, as in peft's `PeftModelForSequenceClassification` and similar classes."""
 _PEFT_ERRORS: Final = (AttributeError, LookupError, TypeError, ValueError, re.error)
-"""What peft raises on fields that it was not made for."""
+"""Errors that peft raises for unsupported values of fields."""
 _INITS: Final = (True, False, "gaussian")
 
 
 @dataclass(frozen=True)
 class Adapted:
-    """A model to build, and the adapters to put into it."""
+    """A model to build, and the adapters to add to the model."""
 
     model: str | Callable[[], nn.Module] | None
-    """As `from_checkpoint(model=...)` takes it."""
+    """The model, in any form that `from_checkpoint(model=...)` accepts."""
     fields: Mapping[str, Any]
-    """What adapter_config.json holds: `peft.LoraConfig` as JSON."""
+    """Contents of adapter_config.json: `peft.LoraConfig` as JSON."""
     origin: str = "peft_config"
-    """Where that is from, for errors."""
+    """Source of `fields`, for errors."""
     base: str | None = None
-    """Path or URI of the checkpoint that the base weights came from, once it was opened: a restart goes back to it,
-    whatever the adapters in files say, which may have been made elsewhere."""
+    """Path or URI of the checkpoint that the base weights came from, set once the checkpoint is opened. A restart uses
+    this path and not the path in the adapters' files, which may come from another machine."""
 
     @classmethod
     def of(cls, model: str | Callable[[], nn.Module] | None, peft_config: Any) -> Self:
-        """Take a configuration from the user.
+        """Convert a user's configuration.
+
+        Args:
+            model: As `from_checkpoint(model=...)` takes it.
+            peft_config: The configuration, a `peft.LoraConfig`.
 
         Raises:
-            ValueError: It is no `peft.LoraConfig`, or asks for what is not supported.
+            ValueError: `peft_config` is not a `peft.LoraConfig`, or requests an unsupported feature.
         """
         kind = type(peft_config)
         if f"{kind.__module__}.{kind.__qualname__}" != "peft.tuners.lora.config.LoraConfig":
@@ -110,11 +114,11 @@ class Adapted:
 
     @classmethod
     def of_files(cls, model: Any, checkpoint: Checkpoint) -> Self:
-        """Take the configuration that lies beside adapters.
+        """Take the configuration from a checkpoint of adapters.
 
         Args:
-            model: As `from_checkpoint` takes it; or already an `Adapted`, of these adapters.
-            checkpoint: The adapters.
+            model: As `from_checkpoint(model=...)` takes it, or an `Adapted` with these adapters.
+            checkpoint: The checkpoint of adapters.
 
         Raises:
             ValueError: `model` has other adapters.
@@ -126,20 +130,20 @@ class Adapted:
         if differing := _differing(model.fields, fields):
             raise ValueError(
                 f"peft_config differs from the adapters in {checkpoint.path}: {differing}; leave peft_config out to "
-                "load these, or give the base checkpoint's path to begin new ones"
+                "load these adapters, or give the base checkpoint's path to create new ones"
             )
         return model
 
     def build(self, build: Callable[[Any], nn.Module], where: str) -> nn.Module:
-        """Build the model, and put the adapters in, on meta; the rest is frozen.
+        """Build the model and add the adapters, on meta; all other parameters are frozen.
 
         Args:
-            build: Builds the model without them.
-            where: Path of the checkpoint that the base weights come from; saves name it.
+            build: Builds the model without adapters.
+            where: Path of the checkpoint that the base weights come from; saves name this path.
 
         Raises:
-            PlanError: peft is missing, or cannot put adapters into this model.
-            ValueError: The configuration asks for what is not supported.
+            PlanError: peft is missing, or cannot add adapters to this model.
+            ValueError: The configuration requests an unsupported feature.
         """
         peft = _peft()
         if self.fields.get("peft_type") != "LORA":
@@ -148,7 +152,7 @@ class Adapted:
         try:
             config = peft.LoraConfig.from_peft_type(**{**self.fields, "inference_mode": False})
         except _PEFT_ERRORS as error:
-            raise PlanError(f"{self.origin}: is no LoraConfig: {type(error).__name__}: {error}") from error
+            raise PlanError(f"{self.origin}: not a LoraConfig: {type(error).__name__}: {error}") from error
         _check_supported(config, self.origin)
         _add_heads(config)
         config.base_model_name_or_path = where
@@ -157,9 +161,9 @@ class Adapted:
             with torch.device("meta"):
                 peft.inject_adapter_in_model(config, module, adapter_name=_NAME, low_cpu_mem_usage=True)
         except (*_PEFT_ERRORS, NotImplementedError) as error:
-            what = f"peft cannot put adapters into {type(module).__name__}: {error}"
+            what = f"peft cannot add adapters to {type(module).__name__}: {error}"
             raise PlanError(f"{self.origin}: {what}") from error
-        # On its way peft may have made others of them: experts that are one parameter become `target_parameters`.
+        # peft may have changed the fields: experts that are one parameter become `target_parameters`.
         _check_supported(config, f"{self.origin}, as peft reads it for {type(module).__name__}")
         _widen(module)
         return module
@@ -167,23 +171,23 @@ class Adapted:
 
 @dataclass(frozen=True)
 class AdapterNames:
-    """What tensors of a model with adapters are called where."""
+    """Names of a model's tensors with adapters, in adapter files, and in the base model."""
 
     config: Any
-    """`peft.LoraConfig`."""
+    """The adapters' `peft.LoraConfig`."""
     files: Mapping[str, str]
-    """FQN of what a save holds → its key in adapter_model.safetensors."""
+    """FQN of a tensor that saves hold → its key in adapter_model.safetensors."""
     base: Mapping[str, str]
-    """FQN of what the base model has, too, but under another name → that name."""
+    """FQN of a tensor that has another name in the base model → that name."""
     added: frozenset[str]
-    """FQNs of what the base model has not."""
+    """FQNs of tensors that the base model lacks."""
     copies: Mapping[str, str]
-    """FQN of a trained copy (`modules_to_save`) → FQN of what it is a copy of."""
+    """FQN of a trained copy (`modules_to_save`) → FQN of the original tensor."""
 
     @classmethod
     def of(cls, module: nn.Module) -> Self | None:
-        """Find the adapters of a module, sharded or not; `None` where there are none."""
-        peft: Any = sys.modules.get("peft")  # not imported: then there are none
+        """Return the names for a module, sharded or not; `None` if the module has no adapters."""
+        peft: Any = sys.modules.get("peft")  # if peft is not imported, there are no adapters
         if peft is None or _NAME not in (getattr(module, "peft_config", None) or {}):
             return None
         base: dict[str, str] = {}
@@ -200,43 +204,46 @@ class AdapterNames:
                     if part == "modules_to_save":
                         copies[name] = f"{prefix}{inner}.{rest.partition('.')[2]}"
         marks = dict(zip(names, names, strict=True))
-        # peft's own naming, over names instead of tensors.
+        # peft's own function assigns the keys, given names in place of tensors.
         held = peft.get_peft_model_state_dict(module, state_dict=marks, adapter_name=_NAME, save_embedding_layers=False)
         files = {name: ADAPTER_PREFIX + key for key, name in held.items()}
         return cls(_config_of(module), files, base, frozenset(added), copies)
 
     def check(self, checkpoint: Checkpoint) -> None:
-        """Refuse adapters of another scale than the model's: their values would mean something else here.
+        """Check that a checkpoint's adapters have the scale of the model's; else their values would differ in effect.
+
+        Args:
+            checkpoint: The checkpoint of adapters.
 
         Raises:
-            PlanError: Names what differs.
+            PlanError: The scales differ; the error names the fields.
         """
         assert checkpoint.adapter is not None, "a checkpoint of adapters"
         if differing := _differing(self.config.to_dict(), checkpoint.adapter):
-            raise PlanError(f"{checkpoint.path}: these adapters are not the model's: {differing}")
+            raise PlanError(f"{checkpoint.path}: these adapters do not match the model's: {differing}")
 
     @staticmethod
     def are_keys(keys: Mapping[str, Any]) -> bool:
-        """Whether a checkpoint holds adapters alone."""
+        """Return True if a checkpoint holds only adapters."""
         return bool(keys) and all(key.startswith(ADAPTER_PREFIX) for key in keys)
 
 
 def adapter_files(module: nn.Module) -> dict[str, bytes] | None:
-    """Return adapter_config.json, as peft's `save_pretrained` writes it, by name; `None`: there are no adapters."""
+    """Return adapter_config.json by name, as peft's `save_pretrained` writes it; `None` if there are no adapters."""
     names = AdapterNames.of(module)
     if names is None:
         return None
     config = copy.copy(names.config)
     config.inference_mode = True
     mapping = None
-    if config.task_type is None:  # how AutoPeftModel finds the class of the base model then
+    if config.task_type is None:  # AutoPeftModel then finds the class of the base model by this mapping
         cls = original_class(module)
         mapping = {"base_model_class": cls.__name__, "parent_library": cls.__module__}
     return written_files(lambda directory: config.save_pretrained(directory, auto_mapping_dict=mapping))
 
 
 def holder_of_adapter(root: nn.Module, fqn: str) -> Any:
-    """The peft layer that `fqn` is an adapter of; `None` where it is something else."""
+    """Return the peft layer that `fqn` is an adapter of; `None` if `fqn` is not an adapter."""
     if "peft" not in sys.modules:
         return None
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -250,25 +257,25 @@ def holder_of_adapter(root: nn.Module, fqn: str) -> Any:
 
 
 def apply_adapter_reset(root: nn.Module, fqn: str) -> None:
-    """peft's own initial values: A as a Linear's, B zeros, unless `init_lora_weights` says otherwise."""
+    """Set peft's own initial values: A as in a Linear, B zeros, unless `init_lora_weights` says otherwise."""
     layer: Any = holder_of_adapter(root, fqn)
     layer.reset_lora_parameters(_NAME, _config_of(root).init_lora_weights)
 
 
 def _config_of(module: nn.Module) -> Any:
-    """What peft left with the module that it put adapters into."""
+    """Return the `LoraConfig` that peft stored on a module with adapters."""
     configs: Any = module.peft_config
     return configs[_NAME]
 
 
 def _differing(own: Mapping[str, Any], others: Mapping[str, Any]) -> str:
-    """What makes the scale of adapters another; empty where nothing does."""
+    """Return the fields that give adapters different scales, as text; empty if there are none."""
     pairs = ((key, own.get(key, default), others.get(key, default)) for key, default in _SCALE.items())
     return ", ".join(f"{key}={mine!r} for {theirs!r}" for key, mine, theirs in pairs if mine != theirs)
 
 
 def _add_heads(config: Any) -> None:
-    """Train and save the new head of a task: what peft's own model classes do, which are not used here."""
+    """Train and save the new head of a task, as peft's own model classes do; these classes are not used here."""
     heads = _HEADS.get(config.task_type, ())
     if heads:
         given = list(config.modules_to_save or ())
@@ -283,17 +290,21 @@ def _peft() -> Any:
 
 
 def _check_supported(config: Any, where: str) -> None:
-    """Refuse what a model on meta, cut over ranks, cannot do.
+    """Check that a sharded model on meta supports a `LoraConfig`.
+
+    Args:
+        config: The `LoraConfig`.
+        where: Source of `config`, for the error.
 
     Raises:
-        ValueError: Names the field.
+        ValueError: A field is not supported; the error names it.
     """
     default = type(config)().to_dict()
     for key, value in config.to_dict().items():
-        if key not in _SUPPORTED and (value or None) != (default.get(key) or None):  # peft leaves empty sets behind
+        if key not in _SUPPORTED and (value or None) != (default.get(key) or None):  # peft may leave an empty set
             raise ValueError(
-                f"{where}: LoraConfig({key}={value!r}) is not supported: leave it out; make such adapters with peft in "
-                "one process"
+                f"{where}: LoraConfig({key}={value!r}) is not supported: leave it out, or create such adapters with "
+                "peft in one process"
             )
     if config.init_lora_weights not in _INITS:
         raise ValueError(
@@ -305,14 +316,14 @@ def _check_supported(config: Any, where: str) -> None:
 def _widen(module: nn.Module) -> None:
     """Keep adapters in float32 where the base model is in half precision: peft's `autocast_adapter_dtype`."""
     names = AdapterNames.of(module)
-    assert names is not None, "they were just put in"
+    assert names is not None, "the adapters were just added"
     for name, parameter in module.named_parameters():
         if name in names.added and name not in names.copies and parameter.dtype in (torch.float16, torch.bfloat16):
             parameter.data = parameter.data.float()
 
 
 def _tensor_names(module: nn.Module) -> Iterator[str]:
-    """FQNs of all parameters and buffers, under every name that they have."""
+    """Yield the FQNs of all parameters and buffers, including every name of shared tensors."""
     for name, _ in module.named_parameters(remove_duplicate=False):
         yield clean_name(name)
     for name, _ in module.named_buffers(remove_duplicate=False):
@@ -320,7 +331,7 @@ def _tensor_names(module: nn.Module) -> Iterator[str]:
 
 
 def _wrappers(module: nn.Module) -> Iterator[tuple[str, str, frozenset[str]]]:
-    """Prefix of each of peft's layers, under every name; its child that holds the base; its other children."""
+    """Yield the prefix of each peft layer, under every name; the name of its base child; the names of its others."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 

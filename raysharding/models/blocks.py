@@ -1,8 +1,8 @@
-"""`BlockTensor`: a tensor without data that knows which boxes of which source tensors it is made of.
+"""`BlockTensor`: a tensor without data that records the boxes of source tensors that fill it.
 
-transformers' conversion operations run on it unchanged (torch dispatches on `__torch_function__`): stack, concatenate,
-chunk, split and reshape only move boxes, and what comes out is read off as contiguous ranges of the files. Any other
-operation raises `UnsupportedOperationError`; such a conversion must run on real tensors.
+transformers' conversion operations run unchanged on a `BlockTensor` (torch dispatches on `__torch_function__`): stack,
+concatenate, chunk, split and reshape only move boxes, so the result is a list of contiguous ranges of the files. Any
+other operation raises `UnsupportedOperationError`; such a conversion must run on real tensors.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch
 
 
 class UnsupportedOperationError(TypeError):
-    """An operation that does not just move boxes."""
+    """An operation that does more than move boxes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A range of a source tensor that is a range of the target too, both flattened row-major."""
+    """A range of a source tensor that is also a range of the target, both flattened row-major."""
 
     source: str
     """Key in the checkpoint."""
@@ -31,7 +31,7 @@ class Run:
     target_start: int
     """First element in the flattened full target."""
     num_elements: int
-    """Length."""
+    """Length of the range, in elements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,11 @@ class Block:
     source: str
     """Key in the checkpoint."""
     offset: int
-    """Element of the flattened source that fills the box's first corner."""
+    """Index of the element of the flattened source that fills the box's first corner."""
     start: tuple[int, ...]
     """The box's first corner in the target."""
     size: tuple[int, ...]
-    """Its extent."""
+    """The box's extent in each dim."""
     strides: tuple[int, ...]
     """Elements of the source for one step along each dim of the target."""
 
@@ -54,17 +54,17 @@ Shape: TypeAlias = tuple[int, ...]
 
 
 def row_major_strides(shape: Sequence[int]) -> Shape:
-    """Strides of a contiguous tensor, in elements."""
+    """Return the strides of a contiguous tensor, in elements."""
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 class BlockTensor:
-    """A tensor known only by where its elements come from.
+    """A tensor without data, defined by the sources of its elements.
 
     Args:
-        shape: Its shape.
-        dtype: dtype of all its sources.
-        blocks: Boxes that fill it without overlap.
+        shape: Shape of the tensor.
+        dtype: dtype of all sources.
+        blocks: Boxes that fill the tensor without overlap.
     """
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, blocks: Sequence[Block]) -> None:
@@ -74,7 +74,7 @@ class BlockTensor:
 
     @classmethod
     def of_source(cls, name: str, shape: Sequence[int], dtype: torch.dtype) -> BlockTensor:
-        """The whole of one source tensor."""
+        """Return a tensor that is one whole source tensor."""
         shape = tuple(shape)
         return cls(shape, dtype, (Block(name, 0, (0,) * len(shape), shape, row_major_strides(shape)),))
 
@@ -86,10 +86,10 @@ class BlockTensor:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Answer torch's own functions, so that code written for tensors runs on this class."""
+        """Implement torch's own functions, so code written for tensors runs on this class."""
         moves = _MOVES.get(func)
         if moves is None:
-            raise UnsupportedOperationError(f"{getattr(func, '__name__', func)} does not just move boxes")
+            raise UnsupportedOperationError(f"{getattr(func, '__name__', func)} does more than move boxes")
         return moves(*args, **(kwargs or {}))
 
     @property
@@ -98,29 +98,29 @@ class BlockTensor:
         return len(self.shape)
 
     def dim(self) -> int:
-        """Number of dims."""
+        """Return the number of dims."""
         return len(self.shape)
 
     def size(self, dim: int | None = None) -> Any:
-        """Shape, or the length of one dim."""
+        """Return the shape, or the length of one dim."""
         return self.shape if dim is None else self.shape[dim]
 
     def numel(self) -> int:
-        """Number of elements."""
+        """Return the number of elements."""
         return math.prod(self.shape)
 
     def is_floating_point(self) -> bool:
-        """Whether the dtype is a floating one."""
+        """Return True if the dtype is floating."""
         return self.dtype.is_floating_point
 
     def contiguous(self) -> BlockTensor:
-        """Itself: boxes have no memory format."""
+        """Return this tensor: boxes have no memory format."""
         return self
 
     clone = detach = contiguous
 
     def narrow(self, dim: int, start: int, length: int) -> BlockTensor:
-        """Keep `length` positions of `dim`, from `start` on."""
+        """Keep `length` positions of `dim`, from `start`."""
         dim = self._dim(dim)
         blocks = []
         for block in self.blocks:
@@ -136,7 +136,7 @@ class BlockTensor:
         return BlockTensor(shape, self.dtype, blocks)
 
     def split(self, split_size: int | Sequence[int], dim: int = 0) -> tuple[BlockTensor, ...]:
-        """As `torch.split`."""
+        """Split as `torch.split` does."""
         length = self.shape[self._dim(dim)]
         if isinstance(split_size, int):
             sizes = [min(split_size, length - start) for start in range(0, length, split_size)]
@@ -148,7 +148,7 @@ class BlockTensor:
         return tuple(self.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=False))
 
     def chunk(self, chunks: int, dim: int = 0) -> tuple[BlockTensor, ...]:
-        """As `torch.chunk`: the last one may be shorter, and there may be fewer."""
+        """Chunk as `torch.chunk` does: the last chunk may be shorter, and there may be fewer than `chunks`."""
         return self.split(max(1, -(-self.shape[self._dim(dim)] // chunks)), dim)
 
     def squeeze(self, dim: int) -> BlockTensor:
@@ -157,11 +157,11 @@ class BlockTensor:
         return self if self.shape[dim] != 1 else self._without(dim)
 
     def unbind(self, dim: int = 0) -> tuple[BlockTensor, ...]:
-        """As `torch.unbind`."""
+        """Unbind as `torch.unbind` does."""
         return tuple(self.narrow(dim, index, 1).squeeze(dim) for index in range(self.shape[self._dim(dim)]))
 
     def unsqueeze(self, dim: int) -> BlockTensor:
-        """Put in a dim of length 1."""
+        """Insert a dim of length 1."""
         dim = dim + self.ndim + 1 if dim < 0 else dim
 
         def put(values: Shape, value: int) -> Shape:
@@ -174,7 +174,7 @@ class BlockTensor:
         return BlockTensor(put(tuple(self.shape), 1), self.dtype, blocks)
 
     def reshape(self, *shape: Any) -> BlockTensor:
-        """As `Tensor.reshape`, for what is one contiguous range of one source."""
+        """Reshape as `Tensor.reshape` does, if the tensor is one contiguous range of one source."""
         wanted = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else tuple(shape)
         known = math.prod(length for length in wanted if length != -1)
         wanted = tuple(self.numel() // max(known, 1) if length == -1 else length for length in wanted)
@@ -184,18 +184,18 @@ class BlockTensor:
             return self
         runs = self.runs(max_runs=1)
         if runs is None or len(runs) != 1:
-            raise UnsupportedOperationError("a reshape of more than one contiguous range")
+            raise UnsupportedOperationError("cannot reshape more than one contiguous range")
         block = Block(runs[0].source, runs[0].source_start, (0,) * len(wanted), wanted, row_major_strides(wanted))
         return BlockTensor(wanted, self.dtype, (block,))
 
     view = reshape
 
     def flatten(self) -> BlockTensor:
-        """One dim."""
+        """Flatten to one dim."""
         return self.reshape(-1)
 
     def runs(self, max_runs: int) -> tuple[Run, ...] | None:
-        """The tensor as contiguous ranges, ascending in the target; `None` if there are more than `max_runs`."""
+        """Return the tensor as contiguous ranges, ascending in the target; `None` if more than `max_runs`."""
         counted = [(block, *self._run_dims(block)) for block in self.blocks]
         if sum(math.prod(block.size[:outer]) for block, outer, _ in counted) > max_runs:
             return None
@@ -209,11 +209,11 @@ class BlockTensor:
         return _joined(sorted(found, key=lambda run: run.target_start))
 
     def _run_dims(self, block: Block) -> tuple[int, int]:
-        """(number of outer dims, elements of one run): the inner dims are contiguous in source and target."""
+        """Return (number of outer dims, elements of one run): the inner dims are contiguous in source and target."""
         outer, length = len(block.size), 1
         while outer > 0:
             dim = outer - 1
-            # A dim of length 1 in the box takes no step, so its stride does not matter.
+            # The stride of a dim of length 1 in the box does not matter.
             if block.size[dim] != 1 and block.strides[dim] != length:
                 break
             outer, length = dim, length * block.size[dim]
@@ -238,7 +238,7 @@ class BlockTensor:
 
 
 def _joined(runs: Sequence[Run]) -> tuple[Run, ...]:
-    """Neighbours that continue each other, as one."""
+    """Join runs that are adjacent in both source and target."""
     joined: list[Run] = []
     for run in runs:
         last = joined[-1] if joined else None
@@ -284,7 +284,7 @@ def _stack(tensors: Sequence[Any], dim: int = 0) -> BlockTensor:
 def _same_kind(tensors: Sequence[Any]) -> BlockTensor:
     first = tensors[0]
     if not all(isinstance(tensor, BlockTensor) and tensor.dtype == first.dtype for tensor in tensors):
-        raise UnsupportedOperationError("tensors of different dtypes, or with data, among the parts")
+        raise UnsupportedOperationError("some parts have different dtypes, or hold data")
     assert isinstance(first, BlockTensor)
     return first
 

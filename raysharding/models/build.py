@@ -1,4 +1,4 @@
-"""`build_module`: from config.json, an auto class or a callable to a module whose parameters are on meta."""
+"""`build_module`: builds a module with parameters on meta from config.json, an auto class or a callable."""
 
 from __future__ import annotations
 
@@ -21,34 +21,36 @@ if TYPE_CHECKING:
     from raysharding.checkpoint import Checkpoint
 
 ModelSource = str | Callable[[], nn.Module] | Adapted | None
-"""What `from_checkpoint(model=...)` takes: `None`, the name of a transformers auto class, or a callable; with
-`peft_config=` an `Adapted`."""
+"""Accepted types of `from_checkpoint(model=...)`: `None`, the name of a transformers auto class, or a callable; with
+`peft_config=`, an `Adapted`."""
 
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""dtypes that torch can use as its default, so that a model can be built in them."""
+"""dtypes that torch accepts as its default dtype, and so can build a model in."""
 _REGISTER_LOCK = threading.RLock()
 
 
 def build_module(model: ModelSource, checkpoint: Checkpoint, dtype: torch.dtype | None) -> nn.Module:
-    """Build the module that a checkpoint belongs to, without memory for its parameters.
+    """Build a checkpoint's module without allocating its parameters.
 
-    Every rank calls it; nothing is communicated, and no file is read beyond what `checkpoint` already holds.
+    Every rank calls this function, which is not a collective and reads no file: `checkpoint` already holds the headers
+    and config.
 
     Args:
         model: `None` for the class that config.json names, the name of a transformers auto class, or a callable that
-            returns the module; or one of these with adapters, which are put in on meta.
+            returns the module; or an `Adapted` with one of these, whose adapters are added on meta.
         checkpoint: Headers and config of the checkpoint.
-        dtype: Floating dtype of the parameters. `None`: config.json's, else the files'; for a callable's model its
-            parameters' own. With a dtype, a callable's model is converted as `Module.to(dtype)` does it, floating
-            buffers included; a transformers model is built in it, and keeps in float32 what its class keeps so.
+        dtype: Floating dtype of the parameters. `None`: config.json's, else the files'; for a callable's model, the
+            dtypes of its parameters. With a dtype, a callable's model is converted as by `Module.to(dtype)`, floating
+            buffers included; a transformers model is built in this dtype, except for the parameters and buffers that
+            its class keeps in float32.
 
     Returns:
-        The module, parameters on meta in their final dtypes, tied parameters tied. Buffers of a transformers model
-        are on meta too; those of a callable's model are real. All are contiguous. A transformers model is in eval
-        mode, as `from_pretrained` leaves it.
+        The module, with parameters on meta in their final dtypes and tied parameters tied. Buffers of a transformers
+        model are on meta too; those of a callable's model are real. All are contiguous. A transformers model is in eval
+        mode, as after `from_pretrained`.
 
     Raises:
-        PlanError: No such class, no config.json, a quantized checkpoint, or the callable failed.
+        PlanError: The class is unknown, there is no config.json, the checkpoint is quantized, or the callable failed.
     """
     if isinstance(model, Adapted):
         return make_contiguous(model.build(lambda base: build_module(base, checkpoint, dtype), _named(checkpoint)))
@@ -63,16 +65,16 @@ def build_module(model: ModelSource, checkpoint: Checkpoint, dtype: torch.dtype 
 
 
 def _named(checkpoint: Checkpoint) -> str:
-    """Absolute path by which a checkpoint is found again: its directory, or a file that is not all that lies there."""
+    """Return the absolute path that opens a checkpoint again: its directory, or its file if it is one of several."""
     is_file = checkpoint.path.endswith(".safetensors") and checkpoint.files[0].name != SINGLE_NAME
     return checkpoint.files[0].path if is_file else checkpoint.directory
 
 
 def make_contiguous(module: nn.Module) -> nn.Module:
-    """Lay out every parameter and buffer row-major, in place; values, names and ties stay.
+    """Make every parameter and buffer row-major, in place; values, names and ties do not change. No collective.
 
-    FSDP2 refuses parameters that are not, and shards are addressed as ranges of a row-major tensor. A model makes them
-    by `.t()`, `expand` or `torch.channels_last`. Each rank alone, no collective.
+    FSDP2 rejects other layouts, which models create by `.t()`, `expand` or `torch.channels_last`; and shards are ranges
+    of a row-major tensor.
 
     Args:
         module: On meta or real, before `fully_shard`.
@@ -83,7 +85,7 @@ def make_contiguous(module: nn.Module) -> nn.Module:
     for owner in module.modules():
         for tensor in (*owner._parameters.values(), *owner._buffers.values()):
             if tensor is not None and tensor.layout == torch.strided and not tensor.is_contiguous():
-                # The tensor object stays, so whatever else refers to it sees the new layout, too.
+                # The tensor object stays, so other references to this tensor also see the new layout.
                 tensor.data = tensor.data.contiguous()
     return module
 
@@ -93,7 +95,7 @@ def _transformers() -> Any:
         return importlib.import_module("transformers")
     except ImportError as exc:
         raise PlanError(
-            "building a model from config.json needs transformers: pip install 'raysharding[hf]', or pass model= a "
+            "building a model from config.json needs transformers: pip install 'raysharding[hf]', or pass as model= a "
             "callable that returns an nn.Module"
         ) from exc
 
@@ -127,10 +129,10 @@ def _build_from_config(auto: str | None, checkpoint: Checkpoint, dtype: torch.dt
 
 
 def _config_fields(checkpoint: Checkpoint) -> dict[str, Any]:
-    """A copy of config.json that is fit to build from."""
+    """Return a copy of config.json's fields; raise PlanError if a model cannot be built from them."""
     if checkpoint.config is None:
         raise PlanError(
-            f"{checkpoint.path}: there is no config.json beside the weights, so the model's class is unknown: pass "
+            f"{checkpoint.path}: there is no config.json beside the weights, so the model's class is unknown: pass as "
             "model= a callable that returns an nn.Module"
         )
     fields: dict[str, Any] = _plain(checkpoint.config)
@@ -144,15 +146,15 @@ def _config_fields(checkpoint: Checkpoint) -> dict[str, Any]:
     if "model_type" not in fields and not fields.get("architectures"):
         raise PlanError(
             f"{checkpoint.path}: config.json names neither model_type nor architectures, so the model's class is "
-            "unknown: pass model= a callable that returns an nn.Module"
+            "unknown: pass as model= a callable that returns an nn.Module"
         )
     return fields
 
 
 def _plain(value: Any) -> Any:
-    """A deep copy of JSON data with plain dicts, which the configuration classes may change.
+    """Return a deep copy of JSON data with plain dicts, which the configuration classes may change.
 
-    transformers writes floats that JSON cannot hold as `{"__float__": "Infinity"}`; here they are floats again.
+    transformers writes floats that JSON cannot represent as `{"__float__": "Infinity"}`; the copy holds them as floats.
     """
     if isinstance(value, Mapping):
         if set(value) == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
@@ -164,11 +166,11 @@ def _plain(value: Any) -> Any:
 
 
 def _architecture(transformers: Any, fields: dict[str, Any], path: str) -> Any:
-    """The class that `architectures` names."""
+    """Return the class that `architectures` names."""
     names = fields.get("architectures") or ()
     if not names:
         raise PlanError(
-            f"{path}: config.json names no architectures: pass model= an auto class such as 'AutoModelForCausalLM'"
+            f"{path}: config.json names no architectures: pass as model= an auto class such as 'AutoModelForCausalLM'"
         )
     name = names[0]
     cls = getattr(transformers, name, None) if isinstance(name, str) else None
@@ -176,17 +178,17 @@ def _architecture(transformers: Any, fields: dict[str, Any], path: str) -> Any:
         return cls
     if "auto_map" in fields:
         raise PlanError(
-            f"{path}: {name!r} is code that the checkpoint brings along (auto_map), and such code is never run: "
-            "import the class yourself and pass model= a callable that returns the module"
+            f"{path}: {name!r} is code that the checkpoint contains (auto_map), and such code is never run: "
+            "import the class yourself and pass as model= a callable that returns the module"
         )
     raise PlanError(
-        f"{path}: transformers {transformers.__version__} has no model class {name!r}: upgrade transformers, pass "
-        "model= an auto class such as 'AutoModel', or a callable that returns an nn.Module"
+        f"{path}: transformers {transformers.__version__} has no model class {name!r}: upgrade transformers, or pass "
+        "as model= an auto class such as 'AutoModel', or a callable that returns an nn.Module"
     )
 
 
 def _class_config(cls: Any, fields: dict[str, Any], path: str) -> Any:
-    """The configuration of `cls`, which may be one part of a composite config.json, as `from_pretrained` finds it."""
+    """Return the configuration of `cls`, possibly one part of a composite config.json, as `from_pretrained` does."""
     config_class = cls.config_class
     part = fields.get(config_class.base_config_key) if config_class.base_config_key else None
     if isinstance(part, dict):
@@ -205,21 +207,21 @@ def _make_config(config_class: Any, fields: dict[str, Any], path: str) -> Any:
 
 
 def _auto_model(transformers: Any, auto: str, fields: dict[str, Any], path: str) -> tuple[Any, Any]:
-    """Class and configuration that the auto class named `auto` picks."""
+    """Return the class and configuration that the auto class named `auto` selects."""
     from transformers.models.auto.auto_factory import _get_model_class
 
     cls = getattr(transformers, auto, None) if auto.startswith("Auto") else None
     mapping = getattr(cls, "_model_mapping", None)
     if mapping is None:
         known = [name for name in dir(transformers) if re.match(r"AutoModel|AutoBackbone", name)]
-        raise PlanError(f"model={auto!r} is not a transformers auto class; there are: {', '.join(sorted(known))}")
+        raise PlanError(f"model={auto!r} is not a transformers auto class; use one of: {', '.join(sorted(known))}")
     model_type = fields.get("model_type")
     try:
         config_class = transformers.CONFIG_MAPPING[model_type]
     except KeyError as exc:
         raise PlanError(
             f"{path}: transformers {transformers.__version__} knows no model_type {model_type!r}: upgrade "
-            "transformers, or pass model= a callable that returns an nn.Module"
+            "transformers, or pass as model= a callable that returns an nn.Module"
         ) from exc
     config = _make_config(config_class, fields, path)
     if config_class not in mapping:
@@ -244,13 +246,13 @@ def _config_dtype(config: Any) -> torch.dtype | None:
 
 
 def _file_dtype(checkpoint: Checkpoint) -> torch.dtype | None:
-    """dtype of the first floating tensor, in the order in which transformers looks: by file, then by name."""
+    """Return the dtype of the first floating tensor in transformers' search order: by file, then by name."""
     floating = [info for info in checkpoint.tensors.values() if info.dtype.is_floating_point]
     return min(floating, key=lambda info: (info.file, info.name)).dtype if floating else None
 
 
 def _keep_in_float32(module: Any, dtype: torch.dtype) -> None:
-    """Give the parameters and persistent buffers that the class keeps in float32 that dtype."""
+    """Cast the parameters and persistent buffers that the class keeps in float32 to that dtype."""
     plan: dict[str, torch.dtype] = module._get_dtype_plan(dtype)
     if not plan:
         return
@@ -269,7 +271,7 @@ def _build_from_callable(model: Callable[[], nn.Module], dtype: torch.dtype | No
     try:
         with parameters_on_meta():
             module = model()
-    except Exception as exc:  # whatever the user's code raises: it keeps its traceback as the cause
+    except Exception as exc:  # user code may raise anything; the error's cause keeps the traceback
         raise PlanError(f"model={name} raised {type(exc).__name__}: {exc}") from exc
     if not isinstance(module, nn.Module):
         raise PlanError(f"model={name} returned a {type(module).__name__}: return an nn.Module")
@@ -281,14 +283,14 @@ def _build_from_callable(model: Callable[[], nn.Module], dtype: torch.dtype | No
 
 @contextlib.contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Make this thread's modules register their parameters on meta, with buffers left real and ties kept.
+    """Register the parameters of this thread's modules on meta; buffers stay real and ties are kept.
 
-    A tensor is made in full and dropped when it is registered, so the peak is one parameter. Other threads may build
-    modules meanwhile; they are not affected.
+    A tensor is allocated in full and freed when it is registered, so the peak is one parameter. Other threads may build
+    modules at the same time and are not affected.
     """
     original = nn.Module.register_parameter
     owner = threading.get_ident()
-    # real parameter → its meta twin, so that a parameter registered twice stays one; weak, so that memory is freed
+    # real parameter → its meta twin, so that a parameter registered twice has one twin; weak, so that memory is freed
     twins: MutableMapping[nn.Parameter, nn.Parameter] = WeakIdKeyDictionary()
 
     def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -317,7 +319,7 @@ def _meta_twin(param: nn.Parameter) -> nn.Parameter:
 
 
 def _move_parameters_to_meta(module: nn.Module) -> None:
-    """Replace parameters that are still real: those of modules that existed before the callable ran."""
+    """Replace parameters that are still real, in modules that existed before the callable ran."""
     twins: dict[nn.Parameter, nn.Parameter] = {}
     for owner in module.modules():
         for name, param in owner._parameters.items():

@@ -1,4 +1,4 @@
-"""The files that describe a transformers model beside its weights: config.json and generation_config.json."""
+"""Files that describe a transformers model beside its weights: config.json and generation_config.json."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def config_files(module: nn.Module) -> dict[str, bytes]:
     """Return config.json, and generation_config.json for a model that generates, by name.
 
     Args:
-        module: The model; a module that is not a transformers model has no such files.
+        module: The model. For a module that is not a transformers model, the result is empty.
     """
-    transformers: Any = sys.modules.get("transformers")  # not imported: then this is no transformers model
+    transformers: Any = sys.modules.get("transformers")  # if not imported, `module` is not a transformers model
     if transformers is None or not isinstance(module, transformers.PreTrainedModel):
         return {}
     model: Any = module
@@ -37,7 +37,14 @@ def config_files(module: nn.Module) -> dict[str, bytes]:
 
 
 def written_files(write: Callable[[str], None]) -> dict[str, bytes]:
-    """What a function writes into a directory, by name: libraries write their files themselves."""
+    """Return the files that `write` writes into a directory, by name: libraries only write their files to disk.
+
+    Args:
+        write: Called with the path of a temporary directory.
+
+    Raises:
+        CheckpointError: The files cannot be written.
+    """
     with tempfile.TemporaryDirectory(prefix="raysharding-") as directory:
         try:
             write(directory)

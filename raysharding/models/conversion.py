@@ -1,4 +1,4 @@
-"""Routing of checkpoint keys to FQNs: by regular expressions and exact names, or by transformers' own tables."""
+"""Mapping of checkpoint keys to FQNs, by regular expressions and exact names or by transformers' own tables."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ CONVERSION_ERRORS = (
     TypeError,
     ValueError,
 )
-"""What a conversion operation or an initialisation rule raises on tensors that it was not made for."""
+"""Errors of a conversion operation or an initialisation rule on tensors that it does not support."""
 
 
 @dataclass
 class Conversion:
-    """A transformers `WeightConverter` together with the checkpoint keys that it consumes."""
+    """A transformers `WeightConverter` and the checkpoint keys that it consumes."""
 
     converter: Any
-    """The converter; copied for every run, because a run consumes what was collected."""
+    """The converter; copied for every run, because a run consumes the collected tensors."""
     layer_name: str
-    """FQN of its first target."""
+    """FQN of the converter's first target."""
     model: nn.Module
-    """Stand-in of the model: operations ask it for shapes and config."""
+    """Stand-in of the model, from which operations read shapes and config."""
     collected: dict[str, list[str]] = field(default_factory=dict)
-    """Source pattern → checkpoint keys, in the order in which transformers stacks them."""
+    """Source pattern → checkpoint keys, in the order in which transformers stacks their tensors."""
     fqns: Mapping[str, str] = field(default_factory=dict)
-    """Name in the model without adapters → FQN, where they differ."""
+    """Name in the model without adapters → FQN, where these differ."""
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -57,7 +57,7 @@ class Conversion:
         """Run the operations.
 
         Args:
-            tensor_of: Checkpoint key → tensor, or what stands for one.
+            tensor_of: Checkpoint key → tensor, or a tensor-like object such as a `BlockTensor`.
 
         Returns:
             FQN → result.
@@ -73,28 +73,28 @@ class Conversion:
 
 @dataclass
 class Routing:
-    """Where every checkpoint key goes."""
+    """Destination of every checkpoint key."""
 
     renamed: dict[str, list[str]] = field(default_factory=dict)
-    """FQN → checkpoint keys whose tensor is its value as it is; more than one is a problem."""
+    """FQN → checkpoint keys whose tensor is its value without conversion; more than one key is a problem."""
     conversions: dict[str, Conversion] = field(default_factory=dict)
     """FQN of the first target → conversion."""
     unmatched: dict[str, str] = field(default_factory=dict)
-    """Checkpoint key → the name it has after renaming, which the module does not hold."""
+    """Checkpoint key → its name after renaming, which the module lacks."""
     ignore_missing: re.Pattern[str] | None = None
     """FQNs that the model class allows to be missing."""
     ignore_unexpected: re.Pattern[str] | None = None
     """Renamed keys that the model class allows to be unexpected."""
     optional: frozenset[str] = frozenset()
-    """FQNs that may be missing because this checkpoint is not what holds them: adapters, or all but adapters."""
+    """FQNs that may be missing because this kind of checkpoint omits them: adapters, or everything but adapters."""
     copies: Mapping[str, str] = field(default_factory=dict)
-    """FQN → FQN of the tensor whose value it is given, where nothing else feeds it."""
+    """FQN → FQN of the tensor whose value it copies if it has no other source."""
     base: Mapping[str, str] = field(default_factory=dict)
-    """FQN → its name in the model without adapters, where they differ."""
+    """FQN → its name in the model without adapters, where these differ."""
 
 
 def is_transformers_model(module: nn.Module) -> bool:
-    """Whether `module` is a `PreTrainedModel`; does not import transformers for one that is not."""
+    """Return True if `module` is a `PreTrainedModel`; does not import transformers."""
     names = {f"{cls.__module__}.{cls.__qualname__}" for cls in type(module).__mro__}
     return "transformers.modeling_utils.PreTrainedModel" in names
 
@@ -102,14 +102,14 @@ def is_transformers_model(module: nn.Module) -> bool:
 def route(
     module: nn.Module, held: Mapping[str, torch.Tensor], keys: Mapping[str, Any], key_mapping: Mapping[str, str] | None
 ) -> Routing:
-    """Find the FQN of every checkpoint key. A model with adapters is fed by its base's checkpoint, or by adapters.
+    """Find the FQN of every checkpoint key. A model with adapters loads its base's checkpoint, or adapters.
 
     Args:
         module: The module, sharded or not.
         held: FQN → tensor for all parameters and persistent buffers, tied names included.
         keys: Checkpoint keys.
-        key_mapping: Regular expression → replacement. On a transformers model it has `from_pretrained`'s meaning, on
-            any other `re.sub`'s, each pattern in turn.
+        key_mapping: Regular expression → replacement. For a transformers model as in `from_pretrained`; for any other
+            model each pattern in turn, as in `re.sub`.
 
     Raises:
         PlanError: A pattern or replacement of `key_mapping` is malformed.
@@ -140,7 +140,7 @@ def route(
 
 def _route_adapters(adapters: AdapterNames, held: Mapping[str, torch.Tensor], keys: Mapping[str, Any]) -> Routing:
     fqns = {key: fqn for fqn, key in adapters.files.items()}
-    # Base weights that are nowhere yet are missing: adapters alone are no model.
+    # Base weights that are still on meta count as missing: adapters alone are not a model.
     return Routing(
         renamed={fqns[key]: [key] for key in keys if key in fqns},
         unmatched={key: key for key in keys if key not in fqns},
@@ -177,11 +177,11 @@ def _route_plain(
 def _route_transformers(
     module: nn.Module, held: Mapping[str, torch.Tensor], keys: Mapping[str, Any], key_mapping: Mapping[str, str] | None
 ) -> Routing:
-    """As `convert_and_load_state_dict_in_model` does it: same functions, same order, same fallbacks."""
+    """Route keys as `convert_and_load_state_dict_in_model` does: same functions, same order, same fallbacks."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-    # The tables are looked up by class name, and FSDP changes that.
+    # transformers looks the tables up by class name, which FSDP changes.
     model: Any = stand_in(module)
     try:
         mapping = get_model_conversion_mapping(model, dict(key_mapping) if key_mapping else None)
@@ -195,7 +195,7 @@ def _route_transformers(
         ignore_missing=_any_of(model._keys_to_ignore_on_load_missing),
         ignore_unexpected=_any_of(_unexpected_patterns(model)),
     )
-    # Sorted, because the experts of a layer are stacked in this order, and some renamings depend on it.
+    # Sorted, because transformers stacks a layer's experts in this order, and some renamings depend on the order.
     for key in sorted(keys, key=dot_natural_key):
         renamed, pattern = rename_source_key(key, renamings, converters, prefix, held)
         if renamed not in held and key in held:
@@ -212,7 +212,7 @@ def _route_transformers(
 
 
 def _unexpected_patterns(model: Any) -> set[str]:
-    """As `PreTrainedModel._adjust_missing_and_unexpected_keys`: the class's own, and two that touch many models."""
+    """Return the class's patterns and two for many models, as `_adjust_missing_and_unexpected_keys` collects them."""
     patterns = set(model._keys_to_ignore_on_load_unexpected or ())
     buffers = [name for name, _ in model.named_buffers()]
     if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
@@ -227,10 +227,10 @@ def _any_of(patterns: set[str] | list[str] | None) -> re.Pattern[str] | None:
 
 
 def declared_ties(module: nn.Module) -> dict[str, str]:
-    """FQN → FQN of the tensor that a transformers model says it is tied to; empty for other modules."""
+    """Return FQN → FQN of the tensor that a transformers model declares it tied to; empty for other modules."""
     return dict(getattr(module, "all_tied_weights_keys", None) or {}) if is_transformers_model(module) else {}
 
 
 def class_name(module: nn.Module) -> str:
-    """Name of the module's class before FSDP changed it."""
+    """Return the name of the module's class before FSDP changed the class."""
     return original_class(module).__name__

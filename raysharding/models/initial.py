@@ -1,8 +1,8 @@
-"""`Initialiser`: what a parameter or buffer holds when the checkpoint does not say.
+"""`Initialiser`: initial values of parameters and buffers that the checkpoint lacks.
 
-`Writes`: what in-place operations do to tensors, seen while an initialisation rule runs on a stand-in.
+`Writes`: records the in-place writes of an initialisation rule that runs on a stand-in.
 
-`missing_rules`: which tensors no initialisation rule would set, found before any byte moves.
+`missing_rules`: finds the tensors that no initialisation rule would set, before any byte moves.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _SETTERS = frozenset(
         "zero_",
     }
 )
-"""Operations after which nothing is left of what was there before; `mul_` is none, and `copy_` of itself neither."""
+"""Operations that discard the old values; `mul_` does not, nor does `copy_` of a tensor to itself."""
 
 
 class Writes(TorchDispatchMode):
-    """Watches in-place operations, among tensors of which some are on meta and have no values."""
+    """Record of in-place operations on tensors, some of which are on meta and have no values."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -47,20 +47,20 @@ class Writes(TorchDispatchMode):
         self._unknown: set[int] = set()
 
     def cover(self, tensor: torch.Tensor) -> bool:
-        """Whether one operation set all of `tensor`, and none wrote what was computed from values unknown here."""
+        """Return True if one operation set all of `tensor`, and no operation wrote a result of unknown values."""
         return _key(tensor) in self._set and not self.spoiled(tensor)
 
     def spoiled(self, tensor: torch.Tensor) -> bool:
-        """Whether an operation should have used another tensor's values, which are not there.
+        """Return True if an operation on `tensor` needed another tensor's values, which do not exist on meta.
 
-        torch does not always raise then: `real.mul_(on_meta)` returns without having changed anything.
+        torch does not always raise in this case: `real.mul_(on_meta)` returns without any change.
         """
         return _key(tensor) in self._unknown
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run the operation and note what it wrote."""
+        """Run the operation and record its writes."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         names = [argument.name for argument in func._schema.arguments]
@@ -82,40 +82,40 @@ class Writes(TorchDispatchMode):
             self._unknown.add(key)
         elif operation in _SETTERS and not any(of_itself) and _is_whole(tensor):
             self._unknown.discard(key)
-            # Held, so that no later storage takes its address.
+            # The reference keeps a later storage from reusing this address.
             self._set[key] = tensor.untyped_storage()
 
 
 def _key(tensor: torch.Tensor) -> int:
-    """Identity of a tensor's memory; data pointers are all 0 on meta."""
+    """Return the identity of a tensor's memory; on meta all data pointers are 0."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's elements are all of its memory's."""
+    """Return True if the tensor covers all of its storage."""
     return tensor.numel() * tensor.itemsize == tensor.untyped_storage().nbytes() and tensor.is_contiguous()
 
 
 INITIALISED = "_is_hf_initialized"
-"""transformers' initialisers leave a tensor alone that carries this attribute."""
+"""Attribute that makes transformers' initialisers skip a tensor."""
 
 Rule = Callable[[nn.Module, str], None]
-"""Initialise what is real in a stand-in tree, given the FQN."""
+"""Initialises the real tensor in a stand-in tree, given its FQN."""
 
 
 class Initialiser:
-    """Computes initial values by the rules of the modules that own them.
+    """Computation of initial values by the rules of the modules that own the tensors.
 
-    LoRA adapters: peft's rule. Others in transformers models: `_init_weights` of the owning module and of those around
-    it, as `from_pretrained` calls it. All others: the owner's `reset_parameters`. The rule runs on a stand-in of the
-    module whose only real tensor is the one asked for, so that the memory is that tensor's, once (twice for a
-    transformers bool or integer tensor). Every value has a stand-in of its own: a rule may change modules, and no value
-    may depend on what was asked before.
+    LoRA adapters use peft's rule. Other tensors in transformers models use `_init_weights` of the owning module and of
+    the modules around it, as `from_pretrained` calls `_init_weights`. All other tensors use the owner's
+    `reset_parameters`. The rule runs on a stand-in of the module with the requested tensor as its only real tensor, so
+    a call takes that tensor's memory once (twice for a transformers bool or integer tensor). Every value has its own
+    stand-in: a rule may change modules, and no value may depend on earlier requests.
 
     Args:
         module: The root, on meta or real, before or after `fully_shard`; not changed.
-        seed: With the FQN it seeds torch's CPU generator, whose state is restored afterwards: the same value on every
-            rank and at any world size.
+        seed: Seeds, together with the FQN, torch's CPU generator, whose state is restored afterwards. A value is the
+            same on every rank and at any world size.
     """
 
     def __init__(self, module: nn.Module, seed: int) -> None:
@@ -126,13 +126,13 @@ class Initialiser:
         """Compute one value.
 
         Args:
-            fqn: Parameter or buffer, by any of its names.
+            fqn: Any name of the parameter or buffer.
 
         Returns:
             The full tensor on CPU, in its dtype.
 
         Raises:
-            PlanError: No rule, or one that raises or leaves part of the tensor unset.
+            PlanError: There is no rule, or the rule raises or leaves part of the tensor unset.
         """
         for rule in rules_for(self._tree, fqn):
             value = self._settled(fqn, rule)
@@ -144,12 +144,12 @@ class Initialiser:
         )
 
     def _settled(self, fqn: str, rule: Rule) -> torch.Tensor | None:
-        """The value that `rule` gives, or `None` if an element is left as it was before."""
+        """Return the value that `rule` sets; `None` if the rule leaves an element unset."""
         target = lookup(owner_of(self._tree, fqn), fqn)
         if target.is_floating_point() or target.is_complex():
             value = self._run(fqn, rule, fill=float("nan"))
             return None if value is None or bool(value.isnan().any()) else value
-        # No value is free to mean "not set": what differs between two fills was not set.
+        # No value can mark an element as unset: elements that differ between two fills are unset.
         first, second = (self._run(fqn, rule, fill=fill) for fill in (0, 1))
         return first if first is not None and second is not None and torch.equal(first, second) else None
 
@@ -165,13 +165,13 @@ class Initialiser:
         if writes.spoiled(real):
             raise self._unusable_rule(fqn, "computes it from another tensor's values")
         result = lookup(owner_of(copy, fqn), fqn).detach()
-        # A rule may put a new tensor in the place of the old one.
+        # A rule may replace the tensor by a new one.
         if result.device.type == "meta" or result.shape != real.shape:
             return None
         return result.to(device="cpu", dtype=target.dtype)
 
     def _copy_with(self, target: torch.Tensor, real: torch.Tensor) -> nn.Module:
-        """The stand-in with `real` in the place of `target`."""
+        """Return the stand-in with `real` in place of `target`."""
 
         def placeholder(_: str, tensor: torch.Tensor) -> torch.Tensor:
             if tensor is not target:
@@ -189,7 +189,7 @@ class Initialiser:
 
 
 def placeholder_of(tensor: torch.Tensor, *, is_settled: bool) -> torch.Tensor:
-    """A tensor of the same shape on meta; transformers' initialisers leave it alone if it `is_settled`."""
+    """Return a meta tensor of the same shape; transformers' initialisers skip the tensor if `is_settled`."""
     empty = torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="meta")
     if isinstance(tensor, nn.Parameter):
         empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
@@ -199,23 +199,23 @@ def placeholder_of(tensor: torch.Tensor, *, is_settled: bool) -> torch.Tensor:
 
 
 def owner_of(module: nn.Module, fqn: str) -> nn.Module:
-    """Module that holds `fqn` directly."""
+    """Return the module that holds `fqn` directly."""
     return module.get_submodule(fqn.rpartition(".")[0])
 
 
 def _path(module: nn.Module, fqn: str) -> list[nn.Module]:
-    """Modules from the root to the owner of `fqn`."""
+    """Return the modules from the root to the owner of `fqn`."""
     names = fqn.split(".")[:-1]
     return [module.get_submodule(".".join(names[:depth])) for depth in range(len(names) + 1)]
 
 
 def inside_transformers(module: nn.Module, fqn: str) -> bool:
-    """Whether a transformers model contains the owner of `fqn`, or is it."""
+    """Return True if a transformers model contains or is the owner of `fqn`."""
     return any(is_transformers_model(part) for part in _path(module, fqn))
 
 
 def lookup(owner: nn.Module, fqn: str) -> torch.Tensor:
-    """Parameter or buffer of `owner` by the last part of its FQN."""
+    """Return the parameter or buffer of `owner` that the last part of `fqn` names."""
     name = fqn.rpartition(".")[2]
     parameter = owner._parameters.get(name)
     tensor = owner._buffers.get(name) if parameter is None else parameter
@@ -233,7 +233,7 @@ def _seeded(seed: int, fqn: str) -> Iterator[None]:
 
 
 def rules_for(root: nn.Module, fqn: str) -> tuple[Rule, ...]:
-    """Rules that may set a tensor, the one to try first first."""
+    """Return the rules that may set a tensor, in the order to try them."""
     if holder_of_adapter(root, fqn) is not None:
         return apply_adapter_reset, apply_reset
     if is_transformers_model(root) or inside_transformers(root, fqn):
@@ -242,9 +242,9 @@ def rules_for(root: nn.Module, fqn: str) -> tuple[Rule, ...]:
 
 
 def apply_init_weights(root: nn.Module, fqn: str) -> None:
-    """As `PreTrainedModel.initialize_weights`: children before parents, each by the closest model's `_init_weights`.
+    """Initialise as `PreTrainedModel.initialize_weights`: children first, each by the closest model's `_init_weights`.
 
-    Only the modules on the way to the tensor are visited: the others hold nothing that is not marked as initialised.
+    Only the modules on the path to the tensor are visited: all tensors of other modules are marked as initialised.
     """
     from transformers.initialization import guard_torch_init_functions
 
@@ -257,7 +257,7 @@ def apply_init_weights(root: nn.Module, fqn: str) -> None:
 
 
 def apply_reset(root: nn.Module, fqn: str) -> None:
-    """`reset_parameters`, by which torch's modules initialise themselves; MultiheadAttention's has an underscore."""
+    """Call the owner's `reset_parameters`, as torch's modules do; MultiheadAttention's has a leading underscore."""
     owner: Any = owner_of(root, fqn)
     for name in ("reset_parameters", "_reset_parameters", "reset_running_stats"):
         if callable(getattr(owner, name, None)):
@@ -266,10 +266,10 @@ def apply_reset(root: nn.Module, fqn: str) -> None:
 
 
 def missing_rules(module: nn.Module, names: Sequence[str], seed: int) -> tuple[str, ...]:
-    """Find the tensors for which `Initialiser.value` would raise; each rank alone, no collective.
+    """Find the tensors for which `Initialiser.value` would raise. No collective.
 
-    The rules run on a stand-in that is on meta as a whole, and what they write is watched: a tensor that one operation
-    sets from end to end needs no values to be proven. Only the others are computed, and dropped again.
+    The rules run on a stand-in that is entirely on meta, and their writes are recorded: if one operation sets a whole
+    tensor, its rule is proven without values. Only unproven tensors are computed, and then freed.
 
     Args:
         module: As for `Initialiser`; not changed.
@@ -295,7 +295,7 @@ def missing_rules(module: nn.Module, names: Sequence[str], seed: int) -> tuple[s
 
 
 def _proven(module: nn.Module, names: Iterable[str]) -> set[str]:
-    """Those names whose tensors the rules of their owners set as a whole."""
+    """Return the names whose whole tensors are set by their owners' rules."""
     owners: dict[str, list[str]] = {}
     for name in names:
         owners.setdefault(name.rpartition(".")[0], []).append(name)
@@ -308,7 +308,7 @@ def _proven(module: nn.Module, names: Iterable[str]) -> set[str]:
 
 
 def _proven_of_owner(root: nn.Module, names: Sequence[str]) -> set[str]:
-    """As `_proven`, for tensors of one module of the stand-in, whose rules are the same."""
+    """Return the proven names of one module of the stand-in; all its tensors have the same rules."""
     owner = owner_of(root, names[0])
     proven: set[str] = set()
     for rule in rules_for(root, names[0]):
@@ -317,12 +317,12 @@ def _proven_of_owner(root: nn.Module, names: Sequence[str]) -> set[str]:
             try:
                 rule(root, names[0])
             except CONVERSION_ERRORS:
-                # The rule may want values, which this dry run has not: the real one decides.
+                # The rule may need values, which this dry run lacks; the run on a real tensor decides.
                 return proven
         proven |= {name for name in names if writes.cover(before[name]) or _replaced(before[name], lookup(owner, name))}
     return proven
 
 
 def _replaced(before: torch.Tensor, after: torch.Tensor) -> bool:
-    """Whether a rule put a real tensor with values into the place of the old one."""
+    """Return True if a rule replaced the old tensor by a real tensor without NaNs."""
     return after.device.type != "meta" and after.shape == before.shape and not bool(after.isnan().any())

@@ -1,4 +1,4 @@
-"""What a model's forward takes that can be checked before it runs: names of its arguments, and ids that it has."""
+"""Checks of a forward's inputs before it runs: names of its arguments, and ranges of ids."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from torch import nn
 from raysharding.batch import RankBatch
 
 MASKED_LABEL = -100
-"""The label that losses leave out."""
+"""Label that losses ignore."""
 
 
 @dataclass(frozen=True, slots=True)
 class InputBounds:
-    """Ids that a model has a row for. An id outside raises on the rank that holds it, while its peers wait."""
+    """Ids for which a model has a row. In a forward an id out of range raises on one rank, while its peers wait."""
 
     positions: tuple[str, ...] = ()
     """Names of the forward's positional arguments, in order."""
     num_ids: Mapping[str, int] = field(default_factory=dict)
-    """Argument → number of ids, which are 0, 1, …; arguments that are not named take any value."""
+    """Argument → number of ids, which are 0, 1, …; other arguments take any value."""
 
     @classmethod
     def of(cls, module: nn.Module) -> InputBounds:
-        """Read them off a transformers model's own embeddings; any other module has none. Touches no weights.
+        """Read the bounds from a transformers model's embeddings; other modules have none. Reads no weights.
 
         Args:
-            module: The root, on meta or loaded.
+            module: The root module, on meta or loaded.
         """
         positions = tuple(
             name
@@ -55,16 +55,16 @@ class InputBounds:
         return cls(positions, {name: number for name, number in num_ids.items() if name in _names(module)})
 
     def check(self, batch: RankBatch, rank: int, what: str, seen: set[int] | None = None) -> None:
-        """Refuse ids that the model does not have. Reads those on the CPU once.
+        """Check that a batch's ids are in range. Reads each tensor of ids on the CPU once, and skips those on a GPU.
 
         Args:
-            batch: One rank's.
-            rank: That rank.
-            what: What the batch is for, for the error.
-            seen: `id` of the values that were looked at before, which are passed over; these are added.
+            batch: One rank's batch.
+            rank: The batch's rank.
+            what: Purpose of the batch, for the error.
+            seen: `id` of each value checked before, which is skipped; values checked now are added.
 
         Raises:
-            ValueError: Names argument, id and row; or an argument that holds no whole numbers.
+            ValueError: An id is out of range: the error names argument, id and row. Or an argument for ids is floating.
         """
         seen = set() if seen is None else seen
         for name, value in [*zip(self.positions, batch.args, strict=False), *batch.kwargs.items()]:
@@ -72,12 +72,12 @@ class InputBounds:
             if number is not None and isinstance(value, torch.Tensor) and value.is_floating_point():
                 raise ValueError(
                     f"{what}: {name} is of {value.dtype}, and the model takes ids, whole numbers from 0 to "
-                    f"{number - 1}: make it int64; in data its column, or by collate="
+                    f"{number - 1}: convert it to int64; in data, convert its column, or use collate="
                 )
             if number is None or not _holds_ids(value) or id(value) in seen:
                 continue
             seen.add(id(value))
-            # A rank's rows of a Split are counted from the whole batch's first.
+            # The error counts a rank's rows of a Split from the first row of the whole batch.
             start = 0 if batch.num_rows is None else sum(batch.rows[:rank])
             problem = _unknown(value, number, name == "labels", batch.dim, start)
             if problem is not None:
@@ -85,7 +85,7 @@ class InputBounds:
 
 
 def _asked(module: nn.Module, method: str) -> Any:
-    """What a model says of itself; `None` where its class has not been taught to."""
+    """Return the result of a model's method; `None` if its class does not implement the method."""
     try:
         return getattr(module, method)()
     except (NotImplementedError, AttributeError):
@@ -93,7 +93,7 @@ def _asked(module: nn.Module, method: str) -> Any:
 
 
 def _base(module: Any) -> Any:
-    """What peft has put a layer of its own around."""
+    """Return the module that a peft layer wraps; `module` if it is no peft layer."""
     for inner in ("base_layer", "original_module"):
         module = getattr(module, inner, module)
     return module
@@ -109,7 +109,7 @@ def _holds_ids(value: Any) -> bool:
 
 
 def _unknown(ids: torch.Tensor, number: int, is_label: bool, dim: int, start: int) -> str | None:
-    """Say which id the model does not have; `None` where it has all."""
+    """Return a description of the first id out of range; `None` if all ids are in range."""
     low, high = (int(bound) for bound in torch.aminmax(ids))
     if low >= 0 and high < number:
         return None
@@ -120,5 +120,5 @@ def _unknown(ids: torch.Tensor, number: int, is_label: bool, dim: int, start: in
         return None
     place = wrong.nonzero()[0].tolist()
     row = f" in row {place[dim] + start}" if place else ""
-    masked = f", or {MASKED_LABEL} for what the loss leaves out" if is_label else ""
+    masked = f", or {MASKED_LABEL} for labels that the loss ignores" if is_label else ""
     return f"{int(ids[tuple(place)])}{row}, and the model has the ids 0 to {number - 1}{masked}"

@@ -1,6 +1,6 @@
-"""`map_keys`: which checkpoint tensors feed which parameter or buffer, and everything that does not fit.
+"""`map_keys`: maps checkpoint tensors to parameters and buffers, and lists all mismatches.
 
-`differing_ties`: tied tensors of which the checkpoint holds two different values.
+`differing_ties`: finds tied tensors for which the checkpoint holds two different values.
 """
 
 from __future__ import annotations
@@ -26,44 +26,44 @@ if TYPE_CHECKING:
 Kind = Literal["parameter", "buffer"]
 
 MIN_RUN_BYTES = 4096
-"""Below this mean length reading ranges costs more than reading the sources and converting them."""
+"""Mean length of ranges in bytes below which reading ranges costs more than reading and converting whole sources."""
 FEW_RUNS = 256
-"""So many ranges are always read as ranges, however short."""
+"""Number of ranges up to which a tensor is read as ranges, however short."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """One parameter or buffer, and what feeds it."""
+    """One parameter or buffer, and its sources in the checkpoint."""
 
     fqn: str
-    """Its canonical FQN."""
+    """Canonical FQN."""
     shape: tuple[int, ...]
     """Full shape."""
     dtype: torch.dtype
     """dtype in the module."""
     kind: Kind
-    """What it is."""
+    """`"parameter"` or `"buffer"`."""
     source_dtype: torch.dtype
-    """dtype in which its values come: the file's; the widest, if its sources differ."""
+    """dtype of the source values: the file's dtype; the widest, if the sources' dtypes differ."""
     sources: tuple[str, ...]
-    """Checkpoint keys that it needs."""
+    """Checkpoint keys of the sources."""
     runs: tuple[Run, ...] | None
-    """Contiguous ranges that fill it, ascending in the target; `None` if `convert` must compute it."""
+    """Contiguous ranges that fill the target, ascending in the target; `None` if `convert` must compute the value."""
     operations: str = ""
-    """transformers' operations on the way, such as `MergeModulelist+Concatenate`; empty for a plain copy."""
+    """transformers' operations on the sources, such as `MergeModulelist+Concatenate`; empty for a plain copy."""
     _conversion: Conversion | None = field(default=None, repr=False, compare=False)
 
     def convert(self, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        """Compute the value with transformers' own operations; only where `runs` is `None`.
+        """Compute the value with transformers' own operations. Called only if `runs` is `None`.
 
         Args:
-            read: Checkpoint key → whole tensor on CPU, in the file's dtype. Called once for every source, all of
-                which are in memory together.
+            read: Checkpoint key → whole tensor on CPU, in the file's dtype. Called once for every source; all sources
+                are in memory at the same time.
 
         Returns:
             The full tensor on CPU, contiguous, in `source_dtype`.
         """
-        assert self.runs is None, f"{self.fqn}: its ranges are known"
+        assert self.runs is None, f"{self.fqn}: the ranges are known"
         assert self._conversion is not None, f"{self.fqn}: only a conversion has no ranges"
         value = self._conversion.run(lambda key: read(key).to(self.source_dtype))[self.fqn]
         assert isinstance(value, torch.Tensor), f"{self.fqn}: tensors in, tensors out"
@@ -73,30 +73,34 @@ class Target:
 
 @dataclass(frozen=True)
 class KeyMap:
-    """How a checkpoint fits a module. Equal on every rank that has the same module and the same headers."""
+    """Mapping of a checkpoint to a module. Equal on every rank that has the same module and the same headers."""
 
     targets: Mapping[str, Target]
-    """Canonical FQN → what feeds it, in module order."""
+    """Canonical FQN → target with its sources, in module order."""
     aliases: Mapping[str, str]
     """Other FQNs of tied tensors → canonical FQN."""
     missing: tuple[str, ...]
-    """Canonical FQNs of parameters and persistent buffers without a source, those in `ignored` left out."""
+    """Canonical FQNs of parameters and persistent buffers without a source, except those in `ignored`."""
     unexpected: tuple[str, ...]
-    """Checkpoint keys that feed nothing, those in `ignored` left out."""
+    """Checkpoint keys without a target, except those in `ignored`."""
     ignored: tuple[str, ...]
-    """FQNs and checkpoint keys that are missing or unexpected with the model's consent: what its class names, keys of
+    """FQNs and checkpoint keys that the model allows to be missing or unexpected: those that its class names, keys of
     non-persistent buffers, second names of tied tensors."""
     initialise: tuple[str, ...]
-    """Canonical FQNs on meta that nothing feeds, and that need an initial value: missing ones, ignored missing ones,
-    non-persistent buffers. What is real already is not among them: it keeps its value."""
+    """Canonical FQNs of tensors on meta without a source, which need an initial value: missing ones, ignored missing
+    ones, non-persistent buffers. Tensors that are already real are not included and keep their values."""
     problems: tuple[str, ...]
-    """One line for each mismatch that no strictness setting excuses."""
+    """One line for each mismatch that is an error even under `strict=False`."""
     doubled: tuple[Target, ...] = ()
-    """What second names of tied tensors would be fed, where the checkpoint holds both names. Whoever can read the files
-    must see that the values are equal: `differing_ties`."""
+    """Targets for second names of tied tensors, if the checkpoint holds both names. A rank that can read the files must
+    check that the values are equal, with `differing_ties`."""
 
     def mismatches(self, *, strict: bool) -> list[str]:
-        """What headers show to be wrong, a line each: `problems`, and under `strict` missing and unexpected keys."""
+        """Return the mismatches that headers show, one line each.
+
+        Args:
+            strict: Include missing and unexpected keys, not only `problems`.
+        """
         if not strict:
             return list(self.problems)
         missing = [f"missing from the checkpoint: {name}" for name in self.missing]
@@ -104,7 +108,7 @@ class KeyMap:
 
 
 def misfit(path: str, problems: Sequence[str]) -> PlanError:
-    """The error for a checkpoint at `path` that does not fit its model."""
+    """Return the error for a checkpoint at `path` that does not fit its model."""
     return PlanError(
         f"{path} does not fit the model; {len(problems)} problems (strict=False accepts missing or unexpected keys):",
         problems=problems,
@@ -122,7 +126,7 @@ class _Entry:
 
 @dataclass
 class _Feed:
-    """What feeds one target: a whole source, or the result of a conversion."""
+    """Source of one target: a whole tensor of the checkpoint, or the result of a conversion."""
 
     sources: tuple[str, ...]
     conversion: Conversion | None = None
@@ -131,10 +135,10 @@ class _Feed:
 
 
 def map_keys(module: nn.Module, tensors: Mapping[str, TensorInfo], key_mapping: Mapping[str, str] | None) -> KeyMap:
-    """Match a checkpoint's headers to a module; no tensor is read.
+    """Match a checkpoint's headers to a module; reads no tensor.
 
-    A tensor that nothing feeds is initialised only if it is on meta. In a module that is real already (a second load
-    into the same module) it keeps the value it has: it is in `missing`, not in `initialise`.
+    A tensor without a source is initialised only if it is on meta. In a module that is already real (a second load
+    into the same module) such a tensor keeps its value: it is in `missing`, but not in `initialise`.
 
     Args:
         module: Plain or transformers, on meta or real, before or after `fully_shard`.
@@ -142,7 +146,7 @@ def map_keys(module: nn.Module, tensors: Mapping[str, TensorInfo], key_mapping: 
         key_mapping: Regular expression on checkpoint keys → replacement, applied before the model's own mapping.
 
     Returns:
-        The map. Mismatches are listed in it, not raised.
+        The map, which lists mismatches instead of raising them.
 
     Raises:
         PlanError: `key_mapping` is malformed.
@@ -172,7 +176,7 @@ class _Mapper:
         for fqn, keys in self._routing.renamed.items():
             self._feed(fqn, _Feed((keys[0],)))
             if len(keys) > 1:
-                self._problems.append(f"{fqn}: {len(keys)} checkpoint keys name it: {', '.join(map(repr, keys))}")
+                self._problems.append(f"{fqn}: {len(keys)} checkpoint keys map to it: {', '.join(map(repr, keys))}")
         for conversion in self._routing.conversions.values():
             self._feed_converted(conversion)
         self._sort_unmatched()
@@ -195,17 +199,17 @@ class _Mapper:
     def _feed(self, fqn: str, feed: _Feed) -> None:
         if fqn in self._feeds:
             both = ", ".join(map(repr, (*self._feeds[fqn].sources[:2], *feed.sources[:2])))
-            self._problems.append(f"{fqn}: more than one thing in the checkpoint feeds it, among them {both}")
+            self._problems.append(f"{fqn}: has more than one source in the checkpoint, among them {both}")
             return
         self._feeds[fqn] = feed
 
     def _feed_converted(self, conversion: Conversion) -> None:
-        """Run a conversion on boxes, or on meta tensors where boxes do not suffice, to see what comes out."""
+        """Run a conversion on boxes, or on meta tensors if it needs more than boxes, to determine its results."""
         infos = {key: self._tensors[key] for key in conversion.sources}
         try:
             results = conversion.run(lambda key: BlockTensor.of_source(key, infos[key].shape, infos[key].dtype))
         except CONVERSION_ERRORS:
-            # Not an error yet: the operations may want real tensors. If they fail on those too, that is reported.
+            # Not an error yet: the operations may need tensors. A failure on meta tensors is reported as a problem.
             wide = _widest([info.dtype for info in infos.values()])
             try:
                 results = conversion.run(lambda key: torch.empty(infos[key].shape, dtype=wide, device="meta"))
@@ -218,13 +222,13 @@ class _Mapper:
                 return
         for fqn, value in results.items():
             if fqn not in self._entries:
-                self._problems.append(f"{fqn}: {conversion.operations} makes it, but the model has no such tensor")
+                self._problems.append(f"{fqn}: a result of {conversion.operations}, but the model has no such tensor")
                 continue
             blocks = value if isinstance(value, BlockTensor) else None
             self._feed(fqn, _Feed(conversion.sources, conversion, blocks, tuple(value.shape)))
 
     def _sort_unmatched(self) -> None:
-        """Unexpected keys, but for those that the model knows it does not need."""
+        """Collect unexpected keys, and as ignored those that the model declares unneeded."""
         pattern = self._routing.ignore_unexpected
         for key, renamed in self._routing.unmatched.items():
             entry = self._entries.get(renamed) or self._entries.get(key)
@@ -233,9 +237,9 @@ class _Mapper:
             (self._ignored if non_persistent or allowed else self._unexpected).append(key)
 
     def _resolve_aliases(self) -> None:
-        """Feed each tied tensor once: by its canonical name, else by the first other name in the checkpoint.
+        """Feed each tied tensor once: from its canonical name, else from the first other name in the checkpoint.
 
-        The other names that the checkpoint holds must fit, too, and are kept to be compared.
+        Other names that the checkpoint holds must match too, and are kept for `differing_ties`.
         """
         for alias, canonical in self._aliases.items():
             feed = self._feeds.pop(alias, None)
@@ -249,7 +253,7 @@ class _Mapper:
                 self._feeds[canonical] = feed
 
     def _copy_declared_ties(self) -> None:
-        """A model that declares a tie without sharing the tensor gets the same value twice."""
+        """Feed both tensors of a declared tie from the same source if the model does not share the tensor."""
         for one, other in self._ties.items():
             pair = [self._aliases.get(name, name) for name in (one, other)]
             if pair[0] == pair[1] or not all(name in self._entries for name in pair):
@@ -259,11 +263,11 @@ class _Mapper:
                     self._feeds[empty] = self._feeds[full]
 
     def _copy_trained(self) -> None:
-        """A copy that is trained in a module's place begins as the module is."""
+        """Feed a trained copy of a module (`modules_to_save`) from the module's own sources."""
         for copy, original in self._routing.copies.items():
             original = self._aliases.get(original, original)
             if not self._entries[copy].tensor.is_meta:
-                continue  # it was trained since, as the adapters were, which stay as well
+                continue  # the copy is real and may have been trained; it keeps its value, as adapters do
             if copy not in self._feeds and original in self._feeds:
                 self._feeds[copy] = self._feeds[original]
 
@@ -308,7 +312,7 @@ class _Mapper:
 
 
 def _misfit_of(fqn: str, entry: _Entry, feed: _Feed, found: tuple[int, ...], dtype: torch.dtype) -> str:
-    """The line for a target of another shape or kind of dtype than what feeds it."""
+    """Return the line for a target whose shape or kind of dtype differs from its source's."""
     count = len(feed.sources)
     source = repr(feed.sources[0]) if count == 1 else f"{count} tensors, the first {feed.sources[0]!r}"
     wanted = tuple(entry.tensor.shape)
@@ -319,7 +323,7 @@ def _misfit_of(fqn: str, entry: _Entry, feed: _Feed, found: tuple[int, ...], dty
 
 
 def _entries(module: nn.Module) -> dict[str, _Entry]:
-    """FQN → entry, all names of shared tensors included; parameters and buffers of one module stand together."""
+    """Return FQN → entry, with all names of shared tensors; parameters and buffers of one module are adjacent."""
     entries: dict[str, _Entry] = {}
     for prefix, owner in module.named_modules(remove_duplicate=False):
         dot = f"{found}." if (found := clean_name(prefix)) else ""
@@ -343,7 +347,7 @@ def _aliases(entries: Mapping[str, _Entry]) -> dict[str, str]:
 
 
 def _widest(dtypes: list[torch.dtype]) -> torch.dtype:
-    """The dtype that holds them all. Float8 has no promotion of its own: every such value is a float32 too."""
+    """Return a dtype that can represent all dtypes. Float8 has no type promotion, so it counts as float32."""
     if len(set(dtypes)) == 1:
         return dtypes[0]
     wide = [torch.float32 if dtype.is_floating_point and dtype.itemsize == 1 else dtype for dtype in dtypes]
@@ -371,24 +375,24 @@ def _runs(feed: _Feed, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Run,
 
 
 COMPARE_BYTES = 8 << 20
-"""Bytes of each of the two values that are in memory at a time."""
+"""Bytes of each of the two values that are in memory at the same time."""
 
 ReadElements: TypeAlias = Callable[[str, int, int, torch.Tensor], None]
-"""`read(fqn, start, stop, out)`: fill the 1-D `out` with elements of the flattened target, in `out`'s dtype."""
+"""`read(fqn, start, stop, out)`: fills the 1-D `out` with elements of the flattened target, in `out`'s dtype."""
 
 
 def differing_ties(keys: KeyMap, read: ReadElements) -> tuple[str, ...]:
-    """Compare the values of tied names that are both in the checkpoint; for the rank that reads the files.
+    """Compare the values of tied names that are both in the checkpoint. Called on the rank that reads the files.
 
-    transformers does not tie a pair whose values differ, whatever config.json says; here it is a mismatch to be named
-    before anything is loaded. Values are compared in the module's dtype, and up to the first difference.
+    transformers does not tie a pair whose values differ, even if config.json ties it; here a difference is a mismatch,
+    reported before anything is loaded. Values are compared in the module's dtype, up to the first difference.
 
     Args:
-        keys: From `map_keys`.
+        keys: Result of `map_keys`.
         read: Reads elements of the targets in `keys.targets` and `keys.doubled`.
 
     Returns:
-        One line for each pair that differs. Cost: both values are read once, 16 MiB of memory.
+        One line for each pair that differs. Cost: both values are read once; 16 MiB of memory.
     """
     problems = []
     for second in keys.doubled:
@@ -397,7 +401,7 @@ def differing_ties(keys: KeyMap, read: ReadElements) -> tuple[str, ...]:
             sources = [", ".join(map(repr, target.sources[:2])) for target in (keys.targets[canonical], second)]
             problems.append(
                 f"{second.fqn}: the model ties it to {canonical}, but the checkpoint's {sources[0]} and {sources[1]} "
-                "hold different values: set tie_word_embeddings to false in config.json, or pass model= a callable "
+                "hold different values: set tie_word_embeddings to false in config.json, or pass as model= a callable "
                 "whose model does not tie them; if they should be tied, remove one of the two from the checkpoint"
             )
     return tuple(problems)
@@ -412,7 +416,7 @@ def _equal(second: Target, canonical: str, read: ReadElements) -> bool:
         values = [buffer[: stop - start] for buffer in buffers]
         for fqn, value in zip((canonical, second.fqn), values, strict=True):
             read(fqn, start, stop, value)
-        # By bytes first: equal NaNs are no difference. By values then: neither are 0 and -0.
+        # Equal bytes first, because equal NaNs are no difference; then equal values, because 0 and -0 are none either.
         as_bytes = [value.view(torch.uint8) for value in values]
         if not torch.equal(*as_bytes) and not torch.equal(*values):
             return False

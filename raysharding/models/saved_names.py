@@ -1,8 +1,8 @@
-"""Which tensors a save of a module holds: under the names, and in the shapes, that the files of its kind have.
+"""Names and shapes of the tensors in a save of a module, as files of the model's kind have them.
 
-transformers packs tensors on loading (a layer's experts into one parameter) and renames them. A save undoes that, by
-transformers' own tables, run on boxes instead of tensors: what comes out are ranges of the module's tensors, so nothing
-is gathered for it.
+On loading, transformers packs tensors (a layer's experts into one parameter) and renames them. A save reverts both by
+transformers' own tables, run on boxes instead of tensors: the results are ranges of the module's tensors, so no tensor
+is gathered.
 """
 
 from __future__ import annotations
@@ -28,35 +28,36 @@ class SavedTensor:
     """One tensor of a save."""
 
     dtype: torch.dtype
-    """Its dtype."""
+    """dtype in the save."""
     shape: tuple[int, ...]
-    """Its shape."""
+    """Shape in the save."""
     runs: tuple[Run, ...]
-    """What fills it: `source` is the FQN of a tensor of the module, both flattened."""
+    """Ranges that fill the tensor: `source` is the FQN of a tensor of the module; both tensors are flattened."""
 
     @classmethod
     def whole(cls, fqn: str, tensor: torch.Tensor) -> SavedTensor:
-        """A tensor of the module as it is."""
+        """Return a saved tensor that is one whole, unchanged tensor of the module."""
         num_elements = math.prod(tensor.shape)
         runs = (Run(fqn, 0, 0, num_elements),)
         return cls(tensor.dtype, tuple(tensor.shape), runs)
 
 
 _known: MutableMapping[nn.Module, tuple[tuple[Any, ...], Mapping[str, SavedTensor]]] = WeakKeyDictionary()
-"""By module, with what it was worked out from: 48 layers of 128 experts take a second, in which training stands."""
+"""Module → layout, and the signature that it was computed for. For 48 layers of 128 experts the computation takes a
+second, during which training would wait."""
 
 
 def saved_layout(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, SavedTensor]:
-    """Say what a save of a module holds; the same on every rank, no collective.
+    """Return the tensors of a module's save, equal on every rank. No collective.
 
     Args:
         module: The model, sharded or not.
-        tensors: FQN → each of its tensors that are saved, once.
+        tensors: FQN → tensor for each tensor to save, without duplicates.
 
     Returns:
-        Key in the files → tensor. Of a model with LoRA adapters they alone, under peft's names. Of a transformers model
-        what `save_pretrained` would write; where that takes arithmetic, or very many ranges, the module's own tensors,
-        which transformers opens, too.
+        Key in the files → tensor. For a model with LoRA adapters, only the adapters, under peft's names. For a
+        transformers model, the tensors that `save_pretrained` would write; if these take arithmetic or very many
+        ranges, the module's own tensors, which transformers can also load.
     """
     signature = tuple((fqn, tuple(tensor.shape), tensor.dtype) for fqn, tensor in tensors.items())
     known = _known.get(module)
@@ -74,16 +75,16 @@ def _laid_out(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Mapping
 
 
 def _reverted(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, SavedTensor] | None:
-    """What transformers' reversed tables make of the tensors; `None` where that is more than moving ranges."""
+    """Return the tensors after transformers' reversed conversions; `None` if these do more than move ranges."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    # The tables are looked up by class name, and FSDP changes that.
+    # transformers looks the tables up by class name, which FSDP changes.
     model: Any = stand_in(module)
     boxes = {fqn: BlockTensor.of_source(fqn, tensor.shape, tensor.dtype) for fqn, tensor in tensors.items()}
     try:
         found: Mapping[str, Any] = revert_weight_conversion(model, boxes)
     except CONVERSION_ERRORS:
-        return None  # arithmetic, on what has no values here
+        return None  # the conversion does arithmetic, and boxes have no values
     saved: dict[str, SavedTensor] = {}
     for key, value in found.items():
         if not isinstance(value, BlockTensor):
@@ -96,7 +97,7 @@ def _reverted(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[st
 
 
 def _holds_all(saved: Mapping[str, SavedTensor], tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Whether every element of every tensor is saved once."""
+    """Return True if every element of every tensor is saved exactly once."""
     ranges: dict[str, list[tuple[int, int]]] = {fqn: [] for fqn in tensors}
     for one in saved.values():
         for run in one.runs:

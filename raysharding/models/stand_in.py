@@ -1,7 +1,7 @@
-"""Stand-ins: a copy of a module tree that shares config and attributes, but not classes changed by FSDP nor tensors.
+"""Stand-ins: copies of a module tree that share config and attributes, but neither tensors nor classes from FSDP.
 
-`fully_shard` replaces a module's class by one named `FSDP...`; transformers looks classes up by name, and its
-initialisers write to whatever tensors they find. A stand-in answers both without touching the live module.
+`fully_shard` replaces a module's class by a class named `FSDP...`. transformers looks classes up by name, and its
+initialisers write to all tensors that they find. A stand-in supports both without a change to the live module.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TensorMap = Callable[[str, torch.Tensor], torch.Tensor]
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
-    """Class of `module` before `fully_shard` changed it."""
+    """Return the class of `module` before `fully_shard` changed it."""
     cls = type(module)
     while FSDPModule in cls.__bases__:
         cls = next(base for base in cls.__bases__ if base is not FSDPModule)
@@ -31,21 +31,21 @@ def _keep(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def stand_in(module: nn.Module, tensors: TensorMap = _keep) -> nn.Module:
-    """Copy a module tree without copying what it holds.
+    """Copy a module tree without copying its tensors.
 
     Args:
         module: Root of the tree; not changed.
-        tensors: Gives the stand-in's tensor for every parameter and buffer, by the first FQN it is found under.
+        tensors: Returns the stand-in's tensor for every parameter and buffer, given the first FQN of each.
 
     Returns:
-        Modules of the original classes, without hooks. Modules and tensors that were shared are shared again. A module
-        is copied when somebody looks at it first: what an initialiser does to one of thousands costs one copy.
+        Modules of the original classes, without hooks. Shared modules and tensors are also shared in the stand-in. A
+        module is copied at its first access, so an initialiser that uses one of thousands of modules costs one copy.
     """
     return _Copier(tensors).copy(module, "")
 
 
 _HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))
-"""Attributes of every module that are tables of hooks."""
+"""Attributes of every module that hold its hooks."""
 
 
 class _Copier:
@@ -63,7 +63,7 @@ class _Copier:
         copy = cls.__new__(cls)
         self._modules[id(module)] = copy
         attributes = dict(vars(module))
-        # Hooks are left behind: FSDP's would gather, and PreTrainedModel's could touch the live module.
+        # Hooks are not copied: FSDP's would gather, and PreTrainedModel's could change the live module.
         for name in _HOOKS:
             attributes[name] = OrderedDict()
         attributes["_parameters"] = self._replaced(module._parameters, prefix)
@@ -82,10 +82,10 @@ class _Copier:
 
 
 class _Children(dict[str, nn.Module | None]):
-    """A stand-in's table of children, each copied when it is looked at first."""
+    """A stand-in's table of children, each copied at its first access."""
 
     def __init__(self, children: Mapping[str, nn.Module | None], copy: Callable[[str, nn.Module], nn.Module]) -> None:
-        # By its items: of a stand-in's own table, `dict` would take the entries that are not copied yet.
+        # Through `items()`: given a stand-in's own table, `dict` would take the entries that are not copied yet.
         self._pending = dict(children.items())
         super().__init__(self._pending)
         self._copy = copy

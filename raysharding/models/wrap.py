@@ -1,15 +1,15 @@
-"""`wrap_groups`: which modules become FSDP groups of their own.
+"""`wrap_groups`: chooses the modules that become FSDP groups of their own.
 
-Note: what makes a group sound.
+Note: requirements of a group.
     FSDP2 gathers a group's parameters when one of its modules runs forward, and frees them afterwards. So a module is
     a group only if it runs its own forward (a `ModuleList` does not), a parameter must not belong to two groups, the
-    trainable parameters of a group share one dtype, and whoever reads a parameter must do so while its group is
-    gathered. Embeddings and heads, whose weights models like to read from elsewhere, therefore stay in the root's
-    group, which is gathered all along, unless the model's own FSDP plan names them.
+    trainable parameters of a group share one dtype, and code may read a parameter only while the parameter's group is
+    gathered. Models often read the weights of embeddings and heads from elsewhere, so these stay in the root's group,
+    which is gathered during the whole forward and backward, unless the model's own FSDP plan names them.
 
-`split_by_dtype`: no FSDP group mixes the dtypes of trainable parameters, because FSDP2 reduces a group as one.
+`split_by_dtype`: separates trainable parameters of different dtypes, because FSDP2 reduces a group as one tensor.
 
-`ignored_modules`: which modules FSDP leaves alone, found in the tree from what the user named.
+`ignored_modules`: finds the modules that FSDP ignores, from the names, modules or predicate that the user gave.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from raysharding.models.conversion import class_name, is_transformers_model
 
 
 def is_cut(parameter: nn.Parameter) -> bool:
-    """Whether FSDP2 cuts this parameter. Those of 0 dims or without elements stay whole on every rank."""
+    """Return True if FSDP2 shards this parameter. One of 0 dims or without elements stays whole on every rank."""
     return parameter.ndim > 0 and parameter.numel() > 0
 
 
 def split_by_dtype(
     root: nn.Module, groups: Sequence[tuple[str, ...]], ignored: AbstractSet[nn.Parameter] = frozenset()
 ) -> list[tuple[str, ...]]:
-    """Give modules whose parameters are kept in another dtype than their group's a group of their own.
+    """Put modules whose parameters have another dtype than their group's into groups of their own.
 
     Args:
         root: The root module.
-        groups: Groups without shared parameters between them; the root's own is implied.
-        ignored: Parameters that no group takes.
+        groups: Groups that share no parameters; the root's group is implied.
+        ignored: Parameters that belong to no group.
 
     Returns:
-        The groups, and new ones for the modules split off: T5 in fp16 keeps every `wo` in fp32, for example.
+        The groups, and new groups for the modules split off: T5 in fp16 keeps every `wo` in fp32, for example.
 
     Raises:
-        PlanError: One module holds trainable parameters of two dtypes itself.
+        PlanError: A module directly holds trainable parameters of two dtypes.
     """
     members = {name for names in groups for name in names}
     result = [part for names in groups for part in _parted(root, names, members, ignored)]
@@ -59,7 +59,7 @@ def split_by_dtype(
 def _parted(
     root: nn.Module, names: tuple[str, ...], members: set[str], ignored: AbstractSet[nn.Parameter]
 ) -> list[tuple[str, ...]]:
-    """A group of several modules that are uniform each, by dtype; any other group as it is."""
+    """Return a group partitioned by dtype if each of its modules has one dtype; otherwise the group unchanged."""
     parts: dict[torch.dtype, list[str]] = {}
     for name in names:
         owned = _own_parameters(root, name, members, ignored)
@@ -73,7 +73,7 @@ def _parted(
 def _split(
     root: nn.Module, names: tuple[str, ...], members: set[str], ignored: AbstractSet[nn.Parameter]
 ) -> Iterator[str]:
-    """Modules of one group that must leave it."""
+    """Yield the modules that must leave a group."""
     held: dict[str, dict[str, nn.Parameter]] = {}
     for name in names:
         held |= dict(_own_parameters(root, name, members, ignored))
@@ -96,7 +96,7 @@ def _split(
 def _own_parameters(
     root: nn.Module, name: str, members: set[str], ignored: AbstractSet[nn.Parameter]
 ) -> Iterator[tuple[str, dict[str, nn.Parameter]]]:
-    """(module name, FQN → trainable parameter it holds directly), inner groups left out."""
+    """Yield (module name, FQN → trainable parameter that the module holds directly), without inner groups."""
     module = root.get_submodule(name)
     dot = f"{name}." if name else ""
     parameters = {
@@ -112,7 +112,7 @@ def _own_parameters(
 
 
 def _holds(held: Mapping[str, Mapping[str, nn.Parameter]], name: str, dtype: torch.dtype) -> bool:
-    """Whether modules inside `name` hold parameters of `dtype`, which would leave with it."""
+    """Return True if modules inside `name` hold parameters of `dtype`, which would leave together with `name`."""
     return any(
         parameter.dtype == dtype
         for inner, parameters in held.items()
@@ -133,14 +133,14 @@ def _mixed(held: Mapping[str, Mapping[str, nn.Parameter]], name: str, fqn: str, 
 
 
 def ignored_modules(root: nn.Module, sharding: Sharding) -> set[nn.Module]:
-    """Find the modules that `Sharding.ignored_modules` means, with all that is inside them; each rank alone.
+    """Return the modules that `Sharding.ignored_modules` selects, with all modules inside them. No collective.
 
     Args:
         root: The root module.
-        sharding: Its `ignored_modules` is read.
+        sharding: The sharding; only `ignored_modules` is read.
 
     Raises:
-        PlanError: A pattern that matches no name, a module that is not in the tree, or the root itself.
+        PlanError: A pattern matches no name, a module is not in the tree, or the root is selected.
     """
     wanted = sharding.ignored_modules
     if isinstance(wanted, str | nn.Module):
@@ -151,7 +151,7 @@ def ignored_modules(root: nn.Module, sharding: Sharding) -> set[nn.Module]:
     else:
         chosen = [module for name, module in modules.items() if name and wanted(module)]
     if any(module is root for module in chosen):
-        raise PlanError("ignored_modules: the root is among them, so nothing would be left to shard; name parts of it")
+        raise PlanError("ignored_modules: includes the root, so nothing would be left to shard; name parts of the root")
     return {inner for module in chosen for inner in module.modules()}
 
 
@@ -159,19 +159,19 @@ def _named(root: nn.Module, modules: dict[str, nn.Module], item: str | nn.Module
     if isinstance(item, nn.Module):
         if not any(module is item for module in modules.values()):
             raise PlanError(
-                f"ignored_modules: the {type(item).__name__} given is no part of this {type(root).__name__}; a module "
-                "that travelled to another process is a copy: name it by a regular expression"
+                f"ignored_modules: the given {type(item).__name__} is not part of this {type(root).__name__}; a module "
+                "that was sent to another process is a copy: name it by a regular expression"
             )
         return [item]
     found = [module for name, module in modules.items() if name and re.fullmatch(item, name)]
     if not found:
         names = ", ".join(name for name in list(modules)[1:6])
-        raise PlanError(f"ignored_modules: {item!r} matches no module's whole name; names are such as {names}")
+        raise PlanError(f"ignored_modules: {item!r} matches no module's whole name; examples of names: {names}")
     return found
 
 
 def ignored_parameters(root: nn.Module, sharding: Sharding) -> set[nn.Parameter]:
-    """The parameters of `ignored_modules`, those shared with other modules included; each rank alone."""
+    """Return the parameters of `ignored_modules`, including those shared with other modules. No collective."""
     modules = ignored_modules(root, sharding)
     return {parameter for module in modules for parameter in module._parameters.values() if parameter is not None}
 
@@ -180,20 +180,20 @@ Groups = tuple[tuple[str, ...], ...]
 
 
 def wrap_groups(module: nn.Module, sharding: Sharding, candidates: Iterable[tuple[str, ...]] | None = None) -> Groups:
-    """Choose the FSDP groups of a module; nothing is changed, and every rank comes to the same result.
+    """Choose the FSDP groups of a module. Changes nothing; the result is the same on every rank.
 
     Args:
         module: The root, before `fully_shard`, on meta or real.
-        sharding: Its `wrap`, `min_num_params`, `ignored_modules` and `mixed_precision` are read.
-        candidates: FQNs of modules that should be groups, in the place of what `wrap` means.
+        sharding: The sharding; `wrap`, `min_num_params`, `ignored_modules` and `mixed_precision` are read.
+        candidates: FQNs of modules that should be groups, in place of those that `wrap` selects.
 
     Returns:
-        FQNs of the modules to pass to one `fully_shard` call each, inner ones first. The root is not among them: it
-        takes what no group takes. Parameters of 0 dims or without elements, which are not cut, and those of ignored
-        modules count for nothing.
+        One tuple of FQNs for each `fully_shard` call, inner modules first. The root is not included: it takes all
+        remaining parameters. Parameters of 0 dims or without elements, which are not sharded, and those of ignored
+        modules are disregarded.
 
     Raises:
-        PlanError: A class name or an ignored module that is not there, or a group that would mix trainable dtypes.
+        PlanError: A class name or an ignored module is not in the tree, or a group would mix trainable dtypes.
     """
     tree = _Tree(module, ignored_parameters(module, sharding))
     wanted = _candidates(tree, sharding) if candidates is None else candidates
@@ -208,15 +208,15 @@ def wrap_groups(module: nn.Module, sharding: Sharding, candidates: Iterable[tupl
 
 
 def unfreed_groups(module: nn.Module, sharding: Sharding, groups: Iterable[tuple[str, ...]]) -> set[tuple[str, ...]]:
-    """Those groups that keep their full parameters from forward to backward, beside the root's.
+    """Return the groups, besides the root's, that keep their full parameters from forward to backward.
 
-    transformers' plan says which, where `sharding` leaves both `wrap` and `reshard_after_forward` open: the final norm
-    and the head, which end the forward and begin the backward, so that they would be gathered again at once.
+    If `sharding` has the default `wrap` and `reshard_after_forward`, transformers' plan selects these groups: the final
+    norm and the head, which end the forward and begin the backward, and so would be gathered again at once.
 
     Args:
         module: As for `wrap_groups`.
-        sharding: Its `wrap` and `reshard_after_forward` are read.
-        groups: What `wrap_groups` chose.
+        sharding: The sharding; `wrap` and `reshard_after_forward` are read.
+        groups: Result of `wrap_groups`.
     """
     if sharding.wrap != "auto" or sharding.reshard_after_forward is not None:
         return set()
@@ -225,22 +225,22 @@ def unfreed_groups(module: nn.Module, sharding: Sharding, groups: Iterable[tuple
 
 
 def lowers_precision(sharding: Sharding) -> bool:
-    """Whether groups compute in another dtype than the stored one."""
+    """Return True if groups compute in another dtype than the stored dtype."""
     policy = sharding.mixed_precision
     return policy is not None and (isinstance(policy, str) or policy.param_dtype is not None)
 
 
 def stays_in_full_precision(module: nn.Module) -> bool:
-    """Whether mixed precision leaves out a module: FSDP1's `_module_classes_to_ignore`, which is BatchNorm."""
+    """Return True if mixed precision excludes a module: FSDP1's `_module_classes_to_ignore`, which is BatchNorm."""
     return isinstance(module, _BatchNorm)
 
 
 class _Tree:
-    """A module tree by first names.
+    """A module tree, indexed by each module's first name.
 
     Args:
         root: The root module.
-        ignored: Parameters that no group takes.
+        ignored: Parameters that belong to no group.
     """
 
     def __init__(self, root: nn.Module, ignored: set[nn.Parameter]) -> None:
@@ -256,23 +256,23 @@ class _Tree:
         }
 
     def wrappable(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Those names whose module runs its own forward and has a parameter to shard."""
+        """Return the names whose modules run their own forward and have a parameter to shard."""
         return tuple(name for name in dict.fromkeys(names) if name in self.modules and self._runs_forward(name))
 
     def _runs_forward(self, name: str) -> bool:
         module = self.modules[name]
-        # MultiheadAttention reads its out_proj's weight without calling it.
+        # MultiheadAttention reads the weight of its out_proj without a call of out_proj.
         if name == "" or name in self._unreached or type(module).forward is nn.Module.forward:
             return False
         containers = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
         return not isinstance(module, containers) and any(map(self.is_cut, module.parameters()))
 
     def is_cut(self, parameter: nn.Parameter) -> bool:
-        """Whether a group takes this parameter."""
+        """Return True if FSDP2 shards this parameter and it is not ignored."""
         return is_cut(parameter) and parameter not in self.ignored
 
     def inside(self, name: str, other: str) -> bool:
-        """Whether module `name` lies inside module `other`."""
+        """Return True if module `name` is inside module `other`."""
         return other == "" or name.startswith(other + ".")
 
 
@@ -294,14 +294,14 @@ def _candidates(tree: _Tree, sharding: Sharding) -> list[tuple[str, ...]]:
 
 
 def _in_full_precision(tree: _Tree, sharding: Sharding) -> list[tuple[str, ...]]:
-    """Modules that may not be in a group with others that compute in low precision."""
+    """Return the modules that must not share a group with modules that compute in low precision."""
     if not lowers_precision(sharding):
         return []
     return [(name,) for name, module in tree.modules.items() if stays_in_full_precision(module)]
 
 
 def _fsdp_plan(tree: _Tree) -> list[tuple[str, ...]]:
-    """transformers' plan, if it names the repeated layers of this model; `[]` otherwise."""
+    """Return the groups of transformers' plan, if it names this model's repeated layers; otherwise `[]`."""
     plan = _fsdp_styles(tree.root)
     styles = {name: plan.get(_with_wildcards(name)) for name in tree.modules}
     if not any(style is not None and "*" in _with_wildcards(name) for name, style in styles.items()):
@@ -310,15 +310,15 @@ def _fsdp_plan(tree: _Tree) -> list[tuple[str, ...]]:
     kept = [name for name, style in styles.items() if style == "keep_full_weight"]
     embedding, head = (tree.name_of.get(id(module)) for module in input_and_output(tree.root))
     if _share_a_parameter(tree, embedding, head):
-        # The root keeps what it gathered until the backward is over, which is what the plan asks for here.
+        # The root keeps its gathered parameters until the end of backward, as the plan requests here.
         freed = [name for name in freed if name != embedding]
         kept = []
-    # One group, gathered once at the end of forward: `fully_shard([norm, lm_head])`. A lone norm is not worth one.
+    # One group, gathered once at the end of forward: `fully_shard([norm, lm_head])`. A norm alone gets no group.
     return [(name,) for name in freed] + ([tuple(kept)] if head is not None and head in kept else [])
 
 
 def _fsdp_styles(root: nn.Module) -> Mapping[str, str]:
-    """transformers' plan: name of a module, layers' numbers as `*` → what becomes of its parameters after forward."""
+    """Return transformers' plan: module name, with `*` for layer numbers → handling of its parameters after forward."""
     return (getattr(root, "fsdp_plan", None) or {}) if is_transformers_model(root) else {}
 
 
@@ -327,7 +327,7 @@ def _with_wildcards(name: str) -> str:
 
 
 def input_and_output(root: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
-    """A model's input and output embeddings, where it has such."""
+    """Return a model's input and output embeddings; `None` for each that it lacks."""
     found: list[nn.Module | None] = []
     for method in ("get_input_embeddings", "get_output_embeddings"):
         try:
@@ -345,14 +345,14 @@ def _share_a_parameter(tree: _Tree, one: str | None, other: str | None) -> bool:
 
 
 def _no_split_modules(tree: _Tree) -> list[tuple[str, ...]]:
-    """The classes that transformers would not cut apart, embeddings left to the root."""
+    """Return the modules whose classes transformers declares unsplittable, except embeddings, which the root keeps."""
     names = set(getattr(tree.root, "_no_split_modules", None) or ()) if is_transformers_model(tree.root) else set()
     names = {name for name in names if "Embedding" not in name}
     return [(name,) for name, module in tree.modules.items() if name and class_name(module) in names]
 
 
 def _list_elements(tree: _Tree) -> list[tuple[str, ...]]:
-    """Elements of the outermost `ModuleList`s. Lists inside them are left alone: experts may run on some ranks only."""
+    """Return the elements of the outermost `ModuleList`s. Skips inner lists: experts may run on some ranks only."""
     found: list[tuple[str, ...]] = []
     for name, module in tree.modules.items():
         if not isinstance(module, nn.ModuleList) or any(tree.inside(name, other) for (other,) in found):
@@ -362,7 +362,7 @@ def _list_elements(tree: _Tree) -> list[tuple[str, ...]]:
 
 
 def _by_size(tree: _Tree, min_num_params: int) -> list[tuple[str, ...]]:
-    """As torch's `size_based_auto_wrap_policy`: innermost modules that hold enough parameters not yet in a group."""
+    """Return the innermost modules with enough ungrouped parameters, as torch's `size_based_auto_wrap_policy` does."""
     found: list[tuple[str, ...]] = []
     taken: set[int] = set()
 
@@ -391,7 +391,7 @@ def _by_class(tree: _Tree, wanted: Sequence[str]) -> list[tuple[str, ...]]:
     if unknown:
         raise PlanError(
             f"wrap names {', '.join(map(repr, unknown))}, but no module of {class_name(tree.root)} has that class; "
-            f"its modules' classes are {', '.join(sorted(present))}"
+            f"the modules' classes are {', '.join(sorted(present))}"
         )
     return [(name,) for name, module in tree.modules.items() if name and class_name(module) in wanted]
 
@@ -411,7 +411,7 @@ def _without_repeats(groups: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]
 
 
 def _settle_shared(tree: _Tree, groups: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Merge groups that share a parameter; give up a group that shares one with what contains it."""
+    """Merge groups that share a parameter; drop a group that shares a parameter with a module that contains it."""
     while True:
         changed = _settle_once(tree, groups)
         if changed is None:
@@ -420,7 +420,7 @@ def _settle_shared(tree: _Tree, groups: list[tuple[str, ...]]) -> list[tuple[str
 
 
 def _settle_once(tree: _Tree, groups: list[tuple[str, ...]]) -> list[tuple[str, ...]] | None:
-    """One step; `None` when there is nothing left to do."""
+    """Take one step; return `None` when no group is left to change."""
     for owners in _owners(tree, groups).values():
         if len(owners) < 2:
             continue
@@ -431,17 +431,17 @@ def _settle_once(tree: _Tree, groups: list[tuple[str, ...]]) -> list[tuple[str, 
             rest = [names for index, names in enumerate(groups) if index not in others]
             rest[rest.index(groups[first])] = merged
             return rest
-        # The innermost owners dissolve into what contains them.
+        # Drop the innermost owners: the modules that contain them take their parameters.
         return [names for index, names in enumerate(groups) if index not in owners - outer]
     return None
 
 
 def _owners(tree: _Tree, groups: Sequence[tuple[str, ...]]) -> dict[int, set[int | None]]:
-    """Parameter → indices of the groups that hold it under any of its names; `None` is the root."""
+    """Return parameter id → indices of the groups that hold it under any of its names; `None` is the root."""
     index_of = {name: index for index, names in enumerate(groups) for name in names}
     owner_of: dict[str, int | None] = {}
     owners: dict[int, set[int | None]] = {}
-    # With repeats: a module reached under a second name belongs to whatever contains that name, too.
+    # With repeats: a module that has a second name also belongs to the group that contains the second name.
     for name, module in tree.root.named_modules(remove_duplicate=False):
         parent = owner_of.get(name.rpartition(".")[0]) if name else None
         owner_of[name] = index_of.get(tree.name_of[id(module)], parent)

@@ -92,7 +92,7 @@ class Worker:
 
     @property
     def device(self) -> torch.device:
-        """Where the module computes."""
+        """The device that the module computes on."""
         return self.status.device
 
     @property

@@ -115,7 +115,7 @@ def test_arms_that_differ_are_found() -> None:
     results = Results([made("a", "x", "y"), made("b", "x", "y"), made("c")])
     results.check_digests()
     results.loads.append(made("d", "x", "z"))
-    with pytest.raises(BenchError, match=r"different bytes; alike are W=2: a, b \| W=2: d"):
+    with pytest.raises(BenchError, match=r"different bytes; arms with equal bytes: W=2: a, b \| W=2: d"):
         results.check_digests()
 
 

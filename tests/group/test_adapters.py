@@ -186,7 +186,7 @@ def test_adapters_are_loaded_into_a_group_that_has_such(base: Path, tmp_path: Pa
         for fields, said in (({"r": 2}, "r=4 for 2"), ({"lora_alpha": 16}, "lora_alpha=8 for 16")):
             others = peft.get_peft_model(transformers.LlamaForCausalLM.from_pretrained(base), lora(**fields))
             others.save_pretrained(tmp_path / "others")
-            with pytest.raises(PlanError, match=f"these adapters are not the model's: {said}"):
+            with pytest.raises(PlanError, match=f"these adapters do not match the model's: {said}"):
                 group.load(tmp_path / "others")
         others = peft.get_peft_model(
             transformers.LlamaForCausalLM.from_pretrained(base), lora(target_modules=["k_proj"])

@@ -231,7 +231,7 @@ def test_rows_beside_a_split_are_refused_by_every_call(training: ShardedModelGro
         args = [len, Split(rows)] if name == "call" else [Split(rows)]
         for run in (begin, begin.remote):
             with pytest.raises(
-                ValueError, match=r"mask: shape \(9, 8\) has 9 in dim 0, .*Give Split\(\.\.\.\) if it ho"
+                ValueError, match=r"mask: shape \(9, 8\) has size 9 in dim 0, .*Give Split\(\.\.\.\) for rows"
             ):
                 run(*args, mask=rows)
     with pytest.raises(ValueError, match=r"args\[1\] \(labels\): shape \(9,\)"):

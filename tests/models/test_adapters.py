@@ -153,7 +153,7 @@ def test_bad_configurations_are_refused(tmp_path: Path) -> None:
         Adapted.of(None, peft.IA3Config())
     with pytest.raises(ValueError, match="a dict: give"):
         Adapted.of(None, {"r": 8})
-    with pytest.raises(PlanError, match=r"peft cannot put adapters into LlamaForCausalLM: .*'nowhere'"):
+    with pytest.raises(PlanError, match=r"peft cannot add adapters to LlamaForCausalLM: .*'nowhere'"):
         built("llama", tmp_path, target_modules=["nowhere"])
     opened = open_checkpoint(tmp_path)
     with pytest.raises(PlanError, match="returned a PeftModel: return the model inside it"):
@@ -166,11 +166,11 @@ def test_bad_configurations_are_refused(tmp_path: Path) -> None:
             built("mixtral", tmp_path / "moe", target_modules=targets, lora_dropout=0.0)
     adapted = Adapted.of(None, lora("llama"))
     for hostile in ({"target_modules": "("}, {"rank_pattern": None}, {"rank_pattern": {"(": 1}}, {"r": "much"}):
-        with pytest.raises(PlanError, match=r"mine: (is no LoraConfig|peft cannot put adapters)"):
+        with pytest.raises(PlanError, match=r"mine: (not a LoraConfig|peft cannot add adapters)"):
             build_module(Adapted(None, {**adapted.fields, **hostile}, "mine"), opened, None)
     with pytest.raises(PlanError, match="peft_type='IA3': only LORA"):
         build_module(Adapted(None, {**adapted.fields, "peft_type": "IA3"}), opened, None)
-    with pytest.raises(PlanError, match="no LoraConfig"):
+    with pytest.raises(PlanError, match="not a LoraConfig"):
         build_module(
             Adapted(None, {**adapted.fields, "layers_to_transform": [0], "target_modules": ".*"}), opened, None
         )

@@ -100,7 +100,7 @@ def test_what_cannot_be_built_is_a_plan_error(
 
 
 def test_without_config_json_the_cure_is_named(bert: Checkpoint) -> None:
-    with pytest.raises(PlanError, match="pass model="):
+    with pytest.raises(PlanError, match="pass as model="):
         build_module(None, replace(bert, config=None), None)
     with pytest.raises(PlanError, match="model_type nor architectures"):
         build_module(None, with_config(bert, drop=("model_type", "architectures")), None)

@@ -223,8 +223,8 @@ def bad_ignored() -> None:
     net = build()
     cases: list[tuple[Any, str]] = [
         ("block", "'block' matches no module's whole name"),
-        ([stranger], "the Linear given is no part of this Net"),
-        ([net], "the root is among them"),
+        ([stranger], "the given Linear is not part of this Net"),
+        ([net], "includes the root"),
     ]
     for value, message in cases:
         with pytest.raises(PlanError, match=message):

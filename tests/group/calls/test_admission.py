@@ -50,7 +50,7 @@ def test_ids_outside_the_model_are_refused_with_their_row() -> None:
     for args, kwargs in (((Split(wrong),), {}), ((), {"input_ids": Split(wrong)}), ((wrong,), {})):
         with pytest.raises(ValueError, match=r"input_ids holds 12 in row 4, and the model has the ids 0 to 11:"):
             check(*args, bounds=bounds, world_size=4, **kwargs)
-    with pytest.raises(ValueError, match=r"labels holds -1 in row 0, .* or -100 for what the loss leaves out"):
+    with pytest.raises(ValueError, match=r"labels holds -1 in row 0, .* or -100 for labels that the loss ignores"):
         check(Split(IDS), labels=Split(IDS - 1), bounds=bounds)
     with pytest.raises(ValueError, match="input_ids holds -100"):
         check(Split(torch.full((2, 2), -100)), bounds=bounds)
