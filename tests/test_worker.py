@@ -76,7 +76,7 @@ def batch_of(**kwargs: Any) -> RankBatch:
 
 def run_llama(folder: str) -> dict[str, Any]:
     worker = worker_of(f"{folder}/llama")
-    assert worker.status.phase == "ready"
+    assert worker.status.phase == worker.phase == "ready"
     assert not worker.module.training
     results: dict[str, Any] = {}
     batch = batch_of(input_ids=Split(tokens(7)), labels=Split(masked_labels()))
@@ -94,15 +94,17 @@ def run_llama(folder: str) -> dict[str, Any]:
     assert not worker.module.training
     results["state"] = {name: value for part in worker.state_dict() for name, value in part.items()}
     results["report"] = worker.save(f"{folder}/saved")
-    status = worker.status.as_dict()
+    status = worker.status()
     assert status["pid"] == os.getpid()
     assert (status["rank"], status["phase"], status["last_call"]) == (dist.get_rank(), "ready", "save")
     assert status["host_bytes"] > 2**20
     assert status["bytes_done"] == status["bytes_total"] > 0
     worker.close()
-    assert worker.status.as_dict()["phase"] == "closed"
+    assert worker.status()["phase"] == "closed"
     with pytest.raises(RuntimeError, match="no module"):
         _ = worker.module
+    with pytest.raises(AttributeError, match="'Worker' object has no attribute 'modul'"):
+        _ = worker.modul
     return results
 
 

@@ -125,7 +125,7 @@ class RankStatus:
             raise RuntimeError(f"rank {self.rank} has no device mesh yet: build() comes first")
         return self._mesh
 
-    def as_dict(self) -> dict[str, Any]:
+    def __call__(self) -> dict[str, Any]:
         """Return this rank's status as plain data. Safe from any thread; never waits. No collective.
 
         Keys: `rank`, `pid`, `device`, `phase`, `bytes_done`, `bytes_total`, `last_tensor`, `last_call`, `usable`
@@ -219,7 +219,7 @@ class RankStatus:
         """Return a progress callback that updates the status, then calls `progress(bytes done, bytes in all)`."""
 
         def follow(phase: str, done: int, total: int, tensor: str) -> None:
-            # `as_dict` reads these from another thread; each is one assignment.
+            # `__call__` reads these from another thread; each is one assignment.
             self.phase = phase  # type: ignore[assignment]
             self.bytes_done, self.bytes_total = done, total
             self.last_tensor = tensor or self.last_tensor

@@ -75,6 +75,18 @@ class Worker:
         self._sidecars: str | None = None
         self._forwarding: Forwarding | None = None
 
+    def __getattr__(self, name: str) -> Any:
+        """Find in the trainer or the status what the worker itself has not, for functions given to `group.call`.
+
+        Raises:
+            AttributeError: Neither has it.
+        """
+        if not name.startswith("_") and name not in ("status", "trainer"):
+            for part in (self.trainer, self.status):
+                if hasattr(part, name):
+                    return getattr(part, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     @property
     def rank(self) -> int:
         """Global rank."""

@@ -222,7 +222,9 @@ def _add(found: DcpMetadata, key: Any, entry: Any, path: Any) -> None:
 
     if not isinstance(path, tuple) or not 0 < len(path) <= _MAX_DEPTH or not isinstance(path[0], str):
         raise ValueError(f"its place in the saved state is {_short(path)}")
-    for part in (key, *path):
+    if not isinstance(key, str) or not is_text(key):
+        raise ValueError(f"the key is {_short(key)}, not a name")
+    for part in path:
         if not (isinstance(part, str) and is_text(part)) and not (type(part) is int and part >= 0):
             raise ValueError(f"its place in the saved state is {_short(path)}")
     found.paths[key] = path

@@ -104,8 +104,10 @@ class DcpReader(ExitStack):
                 return self._load_safetensors(window, key, chunk, device)
             loaded = _unpickle(window, math.prod(chunk.sizes) * dtype.itemsize, device)
             if type(loaded) is not torch.Tensor or loaded.layout != torch.strided or loaded.is_nested:
-                kind = getattr(loaded, "layout", type(loaded).__name__)
+                kind = loaded.layout if type(loaded) is torch.Tensor else type(loaded).__name__
                 raise CheckpointError(f"is a {kind}, not a strided tensor", path=window.path)
+            if loaded.device.type != device:
+                raise CheckpointError(f"was saved on {loaded.device}, without values", path=window.path)
             _check_same(loaded, dtype, chunk, window)
         except CheckpointError as error:
             raise CheckpointError(error.message, path=window.path, tensor=key) from error

@@ -362,8 +362,8 @@ class RankCommands:
         return worker.status.phase if worker is not None and self._doing in _STREAMING else self._doing
 
     def status(self) -> dict[str, Any]:
-        """Return what `RankStatus.as_dict` says. Safe from any thread while a command runs."""
-        return {"phase": self._doing} if self._rank_worker is None else self._rank_worker.status.as_dict()
+        """Return what `Worker.status` says. Safe from any thread while a command runs."""
+        return {"phase": self._doing} if self._rank_worker is None else self._rank_worker.status()
 
     @property
     def _worker(self) -> Worker:

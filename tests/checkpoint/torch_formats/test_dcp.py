@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import SerializationFormat
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from raysharding.checkpoint import DcpReader
 from raysharding.checkpoint.torch_formats import dcp_reader as dcp
@@ -192,6 +193,15 @@ def test_keys_within_keys_cost_no_more_than_their_bytes(tmp_path: Path) -> None:
         read_dcp_metadata(tmp_path)
 
 
+def test_a_key_that_is_no_name(tmp_path: Path) -> None:
+    metadata = metadata_of({"w": cut(WHOLE)}, tmp_path)
+    metadata.state_dict_metadata[5] = BytesStorageMetadata()  # type: ignore[index]
+    metadata.planner_data = {"w": ("w",), 5: ("n",)}
+    write_metadata(tmp_path, metadata)
+    with pytest.raises(CheckpointError, match="the key is 5, not a name"):
+        read_all(tmp_path)
+
+
 def test_deep_tuples_do_not_end_the_process(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(b"\x80\x04})" + b"\x85" * 1_000_000 + b"Ks.")
     with pytest.raises(CheckpointError, match="more than 4096 items, or of three levels"):
@@ -283,6 +293,8 @@ def test_places_that_cannot_be(fields: dict[str, Any], message: str, tmp_path: P
         (WHOLE.to_sparse(), "is a torch.sparse_coo, not a strided tensor"),
         ({"w": WHOLE}, "is a dict, not a strided tensor"),
         (OrderedDict(w=WHOLE), "is a OrderedDict, not a strided tensor"),
+        (nn.Parameter(WHOLE), "is a Parameter, not a strided tensor"),
+        (WHOLE.to("meta"), "was saved on meta, without values"),
     ],
 )
 def test_payload_that_is_not_what_metadata_says(payload: Any, message: str, tmp_path: Path) -> None:
