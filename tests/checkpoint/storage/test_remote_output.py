@@ -129,6 +129,14 @@ def test_a_part_that_fails_is_sent_again_and_then_told_of(s3: S3Server, kind: st
     assert STORAGE.find(s3.uri(f"{kind}-{times}/x")).kind == "missing"
 
 
+def test_retries_of_a_small_file_are_not_multiplied_by_pyarrows(s3: S3Server) -> None:
+    s3.proxy.faults.append(Fault("status", method="PUT", status=500, code="InternalError"))
+    s3.proxy.faults.append(Fault("status", method="POST", status=500, code="InternalError"))
+    with pytest.raises(CheckpointError, match=r"tried 2 times: .*INTERNAL_FAILURE"):
+        remote_storage(QUICK).put(s3.uri("small/x.json"), b"{}")
+    assert len([request for request in s3.proxy.requests if request.method in ("PUT", "POST")]) == QUICK.num_tries
+
+
 def test_the_index_commits(s3: S3Server) -> None:
     uri = s3.uri("commit")
     write(uri, torch.zeros(10), commit=False)
