@@ -135,7 +135,7 @@ class Sharding:
         _require(_is_precision(self.mixed_precision), "mixed_precision", self.mixed_precision, cure)
         _require_bool("keep_low_precision_grads", self.keep_low_precision_grads)
         is_low = not self.keep_low_precision_grads or self.mixed_precision is not None
-        cure = "without mixed_precision there are no such gradients: set that too"
+        cure = "without mixed_precision there are no such gradients: set mixed_precision too"
         _require(is_low, "keep_low_precision_grads", self.keep_low_precision_grads, cure)
         _require_bool("cpu_offload", self.cpu_offload)
         self._check_modules()
@@ -161,7 +161,7 @@ class Sharding:
         backend: object = self.compile
         is_backend = isinstance(backend, bool) or (isinstance(backend, str) and backend != "")
         _require(is_backend, "compile", backend, "give True, False, or the name of a backend of torch.compile")
-        cure = "it moves what activation_checkpointing saves: set that too"
+        cure = "moves the inputs that activation_checkpointing keeps: set activation_checkpointing too"
         _require(is_used, "activation_checkpointing_offload", self.activation_checkpointing_offload, cure)
 
     def _check_prefetch(self) -> None:
@@ -279,7 +279,7 @@ class Loading:
         known = self.transport in ("auto", "broadcast", "scatter", "local")
         _require(known, "transport", self.transport, "use 'auto', 'broadcast', 'scatter' or 'local'")
         is_number = self.num_readers is None or (_is_int(self.num_readers) and self.num_readers >= 1)
-        _require(is_number, "num_readers", self.num_readers, "give None or 1 and more")
+        _require(is_number, "num_readers", self.num_readers, "give None, or 1 or more")
         unmixed = self.num_readers is None or self.transport != "local"
         _require(unmixed, "num_readers", self.num_readers, "leave it out under transport='local': every rank reads")
         is_size = self.bucket_bytes is None or (_is_int(self.bucket_bytes) and self.bucket_bytes >= 4096)
@@ -379,4 +379,4 @@ class Timeouts:
         is_lease = self.lease_s is None or (_is_finite(self.lease_s) and self.lease_s >= 1)
         _require(is_lease, "lease_s", self.lease_s, "give None, or 1 second or more, such as 60")
         is_time = _is_finite(self.keep_s) and self.keep_s >= 0
-        _require(is_time, "keep_s", self.keep_s, "give a number of seconds from 0 on")
+        _require(is_time, "keep_s", self.keep_s, "give a number of seconds, 0 or more")

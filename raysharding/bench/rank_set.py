@@ -158,7 +158,7 @@ class RankSet:
                 pass_fds=(writing,) if network is None else (writing, network),
             )
         finally:
-            os.close(writing)  # so that the pipe ends with the process
+            os.close(writing)  # the pipe then ends with the process
         self._processes.append(process)
 
     def _environment(self) -> dict[str, str]:

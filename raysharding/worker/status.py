@@ -110,7 +110,7 @@ class RankStatus:
     def module(self) -> nn.Module:
         """The sharded root module."""
         if self._module is None:
-            raise RuntimeError(f"rank {self.rank} has no module yet: build() comes first")
+            raise RuntimeError(f"rank {self.rank} has no module yet: call build() first")
         return self._module
 
     @property
@@ -122,7 +122,7 @@ class RankStatus:
     def mesh(self) -> DeviceMesh:
         """The device mesh that the module is sharded over."""
         if self._mesh is None:
-            raise RuntimeError(f"rank {self.rank} has no device mesh yet: build() comes first")
+            raise RuntimeError(f"rank {self.rank} has no device mesh yet: call build() first")
         return self._mesh
 
     def __call__(self) -> dict[str, Any]:

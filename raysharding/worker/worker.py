@@ -34,7 +34,7 @@ from raysharding.worker.status import RankStatus, is_training
 from raysharding.worker.training import Trainer
 
 # Fields that give a module values before it is sharded. The existing ranks do not take part in a new rank's build, so
-# it would wait for them.
+# the new rank would wait for them.
 _VALUELESS: dict[str, Any] = {"sync_module_states": False, "param_init_fn": None}
 
 _current: list[Worker] = []
