@@ -237,7 +237,7 @@ def test_what_cannot_be_is_said_before_anything_is_placed(base: Path, tmp_path: 
     shutil.rmtree(moved)
     with pytest.raises(CheckpointError, match="moved") as caught:
         make_group(tmp_path / "adapters")
-    assert "names this as the base model" in "".join(caught.value.__notes__)
+    assert "names this as its base model" in "".join(caught.value.__notes__)
     fields = json.loads((tmp_path / "adapters/adapter_config.json").read_text())
     (tmp_path / "adapters/adapter_config.json").write_text(json.dumps(fields | {"base_model_name_or_path": None}))
     with pytest.raises(CheckpointError, match="names no base model"):

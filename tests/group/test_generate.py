@@ -77,7 +77,7 @@ def test_prompts_that_are_padded_on_the_left(llama: ShardedModelGroup, directory
     expected = reference_of("llama", directory).generate(**batch, **options)
     assert torch.equal(llama.generate(input_ids=Split(PROMPTS), attention_mask=Split(mask), **options), expected)
     assert torch.equal(llama.generate(Split(batch), **options), expected)
-    with pytest.raises(ValueError, match=r"attention_mask: shape \(5, 4\) has 5 in dim 0"):
+    with pytest.raises(ValueError, match=r"attention_mask: shape \(5, 4\) has size 5 in dim 0"):
         llama.generate(Split(PROMPTS), attention_mask=mask, **options)
 
 
