@@ -43,8 +43,8 @@ class Supervisor:
         release: Callable[[], None],
         lifetime: Lifetime,
         *,
-        replicas: Replicas | None = None,
-        is_loaded: bool = False,
+        replicas: Replicas,
+        is_loaded: bool,
     ) -> None:
         """Start the thread.
 
@@ -54,7 +54,7 @@ class Supervisor:
             timeouts: Deadlines.
             release: Gives the placement group back; called once, after the actors were stopped.
             lifetime: What the ranks hang on: a group with a name outlives this driver.
-            replicas: Which ranks hold the same shard. Default: none do.
+            replicas: Which ranks hold the same shard.
             is_loaded: Whether the ranks hold a model already, so need no lease of a group that is being made.
         """
         self.name = name
@@ -67,7 +67,6 @@ class Supervisor:
         self._lease_renewal = LeaseRenewal(members, lease_s, self._teardown.has_ray)
         self._gcs_monitor = GcsMonitor(gcs_address())
         self._loop = EventLoop(f"supervise {name}", self._patience, self._tick, self._on_failed)
-        replicas = Replicas(len(members), len(members)) if replicas is None else replicas
         self.survivors = Survivors(replicas, timeouts.keep_s)
         self._connections = DriverConnections(self._loop, lambda *heard: self._runner.hear(*heard), self.has_ray)
         self._unreachable: dict[int, str] = {}
