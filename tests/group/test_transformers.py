@@ -94,9 +94,9 @@ def test_a_tokenizers_batch_with_padding_equals_one_process(name: str, world_siz
         torch.testing.assert_close(found[mask == 1], expected[mask == 1], rtol=1e-5, atol=1e-5)
         for kept in ("input_ids", "attention_mask"):
             split: dict[str, Any] = {one: value if one == kept else Split(value) for one, value in batch.items()}
-            with pytest.raises(ValueError, match=rf"{kept}: shape \(5, 7\) has 5 in dim 0"):
+            with pytest.raises(ValueError, match=rf"{kept}: shape \(5, 7\) has size 5 in dim 0"):
                 group.forward(**split)
-        with pytest.raises(ValueError, match=r"labels: shape \(5, 7\) has 5 in dim 0"):
+        with pytest.raises(ValueError, match=r"labels: shape \(5, 7\) has size 5 in dim 0"):
             group.forward_backward(Split(batch), labels=labels)
         group.set_optimizer(torch.optim.AdamW, lr=1e-3)
         whole = {**batch, "labels": labels}

@@ -322,5 +322,5 @@ def test_forward_and_backward(world_size: int) -> None:
 
 
 def test_offload_alone_is_refused() -> None:
-    with pytest.raises(ValueError, match="activation_checkpointing_offload=True: it moves what"):
+    with pytest.raises(ValueError, match="activation_checkpointing_offload=True: moves the inputs"):
         Sharding(activation_checkpointing_offload=True)
