@@ -72,7 +72,7 @@ def test_a_file_that_changes_while_it_is_streamed(many_buckets: Path, tmp_path: 
     with pytest.raises(CheckpointError, match=r"changed|replaced") as caught:
         make_group(
             path,
-            model=slow_reads(0.3),
+            model=slow_reads(0.1),
             loading=Loading("scatter", bucket_bytes=BUCKET_BYTES),
             timeouts=Timeouts(load_stall_s=20, drain_s=1),
             progress=change,

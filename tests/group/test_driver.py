@@ -42,19 +42,25 @@ def standing(worker_python: Path) -> Iterator[StandingCluster]:
 
 WATCH = """
 from ray.util.placement_group import placement_group_table
-sys.stdin.readline()
-begun = now()
-while True:
-    held = [one for one in placement_group_table().values() if one["state"] != "REMOVED"]
-    free, total = ray.available_resources().get("CPU", 0), ray.cluster_resources()["CPU"]
-    if not held and free == total:
-        tell(free=True, named=ray.util.list_named_actors(all_namespaces=True))
-        sys.stdin.readline()
-    if now() - begun > 20:
-        tell(free=False, held=held, cpus=free)
-        break
-    time.sleep(0.05)
+for _ in sys.stdin:
+    begun, is_free = now(), False
+    while not is_free and now() - begun < 20:
+        time.sleep(0.05)
+        held = [one for one in placement_group_table().values() if one["state"] != "REMOVED"]
+        free, total = ray.available_resources().get("CPU", 0), ray.cluster_resources()["CPU"]
+        is_free = not held and free == total
+    tell(free=is_free, named=ray.util.list_named_actors(all_namespaces=True), held=held)
 """
+
+
+@pytest.fixture(scope="module")
+def watch(standing: StandingCluster, checkpoint: Path) -> Iterator[Driver]:
+    """A driver that says, when asked, whether all of the cluster is free again."""
+    with Driver(standing, checkpoint, WATCH) as driver:
+        yield driver
+
+
+FREE = {"free": True, "named": [], "held": []}
 
 
 def shared_memory() -> set[str]:
@@ -88,10 +94,10 @@ time.sleep(1000)
 """
 
 
-def test_a_driver_that_is_killed_leaves_nothing(standing: StandingCluster, checkpoint: Path) -> None:
+def test_a_driver_that_is_killed_leaves_nothing(standing: StandingCluster, watch: Driver, checkpoint: Path) -> None:
     """Whatever its ranks do: one waits in a collective, one holds the GIL, one is stopped."""
     before = shared_memory()
-    with Driver(standing, checkpoint, WATCH) as watch, Driver(standing, checkpoint, STUCK) as driver:
+    with Driver(standing, checkpoint, STUCK) as driver:
         pids = driver.hear()["pids"]
         driver.hear()
         ports = listening(pids)
@@ -122,8 +128,10 @@ group.shutdown()
 """
 
 
-def test_a_frozen_driver_frees_its_ranks_when_the_lease_runs_out(standing: StandingCluster, checkpoint: Path) -> None:
-    with Driver(standing, checkpoint, WATCH) as watch, Driver(standing, checkpoint, FROZEN) as driver:
+def test_a_frozen_driver_frees_its_ranks_when_the_lease_runs_out(
+    standing: StandingCluster, watch: Driver, checkpoint: Path
+) -> None:
+    with Driver(standing, checkpoint, FROZEN) as driver:
         pids = driver.hear()["pids"]
         driver.hear()
         time.sleep(3.0)
@@ -198,27 +206,26 @@ sys.stdin.readline()
 
 
 @pytest.mark.full
-def test_a_restarted_kernel_finds_its_group_again(standing: StandingCluster, checkpoint: Path) -> None:
-    with Driver(standing, checkpoint, WATCH) as watch:
-        with Driver(standing, checkpoint, TRAINED) as first:
-            pids = first.hear()["pids"]
-            report = first.hear()
-            first.kill()
-            first.process.wait(10)
-        with Driver(standing, checkpoint, ATTACHED) as second:
-            heard = second.hear()
-            print(f"attached in {heard['attach_s']:.2f} s")
-            assert heard["pids"] == pids
-            assert heard["same"], "the trained weights"
-            assert heard["seconds"] == report["seconds"], "the report of the only load there was"
-            assert heard["shape"] == [3, 4]
-            assert heard["state"] == "ready"
-            assert second.hear()["shut"]
-            since = now()
-            seconds_until_gone(pids, since, RELEASE_S)
-            watch.say("go")
-            assert watch.hear() == {"free": True, "named": []}
-            assert now() - since < RELEASE_S
+def test_a_restarted_kernel_finds_its_group_again(standing: StandingCluster, watch: Driver, checkpoint: Path) -> None:
+    with Driver(standing, checkpoint, TRAINED) as first:
+        pids = first.hear()["pids"]
+        report = first.hear()
+        first.kill()
+        first.process.wait(10)
+    with Driver(standing, checkpoint, ATTACHED) as second:
+        heard = second.hear()
+        print(f"attached in {heard['attach_s']:.2f} s")
+        assert heard["pids"] == pids
+        assert heard["same"], "the trained weights"
+        assert heard["seconds"] == report["seconds"], "the report of the only load there was"
+        assert heard["shape"] == [3, 4]
+        assert heard["state"] == "ready"
+        assert second.hear()["shut"]
+        since = now()
+        seconds_until_gone(pids, since, RELEASE_S)
+        watch.say("go")
+        assert watch.hear() == FREE
+        assert now() - since < RELEASE_S
 
 
 EXITS = """
@@ -228,8 +235,10 @@ tell(ready=True)
 
 
 @pytest.mark.full
-def test_a_lease_ends_a_named_group_whose_driver_has_gone(standing: StandingCluster, checkpoint: Path) -> None:
-    with Driver(standing, checkpoint, WATCH) as watch, Driver(standing, checkpoint, EXITS) as driver:
+def test_a_lease_ends_a_named_group_whose_driver_has_gone(
+    standing: StandingCluster, watch: Driver, checkpoint: Path
+) -> None:
+    with Driver(standing, checkpoint, EXITS) as driver:
         pids = driver.hear()["pids"]
         driver.hear()
         assert driver.process.wait(30) == 0
@@ -238,7 +247,7 @@ def test_a_lease_ends_a_named_group_whose_driver_has_gone(standing: StandingClus
         print("seconds until the ranks were gone:", gone)
         assert min(gone.values()) > 0.5, "the end of its driver alone does not end it"
         watch.say("go")
-        assert watch.hear() == {"free": True, "named": []}
+        assert watch.hear() == FREE
 
 
 BUILDS = """
@@ -258,13 +267,13 @@ time.sleep(1000)
 
 @pytest.mark.full
 def test_a_named_group_that_was_being_made_does_not_outlive_its_driver(
-    standing: StandingCluster, checkpoint: Path
+    standing: StandingCluster, watch: Driver, checkpoint: Path
 ) -> None:
-    with Driver(standing, checkpoint, WATCH) as watch, Driver(standing, checkpoint, BUILDS) as driver:
+    with Driver(standing, checkpoint, BUILDS) as driver:
         driver.hear()
         since = driver.kill()
         watch.say("go")
-        assert watch.hear() == {"free": True, "named": []}
+        assert watch.hear() == FREE
         took_s = now() - since
         print(f"free after {took_s:.2f} s")
         assert 1.0 < took_s < RELEASE_S

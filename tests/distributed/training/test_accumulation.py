@@ -84,7 +84,8 @@ NAMES = ("llama", "t5", "bert_classifier", "token_mean", "sum_and_count", "row_m
 )
 def test_parts_and_calls_equal_one_process_on_all_rows(world_size: int, replicate_size: int) -> None:
     pytest.importorskip("transformers")
-    for rank, failures in enumerate(run_ranks(world_size, accumulate, NAMES, replicate_size, timeout_s=150)):
+    names = NAMES if world_size < 4 else ("llama", "token_mean")
+    for rank, failures in enumerate(run_ranks(world_size, accumulate, names, replicate_size, timeout_s=150)):
         assert not failures, f"rank {rank}: {len(failures)} cases\n" + "\n".join(failures)
 
 

@@ -45,7 +45,7 @@ def ranges_of(plan: BucketPlan) -> dict[tuple[int, int], list[tuple[int, int]]]:
     return found
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(tensors(), st.sampled_from([4096, 10_000, 1 << 20, 1 << 22]))
 def test_every_element_of_every_shard_travels_once(case: tuple[int, list[PlannedTensor]], bucket_bytes: int) -> None:
     num_shards, planned = case
@@ -61,7 +61,7 @@ def test_every_element_of_every_shard_travels_once(case: tuple[int, list[Planned
     assert not found
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(tensors(), st.sampled_from([4096, 10_000, 1 << 20]))
 def test_buckets_stay_inside_their_bounds(case: tuple[int, list[PlannedTensor]], bucket_bytes: int) -> None:
     num_shards, planned = case
@@ -83,7 +83,7 @@ def test_buckets_stay_inside_their_bounds(case: tuple[int, list[PlannedTensor]],
         assert position == bucket.num_bytes
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(tensors(), st.sampled_from([4096, 1 << 20]), st.integers(0, 4))
 def test_unwanted_shards_only_lack_their_segments(case: tuple[int, list[PlannedTensor]], size: int, shard: int) -> None:
     num_shards, planned = case

@@ -14,9 +14,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from torch import nn
 
 from raysharding import CheckpointError, DataError, EmptyBatchError, FitStep, GroupError, ShardedModelGroup
 from raysharding.group import GroupState
+from raysharding.group.fit import run as fit_run
 from raysharding.group.fit.datasets import dataset_handle
 from tests.conftest import make_group, make_mlp
 
@@ -83,6 +85,18 @@ def alone(group_weights: dict[str, torch.Tensor], rows: list[dict[str, Any]], ep
             optimizer.step()
             losses.append(loss.item())
     return losses
+
+
+@pytest.fixture
+def few_steps_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the driver hear of five steps at most at once, so that a short run can break in its middle."""
+    monkeypatch.setattr(fit_run, "_MAX_STEPS", 5)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(reference: nn.Module, rows: list[dict[str, Any]]) -> list[float]:
+    """Losses of one process over four epochs of `rows` in order."""
+    return alone(reference.state_dict(), rows, 4)
 
 
 @pytest.fixture(scope="module")
@@ -196,8 +210,9 @@ def test_a_run_without_optimizer_or_beginning(group: ShardedModelGroup, parquet:
         assert bare.state is GroupState.READY
 
 
+@pytest.mark.usefixtures("few_steps_a_call")
 def test_ctrl_c_leaves_a_run_that_goes_on(fresh: ShardedModelGroup, parquet: Path, rows: list[dict[str, Any]]) -> None:
-    expected = alone(fresh.state_dict(), rows, 30)
+    expected = alone(fresh.state_dict(), rows, 5)
     main = threading.main_thread().ident
     assert main is not None
 
@@ -206,18 +221,16 @@ def test_ctrl_c_leaves_a_run_that_goes_on(fresh: ShardedModelGroup, parquet: Pat
             signal.pthread_kill(main, signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        fit(fresh, parquet, epochs=30, callbacks=[stop])
+        fit(fresh, parquet, epochs=5, callbacks=[stop])
     assert fresh.state is GroupState.READY
-    report = fit(fresh, parquet, epochs=30, resume=True)
-    assert 20 <= report.first_step < report.num_steps == 240
+    report = fit(fresh, parquet, epochs=5, resume=True)
+    assert 20 <= report.first_step < report.num_steps == 40
     assert report.history["loss"] == pytest.approx(expected[report.first_step :], abs=1e-4)
 
 
-def test_a_rank_killed_in_a_run(checkpoint: Path, parquet: Path, tmp_path: Path) -> None:
+def test_a_rank_killed_in_a_run(checkpoint: Path, parquet: Path, undisturbed: list[float], tmp_path: Path) -> None:
     """It goes on from its last save by itself, and ends with the loss of a run that nothing disturbed."""
-    options: dict[str, Any] = {"epochs": 4, "shuffle": True, "save_every": 6}
-    with make_group(checkpoint, optimizer=ADAMW) as group:
-        whole = fit(group, parquet, **options, save_to=tmp_path / "whole")
+    options: dict[str, Any] = {"epochs": 4, "save_every": 6}
 
     def kill(step: FitStep) -> None:
         if step.num_steps == 15 and not killed:
@@ -228,7 +241,7 @@ def test_a_rank_killed_in_a_run(checkpoint: Path, parquet: Path, tmp_path: Path)
     with make_group(checkpoint, optimizer=ADAMW, max_restarts=1) as group:
         report = fit(group, parquet, **options, save_to=tmp_path / "saved", callbacks=[kill])
         assert report.num_restarts == 1
-        assert report.history["loss"] == pytest.approx(whole.history["loss"], abs=1e-6)
+        assert report.history["loss"] == pytest.approx(undisturbed, abs=1e-4)
         assert group.state is GroupState.READY
     killed.clear()
     with make_group(checkpoint, optimizer=ADAMW) as group:
@@ -237,21 +250,20 @@ def test_a_rank_killed_in_a_run(checkpoint: Path, parquet: Path, tmp_path: Path)
         assert group.state is GroupState.BROKEN
 
 
-def test_a_rank_killed_before_the_first_save(checkpoint: Path, parquet: Path) -> None:
+@pytest.mark.usefixtures("few_steps_a_call")
+def test_a_rank_killed_before_the_first_save(checkpoint: Path, parquet: Path, undisturbed: list[float]) -> None:
     """There is nothing to go back to but the beginning."""
     killed: list[int] = []
 
     def kill(step: FitStep) -> None:
-        if step.num_steps == 100 and not killed:  # of 400: the driver hears of 200 at most at once
+        if step.num_steps == 10 and not killed:
             killed.append(group.ranks[0].pid)
             os.kill(group.ranks[0].pid, signal.SIGKILL)
 
-    with make_group(checkpoint, optimizer=ADAMW) as group:
-        whole = fit(group, parquet, epochs=50)
     with make_group(checkpoint, optimizer=ADAMW, max_restarts=2) as group:
-        report = fit(group, parquet, epochs=50, callbacks=[kill])
+        report = fit(group, parquet, epochs=4, callbacks=[kill])
     assert report.num_restarts == 1
-    assert report.history["loss"] == pytest.approx(whole.history["loss"], abs=1e-4)
+    assert report.history["loss"] == pytest.approx(undisturbed, abs=1e-4)
 
 
 def test_a_callback_that_raises_ends_the_run(fresh: ShardedModelGroup, parquet: Path) -> None:

@@ -34,11 +34,22 @@ from raysharding.group import GroupState
 from raysharding.group.fit.run import FitRun
 from raysharding.group.supervision.client import Client
 from tests.conftest import make_group
-from tests.group.fit.test_fit import ADAMW, BATCH, NUM_ROWS, collate, fit, parquet, regression, rows
+from tests.group.fit.test_fit import (
+    ADAMW,
+    BATCH,
+    NUM_ROWS,
+    collate,
+    few_steps_a_call,
+    fit,
+    parquet,
+    regression,
+    rows,
+    undisturbed,
+)
 
-__all__ = ["parquet", "rows"]
+__all__ = ["few_steps_a_call", "parquet", "rows", "undisturbed"]
 
-pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.usefixtures("cluster", "few_steps_a_call"), pytest.mark.timeout(180)]
 
 
 class Killer:
@@ -101,20 +112,20 @@ def test_generators_go_back_to_where_the_run_began(checkpoint: Path, parquet: Pa
         with make_group(checkpoint, optimizer=ADAMW, max_restarts=1) as group:
             group.call(seed)
             killer.group = group if callbacks else None
-            report = fit(group, parquet, epochs=40, collate=noisy_collate(), callbacks=callbacks)
+            report = fit(group, parquet, epochs=4, collate=noisy_collate(), callbacks=callbacks)
             assert report.num_restarts == len(callbacks)
             histories.append(report.history["loss"])
     assert histories[1] == pytest.approx(histories[0], abs=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["files", pytest.param("dataset", marks=pytest.mark.full)])
-def test_a_rank_that_is_lost_while_a_restarted_run_begins(kind: str, checkpoint: Path, parquet: Path) -> None:
+def test_a_rank_that_is_lost_while_a_restarted_run_begins(
+    kind: str, checkpoint: Path, parquet: Path, undisturbed: list[float]
+) -> None:
     """It counts as any other; blocks of a dataset go to the ranks beside the calls."""
     data: Any = parquet if kind == "files" else ray.data.read_parquet(str(parquet))
     begin, numbers = FitRun._begin, itertools.count()
     killers = [Killer(3, 1)]
-    with make_group(checkpoint, optimizer=ADAMW) as group:
-        whole = fit(group, data, epochs=40).history["loss"]
     with make_group(checkpoint, optimizer=ADAMW, max_restarts=2) as group:
 
         def kill_and_begin(run: FitRun, *, resume: bool) -> None:
@@ -124,17 +135,15 @@ def test_a_rank_that_is_lost_while_a_restarted_run_begins(kind: str, checkpoint:
 
         killers[0].group = group
         with mock.patch.object(FitRun, "_begin", kill_and_begin):
-            report = fit(group, data, epochs=40, callbacks=killers)
+            report = fit(group, data, epochs=4, callbacks=killers)
     assert report.num_restarts == 2
-    assert report.history["loss"] == pytest.approx(whole, abs=1e-4)
+    assert report.history["loss"] == pytest.approx(undisturbed, abs=1e-4)
 
 
-def test_a_rank_that_is_lost_while_a_restart_loads(checkpoint: Path, parquet: Path) -> None:
+def test_a_rank_that_is_lost_while_a_restart_loads(checkpoint: Path, parquet: Path, undisturbed: list[float]) -> None:
     """The restart failed, and is one of those that there may be."""
     launch: Any = import_module("raysharding.group.launch.launch")  # beside the function of the same name
     load, numbers = launch._load, itertools.count()
-    with make_group(checkpoint, optimizer=ADAMW) as group:
-        whole = fit(group, parquet, epochs=40).history["loss"]
 
     def kill_and_load(client: Client, *args: Any) -> LoadReport:
         if next(numbers) == 0:
@@ -147,12 +156,12 @@ def test_a_rank_that_is_lost_while_a_restart_loads(checkpoint: Path, parquet: Pa
             killer.group = group
             with mock.patch.object(launch, "_load", kill_and_load):
                 if is_enough:
-                    report = fit(group, parquet, epochs=40, callbacks=[killer])
+                    report = fit(group, parquet, epochs=4, callbacks=[killer])
                     assert report.num_restarts == 2
-                    assert report.history["loss"] == pytest.approx(whole, abs=1e-4)
+                    assert report.history["loss"] == pytest.approx(undisturbed, abs=1e-4)
                     continue
                 with pytest.raises(GroupError, match=r"rank 0 ") as caught:
-                    fit(group, parquet, epochs=40, callbacks=[killer])
+                    fit(group, parquet, epochs=4, callbacks=[killer])
                 assert "fit was restarting after: " in "".join(caught.value.__notes__)
             assert group.state is GroupState.BROKEN
             numbers = itertools.count()
@@ -168,7 +177,7 @@ def stumbling() -> Callable[..., torch.Tensor]:
     plain, calls = regression(), itertools.count()
 
     def loss(output: torch.Tensor, *, target: torch.Tensor) -> torch.Tensor:
-        if next(calls) == 30 and torch.distributed.get_rank() == 1 and "STUMBLED" not in os.environ:
+        if next(calls) == 20 and torch.distributed.get_rank() == 1 and "STUMBLED" not in os.environ:
             os.environ["STUMBLED"] = "of the rank's process, which gets this function once more"
             raise ZeroDivisionError
         return plain(output, target=target)
@@ -181,7 +190,7 @@ def test_runs_that_break_while_ranks_ask(checkpoint: Path, rows: list[dict[str, 
     """Without a collate function batches are made ahead, and each step leaves a question under way."""
     columns = {"input": [row["x"] for row in rows], "target": [row["y"] for row in rows]}
     data = {name: torch.tensor(values) for name, values in columns.items()}
-    options: dict[str, Any] = {"collate": None, "epochs": 40}
+    options: dict[str, Any] = {"collate": None, "epochs": 6}
     with make_group(checkpoint, optimizer=ADAMW) as group:
         whole = fit(group, data, **options).history["loss"]
         assert group.evaluate(data, batch_size=BATCH, loss=regression())["num_rows"] == NUM_ROWS
@@ -189,7 +198,7 @@ def test_runs_that_break_while_ranks_ask(checkpoint: Path, rows: list[dict[str, 
         with pytest.raises(ZeroDivisionError):
             fit(group, data, **options, callbacks=[stumble])
         assert group.evaluate(data, batch_size=BATCH, loss=regression())["num_rows"] == NUM_ROWS
-        killer = Killer(300, 1)
+        killer = Killer(30, 1)
         killer.group = group
         report = fit(group, data, **options, resume=True, save_to=tmp_path / "saves", callbacks=[killer])
         assert report.num_restarts == 1
@@ -205,11 +214,11 @@ def test_runs_that_break_while_ranks_ask(checkpoint: Path, rows: list[dict[str, 
 
 
 @pytest.mark.full
-def test_a_save_that_a_callback_makes_is_gone_on_from(checkpoint: Path, parquet: Path, tmp_path: Path) -> None:
+def test_a_save_that_a_callback_makes_is_gone_on_from(
+    checkpoint: Path, parquet: Path, undisturbed: list[float], tmp_path: Path
+) -> None:
     """Callbacks hear of many quick steps at once: what they save bears the place that it is of."""
-    with make_group(checkpoint, optimizer=ADAMW) as group:
-        whole = fit(group, parquet, epochs=60).history["loss"]
-    killer = Killer(100, 0)
+    killer = Killer(12, 0)
     with make_group(checkpoint, optimizer=ADAMW, max_restarts=1) as group:
 
         def save(step: FitStep) -> None:
@@ -217,37 +226,39 @@ def test_a_save_that_a_callback_makes_is_gone_on_from(checkpoint: Path, parquet:
                 group.save(tmp_path / "mine", overwrite=True)
 
         killer.group = group
-        report = fit(group, parquet, epochs=60, callbacks=[save, killer])
+        report = fit(group, parquet, epochs=4, callbacks=[save, killer])
         assert report.num_restarts == 1
-        assert report.history["loss"] == pytest.approx(whole, abs=1e-4)
+        assert report.history["loss"] == pytest.approx(undisturbed, abs=1e-4)
 
 
 @pytest.mark.full
 def test_replicas_and_a_new_rank_save_in_the_background(checkpoint: Path, parquet: Path, tmp_path: Path) -> None:
     """The new rank has no process group for that, nor memory: the others must not be ahead of it in making one."""
     hsdp: dict[str, Any] = {"sharding": Sharding(replicate_size=2), "optimizer": ADAMW}
-    killer = Killer(100, 1)
+    killer = Killer(12, 1)
     with make_group(checkpoint, max_restarts=1, **hsdp) as group:
         killer.group = group
-        saves: dict[str, Any] = {"save_to": tmp_path, "save_every": 50, "keep_last": 2, "async_save": True}
-        report = fit(group, parquet, epochs=40, callbacks=[killer], **saves)
+        saves: dict[str, Any] = {"save_to": tmp_path, "save_every": 5, "keep_last": 2, "async_save": True}
+        report = fit(group, parquet, epochs=4, callbacks=[killer], **saves)
         assert report.num_restarts == 1
-    assert sorted(os.listdir(tmp_path)) == ["step-300", "step-320"]
+    assert sorted(os.listdir(tmp_path)) == ["step-30", "step-32"]
 
 
-def test_replicas_go_on_where_they_stand(checkpoint: Path, parquet: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_replicas_go_on_where_they_stand(
+    checkpoint: Path, parquet: Path, undisturbed: list[float], capfd: pytest.CaptureFixture[str]
+) -> None:
     """A rank that has taken a lost one's place learns from the others where the run stands."""
     hsdp: dict[str, Any] = {"sharding": Sharding(replicate_size=2), "optimizer": ADAMW}
-    with make_group(checkpoint, **hsdp) as group:
-        whole = fit(group, parquet, epochs=40).history["loss"]
-    killer = Killer(100, 1)  # of 320: the driver hears of 200 at most at once
+    killer = Killer(10, 1)
     with make_group(checkpoint, max_restarts=1, **hsdp) as group:
         killer.group = group
-        report = fit(group, parquet, epochs=40, callbacks=[killer])
+        report = fit(group, parquet, epochs=4, callbacks=[killer])
     assert report.num_restarts == 1
-    told = [(mine, other) for mine, other in zip(report.history["loss"], whole, strict=True) if not math.isnan(mine)]
+    told = [
+        (mine, other) for mine, other in zip(report.history["loss"], undisturbed, strict=True) if not math.isnan(mine)
+    ]
     assert [mine for mine, _ in told] == pytest.approx([other for _, other in told], abs=1e-4)
-    assert report.loss == pytest.approx(whole[-1], abs=1e-4)
+    assert report.loss == pytest.approx(undisturbed[-1], abs=1e-4)
     assert "continues after step" in capfd.readouterr().err
 
 

@@ -124,11 +124,12 @@ from ray.cluster_utils import Cluster
 
 from raysharding import Placement, PreflightError, ShardedModelGroup
 from raysharding.group.launch.doctor import diagnose
+from tests.forking import runtime_env
 
 cluster = Cluster()
 for ip in ("127.0.0.2", "127.0.0.3"):
     cluster.add_node(num_cpus=1, node_ip_address=ip)
-ray.init(cluster.address, log_to_driver=False)
+ray.init(cluster.address, log_to_driver=False, runtime_env=runtime_env())
 report = diagnose()
 print(report)
 def build():
@@ -144,6 +145,7 @@ cluster.shutdown()
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("worker_python")
 @pytest.mark.timeout(300)  # a cluster of its own: 30 s where the machine is idle
 def test_a_cluster_over_loopback_addresses_is_no_cluster(checkpoint: Path) -> None:
     # Two raylets with addresses of their own, which are real, and which no other machine could reach.
