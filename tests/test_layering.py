@@ -179,7 +179,10 @@ def violations(sources: Mapping[str, str]) -> list[str]:
 
 
 def _exported(source: str) -> Iterator[str]:
+    """Names of a public package's `__all__`, or those that a room imports as themselves."""
     for node in ast.parse(source).body:
+        if isinstance(node, ast.ImportFrom):
+            yield from (alias.name for alias in node.names if alias.asname == alias.name)
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             yield from ast.literal_eval(node.value)
 

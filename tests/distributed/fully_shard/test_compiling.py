@@ -50,9 +50,9 @@ def test_compiled_blocks_train_as_one_process_does(backend: str, options: dict[s
     if backend == "inductor" and shutil.which("g++") is None:
         pytest.skip("inductor needs a C++ compiler on CPUs")
     # Every rank compiles for itself, and a compiler takes long.
-    run_ranks(
-        1 if backend == "inductor" else 2, train_compiled, backend, Sharding(compile=backend, **options), timeout_s=150
-    )  # type: ignore[arg-type]
+    world_size = 1 if backend == "inductor" else 2
+    sharding = Sharding(compile=backend, **options)  # type: ignore[arg-type]
+    run_ranks(world_size, train_compiled, backend, sharding, timeout_s=150)
 
 
 def test_what_is_no_backend_is_refused() -> None:
