@@ -1,4 +1,4 @@
-"""How ranks meet and talk beside tensors: process group, device mesh, JSON collectives, agreement on failure, links."""
+"""Communication beside tensors: process group, device mesh, JSON collectives, agreement on failure, link test."""
 
 from raysharding.distributed.comm.abort import Connection as Connection
 from raysharding.distributed.comm.abort import between as between

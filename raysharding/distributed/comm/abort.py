@@ -1,18 +1,18 @@
-"""This process's TCP connections to other ranks: how to cut them, and how to let no stranger connect.
+"""Shut down this process's TCP connections to other ranks, and keep strangers from connecting to gloo.
 
-Note [Cutting]: there is no other way out of a collective on gloo: `ProcessGroup.abort()` unblocks nothing, and neither
-does `destroy_process_group` while modules hold the group. But gloo's sockets are ordinary ones of this process: after
-`shutdown(2)` on them a thread that waits in a collective gets "Connection closed by peer" within milliseconds, on this
-rank and on those at the other ends.
-A process has other connections too (Ray's, a user's), which must not be touched. A connection belongs to the process
-group, or to its store, where its ends are two ranks: `between` keeps those, and no rank can tell on its own. (A
-protocol of a user's own between two ranks would be cut, too.)
+Note [Cutting]: shutting sockets down is the only way to end a collective on gloo. `ProcessGroup.abort()` unblocks
+nothing, and neither does `destroy_process_group` while modules hold the group. gloo's sockets are ordinary sockets of
+this process: after `shutdown(2)`, a thread that waits in a collective gets "Connection closed by peer" within
+milliseconds, on this rank and on the ranks at the other ends.
+The process has other connections (Ray's, the user's) that must stay open. A connection belongs to the process group or
+to its store if both of its ends are ranks. One rank cannot decide that alone; `between` compares the connections of all
+ranks. (A connection that user code opens between two ranks is shut down as well.)
 
-Note [Strangers]: gloo listens as long as a group lives, though all pairs are connected once it has been made. It
-accepts whoever comes, and closes no stranger's connection before the group is destroyed: each costs a descriptor, and
-what was sent over it stays in the kernel's memory, also when the stranger has gone (`python -m tests.bench.strangers`).
-gloo cannot be told to stop listening. But the kernel drops what comes for a socket whose packet filter (BPF) says so:
-to a stranger it is as if nobody were there.
+Note [Strangers]: gloo's listeners stay open for the lifetime of a group, although every pair of ranks is connected once
+the group is initialised. gloo accepts every connection and closes none before the group is destroyed: each connection
+of a stranger costs a descriptor, and the data it sent stays in kernel memory even after the stranger has closed it
+(`python -m tests.bench.strangers`). gloo has no option to close its listeners. A packet filter (BPF) on a listener
+makes the kernel drop all packets to it: to a stranger the port looks like one that nothing listens on.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ _BPF_RETURN = 0x06
 
 Address = tuple[str, int]
 Connection = tuple[Address, Address]
-"""(own end, other end); each is (host, port)."""
+"""(local end, remote end), each (host, port)."""
 
 
 def connections() -> list[Connection]:
-    """Return this process's established TCP connections. Safe from any thread."""
+    """Return this process's established TCP connections. Thread-safe."""
     return [connection for _, connection in _open_sockets()]
 
 
 def between(by_rank: Mapping[int, Collection[Connection]]) -> dict[int, list[Connection]]:
-    """Keep of each rank's connections those whose other end is a rank.
+    """Return, for each rank, the connections whose remote end is another rank.
 
     Args:
-        by_rank: What `connections` returned on each rank.
+        by_rank: Rank to the result of `connections` on that rank.
     """
     ends = {connection: rank for rank, some in by_rank.items() for connection in some}
-    # One whose both ends are one rank's is a user's own.
+    # A connection whose two ends are the same rank is the user's.
     return {rank: [one for one in some if ends.get(one[::-1], rank) != rank] for rank, some in by_rank.items()}
 
 
 def cut(chosen: Collection[Connection]) -> int:
-    """Shut connections of this process down, in both directions; what waits on them fails. Safe from any thread.
+    """Shut down connections of this process in both directions; threads that wait on them fail. Thread-safe.
 
     Args:
-        chosen: Of what `connections` returned here; those that are gone meanwhile are left out.
+        chosen: A subset of the result of `connections` on this rank. Connections that have since closed are skipped.
 
     Returns:
-        How many were shut down.
+        Number of connections that were shut down.
     """
     wanted, num_cut = set(chosen), 0
     for own, connection in _open_sockets():
@@ -63,25 +63,25 @@ def cut(chosen: Collection[Connection]) -> int:
             try:
                 own.shutdown(socket.SHUT_RDWR)
             except OSError:
-                continue  # the other end was faster
+                continue  # the remote end closed it first
             num_cut += 1
     return num_cut
 
 
 @contextmanager
 def nobody_connects_later() -> Iterator[None]:
-    """A context that makes gloo groups: what they listen at takes no connection after it; see Note [Strangers].
+    """Make gloo groups inside this context; their listeners take no connection after it. See Note [Strangers].
 
-    gloo's listeners are those that are new. Not for NCCL, whose ranks connect when they first need to.
+    Listeners that are new at exit are taken for gloo's. Not for NCCL, whose ranks connect at the first collective.
     """
     before = {_inode(own) for own in _listeners()}
     yield
     if os.environ.get("TORCH_GLOO_LAZY_INIT"):
-        return  # then gloo's do so, too
+        return  # then gloo's ranks connect at the first collective, too
     drop_all = ctypes.create_string_buffer(struct.pack("HBBI", _BPF_RETURN, 0, 0, 0))
     for own in _listeners():
         if _inode(own) not in before:
-            with suppress(OSError):  # a kernel without filters: as without this
+            with suppress(OSError):  # the kernel has no packet filters: strangers can connect
                 own.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(drop_all)))
 
 
@@ -90,36 +90,36 @@ def _inode(own: socket.socket) -> int:
 
 
 def _listeners() -> Iterator[socket.socket]:
-    """This process's sockets that listen on one address: not Ray's, which listen on all."""
+    """Yield this process's sockets that listen on one address. Ray's listen on all addresses."""
     for own in _sockets():
         if own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and own.getsockname()[0] not in ("0.0.0.0", "::"):
             yield own
 
 
 def _open_sockets() -> Iterator[tuple[socket.socket, Connection]]:
-    """This process's connected TCP sockets."""
+    """Yield this process's connected TCP sockets."""
     for own in _sockets():
         try:
             here, there = own.getsockname(), own.getpeername()
         except OSError:
-            continue  # it listens, or has lost its peer
+            continue  # a listener, or the peer is gone
         yield own, ((_plain(here[0]), here[1]), (_plain(there[0]), there[1]))
 
 
 def _sockets() -> Iterator[socket.socket]:
-    """This process's TCP sockets, through descriptors of our own that are closed again."""
+    """Yield this process's TCP sockets, as duplicated descriptors that are closed again."""
     for descriptor in os.listdir("/proc/self/fd"):
         try:
             if not os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
                 continue
             duplicate = os.dup(int(descriptor))
         except OSError:
-            continue  # closed meanwhile
+            continue  # closed in the meantime
         with socket.socket(fileno=duplicate) as own:
             if own.family in (socket.AF_INET, socket.AF_INET6) and own.type == socket.SOCK_STREAM:
                 yield own
 
 
 def _plain(host: str) -> str:
-    """One spelling for an IPv4 address, whichever family its socket has."""
+    """Return an IPv4 address in its IPv4 form, whatever the family of its socket."""
     return host.removeprefix("::ffff:")

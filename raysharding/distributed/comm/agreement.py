@@ -1,4 +1,4 @@
-"""Ranks agree on whether a step went well, so that all of them raise or none does."""
+"""Agreement on failure: all ranks raise, or none does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from raysharding.errors import RayshardingError
 
 
 def _describe(error: BaseException) -> dict[str, Any]:
-    """An error as JSON: one of ours with its fields, any other by type and message."""
+    """Return an error as JSON: our own errors with their fields, all others as type and message."""
     if isinstance(error, RayshardingError):
         fields = {name: getattr(error, name) for name in error._fields}
         try:
@@ -38,21 +38,21 @@ def _rebuild(rank: int, description: dict[str, Any]) -> RayshardingError:
 
 
 def agree(error: BaseException | None, value: Any = None, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Exchange outcomes; collective over `group`.
+    """Exchange the outcome of a step, an error or a value; collective over `group`.
 
     Args:
-        error: What went wrong on this rank, or `None`.
-        value: JSON value to share when all went well.
-        group: Process group, the default group if `None`.
+        error: Error of this rank, or `None`.
+        value: JSON value to share if no rank has an error.
+        group: Process group. Default: the default group.
 
     Returns:
-        Every rank's value, in rank order.
+        The values of all ranks, in rank order.
 
     Raises:
-        Exception: `error` itself on a rank that has one; on the others an equal error of ours that names the first
-            failing rank (`RayshardingError` if the original is not one of ours).
+        Exception: On a rank with an error: `error` itself. On the other ranks: the same error with the number of the
+            first failed rank (a `RayshardingError` if `error` is not an error of this package).
     """
-    # Every rank comes here whatever happened to it: a rank that raised before would leave the others waiting.
+    # Every rank calls this, with an error too: the others would wait in the all-gather for a rank that raised earlier.
     outcomes = all_gather_json({"error": None if error is None else _describe(error), "value": value}, group)
     if error is not None:
         raise error
@@ -63,47 +63,47 @@ def agree(error: BaseException | None, value: Any = None, group: dist.ProcessGro
 
 
 def agree_all_went_well(error: BaseException | None) -> None:
-    """As `agree`, of nothing but whether; collective over the default group. One small all-reduce where all is well.
+    """Like `agree`, without values; collective over the default group. Costs one all-reduce of a byte without errors.
 
     Args:
-        error: What went wrong on this rank, or `None`.
+        error: Error of this rank, or `None`.
 
     Raises:
         Exception: As from `agree`.
     """
     failed = torch.tensor([error is not None], dtype=torch.uint8, device=metadata_device())
-    # For steps that are many: every rank comes here, whatever happened to it.
+    # Every rank calls this, with an error too: the others would wait in the all-reduce.
     dist.all_reduce(failed, op=dist.ReduceOp.MAX)
     if failed.item():
         agree(error)
 
 
 def from_rank_0(make: Callable[[], Any]) -> Any:
-    """Make a JSON value on rank 0 alone, and give it to every rank; collective over the default group.
+    """Make a JSON value on rank 0 and broadcast it; collective over the default group.
 
     Args:
-        make: Called on rank 0.
+        make: Called on rank 0 only.
 
     Raises:
-        Exception: What `make` raised; on the other ranks as from `agree`.
+        Exception: On rank 0: the error of `make`. On the other ranks: as from `agree`.
     """
     value: Any = None
     error: Exception | None = None
     if dist.get_rank() == 0:
         try:
             value = make()
-        except Exception as raised:  # noqa: BLE001 - the other ranks wait to hear of it
+        except Exception as raised:  # noqa: BLE001 - `agree` raises it on all ranks
             error = raised
     agree(error)
     return broadcast_json(value)
 
 
 def wait_for(work: dist.Work, timeout: timedelta | None = None) -> None:
-    """Wait for the other ranks' part in a collective that was begun earlier, where a supervisor sees that one waits.
+    """Wait for an asynchronous collective, in a frame that `waits_for_others` recognises.
 
     Args:
-        work: What has been begun.
-        timeout: Longest wait. Default: the process group's.
+        work: The collective.
+        timeout: Longest wait. Default: the timeout of the process group.
     """
     if timeout is None:
         work.wait()
@@ -112,24 +112,24 @@ def wait_for(work: dist.Work, timeout: timedelta | None = None) -> None:
 
 
 def waits_for_others(frame: FrameType) -> bool:
-    """Whether a thread waits in a collective for other ranks, by its innermost Python frame."""
+    """Return True if a thread whose innermost Python frame is `frame` waits in a collective for other ranks."""
     return frame.f_code is wait_for.__code__ or f"torch{os.sep}distributed" in frame.f_code.co_filename
 
 
 BUCKETS_PER_CHECK = 8
-"""Buckets between two looks at whether another rank has failed."""
+"""Number of buckets between two checks for failures on other ranks."""
 
 
 class FailureFlag:
-    """Lets the ranks of a stream stop together soon after one has failed. Every rank makes one and calls it alike.
+    """Stops all ranks of a stream soon after one of them fails. Every rank makes one and makes the same calls.
 
-    Costs an all-reduce of one byte for every `BUCKETS_PER_CHECK` buckets, and nobody waits for it but a rank that is so
-    many buckets ahead. A failure stops all ranks within twice as many.
+    Costs an all-reduce of one byte per `BUCKETS_PER_CHECK` buckets. A rank waits for it only when it is that many
+    buckets ahead of another rank. After a failure, all ranks stop within twice that many buckets.
 
     Args:
-        num_buckets: Of the stream. Nobody asks after the last one: the outcome of all is exchanged next.
-        timeout_s: Longest time of one bucket on any rank. Ranks that send each other nothing may be many apart.
-        group: Process group, the default group if `None`.
+        num_buckets: Number of buckets of the stream. The last one is not checked: the ranks exchange outcomes next.
+        timeout_s: Longest time for one bucket on any rank. Ranks that exchange no data can be many buckets apart.
+        group: Process group. Default: the default group.
     """
 
     def __init__(self, num_buckets: int, timeout_s: float, group: dist.ProcessGroup | None = None) -> None:
@@ -140,7 +140,7 @@ class FailureFlag:
         self._flag = torch.zeros(1, dtype=torch.uint8, device=metadata_device(group))
 
     def check(self, index: int, failed: bool) -> bool:
-        """After bucket `index`: whether all ranks stop here; the same answer on every rank."""
+        """Return True if all ranks stop after bucket `index`; the same on every rank."""
         if dist.get_world_size(self._group) == 1:
             return failed
         if (index + 1) % BUCKETS_PER_CHECK or index + 1 == self._num_buckets:
@@ -149,12 +149,12 @@ class FailureFlag:
         if self._flag.item():
             return True
         self._flag.fill_(failed)
-        # Every rank comes here at the same buckets, failed or not: one that left early would hold the others.
+        # Every rank starts this at the same buckets, failed or not: the others would wait for one that stopped early.
         self._work = dist.all_reduce(self._flag, dist.ReduceOp.MAX, group=self._group, async_op=True)
         return False
 
     def close(self) -> None:
-        """Wait for the other ranks' part in the last check, so that no message of it is left in the group."""
+        """Wait for the last check to complete, so that no message of it is pending in the group."""
         if self._work is not None:
             wait_for(self._work, self._timeout)
             self._work = None

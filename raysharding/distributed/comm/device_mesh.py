@@ -15,18 +15,18 @@ REPLICATE_AXIS = "replicate"
 
 
 def init_mesh(device_type: str, sharding: Sharding | None = None) -> DeviceMesh:
-    """Make the mesh over all ranks of the default process group; every rank calls it.
+    """Make the device mesh over all ranks of the default process group; collective.
 
     Args:
         device_type: `"cpu"` or `"cuda"`.
-        sharding: `replicate_size` gives the number of replicas. Default: none.
+        sharding: Its `replicate_size` is the number of replicas. Default: one.
 
     Returns:
-        A mesh with the axis `shard`, or the axes (`replicate`, `shard`). Neighbouring ranks share a replica, so a
-        replica's all-gathers stay on a node where the ranks are ordered by node.
+        A mesh with the axis `shard`, or the axes (`replicate`, `shard`). Consecutive ranks form a replica, so that the
+        all-gathers of a replica stay on one node if the ranks are ordered by node.
 
     Raises:
-        ValueError: On every rank, when `replicate_size` does not divide the world size.
+        ValueError: On every rank, if `replicate_size` does not divide the world size.
     """
     replicate_size = (sharding or Sharding()).replicate_size
     world_size = dist.get_world_size()

@@ -1,4 +1,4 @@
-"""Typed metadata between ranks: JSON as uint8 tensors, never pickle."""
+"""Collectives of JSON values, which travel as uint8 tensors and never as pickles."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 
 def metadata_device(group: dist.ProcessGroup | None = None) -> torch.device:
-    """Device on which `group` carries small metadata tensors: the CPU where it has a CPU backend, else the GPU."""
+    """Return the device for small metadata tensors of `group`: the CPU if the group has a CPU backend, else the GPU."""
     backends = dist.get_backend_config(group)
     if "gloo" in backends or "cpu:" in backends:
         return torch.device("cpu")
@@ -21,7 +21,7 @@ def metadata_device(group: dist.ProcessGroup | None = None) -> torch.device:
 _LENGTH_BYTES = 8
 _GATHER_BYTES = 4 << 10
 _BROADCAST_BYTES = 64 << 10
-"""Length of the first message. What fits needs no second one."""
+"""Length of the first message, in bytes. A longer value needs a second message."""
 
 
 def _encode(value: Any) -> bytes:
@@ -30,7 +30,7 @@ def _encode(value: Any) -> bytes:
 
 
 def _tensor(data: bytes, num_bytes: int, device: torch.device) -> torch.Tensor:
-    """`num_bytes` of `data`, which is cut off or padded: of the same size on every rank."""
+    """Return `data` truncated or padded to `num_bytes`, the same size on every rank."""
     return torch.frombuffer(bytearray(data[:num_bytes].ljust(num_bytes, b"\0")), dtype=torch.uint8).to(device)
 
 
@@ -40,7 +40,7 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 
 
 def _length(first: bytes) -> int:
-    """Length of a whole message, from how it begins."""
+    """Return the length of a whole message, which its first bytes state."""
     return _LENGTH_BYTES + int.from_bytes(first[:_LENGTH_BYTES], "little")
 
 
@@ -52,15 +52,16 @@ def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[
     """Gather one JSON value from every rank; collective over `group`.
 
     Args:
-        value: Anything `json.dumps` takes.
-        group: Process group, the default group if `None`.
+        value: Any value that `json.dumps` accepts.
+        group: Process group. Default: the default group.
 
     Returns:
-        The values in rank order, on every rank. Wire: 4 KiB or twice the longest value from each rank to each.
+        The values in rank order, on every rank. Wire: from each rank to each, 4 KiB, and the longest value's length if
+        that is more than 4 KiB.
     """
     device = metadata_device(group)
     data = _encode(value)
-    # Of one size first, with the lengths: all_gather hangs or fails on tensors whose sizes differ between ranks.
+    # The first message has a fixed size and states the length: all_gather hangs or fails if sizes differ between ranks.
     found = _all_gather(_tensor(data, _GATHER_BYTES, device), group)
     longest = max(map(_length, found))
     if longest > _GATHER_BYTES:
@@ -75,39 +76,39 @@ def _all_gather(mine: torch.Tensor, group: dist.ProcessGroup | None) -> list[byt
 
 
 def all_gather_ints(values: Sequence[int]) -> list[list[int]]:
-    """Gather a few whole numbers from every rank; collective over the default group, for every step.
+    """Gather a few integers from every rank; collective over the default group, cheap enough for every step.
 
     Args:
-        values: As many on every rank, each below 2^63.
+        values: The same number of values on every rank, each below 2^63.
 
     Returns:
-        Every rank's, in rank order, on every rank. Wire: an all-reduce of 8 bytes for each value of each rank.
+        The values of each rank, in rank order, on every rank. Wire: an all-reduce of 8 bytes per value and rank.
     """
     table = torch.zeros(dist.get_world_size(), len(values), dtype=torch.int64, device=metadata_device())
     table[dist.get_rank()] = torch.tensor(values)
-    # Every rank comes here, without rows too: one that did not would leave the others waiting. A sum of zeros and the
-    # rank's own row, because gloo takes five times as long for an all-gather over four ranks as for an all-reduce.
+    # Every rank calls this, without rows too: the others would wait in the all-reduce. A sum in which each rank fills
+    # its own row, because an all-gather over four ranks takes gloo five times as long as an all-reduce.
     dist.all_reduce(table)
     rows: list[list[int]] = table.tolist()
     return rows
 
 
 def broadcast_json(value: Any, group: dist.ProcessGroup | None = None, source: int = 0) -> Any:
-    """Send one rank's JSON value to every rank; collective over `group`.
+    """Broadcast the JSON value of one rank; collective over `group`.
 
     Args:
-        value: The source's value; ignored on the other ranks.
-        group: Process group, the default group if `None`.
-        source: Who sends: a rank in `group`.
+        value: Value to send; ignored on all ranks but `source`.
+        group: Process group. Default: the default group.
+        source: Rank within `group` that sends.
 
     Returns:
-        The source's value, on every rank.
+        The value of `source`, on every rank.
     """
     device = metadata_device(group)
     data = _encode(value if dist.get_rank(group) == source else None)
     found = _broadcast(_tensor(data, _BROADCAST_BYTES, device), group, source)
     if (length := _length(found)) > _BROADCAST_BYTES:
-        # The others must post a buffer of exactly the source's length, or the second broadcast never completes.
+        # Every rank needs a buffer of exactly the source's length, or the second broadcast never completes.
         found = _broadcast(_tensor(data, length, device), group, source)
     return _decode(found)
 

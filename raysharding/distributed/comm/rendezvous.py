@@ -1,13 +1,12 @@
-"""Rendezvous: rank 0 serves a store on one address, every rank joins the process group through it.
+"""Rendezvous: rank 0 serves a store on one address, and every rank joins the process group through it.
 
-Rank 0 binds its own listening socket and hands it to the store, so no free port is guessed and nothing listens on
-other interfaces. Ranks that do not arrive are named. Plain `torch.distributed`, no launcher assumed.
+Rank 0 binds the listening socket and passes it to the store: no free port is guessed, and no other interface is used.
+Errors name the ranks that did not arrive. Works under any launcher.
 
-Whether the ranks' nodes can connect to each other, found out before a process group is made.
-
-gloo and NCCL connect every pair of ranks on ports that the kernel gives them. Where a firewall drops packets they wait
-for the time-out of collectives, and name ports. Here each rank listens as they will, and connects to each other node
-once: a few ms where all is well, one error that names the nodes where it is not.
+gloo and NCCL connect every pair of ranks on ports that the kernel chooses. If a firewall drops packets, they wait for
+the timeout of collectives, and their errors name ports. `check_reachable` therefore tests the connection between each
+two nodes before the process group is made: it takes a few ms if all nodes are reachable, and raises one error that
+names the nodes if not.
 """
 
 from __future__ import annotations
@@ -42,18 +41,18 @@ from raysharding.errors import RendezvousError
 
 _BACKLOG = 2048
 _LONGEST_S = 10.0
-"""Four tries of TCP: more would not find a node that these did not."""
+"""Time of four connection attempts of TCP, in seconds; later ones do not succeed where these failed."""
 
 Address = tuple[str, int]
 
 
 def listen(host: str, port_range: tuple[int, int] | None = None, *, rank: int | None = None) -> socket.socket:
-    """Listen on one address of this machine. Nobody has to accept connections.
+    """Listen on one address of this machine. The caller need not accept connections.
 
     Args:
         host: The address.
-        port_range: First and last port to try, in order. Default: the kernel chooses a free one.
-        rank: Who listens, for errors. Default: the driver.
+        port_range: First and last port to try, in order. Default: the kernel chooses a free port.
+        rank: Rank that listens, for error messages. Default: the driver.
 
     Raises:
         RendezvousError: `host` is not an address of this machine, or every port of the range is taken.
@@ -62,7 +61,7 @@ def listen(host: str, port_range: tuple[int, int] | None = None, *, rank: int | 
     first, last = port_range or (0, 0)
     for port in range(first, last + 1):
         listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-        # A port is free although connections that were accepted on it are open, or linger.
+        # Connections that were accepted on a port and are open, or in TIME_WAIT, do not occupy the port.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, port_range is not None)
         try:
             listener.bind((host, port))
@@ -73,29 +72,29 @@ def listen(host: str, port_range: tuple[int, int] | None = None, *, rank: int | 
             if port_range is None or error.errno != errno.EADDRINUSE:
                 message = f"{who} cannot listen on {host}: {error}; is it an address of this node?"
                 raise RendezvousError(message, missing_ranks=missing) from error
-    cure = "give Placement.port_range more ports, or end what listens on these"
+    cure = "set Placement.port_range to more ports, or stop the programs that listen on these"
     message = f"{who} cannot listen on {host}: every port from {first} to {last} is taken; {cure}"
     raise RendezvousError(message, missing_ranks=missing)
 
 
 def check_reachable(store: Store, rank: int, addresses: Sequence[Address], timeout_s: float) -> None:
-    """Connect to each other node once, and compare with what the others found; collective.
+    """Connect to each other node once, and exchange the results through the store; collective.
 
     Args:
-        store: The ranks' store.
+        store: Store of the group.
         rank: This rank.
-        addresses: Where each rank listens, in rank order.
-        timeout_s: Longest time for all of it.
+        addresses: (host, port) on which each rank listens, in rank order.
+        timeout_s: Longest time of the call.
 
     Raises:
-        RendezvousError: On every rank, when some node cannot connect to some other.
+        RendezvousError: On every rank, if one node cannot connect to another.
     """
     own = addresses[rank][0]
     targets = {host: port for host, port in reversed(addresses) if host != own}  # the first rank of each node
     unreachable = _unreachable(targets, min(_LONGEST_S, timeout_s / 2))
     store.set(f"unreachable/{rank}", json.dumps(unreachable))
     keys = [f"unreachable/{other}" for other in range(len(addresses))]
-    # Bounded: each rank writes its key after `_LONGEST_S` at the most, or is gone and the driver sees that.
+    # Each rank sets its key within `_LONGEST_S`, or has died, which the driver notices.
     store.wait(keys, timedelta(seconds=timeout_s))
     found = {addresses[other][0]: json.loads(said) for other, said in enumerate(store.multi_get(keys))}
     if any(found.values()):
@@ -103,7 +102,7 @@ def check_reachable(store: Store, rank: int, addresses: Sequence[Address], timeo
 
 
 def _unreachable(targets: Mapping[str, int], timeout_s: float) -> dict[str, str]:
-    """Connect to all at once. Returns host → why not."""
+    """Connect to all targets at once. Return unreachable host → reason."""
     until = time.monotonic() + timeout_s
     failed: dict[str, str] = {}
     with selectors.DefaultSelector() as waiting:
@@ -131,7 +130,7 @@ def _unreachable(targets: Mapping[str, int], timeout_s: float) -> dict[str, str]
 
 
 def _close(waiting: selectors.BaseSelector, probe: Any) -> int:
-    """Return the errno of a connection that has come about, or not; 0 if it has."""
+    """Close a connection attempt. Return its errno; 0 if it succeeded."""
     waiting.unregister(probe)
     with probe:
         return int(probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
@@ -144,7 +143,7 @@ def _error(found: Mapping[str, Mapping[str, str]], addresses: Sequence[Address])
         for target, why in failed.items():
             lines.append(f"{source} cannot connect to {target}: {why}")
             ends.update((source, target))
-    # Of a firewall round one node, every failure has that node at one end.
+    # If a firewall isolates one node, every failure has that node at one end.
     most = max(ends.values())
     blamed = [host for host in ends if ends[host] == most]
     missing = [rank for rank, (host, _) in enumerate(addresses) if host in blamed]
@@ -160,35 +159,35 @@ _SIOCGIFADDR = 0x8915
 
 @dataclass(frozen=True, slots=True)
 class StoreAddress:
-    """Where rank 0's store listens, and the prefix under which this group keeps its keys."""
+    """Address of rank 0's store, and the prefix of this group's keys."""
 
     host: str
-    """Address of the one interface it listens on."""
+    """Address of the only interface that the store listens on."""
     port: int
-    """Port that it listens on."""
+    """Port that the store listens on."""
     prefix: str
-    """Random, so that two groups that meet at one address by mistake never read each other's keys."""
+    """Random, so that two groups that use one address by mistake never read each other's keys."""
 
 
 def serve_store(
     host: str, *, timeout_s: float, port_range: tuple[int, int] | None = None
 ) -> tuple[TCPStore, StoreAddress]:
-    """Start the group's store. Only rank 0 calls this, and keeps the store as long as the group lives.
+    """Start the store of the group. Only rank 0 calls this, and holds the store for the lifetime of the group.
 
     Args:
-        host: Address of this node, of the interface that the other ranks can reach.
-        timeout_s: Longest wait of one store operation.
+        host: Address of this node on the interface that the other ranks can reach.
+        timeout_s: Timeout of one store operation.
         port_range: See `listen`.
 
     Returns:
-        The store, and the address to give to every rank.
+        The store, and the address that every rank needs.
 
     Raises:
         RendezvousError: `host` is not an address of this machine, or every port of the range is taken.
     """
     listener = listen(host, port_range, rank=0)
     port = int(listener.getsockname()[1])
-    # detach() gives the descriptor away: a socket object that still owned it would close the store when collected.
+    # detach() passes on ownership of the descriptor: a socket object would close it when garbage-collected.
     store = TCPStore(
         host,
         port,
@@ -211,23 +210,23 @@ def join_process_group(
     timeout_s: float,
     server: TCPStore | None = None,
 ) -> None:
-    """Meet the other ranks and initialise the default process group. Every rank calls this.
+    """Wait for the other ranks and initialise the default process group; collective.
 
-    CUDA ranks get NCCL, with gloo beside it for what travels in host memory; CPU ranks get gloo.
+    CUDA ranks get NCCL, and gloo for tensors in host memory; CPU ranks get gloo.
 
     Args:
-        address: From `serve_store` on rank 0.
+        address: Result of `serve_store` on rank 0.
         rank: This rank.
         world_size: Number of ranks.
-        device: This rank's device, with its index for CUDA.
-        node_ip: This node's address; its interface carries gloo's and NCCL's traffic unless the user chose one.
-        rendezvous_s: How long to wait for the other ranks.
-        timeout_s: Time-out of every later collective.
-        server: Rank 0's store.
+        device: Device of this rank; a CUDA device with its index.
+        node_ip: Address of this node. gloo and NCCL use its interface unless the user chose another.
+        rendezvous_s: Longest wait for the other ranks.
+        timeout_s: Timeout of every later collective.
+        server: The store, on rank 0.
 
     Raises:
-        RendezvousError: Some ranks did not arrive in time (named), rank 0's store cannot be reached, or nodes cannot
-            connect to each other.
+        RendezvousError: Ranks did not arrive in time (the error names them), the store cannot be reached, or nodes
+            cannot connect to each other.
     """
     until = time.monotonic() + rendezvous_s
     choose_interface(node_ip)
@@ -248,31 +247,31 @@ def join_process_group(
                 timeout=timedelta(seconds=timeout_s),
                 device_id=device if is_cuda else None,
             )
-    except RuntimeError as error:  # `DistError`, and what gloo raises on its own
+    except RuntimeError as error:  # `DistError`, and errors of gloo itself
         message = f"rank {rank} met all ranks at {address.host}:{address.port} but cannot connect to them: {error}"
         raise RendezvousError(message) from error
 
 
 def leave_process_group() -> None:
-    """Destroy the default process group of this rank, if there is one. Not a collective."""
+    """Destroy the default process group of this rank, if there is one. Not collective."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def exists(group: dist.ProcessGroup) -> bool:
-    """Return True if nobody has destroyed a process group that this rank was in; no collective."""
+    """Return True if a process group of this rank has not been destroyed. Not collective."""
     try:
         return dist.is_initialized() and dist.get_rank(group) >= 0
-    except ValueError:  # there is a default group, but not this one
+    except ValueError:  # there is a default group, and this group is destroyed
         return False
 
 
 def collective_counters(group: dist.ProcessGroup) -> list[Callable[[], int]]:
-    """Return what tells how many collectives this rank has begun in a process group, for each backend that counts.
+    """Return, for each backend of a group, a function that returns the number of collectives this rank has started.
 
-    gloo also counts what is sent and received, NCCL does not.
+    Backends without a count are left out. gloo also counts point-to-point messages, NCCL does not.
     """
-    # torch has no public way. A group of several backends has no number of its own, but each of them has.
+    # torch has no public API for this. A group with several backends has no count of its own; its backends have.
     backends: list[Any] = [group._get_backend(device) for device in group._device_types]
     return [backend._get_sequence_number_for_group for backend in backends if _counts(backend)]
 
@@ -280,7 +279,7 @@ def collective_counters(group: dist.ProcessGroup) -> list[Callable[[], int]]:
 def _counts(backend: Any) -> bool:
     try:
         backend._get_sequence_number_for_group()
-    except RuntimeError:  # "does not yet support sequence numbers", as a backend of a vendor's may not
+    except RuntimeError:  # "does not yet support sequence numbers": possible for a third-party backend
         return False
     return True
 
@@ -298,7 +297,7 @@ def _connect(address: StoreAddress, rank: int, node_ip: str, rendezvous_s: float
 
 
 def _listen_as_gloo(rank: int, node_ip: str) -> socket.socket:
-    """Listen at the address that gloo will use: of the interface that the user chose, else the node's."""
+    """Listen on the address that gloo will use: that of the interface the user chose, else the node's."""
     chosen = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     return listen((address_of(chosen) or node_ip) if chosen else node_ip, rank=rank)
 
@@ -306,7 +305,7 @@ def _listen_as_gloo(rank: int, node_ip: str) -> socket.socket:
 def _await_ranks(
     store: Store, address: StoreAddress, rank: int, world_size: int, listens_at: tuple[Any, ...], rendezvous_s: float
 ) -> list[tuple[str, int]]:
-    """Wait until every rank has said where it listens, so that init_process_group meets nobody missing."""
+    """Wait until every rank has published its address, so that init_process_group waits for no missing rank."""
     keys = [f"arrived/{other}" for other in range(world_size)]
     where = f"{address.host}:{address.port}"
     try:
@@ -326,15 +325,15 @@ def _await_ranks(
 def choose_interface(node_ip: str) -> str | None:
     """Make gloo and NCCL use the interface that owns `node_ip`, unless the user chose one by environment variable.
 
-    Without this gloo resolves the host name, which often is 127.0.0.1, and two hosts never meet.
+    Otherwise gloo resolves the host name, often to 127.0.0.1, and ranks of two hosts cannot connect.
 
     Returns:
-        The interface's name, `None` where no interface owns the address.
+        Name of the interface, `None` if no interface owns the address.
     """
     name = interface_of(node_ip)
     if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-        # NCCL refuses the loopback unless it is named alone, and on one node it needs no socket interface.
+        # NCCL refuses the loopback interface unless it is the only one named, and needs none on a single node.
         if name != "lo":
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
     return name
@@ -357,7 +356,7 @@ def address_of(interface: str) -> str | None:
         try:
             reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
         except OSError:
-            return None  # there is no such interface, or it has no IPv4 address
+            return None  # no such interface, or it has no IPv4 address
     return socket.inet_ntoa(reply[20:24])
 
 
