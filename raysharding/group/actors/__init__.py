@@ -1,4 +1,4 @@
-"""The rank's side: the Ray actor, its commands, the thread that runs them, who owns it."""
+"""The rank's side: the Ray actor, its commands, the thread that runs them, its ownership by a driver."""
 
 from raysharding.group.actors.actor import REMOTE_RANK_ACTOR as REMOTE_RANK_ACTOR
 from raysharding.group.actors.actor import ActorInfo as ActorInfo

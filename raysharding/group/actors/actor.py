@@ -1,7 +1,7 @@
-"""The Ray actor of one rank: one thread that works, a few that answer while it works.
+"""The Ray actor of one rank: a work thread for commands, and control threads that serve the driver meanwhile.
 
-The work thread runs `commands.RankCommands`; what it raises or returns crosses to the driver as typed data
-(`Response`, `Packed`), because an exception that does not pickle, or a result larger than memory, must not end it.
+The work thread runs `commands.RankCommands`. Results and exceptions reach the driver as typed data (`Response`,
+`Packed`), so that an exception that does not pickle, or a result that is too large, does not end the actor.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from raysharding.group.rpc import (
     taken_over,
 )
 
-# Control threads: one for `lifetime`, the others for questions, of which one may be stuck behind a slow answer. What
-# is large for the work thread, or from it, goes through a thread of its own.
+# Control threads: one for `lifetime`, the others for probes, of which a slow one may block its thread. Large
+# arguments and results of commands have a thread of their own.
 CONCURRENCY_GROUPS = {"data": 1, "control": 5}
 
 _GIVE_BACK_S = 2.0
@@ -54,7 +54,7 @@ _GIVE_BACK_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class ActorInfo:
-    """Where an actor runs, told by itself."""
+    """Where an actor runs, as the actor reports it."""
 
     node_id: str
     """Ray's id of the node."""
@@ -65,32 +65,32 @@ class ActorInfo:
     gpu_ids: tuple[str, ...]
     """GPUs that Ray assigned to it, as CUDA_VISIBLE_DEVICES names them."""
     sees_checkpoint: bool
-    """Whether the checkpoint's path exists on its node."""
+    """True if the path of the checkpoint exists on the node."""
     stacks_descriptor: int
-    """What `stack_dump.dump_stacks` needs."""
+    """File descriptor that `stack_dump.dump_stacks` needs."""
     log_paths: tuple[str, ...] = ()
-    """Files on its node that it prints into, stdout and stderr."""
+    """Files on the node that receive the actor's stdout and stderr."""
 
 
 class KeptRecord(Protocol):
-    """What a driver leaves with the rank for one that attaches; no rank reads it."""
+    """Record that a driver stores on the rank for drivers that attach later; ranks do not read it."""
 
     @property
     def version(self) -> float:
-        """The later one is larger."""
+        """Version of the record; a later record has a greater version."""
 
 
 class RankActor:
-    """One rank. Created by `launch.start_actors` with `max_restarts=0`: recovery is the whole group's."""
+    """One rank. `launch.start_actors` creates it with `max_restarts=0`: the group recovers as a whole."""
 
     def __init__(self, lease_s: float | None = None, owns_room: bool = False) -> None:
-        """Start.
+        """Start the work thread and the lease.
 
         Args:
-            lease_s: The rank's first lease, within which its driver must have begun to renew it; `None`: it has none.
-            owns_room: Whether to give the placement group back when the lease runs out.
+            lease_s: Length of the first lease, in seconds; the driver renews it. `None`: no lease.
+            owns_room: True to remove the placement group when the lease expires.
         """
-        # Ray 2.60's own handler waits for running tasks, and takes no others; but `lifetime` ends with the process.
+        # The handler of Ray 2.60 waits for running tasks to end, and `lifetime` runs until the process ends.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._commands = RankCommands()
         self._ownership = Ownership()
@@ -107,7 +107,7 @@ class RankActor:
 
     @ray.method(concurrency_group="control")
     def probe(self, checkpoint_path: str | None) -> ActorInfo:
-        """Say where this actor runs and whether a local path exists there."""
+        """Return where this actor runs and whether a local path exists there."""
         context = ray.get_runtime_context()
         return ActorInfo(
             node_id=context.get_node_id(),
@@ -121,85 +121,85 @@ class RankActor:
 
     @ray.method(concurrency_group="control")
     def lifetime(self, epoch: int) -> None:
-        """Block as long as the process lives: the driver sees its death, also while idle, as this call's failure.
+        """Block until another driver takes the group over.
 
-        Returns when another driver has taken the group over.
+        If the process dies, this call fails: so the driver notices the death of an idle rank.
         """
         self._control_threads.add(threading.get_ident())
         self._ownership.wait_superseded(epoch)
 
     @ray.method(concurrency_group="control")
     def renew(self, epoch: int, number: int, lease_s: float | None) -> None:
-        """Begin the rank's lease anew; see `supervision/lease_renewal.py`."""
+        """Renew the lease of the rank; see `supervision/lease_renewal.py`."""
         if self._ownership.owns(epoch):
             self._lease.renew(lease_s, (epoch, number))
 
     @ray.method(concurrency_group="control")
     def keep(self, epoch: int, record: KeptRecord) -> None:
-        """Keep what a driver needs that attaches to the group."""
+        """Store the record that a driver needs to attach to the group."""
         is_newer = self._record is None or record.version > self._record.version
         if self._ownership.owns(epoch) and is_newer:
             self._record = record
 
     @ray.method(concurrency_group="control")
     def record(self) -> KeptRecord | None:
-        """Return what was kept; `None` while the group is being made."""
+        """Return the stored record; `None` while the group starts."""
         return self._record
 
     @ray.method(concurrency_group="control")
     def save_status(self, number: int) -> SaveStatus:
-        """Say how a save in the background fares."""
+        """Return the status of a save in the background."""
         return self._commands.save_status(number)
 
     @ray.method(concurrency_group="control")
     def pin(self, key: str, refs: Sequence[ray.ObjectRef] | None) -> None:
-        """Keep references to a dataset's blocks; see `dataset_blocks.pin`."""
+        """Hold references to the blocks of a dataset; see `dataset_blocks.pin`."""
         pin(key, refs)
 
     @ray.method(concurrency_group="control")
     def take_over(self) -> int:
-        """Give out the epoch of another driver, who asks one actor of the group and then has all `accept_epoch`."""
+        """Return the epoch for a new driver, which calls this on one actor and then `accept_epoch` on all."""
         return self._ownership.next_epoch()
 
     @ray.method(concurrency_group="control")
     def accept_epoch(self, epoch: int) -> None:
-        """Obey the driver of this epoch, and refuse those before it."""
+        """Accept commands of the driver of this epoch, and refuse those of earlier drivers."""
         self._ownership.accept_epoch(epoch)
 
     @ray.method(concurrency_group="control")
     def checkpoint(self) -> bytes:
-        """Return what the module was built for, the headers of the files: what a new rank builds its own from."""
+        """Return the checkpoint (file headers) that the module was built for; a new rank builds its module from it."""
         return self._commands.checkpoint()
 
     @ray.method(concurrency_group="control")
     def num_changes(self) -> int:
-        """Return how often weights or optimizer have been changed since the module was built."""
+        """Return the number of changes to weights or optimizer since the module was built."""
         return self._commands.num_changes()
 
     @ray.method(concurrency_group="control")
     def last_response(self, epoch: int) -> Response:
-        """Return how the last command of the drivers before this epoch ended."""
+        """Return the response to the last command of the drivers before this epoch."""
         before = [one for one in self._last_response if one < epoch]
         return self._last_response[max(before)] if before else Response(self._unchanged())
 
     @ray.method(concurrency_group="control")
     def end(self) -> None:
-        """End this process at once: for a driver that cannot have Ray do it."""
+        """End this process at once, for a driver that cannot kill the actor through Ray."""
         os._exit(1)
 
     @ray.method(concurrency_group="control")
     def progress(self) -> Progress:
-        """Say how far the load or save is, while it runs."""
+        """Return the progress of the running load or save."""
         return Progress(*self._commands.progress())
 
     @ray.method(concurrency_group="control")
     def status(self) -> dict[str, Any]:
-        """Say what the rank is doing and what memory it holds, while it works."""
+        """Return what the rank is doing and its memory, while a command runs."""
         return self._commands.status()
 
     @ray.method(concurrency_group="control")
     def stacks(self) -> Stacks:
-        """Format the stacks of all threads but those that only serve Ray and the driver, the work thread's first."""
+        """Format the stacks of all threads but Ray's and the control threads, the work thread's first."""
         self._control_threads.add(threading.get_ident())
         frames = sys._current_frames()
         work = frames.pop(self._work.ident, None)
@@ -211,7 +211,7 @@ class RankActor:
 
     @ray.method(concurrency_group="control")
     def dump_stacks(self, pid: int, descriptor: int) -> ProcessSnapshot | None:
-        """Look at another rank of this node, which does not answer; `None` where it cannot be seen."""
+        """Inspect another rank of this node that does not answer; `None` if it is not visible from this process."""
         try:
             return dump_stacks(pid, descriptor)
         except OSError:
@@ -219,17 +219,17 @@ class RankActor:
 
     @ray.method(concurrency_group="control")
     def connections(self) -> list[Connection]:
-        """List this process's TCP connections, of which `cut` takes some."""
+        """List the TCP connections of this process, the candidates for `cut`."""
         return connections()
 
     @ray.method(concurrency_group="control")
     def cut(self, chosen: list[Connection]) -> None:
-        """End collectives that wait for ranks which will not come; see Note [Cutting] in `distributed.comm.abort`."""
+        """End collectives that wait for lost ranks; see Note [Cutting] in `distributed.comm.abort`."""
         cut(chosen)
 
     @ray.method(concurrency_group="control")
     def connect(self, epoch: int, address: tuple[str, int], key: bytes, timeout_s: float) -> None:
-        """Take orders from the driver that listens at an address; see `rpc/handshakes.py`."""
+        """Connect to the driver that listens at an address, and run its commands; see `rpc/handshakes.py`."""
         connection = connect_to_driver(address, key, timeout_s)
         if self._ownership.owns(epoch):
             self._work.obey(epoch, connection)
@@ -243,21 +243,21 @@ class RankActor:
 
     @ray.method(concurrency_group="data", num_returns=2)
     def take(self, epoch: int, number: int) -> tuple[None, Packed | AsValue | None]:
-        """Return a large result, behind an object that says that it is stored: the driver fetches it if it needs it."""
+        """Return `None`, as a sign that the result is stored, and a large result, which the driver fetches on demand."""
         return None, self._results.pop((epoch, number))
 
     def _serve(self, message: bytes, stored: Sequence[Packed]) -> bytes:
         """Run a command; return the message of its response. On the work thread."""
         try:
             command = Command.decode(message, stored)
-        except Exception as error:  # noqa: BLE001 - of a driver with other code, say; without an answer it would wait
+        except Exception as error:  # noqa: BLE001 - e.g. of a driver with other code; the driver waits for a response
             return replace(self._refusal(error), number=number_of(message)).encode()
         return replace(self._obey(command), number=command.number).encode()
 
     def _obey(self, command: Command) -> Response:
         if not self._ownership.owns(command.epoch):
             return self._refusal(taken_over("the group"))
-        self._results.clear()  # the driver has taken what it wanted of those before
+        self._results.clear()  # the driver has fetched the earlier results it needs
         response, result = self._run(command)
         self._last_response[command.epoch] = response
         if isinstance(result, Packed) and result.num_bytes <= RESULT_BYTES:
@@ -280,12 +280,12 @@ class RankActor:
             stage = "output"
             result = _pack_output(value, command)
         except BaseException as error:  # noqa: BLE001
-            # The boundary: whatever user code raised, `sys.exit()` too, goes to the driver as data.
+            # Boundary to user code: every exception, `SystemExit` too, goes to the driver as data.
             return Response(self._commands.change_since(before), error=self._describe(error, stage)), None
         return Response(self._commands.change_since(before), more=more), result
 
     def _end(self, lease_s: float) -> None:
-        """End this process: nobody has renewed its lease. `sys.exit` ends a thread only."""
+        """End this process, whose lease has expired. `sys.exit` would only end a thread."""
         tell(f"the driver has not renewed this rank's lease of {lease_s:g} s: the rank ends, pid {os.getpid()}")
         if self._room is not None:
             giving = threading.Thread(target=remove_placement_group, args=(self._room,), daemon=True)
@@ -304,17 +304,17 @@ class RankActor:
 
 
 REMOTE_RANK_ACTOR = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(RankActor)
-"""Ray's class of the rank actors, made once: Ray disassembles and exports each class that `ray.remote` makes."""
+"""Actor class of the ranks, made once: Ray disassembles and exports every class that `ray.remote` makes."""
 
 
 def _log_paths() -> tuple[str, ...]:
-    """Where Ray has this process print to."""
+    """Return the files that Ray redirects stdout and stderr to."""
     paths = [os.readlink(f"/proc/self/fd/{descriptor}") for descriptor in (1, 2)]
     return tuple(path for path in paths if os.path.isfile(path))
 
 
 def _is_rays_own(frame: FrameType) -> bool:
-    """Whether a thread runs nothing but Ray's code."""
+    """Return True if a thread runs only Ray's code."""
     own = (os.path.dirname(ray.__file__), threading.__file__)
     return all(each.f_code.co_filename.startswith(own) for each, _ in traceback.walk_stack(frame))
 

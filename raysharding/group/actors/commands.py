@@ -1,4 +1,4 @@
-"""What the driver can ask of a rank's work thread: each public method of `RankCommands` is one command."""
+"""The commands of a rank's work thread: each public method of `RankCommands` is one command."""
 
 from __future__ import annotations
 
@@ -30,61 +30,61 @@ from raysharding.models import InputBounds
 from raysharding.worker import FitStart, FitSteps, Worker, thread_state_restored
 
 _STREAMING = ("load", "save", "copy_replicas")
-"""Commands that have phases of their own."""
+"""Commands that report phases."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A value of a call that comes in steps."""
+    """Value of one step of a call that takes several steps."""
 
     value: Any
     """The value of this step."""
     more: bool
-    """Whether another step follows."""
+    """True if another step follows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """A rank's place in the group."""
+    """Place of a rank in the group."""
 
     rank: int
     """Global rank."""
     world_size: int
     """Number of ranks."""
     local_rank: int
-    """Its number on its node; its CUDA device."""
+    """Number of the rank on its node, and index of its CUDA device."""
     device: str
     """`cpu` or `cuda:<local_rank>`."""
     node_ip: str
-    """Its node's address."""
+    """Address of the rank's node."""
     visible_gpus: str
-    """CUDA_VISIBLE_DEVICES of its node; empty for CPU ranks."""
+    """CUDA_VISIBLE_DEVICES of the node; empty for CPU ranks."""
     num_threads: int
-    """torch threads of a CPU rank, unless OMP_NUM_THREADS says otherwise."""
+    """Number of torch threads of a CPU rank, unless OMP_NUM_THREADS is set."""
     rendezvous_s: float
-    """How long it waits for the others."""
+    """Longest wait for the other ranks, in seconds."""
     collective_s: float
-    """Time-out of its collectives."""
+    """Timeout of collectives, in seconds."""
     stall_s: float
-    """Longest silence of a peer in a load or save."""
+    """Longest silence of a peer in a load or save, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blueprint:
-    """What a rank builds its module from that is new among ranks which have theirs."""
+    """What a new rank builds its module from, when the other ranks keep theirs."""
 
     model: Any
-    """As `from_checkpoint` was given it."""
+    """The `model` of `from_checkpoint`."""
     checkpoint: bytes
-    """What `Checkpoint.to_json` gave."""
+    """Result of `Checkpoint.to_json`."""
     sharding: Sharding
-    """How the module is cut."""
+    """How the module is sharded."""
     loading: Loading
-    """How it was loaded."""
+    """How the module was loaded."""
 
 
 class RankCommands:
-    """Runs commands on the work thread. Not a collective unless its driver sends the command to every rank."""
+    """Runs commands on the work thread. "Collective": the driver sends the command to every rank."""
 
     def __init__(self) -> None:
         self._server: Any = None
@@ -99,17 +99,17 @@ class RankCommands:
         """Run one command.
 
         Args:
-            command: Its method is the name of a public one; its arguments are here.
+            command: Names a public method; its arguments have arrived.
 
         Returns:
-            Whether the call has more steps, and the value.
+            True if the call has more steps, and the value.
         """
-        # The steps of a call bear its name: what the user called is what an error names.
+        # All steps of a call have its name: an error names the method that the user called.
         self._doing = command.method.removesuffix(NEXT_STEP)
         self._collectives_before = self._num_collectives()
         if command.resets:
             self.reset()
-        assert isinstance(command.args, Packed), "Ray has brought them"
+        assert isinstance(command.args, Packed), "Ray has fetched them"
         args, kwargs = command.args.unpack()
         if isinstance(command.shared, Packed):
             values = command.shared.unpack()
@@ -120,22 +120,22 @@ class RankCommands:
     def serve_store(
         self, node_ip: str | None, timeout_s: float, port_range: tuple[int, int] | None
     ) -> StoreAddress | None:
-        """Rank 0, which alone is given an address: start the store that the ranks meet at."""
+        """Start the store of the group on rank 0, the only rank that gets an address."""
         if node_ip is None:
             return None
         self._server, address = serve_store(node_ip, timeout_s=timeout_s, port_range=port_range)
         return address
 
     def join(self, place: Assignment, address: StoreAddress, blueprint: Blueprint | None) -> None:
-        """Take the assigned place: devices, threads, process group. All ranks, together.
+        """Set device, threads and process group of the assigned place; collective.
 
-        A rank that has a module takes it along from the process group that it is in. Meanwhile one that is new among
-        those builds its own from the blueprint: all of them make the mesh, in the same order.
+        A rank with a module keeps it in the new process group. A new rank among such ranks builds its module from the
+        blueprint meanwhile. All of them make the device mesh, in the same order.
         """
         leave_process_group()
         device = torch.device(place.device)
         if device.type == "cuda":
-            # Before the first CUDA call of this process, which would fix the mask.
+            # Before the first CUDA call of this process, after which the variable has no effect.
             os.environ["CUDA_VISIBLE_DEVICES"] = place.visible_gpus
             torch.cuda.set_device(device)
         else:
@@ -165,119 +165,119 @@ class RankCommands:
         counts: Mapping[int, int],
         factory: Callable[..., torch.optim.Optimizer] | None,
     ) -> None:
-        """Give new ranks what their replicas hold, and have changed so often. All ranks, together."""
+        """Copy the state of replicas, with its number of changes, to new ranks; collective."""
         self._worker.copy_replicas(sources, factory)
         status = self._worker.status
         status.num_changes = counts.get(status.rank, status.num_changes)
 
     def attach(self) -> tuple[bool, StateChange]:
-        """Say whether there is an optimizer, and what all earlier commands have done to the rank."""
+        """Return True if there is an optimizer, and the changes by all earlier commands."""
         return self._worker.optimizer is not None, self.change_since(0)
 
     def node_facts(self, node_ip: str, with_gpus: bool) -> NodeFacts:
-        """Say what this process sees of its node. Each rank alone, before it joins."""
+        """Return what this process sees of its node. Not collective; runs before `join`."""
         return facts_here(node_ip, with_gpus)
 
     def check_link(self, broadcast_bytes: int) -> LinkTimes:
-        """Time the process group. All ranks, together."""
+        """Measure latency and bandwidth of the process group; collective."""
         return measure_link(self._worker.device, broadcast_bytes)
 
     def memory_need(self, optimizer: Callable[..., torch.optim.Optimizer] | None) -> MemoryNeed:
-        """Say what the load of the built module will take, and what is free. Each rank alone."""
+        """Return the memory that a load of the built module needs, and the free memory. Not collective."""
         worker = self._worker
         assert worker.checkpoint is not None, "build comes before memory_need"
         return memory_need(worker.module, worker.device, worker.status.loading, worker.checkpoint.num_bytes, optimizer)
 
     def build(self, model: Any, checkpoint: bytes, sharding: Sharding, loading: Loading) -> InputBounds:
-        """Build the sharded module on meta, and say what it takes. All ranks, together."""
+        """Build the sharded module on meta, and return the bounds of its inputs; collective."""
         self._worker.build(model, Checkpoint.from_json(checkpoint), sharding, loading)
         return InputBounds.of(self._worker.module)
 
     def load(self, path: str | None) -> Any:
-        """Load a checkpoint into the module and return rank 0's report. All ranks, together."""
+        """Load a checkpoint into the module and return the report, on rank 0; collective."""
         report = self._worker.load(path)
         return report if self._worker.rank == 0 else None
 
     def set_optimizer(
         self, factory: Callable[..., torch.optim.Optimizer], kwargs: Mapping[str, Any], restore: bool
     ) -> None:
-        """Make the optimizer. All ranks, together."""
+        """Make the optimizer; collective."""
         self._worker.trainer.set_optimizer(factory, dict(kwargs), restore=restore)
 
     def set_scheduler(self, schedule: Callable[..., Any]) -> None:
-        """Give the optimizer a schedule. All ranks."""
+        """Set the learning-rate schedule, on all ranks."""
         self._worker.trainer.set_scheduler(schedule)
 
     def clip_grad_norm_(self, max_norm: float | None, norm_type: float) -> float:
-        """Clip the gradients and return their norm. All ranks, together."""
+        """Clip the gradients and return their norm; collective."""
         return self._worker.trainer.clip_grad_norm_(max_norm, norm_type)
 
     def forward(self, batch: RankBatch, mode: Mode, out: Out | None) -> Any:
-        """Run the model forward. All ranks, together."""
+        """Run the model forward; collective."""
         output = self._worker.forward(batch, mode, out)
         return output.value if out is not None and out.kind == "refs" else output
 
     def generate(self, batch: RankBatch, mode: Mode, out: Out | None) -> Any:
-        """Generate token ids. All ranks, together."""
+        """Generate token ids; collective."""
         output = self._worker.generate(batch, mode, out)
         return output.value if out is not None and out.kind == "refs" else output
 
     def train_step(
         self, batch: RankBatch, loss: Any, max_grad_norm: float | None, mode: Mode, gradient_accumulation_steps: int
     ) -> dict[str, float]:
-        """Take one optimizer step. All ranks, together."""
+        """Take one optimizer step; collective."""
         return self._worker.trainer.train_step(batch, loss, max_grad_norm, mode, gradient_accumulation_steps)
 
     def forward_backward(self, batch: RankBatch, loss: Any, mode: Mode, sync: bool) -> dict[str, float]:
-        """Add a batch's gradients. All ranks, together."""
+        """Accumulate the gradients of a batch; collective."""
         return self._worker.trainer.forward_backward(batch, loss, mode, sync=sync)
 
     def optim_step(self, max_grad_norm: float | None) -> dict[str, float]:
-        """Update the parameters. All ranks, together."""
+        """Update the parameters; collective."""
         return self._worker.trainer.optim_step(max_grad_norm)
 
     def fit_begin(
         self, plan: FitPlan, position: Position | None, resume: bool, save_to: str | None, async_save: bool
     ) -> FitStart:
-        """Look at the data of a run, and find where it begins. All ranks, together."""
+        """Open the data of a run, and return where the run begins; collective."""
         return self._worker.trainer.fit_begin(plan, position, resume=resume, save_to=save_to, async_save=async_save)
 
     def generators(self) -> dict[str, Any]:
-        """Return the rank's random generators."""
+        """Return the state of the rank's random generators."""
         return self._worker.trainer.generators()
 
     def restore_generators(self, state: Mapping[str, Any]) -> None:
-        """Put them back."""
+        """Restore the random generators."""
         self._worker.trainer.restore_generators(state)
 
     def fit_steps(self, num_steps: int) -> FitSteps:
-        """Take steps of the run. All ranks, together."""
+        """Take steps of the run; collective."""
         return self._worker.trainer.fit_steps(num_steps)
 
     def evaluate(self, plan: EvaluationPlan) -> Step:
-        """Begin to compute loss and metrics over data. All ranks, together."""
+        """Start to compute loss and metrics over data; collective."""
         self._evaluation = self._worker.trainer.evaluate(plan)
         return self.evaluate_next(plan)
 
     def evaluate_next(self, plan: EvaluationPlan) -> Step:
-        """Go on with some batches: the value after the last is the result. All ranks, together."""
+        """Process the next batches; the value after the last batch is the result. Collective."""
         values = next(self._evaluation)
         return Step(values, more=values is None)
 
     def fit_end(self) -> None:
-        """Let go of the run's data. All ranks."""
+        """Release the data of the run, on all ranks."""
         self._worker.trainer.fit_end()
 
     def reset(self) -> None:
-        """Reset the module, as the ranks did that raised in a call alone. All ranks."""
+        """Reset the module on all ranks, as the ranks did that raised in a call while others did not."""
         self._worker.reset()
 
     def zero_grad(self) -> None:
-        """Drop the gradients. All ranks."""
+        """Drop the gradients, on all ranks."""
         self._worker.trainer.zero_grad()
 
     def call(self, batch: RankBatch, fn: Callable[..., Any], out: Out | None) -> Any:
-        """Run the user's function inside the process group. All ranks. A rank with a dummy row has no result."""
+        """Run the user's function on all ranks. A rank with a dummy row returns no result."""
         value = self._worker.call(fn, batch.args, batch.kwargs)
         if batch.is_dummy:
             return None
@@ -288,7 +288,7 @@ class RankCommands:
     def save(
         self, path: str, overwrite: bool, optimizer: bool, keep_last: int | None, async_save: bool, token: str
     ) -> Any:
-        """Save the model; return rank 0's report, or the number of a save in the background. All ranks, together."""
+        """Save the model; return the report, on rank 0, or the number of a save in the background. Collective."""
         options: dict[str, Any] = {"optimizer": optimizer, "keep_last": keep_last, "token": token}
         if async_save:
             return self._worker.save_async(path, overwrite, **options)
@@ -296,59 +296,59 @@ class RankCommands:
         return report if self._worker.rank == 0 else None
 
     def state_dict(self, keys: Sequence[str] | None) -> Step:
-        """Begin to gather full tensors on rank 0, a bucket at a time. All ranks, together."""
+        """Start to gather full tensors on rank 0, one bucket at a time; collective."""
         self._buckets = iter(self._worker.state_dict(keys))
         return Step(None, more=True)
 
     def state_dict_next(self, keys: Sequence[str] | None) -> Step:
-        """Gather the next bucket: rank 0's value is FQN → CPU tensor. All ranks, together."""
+        """Gather the next bucket, on rank 0 a dict of FQN → CPU tensor; collective."""
         bucket = next(self._buckets, None)
         if bucket is None:
             return Step(None, more=False)
         return Step(dict(bucket) if self._worker.rank == 0 else None, more=True)
 
     def close(self) -> None:
-        """Leave the process group. All ranks."""
+        """Leave the process group, on all ranks."""
         if self._rank_worker is not None:
             self._rank_worker.close()
         leave_process_group()
 
     def checkpoint(self) -> bytes:
-        """Return what the module was built for. Safe from any thread."""
+        """Return the checkpoint that the module was built for. Thread-safe."""
         checkpoint = self._worker.checkpoint
         assert checkpoint is not None, "build comes before checkpoint"
         return checkpoint.to_json()
 
     def save_status(self, number: int) -> SaveStatus:
-        """Return how a save in the background fares. Safe from any thread while a command runs."""
+        """Return the status of a save in the background. Thread-safe, also while a command runs."""
         save = None if self._rank_worker is None else self._rank_worker.save_status(number)
         if save is None:
-            return SaveStatus(is_done=True, bytes_done=0, error=GroupError("rank 0 knows of no such save any more"))
+            return SaveStatus(is_done=True, bytes_done=0, error=GroupError("rank 0 has no record of this save"))
         error = save.error
         if error is not None and not isinstance(error, RayshardingError):
             error = GroupError(f"{type(error).__name__}: {said(error)}")
         return SaveStatus(save.is_done, save.bytes_done, error)
 
     def progress(self) -> tuple[str, int, int]:
-        """Return phase, bytes done and bytes in all. Safe from any thread while a command runs."""
+        """Return phase, bytes done and total bytes. Thread-safe, also while a command runs."""
         worker = self._rank_worker
         return self.phase(), *((0, 0) if worker is None else (worker.status.bytes_done, worker.status.bytes_total))
 
     def tensor(self) -> str | None:
-        """Return the tensor that a load or save touched last."""
+        """Return the last tensor of the running load or save."""
         worker = self._rank_worker
         return worker.status.last_tensor or None if worker is not None and self._doing in _STREAMING else None
 
     def is_usable(self) -> bool:
-        """Whether the module is right for later calls, after an exception that every rank raised."""
+        """Return True if later calls can use the module, after an exception that every rank raised."""
         return self._rank_worker is None or self._rank_worker.status.usable
 
     def num_changes(self) -> int:
-        """Return how often weights or optimizer have been changed."""
+        """Return the number of changes to weights or optimizer."""
         return 0 if self._rank_worker is None else self._rank_worker.status.num_changes
 
     def change_since(self, before: int) -> StateChange:
-        """Return what has become of the model since `num_changes` was `before`. Without one, no rank holds any."""
+        """Return the changes to the model since `num_changes` was `before`."""
         worker = self._rank_worker
         collectives = self._num_collectives() - self._collectives_before
         return StateChange(worker is not None and worker.status.whole, self.num_changes() - before, collectives)
@@ -357,12 +357,12 @@ class RankCommands:
         return 0 if self._rank_worker is None else self._rank_worker.status.num_collectives()
 
     def phase(self) -> str:
-        """Return what the command is doing, more finely than its name in a load or save."""
+        """Return the phase of a running load or save, else the name of the running command."""
         worker = self._rank_worker
         return worker.status.phase if worker is not None and self._doing in _STREAMING else self._doing
 
     def status(self) -> dict[str, Any]:
-        """Return what `Worker.status` says. Safe from any thread while a command runs."""
+        """Return the result of `Worker.status`. Thread-safe, also while a command runs."""
         return {"phase": self._doing} if self._rank_worker is None else self._rank_worker.status()
 
     @property
@@ -372,7 +372,7 @@ class RankCommands:
 
 
 def _filled(value: Any, shared: Sequence[Any]) -> Any:
-    """Put the shared values where a batch holds `Shared` marks."""
+    """Replace the `Shared` marks of a batch by the shared values."""
     if not isinstance(value, RankBatch):
         return value
 

@@ -1,4 +1,4 @@
-"""Blocks of a Ray dataset on a rank: what keeps them alive, and the rows that are read from them."""
+"""Blocks of a Ray dataset on a rank: pinned references, and readers of their rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _pinned: dict[str, Sequence[ray.ObjectRef]] = {}
 
 
 def pin(key: str, refs: Sequence[ray.ObjectRef] | None) -> None:
-    """On a rank: keep references to a dataset's blocks until they are taken back by `None`. Ray counts them."""
+    """Hold references to the blocks of a dataset on this rank, so that Ray keeps the blocks; `None` releases them."""
     with _lock:
         if refs is None:
             _pinned.pop(key, None)
@@ -43,22 +43,22 @@ class _TableReader(Reader):
 
 @dataclass(frozen=True)
 class DatasetBlocks(BlockSource):
-    """The blocks of a `ray.data.Dataset`, in the object store; a rank fetches those that it reads."""
+    """Blocks of a `ray.data.Dataset` in the object store; a rank fetches the blocks that it reads."""
 
     key: str
-    """What the ranks `pin` them under."""
+    """Key under which the ranks `pin` the blocks."""
     rows: tuple[int, ...]
-    """Rows of each block."""
+    """Number of rows of each block."""
     columns: tuple[str, ...] | None
     """Columns to read; `None` for all."""
 
     @property
     def block_rows(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Rows of each block."""
+        """Number of rows of each block."""
         return np.array(self.rows, dtype=np.int64)
 
     def read(self, block: int) -> Reader:
-        """Return a reader at a block's first row; the block is memory that all ranks of a node share.
+        """Return a reader at the first row of a block, which the ranks of a node share in memory.
 
         Raises:
             DataError: The block is lost.
@@ -68,7 +68,7 @@ class DatasetBlocks(BlockSource):
         try:
             table = ray.get(ref, timeout=_FETCH_S)
         except ray.exceptions.GetTimeoutError:
-            raise DataError(f"block {block} of the dataset did not come within {_FETCH_S:g} s") from None
+            raise DataError(f"block {block} of the dataset did not arrive within {_FETCH_S:g} s") from None
         except ray.exceptions.RayError as error:
             raise DataError(f"block {block} of the dataset is lost: {error}") from error
         return _TableReader(table if self.columns is None else table.select(list(self.columns)))

@@ -1,4 +1,4 @@
-"""`Ownership`: a rank obeys one driver at a time, the one that came last."""
+"""`Ownership` of a rank by one driver at a time, and `RankLease`, which ends the rank of a driver that is gone."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import threading
 import time
 from collections.abc import Callable
 
-_TICKS = 20  # of the rank's watch, in one lease
+_TICKS = 20  # checks of the lease per lease time
 _MAX_TICK_S = 0.5
 
 
 class RankLease:
-    """Counts down on a thread of the rank, and calls `end` when nobody has renewed it."""
+    """Counts down on a thread of the rank, and calls `end` when the lease expires."""
 
     def __init__(self, end: Callable[[float], None]) -> None:
-        """No lease: the rank lives as long as Ray lets it.
+        """Start without a lease.
 
         Args:
-            end: Ends the process; it is given the length of the lease that ran out.
+            end: Ends the process; called with the length of the expired lease, in seconds.
         """
         self._end = end
         self._lock = threading.Lock()
@@ -27,12 +27,12 @@ class RankLease:
         self._thread: threading.Thread | None = None
 
     def renew(self, lease_s: float | None, order: tuple[int, int] = (0, 0)) -> None:
-        """Begin the lease anew.
+        """Renew the lease.
 
         Args:
-            lease_s: Its length from now; `None`: no lease any more.
-            order: The driver's epoch and number of this renewal: control calls may overtake each other, and of two
-                that do the later one stands.
+            lease_s: Length from now, in seconds; `None` ends the lease.
+            order: Epoch of the driver and number of the renewal. Control calls may arrive out of order; an earlier
+                renewal that arrives late has no effect.
         """
         with self._lock:
             if order < self._order:
@@ -58,7 +58,7 @@ class RankLease:
 
 
 class Ownership:
-    """The epoch of the driver that a rank obeys. Every driver of a group has its own; later ones are greater."""
+    """The epoch of the driver that owns a rank. Every driver of a group has its own; later ones are greater."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -66,22 +66,22 @@ class Ownership:
         self._given = 0
 
     def next_epoch(self) -> int:
-        """Return the epoch of a driver that comes now; it begins with `accept_epoch`."""
+        """Return the epoch for a new driver; it takes effect by `accept_epoch`."""
         with self._changed:
             self._given = max(self._given, self._epoch) + 1
             return self._given
 
     def accept_epoch(self, epoch: int) -> None:
-        """Obey the driver of this epoch from now on, unless a later one is here already."""
+        """Make the driver of this epoch the owner, unless a later one is the owner."""
         with self._changed:
             self._epoch = max(self._epoch, epoch)
             self._changed.notify_all()
 
     def owns(self, epoch: int) -> bool:
-        """Whether the driver of this epoch is the one to obey."""
+        """Return True if the driver of this epoch owns the rank."""
         return epoch >= self._epoch
 
     def wait_superseded(self, epoch: int) -> None:
-        """Block until a later driver comes, or the process ends: no deadline, the caller's thread is there for that."""
+        """Block until a later driver is the owner, or the process ends: without a deadline, on a thread of its own."""
         with self._changed:
             self._changed.wait_for(lambda: not self.owns(epoch))

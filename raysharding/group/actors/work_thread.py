@@ -1,4 +1,4 @@
-"""`WorkThread`: the thread of a rank that runs commands: from the connection or, with large parts, Ray."""
+"""`WorkThread`: the thread of a rank that runs the commands of the connection and, with large arguments, of Ray."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from raysharding.group.rpc import Connection, Packed
 
 
 class WorkThread:
-    """Runs one command after the other, in the order in which they come; all methods are for other threads.
+    """Runs commands one at a time, in the order of arrival. Its methods are called by other threads.
 
-    It is one thread because torch's current device is per thread, and it obeys one connection at a time, the newest:
-    the driver of an earlier one was followed by another, or is gone.
+    All commands run on one thread because torch's current device is per thread. The thread serves one connection, the
+    newest: the driver of an earlier connection has been replaced, or is gone.
     """
 
     def __init__(self, run: Callable[[bytes, Sequence[Packed]], bytes]) -> None:
-        """Start, without a connection.
+        """Start the thread, without a connection.
 
         Args:
-            run: Runs the command of a message, given its stored arguments; returns the response's message, and raises
-                nothing.
+            run: Runs the command of a message with its stored arguments, and returns the message of its response. Must
+                not raise.
         """
         self._run = run
         self._connection: Connection | None = None
@@ -42,26 +42,26 @@ class WorkThread:
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._loop, name="raysharding-work", daemon=True)
         self._thread.start()
-        # A forked child that held the connection open would hide the death of its parent from the driver.
+        # A forked child that held the connection open would hide the death of the rank from the driver.
         os.register_at_fork(after_in_child=self._close_in_child)
 
     def _close_in_child(self) -> None:
-        """In a forked child, where this thread does not run: close its copies of the connections."""
+        """Close the connections of a forked child, where this thread does not run."""
         for connection in (self._connection, self._newest, *self._new_connections):
             if connection is not None:
                 connection.close()
 
     @property
     def ident(self) -> int:
-        """The thread's, as `sys._current_frames` knows it."""
+        """Identifier of the thread, the key in `sys._current_frames`."""
         return self._thread.ident or 0
 
     def obey(self, epoch: int, connection: Connection) -> None:
-        """Take orders from this connection, and from no earlier one; a command that runs is run to its end.
+        """Replace the connection. A running command is not interrupted.
 
         Args:
-            epoch: Of its driver. Nothing happens where the connection of a later driver has come already.
-            connection: It.
+            epoch: Epoch of the driver. A connection of an earlier driver than the current one is closed.
+            connection: The new connection.
         """
         with self._lock:
             if epoch < self._epoch:
@@ -74,7 +74,7 @@ class WorkThread:
         self._wake_up()
 
     def deliver(self, message: bytes, stored: Sequence[Packed]) -> None:
-        """Run a command whose large arguments Ray has brought."""
+        """Run a command whose large arguments Ray has fetched."""
         self._delivered.append((message, stored))
         self._wake_up()
 
@@ -87,7 +87,7 @@ class WorkThread:
             while True:
                 self._work()
         except BaseException:  # noqa: BLE001
-            # A rank that obeys nobody any more would be a hang. Ray tells of its end.
+            # Without this thread the rank would hang. Ray reports the end of the process.
             traceback.print_exc()
             os._exit(1)
 
@@ -100,10 +100,10 @@ class WorkThread:
             if self._connection is not None:
                 self._connection.send(reply)
         except OSError:
-            self._drop_connection()  # the driver is gone, and what it wanted to know with it
+            self._drop_connection()  # the driver is gone: nobody needs the response
 
     def _next(self) -> tuple[bytes, Sequence[Packed]] | None:
-        """Wait until something comes; `None`: it was no order."""
+        """Wait for the next event; `None` if it is no command."""
         if not (self._received or self._delivered or self._new_connections):
             ready = {key.fileobj for key, _ in self._selector.select()}
             if self._wakeup_receiver in ready:
@@ -123,7 +123,7 @@ class WorkThread:
         try:
             self._received.extend(connection.receive())
         except OSError:
-            self._drop_connection()  # another driver may come
+            self._drop_connection()  # another driver may connect
 
     def _drop_connection(self) -> None:
         if self._connection is not None:
