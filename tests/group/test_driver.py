@@ -128,6 +128,7 @@ group.shutdown()
 """
 
 
+@pytest.mark.full
 def test_a_frozen_driver_frees_its_ranks_when_the_lease_runs_out(
     standing: StandingCluster, watch: Driver, checkpoint: Path
 ) -> None:
@@ -334,6 +335,7 @@ for ask in (lambda: kept.logs(0), large.result):
 """
 
 
+@pytest.mark.full
 def test_nothing_starts_another_ray_once_ray_is_shut_down(standing: StandingCluster, checkpoint: Path) -> None:
     """Neither what is asked of a group then, nor what a named one does when the program ends."""
     with tempfile.TemporaryDirectory(prefix="rs-", dir="/tmp") as scratch:

@@ -243,7 +243,7 @@ class RankActor:
 
     @ray.method(concurrency_group="data", num_returns=2)
     def take(self, epoch: int, number: int) -> tuple[None, Packed | AsValue | None]:
-        """Return `None`, as a sign that the result is stored, and a large result, which the driver fetches on demand."""
+        """Return `None`, as a sign that the result is stored, and a large result, fetched on demand."""
         return None, self._results.pop((epoch, number))
 
     def _serve(self, message: bytes, stored: Sequence[Packed]) -> bytes:

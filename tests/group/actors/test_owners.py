@@ -123,6 +123,7 @@ def test_a_task_that_owns_a_group(checkpoint: Path, tmp_path: Path, wait_free: C
         ray.get(made)
 
 
+@pytest.mark.full
 def test_an_owner_that_dies_before_its_named_group_is_loaded(
     checkpoint: Path, tmp_path: Path, wait_free: Callable[[float], None]
 ) -> None:

@@ -137,6 +137,7 @@ def test_what_leaves_the_model_as_it_is_runs_between_the_steps(fresh: ShardedMod
     assert later.history["loss"] == pytest.approx(expected[1:], abs=1e-5)
 
 
+@pytest.mark.full
 def test_evaluations_of_several_threads_keep_their_own_data(fresh: ShardedModelGroup) -> None:
     """Beside a fit, too: each call runs to its end before the next begins."""
     expected = [fresh.evaluate(rows_of(seed), **EVALUATION) for seed in (5, 6)]

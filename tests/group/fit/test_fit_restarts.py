@@ -140,6 +140,7 @@ def test_a_rank_that_is_lost_while_a_restarted_run_begins(
     assert report.history["loss"] == pytest.approx(undisturbed, abs=1e-4)
 
 
+@pytest.mark.full
 def test_a_rank_that_is_lost_while_a_restart_loads(checkpoint: Path, parquet: Path, undisturbed: list[float]) -> None:
     """The restart failed, and is one of those that there may be."""
     launch: Any = import_module("raysharding.group.launch.launch")  # beside the function of the same name
@@ -281,6 +282,7 @@ def slow_writes(seconds: float) -> Callable[[], None]:
     return slow
 
 
+@pytest.mark.full
 def test_a_lost_save_is_made_again(checkpoint: Path, parquet: Path, tmp_path: Path) -> None:
     """A rank dies while the last save is written in the background: the report names a save that is there."""
     killer = Killer(8, 1)

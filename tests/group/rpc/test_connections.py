@@ -504,6 +504,7 @@ def slow_to_build(flag: str) -> Callable[[], torch.nn.Module]:
     return slowly
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("nothing_left")
 def test_connections_that_are_closed_in_a_restart_are_no_deaths(checkpoint: Path, tmp_path: Path) -> None:
     """The ranks obey a new supervision and close their connections to the old one: it must not take that for deaths."""

@@ -120,6 +120,7 @@ def test_a_rank_that_raises_while_the_others_wait_for_it(checkpoint: Path) -> No
     assert "rank 1 alone" in error.primary.traceback
     assert error.failures[0].kind == "collateral"
     assert_broken(group, error)
+    group.shutdown()
 
 
 def test_a_function_that_fails_on_one_rank_alone_leaves_the_group_ready(group: ShardedModelGroup) -> None:
