@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("world_size", world_sizes(3, full=(1,)))
+@pytest.mark.parametrize("world_size", world_sizes(2, full=(1, 3)))
 def test_example_under_torchrun(world_size: int, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}

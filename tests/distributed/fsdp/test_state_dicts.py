@@ -20,9 +20,9 @@ CHECKS = {
         "settings",
         "save",
     ),
-    4: ("load", "full", "full_load", "sharded", "local", "save"),
+    4: ("load", "sharded", "save"),
     1: ("load", "full", "full_load", "sharded", "local", "save"),
-    2: ("load", "full", "full_load"),
+    2: ("load",),
 }
 """Ranks → checks. In this order: each number of ranks loads what those before it saved, 4 what 3 did, 1 what 4 did."""
 

@@ -47,6 +47,7 @@ CHECKS = {
         "loading.load_checks.check_training",
     ),
     3: (
+        "loading.load_checks.check_odd_shapes",
         "transfer.reader_checks.check_broken_stream",
         "transfer.reader_checks.check_a_rank_that_cannot_map",
         "transfer.reader_checks.check_readers",
@@ -56,7 +57,6 @@ CHECKS = {
         "loading.load_checks.check_a_reload",
     ),
     4: (
-        "loading.load_checks.check_odd_shapes",
         "transfer.reader_checks.check_replicas",
         "loading.verify_checks.check_mapping",
         "loading.verify_checks.check_digests",
