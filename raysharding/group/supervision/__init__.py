@@ -1,4 +1,4 @@
-"""One thread for each group sends calls out, judges failures, and ends or keeps ranks."""
+"""Supervision: one thread per group sends calls to the ranks, judges failures, and stops or keeps ranks."""
 
 from raysharding.group.supervision.client import Client as Client
 from raysharding.group.supervision.failures import broken as broken

@@ -1,4 +1,4 @@
-"""`CallRunner`: takes one call through the ranks, and decides how it ended. All on the supervision thread."""
+"""`CallRunner`: runs one call on the ranks, and judges its outcome. All on the supervision thread."""
 
 from __future__ import annotations
 
@@ -22,50 +22,50 @@ from raysharding.group.supervision.survivors import BUSY, TORN, RecoverableState
 
 
 class CallSupervisor(Protocol):
-    """What a runner needs of the supervisor that it belongs to."""
+    """The methods of the supervisor that a runner calls."""
 
     def watch(self, future: Future, then: Callable[[Future], None]) -> None:
-        """Have `then(future)` called on the supervision thread when the future ends."""
+        """Call `then(future)` on the supervision thread when the future completes."""
 
     def send(self, rank: int, message: bytes) -> bool:
-        """Send a rank a message; return True if it is within reach. One that is not dies soon, or is stopped."""
+        """Send a message to a rank; return True if it is connected. Other ranks die soon, or are stopped."""
 
     def has_ray(self) -> bool:
-        """Return True if Ray is there yet, which would be started anew by what it is asked; else break the group."""
+        """Return True if Ray is initialized, else break the group. Calls to Ray would start it anew."""
 
     def advance(self) -> None:
-        """Do what has become due, of the call and of those behind it."""
+        """Do all that is due for the running call and the queue."""
 
     def rank_died(self, rank: int, error: BaseException) -> None:
-        """Hear that a rank is gone, and why Ray says so."""
+        """Handle the death of a rank, with Ray's error."""
 
     def break_group(self, seen: Sequence[failures.Observed], error: GroupError, recoverable: RecoverableState) -> None:
-        """Break the group: failures, error, what is left of it."""
+        """Break the group, with its failures, error and recoverable state."""
 
     def ranks_settled(self, recoverable: RecoverableState) -> None:
-        """Hear what is left after all, where that was not known when the group broke."""
+        """Take the recoverable state, if it was not known when the group broke."""
 
     def why_not(self, lost: Collection[int]) -> str:
-        """Say why ranks that hold one model could not meet again without `lost`; empty where they could."""
+        """Return why the ranks cannot form a group again without `lost`; empty if they can."""
 
     def remark(self) -> str:
-        """Say what else is wrong, for an error's first line; empty where nothing is."""
+        """Return a note on other problems, for the first line of an error; empty without problems."""
 
 
 class CallRunner:
-    """The call that the ranks work on."""
+    """Runs one call at a time on the ranks."""
 
     def __init__(
         self, name: str, members: Sequence[Member], timeouts: Timeouts, survivors: Survivors, supervisor: CallSupervisor
     ) -> None:
-        """Run nothing yet.
+        """Start without a call.
 
         Args:
-            name: The group's name in errors.
-            members: By rank.
+            name: Name of the group in errors.
+            members: Members, by rank.
             timeouts: Deadlines.
-            survivors: Who holds what; told where copies of a shard differ.
-            supervisor: Whose runner it is.
+            survivors: Knows which ranks hold which shard; records that copies of a shard differ.
+            supervisor: Supervisor of this runner.
         """
         self.run: RunningCall | None = None
         self._survivors = survivors
@@ -78,19 +78,19 @@ class CallRunner:
         self._supervisor = supervisor
         self._failed: RunningCall | None = None
         self._probes = Probes(members, supervisor.watch, lambda: self.run or self._failed, supervisor.advance)
-        # No other driver's: what Ray brings late of an earlier one's is refused by number, too.
+        # Numbers of no other driver: the number also identifies late messages of an earlier driver.
         self._numbers = members[0].epoch << 32
         self._last_number: int | None = None
         self.leaving: set[int] = set()
 
     def note_start(self) -> None:
-        """The ranks are well and hold the model: note what will be needed to free them of one that is lost."""
+        """Record that the ranks hold the model, and the connections that a later loss of a rank requires."""
         self._is_started = True
         if self._replicas.are_several:
             self._probes.note_connections()
 
     def check(self, dead: Collection[int]) -> None:
-        """Do what is due: end the step, ask late ranks, stop waiting."""
+        """Do what is due: end the step, probe late ranks, give up the call."""
         run, now = self.run, time.monotonic()
         if run is None:
             self._settle(dead, now)
@@ -116,7 +116,7 @@ class CallRunner:
             task, self._numbers, begun=now, deadline=now + task.deadline_s, next_poll=now + POLL_S
         )
         try:
-            # Large arguments are stored before any rank is asked: a full store must not leave some ranks at work.
+            # Large arguments are stored before any message is sent: if the store is full, no rank runs the call.
             messages = self._encode(task, replace(command, number=run.number, resets=self._resets_next))
         except ray.exceptions.RayError as error:
             self.run = None
@@ -127,7 +127,7 @@ class CallRunner:
             self._send(run.number, rank, message, stored)
 
     def leave(self) -> None:
-        """Have idle ranks leave the process group: `leaving` has those that have not yet. No call comes after it."""
+        """Send `close` to idle ranks; `leaving` has the ranks that have not responded. No call follows."""
         self._numbers += 1
         self._last_number = self._numbers
         no_args = pack(((), {}), "close")
@@ -136,22 +136,22 @@ class CallRunner:
 
     def _send(self, number: int, rank: int, message: bytes, stored: Sequence[ray.ObjectRef]) -> None:
         if stored:
-            # Ray brings the large arguments to the rank, and the message with them.
+            # Ray delivers the large arguments to the rank, together with the message.
             delivered = self._members[rank].actor.deliver.remote(message, *stored).future()
             self._supervisor.watch(delivered, partial(self._on_delivered, number, rank))
         else:
             self._supervisor.send(rank, message)
 
     def _encode(self, task: QueuedCall, command: Command) -> Sequence[tuple[bytes, Sequence[ray.ObjectRef]]]:
-        """Return each rank's message, and the stored arguments that go with it."""
-        command = replace(command, epoch=self._members[0].epoch)  # one driver's, so the same of all
+        """Return the message and the stored arguments for each rank."""
+        command = replace(command, epoch=self._members[0].epoch)  # the same for all members of one driver
         if isinstance(task.args, Packed):
             return [replace(command, args=task.args).stored().encode()] * len(self._members)
-        command = command.stored()  # what the ranks share: once
+        command = command.stored()  # shared arguments are stored once
         return [replace(command, args=args).stored().encode() for args in task.args]
 
     def hear(self, rank: int, message: bytes) -> None:
-        """Take in how a rank's part of a call ended."""
+        """Handle the response of a rank."""
         number = number_of(message)
         if number == self._last_number:
             self.leaving.discard(rank)
@@ -162,7 +162,7 @@ class CallRunner:
             return
         if not self._supervisor.has_ray():
             return
-        # The rank has packed it; until Ray has stored it, it is no result.
+        # The rank has packed the result; it is complete when Ray has stored it.
         stored, result = self._members[rank].actor.take.remote(self._members[rank].epoch, number)
         self._supervisor.watch(stored.future(), partial(self._on_stored, number, rank, response, result))
 
@@ -192,7 +192,7 @@ class CallRunner:
         run.finished.add(rank)
         run.changes[rank] = response.change
         if run.is_freed or run is self._failed:
-            pass  # what it raises is our own doing
+            pass  # errors after the call was given up are consequences of that
         elif response.error is not None:
             self.see(run, failures.saw_raise(self._members[rank].info, response.error), self._timeouts.drain_s)
         else:
@@ -204,7 +204,7 @@ class CallRunner:
         self._supervisor.advance()
 
     def _on_task_error(self, run: RunningCall, rank: int, error: BaseException) -> None:
-        """Ray could not bring a rank its arguments: the actor is gone, or they are."""
+        """Handle that Ray could not deliver arguments: the actor is dead, or the arguments are lost."""
         if isinstance(error, ray.exceptions.RayActorError):
             self._supervisor.rank_died(rank, error)
             return
@@ -212,7 +212,7 @@ class CallRunner:
             return
         run.finished.add(rank)
         info = self._members[rank].info
-        message = f"Ray could not bring the rank its arguments: {error}"
+        message = f"Ray could not deliver the arguments to the rank: {error}"
         one = RankFailure(
             info.rank, info.node_ip, info.pid, "raised", run.task.call.name, type(error).__name__, message
         )
@@ -220,7 +220,7 @@ class CallRunner:
         self._supervisor.advance()
 
     def see(self, run: RunningCall, observed: failures.Observed, patience_s: float) -> None:
-        """Note a failure. Its peers get a while to finish: what they say tells a bad input from a broken rank."""
+        """Record a failure. The other ranks get time to finish: their outcome tells a bad input from a broken rank."""
         run.seen.append(observed)
         until = time.monotonic() + patience_s
         run.drain_until = until if run.drain_until is None else min(run.drain_until, until)
@@ -238,15 +238,15 @@ class CallRunner:
         task.call.end(None)
 
     def _compare_replicas(self, run: RunningCall) -> None:
-        """A user's function may change one copy of a shard, and leave the group READY: then no copy is another's."""
-        if self._is_started:  # before, some may have a model and others none yet
+        """Record if copies of a shard differ: a user's function may change one copy and leave the group READY."""
+        if self._is_started:  # before that, only some ranks may have a model
             self._survivors.compare(run.changes)
 
     def _conclude(self, run: RunningCall, dead: Collection[int]) -> None:
-        """End a call that failed or is late: leave the group READY where that is safe, else break it."""
+        """End a call that failed or is late: leave the group READY if that is safe, else break it."""
         everyone = len(run.finished) == len(self._members)
         if everyone and not run.seen:
-            self._step_done(run)  # late, but done before it was stopped
+            self._step_done(run)  # the call finished before the late ranks were stopped
             return
         if not run.is_freed and not everyone:
             run.describe_late(self._members)
@@ -260,7 +260,7 @@ class CallRunner:
         if everyone and is_intact and not run.is_freed:
             self.run = None
             self._compare_replicas(run)
-            # A gathered parameter, or a gradient, on some ranks only would have the next call wait for the others.
+            # Gathered parameters or gradients on some ranks only would make the next call's collectives differ.
             self._resets_next = failures.resets_some(run.seen, len(self._members))
             run.task.call.end(failures.typed_error(run.seen, error))
         else:
@@ -270,7 +270,7 @@ class CallRunner:
             self._supervisor.break_group(run.seen, error, recoverable)
 
     def _settle(self, dead: Collection[int], now: float) -> None:
-        """Of a failed call: see whether the ranks that were at work when it was given up have ended their part."""
+        """Check whether the ranks that were running when the call failed have finished."""
         run = self._failed
         if run is None:
             return
@@ -282,15 +282,16 @@ class CallRunner:
             self._supervisor.ranks_settled(self._remains(run, dead))
 
     def _hung(self, run: RunningCall) -> set[int]:
-        """Late ranks that would not end their part if nobody waited for anybody any more, as far as is known."""
+        """Return the late ranks that are not known to wait for other ranks."""
         if run.stacks is None:
             return set()
         return {rank for rank in run.unfinished(self._members) if not run.waits(rank)}
 
     def _remains(self, run: RunningCall, dead: Collection[int]) -> RecoverableState:
-        """What is left. Of several replicas ranks may be at work yet: they end it soon, for nobody answers them.
+        """Return the recoverable state.
 
-        Until they have, what they hold is not asked: `_settle` comes here again, and nothing is taken before.
+        With several replicas, ranks may still run; they finish soon, because their collectives fail. Their state is
+        pending until then, and `_settle` calls this method again.
         """
         lost = frozenset({*dead, *run.given_up})
         pending = frozenset(run.awaited(self._members))

@@ -1,4 +1,4 @@
-"""`Client`: packs a command for the ranks and submits it to the supervision."""
+"""`Client`: packs commands for the ranks and submits them to the supervisor."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from raysharding.group.supervision.supervisor import Supervisor
 
 @dataclass(frozen=True)
 class Client:
-    """The way to the ranks. Every method raises `GroupBrokenError` at once where the group is broken or shut down."""
+    """Submits commands to the ranks. All methods raise `GroupBrokenError` on a broken or closed group."""
 
     members: tuple[Member, ...]
-    """By rank."""
+    """Members, by rank."""
     supervisor: Supervisor
     """Runs the calls."""
     timeouts: Timeouts
     """Deadlines."""
     max_output_bytes: int
-    """Cap on one rank's result."""
+    """Largest result of one rank, in bytes."""
 
     pending: PendingSaves = field(default_factory=PendingSaves)
     """Saves in the background."""
 
     @property
     def ranks(self) -> tuple[RankInfo, ...]:
-        """Where each rank runs."""
+        """Where each rank runs, by rank."""
         return tuple(member.info for member in self.members)
 
     def submit_batches(
@@ -46,14 +46,14 @@ class Client:
         as_refs: bool = False,
         check: Check | None = None,
     ) -> Call:
-        """Submit a command whose arguments were dealt out, under `Timeouts.call_s`.
+        """Submit a command with a batch per rank, under `Timeouts.call_s`.
 
         Args:
-            method: The command; it takes its batch first.
-            batches: By rank.
+            method: Name of the command, whose first argument is the batch.
+            batches: Batches, by rank.
             extra: Arguments that follow the batch, the same on every rank.
             collect: Makes the result.
-            as_refs: Leave the results in the object store as plain objects.
+            as_refs: True to leave the results in the object store as plain objects.
             check: See `submit_same`.
         """
         self._refuse()
@@ -78,14 +78,14 @@ class Client:
         """Submit a command with the same arguments on every rank.
 
         Args:
-            method: The command.
+            method: Name of the command.
             args: Its arguments.
-            deadline_s: Deadline. Default `Timeouts.call_s`.
-            watch: Whether progress puts off the deadline.
-            keep_step: Takes the values of a command in steps; see `NEXT_STEP`.
-            collect: Makes the result. Default: what rank 0 sent.
-            is_last: Whether it ends something that has failed already: what a save failed of waits for the next.
-            check: Run in the moment in which the call is queued; raises where it must not be.
+            deadline_s: Deadline, in seconds. Default `Timeouts.call_s`.
+            watch: True if progress extends the deadline.
+            keep_step: Receives the values of a command with several steps; see `NEXT_STEP`.
+            collect: Makes the result. Default: the value of rank 0.
+            is_last: True if the command cleans up after a failure: it does not raise the error of a failed save.
+            check: Called at the moment the call is queued; raises if the call must not be queued.
         """
         if not is_last:
             self._refuse()
@@ -99,15 +99,15 @@ class Client:
         """Submit a command with different arguments for each rank.
 
         Args:
-            method: The command.
-            args: By rank.
-            deadline_s: Deadline.
-            collect: Makes the result. Default: what rank 0 sent.
+            method: Name of the command.
+            args: Arguments, by rank.
+            deadline_s: Deadline, in seconds.
+            collect: Makes the result. Default: the value of rank 0.
         """
         return self._submit(Command(method), [pack_same(method, *one) for one in args], collect, deadline_s)
 
     def _refuse(self) -> None:
-        """Raise what a call cannot begin after."""
+        """Raise if the group is unusable or a save in the background has failed."""
         self.supervisor.status.refuse_if_unusable()
         self.pending.raise_failed()
 

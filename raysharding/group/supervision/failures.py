@@ -1,4 +1,4 @@
-"""Which failure came first: from what was seen of the ranks to one typed error, primary cause first."""
+"""From the observed failures of ranks to one typed error, with the primary cause first."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ E = TypeVar("E", bound=GroupError)
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """One failure, as it reached the driver."""
+    """One failure, as the driver observed it."""
 
     failure: RankFailure
-    """What happened."""
+    """The failure."""
     raised: RemoteError | None = None
-    """The exception, where there was one."""
+    """The exception, if the rank raised one."""
     follows: bool = False
-    """Whether it only says that another rank has gone, or waits for one."""
+    """True if the failure is only a consequence: the rank lost, or waits for, another rank."""
 
 
 def saw_raise(info: RankInfo, raised: RemoteError) -> Observed:
@@ -56,7 +56,7 @@ def saw_raise(info: RankInfo, raised: RemoteError) -> Observed:
 
 
 def saw_death(info: RankInfo, phase: str, error: BaseException, note: str = "") -> Observed:
-    """Describe a rank whose process is gone. `error` is Ray's, `note` what the driver knows of it."""
+    """Describe a rank whose process died. `error` is Ray's, `note` adds what the driver knows."""
     return Observed(_plain(info, "died", phase, _one_line(str(error)) + note))
 
 
@@ -67,10 +67,10 @@ def saw_hang(
 
     Args:
         info: The rank.
-        phase: What it was doing.
-        deadline_s: How long it had.
-        stacks: Its answer, `None` where it did not even answer.
-        snapshot: Its process, seen from outside; `None` where nobody could look.
+        phase: Its phase.
+        deadline_s: Deadline that passed, in seconds.
+        stacks: Stacks that the rank reported; `None` if it did not answer.
+        snapshot: Snapshot of its process that another process made; `None` without one.
     """
     what, where = f"not finished after {deadline_s:g} s", ""
     if stacks is None:
@@ -89,31 +89,31 @@ def saw_stop(info: RankInfo, phase: str) -> Observed:
 
 
 def all_alike(seen: Sequence[Observed], world_size: int) -> bool:
-    """Whether every rank raised the same kind of error on its own account, and its module is right for later calls."""
+    """Return True if all ranks raised the same kind of error, none as a consequence, and can run later calls."""
     raised = [observed.raised for observed in seen]
-    # One whose result cannot be sent has done its work, and was not reset.
+    # A rank whose result cannot be sent has run the call, and has not reset its module.
     kinds = {(one.error_type, one.stage) for one in raised if one is not None}
     return len(seen) == world_size and all_recovered(seen) and len(kinds) == 1
 
 
 def all_recovered(seen: Sequence[Observed]) -> bool:
-    """Whether every failure is an exception after which its rank's module and process group are right."""
+    """Return True if every failure is an exception that left module and process group of the rank usable."""
     raised = [observed.raised for observed in seen]
     return all(one is not None and not one.lost_peers and one.recovered for one in raised)
 
 
 def resets_some(seen: Sequence[Observed], world_size: int) -> bool:
-    """Return True if the ranks that raised have reset their modules and the others, or some of them, have not."""
+    """Return True if some ranks have reset their modules and others have not."""
     return not output_only(seen) and not all_alike(seen, world_size)
 
 
 def leaves_intact(call: str, seen: Sequence[Observed], changes: Collection[StateChange], world_size: int) -> bool:
-    """Whether the group is READY after these failures, all ranks having ended their part of the call.
+    """Return True if the group is READY after these failures; all ranks have finished the call.
 
     Args:
-        call: Its name.
+        call: Name of the call.
         seen: The failures.
-        changes: What the call did to the ranks, as far as they said so.
+        changes: Reported changes of the call to the ranks.
         world_size: Number of ranks.
     """
     if output_only(seen):
@@ -121,28 +121,28 @@ def leaves_intact(call: str, seen: Sequence[Observed], changes: Collection[State
     are_alike = all_alike(seen, world_size)
     if call != "call":
         return are_alike
-    # A user's function may do different things on different ranks; here no rank waits for another any more. But some
-    # may have taken the optimizer step that the one which failed did not come to, or begun a collective without it.
+    # A user's function may do different things on different ranks, and all have finished it. But some ranks may have
+    # taken an optimizer step that the failed rank did not reach, or started a collective without it.
     are_equal = len(changes) == world_size and len(set(changes)) == 1 and in_step(changes)
     return are_equal and (are_alike or (all_recovered(seen) and one_model(changes)))
 
 
 def output_only(seen: Sequence[Observed]) -> bool:
-    """Whether the ranks did their work together, and only packing a result failed."""
+    """Return True if all ranks ran the call, and only packing a result failed."""
     return all(one.raised is not None and one.raised.stage == "output" for one in seen)
 
 
 def judge(seen: Sequence[Observed], what: str, timed_out: bool, arrivals: str = "") -> GroupError:
-    """Build the error from all failures in the order in which they were seen.
+    """Build the error from all failures, in the order of observation.
 
     Args:
         seen: At least one failure.
-        what: The call and the group, for the message.
-        timed_out: Whether the call's deadline passed first.
+        what: Name of the call and the group, for the message.
+        timed_out: True if the deadline of the call passed first.
         arrivals: Which ranks wait for which, as the end of a sentence.
     """
     if any(one.failure.kind == "died" for one in seen):
-        # Who did not come was dead: that is the cause, though the ranks that waited may have spoken first.
+        # A dead rank is the cause of errors about missing ranks, even if those were observed first.
         seen = [replace(one, follows=one.follows or _misses_ranks(one)) for one in seen]
     primary = next((one for one in seen if not one.follows), seen[0])
     failures = {one.failure.rank: _beside(one, primary) for one in seen}
@@ -158,12 +158,12 @@ def _misses_ranks(one: Observed) -> bool:
 
 
 def twin(error: E) -> E:
-    """Return an error that says the same and was never raised: without traceback, cause and context."""
+    """Return a copy of an error without traceback, cause and context."""
     return type(error)(error.message, primary=error.primary, failures=error.failures)
 
 
 def typed_error(seen: Sequence[Observed], error: GroupError) -> RayshardingError:
-    """Return what the caller is given: the primary's own error where it is one of ours (`PlanError`), else `error`."""
+    """Return the error for the caller: the primary's own error if it is this package's (`PlanError`), else `error`."""
     raised = next((one.raised for one in seen if one.failure is error.primary), None)
     original = raised.exception() if raised is not None else None
     if isinstance(original, RayshardingError):
@@ -175,7 +175,7 @@ def typed_error(seen: Sequence[Observed], error: GroupError) -> RayshardingError
 
 
 def broken(name: str, cause: GroupError) -> GroupBrokenError:
-    """Build the error of every later call."""
+    """Build the error of all later calls."""
     if isinstance(cause, GroupTakenOverError):
         return twin(cause)
     message = f"{name} is broken and refuses calls: {cause.message}; group.restart() makes it whole"
@@ -187,7 +187,7 @@ def _plain(info: RankInfo, kind: FailureKind, phase: str, message: str) -> RankF
 
 
 def _beside(one: Observed, primary: Observed) -> RankFailure:
-    """Describe a failure in the light of the primary one."""
+    """Return a failure, as `collateral` if it is a consequence of the primary one."""
     is_own = one is primary or not one.follows or one.failure.kind == "hung" == primary.failure.kind
     return one.failure if is_own else replace(one.failure, kind="collateral")
 

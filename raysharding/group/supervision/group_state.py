@@ -1,4 +1,4 @@
-"""`GroupState`: where a group stands; `GroupStatus` keeps account of it."""
+"""`GroupState`, the state of a group, and `GroupStatus`, which tracks it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from raysharding.group.supervision import failures
 
 
 class GroupState(enum.Enum):
-    """States of a group: STARTING → READY ↔ BUSY → BROKEN → CLOSED; a group may be closed from any of them."""
+    """States of a group: STARTING → READY ↔ BUSY → BROKEN → CLOSED; every state can change to CLOSED."""
 
     STARTING = "starting"
     READY = "ready"
@@ -20,31 +20,31 @@ class GroupState(enum.Enum):
 
 
 class GroupStatus:
-    """What makes up a group's state. The supervision thread changes it, and `revive`; any thread may ask."""
+    """Tracks the state of a group. The supervision thread and `revive` change it; any thread may read it."""
 
     def __init__(self, name: str) -> None:
-        """The group is STARTING.
+        """Start as STARTING.
 
         Args:
-            name: The group's name in errors.
+            name: Name of the group in errors.
         """
         self._name = name
         self.is_started = False
-        """Whether the model is loaded, and no restart has begun since."""
+        """True if the model is loaded and no restart has begun since."""
         self.is_dropped = False
-        """Whether the group's object is gone."""
+        """True if the last reference to the group is gone."""
         self.is_closing = False
-        """Whether the group is shut down, or about to be."""
+        """True if the group is shut down or shutting down."""
         self.cause: GroupError | None = None
         """The error that broke the group."""
         self._reviver: int | None = None
         self._revived_from: GroupError | None = None
 
     def state(self, *, is_busy: bool) -> GroupState:
-        """The state.
+        """Return the state.
 
         Args:
-            is_busy: Whether there are calls that run or wait.
+            is_busy: True if a call runs or is queued.
         """
         if self.is_closing:
             return GroupState.CLOSED
@@ -56,19 +56,19 @@ class GroupStatus:
 
     @property
     def is_usable(self) -> bool:
-        """Whether calls may go out."""
+        """True if calls can be sent."""
         return self.cause is None and not self.is_closing
 
     @property
     def is_restarting(self) -> bool:
-        """Whether ranks that were kept are to meet again, and have not yet."""
+        """True while kept ranks form the group again."""
         return self._reviver is not None
 
     def refuse_if_unusable(self) -> None:
-        """Raise what a call of a broken or closed group gets.
+        """Raise the error of a call on a broken or closed group.
 
         Raises:
-            GroupBrokenError: The group is broken (with the cause), or shut down, or another thread restarts it.
+            GroupBrokenError: The group is broken (with the cause), shut down, or being restarted by another thread.
         """
         if self.is_closing:
             raise GroupBrokenError(f"{self._name} is shut down; make a new group")
@@ -83,14 +83,14 @@ class GroupStatus:
 
     def fail(self, error: GroupError) -> None:
         """Enter BROKEN."""
-        # A twin: the traceback of the one that the user is given would keep the user's frames, and so the group.
+        # A copy: the traceback of the error that the user gets would keep the user's frames, and so the group.
         self.cause = failures.twin(error)
 
     def revive(self) -> None:
-        """Leave BROKEN for STARTING: until `start`, calls of this thread are taken, and no others."""
+        """Change from BROKEN to STARTING: until `start`, only this thread can submit calls."""
         self._reviver = threading.get_ident()
         self._revived_from, self.cause, self.is_started = self.cause, None, False
 
     def first_cause(self, error: GroupError) -> GroupError:
-        """What calls are to hear: of a restart that came to nothing, what broke the group in the first place."""
+        """Return the error for later calls: after a failed restart, the error that broke the group before."""
         return error if self.is_started or self._revived_from is None else self._revived_from

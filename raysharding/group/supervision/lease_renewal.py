@@ -1,11 +1,11 @@
-"""A rank's lease: it lives while its driver renews it. `RankLease` is the rank's end, `LeaseRenewal` the driver's.
+"""Leases of ranks: a rank exits unless its driver renews its lease, by `LeaseRenewal`; `RankLease` counts down.
 
-Note [Lease]: Ray frees the ranks of a driver that is dead, not those of one that is frozen (SIGSTOP, a debugger, a
-paused machine), nor those of a named group. A lease does. Ranks are told by a control call, which no running call
-holds up, from a thread of the driver, which a busy main thread does not hold up (one that keeps the interpreter lock
-does: that is a frozen driver). Time in which the rank itself did not run counts for two ticks at most: the renewals of
-that time wait in its queue, and it must get the chance to read them. So a rank that never lets the interpreter lock
-go does not end itself.
+Note [Lease]: Ray frees the ranks of a driver that died, but not the ranks of a frozen driver (SIGSTOP, a debugger, a
+paused machine) or of a named group. A lease frees these. The driver renews it by a control call, which does not wait
+for running calls, on a thread, which does not wait for a busy main thread (a main thread that keeps the interpreter
+lock is a frozen driver). Time in which the rank did not run counts as two ticks at most: renewals of that time are in
+its queue, and it must get the chance to process them. A rank that never releases the interpreter lock therefore does
+not end itself.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ import ray
 
 from raysharding.group.ranks import Member
 
-_RENEWALS = 3  # in one lease
+_RENEWALS = 3  # renewals per lease
 
 
 class LeaseRenewal:
-    """Renews the leases of a group's ranks on a thread of the driver."""
+    """Renews the leases of the ranks of a group, on a thread of the driver."""
 
     def __init__(self, members: Sequence[Member], lease_s: float | None, has_ray: Callable[[], bool]) -> None:
-        """Begin, where there is a lease.
+        """Start the thread, if there is a lease.
 
         Args:
-            members: By rank.
-            lease_s: Length of the lease; `None`: there is none.
-            has_ray: Whether the Ray that runs the ranks is still connected.
+            members: Members, by rank.
+            lease_s: Length of the lease, in seconds; `None` for no lease.
+            has_ray: Returns True if the Ray session of the ranks is still connected.
         """
         self._members = members
         self._lease_s = lease_s
-        self._told_s: float | None = math.nan  # equal to nothing: nothing has been told yet
+        self._told_s: float | None = math.nan  # equal to no lease: none has been sent
         self._has_ray = has_ray
         self._changed = threading.Event()
         self._is_stopped = False
@@ -48,19 +48,19 @@ class LeaseRenewal:
             self._thread.start()
 
     def change(self, lease_s: float | None) -> None:
-        """Give the ranks another lease, at once; `None`: none any more."""
+        """Change the lease of the ranks at once; `None` ends it."""
         self._lease_s = lease_s
         self._changed.set()
 
     def stop(self) -> None:
-        """Renew no more; but a change of a moment ago is still told."""
+        """Stop renewing, after a pending change has been sent."""
         self._is_stopped = True
         self._changed.set()
 
     def wait_heard(self, timeout_s: float) -> None:
-        """After `stop`: wait until the ranks have heard the last of it, or the time is over.
+        """Wait until the ranks have received the last change, after `stop`, or `timeout_s` passed.
 
-        Ranks that go on without this driver would end themselves by the lease that they had before.
+        Ranks that outlive this driver would otherwise exit when their earlier lease expires.
         """
         until = time.monotonic() + timeout_s
         if self._thread.is_alive():
@@ -69,7 +69,7 @@ class LeaseRenewal:
             ray.wait(asked, num_returns=len(asked), timeout=max(0.0, until - time.monotonic()))
 
     def explain(self) -> str:
-        """Say, for the error of a rank that died, that the lease had run out; empty where it had not."""
+        """Return a note for the error of a dead rank that its lease had expired; empty if it had not."""
         gap_s = max(self._longest_gap_s, time.monotonic() - self._renewed_at)
         if self._lease_s is None or gap_s < self._lease_s:
             return ""
@@ -95,7 +95,7 @@ class LeaseRenewal:
 
     def _renew(self, rank: int, member: Member, lease_s: float | None) -> None:
         before = self._asked.get(rank)
-        # A rank that has not read the last renewal yet needs no other, unless this one says something new.
+        # A rank that has not processed the last renewal needs no other one, unless the lease changes.
         if before is not None and lease_s is not None and not ray.wait([before], timeout=0)[0]:
             return
         self._asked[rank] = member.actor.renew.remote(member.epoch, self._number, lease_s)

@@ -1,8 +1,7 @@
-"""What the supervision asks ranks while they work, on their control threads, and what it does with the answers.
+"""Probes of ranks beside their calls, on their control threads: progress, stacks, connections, logs.
 
-Questions that every rank is asked at once, beside the calls: under one deadline, and some may stay silent.
-
-What people look at when a rank behaves strangely: its Python stacks, and the end of what it has printed.
+`probe_all` sends one probe to all ranks under one deadline. `Probes` sends the supervisor's probes of a running call.
+`read_stacks` and `read_log` return the Python stacks and the printed output of ranks.
 """
 
 from __future__ import annotations
@@ -34,17 +33,17 @@ class ProbeReplies:
     replies: Mapping[int, Any]
     """Rank → its reply."""
     silent: Mapping[int, str]
-    """Rank → why it has not replied."""
+    """Rank → why it did not reply."""
 
 
 def probe_all(members: Sequence[Member], method: str, *args: Any, within_s: float) -> ProbeReplies:
-    """Ask every rank.
+    """Call a control method on every rank.
 
     Args:
-        members: By rank.
-        method: A control method of `RankActor`.
+        members: Members, by rank.
+        method: Name of a control method of `RankActor`.
         args: Its arguments.
-        within_s: Deadline for all answers together.
+        within_s: Deadline for all replies together, in seconds.
     """
     until = time.monotonic() + within_s
     refs = [getattr(member.actor, method).remote(*args) for member in members]
@@ -63,16 +62,16 @@ def probe_all(members: Sequence[Member], method: str, *args: Any, within_s: floa
 
 
 POLL_S = 0.2
-"""Between two questions about progress."""
-# A late call's error comes within 2 s of its deadline: silent ranks have 0.4 s, their neighbours 0.6 s, and ranks that
-# were freed 0.8 s.
+"""Seconds between two probes for progress."""
+# The error of a late call is raised within 2 s of its deadline: ranks have 0.4 s to reply, other ranks of the node
+# 0.6 s, and ranks whose collectives were ended 0.8 s.
 _SILENT_S = 0.4
 _STACKS_ANSWER_S = 1.0
 _FREED_S = 0.8
 
 
 class Probes:
-    """Runs on the supervision thread; answers come back to it as events, and are dropped when the run has ended."""
+    """Probes of a running call. Replies arrive on the supervision thread, and are dropped when the call has ended."""
 
     def __init__(
         self,
@@ -81,13 +80,13 @@ class Probes:
         current: Callable[[], RunningCall | None],
         advance: Callable[[], None],
     ) -> None:
-        """Ask nothing yet.
+        """Start without probes.
 
         Args:
-            members: By rank.
-            watch: Makes the end of a future an event.
-            current: Returns the run that answers may still belong to.
-            advance: Does what has become due.
+            members: Members, by rank.
+            watch: Calls a function on the supervision thread when a future completes.
+            current: Returns the call that replies can belong to.
+            advance: Does all that is due; see `Supervisor.advance`.
         """
         self._members = members
         self._watch = watch
@@ -97,7 +96,7 @@ class Probes:
         self._here = ray.get_runtime_context().get_node_id()
 
     def progress(self, run: RunningCall, dead: Collection[int]) -> None:
-        """Ask how far ranks are that owe no answer."""
+        """Request the progress of all ranks without a pending request."""
         run.next_poll = time.monotonic() + POLL_S
         ranks = [rank for rank in range(len(self._members)) if rank not in run.asked and rank not in dead]
         run.asked.update(ranks)
@@ -112,7 +111,7 @@ class Probes:
             run.task.call.progress = (progress.bytes_done, progress.bytes_total)
 
     def stacks(self, run: RunningCall) -> None:
-        """The deadline has passed: ask the late ranks what they do, and wait a moment for the answers."""
+        """Request the stacks of late ranks, after the deadline, and wait for them for a second at most."""
         now = time.monotonic()
         run.stacks = {}
         run.drain_until, run.neighbours_at = now + _STACKS_ANSWER_S, now + _SILENT_S
@@ -125,7 +124,7 @@ class Probes:
             self._end_wait(run)
 
     def neighbours(self, run: RunningCall) -> None:
-        """Ask about late ranks that have not answered: this process where it is on their machine, else a neighbour."""
+        """Get snapshots of late ranks that did not reply, from this process or another rank on their node."""
         assert run.stacks is not None, "asked after stacks()"
         run.neighbours_at = None
         able = [*run.stacks, *run.finished]
@@ -148,20 +147,20 @@ class Probes:
             self._end_wait(run)
 
     def _end_wait(self, run: RunningCall) -> None:
-        """Stop waiting for answers when something is known of every late rank."""
+        """Stop waiting if every late rank has replied or has a snapshot."""
         known = {*(run.stacks or {}), *run.snapshots}
         if all(late in known for late in run.unfinished(self._members)):
             run.drain_until = time.monotonic()
         self._advance()
 
     def free(self, run: RunningCall, lost: Collection[int]) -> None:
-        """End the collectives of a failed call, so that the ranks keep what they hold; see `distributed.comm.abort`.
+        """End the collectives of a failed call, so that the ranks keep their state; see `distributed.comm.abort`.
 
-        All ranks cut their connections: of the peers of one, some wait for ranks that wait for it.
+        All ranks shut their connections down: ranks may wait for each other in a chain.
 
         Args:
             run: The call.
-            lost: Ranks that are dead or hang. Which connections to them there are, `note_connections` has found out.
+            lost: Ranks that died or hang. `note_connections` has recorded their connections.
         """
         run.connections = {}
         run.drain_until, run.neighbours_at = time.monotonic() + _FREED_S, None
@@ -177,7 +176,7 @@ class Probes:
                     self._members[each].actor.cut.remote(chosen)
 
     def note_connections(self) -> None:
-        """While all ranks are well: ask for their connections, for when one of them cannot say any more."""
+        """Record the connections of all ranks, for the case that a rank is lost."""
         for rank, member in enumerate(self._members):
             self._watch(member.actor.connections.remote().future(), partial(self._on_noted, rank))
 
@@ -195,7 +194,7 @@ class Probes:
     def _on_answer(
         self, run: RunningCall, rank: int, then: Callable[[RunningCall, int, Any], None], future: Future
     ) -> None:
-        # Of a rank that died, its lifetime tells.
+        # The death of a rank is reported by its `lifetime` call.
         if run is self._current() and future.exception() is None:
             then(run, rank, future.result())
 
@@ -204,11 +203,11 @@ def _dump_stacks(pid: int, descriptor: int) -> ProcessSnapshot | None:
     try:
         return dump_stacks(pid, descriptor)
     except OSError:
-        return None  # gone, or in another container
+        return None  # dead, or in another container
 
 
 def _in_thread(fn: Callable[..., Any], *args: Any) -> Future:
-    """Run something that waits beside the supervision thread; a thread each, for there may be a rank for each."""
+    """Run a blocking function on a thread of its own."""
     future: Future = concurrent.futures.Future()
     threading.Thread(target=lambda: future.set_result(fn(*args)), name=fn.__name__, daemon=True).start()
     return future
@@ -221,10 +220,10 @@ _MAX_TAIL_BYTES = 1 << 20
 
 
 def read_stacks(members: Sequence[Member]) -> dict[int, str]:
-    """Return the Python stacks of every rank, printed by itself or for a neighbour, else why there are none. Takes 2 s.
+    """Return the Python stacks of every rank, or why there are none. Takes at most 2 s.
 
     Args:
-        members: By rank.
+        members: Members, by rank.
     """
     answers = probe_all(members, "stacks", within_s=_ANSWER_S)
     stacks = {rank: stacks.text or "idle\n" for rank, stacks in answers.replies.items()}
@@ -236,7 +235,7 @@ def read_stacks(members: Sequence[Member]) -> dict[int, str]:
 
 
 def _snapshot(members: Sequence[Member], rank: int, able: Sequence[Member]) -> ProcessSnapshot | None:
-    """What this process can say of a silent rank of its machine, or else a rank that answers."""
+    """Return a snapshot of a silent rank, by this process or by another rank on its node."""
     one = members[rank]
     where = one.info.pid, one.stacks_descriptor
     if one.info.node_id == ray.get_runtime_context().get_node_id():
@@ -255,10 +254,10 @@ def read_log(member: Member, num_lines: int) -> str:
 
     Args:
         member: The rank.
-        num_lines: Of each of the two.
+        num_lines: Number of lines of each.
 
     Raises:
-        GroupError: Its node is gone, or does not answer within 30 s, or Ray was shut down.
+        GroupError: The node is gone, does not answer within 30 s, or Ray was shut down.
     """
     if not ray.is_initialized():
         raise GroupError("Ray was shut down, which knows where the logs are")
@@ -267,7 +266,7 @@ def read_log(member: Member, num_lines: int) -> str:
     node_id = member.info.node_id
     if node_id == ray.get_runtime_context().get_node_id():
         return _tails(member.log_paths, num_lines)
-    # Not the rank itself: it may be dead, or stopped.
+    # A task on the node, because the rank may be dead or stopped.
     there = NodeAffinitySchedulingStrategy(node_id, soft=False)
     reading = ray.remote(_tails).options(num_cpus=0, scheduling_strategy=there, max_retries=0)
     try:

@@ -1,7 +1,4 @@
-"""`QueuedCall`: one call on its way to the ranks; `RunningCall`: what has been seen of it while the ranks work on it.
-
-`WaitingCalls`: the calls that have been submitted and that no rank has begun.
-"""
+"""`QueuedCall`, one call; `WaitingCalls`, the queue of calls; `RunningCall`, the state of the call that ranks run."""
 
 from __future__ import annotations
 
@@ -22,32 +19,32 @@ from raysharding.group.supervision.failures import Observed, saw_hang, saw_stop
 
 
 class Continue(Protocol):
-    """Takes rank 0's value of one step of a call that comes in steps."""
+    """Receives rank 0's value of one step of a call that takes several steps."""
 
     def __call__(self, sent: Sent) -> None:
-        """Keep what was sent. Runs on the supervision thread."""
+        """Store the value. Runs on the supervision thread."""
 
 
 @dataclass(frozen=True)
 class QueuedCall:
-    """One call, its arguments packed."""
+    """One call with packed arguments."""
 
     call: Call
-    """What the caller holds."""
+    """Handle of the caller."""
     command: Command
-    """What every rank runs, but for `args`."""
+    """Command for every rank, without `args`."""
     args: Packed | Sequence[Packed]
-    """Packed `(args, kwargs)`: one for all ranks, or one for each."""
+    """Packed `(args, kwargs)`, one for all ranks or one per rank."""
     deadline_s: float
-    """Longest time from when the ranks begin; with `watch_progress`, longest time without progress."""
+    """Longest time of the call, in seconds; with `watch_progress`, longest time without progress."""
     watch_progress: bool = False
-    """Whether bytes moved, as the ranks report them, put off the deadline."""
+    """True if progress in bytes, which the ranks report, extends the deadline."""
     keep_step: Continue | None = None
-    """Where the value of each step goes, for a call that comes in steps; `None`: in one."""
+    """Receives the value of each step; `None` for a call of one step."""
 
     @property
     def num_bytes(self) -> int:
-        """Size of the packed arguments."""
+        """Size of the packed arguments, in bytes."""
         args = [self.args] if isinstance(self.args, Packed) else self.args
         shared = self.command.shared
         return sum(packed.num_bytes for packed in args) + (shared.num_bytes if isinstance(shared, Packed) else 0)
@@ -55,88 +52,88 @@ class QueuedCall:
 
 @dataclass
 class RunningCall:
-    """The task that the ranks work on."""
+    """State of the call that the ranks run."""
 
     task: QueuedCall
     """The call as it was queued."""
     number: int
-    """Tells a late answer to an earlier step from an answer to this one."""
+    """Number of the step; identifies late responses to earlier steps."""
     begun: float
-    """Clock when the ranks began this step."""
+    """Time (`time.monotonic`) at which the ranks began this step."""
     deadline: float
-    """Clock when they are late."""
+    """Time at which the ranks are late."""
     finished: set[int] = field(default_factory=set)
-    """Ranks whose part has ended, well or not."""
+    """Ranks that have finished, with or without an error."""
     seen: list[Observed] = field(default_factory=list)
-    """Failures in the order in which they reached the driver."""
+    """Failures in the order of arrival at the driver."""
     drain_until: float | None = None
-    """Clock when ranks that have not followed a failure are stopped; `None` while nothing has failed."""
+    """Time at which ranks that still run after a failure are stopped; `None` without a failure."""
     more: bool = False
-    """Whether rank 0 has another step to give."""
+    """True if the call has another step."""
     changes: dict[int, StateChange] = field(default_factory=dict)
-    """What the call did to what the finished ranks hold."""
+    """Changes of the call to the model, for each finished rank."""
     stacks: dict[int, Stacks] | None = None
-    """What late ranks answered; `None` until the deadline has passed."""
+    """Stacks of late ranks that answered; `None` until the deadline has passed."""
     snapshots: dict[int, ProcessSnapshot] = field(default_factory=dict)
-    """What others say of late ranks that did not answer."""
+    """Snapshots that other ranks made of late ranks that did not answer."""
     neighbours_at: float | None = None
-    """Clock when others are asked about ranks that have not answered; `None` where nobody needs to."""
+    """Time at which other ranks are asked for such snapshots; `None` if none is needed."""
     connections: dict[int, Sequence[Connection]] | None = None
-    """TCP connections of the ranks; `None` until ranks that wait for others in vain are to be freed."""
+    """TCP connections of the ranks; `None` until they are needed to end collectives."""
     is_late: bool = False
-    """Whether ranks were late when the call was given up."""
+    """True if ranks were late when the call failed."""
     arrived: str = ""
-    """Which ranks waited for which then, as the end of a sentence."""
+    """Which ranks waited for which, as the end of a sentence."""
     moved: dict[int, tuple[str, int]] = field(default_factory=dict)
-    """Phase and bytes of each rank, as last reported."""
+    """Last reported phase and bytes of each rank."""
     given_up: set[int] = field(default_factory=set)
-    """Late ranks that wait for nobody, so hang."""
+    """Late ranks that hang: they do not wait for other ranks."""
     settled_by: float = math.inf
-    """Clock until which ranks may end their part after the call has failed."""
+    """Time until which ranks may finish after the call has failed."""
     asked: set[int] = field(default_factory=set)
-    """Ranks that owe an answer about their progress."""
+    """Ranks whose progress report is pending."""
     next_poll: float = 0.0
-    """Clock of the next question about progress."""
+    """Time of the next request for progress."""
 
     @property
     def due(self) -> float:
-        """Clock when something has to be done, whatever the ranks do."""
+        """Time of the next action that is independent of the ranks."""
         if self.drain_until is not None:
             return self.drain_until if self.neighbours_at is None else min(self.drain_until, self.neighbours_at)
         return min(self.deadline, self.next_poll) if self.task.watch_progress else self.deadline
 
     @property
     def is_freed(self) -> bool:
-        """Whether the ranks' connections are being cut, so that what they raise from now on means nothing."""
+        """True if connections of the ranks are being shut down; later errors of the ranks are consequences."""
         return self.connections is not None
 
     def holds_one_model(self, lost: Collection[int] = ()) -> bool:
-        """Whether what the finished ranks hold, lost ones left out, is one model, none of it changed in part."""
+        """Return True if the finished ranks but `lost` hold one consistent model."""
         left = self.finished - set(lost)
-        # Of one that Ray could not bring its arguments there is no change: it holds what it held before.
+        # A rank without a change did not get its arguments from Ray, and so did not run the call.
         return left <= self.changes.keys() and one_model(self.changes[rank] for rank in left)
 
     def phase(self, rank: int) -> str:
-        """Return what a rank was doing, as far as the driver knows."""
+        """Return the last known phase of a rank."""
         return self.moved.get(rank, (self.task.call.name, 0))[0]
 
     def unfinished(self, members: Sequence[Member]) -> list[int]:
-        """Return the ranks whose part has not ended."""
+        """Return the ranks that have not finished."""
         return [rank for rank in range(len(members)) if rank not in self.finished]
 
     def awaited(self, members: Sequence[Member]) -> list[int]:
-        """Return the ranks whose part has not ended, but for those that were given up."""
+        """Return the ranks that have not finished and are not given up."""
         return [rank for rank in self.unfinished(members) if rank not in self.given_up]
 
     def waits(self, rank: int) -> bool:
-        """Whether a rank has said that it waits for others."""
+        """Return True if a rank has reported that it waits for other ranks."""
         said = (self.stacks or {}).get(rank)
         return said is not None and said.in_collective
 
     def describe_late(self, members: Sequence[Member]) -> None:
-        """Note the unfinished ranks as failures: hung where the deadline has passed, else stopped for another's sake.
+        """Record the unfinished ranks as failures: hung after the deadline, else stopped because of another failure.
 
-        Late ranks that do not even answer come first, those that wait for others last.
+        Late ranks that did not answer come first, ranks that wait for others last.
         """
         late = self.unfinished(members)
         if self.stacks is None:
@@ -150,7 +147,7 @@ class RunningCall:
         self.seen.sort(key=lambda one: (one.follows, one.failure.rank in answered))
 
     def _arrivals(self, late: Sequence[int], world_size: int) -> str:
-        """Say which ranks wait for which; empty where none waits."""
+        """Return which ranks wait for which, as text; empty if none waits."""
         waiting = [rank for rank in late if self.waits(rank)]
         if not waiting:
             return ""
@@ -172,11 +169,11 @@ def _ranks(ranks: Sequence[int]) -> str:
 _MAX_BYTES = 256 << 20
 
 Check: TypeAlias = Callable[[], None]
-"""Raises where a call must not be queued."""
+"""Raises if a call must not be queued."""
 
 
 class WaitingCalls:
-    """A queue, first in, first out, whose arguments weigh 256 MiB at most but for the last call's. Thread-safe."""
+    """A FIFO queue whose arguments take at most 256 MiB, plus those of the last call. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -187,23 +184,23 @@ class WaitingCalls:
         return len(self._tasks)
 
     def is_full(self) -> bool:
-        """Whether a caller has to wait before it adds another call."""
+        """Return True if a caller must wait before it adds a call."""
         return self.num_bytes >= _MAX_BYTES
 
     def next_is_large(self) -> bool:
-        """Whether Ray is to carry part of the first call; there is one."""
+        """Return True if the first call has arguments that go through Ray. The queue must not be empty."""
         return self._tasks[0].num_bytes > COMMAND_BYTES
 
     def wait_for_room(self, is_open: Callable[[], bool]) -> None:
-        """Wait until the queue is not full, or `is_open` says that nobody will empty it.
+        """Wait until the queue is not full, or `is_open` returns False.
 
-        Bounded: every queued call ends by its own deadline, and a group that breaks empties the queue.
+        The wait is bounded: every queued call has a deadline, and a group that breaks empties the queue.
         """
         with self._changed:
             self._changed.wait_for(lambda: not self.is_full() or not is_open())
 
     def add(self, task: QueuedCall, *checks: Check) -> None:
-        """Queue a call, unless one of `checks`, which no other thread's `add` or `fail` can overtake, raises."""
+        """Queue a call unless one of `checks` raises. No `add` or `fail` comes between."""
         with self._changed:
             for check in checks:
                 check()
@@ -211,7 +208,7 @@ class WaitingCalls:
             self.num_bytes += task.num_bytes
 
     def take(self) -> QueuedCall:
-        """Take the first call out."""
+        """Remove and return the first call."""
         with self._changed:
             task = self._tasks.popleft()
             self.num_bytes -= task.num_bytes
@@ -219,7 +216,7 @@ class WaitingCalls:
         return task
 
     def fail(self, error: GroupError) -> int:
-        """End all calls with an error; return how many there were."""
+        """End all calls with an error; return their number."""
         with self._changed:
             tasks, self.num_bytes = list(self._tasks), 0
             self._tasks.clear()

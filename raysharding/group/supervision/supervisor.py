@@ -1,4 +1,4 @@
-"""`Supervisor`: sends a group's calls out one after the other, and decides what became of them."""
+"""`Supervisor`: sends the calls of a group to the ranks one at a time, and judges their outcome."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LEAVE_S = 2.0
 
 
 class Supervisor:
-    """Runs a group's calls in order, under deadlines, and stops everything when one rank fails."""
+    """Runs the calls of a group in order, under deadlines, and stops all ranks when one fails."""
 
     def __init__(
         self,
@@ -46,16 +46,16 @@ class Supervisor:
         replicas: Replicas,
         is_loaded: bool,
     ) -> None:
-        """Start the thread.
+        """Start the supervision thread.
 
         Args:
-            name: The group's name in errors.
-            members: By rank.
+            name: Name of the group in errors.
+            members: Members, by rank.
             timeouts: Deadlines.
-            release: Gives the placement group back; called once, after the actors were stopped.
-            lifetime: What the ranks hang on: a group with a name outlives this driver.
+            release: Removes the placement group; called once, after the actors have stopped.
+            lifetime: Name and leases; a group with a name outlives this driver.
             replicas: Which ranks hold the same shard.
-            is_loaded: Whether the ranks hold a model already, so need no lease of a group that is being made.
+            is_loaded: True if the ranks hold a model already; else they get the lease of a group that is starting.
         """
         self.name = name
         self.members = tuple(members)
@@ -78,14 +78,14 @@ class Supervisor:
         close_at_exit(self)
 
     def connect_ranks(self, port_range: tuple[int, int] | None) -> None:
-        """Have the ranks connect to this process: no call goes out before. At most `Timeouts.rendezvous_s`.
+        """Wait until all ranks have connected to this process, at most `Timeouts.rendezvous_s`; calls need that.
 
         Args:
             port_range: See `Placement`.
 
         Raises:
-            RendezvousError: No port is free, or a rank cannot reach this process or did not in time.
-            GroupError: A rank is gone, or the group was stopped meanwhile.
+            RendezvousError: No port is free, or a rank did not connect in time.
+            GroupError: A rank died, or the group was stopped in the meantime.
         """
         within_s, check = self._timeouts.rendezvous_s, self.status.refuse_if_unusable
         connections = accept_ranks(self.members, port_range, within_s, check)
@@ -93,7 +93,7 @@ class Supervisor:
 
     @property
     def state(self) -> GroupState:
-        """The group's state now."""
+        """Current state of the group."""
         return self.status.state(is_busy=self._runner.run is not None or bool(self._waiting))
 
     def started(self) -> None:
@@ -103,15 +103,15 @@ class Supervisor:
         self._loop.call_soon(self._runner.note_start)
 
     def revive(self, silent: Collection[int] = ()) -> RecoverableState | None:
-        """Leave BROKEN for STARTING where ranks were kept: they are to meet again.
+        """Change from BROKEN to STARTING if ranks were kept for a restart.
 
-        Until `started`, calls of the thread that revives are taken, and no others.
+        Until `started`, only the calling thread can submit calls.
 
         Args:
-            silent: Ranks that have not answered just now: they are given up, too.
+            silent: Ranks that have just failed to answer; they count as lost.
 
         Returns:
-            What there is to go on with; `None` where too little is left.
+            The recoverable state; `None` if too little of the group is left.
         """
         with self.survivors.lock:
             recoverable = None if self.status.is_closing else self.survivors.take(silent)
@@ -122,32 +122,32 @@ class Supervisor:
         return recoverable
 
     def let_go(self) -> None:
-        """Leave the ranks to another supervision, which has begun; this one stops nothing any more."""
+        """Leave the ranks to another supervisor, which has started; this one no longer stops them."""
         self._teardown.let_go()
 
     def give_up(self, why: str) -> None:
-        """Stop all ranks and give everything back, as a failure would; the group is BROKEN then. At most 20 s.
+        """Stop all ranks and release their resources, as after a failure; the group is BROKEN. Takes at most 20 s.
 
         Args:
-            why: What calls get to hear, where no failure came first.
+            why: Message of the error that calls raise, unless a failure came first.
         """
         done = threading.Event()
         self._loop.call_soon(partial(self._give_up, GroupError(f"{self.name}: {why}"), done))
         done.wait(2 * _RELEASE_S)
 
     def submit(self, task: QueuedCall, check: Check | None = None) -> None:
-        """Queue a call behind those before it; waits while the queued arguments weigh more than 256 MiB.
+        """Queue a call; waits while the arguments in the queue exceed 256 MiB.
 
         Args:
             task: The call.
-            check: Run in the moment in which the call is queued; raises where it must not be.
+            check: Called at the moment the call is queued; raises if the call must not be queued.
 
         Raises:
             GroupBrokenError: The group is broken or shut down.
             Exception: What `check` raised.
         """
         if self._waiting.is_full():
-            refuse_to_wait(f"{task.call.name}.remote(), while the queue has no room for its arguments")
+            refuse_to_wait(f"{task.call.name}.remote(), while the queue of calls is full")
             with DeferredInterrupts(self):
                 self._waiting.wait_for_room(lambda: self.status.is_usable)
         with MaskedInterrupts():
@@ -155,26 +155,26 @@ class Supervisor:
             self._loop.call_soon(self.advance)
 
     def interrupt_soon(self, source: str) -> Stopping:
-        """Cancel the calls in the queue, in the supervision's own time; a group that is still STARTING breaks.
+        """Cancel the calls in the queue, on the supervision thread; a group that is STARTING breaks.
 
         Args:
-            source: Who interrupts (`Ctrl-C`), for a line on stderr; empty: no line.
+            source: Source of the interrupt (`Ctrl-C`), for a line on stderr; empty for no line.
 
         Returns:
-            Ends when the call that runs now has ended; its value is the number of cancelled calls.
+            A future that completes when the running call has ended, with the number of cancelled calls.
         """
         stopping = Stopping()
         self._loop.call_soon(partial(self._interrupt, source, stopping))
         return stopping
 
     def wait_stopped(self, stopping: Stopping, timeout_s: float | None = None) -> None:
-        """Wait for the end of the call that ran at an interrupt; its own deadline bounds that.
+        """Wait for the end of the call that ran at an interrupt; the deadline of the call bounds the wait.
 
         Raises:
-            TimeoutError: `timeout_s` passed first; the call still runs.
+            TimeoutError: `timeout_s` passed, and the call still runs.
         """
         until = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        # A supervision that has ended acts on no event any more.
+        # A supervision thread that has ended handles no events.
         while not stopping.done() and not self._loop.is_stopped():
             left = until - time.monotonic()
             if left <= 0:
@@ -182,34 +182,34 @@ class Supervisor:
             concurrent.futures.wait([stopping], min(left, _TICK_S))
 
     def abandon_soon(self, reason: str) -> None:
-        """Stop the ranks, whatever they do; the group is BROKEN. `reason` says on whose wish."""
+        """Stop the ranks, also in a call; the group is BROKEN. `reason` is part of the error."""
         self._loop.call_soon(partial(self._abandon, reason))
 
     def shutdown(self) -> None:
-        """Stop all ranks and give everything back; returns when it is, or after 20 s. May be called many times."""
+        """Stop all ranks and release their resources; returns when that is done, or after 20 s. Idempotent."""
         self.shut_down_soon()
         self._loop.join(2 * _RELEASE_S)
 
     def shut_down_soon(self) -> None:
-        """Begin `shutdown` without waiting for its end."""
+        """Start `shutdown` without waiting for it."""
         self._loop.call_soon(self._close)
 
     def detach(self) -> None:
-        """End the supervision and leave the ranks as they are, for another driver."""
+        """End the supervision and keep the ranks, for another driver."""
         self._teardown.let_go()
         self.shutdown()
         self._lease_renewal.wait_heard(_HEARD_S)
 
     def leave(self) -> None:
-        """The program ends: so does the group, unless it has a name."""
-        # What a broken one holds, no other driver could use.
+        """Handle the exit of the program: shut the group down, unless it has a name."""
+        # No other driver could use a broken group.
         if self._lifetime.name is None or self.status.cause is not None:
             self.shutdown()
         else:
             self.detach()
 
     def dropped_soon(self) -> None:
-        """The group's object is gone: shut down, but for a named group, which this driver goes on to keep alive."""
+        """Handle the loss of the last reference to the group: shut it down, unless it has a name."""
         self._loop.call_soon(self._drop)
 
     def _on_failed(self, error: Exception) -> None:
@@ -220,7 +220,7 @@ class Supervisor:
             self._connections.close()
 
     def _patience(self) -> float:
-        """Seconds until something is due."""
+        """Return the seconds until the next deadline or check."""
         run = self._runner.run
         longest_s = max(0.0, min(_TICK_S, self._connections.seconds_to_unreachable()))
         if run is None:
@@ -232,21 +232,21 @@ class Supervisor:
         self.advance()
 
     def watch(self, future: Future, then: Callable[[Future], None]) -> None:
-        """Have `then(future)` called on this group's supervision thread when the future ends."""
+        """Call `then(future)` on the supervision thread when the future completes."""
         self._loop.add_future(future, then)
 
     def send(self, rank: int, frame: bytes) -> bool:
-        """Send a rank a frame; return True if it is within reach."""
+        """Send a message to a rank; return True if the rank is connected."""
         return self._connections.send(rank, frame)
 
     def has_ray(self) -> bool:
-        """Return True if Ray is there yet; else break the group. On the supervision thread, as all that follows."""
+        """Return True if Ray is initialized, else break the group. This and all below: supervision thread only."""
         if self.status.is_usable and not self._teardown.has_ray():
             self.break_group([], GroupError(f"{self.name}: Ray was shut down under the group"))
         return self.status.is_usable
 
     def advance(self) -> None:
-        """Do what is due: end the current step, stop late ranks, begin the next call."""
+        """Do all that is due: end the current step, stop late ranks, begin the next call."""
         if self.status.is_usable and self._gcs_monitor.seconds_silent() > GCS_GONE_S:
             self.break_group([], GroupError(f"{self.name}: {self._gcs_monitor.gone()}"))
         if self.survivors.is_kept and not self.survivors.left_s:
@@ -258,7 +258,7 @@ class Supervisor:
             self._runner.begin(task, task.command)
 
     def _may_begin(self) -> bool:
-        """Whether the next call may go out. What Ray is to carry would start another Ray where this one is gone."""
+        """Return True if the next call can begin. Large arguments go through Ray, which they must not start anew."""
         return self.has_ray() if self._waiting.next_is_large() else self.status.is_usable
 
     def _on_lifetime(self, rank: int, future: Future) -> None:
@@ -269,14 +269,14 @@ class Supervisor:
             self.rank_died(rank, error)
 
     def rank_died(self, rank: int, error: BaseException) -> None:
-        """Hear that a rank is gone: the call ends soon, or the group breaks at once where none runs."""
+        """Handle the death of a rank: the running call ends soon; without a running call the group breaks at once."""
         with self.survivors.lock:
             if not self.survivors.hear_death(rank):
                 return
             is_usable = self.status.is_usable
         if not is_usable:
             if self.survivors.recoverable.why_not:
-                self._drop_kept()  # what it held is nowhere else: there is nothing to keep the others for
+                self._drop_kept()  # no other rank holds this shard: the kept ranks are of no use
             return
         run = self._runner.run
         doing = "idle" if run is None else run.phase(rank)
@@ -287,20 +287,20 @@ class Supervisor:
             self.break_group([seen], failures.judge([seen], self.name, timed_out=False), recoverable)
             return
         run.finished.add(rank)
-        # Of a lost connection Ray tells a second or two later, after a look for its cause: the peers had their while.
+        # Ray reports a lost connection a second or two after the death, and the peers have had that time.
         is_old = isinstance(error, ray.exceptions.ActorUnavailableError)
         self._runner.see(run, seen, 0.0 if is_old else _AFTER_DEATH_S)
         self.advance()
 
     def _stop_unreachable(self) -> None:
-        """A rank that cannot be reached any more is lost: it is stopped, and Ray tells of its death."""
+        """Stop ranks that are no longer reachable; Ray then reports their death."""
         for rank, error in self._connections.pop_unreachable().items():
             if rank not in self.survivors.dead:
                 self._unreachable[rank] = f"; its connection to the driver had broken before: {error}"
                 self._teardown.stop_some([rank])
 
     def why_not(self, lost: Collection[int]) -> str:
-        """Say why ranks that hold one model could not meet again without `lost`; empty where they could."""
+        """Return why the ranks cannot form a group again without `lost`; empty if they can."""
         if not self.status.is_started:
             return STOPPED
         if any(one.info.device != "cpu" for one in self.members):
@@ -308,13 +308,13 @@ class Supervisor:
         return self.survivors.why_not(lost)
 
     def remark(self) -> str:
-        """Say that the cluster's head is silent; empty where it is not."""
+        """Return a note that the GCS is silent; empty if it is not."""
         return f" ({self._gcs_monitor.gone()})" if self._gcs_monitor.is_silent() else ""
 
     def break_group(
         self, seen: Sequence[failures.Observed], error: GroupError, recoverable: RecoverableState = NOTHING
     ) -> None:
-        """Fail the current call and those behind it; stop every rank and give everything back, or those of no use."""
+        """Fail running and queued calls; stop all ranks, or only the lost ranks if the others are recoverable."""
         run, self._runner.run = self._runner.run, None
         with self.survivors.lock:
             self.survivors.keep(recoverable)
@@ -330,7 +330,7 @@ class Supervisor:
             self._waiting.fail(failures.broken(self.name, error))
 
     def ranks_settled(self, recoverable: RecoverableState) -> None:
-        """Hear what is left after all: keep those ranks, or stop them."""
+        """Take the final recoverable state: keep its ranks, or stop all."""
         self.survivors.settle(recoverable)
         if recoverable.why_not:
             self._drop_kept()
@@ -361,9 +361,9 @@ class Supervisor:
             self.break_group([], GroupError(f"{self.name} was stopped by {reason} ({doing})"))
 
     def _taken_over(self) -> None:
-        """Leave the ranks to the driver that has attached to them, or to the supervision that follows this one."""
+        """Leave the ranks to the driver that has attached to them, or to the next supervisor."""
         self._teardown.let_go()
-        self._connections.close()  # the ranks close them, which says nothing of the ranks
+        self._connections.close()  # the ranks close their ends, which is no failure
         if self.status.is_usable and not self.status.is_restarting:
             self.break_group([], taken_over(self.name))
             if self.status.is_dropped:
@@ -375,7 +375,7 @@ class Supervisor:
             self._close()
 
     def _close(self) -> None:
-        """Shut down: stop the ranks, well where they are idle, and wait until Ray says that they are gone."""
+        """Shut down: stop the ranks, after a `close` command if they are idle, and wait until Ray reports their end."""
         if self.status.is_closing:
             return
         was_idle = self._runner.run is None and self.status.cause is None and self._has_ranks()
@@ -394,7 +394,7 @@ class Supervisor:
             self._loop.stop()
 
     def _leave(self) -> None:
-        """Let idle ranks leave the process group; those that do not within 2 s are stopped all the same."""
+        """Let idle ranks leave the process group, for at most 2 s."""
         self._runner.leave()
         until = time.monotonic() + _LEAVE_S
         while self._runner.leaving - self.survivors.dead and time.monotonic() < until:
@@ -410,7 +410,7 @@ class Supervisor:
             done.set()
 
     def _drop_kept(self) -> None:
-        """Stop ranks that were kept for a restart, unless one has begun."""
+        """Stop ranks that were kept for a restart, unless a restart has begun."""
         if self.survivors.drop():
             self._stop()
 
@@ -419,12 +419,12 @@ class Supervisor:
         self._teardown.stop(gcs_answers=not self._gcs_monitor.is_silent())
 
     def _has_ranks(self) -> bool:
-        """Whether there may be ranks left that are this driver's to stop."""
+        """Return True if this driver may have ranks left to stop."""
         is_ours = self._teardown.has_ray() and not self._teardown.is_let_go
         return is_ours and len(self.survivors.dead) < len(self.members)
 
     def _stop_all(self) -> None:
-        """Stop the ranks, and wait until Ray says that they are gone."""
+        """Stop the ranks, and wait until Ray reports their end."""
         self._stop()
         until = time.monotonic() + _RELEASE_S
         while self._has_ranks() and time.monotonic() < until:

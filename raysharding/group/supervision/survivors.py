@@ -1,6 +1,6 @@
-"""`Survivors`: which ranks of a group are gone, and whether the others are kept for a restart, and until when.
+"""`Survivors`: which ranks of a group are lost, and whether and how long the others are kept for a restart.
 
-`Replicas`: which ranks of a group hold the same shard (HSDP), so that some of them may be lost.
+`Replicas`: which ranks of a group hold the same shard (HSDP), so that the group can lose some of them.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ class Replicas:
 
     @classmethod
     def of(cls, sharding: Sharding, world_size: int) -> Replicas:
-        """The layout of a group. Where the replicas do not divide the ranks, the ranks will refuse it: no replicas."""
+        """Return the layout of a group; without replicas if their number does not divide the ranks."""
         count = sharding.replicate_size
         return cls(world_size, world_size // count if world_size % count == 0 else world_size)
 
     @property
     def are_several(self) -> bool:
-        """Whether there is more than one replica."""
+        """True if there is more than one replica."""
         return self.num_shards < self.world_size
 
     def covers(self, lost: Collection[int]) -> bool:
-        """Whether the other ranks hold every shard."""
+        """Return True if the other ranks hold all shards."""
         return self.bare_shard(lost) is None
 
     def bare_shard(self, lost: Collection[int]) -> int | None:
-        """The first shard that no rank holds but lost ones; `None` where there is none."""
+        """Return the first shard that only lost ranks hold; `None` without one."""
         shards = range(self.num_shards)
         return next((shard for shard in shards if all(rank in lost for rank in self._holders(shard))), None)
 
     def sources(self, lost: Collection[int]) -> dict[int, int]:
-        """Lost rank → the lowest of the others that holds its shard."""
+        """Return, for each lost rank, the lowest other rank that holds its shard."""
         found = {}
         for rank in sorted(lost):
             found[rank] = next(one for one in self._holders(rank % self.num_shards) if one not in lost)
         return found
 
     def are_alike(self, changes: Mapping[int, StateChange]) -> bool:
-        """Whether a call did the same to every copy of a shard, by what the ranks say of it."""
+        """Return True if a call changed all copies of each shard alike, by the reports of the ranks."""
         if not all(change.whole for change in changes.values()):
-            return False  # two that were torn may have been torn at different places
+            return False  # partial changes of two ranks may differ
         kinds = {(rank % self.num_shards, change) for rank, change in changes.items()}
         return len(kinds) == len({shard for shard, _ in kinds})
 
@@ -70,16 +70,16 @@ STOPPED = "its ranks were stopped"
 
 @dataclass(frozen=True, slots=True)
 class RecoverableState:
-    """What a failure has left of a group."""
+    """What is left of a group after a failure."""
 
     lost: frozenset[int] = frozenset()
-    """Ranks that are gone, or that hang and are stopped."""
+    """Ranks that died, or hang and are stopped."""
     why_not: str = STOPPED
-    """Why the others cannot go on with what they hold; empty where they can."""
+    """Why the other ranks cannot continue with their state; empty if they can."""
     pending: frozenset[int] = frozenset()
-    """Ranks whose part of the failed call has not ended yet: until it has, nobody knows what they hold."""
+    """Ranks that have not finished the failed call; their state is unknown until then."""
     done: str = ""
-    """The failed call, where all of the others had ended it and its change is in what they hold."""
+    """Name of the failed call, if all other ranks finished it and hold its changes."""
 
 
 NOTHING = RecoverableState()
@@ -87,14 +87,14 @@ NOTHING = RecoverableState()
 
 
 class Survivors:
-    """The supervision thread changes it; `revive` and the properties are for any thread."""
+    """Tracks lost and kept ranks. The supervision thread changes it; properties are thread-safe."""
 
     def __init__(self, replicas: Replicas, keep_s: float) -> None:
-        """All ranks are there.
+        """Start with all ranks alive.
 
         Args:
-            replicas: Who holds what.
-            keep_s: How long ranks are kept.
+            replicas: Which ranks hold the same shard.
+            keep_s: Time for which ranks are kept, in seconds.
         """
         self.lock = threading.Lock()
         self.replicas = replicas
@@ -107,21 +107,21 @@ class Survivors:
 
     @property
     def is_kept(self) -> bool:
-        """Whether ranks of a broken group wait for a restart."""
+        """True if ranks of a broken group are kept for a restart."""
         return self._is_kept
 
     @property
     def left_s(self) -> float:
-        """Seconds until kept ranks are to be stopped."""
+        """Seconds until kept ranks are stopped."""
         return max(0.0, self._until - time.monotonic())
 
     def compare(self, changes: Mapping[int, StateChange]) -> None:
-        """Note what a call did to the ranks: what made copies of a shard differ is never undone, as far as we know."""
+        """Record whether a call made copies of a shard differ. Nothing is known to make them equal again."""
         if self.replicas.are_several and not self._copies_differ:
             self._copies_differ = not self.replicas.are_alike(changes)
 
     def why_not(self, lost: Collection[int]) -> str:
-        """Why the group cannot do without these ranks and the dead ones; empty where it can."""
+        """Return why the group cannot continue without these and the dead ranks; empty if it can."""
         return self._why_lost({*self.dead, *lost}) or ("" if self._keep_s else "Timeouts(keep_s=0) keeps no ranks")
 
     def _why_lost(self, lost: Collection[int]) -> str:
@@ -134,9 +134,12 @@ class Survivors:
         return ""
 
     def hear_death(self, rank: int) -> bool:
-        """With the lock held: note that a rank's process is gone. Return whether that is news: it may be given up.
+        """Record the death of a rank; call with the lock held.
 
-        Kept ranks whose shards are not all there any more are to be stopped: `recoverable` says why not, then.
+        If kept ranks lose a shard by it, `recoverable.why_not` says so, and they are to be stopped.
+
+        Returns:
+            True if the rank was not known as lost.
         """
         is_news = rank not in self.dead and rank not in self.recoverable.lost
         self.dead.add(rank)
@@ -146,28 +149,28 @@ class Survivors:
         return is_news
 
     def keep(self, recoverable: RecoverableState) -> None:
-        """With the lock held: the group is broken: keep the ranks that are not lost, where they can go on."""
+        """Keep the ranks that are not lost, if the state is recoverable; call with the lock held."""
         self.recoverable = recoverable
         self._is_kept, self._until = not recoverable.why_not, time.monotonic() + self._keep_s
 
     def wait_settled(self, timeout_s: float, then_s: float) -> None:
-        """Wait until it is known what kept ranks hold; they are kept meanwhile, and `then_s` longer."""
+        """Wait until no kept rank is pending. Ranks are kept for that time and `then_s` longer."""
         with self.lock:
             self._until = max(self._until, time.monotonic() + timeout_s + then_s)
         _wait_until(lambda: not (self._is_kept and self.recoverable.pending), timeout_s)
 
     def wait_gone(self, ranks: Collection[int], timeout_s: float) -> bool:
-        """Wait until Ray says that ranks which were given up are gone; return whether they are."""
+        """Wait until Ray reports the death of lost ranks; return True if it did in time."""
         return _wait_until(lambda: self.dead.issuperset(ranks), timeout_s)
 
     def settle(self, recoverable: RecoverableState) -> None:
-        """What kept ranks hold is known now, or too late."""
+        """Set the recoverable state, unless ranks are no longer kept."""
         with self.lock:
             if self._is_kept:
                 self.recoverable = recoverable
 
     def drop(self) -> bool:
-        """Keep the ranks no longer, unless a restart has begun; return whether they were kept."""
+        """Stop keeping ranks, unless a restart has begun; return True if they were kept."""
         with self.lock:
             was_kept, self._is_kept = self._is_kept, False
             if was_kept and not self.recoverable.why_not:
@@ -176,10 +179,10 @@ class Survivors:
             return was_kept
 
     def take(self, silent: Collection[int]) -> RecoverableState | None:
-        """For a restart, with the lock held: what there is to go on with, `None` where the ranks cannot.
+        """Return the recoverable state for a restart, `None` without one; call with the lock held.
 
         Args:
-            silent: Ranks that have not answered just now: they are lost, too.
+            silent: Ranks that have just failed to answer; they count as lost.
         """
         lost = self.recoverable.lost | self.dead | frozenset(silent)
         is_known = self._is_kept and not self.recoverable.why_not and not self.recoverable.pending

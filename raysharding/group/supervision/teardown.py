@@ -1,4 +1,4 @@
-"""Taking a group down: actors are stopped, the placement group goes back, and at exit nothing stays."""
+"""Teardown of a group: stop the actors, remove the placement group, also at the exit of the program."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _STOP_S = 3.0
 
 
 class Closable(Protocol):
-    """What has something to do when the program ends."""
+    """An object that must clean up when the program ends."""
 
     def leave(self) -> None:
-        """Do it, and wait until it is done."""
+        """Clean up, and wait until that is done."""
 
 
 _open: weakref.WeakSet[Closable] = weakref.WeakSet()
-os.register_at_fork(after_in_child=_open.clear)  # they are the parent's
+os.register_at_fork(after_in_child=_open.clear)  # they belong to the parent process
 
 
 def close_at_exit(closable: Closable) -> None:
-    """Have something leave when the program ends, before Ray's own exit: this module is imported after Ray."""
+    """Call `closable.leave()` at exit, before Ray's exit handlers: this module is imported after Ray."""
     _open.add(closable)
 
 
@@ -39,14 +39,14 @@ def _close_all() -> None:
 
 
 class Teardown:
-    """The actors and the placement group of one group, to be stopped once."""
+    """Stops the actors of one group and removes its placement group, once."""
 
     def __init__(self, members: Sequence[Member], release: Callable[[], None]) -> None:
-        """Remember what there is to stop.
+        """Record the actors.
 
         Args:
-            members: By rank.
-            release: Gives the placement group back.
+            members: Members, by rank.
+            release: Removes the placement group.
         """
         self._members = members
         self._release = release
@@ -55,40 +55,40 @@ class Teardown:
         self.is_let_go = False
 
     def has_ray(self) -> bool:
-        """Whether the Ray that runs the ranks is still connected; after a new `ray.init()` it is not."""
+        """Return True if the Ray session of the ranks is still connected; after a new `ray.init()` it is not."""
         return _ray_session() == self._session
 
     def let_go(self) -> None:
-        """Leave the actors and the placement group to another driver: `stop` will do nothing."""
+        """Leave the actors and the placement group to another driver; `stop` then does nothing."""
         self._is_stopped = self.is_let_go = True
 
     def stop(self, *, gcs_answers: bool = True) -> None:
-        """Stop the actors and give the placement group back.
+        """Stop the actors and remove the placement group.
 
         Args:
-            gcs_answers: Whether the GCS answers. Without it Ray stops nothing and waits, so the ranks are asked to end
-                at once; otherwise after 3 s.
+            gcs_answers: True if the GCS answers. Without the GCS Ray cannot stop actors, and waits: the ranks are told
+                to exit at once, else after 3 s.
         """
         if self._is_stopped:
             return
         self._is_stopped = True
         if not self.has_ray():
-            return  # Ray's own shutdown has ended the job, and the actors with it
+            return  # the shutdown of Ray has ended the job and its actors
         stopping = threading.Thread(target=self._stop, name="stop ranks", daemon=True)
         stopping.start()
         stopping.join(_STOP_S if gcs_answers else 0.0)
         if stopping.is_alive():
             for member in self._members:
-                member.actor.end.remote()  # goes from process to process; Ray's head has no part in it
+                member.actor.end.remote()  # from process to process, without the GCS
 
     def stop_some(self, ranks: Collection[int]) -> None:
-        """Stop some actors and keep the others; waits for nothing."""
+        """Stop some actors and keep the others; does not wait."""
         if ranks and not self._is_stopped and self.has_ray():
             threading.Thread(target=self._kill, args=(ranks,), name="stop lost ranks", daemon=True).start()
 
     def _kill(self, ranks: Collection[int]) -> None:
         for rank in ranks:
-            if self.has_ray():  # it may have been shut down meanwhile: Ray would start another one
+            if self.has_ray():  # after ray.shutdown(), ray.kill would start Ray anew
                 ray.kill(self._members[rank].actor, no_restart=True)
 
     def _stop(self) -> None:
@@ -98,8 +98,8 @@ class Teardown:
 
 
 def _ray_session() -> tuple[str, str] | None:
-    """What tells this program's connection to Ray from one before or after it; `None` without one."""
+    """Return an identifier of this program's Ray session; `None` without one."""
     if not ray.is_initialized():
         return None
     context = ray.get_runtime_context()
-    return context.get_node_id(), context.get_job_id()  # a new cluster counts its jobs from the start
+    return context.get_node_id(), context.get_job_id()  # job ids alone repeat in a new cluster
