@@ -1,7 +1,7 @@
-"""`read_dcp_metadata`: what a `torch.distributed.checkpoint` directory says of itself, in `.metadata`, checked.
+"""`read_dcp_metadata`: read and check the `.metadata` of a `torch.distributed.checkpoint` directory.
 
-torch pickles `.metadata` and reads it by `pickle.load`, which runs what the file says. The unpickler here admits
-torch's metadata classes and nothing else; each field is checked before it is believed.
+torch pickles `.metadata` and reads it by `pickle.load`, which runs code that the file names. The unpickler here allows
+torch's metadata classes only, and every field is checked before use.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from raysharding.checkpoint.format import MAX_DIMS, NAME_OF_DTYPE, TensorInfo, i
 from raysharding.checkpoint.storage import LocalStorage, is_remote
 from raysharding.errors import CheckpointError, shown
 
-if TYPE_CHECKING:  # it takes as long to import as half of torch
+if TYPE_CHECKING:  # its import takes half as long as that of torch
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 METADATA_NAME: Final = ".metadata"
 MAX_METADATA_BYTES: Final = 1 << 30
-"""Longest `.metadata` that is read; one of 100,000 chunks has about 20 MB."""
+"""Largest `.metadata` that is read, in bytes; 100,000 chunks take about 20 MB."""
 MAX_TUPLE_ITEMS: Final = 4096
-"""Items of a tuple, with those of the tuples in it."""
+"""Largest number of items of a tuple, including those of nested tuples."""
 _MAX_INT64: Final = (1 << 63) - 1
 _MAX_DEPTH: Final = 64
 """Deepest nesting of a saved state."""
@@ -37,15 +37,15 @@ _ERRORS: Final = (
     *(pickle.UnpicklingError, ArithmeticError, AttributeError, EOFError, LookupError, MemoryError),
     *(RecursionError, RuntimeError, TypeError, ValueError, struct.error),
 )
-"""What Python's unpickler and torch's classes raise where the bytes are not what torch writes."""
+"""Errors of Python's unpickler and torch's classes on bytes that torch does not write."""
 
 _DTYPES: Final = frozenset({*NAME_OF_DTYPE, torch.complex128})
-"""Each fills whole bytes."""
+"""Dtypes whose elements are whole bytes."""
 
 
 @dataclass(eq=False)
 class _Index:
-    """A `MetadataIndex`. torch's own hashes what the file puts into it, which may be nested without end."""
+    """A `MetadataIndex`. torch's class hashes its fields, which a hostile file can nest without end."""
 
     fqn: Any = None
     offset: Any = None
@@ -53,7 +53,7 @@ class _Index:
 
 @dataclass(eq=False)
 class _Properties:
-    """A `TensorProperties`, as far as it is not deprecated."""
+    """A `TensorProperties` without its deprecated fields."""
 
     dtype: Any = None
     layout: Any = None
@@ -63,7 +63,7 @@ class _Properties:
 
 
 def _nothing(*_: Any) -> None:
-    """Stand for what is not needed: where the checkpoint was written, and memory formats."""
+    """Stand in for unneeded values: the place the checkpoint was written to, and memory formats."""
 
 
 _METADATA: Final = "torch.distributed.checkpoint.metadata"
@@ -71,10 +71,10 @@ _SHARDED: Final = "torch.distributed._shard.sharded_tensor.metadata"
 _STAND_INS: Final[dict[tuple[str, str], Callable[..., Any]]] = {
     (_METADATA, "MetadataIndex"): _Index,
     (_METADATA, "TensorProperties"): _Properties,
-    (_SHARDED, "TensorProperties"): _Properties,  # where torch before 2.3 had it
+    (_SHARDED, "TensorProperties"): _Properties,  # its place before torch 2.3
     (_METADATA, "_MEM_FORMAT_ENCODING"): _nothing,
     (_SHARDED, "MEM_FORMAT_ENCODING"): _nothing,
-    ("builtins", "getattr"): _nothing,  # how Python 3.11 writes a member of an enum
+    ("builtins", "getattr"): _nothing,  # Python 3.11 pickles members of an enum so
     **{(module, f"{kind}Path"): _nothing for module in ("pathlib", "pathlib._local") for kind in ("Posix", "Windows")},
 }
 _ADMITTED: Final = {
@@ -86,28 +86,28 @@ _ADMITTED: Final = {
     ("torch.serialization", "_get_layout"),
     ("collections", "OrderedDict"),
 }
-"""With `_STAND_INS`, every name that torch 1.13 to 2.13 writes into `.metadata`."""
+"""With `_STAND_INS`, all names that torch 1.13 to 2.13 writes into `.metadata`."""
 
 Path = tuple[str | int, ...]
-"""Where a value was in the saved state: keys of dicts and positions in lists."""
+"""Path of a value in the saved state: keys of dicts and indices of lists."""
 
 
 @dataclass(frozen=True)
 class DcpMetadata:
-    """What one directory holds. Tensors and values are in the order of the saved state."""
+    """Contents of one directory. Tensors and values are in the order of the saved state."""
 
     directory: str
-    """The directory, as it was given."""
+    """The directory, as passed by the caller."""
     tensors: dict[str, TensorInfo] = field(default_factory=dict)
-    """Key → name, dtype and full shape of a tensor."""
+    """Key → name, dtype and full shape of the tensor."""
     chunks: dict[str, list[ChunkStorageMetadata]] = field(default_factory=dict)
-    """Key → boxes of a tensor, by their offsets. They cover it, each element once; none is empty."""
+    """Key → chunks of the tensor, by offset. They cover each element once; none is empty."""
     values: list[str] = field(default_factory=list)
-    """Keys of what is no tensor: a number, a list of names, a pickled object."""
+    """Keys of values that are no tensors: numbers, lists of names, pickled objects."""
     paths: dict[str, Path] = field(default_factory=dict)
-    """Key → place in the saved state."""
+    """Key → path in the saved state."""
     places: dict[tuple[str, tuple[int, ...] | None], _StorageInfo] = field(default_factory=dict)
-    """(key, offsets of the chunk) → file, first byte and length; offsets are `None` for what is no tensor."""
+    """(key, offsets of the chunk) → file, first byte and length; offsets are `None` for values."""
 
 
 def read_dcp_metadata(directory: str | os.PathLike[str]) -> DcpMetadata:
@@ -117,8 +117,9 @@ def read_dcp_metadata(directory: str | os.PathLike[str]) -> DcpMetadata:
         directory: A local directory.
 
     Raises:
-        CheckpointError: it is no such directory (subdirectories that are, are named), `.metadata` names a class that
-            is not torch's metadata, or says what cannot be: chunks that overlap, leave a gap or lie outside.
+        CheckpointError: The directory holds no such checkpoint (the error names subdirectories that do), `.metadata`
+            names a class other than torch's metadata classes, or is inconsistent: chunks overlap, leave gaps or lie
+            outside of their tensor.
     """
     given = os.fspath(directory)
     if is_remote(given):
@@ -155,7 +156,7 @@ def _no_metadata(directory: str) -> CheckpointError:
     return CheckpointError(what, path=directory)
 
 
-# Python's own, not the C one: there a memo index of 4 bytes makes it touch 64 GiB.
+# The Python implementation: a memo index of 4 bytes makes the C implementation allocate 64 GiB.
 class _Unpickler(pickle._Unpickler):
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(pickle._Unpickler.dispatch)
 
@@ -169,17 +170,17 @@ class _Unpickler(pickle._Unpickler):
         raise ValueError(f"{what}; is the file from a source that you trust?")
 
     def get_extension(self, code: int) -> None:
-        """Refuse copyreg's extension registry, which belongs to the process and not to the file."""
+        """Refuse codes of copyreg's extension registry, which is state of this process."""
         raise pickle.UnpicklingError(f"extension code {code}")
 
     def load_build(self) -> None:
-        """Refuse to write attributes of a class or a function, which belong to the process and not to the file."""
+        """Refuse to set attributes of a class or a function, which are state of this process."""
         if not is_dataclass(type(self.stack[-2])):  # type: ignore[attr-defined]  # typeshed leaves out the stack
             raise pickle.UnpicklingError("a state for what has none")
         super().load_build()  # type: ignore[misc]
 
     def check_tuple(self) -> None:
-        """Refuse a large or deep tuple. To hash one visits all of it, on C's stack: 1 MB could hang or crash this."""
+        """Refuse a large or deep tuple. Hashing recurses on the C stack: a file of 1 MB could crash the process."""
         made = self.stack[-1]  # type: ignore[attr-defined]
         inner = [item for part in made if isinstance(part, tuple) for item in part]
         if len(made) + len(inner) > MAX_TUPLE_ITEMS or any(isinstance(item, tuple) for item in inner):
@@ -200,7 +201,7 @@ for _code in (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3):
 
 
 def _checked_place(place: Any) -> Any:
-    """A `_StorageInfo` that names a plain file and bytes in it."""
+    """Return a `_StorageInfo` after a check that it names a plain file and a range of bytes."""
     name = place.relative_path
     if not isinstance(name, str) or name in ("", ".", "..") or {*"/\\\0"} & {*name} or not is_text(name):
         raise ValueError(f"names the file {_short(name)}: only plain names of files beside {METADATA_NAME} are read")
@@ -208,14 +209,14 @@ def _checked_place(place: Any) -> Any:
         raise ValueError(f"{name} went through {shown(place.transform_descriptors)}: save without stream extensions")
     for what in ("offset", "length"):
         value = getattr(place, what)
-        # `type`, not isinstance: True is an int too.
+        # `type`, not isinstance: bool is a subclass of int.
         if type(value) is not int or not 0 <= value <= _MAX_INT64:
             raise ValueError(f"{what} is {_short(value)}, not an integer from 0 to 2**63 - 1")
     return place
 
 
 def _add(found: DcpMetadata, key: Any, entry: Any, path: Any) -> None:
-    """Check what `.metadata` says of one tensor or value, and keep it."""
+    """Check the metadata of one tensor or value, and add it to `found`."""
     from torch.distributed._shard.metadata import ShardMetadata
     from torch.distributed._shard.sharding_spec._internals import check_tensor, validate_non_overlapping_shards_metadata
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata
@@ -240,7 +241,7 @@ def _add(found: DcpMetadata, key: Any, entry: Any, path: Any) -> None:
         raise ValueError(f"its layout is {_short(layout)}: only strided tensors have shards")
     if math.prod(dim or 1 for dim in shape) * dtype.itemsize > _MAX_INT64:
         raise ValueError(f"shape {list(shape)} of {dtype} overflows 64 bits")
-    # Ranks whose shard is empty save a chunk too.
+    # Ranks with an empty shard also save a chunk.
     chunks = [chunk for chunk in entry.chunks if _size(chunk.sizes).numel()]
     shards = [ShardMetadata(list(_size(chunk.offsets)), list(chunk.sizes)) for chunk in chunks]
     validate_non_overlapping_shards_metadata(shards)
@@ -262,5 +263,5 @@ def _size(value: Any) -> torch.Size:
 
 
 def _short(value: Any) -> str:
-    """Name a value that the file made: the repr of an object could be as large as it likes."""
+    """Return a short text for a value from the file, whose repr may be huge."""
     return shown(value) if isinstance(value, str | int | float | bytes | torch.Size) else f"a {type(value).__name__}"

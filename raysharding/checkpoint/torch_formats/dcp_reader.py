@@ -19,9 +19,9 @@ from raysharding.checkpoint.torch_formats.dcp_metadata import read_dcp_metadata
 from raysharding.errors import CheckpointError
 
 PIECE_BYTES: Final = 4 << 20
-"""Most that is given to a writer at once."""
+"""Largest piece that is passed to a writer at once, in bytes."""
 _MAX_FRAME_BYTES: Final = 16 << 20
-"""What an archive may hold besides the tensor."""
+"""Bytes that an archive may hold besides the tensor."""
 _ZIP_MARK: Final = b"PK\x03\x04"
 
 Write = Callable[[int, memoryview], None]
@@ -29,26 +29,26 @@ Write = Callable[[int, memoryview], None]
 
 
 class DcpReader(ExitStack):
-    """Reads what a directory holds, chunk by chunk by `torch.load(weights_only=True)`. A context manager; one thread.
+    """Reads a directory chunk by chunk, by `torch.load(weights_only=True)`. A context manager; for one thread.
 
-    Making it opens every file and lets torch read the frame of every chunk, without its data, so that what cannot be
-    read is known before anything is written. About 0.8 ms for each chunk, and again to read it.
+    The constructor opens every file and lets torch read the frame of every chunk, without data, so that unreadable
+    chunks raise before anything is written. Takes about 0.8 ms per chunk, as does reading it.
 
-    torch's own `FileSystemReader` reads chunks so, too, but casts a dtype and cuts a shape that are not what
-    `.metadata` says, unpacks whatever an archive unpacks to, and copies each chunk into a second tensor.
+    torch's own `FileSystemReader` also reads chunk by chunk, but casts dtypes and cuts shapes that differ from
+    `.metadata`, unpacks archives of any size, and copies each chunk into a second tensor.
 
     Args:
         directory: A local directory.
 
     Raises:
-        CheckpointError: as `read_dcp_metadata`; or a file is missing or too short, or what it holds is not what
-            `.metadata` says. Names file and tensor.
+        CheckpointError: As from `read_dcp_metadata`; or a file is missing or too short, or differs from `.metadata`.
+            The error names file and tensor.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         super().__init__()
         self.metadata = read_dcp_metadata(directory)
-        """What the directory holds."""
+        """Contents of the directory."""
         self._files: dict[str, LocalFile] = {}
         self._headers: dict[tuple[str, int], tuple[Header, dict[str, TensorInfo]]] = {}
         with ExitStack() as undo:
@@ -61,12 +61,12 @@ class DcpReader(ExitStack):
             undo.pop_all()
 
     def read_tensor(self, key: str, write: Write) -> None:
-        """Read one tensor, row-major, and give it away in pieces of at most `PIECE_BYTES`, each of them once.
+        """Read one tensor and write it, row-major, in pieces of at most `PIECE_BYTES`.
 
-        One chunk is in memory at a time; where chunks are not whole rows, the tensor too.
+        One chunk is in memory at a time; if chunks are not whole rows, the tensor as well.
 
         Raises:
-            CheckpointError: a file changed, is damaged or cannot be read, or the tensor has no place in memory.
+            CheckpointError: A file changed, is damaged or unreadable, or the tensor does not fit into memory.
         """
         info, chunks = self.metadata.tensors[key], self.metadata.chunks[key]
         if all(chunk.sizes[1:] == info.shape[1:] for chunk in chunks):
@@ -85,10 +85,10 @@ class DcpReader(ExitStack):
         _give(whole, 0, write)
 
     def read_value(self, key: str) -> Any:
-        """Read a value that is no tensor: what torch takes for one that runs nothing.
+        """Read a value that is no tensor, by torch's weights-only unpickler.
 
         Raises:
-            CheckpointError: it is anything else.
+            CheckpointError: The value needs another unpickler.
         """
         window = self._window(key, None)
         try:
@@ -97,7 +97,7 @@ class DcpReader(ExitStack):
             raise CheckpointError(error.message, path=window.path, tensor=key) from error
 
     def _load_chunk(self, key: str, chunk: Any, device: str) -> torch.Tensor:
-        """Load a chunk that is what `.metadata` says; of one on "meta" no data is read."""
+        """Load a chunk and compare it with `.metadata`; on "meta" no data is read."""
         window, dtype = self._window(key, chunk.offsets), self.metadata.tensors[key].dtype
         try:
             if window.read(len(_ZIP_MARK)) != _ZIP_MARK:
@@ -114,9 +114,9 @@ class DcpReader(ExitStack):
         return loaded.detach().resolve_conj().resolve_neg()
 
     def _load_safetensors(self, window: _Window, key: str, chunk: Any, device: str) -> torch.Tensor:
-        """Load a chunk where torch was told to write `SerializationFormat.SAFETENSORS`.
+        """Load a chunk that torch wrote with `SerializationFormat.SAFETENSORS`.
 
-        Then the tensors of a file are one safetensors file, behind what is no tensor; all are said to begin there.
+        The tensors of a file then form one safetensors file after the values; the metadata of all gives its start.
         """
         file, path, begin = window.file, window.path, window.offset
         if (path, begin) not in self._headers:
@@ -142,7 +142,7 @@ class DcpReader(ExitStack):
         return loaded
 
     def _window(self, key: str, offsets: tuple[int, ...] | None) -> _Window:
-        """Give the bytes that hold a chunk or a value, which lie within their file."""
+        """Return the range of bytes of a chunk or a value, after a check that it is within the file."""
         place = self.metadata.places[key, offsets]
         name, begin, end = place.relative_path, place.offset, place.offset + place.length
         path = os.path.join(self.metadata.directory, name)
@@ -160,7 +160,7 @@ class DcpReader(ExitStack):
 
 
 class _Window(io.RawIOBase):
-    """A part of a file, as a file: nothing outside of it can be read."""
+    """A range of a file as a file object, which reads nothing outside of the range."""
 
     def __init__(self, file: LocalFile, path: str, offset: int, num_bytes: int) -> None:
         self.file = file
@@ -191,15 +191,15 @@ class _Window(io.RawIOBase):
 
 
 def _unpickle(window: _Window, expected: int, device: str) -> Any:
-    """Let torch read an archive. Its restricted unpickler makes tensors and plain values, and runs nothing.
+    """Read an archive by torch's weights-only unpickler, which makes tensors and plain values and runs no code.
 
-    An archive that would unpack to less than `expected` bytes, or to much more, is refused before torch unpacks it.
+    An archive that unpacks to less than `expected` bytes, or to much more, is refused before torch unpacks it.
     """
     where = f"[{window.offset}, {window.offset + window.num_bytes})"
     try:
         with zipfile.ZipFile(window) as archive:
             unpacked = sum(info.file_size for info in archive.infolist())
-    except Exception as error:  # zipfile raises what it likes where the bytes are no archive
+    except Exception as error:  # zipfile raises errors of many types if the bytes are no archive
         raise CheckpointError(f"holds no torch.save archive at bytes {where}: {error}", path=window.path) from error
     if not expected <= unpacked <= max(expected, window.num_bytes) + _MAX_FRAME_BYTES:
         what = f"unpacks to {unpacked} bytes, but {expected or window.num_bytes} were expected"
@@ -207,7 +207,7 @@ def _unpickle(window: _Window, expected: int, device: str) -> Any:
     window.seek(0)
     try:
         return torch.load(cast(IO[bytes], window), map_location=device, weights_only=True)
-    except Exception as error:  # so does torch, its own zip reader's errors included
+    except Exception as error:  # torch, too, raises errors of many types
         what = f"cannot be read with torch.load(weights_only=True): {error}"
         raise CheckpointError(what, path=window.path) from error
 
@@ -220,7 +220,7 @@ def _check_same(loaded: torch.Tensor, dtype: torch.dtype, chunk: Any, window: _W
 
 
 def _saved_offsets(header: Header, key: str) -> Any:
-    """Where torch's safetensors format says that a chunk belongs; `None` where it says nothing."""
+    """Return the offsets of a chunk by torch's safetensors format; `None` if the file states none."""
     try:
         return json.loads(header.metadata.get("DCP_SHARDING_INFO", "{}"))[key]["saved_offsets"]
     except (ValueError, LookupError, TypeError, RecursionError):
@@ -228,7 +228,7 @@ def _saved_offsets(header: Header, key: str) -> Any:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor."""
+    """Return the memory of a contiguous tensor."""
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 

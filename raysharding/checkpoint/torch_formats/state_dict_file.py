@@ -1,4 +1,4 @@
-"""`read_state_dict`: a whole checkpoint file as a state dict, for those who want tensors and not ranges."""
+"""`read_state_dict`: read a whole checkpoint file as a state dict."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from raysharding.errors import CheckpointError
 Device = str | int | torch.device
 
 _DISK = "disk"
-"""accelerate's name for what is left in files: read to the CPU here, as there."""
+"""accelerate's name for tensors that stay in files; they are read to the CPU, as by accelerate."""
 
 
 def read_state_dict(
     path: str | os.PathLike[str], device_map: Device | Mapping[str, Device] | None
 ) -> dict[str, torch.Tensor]:
-    """Read a file; on the CPU its tensors are pages of it, read when they are touched.
+    """Read a file; its tensors on the CPU are mapped pages of the file, read on access.
 
     Args:
-        path: A `.safetensors` file, or any other for `torch.load(weights_only=True)`.
-        device_map: A device for all, or module-name prefix → device.
+        path: A `.safetensors` file, or any other file for `torch.load(weights_only=True)`.
+        device_map: A device for all tensors, or module-name prefix → device.
 
     Raises:
-        CheckpointError: The file cannot be read or trusted, or holds no state dict.
-        ValueError: `device_map` names no device.
+        CheckpointError: The file is unreadable or unsafe, or holds no state dict.
+        ValueError: `device_map` names an unknown device.
     """
     file = os.fspath(path)
     devices = _devices(device_map)
@@ -39,7 +39,7 @@ def read_state_dict(
 
 
 def _read_safetensors(file: str) -> dict[str, torch.Tensor]:
-    names = open_checkpoint(file).tensors  # headers are checked here, and errors say what is wrong
+    names = open_checkpoint(file).tensors  # checks the header with clear errors
     try:
         with safe_open(file, framework="pt", device="cpu") as opened:
             return {name: opened.get_tensor(name) for name in names}
@@ -48,7 +48,7 @@ def _read_safetensors(file: str) -> dict[str, torch.Tensor]:
 
 
 def _read_pickled(file: str) -> dict[str, torch.Tensor]:
-    """Through torch's unpickler that makes tensors and nothing else."""
+    """Read a file by torch's weights-only unpickler."""
     try:
         try:
             values = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
@@ -73,7 +73,7 @@ def _read_pickled(file: str) -> dict[str, torch.Tensor]:
 
 
 def _devices(device_map: Device | Mapping[str, Device] | None) -> dict[str, torch.device]:
-    """Module-name prefix → device."""
+    """Return module-name prefix → device."""
     given = device_map if isinstance(device_map, Mapping) else {"": "cpu" if device_map is None else device_map}
     devices = {}
     for prefix, device in given.items():
@@ -85,7 +85,7 @@ def _devices(device_map: Device | Mapping[str, Device] | None) -> dict[str, torc
 
 
 def _device_of(name: str, devices: Mapping[str, torch.device]) -> torch.device:
-    """Of the longest prefix that ends where a module's name does."""
+    """Return the device of the longest module-name prefix of `name`."""
     prefix = name
     while prefix and prefix not in devices:
         prefix = prefix.rpartition(".")[0]

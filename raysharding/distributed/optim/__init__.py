@@ -1,4 +1,4 @@
-"""Optimizers by the names of their parameters: param groups, schedules, and state that outlasts world sizes."""
+"""Optimizers by parameter name: param groups, schedules, and state that is independent of the world size."""
 
 from raysharding.distributed.optim.factories import OptimizerFactory as OptimizerFactory
 from raysharding.distributed.optim.factories import ParamGroups as ParamGroups

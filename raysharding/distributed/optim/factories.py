@@ -1,11 +1,7 @@
-"""`ParamGroups`: an optimizer's param groups by the names of their parameters.
+"""Optimizer factories: `ParamGroups` (param groups by parameter name), `Scheduled` (with a learning-rate schedule).
 
-`Scheduled`: an optimizer with a learning-rate schedule that goes wherever the optimizer goes.
-
-Note [Schedules]: a schedule belongs to its optimizer: torch's holds it and changes its param groups. Here the optimizer
-holds the schedule, too, so that whatever makes, saves, loads or copies an optimizer does so with its schedule.
-
-An optimizer over the shards of a module.
+Note [Schedules]: a schedule of torch holds its optimizer and changes its param groups. Here the optimizer also holds
+the schedule, so that code that makes, saves, loads or copies an optimizer does the same with its schedule.
 """
 
 from __future__ import annotations
@@ -25,16 +21,16 @@ from raysharding.models import clean_name
 _NAMES_SHOWN = 3
 
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
-"""An optimizer class, or what makes one from parameters; `ParamGroups` and `Scheduled` are given names, too."""
+"""An optimizer class, or a function of parameters; `ParamGroups` and `Scheduled` take (name, parameter) pairs."""
 
 Rule = str | Callable[[str], bool]
-"""Which FQNs: a regular expression that is searched for in them, or a function of them."""
+"""Selects FQNs: a regular expression that is searched in the FQN, or a predicate of the FQN."""
 
 
 class ParamGroups:
-    """A factory of an optimizer with other hyperparameters for parameters of some names.
+    """A factory of an optimizer whose hyperparameters depend on parameter names.
 
-    To be given wherever an optimizer's factory is; it pickles, provided that functions in it do::
+    Accepted wherever an optimizer factory is. Picklable if functions in it are::
 
         ParamGroups(torch.optim.AdamW, {r"bias$|norm": {"weight_decay": 0.0}, "embed": {"lr": 1e-5}}, lr=1e-4)
     """
@@ -43,13 +39,13 @@ class ParamGroups:
         """Check the rules.
 
         Args:
-            factory: An optimizer class, or what takes param groups as one does.
-            rules: Which parameters → hyperparameters of their group. A parameter is of the first rule that takes it;
-                those that no rule takes are a group of their own.
-            **kwargs: Hyperparameters of all groups but for what their rule says.
+            factory: An optimizer class, or a function of param groups.
+            rules: Rule → hyperparameters of the group. A parameter belongs to the first rule that matches its name;
+                parameters that match no rule form a group of their own.
+            **kwargs: Hyperparameters of all groups; those of a rule take precedence.
 
         Raises:
-            ValueError: No rules, a name that is no regular expression, or no dict of hyperparameters.
+            ValueError: There are no rules, a rule is an invalid regular expression, or its value is no dict.
         """
         if not rules:
             raise ValueError("ParamGroups: no rules; give the optimizer's class itself where all parameters are alike")
@@ -63,11 +59,11 @@ class ParamGroups:
         """Make the optimizer.
 
         Args:
-            named: FQNs and parameters, as `Module.named_parameters` gives them.
-            **kwargs: As of the constructor, and before those.
+            named: FQNs and parameters, as from `Module.named_parameters`.
+            **kwargs: As in the constructor, with precedence over those.
 
         Raises:
-            ValueError: A rule takes no parameter, or one that an earlier rule has taken each time.
+            ValueError: A rule matches no parameter, or only parameters that an earlier rule matches.
         """
         pairs = list(named)
         if not all(isinstance(pair, tuple) for pair in pairs):
@@ -80,7 +76,7 @@ class ParamGroups:
                 shown = ", ".join(name for name, _ in pairs[:_NAMES_SHOWN])
                 raise ValueError(
                     f"ParamGroups: no parameter is left for {rule!r}: of {len(pairs)} that are trained, {shown}, ..., "
-                    "none matches, or earlier rules take those that do; mend the rule, or leave it out"
+                    "none matches, or earlier rules take those that do; change the rule, or leave it out"
                 )
         made = [{"params": groups[rule], **options} for rule, options in self.rules.items()]
         rest = [{"params": groups[None]}] if groups[None] else []
@@ -111,27 +107,27 @@ def _takes(rule: Rule, name: str) -> bool:
 _ATTRIBUTE = "raysharding_schedule"
 
 Schedule = Callable[[torch.optim.Optimizer], LRScheduler]
-"""Makes a schedule of `torch.optim.lr_scheduler` for an optimizer."""
+"""Makes a schedule (`torch.optim.lr_scheduler`) for an optimizer."""
 
 
 class Scheduled:
-    """A factory of an optimizer with a learning-rate schedule, which takes a step with every update.
+    """A factory of an optimizer with a learning-rate schedule, which steps after every update.
 
-    To be given wherever an optimizer's factory is; it pickles if its parts do::
+    Accepted wherever an optimizer factory is. Picklable if its parts are::
 
         Scheduled(torch.optim.AdamW, partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=1000), lr=1e-4)
     """
 
     def __init__(self, factory: OptimizerFactory, schedule: Schedule, **kwargs: Any) -> None:
-        """Keep the parts.
+        """Check and store the parts.
 
         Args:
-            factory: As elsewhere: an optimizer class, a function of parameters, or a `ParamGroups`.
-            schedule: A class of `torch.optim.lr_scheduler`, or what takes an optimizer as one does.
-            **kwargs: Given to `factory`.
+            factory: An optimizer class, a function of parameters, or a `ParamGroups`.
+            schedule: A class of `torch.optim.lr_scheduler`, or a function of the optimizer.
+            **kwargs: Arguments of `factory`.
 
         Raises:
-            ValueError: The schedule is none, or one that exists already.
+            ValueError: `schedule` is no factory of a schedule, or is a schedule itself.
         """
         check_schedule(schedule)
         self.factory = bound(factory, kwargs)
@@ -150,14 +146,14 @@ class Scheduled:
 def call_factory(
     factory: OptimizerFactory, named: Iterable[tuple[str, nn.Parameter]], **kwargs: Any
 ) -> torch.optim.Optimizer:
-    """Call an optimizer's factory with what it takes: names and parameters, or parameters alone."""
+    """Call an optimizer factory with its kind of argument: (name, parameter) pairs, or parameters."""
     factory = bound(factory, kwargs)
     pairs = list(named)
     return factory(pairs if isinstance(factory, (ParamGroups, Scheduled)) else [parameter for _, parameter in pairs])
 
 
 def bound(factory: OptimizerFactory, kwargs: dict[str, Any]) -> OptimizerFactory:
-    """Return a factory that needs these keywords no more."""
+    """Return a factory with these keyword arguments bound."""
     if not kwargs:
         return factory
     if isinstance(factory, Scheduled):
@@ -168,15 +164,15 @@ def bound(factory: OptimizerFactory, kwargs: dict[str, Any]) -> OptimizerFactory
 
 
 def rescheduled(factory: OptimizerFactory, schedule: Schedule) -> Scheduled:
-    """Return a factory of the same optimizer with this schedule, in place of one that it may have."""
+    """Return a factory of the same optimizer with this schedule, which replaces an earlier one."""
     return Scheduled(factory.factory if isinstance(factory, Scheduled) else factory, schedule)
 
 
 def check_schedule(schedule: Any) -> None:
-    """Refuse what makes no schedule.
+    """Raise if `schedule` is no factory of a schedule.
 
     Raises:
-        ValueError: Not a callable, or a schedule that exists already.
+        ValueError: `schedule` is not callable, or is a schedule itself.
     """
     if isinstance(schedule, LRScheduler) or not callable(schedule):
         raise ValueError(
@@ -186,10 +182,10 @@ def check_schedule(schedule: Any) -> None:
 
 
 def attach_schedule(optimizer: torch.optim.Optimizer, schedule: Schedule) -> None:
-    """Give an optimizer a schedule, in place of an earlier one.
+    """Attach a schedule to an optimizer; it replaces an earlier one.
 
     Raises:
-        ValueError: `schedule` made none.
+        ValueError: `schedule` returned no schedule.
     """
     made = schedule(optimizer)
     if not callable(getattr(made, "step", None)) or not hasattr(made, "state_dict"):
@@ -200,15 +196,15 @@ def attach_schedule(optimizer: torch.optim.Optimizer, schedule: Schedule) -> Non
 
 
 def schedule_of(optimizer: torch.optim.Optimizer) -> LRScheduler | None:
-    """Return an optimizer's schedule, if it has one."""
+    """Return the schedule of an optimizer; `None` without one."""
     return getattr(optimizer, _ATTRIBUTE, None)
 
 
 def check_schedule_has_loss(optimizer: torch.optim.Optimizer, loss: float | None) -> None:
-    """Before an update: refuse one whose schedule could not take its step after it.
+    """Raise, before an update, if the schedule cannot step after it.
 
     Raises:
-        ValueError: The schedule looks at the loss (`ReduceLROnPlateau`), and there is none.
+        ValueError: The schedule needs the loss (`ReduceLROnPlateau`), and there is none.
     """
     schedule = schedule_of(optimizer)
     if loss is None and isinstance(schedule, ReduceLROnPlateau):
@@ -216,14 +212,14 @@ def check_schedule_has_loss(optimizer: torch.optim.Optimizer, loss: float | None
 
 
 def step_schedule(optimizer: torch.optim.Optimizer, loss: float | None) -> dict[str, float]:
-    """After an update: take the schedule's step.
+    """Step the schedule, after an update.
 
     Args:
-        optimizer: It.
-        loss: Of the update, for schedules that look at it (`ReduceLROnPlateau`).
+        optimizer: The optimizer.
+        loss: Loss of the update, for schedules that need it (`ReduceLROnPlateau`).
 
     Returns:
-        `lr`, the first param group's learning rate in that update; nothing where there is no schedule.
+        `lr`, the learning rate of the first param group in that update; empty without a schedule.
     """
     schedule = schedule_of(optimizer)
     if schedule is None:
@@ -238,19 +234,19 @@ def step_schedule(optimizer: torch.optim.Optimizer, loss: float | None) -> dict[
 
 
 def learning_rate(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """Return `lr`, the first param group's learning rate now; nothing where there is no schedule."""
+    """Return `lr`, the current learning rate of the first param group; empty without a schedule."""
     return {} if schedule_of(optimizer) is None else {"lr": float(optimizer.param_groups[0]["lr"])}
 
 
 def make_optimizer(
     module: nn.Module, factory: Callable[..., torch.optim.Optimizer], kwargs: Mapping[str, Any] | None = None
 ) -> torch.optim.Optimizer:
-    """Make `factory(parameters, **kwargs)` over the parameters that require gradients; each rank alone, no collective.
+    """Make `factory(parameters, **kwargs)` over the parameters that require gradients. Not collective.
 
     Args:
         module: The sharded root module.
-        factory: A class, or any callable that takes parameters; or a `ParamGroups` or `Scheduled`.
-        kwargs: Given to it after the parameters.
+        factory: An optimizer class, a function of parameters, a `ParamGroups` or a `Scheduled`.
+        kwargs: Keyword arguments of `factory`.
 
     Raises:
         ValueError: `factory` did not return a torch optimizer.

@@ -1,9 +1,9 @@
-"""`OptimizerSnapshot`: what an optimizer holds, by FQN instead of by position, and how it becomes one again.
+"""`OptimizerSnapshot`: the contents of an optimizer, by FQN instead of by position.
 
 Note: three kinds of values.
-    Tensors of one dim or more are state that is cut as its parameter is (Adam's moments) or that every rank holds
-    whole. 0-dim tensors (Adam's `step`) and plain values are the same on every rank; they travel as JSON, with their
-    dtype, and so keep their place in host memory. Hyperparameters belong to a param group and travel as JSON, too.
+    Tensors of one dim or more are state that is sharded like its parameter (Adam's moments), or replicated on all
+    ranks. 0-dim tensors (Adam's `step`) and plain values are the same on every rank; they are sent as JSON, with their
+    dtype, and stay in host memory. Hyperparameters belong to a param group, and are sent as JSON, too.
 """
 
 from __future__ import annotations
@@ -26,42 +26,42 @@ from raysharding.errors import PlanError
 from raysharding.models import clean_name
 
 SEPARATOR = "/"
-"""Between the FQN of a parameter and the name of its state in tensor names: no FQN holds it."""
+"""Separates the FQN of a parameter from the name of its state in tensor names; FQNs do not contain it."""
 _NOT_HYPER = ("params", "param_names")
 
 
 @dataclass(frozen=True)
 class OptimizerSnapshot:
-    """An optimizer's contents, its tensors not copied."""
+    """The contents of an optimizer; tensors are not copied."""
 
     groups: tuple[dict[str, Any], ...]
     """Param groups: hyperparameters, and under `params` the FQNs."""
     values: Mapping[str, Mapping[str, Any]]
     """FQN → name → 0-dim tensor or plain value."""
     tensors: Mapping[str, torch.Tensor]
-    """`FQN/name` → DTensor, or a tensor that every rank holds whole; 1 dim or more."""
+    """`FQN/name` → DTensor, or a tensor that is replicated on all ranks; 1 dim or more."""
     names: tuple[str, ...]
     """FQNs of the parameters that have state, in the optimizer's order."""
     optimizer: str = ""
-    """Name of the optimizer's class; empty where only a state dict is known."""
+    """Name of the optimizer class; empty if only a state dict is known."""
     schedule: tuple[str, Mapping[str, Any]] | None = None
-    """Name of the class of its schedule, and the state of that; `None` where it has none."""
+    """Class name and state of the schedule; `None` without a schedule."""
 
     @classmethod
     def of(
         cls, module: nn.Module, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any] | None = None
     ) -> OptimizerSnapshot:
-        """Look at an optimizer; each rank alone, no collective.
+        """Make the snapshot of an optimizer. Not collective.
 
         Args:
             module: The sharded root module.
-            optimizer: Over its parameters.
-            state_dict: Its `state_dict()`, changed maybe. Default: what the optimizer holds.
+            optimizer: Optimizer over its parameters.
+            state_dict: A `state_dict()` of the optimizer, possibly changed. Default: the optimizer's own state.
 
         Raises:
-            ValueError: It holds a parameter that is not the module's, or `state_dict` is not of its param groups.
+            ValueError: The optimizer holds a parameter of no module, or `state_dict` has other param groups.
         """
-        # What the optimizer holds is keyed by the parameters themselves, a state dict by ids in the same order.
+        # The keys of the optimizer's state are parameters, those of a state dict are ids in the same order.
         given = optimizer.param_groups if state_dict is None else state_dict["param_groups"]
         held_state = optimizer.state if state_dict is None else state_dict["state"]
         if [len(held["params"]) for held in given] != [len(group["params"]) for group in optimizer.param_groups]:
@@ -81,10 +81,10 @@ class OptimizerSnapshot:
         return cls(tuple(groups), values, tensors, tuple(state), type(optimizer).__name__, scheduled)
 
     def outline(self) -> dict[str, Any]:
-        """What there is, as JSON: enough to make a like optimizer's state without its tensors' contents.
+        """Return the contents as JSON, without the values of tensors.
 
         Raises:
-            ValueError: A value is of a type that JSON and 0-dim tensors do not cover.
+            ValueError: A value is neither JSON nor a 0-dim tensor.
         """
         return {
             "optimizer": self.optimizer,
@@ -103,10 +103,10 @@ class OptimizerSnapshot:
 
     @classmethod
     def from_outline(cls, outline: Mapping[str, Any], module: nn.Module) -> OptimizerSnapshot:
-        """Make what an outline tells of, its tensors on meta, cut as the module's parameters are now.
+        """Make a snapshot from an outline, with tensors on meta that are sharded like the module's parameters.
 
         Raises:
-            PlanError: The module lacks parameters, or has others under those names.
+            PlanError: The module lacks parameters, or their shapes differ.
         """
         parameters = dict(_named(module))
         problems = [f"{fqn}: the module has no such parameter" for fqn in outline["names"] if fqn not in parameters]
@@ -123,15 +123,15 @@ class OptimizerSnapshot:
             raise PlanError("the optimizer's state does not fit the module:", problems=problems)
         values = {fqn: {name: decode(value) for name, value in held.items()} for fqn, held in outline["values"].items()}
         groups = tuple(decode(group) for group in outline["groups"])
-        schedule = decode(outline.get("schedule"))  # saves of before have none
+        schedule = decode(outline.get("schedule"))  # old saves have none
         return cls(groups, values, tensors, tuple(outline["names"]), outline["optimizer"], schedule)
 
     def state(self, tensors: Mapping[str, Any], *, on_cpu: bool = False) -> dict[str, dict[str, Any]]:
-        """FQN → name → value, with the given tensors in the place of this snapshot's.
+        """Return FQN → name → value, with the given tensors in place of this snapshot's.
 
         Args:
             tensors: `FQN/name` → tensor.
-            on_cpu: Bring 0-dim tensors to host memory.
+            on_cpu: True to move 0-dim tensors to host memory.
         """
 
         def placed(value: Any) -> Any:
@@ -145,15 +145,15 @@ class OptimizerSnapshot:
         return state
 
     def state_dict(self, tensors: Mapping[str, Any], *, on_cpu: bool) -> dict[str, Any]:
-        """`state` and the param groups, as an optimizer state dict by FQN; see `state` for the arguments."""
+        """Return `state` and the param groups as an optimizer state dict by FQN; arguments as for `state`."""
         return {"state": self.state(tensors, on_cpu=on_cpu), "param_groups": [dict(held) for held in self.groups]}
 
     def misfit(self, current: OptimizerSnapshot, told: str) -> PlanError | None:
-        """What keeps this snapshot from being put into an optimizer: class and param groups are compared.
+        """Return the error that this snapshot does not fit an optimizer, by class and param groups; `None` if it fits.
 
         Args:
-            current: Of that optimizer.
-            told: What this snapshot was: `saved`, `held`.
+            current: Snapshot of that optimizer.
+            told: What was done with this snapshot, for the error: `saved`, `held`.
         """
         problems = []
         if self.optimizer != current.optimizer:
@@ -174,19 +174,19 @@ class OptimizerSnapshot:
         return PlanError(message, problems=problems) if problems else None
 
     def apply(self, module: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Put all into an optimizer that fits, past its own `load_state_dict`, which casts to the parameters' dtype.
+        """Load this snapshot into an optimizer that fits, not by `load_state_dict`, which casts to the parameter dtype.
 
         Args:
             module: The sharded root module.
-            optimizer: Gets state and hyperparameters; what it had is dropped.
-            tensors: `FQN/name` → what comes in the place of this snapshot's tensors.
+            optimizer: Its state and hyperparameters are replaced.
+            tensors: `FQN/name` → tensor in place of this snapshot's.
         """
         parameters = {fqn: parameter for parameter, fqn in parameter_names(module).items()}
         optimizer.state.clear()
         for fqn, held in self.state(tensors).items():
             parameter = parameters[fqn]
             device = local_tensor(parameter).device
-            # What every rank holds whole came to the mesh's device; it steps where its parameter is.
+            # Replicated state arrived on the device of the mesh, and is needed on the device of its parameter.
             whole = {name: value.to(device) for name, value in held.items() if _is_whole(value)}
             optimizer.state[parameter] = {**held, **whole}
         for old, group in zip(self.groups, optimizer.param_groups, strict=True):
@@ -194,7 +194,7 @@ class OptimizerSnapshot:
                 if key == "params":
                     continue
                 if isinstance(group.get(key), torch.Tensor):
-                    group[key].fill_(value)  # a captured graph holds on to the tensor
+                    group[key].fill_(value)  # a captured graph refers to the tensor
                 else:
                     group[key] = value
         schedule = schedule_of(optimizer)
@@ -203,14 +203,14 @@ class OptimizerSnapshot:
 
 
 def _is_whole(value: Any) -> bool:
-    """Whether a value is state that every rank holds whole: torch keeps 0-dim state in host memory."""
+    """Return True if a value is replicated state of 1 dim or more; torch keeps 0-dim state in host memory."""
     return isinstance(value, torch.Tensor) and value.ndim > 0 and not isinstance(value, DTensor)
 
 
 def split_state(
     state: Mapping[str, Mapping[str, Any]],
 ) -> tuple[dict[str, dict[str, Any]], dict[str, torch.Tensor]]:
-    """FQN → name → value as `OptimizerSnapshot` holds it: what travels as JSON, and what as tensors."""
+    """Split FQN → name → value into the values and the tensors of an `OptimizerSnapshot`."""
     values: dict[str, dict[str, Any]] = {}
     tensors: dict[str, torch.Tensor] = {}
     for fqn, held in state.items():
@@ -219,13 +219,13 @@ def split_state(
             if isinstance(value, torch.Tensor) and value.ndim:
                 tensors[f"{fqn}{SEPARATOR}{name}"] = value
             else:
-                # A copy: full state that is kept must not follow the next steps.
+                # A copy: later steps must not change kept full state.
                 values[fqn][name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
     return values, tensors
 
 
 def parameter_names(module: nn.Module) -> dict[torch.Tensor, str]:
-    """Parameter → clean FQN, tied ones under their first; the shards, whatever a forward left registered."""
+    """Return parameter shard → clean FQN; tied parameters have their first FQN."""
     return {parameter: name for name, parameter in _named(module)}
 
 
@@ -248,7 +248,7 @@ def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def state_like(parameter: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor on meta for state of `parameter`: cut as it is where it has its shape, else whole on every rank."""
+    """Return a tensor on meta for state of `parameter`: sharded like it if the shape is equal, else replicated."""
     if isinstance(parameter, DTensor) and tuple(shape) == tuple(parameter.shape):
         return meta_like(parameter.detach(), dtype)
     return torch.empty(tuple(shape), dtype=dtype, device="meta")
@@ -258,19 +258,19 @@ _KIND = "kind"
 
 
 def encode(value: Any, where: str, tensors: list[torch.Tensor] | None = None) -> Any:
-    """A hyperparameter or 0-dim state value as JSON.
+    """Return a hyperparameter or 0-dim state value as JSON.
 
     Args:
-        value: Number, text, `None`, 0-dim tensor, or lists, tuples and dicts (keys of text) of them.
-        where: What it is, for the error.
-        tensors: Gets the tensors of any shape, for which the result has their place in it. Default: 0-dim ones alone
-            are taken, by value.
+        value: Number, text, `None`, 0-dim tensor, or lists, tuples and dicts (with text keys) of these.
+        where: Name of the value, for the error.
+        tensors: List that tensors of any shape are appended to; the result has their index. Default: only 0-dim
+            tensors are accepted, by value.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: The value is of another type.
     """
     if isinstance(value, float) and not math.isfinite(value):
-        return {_KIND: "float", "item": repr(value)}  # JSON has no word for it
+        return {_KIND: "float", "item": repr(value)}  # not representable in JSON
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, list):
@@ -293,7 +293,7 @@ def encode(value: Any, where: str, tensors: list[torch.Tensor] | None = None) ->
 
 
 def decode(value: Any, tensors: Sequence[torch.Tensor] = ()) -> Any:
-    """Undo `encode`. A 0-dim tensor comes back where it was: in host memory, or on the current device of that type."""
+    """Undo `encode`. A 0-dim tensor is restored in host memory, or on the current device of its type."""
     if isinstance(value, list):
         return [decode(item, tensors) for item in value]
     if not isinstance(value, dict):
@@ -317,11 +317,11 @@ def decode(value: Any, tensors: Sequence[torch.Tensor] = ()) -> Any:
 def agreed_snapshot(
     module: nn.Module, optimizer: torch.optim.Optimizer | None, state_dict: Mapping[str, Any] | None = None
 ) -> OptimizerSnapshot | None:
-    """What the optimizer holds, once every rank was seen to hold the like; collective. `None` where none has any.
+    """Return the snapshot of the optimizer, after a check that all ranks agree; collective. `None` without optimizers.
 
     Raises:
-        PlanError: On every rank, when an optimizer holds what is not the module's, or what cannot be saved, or when
-            ranks differ in param groups, or in which state there is.
+        PlanError: On every rank, if an optimizer holds parameters of no module or values that cannot be saved, or if
+            ranks differ in param groups or in the names of state.
     """
     snapshot: OptimizerSnapshot | None = None
     digest = ""
@@ -334,8 +334,8 @@ def agreed_snapshot(
             digest = sha256(repr((outline, held)).encode()).hexdigest()
     except Exception as raised:  # noqa: BLE001 - the other ranks wait to hear of it
         error = PlanError(str(raised)) if isinstance(raised, ValueError) else raised
-    # Before any data collective, with an optimizer or without: ranks that hold different state would send what nobody
-    # receives, and hang.
+    # Before any data collective, on ranks without an optimizer too: ranks with different state would run different
+    # collectives, and hang.
     digests = agree(error, digest)
     differing = [str(rank) for rank, other in enumerate(digests) if other != digests[0]]
     if differing:
