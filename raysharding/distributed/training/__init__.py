@@ -1,4 +1,4 @@
-"""Steps over dealt rows, equal to those that one process would take; forward, generate, evaluate, fit."""
+"""Training steps, forward, generation, evaluation and fit, equal to those of one process on all rows."""
 
 from raysharding.distributed.training.data_loader import DataPlan as DataPlan
 from raysharding.distributed.training.evaluate import Evaluation as Evaluation

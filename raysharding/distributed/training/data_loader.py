@@ -1,4 +1,4 @@
-"""`DistributedDataLoader`: each rank's own rows of the batches of one process, read ahead; as many on every rank."""
+"""`DistributedDataLoader`: reads each rank's rows of the batches of one process ahead; equally many per rank."""
 
 from __future__ import annotations
 
@@ -32,31 +32,31 @@ from raysharding.models import InputBounds
 
 @dataclass(frozen=True)
 class DataPlan:
-    """What data is taken, and how. Picklable; the same on every rank."""
+    """Data of a run, and how to read it. Picklable; the same on every rank."""
 
     source: Rows | ParquetPath
-    """Where the rows are."""
+    """Source of the rows."""
     batch_size: int
-    """Rows of a step, all ranks together."""
+    """Rows of a step, over all ranks."""
     epochs: int = 1
-    """How often the data is gone through."""
+    """Number of passes over the data."""
     max_steps: int | None = None
-    """Steps after which the run ends, however much data is left; `None`: no such end."""
+    """Steps after which the run ends; `None` for no limit."""
     shuffle: bool = False
-    """Whether rows come in a random order; see `data.order`."""
+    """True for a random order of the rows; see `data.order`."""
     seed: int = 0
-    """Of that order."""
+    """Seed of the random order."""
     collate: Collate | None = None
-    """Makes the model's arguments of rows; `None`: `default_collate`."""
+    """Makes a batch of rows; `None` for `default_collate`."""
     prefetch: int = 2
-    """Batches that are read ahead; without `collate` two at least, of which one is held for the next step."""
+    """Batches to read ahead; without `collate` at least two, one of which is held for the next step."""
     stall_s: float = 120.0
     """Longest wait for a batch, in seconds."""
     run: str = ""
-    """Names a run that begins; one that goes on keeps its name."""
+    """Name of a new run; a resumed run keeps its name."""
 
     def __post_init__(self) -> None:
-        """Refuse what no run can do."""
+        """Check the options."""
         for name in ("batch_size", "epochs", "prefetch"):
             check_whole(name, getattr(self, name), least=1)
         check_whole("seed", self.seed, least=0)
@@ -65,10 +65,10 @@ class DataPlan:
 
 
 def check_whole(name: str, value: Any, *, least: int) -> None:
-    """Refuse what is no whole number.
+    """Raise if a value is not an integer of at least `least`.
 
     Raises:
-        ValueError: It is not, or less than `least`.
+        ValueError: The value is no integer, or less than `least`.
     """
     if type(value) is not int or value < least:
         raise ValueError(f"{name}={value!r}: give a whole number, {least} or more")
@@ -76,22 +76,22 @@ def check_whole(name: str, value: Any, *, least: int) -> None:
 
 @dataclass(frozen=True)
 class _Taken:
-    """What came off the thread for a step."""
+    """Item of the reader thread for a step."""
 
     batch: RankBatch | None
-    """This rank's rows; `None`: the epoch is over, or the next is the error."""
+    """This rank's rows; `None` at the end of the epoch, or on an error."""
     error: Exception | None = None
-    """Why there is none."""
+    """Error in place of the batch."""
 
 
 class DistributedDataLoader:
-    """A run over data. Every rank makes one, with the same plan, and takes the same steps.
+    """Data loader of a run. Every rank makes one with the same plan, and takes the same steps.
 
-    Note: how the ranks come to know that each of them has a batch.
-        One that has none, because data cannot be read there or an iterable ended early, must not leave the others in
-        the forward. So a step begins with an all-reduce, unless that was done while the step before was computed: a
-        rank whose next batch lay ready then has said so, and where all have, nobody waits for anybody. A `collate` of
-        the user's runs between the steps (see `_items`), and nobody knows before whether it will go well.
+    Note: how ranks agree that each has a batch.
+        A rank without a batch, because data is unreadable or an iterable ended early, must not leave the others waiting
+        in the forward. A step therefore begins with an all-reduce, unless it ran asynchronously during the step before:
+        if the next batch of every rank was ready then, no rank waits. A user's `collate` runs between the steps (see
+        `_items`), so its outcome is not known ahead.
     """
 
     def __init__(
@@ -101,21 +101,21 @@ class DistributedDataLoader:
         position: Position | None = None,
         bounds: InputBounds | None = None,
     ) -> None:
-        """Look at the data; collective.
+        """Open the data; collective.
 
         Args:
-            plan: What to take.
-            device: Where the module computes.
-            position: Where to go on; `None`: at the beginning.
-            bounds: Ids that the model has: one that it has not would raise on the rank that holds it alone.
+            plan: The data and how to read it.
+            device: Device of the module.
+            position: Position to resume at; `None` for the beginning.
+            bounds: Valid ids of the model; another id would raise only on the rank that holds it.
 
         Raises:
-            DataError: On every rank: the data cannot be read, or is not what the position was counted in.
+            DataError: On every rank, if the data is unreadable, or differs from the data of `position`.
         """
         self._plan = plan
         self._device = device
         self._bounds = bounds or InputBounds()
-        # A collate function may make anything of a column; without one it is the argument of its name.
+        # Without a collate function each column is the argument of its name.
         self._source = _opened(plan.source, list(self._bounds.num_ids) if plan.collate is None else None)
         num_rows = int(self._source.block_rows.sum()) if isinstance(self._source, BlockSource) else None
         layout = _layout(self._source) if plan.shuffle else ""
@@ -123,24 +123,24 @@ class DistributedDataLoader:
         self.position = begun if position is None else _checked(position, begun)
         self._collator = Collator(plan.collate or default_collate, dist.get_rank())
         self._ahead: Prefetch[StepBatch | RankBatch | None] | None = None
-        # One more is held between the steps.
+        # One more batch is held between the steps.
         self._depth = plan.prefetch if plan.collate is not None else max(1, plan.prefetch - 1)
         self._held: _Taken | None = None
         self._vote: _Vote | None = None
 
     @property
     def total_steps(self) -> int | None:
-        """Steps of the whole run, those before `position` with them; `None` where the rows cannot be counted."""
+        """Return the steps of the whole run, including those before `position`; `None` for an iterable."""
         if self.position.num_rows is None:
             return self._plan.max_steps
-        # What came before the position may have been a run with other epochs: only what is left is this one's.
+        # The steps before the position may be of a run with other epochs: count only the remaining steps.
         in_epoch = -(-self.position.num_rows // self._plan.batch_size)
         left = (self._plan.epochs - self.position.epoch) * in_epoch - self.position.step
         total = self.position.num_steps + max(left, 0)
         return total if self._plan.max_steps is None else min(total, self._plan.max_steps)
 
     def close(self) -> None:
-        """Stop reading ahead. No collective: a vote that is under way ends without anybody who waits for it."""
+        """Stop reading ahead. Not collective: a pending vote completes unobserved."""
         self._held = self._vote = None
         if self._ahead is not None:
             self._ahead.close()
@@ -151,14 +151,14 @@ class DistributedDataLoader:
         return is_enough or self.position.epoch >= self._plan.epochs
 
     def next(self) -> RankBatch | None:
-        """Return this rank's next batch, on its device; `None` at the end. Collective: no rank goes on alone.
+        """Return this rank's next batch, on its device; `None` at the end. Collective: all ranks agree first.
 
-        The position is that of before, until `advance`.
+        The position does not change until `advance`.
 
         Raises:
-            DataError: On every rank: the batch could not be made on some rank.
+            DataError: On every rank: a rank could not make its batch.
         """
-        # Also where the run is over, so that nothing of it is under way then.
+        # Also at the end of the run, so that no vote is pending.
         is_known = self._vote is not None and self._vote.is_unanimous()
         self._vote = None
         while not self._is_over():
@@ -178,12 +178,12 @@ class DistributedDataLoader:
         return None
 
     def advance(self) -> None:
-        """The batch has been trained on."""
+        """Move the position past the batch."""
         where = self.position
         self.position = replace(where, step=where.step + 1, num_steps=where.num_steps + 1)
 
     def _taken(self, *, wait: bool) -> _Taken | None:
-        """Take the next batch of the epoch; `None`: without `wait` there is none yet."""
+        """Take the next batch of the epoch; `None` if it is not ready and `wait` is False."""
         try:
             if self._ahead is None:
                 self._ahead = Prefetch(self._items(), self._depth)
@@ -202,19 +202,19 @@ class DistributedDataLoader:
     def _item(self, ahead: Prefetch[StepBatch | RankBatch | None], *, wait: bool) -> StepBatch | RankBatch | None:
         while wait or ahead.is_ready():
             item = ahead.take(self._plan.stall_s)
-            if item is not None:  # rows that are passed over: each of these is a sign of life
+            if item is not None:  # `None` marks skipped rows: the thread makes progress
                 return item
         return None
 
     def _look_ahead(self) -> None:
-        """Begin to tell the others whether the next batch lies ready; collective, and does not wait for them."""
+        """Start the vote on whether the next batch is ready; collective and asynchronous."""
         if self._plan.collate is not None:
             return
         self._held = self._taken(wait=False)
         self._vote = _Vote(has_one=self._held is not None and self._held.batch is not None)
 
     def _said(self, raised: Exception) -> DataError:
-        """What keeps a rank from its batch, as every rank is told."""
+        """Return the error that all ranks raise if one cannot make its batch."""
         if isinstance(raised, DataError):
             return raised
         error = DataError(
@@ -225,10 +225,10 @@ class DistributedDataLoader:
         return error
 
     def _items(self) -> Iterator[StepBatch | RankBatch | None]:
-        """What the thread makes.
+        """Yield the items of the reader thread.
 
-        A collate function of the user's may draw random numbers, from the generators that the model draws from, too:
-        it runs between the steps, where it does so in the same order every time.
+        A user's collate function may draw from the random generators that the model uses. It runs between the steps, so
+        that the order of draws is always the same.
         """
         where = self.position
         batches = epoch_batches(
@@ -249,7 +249,7 @@ class DistributedDataLoader:
 
 
 def _opened(source: Rows | ParquetPath, whole: Sequence[str] | None) -> Rows:
-    """Files are listed once, by rank 0: ranks that listed them while they are written would differ."""
+    """Open the source. Rank 0 lists the files for all ranks, whose listings could differ while files are written."""
     if not isinstance(source, ParquetPath):
         return source
     files = ParquetFiles.from_dict(from_rank_0(lambda: ParquetFiles.open(source, whole).as_dict()))
@@ -258,18 +258,18 @@ def _opened(source: Rows | ParquetPath, whole: Sequence[str] | None) -> Rows:
         files.check_seen()
     except DataError as raised:
         error = raised
-    # A rank that cannot read them must not leave the others in the first step.
+    # Every rank calls this: the others would wait in the first step for a rank that cannot read the files.
     agree(error)
     return files
 
 
 def _layout(source: Rows) -> str:
-    """Digest of the sizes of blocks: rows that lie in others come in another order."""
+    """Return a digest of the block sizes, on which the order of rows depends."""
     return sha256(source.block_rows.tobytes()).hexdigest()[:16] if isinstance(source, BlockSource) else ""
 
 
 def _checked(position: Position, begun: Position) -> Position:
-    """Refuse to go on in other data, where a step number means other rows."""
+    """Raise if the data differs from that of the position, so that step numbers mean other rows."""
     for name in ("batch_size", "shuffle", "seed", "num_rows", "layout"):
         was, now = getattr(position, name), getattr(begun, name)
         if was != now:
@@ -281,23 +281,23 @@ def _checked(position: Position, begun: Position) -> Position:
 
 
 class _Vote:
-    """Whether every rank has its next batch, asked of all while they compute. All make one, or none does."""
+    """Asynchronous vote on whether every rank has its next batch. Every rank makes one, or none."""
 
     def __init__(self, *, has_one: bool) -> None:
         self._count = torch.tensor([has_one], dtype=torch.int32, device=metadata_device())
         self._work = dist.all_reduce(self._count, async_op=True)
 
     def is_unanimous(self) -> bool:
-        """Whether all have; the answer came long ago, unless a rank did not."""
+        """Return True if all ranks have a batch."""
         assert self._work is not None
         wait_for(self._work)
         return int(self._count) == dist.get_world_size()
 
 
 def _all_have_one(batch: RankBatch | None, error: Exception | None) -> bool:
-    """Whether every rank has a batch; `False` where none has."""
+    """Return True if every rank has a batch, False if none has."""
     flags = torch.tensor([batch is not None, error is not None], dtype=torch.int32, device=metadata_device())
-    # A rank without a batch that left here alone would leave the others in the forward.
+    # Every rank calls this, without a batch too: the others would wait in the forward.
     dist.all_reduce(flags)
     have, failed = flags.tolist()
     if failed:

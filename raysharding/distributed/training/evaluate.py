@@ -20,47 +20,47 @@ from raysharding.distributed.training.step import Accumulation
 from raysharding.models import InputBounds
 
 Metric: TypeAlias = Callable[..., Any]
-"""`metric(output, ...)`: takes of the batch's arguments those that it names, as a loss does, and returns (sum, count):
-the metric over all rows is the sum of the sums by the sum of the counts."""
+"""`metric(output, ...)`: takes the arguments of the batch that it names, as a loss does, and returns (sum, count). The
+metric over all rows is the sum of the sums divided by the sum of the counts."""
 
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """What to compute. Picklable; the same on every rank."""
+    """Options of an evaluation. Picklable; the same on every rank."""
 
     data: DataPlan
     """The data."""
     loss: LossFunction | None = None
     """See `loss.loss_share`."""
     with_loss: bool = True
-    """Whether there is one."""
+    """True to compute the loss."""
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     """Name → metric."""
 
 
 class Evaluation:
-    """A run that only looks. Every rank makes one, with the same plan, and takes the same steps."""
+    """An evaluation. Every rank makes one with the same plan, and takes the same steps."""
 
     def __init__(self, plan: EvaluationPlan, device: torch.device, bounds: InputBounds | None = None) -> None:
-        """Look at the data; collective. As `DistributedDataLoader`."""
+        """Open the data; collective. See `DistributedDataLoader`."""
         self._plan = plan
         self.data_loader = DistributedDataLoader(plan.data, device, bounds=bounds)
         self._loss = Accumulation()
-        # Sums and counts by metric, then rows: added up on every rank alone, over the ranks when they are asked for.
+        # Sum and count of each metric, then rows: summed on each rank, and over the ranks by `values`.
         self._sums = torch.zeros(2 * len(plan.metrics) + 1, dtype=torch.float64)
 
     def step(self, module: nn.Module) -> bool:
-        """Take one batch; collective.
+        """Process one batch; collective.
 
         Args:
-            module: The sharded root module; its modes are put back.
+            module: The sharded root module; its modes are restored.
 
         Returns:
-            Whether there was one.
+            False if there was no batch left.
 
         Raises:
-            DataError: On every rank: the next batch could not be made on some rank.
-            Exception: On every rank, what a metric raised on one.
+            DataError: On every rank: a rank could not make the next batch.
+            Exception: On every rank: the error of a metric on one rank.
         """
         batch = self.data_loader.next()
         if batch is None:
@@ -84,9 +84,9 @@ class Evaluation:
         return True
 
     def values(self) -> dict[str, float]:
-        """Return `loss`, each metric and `num_rows` of all batches so far; collective. NaN where nothing counted."""
+        """Return `loss`, each metric and `num_rows` of all batches so far; collective. NaN without counted items."""
         sums = self._sums.to(metadata_device(), copy=True)
-        # Ranks that had no rows add zeros; one that stayed away would leave the others waiting.
+        # Every rank calls this, ranks without rows with zeros: the others would wait in the all-reduce.
         dist.all_reduce(sums)
         found = sums.tolist()
         values = {"loss": self._loss.loss()} if self._plan.with_loss else {}
@@ -101,19 +101,19 @@ class Evaluation:
         self._sums[-1] += batch.num_rows or 0
 
     def _forward(self, module: nn.Module, batch: RankBatch) -> Any:
-        """Run the model, note the loss, and return the output."""
+        """Run the model, record the loss, and return the output."""
         reshard(module)
         if not self._plan.with_loss:
             return module(*batch.args, **batch.kwargs)
         seen: list[Any] = []
-        # The forwards of a probe come before the one that counts, which is the last.
+        # The forwards of a probe come first; the last forward is the batch's.
         hook = module.register_forward_hook(lambda _module, _inputs, output: seen.append(output))
         try:
             share = loss_share(module, batch, self._plan.loss, may_be_empty=True)
         finally:
             hook.remove()
         total = share.value.detach().clone()
-        # Every rank adds its share, empty ranks a zero.
+        # Every rank calls this, ranks without rows with a zero: the others would wait.
         dist.all_reduce(total)
         self._loss.add(float(total), share.weight, is_reduced=True)
         return seen[-1]

@@ -1,4 +1,4 @@
-"""`Fit`: training over data. The batches are those of one process, and so are the steps."""
+"""`Fit`: training over data, with the batches and steps of one process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from raysharding.models import InputBounds
 
 @dataclass(frozen=True)
 class FitPlan:
-    """What a run over data is asked to do. Picklable; the same on every rank."""
+    """Options of a run over data. Picklable; the same on every rank."""
 
     data: DataPlan
     """The data."""
@@ -34,10 +34,10 @@ class FitPlan:
     gradient_accumulation_steps: int = 1
     """See `train_step`."""
     on_empty: Literal["skip", "raise"] = "skip"
-    """What becomes of a batch in which nothing counts: it is skipped on all ranks alike, or ends the run."""
+    """Action on a batch without counted items: all ranks skip it, or the run ends."""
 
     def __post_init__(self) -> None:
-        """Refuse what no run can do."""
+        """Check the options."""
         check_whole("gradient_accumulation_steps", self.gradient_accumulation_steps, least=1)
         if self.on_empty not in ("skip", "raise"):
             raise ValueError(f"on_empty={self.on_empty!r}: give 'skip' or 'raise'")
@@ -45,24 +45,24 @@ class FitPlan:
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One step, as one rank saw it."""
+    """Metrics of one step on one rank."""
 
     metrics: dict[str, float]
-    """What `train_step` returned: the same on every rank. NaN for a batch that was skipped, but for `lr`."""
+    """Result of `train_step`, the same on every rank. NaN, except `lr`, for a skipped batch."""
     epoch: int
-    """Epochs that were over."""
+    """Number of completed epochs."""
     num_rows: int
-    """Rows of this rank that were trained on."""
+    """Number of rows of this rank."""
     num_tokens: int
-    """Elements of `input_ids` of this rank; 0 where the batch has none."""
+    """Elements of `input_ids` of this rank; 0 without `input_ids`."""
     wait_s: float
     """Seconds that this rank waited for its batch."""
     skipped: str = ""
-    """Why the batch was skipped; empty where it was not."""
+    """Why the batch was skipped; empty if it was not."""
 
 
 class Fit:
-    """A run that trains. Every rank makes one, with the same plan, and takes the same steps."""
+    """A training run. Every rank makes one with the same plan, and takes the same steps."""
 
     def __init__(
         self,
@@ -71,27 +71,27 @@ class Fit:
         position: Position | None = None,
         bounds: InputBounds | None = None,
     ) -> None:
-        """Look at the data; collective. As `DistributedDataLoader`."""
+        """Open the data; collective. See `DistributedDataLoader`."""
         self._plan = plan
         self.data_loader = DistributedDataLoader(plan.data, device, position, bounds)
 
     @property
     def position(self) -> Position:
-        """Where the run stands, after the last step."""
+        """Position of the run, after the last step."""
         return self.data_loader.position
 
     def step(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> StepMetrics | None:
-        """Take one step; collective. `None` where the run is over.
+        """Take one step; collective. Return `None` at the end of the run.
 
         Args:
             module: The sharded root module.
-            optimizer: Over its parameters.
+            optimizer: Optimizer over its parameters.
 
-        A batch in which nothing counts (see `FitPlan.on_empty`) takes its number and its place in the data, and neither
-        optimizer nor schedule takes a step.
+        A skipped batch (see `FitPlan.on_empty`) keeps its step number and position in the data; optimizer and schedule
+        take no step.
 
         Raises:
-            DataError: On every rank, and nothing has changed: the next batch could not be made on some rank.
+            DataError: On every rank, without changes: a rank could not make the next batch.
             EmptyBatchError: On every rank, under `on_empty="raise"`.
             Exception: As from `train_step`.
         """

@@ -1,4 +1,4 @@
-"""A forward over a batch that is dealt out: inference mode, the reduced loss, and which outputs hold rows."""
+"""Forward over a distributed batch: inference mode, reduced loss, and detection of outputs that hold rows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LeafKey = tuple[str, int, int]
 
 
 class Forwarding:
-    """Runs forwards of one module and remembers which of its outputs hold rows.
+    """Runs forwards of one module, and records which of its outputs hold rows.
 
     Args:
         module: The sharded root module.
@@ -43,15 +43,15 @@ class Forwarding:
 
         Args:
             batch: From `deal`, on the module's device.
-            training: Train mode rather than eval mode; each submodule's own mode is put back.
-            keep: Whether this rank's output is wanted.
+            training: True for train mode, False for eval mode; modes of submodules are restored.
+            keep: True if this rank's output is needed.
 
         Returns:
-            The output, detached and on the CPU, key-value caches replaced by `None`. Where the call has a `Split`,
-            `loss` is the whole batch's, and tensors that look like rows but are not are listed.
+            The output, detached and on the CPU, with key-value caches replaced by `None`. If the call has a `Split`,
+            `loss` is that of the whole batch, and tensors that only look like rows are listed.
 
         Raises:
-            Exception: Whatever the module raised; if all ranks raise it alike, later calls are right.
+            Exception: Any error of the module; if all ranks raise the same, later calls are correct.
         """
         try:
             with torch.no_grad(), module_mode(self._module, training=training):
@@ -68,7 +68,7 @@ class Forwarding:
         return RankOutput(map_leaves(_to_cpu, value) if keep else None, reduced, local)
 
     def _reduce(self, value: Any, batch: RankBatch) -> tuple[Any, tuple[str, ...]]:
-        """Put the whole batch's loss in place of this rank's; collective where the output has a loss."""
+        """Replace the loss of this rank by that of the whole batch; collective if the output has a loss."""
         loss = find_loss(value)
         nodes = children(value)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or nodes is None:
@@ -78,10 +78,10 @@ class Forwarding:
         return rebuild(value, [total if name in names[:1] else item for name, item in nodes]), tuple(names[:1])
 
     def _settle(self, value: Any, batch: RankBatch) -> tuple[str, ...]:
-        """Find the leaves that only look like rows. Collective when all ranks have the same number of rows.
+        """Return the leaves that only look like rows. Collective if all ranks have the same number of rows.
 
-        A [2, 2] output of 2 rows is two labels for each row, or rows against rows (CLIP): one more forward, on another
-        number of rows, shows which dims follow. Ranks with unequal numbers need none: their other dims differ.
+        A [2, 2] output of 2 rows can be two labels per row, or rows by rows (CLIP): another forward, with a different
+        number of rows, shows which dims change. Not needed if ranks have different numbers of rows.
         """
         counts = {rows for rows in batch.rows if rows}
         if len(counts) != 1 or sum(rows > 0 for rows in batch.rows) == 1:
@@ -101,21 +101,21 @@ class Forwarding:
     @staticmethod
     def _any_rank(flag: bool) -> bool:
         votes = torch.tensor([int(flag)], dtype=torch.int32, device=metadata_device())
-        # The extra forward is collective: a rank that entered it alone would wait in its first all-gather.
+        # The extra forward is collective: a rank that ran it alone would wait in its first all-gather.
         dist.all_reduce(votes, op=dist.ReduceOp.MAX)
         return bool(votes.item())
 
 
 def _whole(_: str, leaf: Any) -> Any:
-    """A leaf without its sharding; collective for a DTensor, so it comes before a rank may drop its output."""
+    """Return the full tensor of a leaf; collective for a DTensor, so all ranks call it before one drops its output."""
     return leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
 
 
 def _to_cpu(_: str, leaf: Any) -> Any:
-    """A leaf as it travels: a tensor detached, on the CPU, with no more storage than it shows."""
+    """Return a tensor detached, on the CPU, and without storage beyond its elements."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     tensor = leaf.detach().to("cpu")
-    # Pickling a view sends the whole storage behind it.
+    # The pickle of a view contains its whole storage.
     is_view = tensor.layout == torch.strided and tensor.untyped_storage().nbytes() > tensor.numel() * tensor.itemsize
     return tensor.clone() if is_view else tensor

@@ -1,4 +1,4 @@
-"""`generate`: transformers' own generation loop on every rank, each with its rows, all of them in step."""
+"""`generate`: the generation loop of transformers on every rank's rows, with the same number of forwards."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ _REFUSED = {
 def generate(module: nn.Module, batch: RankBatch, *, training: bool = False, keep: bool = True) -> RankOutput:
     """Generate token ids for this rank's part of a batch; collective.
 
-    Each rank runs a forward for every token until all of them have finished: FSDP gathers each block's parameters in
-    each forward, so the wire carries the model once for every token. Samples are drawn from generators of the ranks'
-    own, seeded from rank 0's.
+    Each rank runs one forward per token until all ranks have finished. FSDP gathers the parameters of each block in
+    each forward: the wire carries the model once per token. Each rank samples with a generator of its own, seeded from
+    rank 0's.
 
     Args:
         module: The sharded root module, which has transformers' `generate`.
         batch: From `deal`, on the module's device: the arguments of `generate`.
-        training: Train mode rather than eval mode.
-        keep: Whether this rank's ids are wanted.
+        training: True for train mode, False for eval mode.
+        keep: True if this rank's ids are needed.
 
     Returns:
-        Ids on the CPU, int64: [rows, length], or [rows, sequences, length] for several of each row; `length` is that of
-        the longest row of all ranks, shorter ones padded at the end.
+        Ids on the CPU, int64: [rows, length], or [rows, sequences, length] for several sequences per row; `length` is
+        that of the longest row of all ranks, and shorter rows are padded at the end.
 
     Raises:
-        ValueError: On every rank: the module cannot generate, or an argument that ranks in step do not have.
-        Exception: Whatever the module raised; if all ranks raise it alike, later calls are right.
+        ValueError: On every rank, if the module cannot generate, or an argument is not supported.
+        Exception: Any error of the module; if all ranks raise the same, later calls are correct.
     """
     module = unwrapped(module)
     try:
@@ -60,10 +60,10 @@ def generate(module: nn.Module, batch: RankBatch, *, training: bool = False, kee
         seed = from_rank_0(lambda: int(torch.randint(0, 1 << 62, ()).item()))
         devices = generator_devices(module)
         with torch.no_grad(), module_mode(module, training=training), torch.random.fork_rng(devices=devices):
-            # Ranks are started alike: without this all of them would draw the same samples.
+            # All ranks start with the same seed, and would draw the same samples.
             torch.manual_seed(seed + dist.get_rank())
             init_roots(module)
-            # An encoder is called by itself, before the root's forward would gather what is the root's.
+            # An encoder is called on its own, before a forward of the root gathers the root's parameters.
             for root in fsdp_modules(module, root_only=True):
                 root.unshard()
             ids = run(*batch.args, **batch.kwargs, synced_gpus=dist.get_world_size() > 1)
@@ -78,7 +78,7 @@ def generate(module: nn.Module, batch: RankBatch, *, training: bool = False, kee
 
 
 def check_generation(kwargs: dict[str, Any]) -> None:
-    """Refuse arguments of transformers' `generate` that ranks in step do not have.
+    """Raise on arguments of transformers' `generate` that are not supported.
 
     Raises:
         ValueError: Names the argument.
@@ -89,15 +89,15 @@ def check_generation(kwargs: dict[str, Any]) -> None:
 
 
 def _padded(ids: torch.Tensor, pad_id: int) -> torch.Tensor:
-    """Make rows as long as the longest of any rank; collective."""
+    """Pad rows to the length of the longest on any rank; collective."""
     longest = torch.tensor([ids.shape[1]], dtype=torch.int64, device=metadata_device())
-    # Every rank tells its own length, dummies too: the others wait here for it.
+    # Every rank calls this, with a dummy row too: the others would wait in the all-reduce.
     dist.all_reduce(longest, op=dist.ReduceOp.MAX)
     return nn.functional.pad(ids, (0, int(longest.item()) - ids.shape[1]), value=pad_id)
 
 
 def _pad_id(module: nn.Module, kwargs: dict[str, Any]) -> int:
-    """What transformers itself pads with: the pad token, else the first end token."""
+    """Return the token that transformers pads with: the pad token, else the first end token."""
     config = kwargs.get("generation_config") or getattr(module, "generation_config", None)
     for name in ("pad_token_id", "eos_token_id"):
         value = kwargs.get(name)

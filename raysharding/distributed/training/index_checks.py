@@ -1,7 +1,7 @@
-"""`IndexChecks`: an index that an operation does not have raises before the operation runs.
+"""`IndexChecks`: raise on an index that is out of range before the operation runs.
 
-A CPU looks at indices and raises. A CUDA kernel asserts, and after that every call of the process fails: what may be
-out of range must not get there.
+CPU operations check indices and raise. A CUDA kernel asserts, and every later CUDA call of the process fails: indices
+that may be out of range must not reach it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _check(what: str, index: torch.Tensor, size: int, *, ignored: int | None = N
 
 
 def _check_targets(what: str, scores: torch.Tensor, target: torch.Tensor, *rest: Any) -> None:
-    _check(what, target, scores.shape[min(scores.ndim, 2) - 1], ignored=rest[2])  # after weight and reduction
+    _check(what, target, scores.shape[min(scores.ndim, 2) - 1], ignored=rest[2])  # follows weight and reduction
 
 
 def _check_margins(what: str, scores: torch.Tensor, target: torch.Tensor, *_: Any) -> None:
@@ -61,28 +61,28 @@ _CHECKS: Mapping[Any, Callable[..., None]] = {
     _aten.index_put_: _check_each_dim,
     **{getattr(_aten, name): _check_along_dim for name in _ALONG_DIM},
 }
-"""What losses read labels by, `cross_entropy`, `one_hot` and `scores[rows, labels]` among it."""
+"""Operations by which losses read labels, e.g. `cross_entropy`, `one_hot` and `scores[rows, labels]`."""
 
 
 class IndexChecks(TorchDispatchMode):
-    """While it is active, operations that losses read labels by check their indices first, on any device.
+    """While active, operations by which losses read labels check their indices first, on any device.
 
-    Each check waits for the device. What runs in kernels that torch does not dispatch (Triton's, an extension's, those
-    of `torch.compile`) is not seen, nor what is given to subclasses of tensors, as a DTensor.
+    Each check synchronizes with the device. Kernels that torch does not dispatch (of Triton, extensions,
+    `torch.compile`) and operations on tensor subclasses, such as DTensor, are not checked.
     """
 
     supports_higher_order_operators = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return True: otherwise a function that is first called meanwhile would never be compiled."""
+        """Return True: otherwise a function whose first call is in this mode would never be compiled."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation.
 
         Raises:
-            IndexError: It was given an index that it does not have, and has not run.
+            IndexError: An index is out of range; the operation has not run.
         """
         check = _CHECKS.get(getattr(func, "overloadpacket", None))
         if check is not None and not types:

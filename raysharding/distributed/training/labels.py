@@ -1,4 +1,4 @@
-"""A call's labels: where they stand among the arguments, what kind they are, and how many of them count."""
+"""Labels of a call: their place among the arguments, their kind, and their counts."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from raysharding.distributed.training.loss_call import LossFunction, position_of
 
 IGNORED_LABEL = -100
 IGNORED_PIXEL = 255
-"""Label that segmentation models leave out by default."""
+"""Label that segmentation models ignore by default."""
 
 _SPAN_NAMES = ("start_positions", "end_positions")
 
 
 class LabelKind(enum.Enum):
-    """What a call's labels are. The values travel between ranks."""
+    """Kind of the labels of a call. Ranks exchange the values."""
 
     ABSENT = 0
     """No tensor `labels`: rows count."""
     FLOAT = 1
     """Regression or multi-label targets: every element counts."""
     CLASSES = 2
-    """Integers, one for each row."""
+    """Integers, one per row."""
     TOKENS = 3
     """Integers in two dims: positions, which a causal model shifts by one."""
     PIXELS = 4
-    """Integers in three dims or more: maps, in which 255 may be masked too."""
+    """Integers in three dims or more: maps, in which 255 may also be a mask."""
     SPANS = 5
-    """No `labels` but answer positions: a row counts if both lie within its text."""
+    """Answer positions in place of `labels`: a row counts if both are within its text."""
 
 
 INTEGER_KINDS = (LabelKind.CLASSES, LabelKind.TOKENS, LabelKind.PIXELS)
@@ -45,17 +45,17 @@ class Labels:
     """The labels of one rank's call."""
 
     kind: LabelKind
-    """What they are."""
+    """Kind of the labels."""
     place: int | str | None = None
-    """Index among the positional arguments, or keyword; `None` where there is no tensor `labels`."""
+    """Index of the positional argument, or keyword; `None` without a tensor `labels`."""
     tensor: torch.Tensor | None = None
-    """The labels themselves."""
+    """The labels."""
     row_dim: int | None = None
-    """The dim that holds rows; `None` where the labels are not in a `Split`."""
+    """Dim of the rows; `None` if the labels are in no `Split`."""
 
     @property
     def position_dim(self) -> int:
-        """The dim that holds the positions of one row: the last, unless the rows are there."""
+        """Dim of the positions of a row: the last, unless that is the dim of the rows."""
         return -2 if self.tensor is not None and self.tensor.ndim == 2 and self.row_dim == 1 else -1
 
     def put(
@@ -67,9 +67,9 @@ class Labels:
         return args, dict(kwargs) if self.place is None else {**kwargs, self.place: labels}
 
     def harmless(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments with labels that all count in place of labels none of which does.
+        """Return the arguments with labels that all count, in place of labels that do not.
 
-        A mean over none is NaN, and NaN * 0 stays NaN.
+        A mean over no labels is NaN, and NaN * 0 is NaN.
         """
         if self.kind is LabelKind.SPANS:
             return args, {**kwargs, **{name: torch.zeros_like(kwargs[name]) for name in _SPAN_NAMES}}
@@ -109,7 +109,7 @@ def _place(module: nn.Module, batch: RankBatch, loss: LossFunction | None) -> in
 
 
 def has_own_count(module: nn.Module, batch: RankBatch) -> bool:
-    """Whether the caller gave the model a `num_items_in_batch`."""
+    """Return True if the caller passed `num_items_in_batch`."""
     index = position_of(module, "num_items_in_batch")
     if index is not None and index < len(batch.wrapped_args):
         return batch.wrapped_args[index] is not None
@@ -117,7 +117,7 @@ def has_own_count(module: nn.Module, batch: RankBatch) -> bool:
 
 
 def _spans(batch: RankBatch) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Start and end positions, flat; `None` if the call has no such pair of integer tensors."""
+    """Return start and end positions, flat; `None` if the call has no such pair of integer tensors."""
     start, end = (batch.kwargs.get(name) for name in _SPAN_NAMES)
     if not (isinstance(start, torch.Tensor) and isinstance(end, torch.Tensor)):
         return None
@@ -128,22 +128,22 @@ def _spans(batch: RankBatch) -> tuple[torch.Tensor, torch.Tensor] | None:
 
 @dataclass(frozen=True)
 class Counts:
-    """What could be the denominator, on one rank; `loss_probe.py` finds which of them is."""
+    """Possible denominators on one rank; `loss_probe.py` finds which of them the loss uses."""
 
     rows: int = 0
-    """Rows of this rank; 0 for a dummy, 1 where the call has no `Split` (all ranks weigh the same)."""
+    """Rows of this rank; 0 for a dummy, 1 if the call has no `Split` (equal weights)."""
     labels: int = 0
-    """Labels that are not -100, elements where labels are floats, rows with an answer, rows; 0 for a dummy."""
+    """Labels that are not -100; elements of float labels; rows with an answer; else rows. 0 for a dummy."""
     shifted: int = 0
-    """Labels that are not -100, the first position left out: what a causal model counts."""
+    """Labels that are not -100, without the first position, as a causal model counts."""
     pixels: int = 0
     """Labels that are neither -100 nor 255."""
     half_masked: int = 0
-    """Rows of which one answer position lies in the text and the other does not."""
+    """Rows with one answer position within the text, and the other outside."""
 
 
 def count_items(batch: RankBatch, labels: Labels) -> Counts:
-    """Count this rank's rows and labels; no collective."""
+    """Count this rank's rows and labels. Not collective."""
     if batch.is_dummy:
         return Counts()
     rows = 1 if batch.num_rows is None else batch.num_rows
@@ -158,12 +158,12 @@ def count_items(batch: RankBatch, labels: Labels) -> Counts:
     first = 1 if tensor.ndim > 1 and tensor.shape[labels.position_dim] else 0
     shifted = counted.movedim(labels.position_dim, 0)[first:] if tensor.ndim else counted
     pixels = counted & (tensor != IGNORED_PIXEL)
-    # One transfer from the device rather than three.
+    # One transfer from the device, not three.
     return Counts(rows, *torch.stack([counted.sum(), shifted.sum(), pixels.sum()]).tolist())
 
 
 def _count_spans(batch: RankBatch, rows: int) -> Counts:
-    """Count the rows with an answer: models leave out positions at or behind the end of the text."""
+    """Count the rows with an answer: models ignore positions at or after the end of the text."""
     spans = _spans(batch)
     assert spans is not None
     texts = [batch.kwargs.get("input_ids"), batch.kwargs.get("inputs_embeds"), *batch.args[:1]]
@@ -172,5 +172,5 @@ def _count_spans(batch: RankBatch, rows: int) -> Counts:
         return Counts(rows, rows)
     start, end = spans[0] < lengths[0], spans[1] < lengths[0]
     answered, half_masked = torch.stack([(start & end).sum(), (start != end).sum()]).tolist()
-    # Replicated rows need no weighing: every rank's loss is the whole batch's.
+    # Replicated rows have no weight: every rank computes the loss of the whole batch.
     return Counts(rows, answered, half_masked=half_masked if batch.rows else 0)

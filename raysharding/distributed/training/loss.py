@@ -1,8 +1,8 @@
-"""One loss denominator for the whole batch: each rank's loss becomes its share of the loss one process would compute.
+"""One loss denominator for the whole batch: the loss of each rank becomes its share of the loss of one process.
 
-The mean over all counted labels is sum / count, so a rank whose own mean covers `local` of `total` counted labels owes
-`mean * local / total`; a model that honours `num_items_in_batch` divides its sum by `total` itself. What counts as a
-label, and who honours the argument, is found by running the loss (`loss_probe.py`), never from a signature.
+The mean over all counted labels is sum / count, so the share of a rank whose mean covers `local` of `total` counted
+labels is `mean * local / total`; a model that honours `num_items_in_batch` divides its sum by `total` itself. Running
+the loss shows which labels count and whether the model honours the argument (`loss_probe.py`); signatures do not.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from raysharding.tree import leaves
 
 @dataclass(frozen=True)
 class _Agreed:
-    """What all ranks know of one call."""
+    """The state of one call that all ranks agree on."""
 
     labels: Labels
-    """This rank's labels; their kind is every rank's."""
+    """This rank's labels, of the same kind on every rank."""
     counts: list[Counts]
-    """By rank."""
+    """Counts, by rank."""
     traits: LossTraits
-    """What the loss does."""
+    """Traits of the loss."""
 
     def items(self) -> list[int]:
-        """What each rank's loss has to be weighted by, by rank."""
+        """Return the weight of each rank's loss, by rank."""
         if self.traits.reduction is LossReduction.ITEMS:
             field = counted_field(self.labels.kind, self.traits)
             return [getattr(count, field) for count in self.counts]
@@ -52,12 +52,12 @@ class _Agreed:
 
     @property
     def total(self) -> int:
-        """What the weighted losses have to be divided by."""
+        """Return the divisor of the weighted losses."""
         return 1 if self.traits.reduction is LossReduction.SUM else sum(self.items())
 
 
 def _agree(module: nn.Module, batch: RankBatch, loss: LossFunction | None) -> _Agreed:
-    """Gather every rank's counts and find the loss's traits, by a probe if any rank lacks them; collective."""
+    """Gather the counts of all ranks and the traits of the loss, by a probe if a rank lacks them; collective."""
     labels = find_labels(module, batch, loss)
     own = count_items(batch, labels)
     known = recall(module, batch, loss, labels.kind)
@@ -74,7 +74,7 @@ def _agree(module: nn.Module, batch: RankBatch, loss: LossFunction | None) -> _A
             "start_positions and end_positions leave out different rows, so the loss has no single denominator; leave "
             "out both positions of a row, or pass loss= a function that returns (sum, count)"
         )
-    # The probe is collective: all ranks run it or none does.
+    # The probe is collective: all ranks run it, or none.
     if known is None or not all(row[1] for row in rows):
         known = find_traits(module, batch, loss, labels)
     return _Agreed(labels, counts, known)
@@ -82,51 +82,50 @@ def _agree(module: nn.Module, batch: RankBatch, loss: LossFunction | None) -> _A
 
 @dataclass(frozen=True)
 class LossWeight:
-    """How this rank's own loss becomes its share of the whole batch's loss."""
+    """How the loss of this rank becomes its share of the loss of the whole batch."""
 
     num_items_in_batch: int | None
-    """The count of all ranks, for a model that divides by it; `None` for the others."""
+    """Count over all ranks, for a model that divides by it; else `None`."""
     factor: float
-    """What to multiply the rank's loss with. 0 for a rank without counted items."""
+    """Factor of the rank's loss; 0 for a rank without counted items."""
     total: int | None
-    """What counts on all ranks together, in the loss's own unit; `None` where the loss counts for itself, or is a
-    sum."""
+    """Number of counted items on all ranks, in the unit of the loss; `None` if the loss returns counts, or is a sum."""
     is_sum: bool = False
-    """Whether the loss of the whole is the sum of the parts' losses."""
+    """True if the loss of the batch is the sum of the losses of its parts."""
 
 
 class LossShare(NamedTuple):
-    """A rank's part of a batch's loss."""
+    """Share of one rank in the loss of a batch."""
 
     value: torch.Tensor
-    """0-dim, fp32, with its graph. The ranks' values add up to the loss of the batch."""
+    """0-dim, fp32, with its graph. The values of all ranks sum to the loss of the batch."""
     weight: float | None
-    """What the loss of the batch weighs beside those of other batches: the number of its counted items, which may be
-    0, the same on every rank. `None`: the loss is a sum, and such losses are added."""
+    """Weight of the batch's loss among other batches: its number of counted items, which may be 0, the same on every
+    rank. `None` if the loss is a sum; such losses are added."""
 
 
 def weigh(
     module: nn.Module, batch: RankBatch, loss: LossFunction | None = None, *, may_be_empty: bool = False
 ) -> LossWeight:
-    """Find this rank's weight in the batch's loss; collective over the default group.
+    """Return the weight of this rank in the loss of the batch; collective over the default group.
 
-    The first call for a model (and for each kind of labels and loss function) runs some forwards more, ten at most,
-    without gradients: they show what the loss does with masked labels and with `num_items_in_batch`, and whether the
-    losses of parts of the batch make up that of the whole. Model and loss are given labels then that the caller never
-    had: the batch's own with others masked by -100 (maps: by 255), and with one of its classes, 0 where it has none, in
-    the place of masked ones. An operation that would be given a label that it does not have does not run.
+    The first call for a model (and for each kind of labels and loss function) runs up to ten extra forwards without
+    gradients. They show how the loss treats masked labels and `num_items_in_batch`, and whether the losses of parts of
+    the batch sum to that of the whole. Model and loss then see labels that the caller never passed: labels of the batch
+    with others masked by -100 (maps: by 255), and with a class of the batch, or 0, in place of masked labels. An
+    operation is not run on labels out of its range.
 
     Args:
         module: The sharded root module.
         batch: This rank's part of the call.
         loss: The caller's loss function, or `None` for the model's own.
-        may_be_empty: Whether it is no error that no label of the whole batch counts. Default: it is.
+        may_be_empty: True if a batch without counted labels is no error. Default False.
 
     Raises:
-        EmptyBatchError: On every rank, when no label of the whole batch counts.
-        ValueError: On every rank, when labels differ in kind, the caller gives `num_items_in_batch`, or the loss is no
-            mean over labels or rows and no sum, or is NaN or infinite in that first call: then it says since when, and
-            names a parameter or argument that is not finite.
+        EmptyBatchError: On every rank, if no label of the whole batch counts.
+        ValueError: On every rank, if labels differ in kind, the caller passes `num_items_in_batch`, or the loss is
+            neither a mean over labels or rows nor a sum, or is not finite in the first call. The error then states
+            since when, and names a parameter or argument that is not finite.
     """
     return _weight(_agree(module, batch, loss), batch.is_dummy, may_be_empty)
 
@@ -157,27 +156,27 @@ def _nothing_counted(kind: LabelKind, traits: LossTraits) -> str:
 def loss_share(
     module: nn.Module, batch: RankBatch, loss: LossFunction | None = None, *, may_be_empty: bool = False
 ) -> LossShare:
-    """Run the forward and return this rank's share of the batch's loss; the shares of all ranks add up to it.
+    """Run the forward and return this rank's share of the loss of the batch; the shares of all ranks sum to the loss.
 
-    Collective: every rank calls it with its part of one call, in the same mode.
+    Collective: each rank passes its part of one call, in the same mode.
 
     Args:
         module: The sharded root module.
         batch: This rank's part of the call, on any device.
-        loss: `None`: the output's `.loss`. Else called as `loss_call.call_loss` says; it returns a scalar, the mean
-            over counted labels (rows, where there are no labels) or over rows, a sum, or a pair (sum, count), taken
-            as it is. Labels are what the call or the loss names `labels`, masked by -100. The first call runs it on
-            made-up labels, too: see `weigh`.
-        may_be_empty: As for `weigh`; the loss of a batch in which nothing counts is 0 then, and so are its gradients.
+        loss: `None` for the output's `.loss`. Otherwise called as by `loss_call.call_loss`; it returns a scalar: the
+            mean over counted labels (over rows without labels) or over rows, a sum, or a pair (sum, count). Labels are
+            the argument `labels` of the call or the loss, masked by -100. The first call also runs it on made-up
+            labels, see `weigh`.
+        may_be_empty: As for `weigh`; loss and gradients of a batch without counted items are then 0.
 
     Returns:
         The share; exactly 0, with zero gradients, on a rank without counted items.
 
     Raises:
-        EmptyBatchError: On every rank, when nothing counts.
-        ValueError: On every rank, when there is no loss, it is not a scalar, or as for `weigh`.
+        EmptyBatchError: On every rank, if the batch has no counted items.
+        ValueError: On every rank, if there is no loss, or it is not a scalar, or as from `weigh`.
     """
-    # A sharded root moves what its forward takes; labels that the loss function alone takes would stay where they are.
+    # A sharded root moves the arguments of its forward, but not labels that only the loss function takes.
     device = compute_device(module)
     batch = batch.replaced(lambda value: move_inputs(value, device))
     agreed = _agree(module, batch, loss)
@@ -198,25 +197,25 @@ def loss_share(
 
 
 def _zero_of(output: Any, share: torch.Tensor) -> torch.Tensor:
-    """A zero that hangs on the output rather than on a loss of NaN, whose gradient stays NaN even times 0."""
+    """Return a zero with the graph of the output, not of the loss: the gradient of a NaN stays NaN even times 0."""
     loss = find_loss(output)
     tensors = [leaf for _, leaf in leaves(output) if isinstance(leaf, torch.Tensor) and leaf is not loss]
-    # Backward has to pass through the same parameters as on the other ranks: FSDP reduces their gradients together.
+    # Backward must reach the same parameters as on the other ranks, because FSDP reduces their gradients together.
     parts = [tensor.float().nan_to_num().sum() * 0.0 for tensor in tensors if tensor.requires_grad]
     if not parts and not share.requires_grad:
-        return torch.zeros_like(share)  # nobody runs backward
+        return torch.zeros_like(share)  # there is no backward
     return torch.stack(parts).sum() if parts else share
 
 
 def _share_of(
     module: nn.Module, result: torch.Tensor | tuple[torch.Tensor, float], weight: LossWeight, may_be_empty: bool
 ) -> LossShare:
-    """Weigh what the caller's loss function returned; collective, and the same on every rank."""
+    """Return the share for the result of the caller's loss function; collective."""
     is_pair = isinstance(result, tuple)
-    # Of a dummy, and where labels were replaced by harmless ones, nothing counts.
+    # A dummy row, and labels that were replaced by harmless ones, do not count.
     count = float(result[1]) if isinstance(result, tuple) and weight.factor else 0.0
     mine = torch.tensor([float(is_pair), count], dtype=torch.float64, device=metadata_device())
-    # Every rank reduces, whatever its loss returned: the ranks must agree on mean or pair before they scale by it.
+    # Every rank calls this, whatever its loss returned: the ranks must agree on mean or pair before they scale.
     dist.all_reduce(mine)
     num_pairs, total = mine.tolist()
     if num_pairs not in (0, dist.get_world_size()):
@@ -226,7 +225,7 @@ def _share_of(
     if not isinstance(result, tuple) and (weight.total is not None or weight.is_sum):
         return LossShare(result.float() * weight.factor, None if weight.total is None else float(weight.total))
     if not isinstance(result, tuple):
-        # What was found out about it holds no longer; the next call probes it anew.
+        # The recorded traits are outdated; the next call probes the loss again.
         forget(module)
         raise ValueError("the loss returned (sum, count) in an earlier call and a mean now; return one kind always")
     if total < 0:
@@ -237,12 +236,12 @@ def _share_of(
 
 
 def reduce_loss(module: nn.Module, batch: RankBatch, loss: torch.Tensor) -> torch.Tensor:
-    """Turn the mean loss of this rank's forward into the loss of the whole batch; collective.
+    """Return the loss of the whole batch from the mean loss of each rank's forward; collective.
 
     Args:
         module: The sharded root module.
         batch: This rank's part of the call.
-        loss: 0-dim, the forward's own loss; may be NaN where nothing counts.
+        loss: 0-dim loss of the forward; may be NaN without counted items.
 
     Returns:
         0-dim tensor of `loss`'s dtype, equal on every rank; NaN if nothing counts on any rank, as in one process.
@@ -250,6 +249,6 @@ def reduce_loss(module: nn.Module, batch: RankBatch, loss: torch.Tensor) -> torc
     agreed = _agree(module, batch, None)
     local = agreed.items()[dist.get_rank()]
     share = loss.detach().double() * local if local else torch.zeros((), dtype=torch.float64, device=loss.device)
-    # Every rank adds its share, empty ranks a zero: a rank that skipped it would leave the others waiting.
+    # Every rank calls this, ranks without rows with a zero: the others would wait in the all-reduce.
     dist.all_reduce(share)
     return (share / agreed.total).to(loss.dtype)

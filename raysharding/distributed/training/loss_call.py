@@ -1,4 +1,4 @@
-"""How a model and a caller's loss function are called, and what they may return."""
+"""Calls of a model and a caller's loss function, and checks of their results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BY_NAME = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYW
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
-    """The parameters of a function, or of a module's forward; `None` for a builtin that does not tell."""
+    """Return the parameters of a function, or of a module's forward; `None` for a builtin without a signature."""
     target = function.forward if isinstance(function, nn.Module) else function
     try:
         return list(inspect.signature(target).parameters.values())
@@ -29,18 +29,18 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
 
 
 def positions_of(function: Callable[..., Any]) -> list[str]:
-    """Return the names of the parameters that can be passed by position; none for a builtin that does not tell."""
+    """Return the names of the positional parameters; none for a builtin without a signature."""
     return [parameter.name for parameter in _parameters(function) or () if parameter.kind in _BY_POSITION]
 
 
 def position_of(function: Callable[..., Any], name: str) -> int | None:
-    """Return the index of a parameter among those that can be passed by position, or `None`."""
+    """Return the index of a positional parameter, or `None`."""
     names = positions_of(function)
     return names.index(name) if name in names else None
 
 
 def _taken(parameters: list[inspect.Parameter] | None, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords that a function with these parameters takes."""
+    """Return the keyword arguments that a function with these parameters accepts."""
     if parameters is None or any(parameter.kind is _ANY_NAME for parameter in parameters):
         return dict(kwargs)
     names = {parameter.name for parameter in parameters if parameter.kind in _BY_NAME}
@@ -48,27 +48,27 @@ def _taken(parameters: list[inspect.Parameter] | None, kwargs: Mapping[str, Any]
 
 
 def call_model(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: LossFunction) -> Any:
-    """Call the model beside a loss function: keywords that only the loss function names go to that alone."""
+    """Call the model without the keyword arguments that only the loss function accepts."""
     taken = _taken(_parameters(module), kwargs)
     loss_only = {key: value for key, value in kwargs.items() if key not in taken}
     unknown = {key: loss_only[key] for key in loss_only.keys() - _taken(_parameters(loss), loss_only).keys()}
-    # What neither of them names goes to the model, which then says so in its own words.
+    # Arguments that neither accepts go to the model, which raises.
     return module(*args, **taken, **unknown)
 
 
 def call_loss(
     loss: LossFunction, output: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> torch.Tensor | tuple[torch.Tensor, float]:
-    """Call `loss(output, *args, **kwargs)` with those of the call's own arguments that it takes.
+    """Call `loss(output, *args, **kwargs)` with the arguments of the call that it accepts.
 
-    Positional arguments are passed all or none: all if it has room for them beside the keywords it names. Keywords are
-    passed by name, all of them where it takes `**kwargs`.
+    Positional arguments are all passed if they fit beside the keyword arguments, else none. Keyword arguments are
+    passed by name, all of them if the loss takes `**kwargs`.
 
     Returns:
         A 0-dim tensor (the mean), or (0-dim tensor, count).
 
     Raises:
-        ValueError: It returned something else.
+        ValueError: The loss returned anything else.
     """
     parameters = _parameters(loss)
     taken = _taken(parameters, kwargs)
@@ -80,7 +80,7 @@ def call_loss(
 
 
 def _has_room(parameters: list[inspect.Parameter] | None, args: tuple[Any, ...], taken: Mapping[str, Any]) -> bool:
-    """Whether all of `args` fit behind the output without landing on a parameter that a keyword fills."""
+    """Return True if all of `args` fit after the output, without a parameter that a keyword argument sets."""
     if parameters is None or any(parameter.kind is _ANY_POSITION for parameter in parameters):
         return True
     places = [parameter for parameter in parameters if parameter.kind in _BY_POSITION][1 : len(args) + 1]
@@ -95,14 +95,14 @@ def run_loss(
     *,
     compiled: bool = True,
 ) -> tuple[Any, Any]:
-    """Run a forward and the loss; return the output and the loss as it came: anything where the model's own is bad.
+    """Run a forward and the loss; return the output and the unchecked loss.
 
     Args:
-        module: The root.
-        args: Of the call.
-        kwargs: Of the call.
+        module: The root module.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
         loss: The caller's loss function, or `None` for the model's own.
-        compiled: Whether a loss function that `torch.compile` made runs compiled. Default yes.
+        compiled: False to run a loss function of `torch.compile` without compilation. Default True.
     """
     if loss is None:
         output = module(*args, **kwargs)
@@ -113,7 +113,7 @@ def run_loss(
 
 
 def find_loss(output: Any) -> Any:
-    """Return the output's `loss`, attribute or key, or `None`."""
+    """Return the `loss` of an output, an attribute or key, or `None`."""
     if isinstance(output, Mapping):
         return output.get("loss")
     return getattr(output, "loss", None)
@@ -123,7 +123,7 @@ def loss_of(output: Any) -> torch.Tensor:
     """Return the model's own loss.
 
     Raises:
-        ValueError: The output has none, or it is not a scalar tensor.
+        ValueError: The output has no loss, or its loss is not a scalar tensor.
     """
     loss = find_loss(output)
     if loss is None:

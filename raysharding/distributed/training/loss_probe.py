@@ -1,10 +1,9 @@
-"""Finding out, by running it, what a loss does with masked labels and with `num_items_in_batch`; once for each model.
+"""Probe of a loss, once per model: how it treats masked labels and `num_items_in_batch`, found by running it.
 
-A signature does not tell: BERT, T5, BART and ResNet accept `num_items_in_batch` and ignore it.
+A signature does not show that: BERT, T5, BART and ResNet accept `num_items_in_batch` and ignore it.
 
-What stays equal when a loss function is pickled anew for each call, and differs where its result may.
-
-Finding out, by running it on parts of a batch, what a loss adds up by: counted labels, rows, or itself.
+`identity` compares loss functions that are pickled anew for each call. `ReductionProbe` runs a loss on parts of a batch
+to find whether it is a mean over counted labels, a mean over rows, or a sum.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ from raysharding.distributed.training.loss_call import LossFunction, run_loss
 from raysharding.tree import leaves, map_leaves
 
 _MAX_DEPTH = 6
-"""Closures may hold themselves."""
+"""Depth limit, because closures may contain themselves."""
 
 
 def identity(value: Any, depth: int = _MAX_DEPTH) -> object:
-    """Return a hashable stand-in for a function or a value that it holds: its code, its settings, its type.
+    """Return a hashable identity of a function, or of a value that it contains: its code, its settings, its type.
 
-    Settings are what selects a reduction or a mask: numbers but floats, strings, flags. Of floats and tensors (weights,
-    a smoothing that is annealed) only the type counts, so a loss that holds a new one in each call is still the same.
+    Settings, which select a reduction or a mask, are integers, strings and flags. Floats and tensors (weights, an
+    annealed smoothing) count by type only, so that a loss with a new one in each call stays the same.
     """
     kind = type(value)
     if value is None or isinstance(value, bool | int | str | bytes | enum.Enum | type):
@@ -73,49 +72,49 @@ def _closure(function: FunctionType, inner: Any) -> object:
         try:
             cells.append(inner(cell.cell_contents))
         except ValueError:
-            # A name that is not bound yet.
+            # an unbound name
             cells.append(None)
     return tuple(cells)
 
 
 def _state(value: Any, inner: Any) -> object:
-    """The attributes of a callable object; those of anything else (a tensor, an array) are not looked at."""
+    """Return the identity of the attributes of a callable object; other objects (tensors, arrays) count by type."""
     if not callable(value) or isinstance(value, CodeType):
         return None
     return inner(getattr(value, "__dict__", None))
 
 
 class LossReduction(enum.Enum):
-    """How the losses of parts make up the loss of the whole. The values travel between ranks."""
+    """How the losses of parts make up the loss of the whole. Ranks exchange the values."""
 
     ITEMS = 0
-    """A mean over counted labels (rows, where there are none)."""
+    """A mean over counted labels, or over rows without labels."""
     ROWS = 1
-    """A mean over rows, masked labels or not."""
+    """A mean over rows, whether their labels are masked or not."""
     SUM = 2
     """A sum."""
 
 
 TOLERANCE = 1e-3
-"""Relative. Above the rounding of fp32 and the balancing loss of a mixture of experts, far below a wrong weight."""
+"""Relative; above the rounding of fp32 and the balancing loss of a mixture of experts, far below a wrong weight."""
 LOW_PRECISION_TOLERANCE = 3e-2
 
 
 @dataclass(frozen=True)
 class Part:
-    """The loss of some rows, and what it could be weighted by."""
+    """Loss of some rows, and its possible weights."""
 
     value: float | None
-    """`None`: the loss cannot be told."""
+    """The loss; `None` if it is unknown."""
     items: int
-    """Counted labels, or rows."""
+    """Number of counted labels, or rows."""
     rows: int
-    """Rows, counted or not."""
+    """Number of rows, counted or not."""
     tolerance: float
-    """Relative."""
+    """Relative tolerance."""
 
     def weighted(self, reduction: LossReduction) -> float:
-        """This part's contribution; that of a part in which nothing counts is 0."""
+        """Return the contribution of this part; 0 without counted items."""
         assert self.value is not None
         if reduction is LossReduction.ITEMS:
             return self.value * self.items if self.items else 0.0
@@ -123,29 +122,29 @@ class Part:
 
 
 def fits(whole: Part, parts: list[Part], reduction: LossReduction) -> bool:
-    """Whether the parts add up to the whole; true where that cannot be told."""
+    """Return True if the parts sum to the whole, or if that is unknown."""
     if any(part.value is None for part in (whole, *parts)) or whole.items == 0:
         return True
     want, have = whole.weighted(reduction), [part.weighted(reduction) for part in parts]
     size = max(abs(want), sum(abs(value) for value in have), 1e-6)
-    # A NaN or an infinity makes this comparison false: finite where all labels count, the loss has a mask of its own.
+    # False for NaN or infinity: a loss that is finite if all labels count, and here is not, has a mask of its own.
     return abs(want - sum(have)) <= max(part.tolerance for part in (whole, *parts)) * size
 
 
 @dataclass(frozen=True)
 class ReductionProbe:
-    """Evaluates a loss on all rows of this rank and on its two halves. Every rank runs the same forwards."""
+    """Runs a loss on all rows of this rank and on both halves. Every rank runs the same forwards."""
 
     module: nn.Module
     loss: LossFunction | None
     item: str
-    """The field of `Counts` that the loss is a mean over."""
+    """Field of `Counts` that the loss is a mean over."""
 
     def find(self, batch: RankBatch, labels: Labels, valid: int) -> LossReduction:
-        """Return how the loss adds up; collective. `valid` is a label that counts.
+        """Return the reduction of the loss; collective. `valid` is a label that counts.
 
         Raises:
-            ValueError: On every rank, when it adds up in no known way on some rank, or is not finite there.
+            ValueError: On every rank, if the loss fits no known reduction on some rank, or is not finite there.
         """
         if not all_ranks([_can_cut(batch, labels)])[0]:
             return LossReduction.ITEMS
@@ -178,7 +177,7 @@ class ReductionProbe:
             whole = _unevenly_masked(whole, find_labels(self.module, whole, self.loss), valid, half)
         indices = list(range(len(rows)))
         parts = [_cut(whole, indices[:half]), _cut(whole, indices[half:])]
-        # The batch as it is fails as the real forward would; what the probe makes of it may fail silently.
+        # The unchanged batch raises as the real forward would; errors on changed batches are ignored.
         is_own = valid is None and num_rows > 1
         return self._part(whole, lenient=not is_own), [self._part(part, lenient=True) for part in parts]
 
@@ -189,7 +188,7 @@ class ReductionProbe:
         except torch.OutOfMemoryError:
             raise
         except Exception:
-            # A rank that raised here alone would leave the others in the next forward.
+            # A rank that raised here alone would leave the others waiting in the next forward.
             if not lenient:
                 raise
             recover(self.module, in_backward=False)
@@ -205,9 +204,9 @@ class ReductionProbe:
 
 
 def all_ranks(flags: list[bool]) -> list[bool]:
-    """Take for true what holds on every rank; collective."""
+    """Return, for each flag, whether it is True on every rank; collective."""
     votes = torch.tensor(flags, dtype=torch.int32, device=metadata_device())
-    # Ranks that went on with different answers would run different forwards, and wait for each other.
+    # Ranks with different flags would run different forwards, and hang.
     dist.all_reduce(votes, op=dist.ReduceOp.MIN)
     return [bool(vote) for vote in votes.tolist()]
 
@@ -218,12 +217,12 @@ def _splits(batch: RankBatch) -> list[Split]:
 
 
 def _num_rows(batch: RankBatch) -> int:
-    """Rows that this rank holds: 1 for a dummy."""
+    """Return the number of rows of this rank; 1 for a dummy."""
     return _splits(batch)[0].num_rows()
 
 
 def _can_cut(batch: RankBatch, labels: Labels) -> bool:
-    """Whether some rows can be taken out: no tensor outside the Splits holds this rank's rows."""
+    """Return True if rows can be left out: no tensor outside the Splits has this rank's rows."""
     if not batch.rows or not _splits(batch) or (labels.tensor is not None and labels.row_dim is None):
         return False
     wrapped = (batch.wrapped_args, dict(batch.wrapped_kwargs))
@@ -233,7 +232,7 @@ def _can_cut(batch: RankBatch, labels: Labels) -> bool:
 
 
 def _cut(batch: RankBatch, rows: list[int]) -> RankBatch:
-    """The same call on these rows, on the device they are on."""
+    """Return the call with only these rows, on their device."""
 
     def take(_: str, leaf: Any) -> Any:
         if not isinstance(leaf, Split):
@@ -250,7 +249,7 @@ def _index(rows: list[int], tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _unevenly_masked(batch: RankBatch, labels: Labels, valid: int, half: int) -> RankBatch:
-    """All labels count in the second half of the rows, some in the first: means over labels and over rows differ."""
+    """Mask some labels in the first half of the rows only, so that means over labels and over rows differ."""
     assert labels.tensor is not None
     tensor = torch.where(labels.tensor == IGNORED_LABEL, valid, labels.tensor)
     row_dim = labels.row_dim or 0
@@ -265,12 +264,12 @@ def _unevenly_masked(batch: RankBatch, labels: Labels, valid: int, half: int) ->
 
 
 _LARGE_COUNT = 1024
-"""A power of two: dividing by it is exact, so a loss that honours it is exactly that much smaller."""
+"""A power of two, by which division is exact: a loss that honours it is smaller by exactly this factor."""
 
 
 @dataclass(frozen=True)
 class LossTraits:
-    """What the probe found. The defaults hold for a loss without labels."""
+    """Result of a probe. The defaults are those of a loss without labels."""
 
     honours_count: bool = False
     """The loss is a sum divided by `num_items_in_batch`."""
@@ -279,13 +278,13 @@ class LossTraits:
     ignores_255: bool = False
     """The label 255 never counts."""
     returns_pair: bool = False
-    """The caller's loss function returns (sum, count), so it counts for itself."""
+    """The caller's loss function returns (sum, count)."""
     reduction: LossReduction = LossReduction.ITEMS
-    """How the losses of the ranks' parts make up the whole batch's."""
+    """How the losses of the ranks make up the loss of the whole batch."""
 
 
 def counted_field(kind: LabelKind, traits: LossTraits) -> str:
-    """Return which field of `Counts` the loss is a mean over."""
+    """Return the field of `Counts` that the loss is a mean over."""
     if kind in INTEGER_KINDS and traits.shifts_labels:
         return "shifted"
     return "pixels" if kind in INTEGER_KINDS and traits.ignores_255 else "labels"
@@ -294,40 +293,40 @@ def counted_field(kind: LabelKind, traits: LossTraits) -> str:
 _found: WeakKeyDictionary[nn.Module, dict[object, LossTraits]] = WeakKeyDictionary()
 
 _MAX_REMEMBERED = 64
-"""Of one model; a loss function that differs in each call must not fill the memory."""
+"""Largest number of results per model: a loss function that differs in each call must not fill the memory."""
 
 
 def _key(batch: RankBatch, loss: LossFunction | None, kind: LabelKind) -> object:
-    # Without rows to cut the probe cannot see how the loss adds up, and must not answer for calls where it can.
+    # Without rows to split, the probe does not find the reduction; its result must not apply to calls with rows.
     return kind, bool(batch.rows), identity(loss)
 
 
 def recall(module: nn.Module, batch: RankBatch, loss: LossFunction | None, kind: LabelKind) -> LossTraits | None:
-    """Return what `find_traits` found out for such a call, `None` if it has not run; no collective."""
+    """Return the recorded traits for such a call, `None` if `find_traits` has not run. Not collective."""
     return _found.get(module, {}).get(_key(batch, loss, kind))
 
 
 def forget(module: nn.Module) -> None:
-    """Forget what was found out about a model's losses; no collective."""
+    """Drop the recorded traits of a model's losses. Not collective."""
     _found.pop(module, None)
 
 
 def find_traits(module: nn.Module, batch: RankBatch, loss: LossFunction | None, labels: Labels) -> LossTraits:
-    """Probe what the loss does and remember it, unless no label of the batch counts; collective.
+    """Probe the loss and record its traits, unless no label of the batch counts; collective.
 
-    Model and loss run on labels that the caller never had; see `loss.weigh`.
+    Model and loss run on labels that the caller never passed; see `loss.weigh`.
 
     Args:
         module: The sharded root module.
         batch: This rank's part of a call.
         loss: The caller's loss function, or `None` for the model's own.
-        labels: The call's labels, of equal kind on every rank.
+        labels: Labels of the call, of the same kind on every rank.
 
     Raises:
-        ValueError: On every rank, when the ranks' losses do not make up one process's (see `ReductionProbe`), or are
-            not finite, so that nothing can be told from them.
+        ValueError: On every rank, if the losses of the ranks do not make up that of one process (see
+            `ReductionProbe`), or are not finite.
     """
-    # Labels are made up here that a loss may take for classes: -100 where it leaves out 255.
+    # The probe makes up labels that a loss may take for classes, e.g. -100 if its mask is 255.
     with without_trace(module), IndexChecks():  # type: ignore[no-untyped-call]
         traits, is_shown = _Probe(module, batch, loss, labels).run()
     if not is_shown:
@@ -341,7 +340,7 @@ def find_traits(module: nn.Module, batch: RankBatch, loss: LossFunction | None, 
 
 @dataclass(frozen=True)
 class _Probe:
-    """A handful of forwards on labels that are chosen so that their losses tell the traits apart.
+    """A few forwards on labels that are chosen so that their losses distinguish the traits.
 
     Every rank runs the same forwards in the same order (an FSDP forward is collective), whatever they return.
     """
@@ -352,13 +351,13 @@ class _Probe:
     labels: Labels
 
     def run(self) -> tuple[LossTraits, bool]:
-        """Return what the loss does, and whether this batch has labels that show it."""
+        """Return the traits, and True if this batch has labels that show them."""
         is_integer = self.labels.kind in INTEGER_KINDS
         valid = self._valid_label() if is_integer else None
         counting = self._all_counting(valid or 0) if is_integer else self.labels.tensor
         is_pair, honours, value = self._first_look(counting)
         lacks_labels = is_integer and valid is None
-        # Ranks that went on with different denominators would train on a wrong loss, silently: one answer for all.
+        # Ranks with different denominators would train on a wrong loss: all use one result.
         is_pair, is_finite, all_lack = all_ranks([is_pair, math.isfinite(value) or lacks_labels, lacks_labels])
         if is_pair:
             return LossTraits(returns_pair=True), True
@@ -373,14 +372,14 @@ class _Probe:
         return replace(traits, reduction=probe.find(self.batch, self.labels, valid or 0)), True
 
     def _counted(self) -> torch.Tensor:
-        """Which of the labels are no masks, as far as that is known yet."""
+        """Return which labels are no masks, as far as is known."""
         labels = self.labels.tensor
         assert labels is not None
         counted = labels != IGNORED_LABEL
         return counted & (labels != IGNORED_PIXEL) if self.labels.kind is LabelKind.PIXELS else counted
 
     def _valid_label(self) -> int | None:
-        """A label that counts, which is valid wherever it stands; `None` where this rank has none."""
+        """Return a label that counts at any position; `None` if this rank has none."""
         assert self.labels.tensor is not None
         found = self.labels.tensor[self._counted()]
         return int(found[0]) if found.numel() else None
@@ -390,25 +389,25 @@ class _Probe:
         return torch.where(self._counted(), self.labels.tensor, valid)
 
     def _first_look(self, labels: torch.Tensor | None) -> tuple[bool, bool, float]:
-        """Whether the caller's loss function returns (sum, count); whether the model honours the count; the loss."""
+        """Return whether the loss function returns (sum, count), whether the model honours the count, and the loss."""
         if self.loss is not None:
             found = self._run(labels)
             return isinstance(found, tuple), False, _number(found)
         return (False, False, 1.0) if labels is None else (False, *self._honours_count(labels))
 
     def _honours_count(self, labels: torch.Tensor) -> tuple[bool, float]:
-        """Whether the model's loss is a sum over the count that it is given, and nothing else besides; and the loss."""
+        """Return True if the model's loss is a sum divided by the count that it is passed; and the loss."""
         try:
             one = self._evaluate(labels, num_items_in_batch=1)
             many = self._evaluate(labels, num_items_in_batch=_LARGE_COUNT)
         except TypeError:
-            # The forward refuses the argument, so it does not honour it. Any other cause shows in the real forward.
+            # The forward refuses the argument, and so does not honour it. Any other error recurs in the real forward.
             recover(self.module, in_backward=False)
             return False, self._evaluate(labels)
         return one != 0 and math.isclose(one, many * _LARGE_COUNT, rel_tol=1e-3), one
 
     def _masks(self, valid: int) -> tuple[bool, bool]:
-        """Whether labels at position 0 never count; whether 255 never does. Collective."""
+        """Return whether labels at position 0 never count, and whether 255 never does. Collective."""
         labels, kind = self.labels.tensor, self.labels.kind
         assert labels is not None
         if kind is LabelKind.TOKENS:
@@ -419,20 +418,20 @@ class _Probe:
         return False, pixels and self._is_empty(torch.full_like(labels, IGNORED_PIXEL))
 
     def _is_empty(self, labels: torch.Tensor) -> bool:
-        """Whether none of these labels counts: the mean over none is NaN, or 0 where the model guards against that."""
+        """Return True if none of these labels counts: the mean is then NaN, or 0 if the model guards against NaN."""
         try:
             value = self._evaluate(labels)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # noqa: BLE001 - a rank that raised here alone would leave the others in a forward
-            # The loss takes the mask for a class and refuses it, so it does not leave it out; or divides by a count.
+            # The loss takes the mask for a class and raises, or divides by a count: the label counts.
             recover(self.module, in_backward=False)
             return isinstance(error, ZeroDivisionError)
         return math.isnan(value) or value == 0
 
     def _anywhere(self, found: torch.Tensor) -> bool:
         votes = found.any().to(dtype=torch.int32, device=metadata_device())
-        # The next forward is collective: all ranks run it or none does.
+        # The next forward is collective: all ranks run it, or none.
         dist.all_reduce(votes, op=dist.ReduceOp.MAX)
         return bool(votes.item())
 
@@ -447,6 +446,6 @@ class _Probe:
 
 
 def _number(value: Any) -> float:
-    """A loss; 1 (a finite mean that follows nothing) where there is none to look at."""
+    """Return a loss; 1, a finite constant, without one."""
     usable = isinstance(value, torch.Tensor) and value.numel() == 1
     return float(value.float()) if usable else 1.0

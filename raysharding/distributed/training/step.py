@@ -1,11 +1,11 @@
-"""Training steps over batches that are dealt out to all ranks, equal to those that one process would take.
+"""Training steps over batches whose rows are distributed over the ranks, equal to steps of one process.
 
-`Accumulation`: backward passes that add up to the gradient of one loss over all of their rows.
+`Accumulation`: backward passes whose gradients sum to the gradient of one loss over all their rows.
 
-The loss of several batches is the mean over what counts in all of them: the sum of each one's loss times what it
-weighs, by the sum of the weights. How much the later batches weigh is not known yet when the first one's backward
-runs. So its gradients are taken as they are, those of the others are scaled to its weight, and all are divided, before
-the update, by what the first one weighs among all. One pass alone is scaled by nothing.
+The loss of several batches is the mean over the counted items of all: the sum of each loss times its weight, divided by
+the sum of the weights. The weights of later batches are unknown at the first backward. Its gradients are therefore not
+scaled, the gradients of later passes are scaled relative to the first weight, and before the update all gradients are
+multiplied by the share of the first weight. A single pass is not scaled.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from raysharding.errors import EmptyBatchError
 
 
 class Accumulation:
-    """The passes since the last update. The same on every rank; no collectives."""
+    """Backward passes since the last update. The same on every rank; not collective."""
 
     def __init__(self) -> None:
-        """No passes yet."""
+        """Start without passes."""
         self.num_passes = 0
         self.is_reduced = True
         self._weighed_loss = 0.0
@@ -50,12 +50,12 @@ class Accumulation:
         self._is_sum = False
 
     def scale(self, share: LossShare) -> float:
-        """Return what the next pass's share is to be multiplied with before its backward.
+        """Return the factor of the next pass's share before its backward.
 
         Raises:
-            ValueError: On every rank, when its loss is a sum and earlier ones are means, or the other way round.
+            ValueError: On every rank, if its loss is a sum and earlier losses are means, or vice versa.
         """
-        # A pass in which nothing counted may not have shown its loss to be a sum.
+        # A pass without counted items does not show that its loss is a sum.
         if (self._is_sum or self._weight) and self._is_sum != (share.weight is None):
             kinds = "a mean", "a sum"
             raise ValueError(
@@ -65,12 +65,12 @@ class Accumulation:
         return 1.0 if share.weight is None or not self._first else share.weight / self._first
 
     def add(self, loss: float, weight: float | None, *, is_reduced: bool) -> None:
-        """Note a pass.
+        """Record a pass.
 
         Args:
-            loss: Of its whole batch.
+            loss: Loss of its whole batch.
             weight: See `LossShare`.
-            is_reduced: Whether its backward reduced the gradients of all passes so far.
+            is_reduced: True if its backward reduced the gradients of all passes so far.
         """
         self.num_passes += 1
         self.is_reduced = is_reduced
@@ -79,21 +79,21 @@ class Accumulation:
         self._first = self._first or (weight or 0.0)
         if weight is None:
             self._weighed_loss += loss
-        elif weight:  # the loss of nothing may be NaN, and NaN · 0 is no 0
+        elif weight:  # without counted items the loss may be NaN, and NaN · 0 is NaN
             self._weighed_loss += loss * weight
 
     def loss(self) -> float:
-        """Return the loss over all passes; NaN where nothing counted in any of them."""
+        """Return the loss over all passes; NaN without counted items."""
         if self._is_sum:
             return self._weighed_loss
         return self._weighed_loss / self._weight if self._weight else float("nan")
 
     def finish(self, module: nn.Module) -> None:
-        """Make the gradients of the passes that of the loss over all of them.
+        """Scale the gradients to the gradient of the loss over all passes.
 
         Raises:
-            EmptyBatchError: On every rank, when nothing counted in any pass.
-            ValueError: On every rank, when they were not reduced.
+            EmptyBatchError: On every rank, if no pass has counted items.
+            ValueError: On every rank, if the gradients were not reduced.
         """
         if not self.is_reduced:
             raise ValueError(
@@ -108,7 +108,7 @@ class Accumulation:
 
 
 class _Progress:
-    """How far a step has come: decides what a failure leaves behind."""
+    """Progress of a step, which decides whether the module is usable after a failure."""
 
     in_backward = False
     in_optimizer = False
@@ -124,32 +124,31 @@ def train_step(
     training: bool = True,
     gradient_accumulation_steps: int = 1,
 ) -> dict[str, float]:
-    """Forward, backward and one optimizer step; collective, every rank calls it with its own batch.
+    """Forward, backward and one optimizer step; collective, each rank passes its own batch.
 
-    `zero_grad`, `forward_backward` of each part of the batch, and `optim_step`; the gradients stay until the next step.
+    Runs `zero_grad`, `forward_backward` on each part of the batch, and `optim_step`; gradients stay until the next one.
     Loss, gradient norm and update are those of one process on all rows, whatever the number of ranks and however
     labels are masked. Wire: FSDP's own traffic, gradients reduced once, and a few numbers.
 
     Args:
         module: The sharded root module.
-        optimizer: Over the module's parameters.
+        optimizer: Optimizer over the module's parameters.
         batch: This rank's part, from `deal`.
-        loss: See `loss.loss_share`: the first step also runs it on labels that are made up. Default: the output's
-            `.loss`.
+        loss: See `loss.loss_share`; the first step also runs it on made-up labels. Default: the output's `.loss`.
         max_grad_norm: Clip to this global 2-norm, above 0. Default: only measure.
-        training: Train mode rather than eval mode. Default train. Each submodule's own mode is put back.
-        gradient_accumulation_steps: Parts that the rows are taken in, one after the other, for less memory: activations
-            are those of one part, but between parts each rank holds full, unsharded gradients. Default 1.
+        training: True for train mode, False for eval mode. Default True. Modes of submodules are restored.
+        gradient_accumulation_steps: Number of parts that the rows are processed in, which saves memory: activations are
+            those of one part, but between parts each rank holds full, unsharded gradients. Default 1.
 
     Returns:
         `loss` of the whole batch and `grad_norm` before clipping, equal on every rank; with a schedule also `lr`.
 
     Raises:
-        EmptyBatchError: On every rank, when nothing counts in the batch: no update was taken, and the gradients are
+        EmptyBatchError: On every rank, if the batch has no counted items: there was no update, and the gradients are
             dropped. (`Fit` skips such a batch.)
-        ValueError: On every rank, when `max_grad_norm` is not positive, or there are no rows to take in parts.
-        Exception: Whatever the model, the loss or the optimizer raised. If all ranks raise it alike, the module has
-            been reset and later steps are right, unless a note on the exception says otherwise (`is_recoverable`).
+        ValueError: On every rank, if `max_grad_norm` is not positive, or there are no rows to split into parts.
+        Exception: Any error of the model, the loss or the optimizer. If all ranks raise the same, the module has been
+            reset and later steps are correct, unless a note on the exception says otherwise (`is_recoverable`).
     """
     check_max_grad_norm(max_grad_norm)
     parts = batch.parts(gradient_accumulation_steps)
@@ -162,18 +161,18 @@ def train_step(
 
 
 def zero_grad(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Drop all gradients, also those that were not reduced yet; no collective.
+    """Drop all gradients, including gradients that were not reduced. Not collective.
 
     Args:
         module: The sharded root module.
-        optimizer: What else it may hold. Default: nothing.
+        optimizer: Optimizer, which may hold more parameters. Default: none.
     """
     module = unwrapped(module)
-    # A forward before this may have left full parameters registered; gradients hang on the shards.
+    # A forward may have left full parameters registered; gradients belong to the shards.
     reshard(module)
     if optimizer is not None:
         optimizer.zero_grad(set_to_none=True)
-    # Parameters that the optimizer leaves out would add up over the steps and into the norm.
+    # Gradients of parameters that the optimizer lacks would accumulate over steps, and count in the norm.
     module.zero_grad(set_to_none=True)
     drop_unreduced_gradients(module)
 
@@ -188,41 +187,41 @@ def forward_backward(
     sync: bool = True,
     may_be_empty: bool = True,
 ) -> dict[str, float]:
-    """Run forward and backward; collective, every rank calls it with its own batch.
+    """Run forward and backward; collective, each rank passes its own batch.
 
     The gradients are added to those of earlier passes. Wire: FSDP's own traffic, and a few numbers.
 
     Args:
         module: The sharded root module.
         batch: This rank's part, from `deal`.
-        done: The passes since the last update; this one is noted there.
+        done: The passes since the last update; this pass is recorded there.
         loss: See `loss.loss_share`. Default: the output's `.loss`.
         training: As for `train_step`.
-        sync: Whether to reduce the gradients, those of earlier passes with them: the last pass before an update has to.
-            Without it each rank holds full, unsharded gradients. Default yes.
-        may_be_empty: Whether a batch in which nothing counts adds nothing, rather than being an error. Default it may.
+        sync: True to reduce the gradients, including those of earlier passes, as the last pass before an update must.
+            Otherwise each rank holds full, unsharded gradients. Default True.
+        may_be_empty: True if a batch without counted items adds nothing; otherwise it is an error. Default True.
 
     Returns:
-        `loss` of this whole batch, equal on every rank; NaN where nothing counts in it.
+        `loss` of the whole batch, equal on every rank; NaN without counted items.
 
     Raises:
-        ValueError: On every rank, as `loss_share`, or when the loss is of another kind than in earlier passes.
-        Exception: Whatever the model or the loss raised. The gradients of all passes are dropped then.
+        ValueError: On every rank, as from `loss_share`, or if the loss is of another kind than in earlier passes.
+        Exception: Any error of the model or the loss. The gradients of all passes are dropped.
     """
     module = unwrapped(module)
     progress = _Progress()
     with _recovering(module, progress), module_mode(module, training=training):
         if not done.num_passes:
-            reshard(module)  # gradients hang on the shards
+            reshard(module)  # gradients belong to the shards
         share = loss_share(module, batch, loss, may_be_empty=may_be_empty)
         check_execution_order(module)
         scale = done.scale(share)
         progress.in_backward = True
         with gradient_sync(module, sync):
-            # FSDP averages gradients over all ranks; the shares of the loss have to be added up.
+            # FSDP averages gradients over the ranks; the shares of the loss are to be summed.
             torch.autograd.backward(share.value * (scale * dist.get_world_size()))
         total = share.value.detach().clone()
-        # Every rank adds its share, empty ranks a zero: a rank that skipped it would leave the others waiting.
+        # Every rank calls this, ranks without rows with a zero: the others would wait in the all-reduce.
         dist.all_reduce(total)
         value = float(total)
     done.add(value, share.weight, is_reduced=sync)
@@ -232,23 +231,22 @@ def forward_backward(
 def optim_step(
     module: nn.Module, optimizer: torch.optim.Optimizer, done: Accumulation, *, max_grad_norm: float | None = None
 ) -> dict[str, float]:
-    """Update the parameters with the gradients that are there; collective. The gradients stay.
+    """Update the parameters with the current gradients; collective. The gradients stay.
 
     Args:
         module: The sharded root module.
-        optimizer: Over the module's parameters.
-        done: The passes that the gradients are of; none, where they are somebody else's.
+        optimizer: Optimizer over the module's parameters.
+        done: The passes that made the gradients; without passes if user code made them.
         max_grad_norm: As for `train_step`.
 
     Returns:
-        `loss` over the rows of all passes, where there were any, and `grad_norm` before clipping, equal on every rank;
-        with a schedule also `lr`, the learning rate of this update.
+        `loss` over the rows of all passes, if there are any, and `grad_norm` before clipping, equal on every rank; with
+        a schedule also `lr`, the learning rate of this update.
 
     Raises:
-        ValueError: On every rank, when `max_grad_norm` is not positive; or, and then the gradients are dropped, when
-            the last pass did not reduce them, nothing counted in any pass, or the schedule looks at a loss that there
-            is not.
-        Exception: Whatever the optimizer raised. See `train_step`.
+        ValueError: On every rank, if `max_grad_norm` is not positive; or, with the gradients dropped, if the last pass
+            did not reduce them, no pass has counted items, or the schedule needs a loss and there is none.
+        Exception: Any error of the optimizer. See `train_step`.
     """
     check_max_grad_norm(max_grad_norm)
     module = unwrapped(module)
@@ -257,8 +255,8 @@ def optim_step(
         done.finish(module)
         loss = done.loss() if done.num_passes else None
         check_schedule_has_loss(optimizer, loss)
-        # Its all-reduce ends on no rank until all have come so far: a rank that fails or dies earlier leaves no other
-        # one updated.
+        # The all-reduce completes on no rank before all ranks have reached it: after an earlier failure or death of a
+        # rank, no other rank is updated.
         grad_norm = float(clip_grad_norm_(module, max_grad_norm))
         progress.in_optimizer = True
         optimizer.step()
@@ -269,10 +267,10 @@ def optim_step(
 
 
 def check_max_grad_norm(max_grad_norm: float | None) -> None:
-    """Refuse a bound that no step has.
+    """Raise if a gradient norm to clip to is invalid.
 
     Raises:
-        ValueError: It is not positive: to some it means "do not clip", and a norm of 0 would learn nothing.
+        ValueError: It is not positive: some read 0 as "do not clip", and clipping to 0 would prevent learning.
     """
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm={max_grad_norm!r}: give a positive number, or None to only measure")
@@ -280,7 +278,7 @@ def check_max_grad_norm(max_grad_norm: float | None) -> None:
 
 @contextlib.contextmanager
 def _recovering(module: nn.Module, progress: _Progress) -> Iterator[None]:
-    """After an exception: make the module right again, and say on the exception whether it is."""
+    """Reset the module after an exception, and mark on the exception whether that succeeded."""
     try:
         yield
     except BaseException as error:
