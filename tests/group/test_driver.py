@@ -128,7 +128,6 @@ group.shutdown()
 """
 
 
-@pytest.mark.full
 def test_a_frozen_driver_frees_its_ranks_when_the_lease_runs_out(
     standing: StandingCluster, watch: Driver, checkpoint: Path
 ) -> None:

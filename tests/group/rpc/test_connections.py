@@ -307,7 +307,7 @@ def test_the_driver_and_the_store_listen_in_the_port_range(checkpoint: Path, mon
 def test_a_port_range_that_is_full_is_the_error(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with taken(2) as listeners:
         first, last = (listener.getsockname()[1] for listener in listeners)
-        said = rf"the driver cannot listen on .*: every port from {first} to {last} is taken; give Placement.port_range"
+        said = rf"the driver cannot listen on .*: every port from {first} to {last} is taken; set Placement.port_range"
         with pytest.raises(RendezvousError, match=said):
             make_group(checkpoint, placement=Placement(port_range=(first, last)))
         assert main(["doctor", "--port-range", f"{first}-{last}"]) == 1
