@@ -1,4 +1,4 @@
-"""Module, optimizer and run into files."""
+"""Saving of module, optimizer and run."""
 
 from raysharding.distributed.saving.async_save import AsyncSaver as AsyncSaver
 from raysharding.distributed.saving.async_save import BackgroundSave as BackgroundSave

@@ -1,8 +1,7 @@
-"""`AsyncSaver`: saves that are written while training goes on.
+"""`AsyncSaver`: saves that are written in the background, while training continues.
 
-Note [Background]: training stops while each rank copies its shards to host memory, and no longer. A thread on each rank
-writes from the copies, and its messages go over a gloo group of its own: two threads of a rank that used one group
-would match each other's messages.
+Note [Background]: training stops only while each rank copies its shards to host memory. A thread on each rank writes
+the copies, and communicates over a gloo group of its own: messages of two threads in one group would be mixed up.
 """
 
 from __future__ import annotations
@@ -28,27 +27,27 @@ _KEPT = 64
 
 @dataclass
 class BackgroundSave:
-    """One save, as its thread sees it; each field is one assignment, and any thread may read it."""
+    """Status of one save. Each field is assigned atomically; any thread may read it."""
 
     path: str
-    """Where it goes."""
+    """Destination of the save."""
     bytes_done: int = 0
-    """Bytes written, all ranks together."""
+    """Bytes written, over all ranks."""
     bytes_total: int = 0
-    """Bytes in all."""
+    """Total bytes."""
     is_done: bool = False
-    """Whether it has ended, well or not."""
+    """True if the save has ended, with or without an error."""
     report: SaveReport | None = None
-    """What it gave, once it is committed."""
+    """Report of the save, after the commit."""
     error: BaseException | None = None
-    """What it failed of."""
+    """Error of a failed save."""
 
 
 class AsyncSaver:
-    """One save at a time, in the background. Every rank makes one, and calls it alike."""
+    """Runs one save at a time in the background. Every rank makes one, and makes the same calls."""
 
     def __init__(self) -> None:
-        """Nothing is being saved."""
+        """Start without a save."""
         self._group: dist.ProcessGroup | None = None
         self._memory = HostMemory()
         self._thread: threading.Thread | None = None
@@ -65,22 +64,22 @@ class AsyncSaver:
         position: Position | None = None,
         stall_s: float = 120.0,
     ) -> int:
-        """Copy what is to be saved, and begin to write it; collective. The module may change when this returns.
+        """Copy the contents of a save, and start to write them; collective. The module may change afterwards.
 
-        Memory: the shards of this rank once more, in host memory, which is kept for the next save.
+        Memory: a copy of this rank's shards in host memory, which is reused by the next save.
 
         Args:
-            module: See `save_checkpoint`; so are the others.
-            destination: Where it goes.
-            optimizer: Also save its state.
-            position: Where a run over data stands.
+            module: See `save_checkpoint`, also for the other arguments.
+            destination: Destination of the save.
+            optimizer: Optimizer whose state is saved, too.
+            position: Position of a run over data.
             stall_s: Longest wait for one round of messages, in seconds.
 
         Returns:
-            Its number, for `status`.
+            Number of the save, for `status`.
 
         Raises:
-            CheckpointError: On every rank: the destination is refused.
+            CheckpointError: On every rank, if the destination is refused.
             PlanError: On every rank, as from `save_checkpoint`.
         """
         self.settle()
@@ -88,7 +87,7 @@ class AsyncSaver:
         try:
             group = self._own_group(stall_s)
             if self._preparing is not None:
-                self._preparing.join()  # it allocates, and waits for nobody
+                self._preparing.join()  # it allocates memory, and does not wait for other ranks
             contents = save.contents.copied(self._memory)
         except BaseException as error:
             save.discard(error)
@@ -104,31 +103,30 @@ class AsyncSaver:
     def prepare(
         self, module: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, stall_s: float = 120.0
     ) -> None:
-        """Do ahead of the first save what it would have to do while training stands still; collective.
+        """Prepare the first save, to shorten the stop of training; collective.
 
-        That is to make the process group, and, in a thread, memory for the copies: fresh memory takes a copy in twice
-        the time.
+        Makes the process group and, in a thread, allocates memory for the copies: the first copy into new memory takes
+        twice as long.
 
         Args:
             module: See `save`.
             optimizer: See `save`; after its first step, which makes its state.
             stall_s: See `save`.
         """
-        # First, and whatever this rank has done before: one that has taken a lost one's place has no group, and then
-        # the others, which were in that with it, have none either.
+        # First, on every rank: if a rank has replaced a lost one, no rank has a group.
         self._own_group(stall_s)
         if self._preparing is not None or self._saves:
             return
         module = unwrapped(module)
-        reshard(module)  # it is the shards that are copied
+        reshard(module)  # the shards are copied
         held, _ = model_contents(module)
         try:
             state = {} if optimizer is None else OptimizerSnapshot.of(module, optimizer).tensors
         except ValueError:
-            return  # the save will say, on every rank, what of it cannot be saved
+            return  # the save raises on every rank
 
         def run() -> None:
-            with suppress(RuntimeError):  # without the memory the save itself says so
+            with suppress(RuntimeError):  # the save raises if memory is short
                 self._memory.reserve(held, "model")
                 self._memory.reserve(state, "optimizer")
 
@@ -136,7 +134,7 @@ class AsyncSaver:
         self._preparing.start()
 
     def _own_group(self, stall_s: float) -> dist.ProcessGroup:
-        """The gloo group of the threads that write; collective where there is none."""
+        """Return the gloo group of the writing threads; collective if it must be made."""
         if self._group is None:
             with nobody_connects_later():
                 self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=stall_s))
@@ -144,19 +142,19 @@ class AsyncSaver:
 
     @property
     def last_committed(self) -> str | None:
-        """Path of the last save, if that is committed."""
+        """Path of the last save if it is committed, else `None`."""
         last = self._saves.get(self._last)
         return None if last is None or last.report is None else last.path
 
     def status(self, number: int) -> BackgroundSave | None:
-        """Return how a save fares; `None` for one that there is not. From any thread."""
+        """Return the status of a save; `None` if there is no such save. Thread-safe."""
         return self._saves.get(number)
 
     def settle(self, on_wait: Callable[[BackgroundSave], None] | None = None) -> None:
-        """Wait for the save under way, which its own deadlines bound; how it ended, `status` says.
+        """Wait for the end of the running save, which has its own deadlines; see `status` for the outcome.
 
         Args:
-            on_wait: Called now and then meanwhile.
+            on_wait: Called repeatedly during the wait.
         """
         thread = self._thread
         while thread is not None and thread.is_alive():
@@ -165,13 +163,13 @@ class AsyncSaver:
                 on_wait(self._saves[self._last])
 
     def wait(self) -> SaveReport | None:
-        """Wait for the save under way. All ranks hear alike.
+        """Wait for the running save. The outcome is the same on all ranks.
 
         Returns:
-            The last save's report; `None` where there was none.
+            Report of the last save; `None` without one.
 
         Raises:
-            Exception: What it failed of.
+            Exception: The error of a failed save.
         """
         self.settle()
         last = self._saves.get(self._last)
@@ -180,7 +178,7 @@ class AsyncSaver:
         return None if last is None else last.report
 
     def lose_group(self) -> None:
-        """The process groups were destroyed, and with them a save under way: that fails by itself."""
+        """Drop the process group, which was destroyed; a running save fails by itself."""
         self._group = None
 
 
@@ -191,7 +189,7 @@ def _run(save: Save, entry: BackgroundSave) -> None:
     try:
         entry.report = save.run(follow)
     except BaseException as error:  # noqa: BLE001 - `wait` raises it, and `status` tells it
-        error.__traceback__ = None  # its frames would hold the copies
+        error.__traceback__ = None  # its frames would keep the copies alive
         error.add_note(f"raysharding: from the save to {entry.path}, in the background")
         entry.error = error
     entry.is_done = True

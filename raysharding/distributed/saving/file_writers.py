@@ -1,4 +1,4 @@
-"""Writing tensors as checkpoint files: each rank gathers and writes its own, as part of a save."""
+"""Writers of checkpoint files: each rank gathers and writes the files assigned to it."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from raysharding.models import Run, SavedTensor
 from raysharding.units import MIB
 
 MAX_FILE_BYTES = 5_000_000_000
-"""Largest checkpoint file, unless a single tensor is larger: transformers' own default."""
+"""Largest checkpoint file, in bytes, unless one tensor is larger; transformers' default."""
 SMALL_BYTES = 256 * MIB
-"""Up to this size a checkpoint is one file, written by rank 0: more files would only be harder to read."""
+"""Up to this size, a checkpoint is one file, which rank 0 writes."""
 
 
 @dataclass(frozen=True)
 class FilePlan:
-    """Who writes what; the same on every rank."""
+    """Assignment of tensors to files and files to ranks; the same on every rank."""
 
     names: tuple[tuple[str, ...], ...]
-    """File → keys in it."""
+    """File → keys in the file."""
     sources: tuple[tuple[str, ...], ...]
-    """File → tensors that feed them."""
+    """File → tensors that the keys are made of."""
     files: tuple[str, ...]
     """File names."""
     writers: tuple[int, ...]
@@ -52,15 +52,15 @@ class FilePlan:
 
     @property
     def has_index(self) -> bool:
-        """Whether an index says which file holds what."""
+        """True if there is an index of the files."""
         return SINGLE_NAME not in self.files and ADAPTER_NAME not in self.files
 
     def of_rank(self, rank: int) -> list[int]:
-        """Files that a rank writes."""
+        """Return the numbers of the files that a rank writes."""
         return [index for index, writer in enumerate(self.writers) if writer == rank]
 
     def destinations(self) -> dict[int, list[str]]:
-        """Rank → tensors that it must get."""
+        """Return rank → tensors that the rank needs."""
         wanted: dict[int, list[str]] = {}
         for sources, writer in zip(self.sources, self.writers, strict=True):
             wanted.setdefault(writer, []).extend(sources)
@@ -68,15 +68,15 @@ class FilePlan:
 
 
 def total_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Bytes of whole tensors."""
+    """Return the bytes of the full tensors."""
     return sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
 
 
 def _plan_files(
     layout: Mapping[str, SavedTensor], directory: str, group: dist.ProcessGroup | None, file_name: str | None
 ) -> FilePlan:
-    """Deal the tensors over files and the files over the ranks that see the directory."""
-    # On another node the path may be another disk. Every rank answers, so that all make the same plan.
+    """Distribute tensors over files, and files over the ranks that see the directory."""
+    # The path may be another disk on another node. Every rank calls this, so that all make the same plan.
     sees = agree(None, is_remote(directory) or os.path.isdir(directory), group)
     able = [rank for rank, answer in enumerate(sees) if answer]
     sizes = {key: prod(saved.shape) * saved.dtype.itemsize for key, saved in layout.items()}
@@ -97,7 +97,7 @@ def _plan_files(
 
 
 def _as_sources_lie(names: Sequence[str], layout: Mapping[str, SavedTensor]) -> list[str]:
-    """Keys in the order in which the tensors that feed them pass: what comes before its turn waits in memory."""
+    """Return keys in the order in which their tensors arrive: earlier tensors would wait in memory."""
     sources = dict.fromkeys(run.source for key in names for run in layout[key].runs)
     place = {source: index for index, source in enumerate(sources)}
 
@@ -109,7 +109,7 @@ def _as_sources_lie(names: Sequence[str], layout: Mapping[str, SavedTensor]) -> 
 
 
 def _units(layout: Mapping[str, SavedTensor]) -> dict[str, list[str]]:
-    """First key → keys that one rank has to write, since one tensor feeds several of them."""
+    """Return first key → keys that one rank must write, because they share a tensor."""
     units: dict[str, list[str]] = {}
     unit_of: dict[str, str] = {}
     for key, saved in layout.items():
@@ -125,17 +125,17 @@ def _units(layout: Mapping[str, SavedTensor]) -> dict[str, list[str]]:
 
 @dataclass(frozen=True)
 class Written:
-    """Files of one directory, all closed, before index and manifest are beside them."""
+    """Closed files of one directory, before index and manifest are written."""
 
     plan: FilePlan
-    """Who wrote what."""
+    """Assignment of the files."""
     wire_bytes: int
     """Bytes that this rank sent."""
     parts: Sequence[Mapping[str, Any]]
-    """By rank: its part of the manifest."""
+    """Parts of the manifest, by rank."""
 
     def finish(self, directory: str) -> None:
-        """Write manifest and index, which makes it a checkpoint in an object store. One rank calls it.
+        """Write manifest and index; an object store then holds a checkpoint. One rank calls this.
 
         Raises:
             CheckpointError: The disk is full or failed.
@@ -157,20 +157,20 @@ def write_tensors(
     layout: Mapping[str, SavedTensor] | None = None,
     file_name: str | None = None,
 ) -> Written:
-    """Write tensors as one or more checkpoint files, whole; collective: every rank calls it.
+    """Write full tensors as one or more checkpoint files; collective.
 
     Args:
-        tensors: Name → DTensor, or a tensor that every rank holds whole (rank 0's is written).
-        directory: A directory that rank 0 sees; the ranks that see it too share the writing.
-        device: Of the messages.
-        stall_s: Longest wait for one round of messages.
+        tensors: Name → DTensor, or a replicated tensor (rank 0's is written).
+        directory: A directory that rank 0 sees; all ranks that see it write.
+        device: Device of the messages.
+        stall_s: Longest wait for one round of messages, in seconds.
         on_round: Called on every rank after each round with the bytes written so far.
-        group: Of all ranks. Default: the default group.
-        layout: Key in the files → what fills it of `tensors`. Default: these as they are.
-        file_name: Of the one file to write. Default: as many as are good, under standard names.
+        group: Process group of all ranks. Default: the default group.
+        layout: Key in the files → its parts of `tensors`. Default: the tensors as they are.
+        file_name: Name of the only file. Default: one or more files under standard names.
 
     Raises:
-        CheckpointError: On every rank: the disk is full or failed.
+        CheckpointError: On every rank, if the disk is full or failed.
     """
     layout = layout or {name: SavedTensor.whole(name, tensor) for name, tensor in tensors.items()}
     plan = _plan_files(layout, directory, group, file_name)
@@ -182,19 +182,19 @@ def write_tensors(
         options: dict[str, Any] = {"group": group, "beside": beside, "in_order": is_remote(directory)}
         gather = Gather(tensors, plan.destinations(), writers.write, device, stall_s, **options)
         gather.run(on_round)
-        # A full disk on one rank is everybody's failure; before this the others would go on to the commit.
+        # A full disk on one rank fails the save on all; without this, the others would commit.
         writers.merge(agree(writers.error, writers.for_others(), group))
         return Written(plan, gather.wire_bytes, agree(writers.error or writers.close(), writers.written, group))
 
 
 class _Writers:
-    """This rank's open files. After the first error it takes bytes and drops them, so that no sender is left.
+    """Open files of this rank. After the first error, received bytes are dropped, so that senders do not wait.
 
-    Its own files, and those of other ranks of its host, where the path leads to the same files: what it holds of them
-    it writes itself, and no message carries it. On other hosts it does not, whatever the file system: two clients of a
-    network's may overwrite each other's pages.
+    A rank also opens the files of other ranks on its host, if the path leads to the same files, and writes its shards
+    there itself, without messages. It does not on other hosts: two clients of a network file system may overwrite each
+    other's pages.
 
-    Every exception is kept and handed to `agree`: one that left the gather here would leave the other ranks in it.
+    Exceptions are recorded for `agree`: an exception in the gather would leave the other ranks waiting in it.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ class _Writers:
         return writer
 
     def inodes(self) -> dict[str, list[int]]:
-        """Number of each of its own files → device and inode; none of objects in a store, which nobody can join."""
+        """Return file number → device and inode of this rank's files; empty for object stores."""
         if self.error is not None or is_remote(self._directory):
             return {}
         return {str(index): list(writer.inode) for index, writer in self._files.items()}
@@ -238,10 +238,10 @@ class _Writers:
         """Open the files of ranks of this host.
 
         Args:
-            made: By rank: its host and its files.
+            made: Host and files, by rank.
 
         Returns:
-            Ranks all of whose files this one writes into.
+            Ranks whose files this rank writes its shards into.
         """
         joined: list[int] = []
         if is_remote(self._directory):
@@ -252,25 +252,25 @@ class _Writers:
             try:
                 guests = {int(index): self._open(int(index), join=True) for index in one["inodes"]}
             except CheckpointError:
-                continue  # it does not see them: then it sends, as from another host
+                continue  # not visible: this rank sends, as from another host
             if all(list(guest.inode) == one["inodes"][str(index)] for index, guest in guests.items()):
                 self._guests.update(guests)
                 joined.append(rank)
         return joined
 
     def for_others(self) -> dict[str, Any]:
-        """What it wrote into other ranks' files: number of the file → `FileWriter.written`."""
+        """Return file number → `FileWriter.written`, for files of other ranks."""
         return {str(index): guest.written() for index, guest in self._guests.items()}
 
     def merge(self, others: Sequence[Mapping[str, Any]]) -> None:
-        """Take what others wrote into its own files."""
+        """Add what other ranks wrote into this rank's files."""
         for other in others:
             for index, written in other.items():
                 if int(index) in self._files:
                     self._files[int(index)].merge(written)
 
     def write(self, name: str, first: int, values: torch.Tensor) -> None:
-        """The gather's sink."""
+        """Write values of a gather."""
         if self.error is None:
             try:
                 self._write(name, first, values)
@@ -289,7 +289,7 @@ class _Writers:
             index += 1
 
     def close(self) -> Exception | None:
-        """Put every file on the disk and fill `written`; the first failure is returned."""
+        """Sync and close all files, and fill `written`; return the first error."""
         try:
             for writer in (*self._guests.values(), *self._files.values()):
                 writer.close()

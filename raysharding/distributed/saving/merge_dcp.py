@@ -1,4 +1,4 @@
-"""`merge_fsdp_weights`: a sharded checkpoint of `torch.distributed.checkpoint` becomes one that anything opens."""
+"""`merge_fsdp_weights`: convert a checkpoint of `torch.distributed.checkpoint` to safetensors or `.bin` files."""
 
 from __future__ import annotations
 
@@ -43,29 +43,29 @@ from raysharding.distributed.saving.file_writers import MAX_FILE_BYTES
 from raysharding.errors import CheckpointError
 
 BEAT_S = 5.0
-"""Seconds between two messages from the rank that merges to those that wait."""
+"""Seconds between two messages of the merging rank to the waiting ranks."""
 TORCH_NAME = "pytorch_model.bin"
 _STAGED = "raysharding-merge"
 _ALIGNMENT: Final = 64
-"""Of each tensor in the file that is mapped."""
+"""Alignment of tensors in the mapped file, in bytes."""
 
 Progress = Callable[[int, int], None]
-"""Called as `progress(bytes_done, bytes_total)`; a `.bin` counts twice, for its tensors are written twice."""
+"""Called as `progress(bytes_done, bytes_total)`; tensors of a `.bin` are written, and counted, twice."""
 Write = Callable[[int, memoryview], None]
 
 
 @dataclass(frozen=True)
 class MergeReport:
-    """What a merge wrote."""
+    """Report of a merge."""
 
     files: tuple[str, ...]
     """Paths of the checkpoint files."""
     num_tensors: int
-    """Tensors in them."""
+    """Number of tensors."""
     num_bytes: int
-    """Their bytes."""
+    """Bytes of the tensors."""
     skipped: tuple[str, ...]
-    """Keys of saved values that are in none of the files."""
+    """Keys of saved values that were left out."""
 
 
 def merge_fsdp_weights(
@@ -74,38 +74,37 @@ def merge_fsdp_weights(
     safe_serialization: bool = True,
     remove_checkpoint_dir: bool = False,
 ) -> None:
-    """Merge a sharded checkpoint into standard files; accelerate's function of that name.
+    """Merge a sharded checkpoint into standard files, like accelerate's function of that name.
 
-    Without a process group the calling process merges. In one, every rank calls it and rank 0 alone reads and writes,
-    as accelerate's main process does; the others wait as long as bytes move, each wait at most the process group's
-    timeout. Only rank 0's arguments count.
+    Without a process group, the calling process merges. In a process group, all ranks call it, and rank 0 reads and
+    writes, like accelerate's main process; the other ranks wait while bytes move, each time at most the timeout of the
+    process group. Only rank 0's arguments matter.
 
-    One tensor is read after the other. The memory that is used is at most the largest tensor and one chunk, and no more
-    than a chunk where ranks cut by rows, as FSDP does; accelerate holds all tensors. A state of one key, such as
-    accelerate's `{"model": ...}`, is unwrapped. Tied tensors are saved by torch under each of their names, and stay so.
-    Each file is complete before it appears under its name, the index comes last, and other files of `output_path`, such
-    as config.json, stay; weights that an earlier save left there under the standard names are replaced. Beside
-    safetensors files lies a manifest for `Loading(verify="full")`.
+    Tensors are read one at a time. Memory: at most the largest tensor and one chunk, or one chunk if shards are whole
+    rows, as FSDP's are; accelerate holds all tensors. A state with one key, such as accelerate's `{"model": ...}`, is
+    unwrapped. torch saves tied tensors under each of their names, and they stay so. Files are renamed when they are
+    complete, the index last; other files in `output_path`, such as config.json, stay, and weights of an earlier save
+    under the standard names are replaced. safetensors files get a manifest for `Loading(verify="full")`.
 
-    No pickle of the checkpoint is run: a name in `.metadata` that is not of torch's checkpoint metadata is an error,
-    and tensors and values are read by `torch.load(weights_only=True)`.
+    No pickle of the checkpoint runs code: a name in `.metadata` outside of torch's checkpoint metadata is an error, and
+    tensors and values are read by `torch.load(weights_only=True)`.
 
     Args:
-        checkpoint_dir: A local directory with `.metadata` and `*.distcp` files, as `torch.distributed.checkpoint.save`
-            writes it: accelerate's `pytorch_model_fsdp_0` or `optimizer_0`.
-        output_path: The directory to write into; made where it is missing.
-        safe_serialization: True: `model.safetensors`, or, over 5 GB, a set of files with an index. What is no tensor
-            is left out with a warning, and nested state such as an optimizer's is refused. False: one
-            `pytorch_model.bin`, which `torch.load(weights_only=True)` reads: nested state, numbers and lists too. What
-            such a load refuses is left out with a warning. While it is written, the disk needs twice its size.
-        remove_checkpoint_dir: Remove `.metadata` and the `*.distcp` files when the output is on the disk, and
-            `checkpoint_dir` with them where it holds nothing else.
+        checkpoint_dir: A local directory with `.metadata` and `*.distcp` files by `torch.distributed.checkpoint.save`,
+            e.g. accelerate's `pytorch_model_fsdp_0` or `optimizer_0`.
+        output_path: Output directory; created if missing.
+        safe_serialization: True: `model.safetensors`, or, above 5 GB, several files with an index. Values that are no
+            tensors are left out with a warning; nested state such as an optimizer's is refused. False: one
+            `pytorch_model.bin` for `torch.load(weights_only=True)`, which may hold nested state, numbers and lists.
+            Values that such a load refuses are left out with a warning. Writing takes twice its size on disk.
+        remove_checkpoint_dir: True to remove `.metadata` and the `*.distcp` files when the output is on disk, and
+            `checkpoint_dir` if it is empty then.
 
     Raises:
-        CheckpointError: On every rank, before anything is written: the directory is no sharded checkpoint
-            (subdirectories that are, are named), the files are not what `.metadata` says, chunks overlap or leave a
-            gap, or the state does not fit into the format. While merging: a file is damaged, or the disk is full or
-            failed; then what `output_path` held is untouched.
+        CheckpointError: On every rank, before anything is written: the directory is no sharded checkpoint (the error
+            names subdirectories that are), the files differ from `.metadata`, chunks overlap or leave gaps, or the
+            state does not fit the format. During the merge: a file is damaged, or the disk is full or failed;
+            `output_path` is then unchanged.
     """
     report = merge_checkpoint(checkpoint_dir, output_path, safe_serialization, remove_checkpoint_dir)
     if report is not None and report.skipped:
@@ -113,7 +112,7 @@ def merge_fsdp_weights(
 
 
 def skipped_line(report: MergeReport) -> str:
-    """Say what a merge left out."""
+    """Return a line about the values that a merge left out."""
     listed = ", ".join(report.skipped[:8]) + (f" and {len(report.skipped) - 8} more" if len(report.skipped) > 8 else "")
     return f"left out of {os.path.basename(report.files[0])}, because it holds tensors only: {listed}"
 
@@ -125,7 +124,7 @@ def merge_checkpoint(
     remove_checkpoint_dir: bool = False,
     progress: Progress | None = None,
 ) -> MergeReport | None:
-    """Do what `merge_fsdp_weights` describes, and report it.
+    """Merge as `merge_fsdp_weights`, and return a report.
 
     Args:
         checkpoint_dir: See there.
@@ -177,7 +176,7 @@ def _on_rank_0(run: Callable[[Progress], MergeReport], progress: Progress) -> Me
             report = run(tell)
         except Exception as raised:  # noqa: BLE001 - the other ranks wait to hear of it
             error = raised
-        # However it ended: the others are in the receiving half of this, until they hear that no beat follows.
+        # Always: the other ranks wait in this broadcast until they receive that no message follows.
         broadcast_json(False)
     else:
         while broadcast_json(None):
@@ -187,7 +186,7 @@ def _on_rank_0(run: Callable[[Progress], MergeReport], progress: Progress) -> Me
 
 
 def _check_removal(source: str, output: str, remove: bool) -> None:
-    """Refuse to remove the directory that the output goes into."""
+    """Raise if the output is in the directory that is to be removed."""
     inside = os.path.commonpath((os.path.realpath(source), os.path.realpath(output))) == os.path.realpath(source)
     if remove and inside:
         what = f"is in {source}, which remove_checkpoint_dir=True removes: merge into another directory"
@@ -195,9 +194,9 @@ def _check_removal(source: str, output: str, remove: bool) -> None:
 
 
 def _remove(source: str, output: str) -> None:
-    """Remove a sharded checkpoint, and its directory where nothing else is in it."""
+    """Remove a sharded checkpoint, and its directory if it is empty then."""
     try:
-        names = sorted(os.listdir(source))  # .metadata first: without it nobody opens the rest
+        names = sorted(os.listdir(source))  # .metadata first: the rest is no checkpoint without it
         for name in names:
             if name == METADATA_NAME or name.endswith(".distcp"):
                 os.unlink(os.path.join(source, name))
@@ -215,7 +214,7 @@ def _merge(source: str, output: str, safe_serialization: bool, tell: Progress) -
 
 
 class _Staging:
-    """A directory within the output, on the same file system therefore, which is gone at the end."""
+    """A temporary directory within the output directory, so on the same file system; removed at the end."""
 
     def __init__(self, output: str) -> None:
         self._output = output
@@ -240,11 +239,11 @@ class _Staging:
         except (CheckpointError, OSError) as left:
             if error is None:
                 raise
-            error.add_note(str(left))  # the first failure stays the one that is raised
+            error.add_note(str(left))  # the first error is the one that is raised
 
 
 class _Counted:
-    """Pieces on their way into files, counted for those who wait."""
+    """Counts the bytes that are written, for waiting ranks and the progress bar."""
 
     def __init__(self, tell: Progress, total: int) -> None:
         self._tell = tell
@@ -252,7 +251,7 @@ class _Counted:
         self._total = total
 
     def into(self, write: Write) -> Write:
-        """Write pieces by `write`, and tell of each."""
+        """Return a function that writes pieces by `write` and counts them."""
 
         def write_and_tell(offset: int, piece: memoryview) -> None:
             write(offset, piece)
@@ -287,7 +286,7 @@ def _write_safetensors(reader: DcpReader, staging: str, output: str, tell: Progr
             manifest.num_bytes,
         )
         index = (INDEX_NAME,)
-    # What was there before under names of a model's files would be opened instead, or lie there for ever.
+    # Older files under the standard names would be opened instead, or stay forever.
     names = (*files, MANIFEST_NAME, *index)
     stale = [name for name in os.listdir(output) if is_weight_name(name) and name not in names]
     commit_files(staging, output, names, remove=stale)
@@ -295,11 +294,11 @@ def _write_safetensors(reader: DcpReader, staging: str, output: str, tell: Progr
 
 
 def _by_name(metadata: DcpMetadata) -> dict[str, TensorInfo]:
-    """The name of each tensor in a safetensors file, which has no nesting."""
+    """Return name → tensor for a safetensors file, which has no nesting."""
     paths = [metadata.paths[key] for key in metadata.tensors]
     if not paths:
         raise CheckpointError("holds no tensor, so there is nothing to merge", path=metadata.directory)
-    # One key around all is unwrapped, as accelerate does; a single tensor is not taken for the state around it.
+    # A single outer key is unwrapped, as by accelerate; a single tensor has no outer key.
     depth = 2 if len(paths[0]) == 2 and len({path[0] for path in paths}) == 1 else 1
     named = {str(path[-1]): tensor for path, tensor in zip(paths, metadata.tensors.values(), strict=True)}
     if any(len(path) != depth or not isinstance(path[-1], str) for path in paths):
@@ -325,7 +324,7 @@ def _write_torch_file(reader: DcpReader, staging: str, output: str, tell: Progre
     _nest(dict.fromkeys((*metadata.tensors, *leaves)), metadata)  # raises before anything is written
     leaves = _map_tensors(reader, os.path.join(staging, "tensors"), counted) | leaves
     tree = _nest(leaves, metadata)
-    # As accelerate does, for what it saves as {"model": ...}; of a single tensor it would leave out the name.
+    # As accelerate does for {"model": ...}; a single tensor keeps its name.
     only = next(iter(tree.values())) if len(tree) == 1 else None
     _torch_save(only if isinstance(only, dict) else tree, os.path.join(staging, TORCH_NAME), counted)
     commit_files(staging, output, (TORCH_NAME,))
@@ -333,9 +332,9 @@ def _write_torch_file(reader: DcpReader, staging: str, output: str, tell: Progre
 
 
 def _map_tensors(reader: DcpReader, path: str, counted: _Counted) -> dict[str, torch.Tensor]:
-    """Write all tensors into a file without a name, and map it: they are pages of it, and no memory of the process."""
+    """Write all tensors into an unlinked file and map it, so that they take no anonymous memory."""
     places: dict[str, int] = {}
-    end = _ALIGNMENT  # nobody can map a file of no bytes
+    end = _ALIGNMENT  # an empty file cannot be mapped
     file = LocalOutput(path, join=False)
     try:
         for key, tensor in reader.metadata.tensors.items():
@@ -343,7 +342,7 @@ def _map_tensors(reader: DcpReader, path: str, counted: _Counted) -> dict[str, t
             reader.read_tensor(key, counted.into(partial(_write_at, file, end, key)))
             end += -(-tensor.num_bytes // _ALIGNMENT) * _ALIGNMENT
         os.truncate(path, end)
-        # Shared, because torch warns of memory that it must not write to. Nobody does.
+        # Shared, because torch warns about read-only memory. Nothing writes to it.
         with open(path, "r+b") as opened:
             pages = memoryview(mmap.mmap(opened.fileno(), 0))
     except OSError as error:
@@ -364,7 +363,7 @@ def _view(pages: memoryview, tensor: TensorInfo) -> torch.Tensor:
 
 
 def _torch_save(state: Mapping[str, Any], path: str, counted: _Counted) -> None:
-    """Write what `torch.load(weights_only=True)` reads."""
+    """Write a file for `torch.load(weights_only=True)`."""
     file = _TorchFile(path, counted)
     try:
         torch.save(state, cast(IO[bytes], file))
@@ -379,12 +378,12 @@ def _torch_save(state: Mapping[str, Any], path: str, counted: _Counted) -> None:
 
 
 class _TorchFile(io.RawIOBase):
-    """What `torch.save` writes into. It gives away each storage whole; ranks that wait hear of its pieces."""
+    """File object for `torch.save`, which writes each storage in one call; writes it in pieces and counts them."""
 
     def __init__(self, path: str, counted: _Counted) -> None:
         self.output = LocalOutput(path, join=False)
         self.error: CheckpointError | None = None
-        """Why it could not write; torch raises an error of its own."""
+        """Error of a write; torch raises an error of its own."""
         self._write = counted.into(partial(_write_at, self.output, 0, None))
         self._position = 0
 
@@ -402,7 +401,7 @@ class _TorchFile(io.RawIOBase):
 
 
 def _nest(leaves: Mapping[str, Any], metadata: DcpMetadata) -> dict[str, Any]:
-    """Dicts and lists as they were saved, of the value of each key."""
+    """Return the nested dicts and lists of the saved state, from the value of each key."""
     root = _Node()
     for key, value in leaves.items():
         path, node = metadata.paths[key], root
@@ -421,10 +420,10 @@ def _nest(leaves: Mapping[str, Any], metadata: DcpMetadata) -> dict[str, Any]:
 
 
 class _Node(dict[str | int, Any]):
-    """A dict or list that is being built."""
+    """A dict or list under construction."""
 
     def built(self, directory: str) -> dict[str, Any] | list[Any]:
-        """The dict, where the keys are names; the list, where they are its positions."""
+        """Return a dict if the keys are names, a list if they are indices."""
         values = {part: value.built(directory) if isinstance(value, _Node) else value for part, value in self.items()}
         if all(isinstance(part, str) for part in values):
             return {str(part): value for part, value in values.items()}

@@ -1,8 +1,8 @@
-"""Optimizer state in a save: its tensors as checkpoint files, the rest as JSON, in a folder beside the model.
+"""Optimizer state in a save: tensors as checkpoint files, the rest as JSON, in a folder beside the model.
 
 Format of `optimizer/raysharding.optimizer.json`: {"format_version": 1, "outline": `OptimizerSnapshot.outline`}. The
-tensors lie beside it as a checkpoint of their own, under `FQN/name`. Nothing is pickled, and nothing depends on the
-world size.
+tensors are a checkpoint of their own beside that file, under `FQN/name`. Nothing is pickled or depends on the world
+size.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from raysharding.distributed.saving.file_writers import write_tensors
 from raysharding.errors import CheckpointError, PlanError
 
 FORMAT_VERSION = 1
-"""The only one so far."""
+"""The only version so far."""
 
 
 def write_optimizer(
@@ -42,22 +42,22 @@ def write_optimizer(
     on_round: Callable[[int], None],
     group: dist.ProcessGroup | None = None,
 ) -> Exception | None:
-    """Write an optimizer's state into a save that is being made; collective.
+    """Write optimizer state into a save; collective.
 
     Args:
-        tensors: Of its snapshot.
-        outline: Of its snapshot.
-        staging: Where the save is being made.
-        device: See `write_tensors`; so are the others.
-        stall_s: Longest wait for one round of messages.
+        tensors: Tensors of the snapshot.
+        outline: Outline of the snapshot.
+        staging: Temporary directory of the save.
+        device: See `write_tensors`, also for the other arguments.
+        stall_s: Longest wait for one round of messages, in seconds.
         on_round: Called with the bytes written so far.
-        group: Of all ranks.
+        group: Process group of all ranks.
 
     Returns:
-        What went wrong on this rank after the tensors were written, to be told to all.
+        Error of this rank after the tensors were written, which the caller exchanges.
 
     Raises:
-        CheckpointError: On every rank: the disk is full or failed.
+        CheckpointError: On every rank, if the disk is full or failed.
     """
     directory = join_path(staging, OPTIMIZER_FOLDER)
     error: Exception | None = None
@@ -80,13 +80,13 @@ def write_optimizer(
 
 
 def has_optimizer_state(checkpoint: str | os.PathLike[str]) -> bool:
-    """Whether a save holds an optimizer's state, as this process sees it.
+    """Return True if a save that this process sees holds optimizer state.
 
     Args:
-        checkpoint: The directory of a save, or a file in it: a path or URI.
+        checkpoint: Path or URI of a save, or of a file in it.
 
     Raises:
-        CheckpointError: The path cannot be looked at.
+        CheckpointError: The path is not accessible.
     """
     path = join_path(beside(checkpoint, OPTIMIZER_FOLDER), OPTIMIZER_NAME)
     return storage_of(path).find(path).kind != "missing"
@@ -101,48 +101,47 @@ def load_optimizer_state(
     progress: Progress | None = None,
     stall_s: float = 120.0,
 ) -> LoadReport:
-    """Bring back what `save_checkpoint(..., optimizer=...)` saved, bit for bit, at any world size; collective.
+    """Load the optimizer state of `save_checkpoint(..., optimizer=...)`, bit for bit, at any world size; collective.
 
     Args:
         module: The sharded root module.
-        optimizer: Over its parameters, of the class and with the param groups that were saved; its state and
-            hyperparameters (learning rate and all) are replaced. State that the save has not (of a step that was never
-            taken) is dropped.
-        checkpoint: The directory of the save, or a file in it: a path or URI.
-        loading: How the bytes move: `transport`, `verify`, buckets; dtypes are those that were saved.
+        optimizer: Optimizer over its parameters, with class and param groups as saved; its state and hyperparameters
+            (including the learning rate) are replaced. State that the save lacks is dropped.
+        checkpoint: Path or URI of the save, or of a file in it.
+        loading: Options of the transfer: `transport`, `verify`, buckets; dtypes stay as saved.
         progress: See `load_checkpoint`.
         stall_s: See `load_checkpoint`.
 
     Returns:
-        The same report on every rank. Cost as of `load_checkpoint`.
+        The same report on every rank. Cost as for `load_checkpoint`.
 
     Raises:
-        CheckpointError: On every rank: there is no such state, or it cannot be read or trusted.
-        PlanError: On every rank, before data moves: state or param groups that are not this optimizer's. It is as it
-            was then.
-        RuntimeError: From the process group, when a rank is gone.
+        CheckpointError: On every rank, if there is no such state, or it is unreadable or unsafe.
+        PlanError: On every rank, before data moves, if state or param groups do not match the optimizer, which is then
+            unchanged.
+        RuntimeError: From the process group, if a rank died.
     """
     return OptimizerLoad.plan(module, optimizer, checkpoint).run(loading, progress, stall_s)
 
 
 @dataclass(frozen=True)
 class OptimizerLoad:
-    """A load of an optimizer's state that was seen to fit, before a byte of it has moved."""
+    """A planned load of optimizer state that fits the optimizer."""
 
     module: nn.Module
     """The sharded root module."""
     optimizer: torch.optim.Optimizer
-    """Gets the state."""
+    """Optimizer that receives the state."""
     directory: str
-    """Where its files are."""
+    """Directory of the files."""
     target: OptimizerSnapshot
-    """What was saved, its tensors on meta, cut as the module's are."""
+    """Saved snapshot, with tensors on meta that are sharded like the module's."""
 
     @classmethod
     def plan(
         cls, module: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: str | os.PathLike[str]
     ) -> OptimizerLoad:
-        """Read and compare all but the tensors; collective. Raises as `load_optimizer_state` before data moves."""
+        """Read and compare all but the tensors; collective. Raises as `load_optimizer_state`."""
         directory = beside(checkpoint, OPTIMIZER_FOLDER)
         target = OptimizerSnapshot.from_outline(from_rank_0(partial(_read_outline, module, directory)), module)
         misfit: PlanError | None = None
@@ -150,16 +149,16 @@ class OptimizerLoad:
             misfit = target.misfit(OptimizerSnapshot.of(module, optimizer), "saved")
         except ValueError as error:
             misfit = PlanError(str(error))
-        # Each rank was given its own optimizer: one that differs must not leave the others in the load.
+        # Optimizers may differ between ranks: all raise, so that no rank waits in the load.
         agree(misfit)
         return cls(module, optimizer, directory, target)
 
     def table(self) -> TensorTable:
-        """Return the state's tensors, to be given memory where the module's shards have theirs."""
+        """Return the tensors of the state, to be allocated like the module's shards."""
         return TensorTable(self.target.tensors, like=self.module)
 
     def run(self, loading: Loading | None, progress: Progress | None, stall_s: float) -> LoadReport:
-        """Bring the tensors, and put all into the optimizer; collective."""
+        """Load the tensors, and set the state of the optimizer; collective."""
         table = self.table()
         options = replace(loading or Loading(), dtype=None, strict=True, key_mapping=None, mmap=False)
         report = load_checkpoint(table, self.directory, loading=options, progress=progress, stall_s=stall_s)
@@ -168,7 +167,7 @@ class OptimizerLoad:
 
 
 def beside(checkpoint: str | os.PathLike[str], folder: str) -> str:
-    """Where a folder of a save lies, beside the model's files."""
+    """Return the path of a folder beside the model files of a save."""
     path = normal_path(os.fspath(checkpoint))
     return join_path(split_path(path)[0] if path.endswith((".safetensors", ".json")) else path, folder)
 

@@ -1,6 +1,6 @@
-"""`save_checkpoint`: every writing rank fills its own checkpoint files; a rename makes them the checkpoint.
+"""`save_checkpoint`: ranks write checkpoint files to a temporary directory, and a rename commits them.
 
-`SaveContents`: what one save writes, as it was at one moment.
+`SaveContents`: the contents of one save.
 """
 
 from __future__ import annotations
@@ -57,30 +57,30 @@ from raysharding.units import format_bytes
 
 @dataclass(frozen=True)
 class SaveReport:
-    """One save."""
+    """Report of one save."""
 
     path: str
-    """The directory written."""
+    """Directory of the checkpoint."""
     num_tensors: int
-    """Tensors written; tied ones once."""
+    """Number of tensors; tied tensors count once."""
     num_bytes: int
     """Bytes of the tensors."""
     num_files: int
-    """Checkpoint files."""
+    """Number of checkpoint files."""
     seconds: float
-    """From the call to the rename."""
+    """Seconds from the call to the rename."""
     wire_bytes: int
-    """Bytes that all ranks sent together."""
+    """Bytes sent, over all ranks."""
     peak_extra_bytes: tuple[int, ...]
-    """Highest host memory above the start, on each rank."""
+    """Peak host memory above the start, in bytes, by rank."""
 
     @property
     def bytes_per_s(self) -> float:
-        """Bytes written over the whole time."""
+        """Bytes written per second of the whole save."""
         return self.num_bytes / self.seconds if self.seconds > 0 else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """All fields and `bytes_per_s`, ready for JSON."""
+        """Return all fields and `bytes_per_s` as a JSON value."""
         return asdict(self) | {"bytes_per_s": self.bytes_per_s}
 
     def __str__(self) -> str:
@@ -93,27 +93,27 @@ class SaveReport:
 
 @dataclass(frozen=True)
 class SaveContents:
-    """Tensors cut as the module's are; the rest ready to be written."""
+    """Tensors, sharded as in the module, and all other contents of a save."""
 
     tensors: Mapping[str, torch.Tensor]
     """FQN → parameter or persistent buffer."""
     layout: Mapping[str, SavedTensor]
-    """Key in the files → what of them it holds."""
+    """Key in the files → its parts of the tensors."""
     file_name: str | None
-    """Of the one file that holds them; `None`: there may be several, under standard names."""
+    """Name of the only file; `None` for one or more files under standard names."""
     state: Mapping[str, torch.Tensor]
     """`FQN/name` → tensor of the optimizer's state; empty without an optimizer."""
     outline: Mapping[str, Any] | None
-    """What else the optimizer holds; `None` without one."""
+    """Outline of the optimizer; `None` without an optimizer."""
     training: Mapping[str, Any] | None
     """Position and random generators; `None` without an optimizer."""
 
     @classmethod
     def of(cls, module: nn.Module, optimizer: torch.optim.Optimizer | None, position: Position | None) -> Self:
-        """Look at them; collective. No tensor is copied.
+        """Collect the contents without copies; collective.
 
         Raises:
-            PlanError: On every rank: the optimizer's state cannot be saved, or differs between ranks.
+            PlanError: On every rank, if optimizer state cannot be saved, or differs between ranks.
         """
         if alone := parameters_left_alone(module):
             warn_once(
@@ -128,58 +128,60 @@ class SaveContents:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors, whole."""
+        """Bytes of all full tensors."""
         return total_bytes(self.tensors) + total_bytes(self.state)
 
     @property
     def num_tensors(self) -> int:
-        """Tensors, the optimizer's with them."""
+        """Number of tensors, including the optimizer's."""
         return len(self.layout) + len(self.state)
 
     def copied(self, memory: HostMemory) -> Self:
-        """Copy this rank's shards to host memory, where later steps do not change them. No collective.
+        """Copy this rank's shards to host memory, where later steps do not change them. Not collective.
 
         Args:
-            memory: Where they go; nobody reads what an earlier copy left there any more.
+            memory: Memory of the copies; earlier copies in it are overwritten.
         """
         return replace(self, tensors=memory.copies(self.tensors, "model"), state=memory.copies(self.state, "optimizer"))
 
 
 def model_contents(module: nn.Module) -> tuple[dict[str, torch.Tensor], Mapping[str, SavedTensor]]:
-    """Which of a module's tensors a save holds, by FQN, and as what; no collective."""
+    """Return the tensors of a module that are saved, by FQN, and their layout in the files. Not collective."""
     tensors = saved_tensors(module)
     layout = saved_layout(module, tensors)
     held = {run.source for saved in layout.values() for run in saved.runs}
-    return {fqn: tensor for fqn, tensor in tensors.items() if fqn in held}, layout  # of adapters nothing else
+    return {
+        fqn: tensor for fqn, tensor in tensors.items() if fqn in held
+    }, layout  # of adapters, only the adapter tensors
 
 
 class HostMemory:
-    """Memory of copies of this rank's shards, kept: memory that was touched before takes a copy in half the time.
+    """Reused memory for copies of this rank's shards: a copy into memory that was touched takes half the time.
 
-    As large as the shards of weights and optimizer, once there was a copy; pinned for shards on a GPU.
+    As large as the shards of weights and optimizer, after the first copy; pinned for shards on a GPU.
     """
 
     def __init__(self) -> None:
-        """No memory yet."""
+        """Start without memory."""
         self._buffers: dict[tuple[str, str], torch.Tensor] = {}
 
     def copies(self, tensors: Mapping[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
-        """Copy tensors' local parts.
+        """Copy the local shards of tensors.
 
         Args:
-            tensors: Name → DTensor, or a tensor that is whole.
-            kind: Tells the names of one mapping from those of another.
+            tensors: Name → DTensor or plain tensor.
+            kind: Namespace of the names.
 
         Returns:
             Name → tensor of the same layout, on the CPU.
         """
         copied = {name: self._copy((kind, name), tensor) for name, tensor in tensors.items()}
         if any(local_tensor(tensor).is_cuda for tensor in tensors.values()):
-            torch.cuda.synchronize()  # the copies run beside the host, which may change the shards once this returns
+            torch.cuda.synchronize()  # the copies are asynchronous, and the shards may change after this returns
         return copied
 
     def reserve(self, tensors: Mapping[str, torch.Tensor], kind: str) -> None:
-        """Have memory for copies that will come. Arguments as of `copies`; the values do not matter yet."""
+        """Allocate memory for later copies. Arguments as for `copies`; the values do not matter."""
         for name, tensor in tensors.items():
             self._buffer((kind, name), local_tensor(tensor))
 
@@ -188,7 +190,7 @@ class HostMemory:
         if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
             buffer = torch.empty(local.shape, dtype=local.dtype, device="cpu", pin_memory=local.is_cuda)
             if not local.is_cuda:
-                back(buffer)  # page by page, as the copy comes, takes longer
+                back(buffer)  # page faults during the copy take longer
             self._buffers[key] = buffer
         return buffer
 
@@ -198,7 +200,7 @@ class HostMemory:
         buffer.copy_(local, non_blocking=True)
         if not isinstance(tensor, DTensor):
             return buffer
-        # On the CPU, whatever the mesh's device is: only the layout is asked of it.
+        # On the CPU, whatever the device of the mesh: only the layout is used.
         return with_layout(buffer, tensor, requires_grad=False)
 
 
@@ -214,19 +216,19 @@ def save_checkpoint(
     progress: Progress | None = None,
     stall_s: float = 120.0,
 ) -> SaveReport:
-    """Write a sharded module as a standard Hugging Face directory; collective: every rank calls it.
+    """Write a sharded module as a standard Hugging Face directory; collective.
 
-    Each rank that sees the destination writes its own balanced part of the shard set; tensors reach it a bucket at a
-    time, and nobody holds the model. Up to 256 MiB it is one `model.safetensors`. A reader sees the old checkpoint or
-    the new one: all is written to a temporary sibling, synced, and renamed last. Beside the weights lies a manifest of
-    checksums, taken while the bytes were written, for `Loading(verify="full")`.
+    Each rank that sees the destination writes a balanced part of the files. Tensors arrive one bucket at a time, and no
+    rank holds the model. A checkpoint of up to 256 MiB is one `model.safetensors`. Readers see either the old or the
+    new checkpoint: the files are written to a temporary sibling, synced, and renamed last. A manifest of checksums,
+    computed during the writes, is stored beside the weights for `Loading(verify="full")`.
 
-    An object store has no rename. There the index is written last, and nothing is a checkpoint without it; a checkpoint
-    that is to be overwritten is removed first.
+    Object stores have no rename. There, the index is written last, and files without an index are no checkpoint; a
+    checkpoint that is overwritten is removed first.
 
-    Of a directory that is overwritten only what a save writes is replaced: weights, index, JSON of ours, config.json,
-    generation_config.json, the folders `optimizer` and `training`, and small files that a save has copied there and
-    nobody has changed. All else goes with the directory, by hard links, in the same rename.
+    Overwriting a directory replaces only what a save writes: weights, index, JSON files of this package, config.json,
+    generation_config.json, the folders `optimizer` and `training`, and small files that a save copied there and that
+    were not changed since. All other files are kept, by hard links, in the same rename.
 
     Args:
         module: A sharded module. Its parameters and persistent buffers are saved under their FQNs, a transformers
@@ -264,24 +266,24 @@ def save_checkpoint(
 
 @dataclass(frozen=True)
 class Destination:
-    """Where a save goes."""
+    """Destination of a save."""
 
     path: str
-    """The directory to make."""
+    """Directory to write."""
     overwrite: bool = False
-    """Whether to replace a checkpoint that is there."""
+    """True to replace an existing checkpoint."""
     keep_last: int | None = None
-    """How many saves of a row stay; `None`: all."""
+    """Number of saves of a series to keep; `None` for all."""
     sidecars: str | None = None
-    """Directory, a normal path, whose small files are copied."""
+    """Directory, as a normalized path, whose small files are copied."""
     token: str = field(default_factory=new_token)
-    """Tells this save from all others; rank 0's counts."""
+    """Unique identifier of the save; rank 0's is used."""
 
     def __post_init__(self) -> None:
-        """Refuse a number of saves that cannot be kept.
+        """Check `keep_last`.
 
         Raises:
-            ValueError: It is not positive, or the path has no number for others to be older than.
+            ValueError: It is not positive, or the path has no number that orders saves.
         """
         if self.keep_last is None:
             return
@@ -292,24 +294,24 @@ class Destination:
 
 @dataclass(frozen=True)
 class Save:
-    """A save whose temporary directory is there, and whose contents are fixed."""
+    """A save with fixed contents and an existing temporary directory."""
 
     module: nn.Module
-    """The sharded module; its configuration is written."""
+    """The sharded module, whose configuration is written."""
     destination: Destination
-    """Where it goes."""
+    """Destination of the save."""
     contents: SaveContents
-    """What is written."""
+    """Contents of the save."""
     staging: str
     """The temporary directory."""
     device: torch.device
-    """Of the messages."""
+    """Device of the messages."""
     stall_s: float
-    """Longest wait for one round of messages."""
+    """Longest wait for one round of messages, in seconds."""
     begun: float
-    """Clock when it was asked for."""
+    """Time of the call, by `time.perf_counter`."""
     group: dist.ProcessGroup | None = None
-    """Of all ranks; the default group if `None`."""
+    """Process group of all ranks; the default group if `None`."""
 
     def run(self, progress: Progress | None = None) -> SaveReport:
         """Write and commit; collective over `group`. See `save_checkpoint`."""
@@ -342,7 +344,7 @@ class Save:
         )
 
     def _write_state(self, on_round: Callable[[int], None]) -> None:
-        """The optimizer's state, and where the run stands; collective."""
+        """Write optimizer state and training state; collective."""
         contents, first = self.contents, total_bytes(self.contents.tensors)
         if contents.outline is None or contents.training is None:
             return
@@ -351,7 +353,7 @@ class Save:
         agree(self._on_rank_0(partial(write_training, self.staging, contents.training)), group=self.group)
 
     def _on_rank_0(self, do: Callable[[], None]) -> Exception | None:
-        """Do what rank 0 alone does. Whatever goes wrong is returned, for all."""
+        """Call `do` on rank 0. Return its error, which all ranks exchange."""
         if dist.get_rank() == 0:
             try:
                 do()
@@ -360,7 +362,7 @@ class Save:
         return None
 
     def _finish(self, written: Written) -> None:
-        """Config and small files, manifest, index: what makes objects of a store a checkpoint comes last."""
+        """Write config, small files, manifest, and last the index, which makes objects of a store a checkpoint."""
         sidecars = _read_sidecars(self.destination)
         SaveRecord.of(self.destination.token, sidecars).write(self.staging)
         adapters = adapter_files(self.module)
@@ -372,7 +374,7 @@ class Save:
             write_file(self.staging, name, data)
 
     def _commit(self) -> None:
-        """Make the staged directory the checkpoint, and remove older ones and what killed saves have left."""
+        """Commit the temporary directory, and remove older saves and remains of killed saves."""
         where = self.destination
         commit_staging(self.staging, where.path, overwrite=where.overwrite)
         remove_left_overs(where.path)
@@ -380,7 +382,7 @@ class Save:
             remove_older(where.path, where.keep_last)
 
     def discard(self, error: BaseException) -> None:
-        """Rank 0 removes what was written; a failure to do so is noted on the error that is already on its way."""
+        """Remove the written files, on rank 0; a failure to do so becomes a note on `error`."""
         if dist.get_rank() == 0:
             try:
                 remove_staging(self.staging)
@@ -395,12 +397,12 @@ def begin_save(
     position: Position | None,
     stall_s: float,
 ) -> Save:
-    """Look at what is to be saved, and make the temporary directory; collective. See `save_checkpoint`."""
+    """Collect the contents of a save, and make the temporary directory; collective. See `save_checkpoint`."""
     begun = perf_counter()
     module = unwrapped(module)
     reshard(module)
     contents = SaveContents.of(module, optimizer, position)
-    # Rank 0 makes it; every rank learns its path.
+    # Rank 0 makes the directory, and broadcasts its path.
     where = destination
     make = partial(create_staging, where.path, overwrite=where.overwrite, token=where.token)
     staging = str(from_rank_0(make))
@@ -408,14 +410,14 @@ def begin_save(
 
 
 _NOT_COPIED = ("config.json", ADAPTER_CONFIG_NAME)
-"""Written from the model, which may have another class or dtype than the source. The source's generation_config.json
-stays: the ranks that cannot see it built the model without."""
+"""Files that are written from the model, whose class or dtype may differ from the source. generation_config.json is
+copied: ranks that do not see the source built the model without it."""
 
 
 def _read_sidecars(destination: Destination) -> dict[str, bytes]:
-    """Read the small files to copy, by name; a local directory may be out of rank 0's sight, and has none then.
+    """Read the small files to copy, by name; none if rank 0 does not see a local directory.
 
-    Where the destination has one that no save of ours has copied there, or that was changed since, that one stays.
+    A file of the destination that no save copied there, or that was changed since, stays.
     """
     directory, path = destination.sidecars, destination.path
     if directory is None or not (is_remote(directory) or os.path.isdir(directory)):

@@ -1,9 +1,9 @@
-"""Where a training run stands, in a save: its position in the data, and every rank's random generators.
+"""Training state in a save: the position in the data, and the random generators of every rank.
 
 Format of `training/raysharding.training.json`: {"format_version": 1, "position": `Position.as_dict` or null, "random":
-[`random_state` of each rank]}. It lies beside the folder `optimizer`, and comes back with that.
+[`random_state` of each rank]}. It is beside the folder `optimizer`, and is loaded together with it.
 
-The random generators of a rank, as a JSON value: torch's, its device's, numpy's and Python's global ones.
+`random_state` is a JSON value with the global generators of a rank: of torch, its device, numpy and Python.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from raysharding.errors import CheckpointError
 
 
 def random_state() -> dict[str, Any]:
-    """Return the state of this process's generators, the current CUDA device's too; 20 KB of JSON."""
+    """Return the state of this process's generators, including the current CUDA device's; 20 KB of JSON."""
     version, words, gauss = random.getstate()
     legacy: dict[str, Any] = np.random.get_state(legacy=False)
     state = {
@@ -43,12 +43,12 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: Mapping[str, Any]) -> None:
-    """Put back what `random_state` gave, as far as this process has such generators.
+    """Restore the result of `random_state`, as far as this process has such generators.
 
     Raises:
-        ValueError: It is something else; some generators may have been set.
-        KeyError: As before.
-        TypeError: As before.
+        ValueError: `state` is invalid; some generators may have been set.
+        KeyError: As ValueError.
+        TypeError: As ValueError.
     """
     torch.set_rng_state(_tensor(state["torch"]))
     version, words, gauss = state["python"]
@@ -60,7 +60,7 @@ def restore_random_state(state: Mapping[str, Any]) -> None:
 
 
 def seed_apart(state: Mapping[str, Any], rank: int) -> None:
-    """Seed the generators of a rank that no state was saved of: by a saved one and the rank, so always alike."""
+    """Seed the generators of a rank without saved state, deterministically from a saved state and the rank."""
     seed = zlib.crc32(f"{state['torch']}, rank {rank}".encode())
     torch.manual_seed(seed)  # CUDA's, too
     random.seed(seed)
@@ -76,14 +76,14 @@ def _tensor(text: str) -> torch.Tensor:
 
 
 FORMAT_VERSION = 1
-"""The only one so far."""
+"""The only version so far."""
 
 
 def training_state(position: Position | None) -> dict[str, Any]:
-    """Return what a save holds of a run, as a JSON value; collective.
+    """Return the training state of a save, as a JSON value; collective.
 
     Args:
-        position: Rank 0's counts; `None` where no run over data has begun.
+        position: Position of the run; rank 0's is used. `None` without a run over data.
     """
     states = agree(None, random_state())
     where = None if position is None else position.as_dict()
@@ -91,7 +91,7 @@ def training_state(position: Position | None) -> dict[str, Any]:
 
 
 def write_training(staging: str, state: Mapping[str, Any]) -> None:
-    """Write what `training_state` gave into a save that is being made. One rank calls it.
+    """Write the result of `training_state` into a save. One rank calls this.
 
     Raises:
         CheckpointError: The disk is full or failed.
@@ -102,18 +102,18 @@ def write_training(staging: str, state: Mapping[str, Any]) -> None:
 
 
 def load_training(checkpoint: str | os.PathLike[str]) -> Position | None:
-    """Bring back the generators of this rank, and say where the run stood; collective.
+    """Restore the generators of this rank, and return the position of the run; collective.
 
-    At another world size, ranks that no generators were saved of are seeded by a saved one.
+    At a larger world size, ranks without saved generators are seeded from a saved state.
 
     Args:
-        checkpoint: The directory of a save, or a file in it: a path or URI that rank 0 reads.
+        checkpoint: Path or URI of a save, or of a file in it, which rank 0 reads.
 
     Returns:
-        The position; `None` where the save has none.
+        The position; `None` if the save has none.
 
     Raises:
-        CheckpointError: On every rank: the file cannot be read, or is not what `write_training` writes.
+        CheckpointError: On every rank, if the file is unreadable, or has another format than `write_training` writes.
     """
     found = from_rank_0(partial(_read, checkpoint))
     if found is None:
@@ -128,16 +128,16 @@ def load_training(checkpoint: str | os.PathLike[str]) -> Position | None:
     except (ValueError, KeyError, TypeError, RuntimeError, OverflowError) as raised:
         path = join_path(beside(checkpoint, TRAINING_FOLDER), TRAINING_NAME)
         error = CheckpointError(f"holds no state of random generators that torch takes ({raised!r})", path=path)
-    # One rank's damaged state must not leave it behind the others.
+    # Every rank calls this: the others would go on without a rank whose state is damaged.
     agree(error)
     return None if found["position"] is None else Position.from_dict(found["position"])
 
 
 def run_of(checkpoint: str | os.PathLike[str]) -> str | None:
-    """Return the run that a save belongs to, as this process sees it; `None` where it belongs to none.
+    """Return the name of the run of a save that this process sees; `None` without a run.
 
     Raises:
-        CheckpointError: Its file cannot be read, or is not what `write_training` writes.
+        CheckpointError: The file is unreadable, or has another format than `write_training` writes.
     """
     found = _read(checkpoint)
     position = None if found is None else found["position"]
