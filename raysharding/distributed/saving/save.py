@@ -150,9 +150,7 @@ def model_contents(module: nn.Module) -> tuple[dict[str, torch.Tensor], Mapping[
     tensors = saved_tensors(module)
     layout = saved_layout(module, tensors)
     held = {run.source for saved in layout.values() for run in saved.runs}
-    return {
-        fqn: tensor for fqn, tensor in tensors.items() if fqn in held
-    }, layout  # of adapters, only the adapter tensors
+    return {fqn: tensor for fqn, tensor in tensors.items() if fqn in held}, layout  # adapters: only their tensors
 
 
 class HostMemory:

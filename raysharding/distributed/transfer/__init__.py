@@ -1,4 +1,4 @@
-"""Tensor bytes in buckets: the plan, who reads and who passes on, shared memory, and the way back to rank 0."""
+"""Transfer of tensor bytes in buckets: plan, routes, transport, shared memory, and the gather to rank 0."""
 
 from raysharding.distributed.transfer.bucket_plan import BUCKET_BYTES as BUCKET_BYTES
 from raysharding.distributed.transfer.bucket_plan import STRAIGHT_BYTES as STRAIGHT_BYTES

@@ -1,29 +1,27 @@
-"""The bucket plan: which ranges of which tensors travel together. Pure arithmetic on layouts, the same on every rank.
+"""The bucket plan: which ranges of tensors are sent together. Pure arithmetic on layouts, the same on every rank.
 
 Note: buckets, sections, messages.
-    A *bucket* is what moves together. It has a *section* for each shard index, so that a bucket keeps every rank busy,
-    and one for what all ranks need (buffers, 0-dim parameters). A section begins with its small segments, packed, and
-    ends with its large ones. The packed part is one message; each large segment is a message of its own, because it can
-    be received straight into the shard.
+    A *bucket* is the unit of transfer. It has a *section* per shard index, so that every bucket involves all ranks, and
+    a section for data that all ranks need (buffers, 0-dim parameters). A section holds its small segments, packed into
+    one message, followed by its large segments, each a message of its own that can be received directly into the shard.
 
-    Tensors are taken in the order given (for a load: file order, so that the disk reads forward). A tensor that does
-    not fit what is left of a bucket goes on in the next: bucket k then holds the k-th column of every shard of it.
+    Tensors are planned in the given order (for a load: file order, so that the disk reads forward). A tensor that does
+    not fit into the rest of a bucket continues in the next: bucket k then holds the k-th column of each of its shards.
 
 Note: the default of 32 MiB.
-    A bucket is read while the one before is on its way, so the memory is two buckets, 64 MiB. Each bucket costs every
-    rank a few messages and wake-ups, some 0.5 ms together: 5 % of the 10 ms that 32 MiB take from page cache, 2 % of
-    those from a disk of 1 GB/s; half the size doubled the loss (warm, 4 ranks, 2 cores: 0.6 s at 32 MiB, 0.8 s at 16).
-    A fabric of 50 GB/s needs 0.6 ms for a bucket: there the file, not the bucket, is the limit, and a larger
-    `bucket_bytes` is for those who feed it from memory. At W = 64 a section is 0.5 MiB, still ten times what a message
-    costs. Where each rank reads straight into its shard nothing is buffered, and a bucket of 64 MiB is only the step of
-    progress and of stopping together. Other sizes: `raysharding bench`, or
+    A bucket is read while the one before is sent, so the memory is two buckets, 64 MiB. Each bucket costs every rank a
+    few messages and wake-ups, about 0.5 ms together: 5 % of the 10 ms that 32 MiB take from page cache, 2 % of those
+    from a disk of 1 GB/s; half the size doubled the loss (warm, 4 ranks, 2 cores: 0.6 s at 32 MiB, 0.8 s at 16). A
+    network of 50 GB/s needs 0.6 ms for a bucket: there the file is the limit, and a larger `bucket_bytes` helps only
+    sources in memory. At W = 64 a section is 0.5 MiB, still ten times the cost of a message. If each rank reads
+    directly into its shard, nothing is buffered, and a bucket of 64 MiB is only the interval of progress reports and
+    failure checks. Other sizes: `raysharding bench`, or
     `tests/bench/loading.py --loading '{"bucket_bytes": ...}'`.
 
-A bucket plan that takes tensors from their first element to their last: for a file that is written in order.
-
-`plan_buckets` keeps every shard busy with each bucket, and so brings a tensor in columns; streams into an object
-store take bytes in order alone. Here a bucket is a range of the tensors laid end to end, whoever holds it. Files are
-written by several ranks, each at another place, so that the ranks that send are several, too.
+`plan_in_order` plans tensors from their first element to their last, for files that are written in order.
+`plan_buckets` involves every shard in each bucket, and so transfers a tensor by columns, but streams into an object
+store take bytes in order only. A bucket of `plan_in_order` is a range of the concatenated tensors, whichever ranks hold
+it. Several ranks write files at different places at a time, so that several ranks also send.
 """
 
 from __future__ import annotations
@@ -41,23 +39,23 @@ from raysharding.units import MIB
 BUCKET_BYTES = 32 * MIB
 """Default size of a bucket; see the note above."""
 STRAIGHT_BYTES = 64 * MIB
-"""Default size of a rank's part of a bucket that is read straight into its shard, which takes no buffer."""
+"""Default size of a rank's part of a bucket that is read directly into its shard, without a buffer."""
 ALIGNMENT_BYTES = 16
-"""Segments start at multiples of this, so that a slice of the buffer can be viewed as any dtype."""
+"""Segments start at multiples of this, so that a slice of a buffer can be viewed as any dtype."""
 DIRECT_BYTES = 256 << 10
-"""Segments from this size on are messages of their own."""
+"""Segments of at least this size are messages of their own."""
 REPLICATED = -1
 """Shard index of the section that every rank needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedTensor:
-    """One tensor to move."""
+    """One tensor to transfer."""
 
     layout: TensorLayout
-    """Where its elements live in the module."""
+    """Layout of its elements in the module."""
     wire_dtype: torch.dtype
-    """dtype in which its elements travel."""
+    """dtype of the elements on the wire."""
 
 
 class Segment(NamedTuple):
@@ -77,14 +75,14 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """What one shard index needs of a bucket."""
+    """Part of a bucket for one shard index."""
 
     shard_index: int
     """The shard, or `REPLICATED`."""
     offset: int
     """First byte in the bucket; a multiple of `ALIGNMENT_BYTES`."""
     packed_bytes: int
-    """Length of the first message, the small segments; 0 if there are none."""
+    """Length of the first message, which has the small segments; 0 if there are none."""
     num_bytes: int
     """Length of the whole section."""
     packed: tuple[Segment, ...]
@@ -106,10 +104,10 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """What one buffer holds."""
+    """Contents of one buffer."""
 
     sections: tuple[Section, ...]
-    """Those that hold something: by shard index, then the replicated one."""
+    """Sections that are not empty, by shard index, then the replicated one."""
     num_bytes: int
     """Bytes of all sections together, padding included."""
     payload_bytes: int
@@ -117,7 +115,7 @@ class Bucket:
 
 
 class Cut(NamedTuple):
-    """What a bucket holds of a tensor: the same elements of every shard, as far as it is long enough."""
+    """Part of a tensor in a bucket: the same elements of every shard that is long enough."""
 
     tensor: int
     """Index into `BucketPlan.tensors`."""
@@ -133,7 +131,7 @@ def _aligned(num_bytes: int) -> int:
 
 @dataclass
 class _OpenSection:
-    """A section that is being filled: small and large segments apart, offsets still relative to each part."""
+    """A section under construction; offsets are relative to the small and the large part."""
 
     is_wanted: bool
     packed: list[Segment] = field(default_factory=list)
@@ -169,7 +167,7 @@ def fill_section(shard_index: int, offset: int, ranges: Sequence[tuple[int, int,
     Args:
         shard_index: The shard, or `REPLICATED`.
         offset: First byte in the bucket.
-        ranges: Tensor, first element, one past the last, bytes of an element.
+        ranges: (tensor, first element, one past the last, bytes of an element) of each range.
     """
     section = _OpenSection(is_wanted=True)
     for tensor, start, stop, itemsize in ranges:
@@ -178,13 +176,13 @@ def fill_section(shard_index: int, offset: int, ranges: Sequence[tuple[int, int,
 
 
 class Buckets(Sequence[Bucket]):
-    """The buckets of a plan, each made when it is looked at, and the last few kept.
+    """The buckets of a plan, each made on access; the last few are kept.
 
-    Those of 140 GB on 64 ranks would take more memory than the ring, each bucket having 64 sections; cuts take little.
+    All buckets of 140 GB on 64 ranks, with 64 sections each, would take more memory than the ring; cuts take little.
     """
 
     _NUM_KEPT = 16
-    """More than are under way at once, and all of a small plan."""
+    """More than are in flight at once, and all of a small plan."""
 
     def __init__(
         self,
@@ -198,7 +196,7 @@ class Buckets(Sequence[Bucket]):
         self._num_shards = num_shards
         self._wanted = wanted
         self._kept: dict[int, Bucket] = {}
-        self._lock = threading.Lock()  # a reader's thread is ahead of the one that sends
+        self._lock = threading.Lock()  # the reader thread is ahead of the sending thread
 
     def __len__(self) -> int:
         return len(self._cuts)
@@ -221,11 +219,11 @@ class Buckets(Sequence[Bucket]):
             return self._kept[index]
 
     def last_tensor(self, index: int) -> PlannedTensor:
-        """The last tensor of which bucket `index` holds some."""
+        """Return the last tensor with elements in bucket `index`."""
         return self._tensors[self._cuts[index][-1].tensor]
 
     def payload_bytes(self, index: int) -> int:
-        """Bytes of all segments of bucket `index`, which need not be made for it."""
+        """Return the bytes of all segments of bucket `index`, without making it."""
         return sum(_payload_bytes(self._tensors[cut.tensor], cut) for cut in self._cuts[index])
 
     def _make(self, index: int) -> Bucket:
@@ -248,7 +246,7 @@ class Buckets(Sequence[Bucket]):
 
 
 def _payload_bytes(planned: PlannedTensor, cut: Cut) -> int:
-    """Bytes of a cut, all shards together: those of full length, and of the one that ends early."""
+    """Return the bytes of a cut over all shards: those of full length, and one that ends early."""
     total = planned.layout.num_elements
     longest = planned.layout.local_range(0)[1]
     rest = min(max(total % longest - cut.first, 0), cut.length)
@@ -260,24 +258,24 @@ class BucketPlan:
     """All buckets of a transfer."""
 
     tensors: tuple[PlannedTensor, ...]
-    """The tensors, in the order in which they travel."""
+    """The tensors, in the order of transfer."""
     buckets: Buckets
     """The buckets, in order."""
     num_shards: int
     """Number of shard indices."""
     num_first_buckets: int
-    """How many of the buckets hold the tensors that were to come first."""
+    """Number of buckets that hold the first tensors."""
     max_bucket_bytes: int
-    """No bucket is larger: what a buffer of the ring must hold."""
+    """Size of the largest bucket, and of a buffer of the ring."""
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes that travel into shards: each tensor once, in its wire dtype."""
+        """Bytes of all tensors, once each, in their wire dtype."""
         return sum(item.layout.num_elements * item.wire_dtype.itemsize for item in self.tensors)
 
 
 class _Cutter:
-    """Fills one bucket after the other."""
+    """Fills buckets one after the other."""
 
     def __init__(self, num_shards: int, bucket_bytes: int) -> None:
         self.buckets: list[tuple[Cut, ...]] = []
@@ -287,7 +285,7 @@ class _Cutter:
         self._open()
 
     def _limit(self, bucket_bytes: int) -> None:
-        # Room for an element of any dtype in every section.
+        # Space for an element of any dtype in every section.
         self._bucket_bytes = max(bucket_bytes, (self._num_shards + 1) * 4 * ALIGNMENT_BYTES)
 
     def _open(self) -> None:
@@ -297,16 +295,16 @@ class _Cutter:
 
     @property
     def _used_bytes(self) -> int:
-        # Shard 0 is never shorter than another, so it stands for all.
+        # Shard 0 is never shorter than another.
         return self._num_shards * self._longest.num_bytes + self._replicated.num_bytes
 
     def _room(self, itemsize: int, parts: int) -> int:
-        """Elements that still fit into each of `parts` sections."""
+        """Return the number of elements that still fit into each of `parts` sections."""
         free = (self._bucket_bytes - self._used_bytes) // parts // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         return max(free, 0) // itemsize
 
     def close(self, bucket_bytes: int | None = None) -> None:
-        """End the bucket that is being filled, if anything is in it; those to come may have another size."""
+        """End the current bucket unless it is empty; later buckets may have another size."""
         if self._cuts:
             self.buckets.append(tuple(self._cuts))
             self.max_bucket_bytes = max(self.max_bucket_bytes, self._used_bytes)
@@ -321,12 +319,12 @@ class _Cutter:
         while done < longest:
             room = self._room(itemsize, parts)
             rest = longest - done
-            # Start a new bucket rather than leave a sliver of a tensor in this one.
+            # Start a new bucket instead of a very small segment in this one.
             if room < rest and room * itemsize < min(DIRECT_BYTES, self._bucket_bytes // (2 * parts)):
                 self.close()
                 room = self._room(itemsize, parts)
             take = min(room, rest)
-            assert take > 0, "an empty bucket has room for at least one element"
+            assert take > 0, "an empty bucket has space for at least one element"
             section = self._longest if layout.num_shards else self._replicated
             section.add(index, done, done + take, itemsize)
             self._cuts.append(Cut(index, done, take))
@@ -344,16 +342,16 @@ def plan_buckets(
     """Cut tensors into buckets of at most `bucket_bytes`.
 
     Args:
-        tensors: What travels, in the order in which it should.
+        tensors: The tensors, in the order of transfer.
         num_shards: Number of shard indices; every sharded layout must have this `num_shards`.
         bucket_bytes: Upper bound of a bucket, all sections and padding included.
-        num_first: No bucket holds both some of so many first tensors and some of the rest. Default: all.
-        wanted: Shard indices whose segments are listed; of the others only lengths are, which saves most of the time
-            of a plan for many ranks. Default: all.
+        num_first: Number of first tensors that share no bucket with later ones. Default: all.
+        wanted: Shard indices whose segments are listed. Others have only lengths, which saves most of the time of a
+            plan for many ranks. Default: all.
         rest_bytes: Upper bound of a bucket after the first `num_first` tensors. Default: `bucket_bytes`.
 
     Returns:
-        The plan: equal on every rank that passes equal arguments, but for what is not wanted.
+        The plan, equal on all ranks with equal arguments, except for unwanted segments.
     """
     cutter = _Cutter(num_shards, bucket_bytes)
     num_first_buckets = 0
@@ -372,7 +370,7 @@ def plan_buckets(
 
 
 class OrderedBuckets(Buckets):
-    """Buckets whose cuts are ranges of the flattened whole tensors."""
+    """Buckets whose cuts are ranges of the flattened full tensors."""
 
     def payload_bytes(self, index: int) -> int:
         """See `Buckets`."""
@@ -397,12 +395,12 @@ class OrderedBuckets(Buckets):
 
 
 def plan_in_order(tensors: Sequence[PlannedTensor], num_shards: int, bucket_bytes: int) -> BucketPlan:
-    """Cut tensors into buckets that follow each other in the tensors laid end to end.
+    """Cut tensors into buckets that are consecutive ranges of the concatenated tensors.
 
     Args:
-        tensors: What travels, in the order of the file.
+        tensors: The tensors, in the order of the file.
         num_shards: Number of shard indices.
-        bucket_bytes: Payload of a bucket at most; one element, where that is larger.
+        bucket_bytes: Largest payload of a bucket; a larger element is a bucket of its own.
     """
     cuts: list[tuple[Cut, ...]] = []
     current: list[Cut] = []

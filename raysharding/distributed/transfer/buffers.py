@@ -1,4 +1,4 @@
-"""The ring of buffers of one rank: while a bucket is on its way, the next one is read."""
+"""The ring of buffers of one rank: while a bucket is sent, the next one is read."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import torch
 from raysharding.distributed.transfer.sources import as_memory
 
 RING_SIZE = 2
-"""Buffers of a ring: one is read into while the other is on its way. Bucket k is in buffer k modulo this."""
+"""Number of buffers: one is filled while the other is sent. Bucket k uses buffer k modulo this."""
 
 
 @dataclass
 class Slot:
-    """One buffer. On the CPU `host` and `wire` are one."""
+    """One buffer. On the CPU `host` and `wire` are the same tensor."""
 
     host: torch.Tensor
-    """uint8 in host memory, what is read into; pinned where there is a GPU; empty there on ranks that do not read."""
+    """uint8 in host memory, filled by reads; pinned if there is a GPU, and then empty on ranks that do not read."""
     wire: torch.Tensor
-    """uint8 on the message device, what is sent and received."""
+    """uint8 on the message device, sent and received."""
     copied: torch.cuda.Event | None = None
-    """On a GPU: `wire`, or the shards, hold what `host` held."""
+    """On a GPU: the copy from `host` to `wire`, or to the shards, is done."""
     sent: torch.cuda.Event | None = None
     """On a GPU: the messages and copies out of `wire` are done."""
 
@@ -31,7 +31,7 @@ class Slot:
 
 
 def make_ring(num_bytes: int, device: torch.device, reads: bool) -> list[Slot]:
-    """Make a ring of buffers of `num_bytes` each; those on the CPU take memory when they are touched."""
+    """Make a ring of buffers of `num_bytes` each; CPU buffers take memory on first touch."""
     if device.type == "cpu":
         buffers = torch.empty(RING_SIZE, num_bytes, dtype=torch.uint8).unbind()
         return [Slot(buffer, buffer) for buffer in buffers]
@@ -45,5 +45,5 @@ def make_ring(num_bytes: int, device: torch.device, reads: bool) -> list[Slot]:
 
 
 def shared_ring(buffers: Sequence[torch.Tensor]) -> list[Slot]:
-    """The ring whose buffers other ranks of this host read, too."""
+    """Return a ring of buffers that other ranks of this host also read."""
     return [Slot(buffer, buffer) for buffer in buffers]

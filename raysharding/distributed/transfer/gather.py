@@ -1,4 +1,4 @@
-"""The road driven backwards: shards to whole tensors, a bucket at a time, on the rank that wants them."""
+"""Gather: shards to full tensors, one bucket at a time, on the ranks that need them."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from raysharding.models import clean_name
 from raysharding.units import MIB
 
 Sink = Callable[[str, int, torch.Tensor], None]
-"""Takes `(fqn, first element, values)`: 1-D CPU values of a range of the flattened tensor, valid during the call."""
+"""Called as `(fqn, first element, values)`: 1-D CPU values of a range of the flattened tensor, valid in the call."""
 
 GATHER_BUCKET_BYTES = 32 * MIB
-"""Bytes in flight in one round of a gather, all destinations together."""
+"""Bytes in flight in one round of a gather, over all destinations."""
 
 
 def _named(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(FQN, tensor) of every parameter and persistent buffer, under every name that it has."""
+    """Yield (FQN, tensor) of every parameter and persistent buffer, under each of its names."""
     persistent = persistent_names(module)
     for name, parameter in module.named_parameters(remove_duplicate=False):
         yield clean_name(name), parameter
@@ -50,7 +50,7 @@ def _named(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def saved_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Canonical FQN → parameter or persistent buffer, tied ones once: what a checkpoint of the module holds."""
+    """Return canonical FQN → parameter or persistent buffer, tied tensors once, as in a checkpoint of the module."""
     first: dict[torch.Tensor, str] = {}
     for name, tensor in _named(module):
         first.setdefault(tensor, name)
@@ -58,38 +58,38 @@ def saved_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def tied_names(module: nn.Module) -> dict[str, str]:
-    """Second FQN of a tied parameter or persistent buffer → its canonical FQN, the one in `saved_tensors`."""
+    """Return other FQN of a tied parameter or persistent buffer → canonical FQN, the one in `saved_tensors`."""
     canonical = {tensor: name for name, tensor in saved_tensors(module).items()}
     return {name: canonical[tensor] for name, tensor in _named(module) if canonical[tensor] != name}
 
 
 @dataclass
 class Gather:
-    """Brings tensors to the ranks that asked for them. Every rank makes it with equal arguments and calls `run` once.
+    """Gathers tensors on the ranks that need them. Every rank makes one with equal arguments and calls `run` once.
 
-    In round k each destination's k-th bucket is on its way: every rank sends its sections, the destination receives
-    them and hands the segments to its sink. Large segments leave from the shard itself, small ones packed. A rank that
-    stands beside the destination hands its segments to a sink of its own instead, and sends nothing.
+    In round k, every rank sends its sections of each destination's k-th bucket, and the destination passes the received
+    segments to its sink. Large segments are sent from the shard, small ones are packed. A rank beside the destination
+    (on its host) passes its segments to its own sink instead of sending them.
     """
 
     tensors: Mapping[str, torch.Tensor]
     """FQN → parameter or buffer of the module."""
     destinations: Mapping[int, Sequence[str]]
-    """Global rank → FQNs that it wants, in order."""
+    """Global rank → FQNs that it needs, in order."""
     sink: Sink
-    """Where this rank's tensors go; unused on ranks that want none."""
+    """Receives the tensors of this rank; unused on ranks that need none."""
     device: torch.device
     """Device of the messages."""
     timeout_s: float
-    """Longest wait for one round."""
+    """Longest wait for one round, in seconds."""
     bucket_bytes: int = GATHER_BUCKET_BYTES
-    """Bytes in flight in one round, all destinations together."""
+    """Bytes in flight in one round, over all destinations."""
     group: dist.ProcessGroup | None = None
-    """Of all ranks; the default group if `None`."""
+    """Process group of all ranks; the default group if `None`."""
     beside: Mapping[int, Set[int]] = field(default_factory=dict)
-    """Rank → destinations beside which it stands; the same on every rank."""
+    """Rank → destinations that it is beside; the same on every rank."""
     in_order: bool = False
-    """Whether each destination gets its tensors one after the other, from their first elements to their last."""
+    """True to transfer the tensors of a destination one after the other, from first to last element."""
     wire_bytes: int = field(default=0, init=False)
     """Bytes that this rank sent."""
 
@@ -106,7 +106,7 @@ class Gather:
         return plan_buckets(planned, self._shards.num_shards, share)
 
     def run(self, on_round: Callable[[int], None] | None = None) -> None:
-        """Move everything; collective. `on_round` is called on every rank with the bytes delivered so far."""
+        """Transfer all tensors; collective. `on_round` is called on every rank with the bytes delivered so far."""
         delivered = 0
         rounds = max((len(plan.buckets) for plan in self._plans.values()), default=0)
         own = self._plans.get(self._shards.rank)
@@ -119,7 +119,7 @@ class Gather:
                 if index < len(plan.buckets):
                     ops += self._messages(rank, plan.buckets[index], buffer, staged)
                     self._hand_over(rank, plan.buckets[index])
-            # One batch a round, in the same order on all ranks: every send finds its receive posted.
+            # One batch per round, in the same order on all ranks, so that every send has a posted receive.
             for work in dist.batch_isend_irecv(ops) if ops else []:
                 work.wait(timedelta(seconds=self.timeout_s))
             if own is not None and index < len(own.buckets):
@@ -134,13 +134,13 @@ class Gather:
         return destination in self.beside.get(sender, ())
 
     def _receives(self) -> bool:
-        """Whether this rank gets anything but by its own hand, or another's beside it."""
+        """Return True if this rank receives messages."""
         rank = self._shards.rank
         senders = {self._sender(section) for bucket in self._plans[rank].buckets for section in bucket.sections}
         return any(not self._is_beside(sender, rank) for sender in senders)
 
     def _hand_over(self, destination: int, bucket: Bucket) -> None:
-        """Give a sink what this rank holds of a bucket, where it stands beside the destination."""
+        """Pass this rank's segments of a bucket to its sink, if it is beside the destination."""
         if not self._is_beside(self._shards.rank, destination):
             return
         local_shards, plan = self._local_shards[destination], self._plans[destination]
@@ -151,7 +151,7 @@ class Gather:
                     self.sink(plan.tensors[segment.tensor].layout.fqn, segment.start, values)
 
     def _sender(self, section: Section) -> int:
-        """The one rank that sends a section: its first holder; rank 0 for what all hold."""
+        """Return the rank that sends a section: its first holder; rank 0 for replicated sections."""
         return 0 if section.shard_index == REPLICATED else self._shards.holders[section.shard_index][0]
 
     def _messages(
@@ -228,7 +228,7 @@ def gather_state_dict(
         object); on other ranks as many empty dicts. Each shard travels to rank 0 once.
 
     Raises:
-        ValueError: On every rank, when a key is not in the module.
+        ValueError: On every rank, if a key is not in the module.
     """
     reshard(module)
     tensors = saved_tensors(module)
@@ -269,18 +269,18 @@ def gather_tensors(
     bucket_bytes: int = GATHER_BUCKET_BYTES,
     timeout_s: float = 120.0,
 ) -> dict[str, torch.Tensor]:
-    """Bring whole tensors to some ranks; collective: every rank of the default process group calls it alike.
+    """Gather full tensors on some ranks; collective over the default process group.
 
     Args:
-        tensors: Name → DTensor (or a tensor that every rank holds whole: rank 0's is taken); the same names, layouts
-            and order on every rank.
-        ranks: Global ranks that get them.
-        device: Of the messages, see `message_device`.
-        bucket_bytes: Bytes in flight in one round, all ranks together.
-        timeout_s: Longest wait for one round of messages.
+        tensors: Name → DTensor, or a replicated tensor (rank 0's is used); the same names, layouts and order on every
+            rank.
+        ranks: Global ranks that get the tensors.
+        device: Device of the messages, see `message_device`.
+        bucket_bytes: Bytes in flight in one round, over all ranks.
+        timeout_s: Longest wait for one round of messages, in seconds.
 
     Returns:
-        Name → full CPU tensor on `ranks`, an empty dict elsewhere. Each shard travels once to each of them.
+        Name → full CPU tensor on `ranks`, an empty dict elsewhere. Each shard is sent once to each of `ranks`.
     """
     full: dict[str, torch.Tensor] = {}
     if dist.get_rank() in ranks:
@@ -298,15 +298,15 @@ def gather_into(
     bucket_bytes: int = GATHER_BUCKET_BYTES,
     timeout_s: float = 120.0,
 ) -> None:
-    """As `gather_tensors`, into memory that is there; collective.
+    """Gather as `gather_tensors`, into existing memory; collective.
 
     Args:
         full: Name → contiguous memory of the full tensor, on any device; empty on a rank that is not in `ranks`.
-        tensors: See `gather_tensors`; so are the others.
-        ranks: Global ranks that get them.
-        device: Of the messages.
-        bucket_bytes: Bytes in flight in one round, all ranks together.
-        timeout_s: Longest wait for one round of messages.
+        tensors: See `gather_tensors`, also for the other arguments.
+        ranks: Global ranks that get the tensors.
+        device: Device of the messages.
+        bucket_bytes: Bytes in flight in one round, over all ranks.
+        timeout_s: Longest wait for one round of messages, in seconds.
     """
 
     def sink(name: str, first: int, values: torch.Tensor) -> None:

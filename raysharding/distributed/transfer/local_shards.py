@@ -1,4 +1,4 @@
-"""The shards of this process, into which segments are written."""
+"""The local shards of this process, which segments are written into."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class LocalShards:
     """The local memory of a plan's tensors, addressed by segments.
 
     Args:
-        plan: What is placed.
+        plan: The plan.
         tensors: FQN → tensor of this process's module.
-        shards: Who holds what.
-        fresh: Whether the memory was never touched: then it is backed just before it is written to.
+        shards: Which rank holds which shard.
+        fresh: True if the memory was never touched; it is then backed by pages just before writes.
     """
 
     def __init__(
@@ -43,11 +43,11 @@ class LocalShards:
         return flat.dtype == self._planned[segment.tensor].wire_dtype and flat.device.type == device_type
 
     def memory(self, segment: Segment) -> torch.Tensor:
-        """uint8 memory of a segment in this process; backed if it is fresh, since it is about to be written."""
+        """Return the uint8 memory of a segment in this process, backed by pages for the coming write."""
         return as_bytes(self.values(segment))
 
     def values(self, segment: Segment) -> torch.Tensor:
-        """The elements of a segment in this process, 1-D, in the module's dtype; backed as by `memory`."""
+        """Return the elements of a segment in this process, 1-D, in the module's dtype; backed as by `memory`."""
         first = self._first[segment.tensor]
         values = self._flat[segment.tensor][segment.start - first : segment.stop - first]
         if self._fresh:
@@ -59,7 +59,7 @@ class LocalShards:
         self.values(segment).copy_(data.view(self._planned[segment.tensor].wire_dtype), non_blocking=True)
 
     def place_section(self, section: Section, memory: torch.Tensor, in_place: Set[tuple[int, int]]) -> None:
-        """Copy all segments of a section out of its uint8 memory, but for those that were received `in_place`."""
+        """Copy all segments of a section from its uint8 memory, except those that were received `in_place`."""
         for segment in section.segments:
             if (segment.tensor, segment.start) not in in_place:
                 self.place(segment, memory[segment.offset : segment.offset + segment.num_bytes])
