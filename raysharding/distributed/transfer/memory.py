@@ -79,8 +79,8 @@ class Prefault:
             self._thread.join()  # ends after one step
 
     def _run(self) -> None:
-        # The planning rank 0 has priority. Not lower: a thread that cannot run may hold the memory map's lock, which every
-        # allocation of this process needs.
+        # Rank 0, which plans, has priority. Not lower: a thread that cannot run may hold the memory map's lock, which
+        # every allocation of this process needs.
         with contextlib.suppress(OSError):  # a process with a higher nice value may not lower it
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), max(_NICE, os.getpriority(os.PRIO_PROCESS, 0)))
         for tensor in self._tensors:

@@ -1,14 +1,13 @@
-"""Readers' rings of buffers in memory that the ranks of their host map: bytes are not copied through a socket.
+"""Rings of buffers in shared memory, which ranks map on the reader's host: bytes do not pass through sockets.
 
-Note: who shares.
-    A ring is a memfd: it has no name, so nothing is left behind whatever dies. A reader tells its pid and descriptor;
-    a rank of the same boot, host name and network namespace opens it through /proc and checks a random token. A rank
-    that may not (another container, another user) says so and is sent its bytes instead. Hosts that are simulated by
-    network namespaces stay hosts. Behind the buffers are counters by which the ranks tell each other how far they are.
+Note: which ranks share.
+    A ring is a memfd, which has no name, so that nothing is left behind after any death. A reader sends its pid and
+    descriptor; a rank with the same boot id, host name and network namespace opens it through /proc and checks a random
+    token. A rank without permission (another container or user) reports that, and gets messages instead. Hosts that are
+    simulated by network namespaces count as different hosts. The buffers are followed by counters of progress.
 
-Counters in shared memory that processes of one host wait on: what a message of one byte would say, without a socket.
-
-A message between two ranks wakes two threads on each side; a futex wakes the one that waits. Linux, see futex(2).
+`Counters` replace messages of one byte: a message between two ranks wakes two threads on each side, a futex wakes only
+the waiting thread. Linux, see futex(2).
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _FUTEX = {"x86_64": 202, "aarch64": 98}
 _WAIT, _WAKE = 0, 1
 _WORD_BYTES = 4
 _SLICE_S = 1.0
-"""So often a waiting process looks whether the other one is still there."""
+"""Seconds between checks of a waiting process that the other process is alive."""
 
 
 class _Timespec(ctypes.Structure):
@@ -44,20 +43,20 @@ class _Timespec(ctypes.Structure):
 
 
 def has_futex() -> bool:
-    """Whether this machine's system call is known here."""
+    """Return True if the number of the system call is known for this machine."""
     return platform.system() == "Linux" and platform.machine() in _FUTEX
 
 
 def counter_bytes(count: int) -> int:
-    """Bytes that `count` counters take."""
+    """Return the bytes of `count` counters."""
     return count * _WORD_BYTES
 
 
 class Counters:
-    """Counters that only grow, each written by one process.
+    """Monotonic counters, each written by one process.
 
     Args:
-        memory: Shared by all processes that use them.
+        memory: Memory that all using processes share.
         offset: First byte of the counters; a multiple of 4.
         count: Number of counters.
     """
@@ -67,11 +66,11 @@ class Counters:
         self._words = (ctypes.c_uint32 * count).from_buffer(memory, offset)
         self._address = ctypes.addressof(self._words)
         self._libc = ctypes.CDLL(None, use_errno=True)
-        self._fence = threading.Lock()  # taking it orders memory, which plain loads and stores do not on every machine
+        self._fence = threading.Lock()  # a memory fence, which plain loads and stores are not on every machine
         self._number = _FUTEX[platform.machine()]
 
     def post(self, index: int, value: int) -> None:
-        """Set a counter and wake those who wait for it. What was written to the memory before is seen by them."""
+        """Set a counter and wake its waiters, which see all earlier writes to the memory."""
         with self._fence:
             self._words[index] = value
         self._call(index, _WAKE, 0x7FFFFFFF, None)
@@ -81,19 +80,19 @@ class Counters:
 
         Args:
             index: The counter.
-            value: What it must reach.
-            timeout_s: Longest wait.
-            pid: The process that writes it.
+            value: Value to wait for.
+            timeout_s: Longest wait, in seconds.
+            pid: Process that writes the counter.
 
         Raises:
-            RuntimeError: That process is gone, or did not get so far in time.
+            RuntimeError: The process died, or did not reach the value in time.
         """
         until = time.monotonic() + timeout_s
         while (found := self._words[index]) < value:
             left = until - time.monotonic()
             if left <= 0:
                 raise RuntimeError(f"process {pid} of this host said nothing for {timeout_s:.0f} s")
-            # Returns at once where the counter has changed meanwhile.
+            # Returns at once if the counter has changed.
             self._call(index, _WAIT, found, min(left, _SLICE_S))
             if self._words[index] < value and not _is_alive(pid):
                 raise RuntimeError(f"process {pid} of this host is gone")
@@ -113,7 +112,7 @@ class Counters:
 
 def _is_alive(pid: int) -> bool:
     try:
-        # A dead process stays a zombie until its parent asks; the state follows the name in brackets.
+        # A dead process is a zombie until its parent waits for it; the state follows the name in brackets.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     except (FileNotFoundError, ProcessLookupError):
         return False
@@ -124,51 +123,51 @@ _TOKEN_BYTES = 16
 
 @dataclass(frozen=True)
 class MappedRing:
-    """One reader's ring in this process."""
+    """Ring of one reader, mapped into this process."""
 
     slots: tuple[torch.Tensor, ...]
     """uint8 [slot bytes] each: the reader writes them, the others read."""
     counters: Counters
     """Counter 0: buckets that the reader has filled; 1 + rank: buckets that this rank has placed."""
     reader_pid: int
-    """The process that fills it."""
+    """Process that fills the ring."""
 
 
 @dataclass(frozen=True)
 class SharedRings:
-    """The readers' rings, as this process sees them."""
+    """Rings of the readers that this process maps."""
 
     rings: Mapping[int, MappedRing]
-    """Reader → its ring, this rank's own included."""
+    """Reader → its ring, including this rank's own."""
     peers: Mapping[int, frozenset[int]]
     """Reader → the other ranks that map its ring; the same on every rank."""
     pids: Sequence[int]
-    """Rank → its process, as ranks of one host know it."""
+    """Rank → pid on its host."""
 
 
 def share_rings(num_slots: int, slot_bytes: int, group: dist.ProcessGroup | None = None) -> SharedRings:
-    """Make a ring on every reader and map it wherever that works; collective over `group`.
+    """Make a ring on every reader and map it on the ranks of its host; collective over `group`.
 
     Args:
         num_slots: Number of buffers.
-        slot_bytes: Size of each of this rank's; 0 on a rank that reads nothing for others.
-        group: Process group, the default group if `None`.
+        slot_bytes: Size of a buffer of this rank; 0 on a rank that does not read for others.
+        group: Process group. Default: the default group.
 
     Returns:
-        The rings. A rank that cannot map one is not among its peers; a reader without peers has none. Memory: each ring
-        once, in shared memory; each rank counts the pages of it that it touches.
+        The rings. A rank that cannot map a ring is not among its peers; a reader without peers has no ring. Memory:
+        each ring once, in shared memory; pages count for each rank that touches them.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     control_bytes = counter_bytes(1 + world_size) + _TOKEN_BYTES
     size = _pages(num_slots * slot_bytes) + _pages(control_bytes)
     descriptor, memory = _reserve(size) if slot_bytes > 0 else (None, None)
     try:
-        # Every rank must know which rings there are, or it would wait for messages that nobody sends.
+        # Every rank calls this: ranks must agree on the rings, or they would wait for messages that are not sent.
         mine = None if memory is None else _offer(descriptor, memory, slot_bytes)
         offers = dict(enumerate(all_gather_json(mine, group)))
         found = {reader: _map(offer) for reader, offer in offers.items() if offer is not None and reader != rank}
         mapped = {reader: ring for reader, ring in found.items() if ring is not None}
-        # A reader must know who reads its ring before it sends, and keep the descriptor until they have opened it.
+        # Readers must know their peers before the stream, and keep the descriptor until the peers have opened it.
         every = agree(None, {"pid": os.getpid(), "mapped": sorted(mapped)}, group)
     finally:
         if descriptor is not None:
@@ -198,9 +197,9 @@ def _ring(memory: mmap.mmap, num_slots: int, offer: Mapping[str, Any], world_siz
 
 
 def _reserve(size: int) -> tuple[int | None, mmap.mmap | None]:
-    """A memfd whose pages are there (running out of them later would be a SIGBUS), mapped; nothing where it cannot be.
+    """Return a memfd with reserved pages (a lack of pages would raise SIGBUS) and its mapping; `None`s on failure.
 
-    The ring is a convenience, and the other ranks wait to hear of it: no error may leave here.
+    Does not raise: rings are optional, and the other ranks wait for this rank's result.
     """
     if not has_futex():
         return None, None
@@ -237,7 +236,7 @@ def _map(offer: dict[str, Any]) -> mmap.mmap | None:
     except OSError:
         return None
     try:
-        # A pid of another namespace may name any process: take only a file of the right size with the token in it.
+        # A pid of another namespace may be any process: accept only a file of the right size with the token.
         if os.fstat(descriptor).st_size != size:
             return None
         memory = mmap.mmap(descriptor, size)
@@ -249,7 +248,7 @@ def _map(offer: dict[str, Any]) -> mmap.mmap | None:
 
 
 def host_identity() -> list[str]:
-    """[host name, boot, network namespace], which ranks of one host share; unlike any where /proc is silent."""
+    """Return [host name, boot id, network namespace], equal on ranks of one host; unique without /proc."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         network = os.readlink("/proc/self/ns/net")

@@ -1,6 +1,6 @@
-"""Where a reader's bytes come from: ranges of checkpoint files, read straight into buffers and shards.
+"""Sources of a reader: ranges of checkpoint files, read directly into buffers and shards.
 
-Several reads at once: one thread alone reaches neither a fast disk's rate nor the page cache's.
+Several threads read at a time: one thread reaches neither the rate of a fast disk nor that of the page cache.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Job = Callable[[], None]
 
 
 class _Batch:
-    """Jobs of which the caller waits for the last."""
+    """Jobs of one `ReadThreads.run`."""
 
     def __init__(self, num_jobs: int) -> None:
         self._left = num_jobs
@@ -48,12 +48,12 @@ class _Batch:
 
 
 class ReadThreads:
-    """Runs jobs in a few threads, the caller's among them; a context manager that lets the others end.
+    """Runs jobs in a few threads, including the caller's; a context manager that ends the other threads.
 
-    They are daemons: a read that hangs on a dead file system must not keep the process from exiting.
+    The threads are daemons: a read that hangs on a dead file system must not prevent the exit of the process.
 
     Args:
-        num_threads: How many jobs run at once.
+        num_threads: Number of jobs that run at once.
     """
 
     def __init__(self, num_threads: int) -> None:
@@ -63,7 +63,7 @@ class ReadThreads:
             threading.Thread(target=self._work, name=f"raysharding-read-{number}", daemon=True).start()
 
     def run(self, jobs: Sequence[Job]) -> None:
-        """Run all jobs and wait for them; raises the first error that one of them raised."""
+        """Run all jobs and wait for them; raises the first error of a job."""
         if not self._num_others:
             for job in jobs:
                 job()
@@ -79,7 +79,7 @@ class ReadThreads:
             raise batch.error
 
     def _help(self) -> None:
-        """Take jobs that no thread has taken yet."""
+        """Run jobs until none is left."""
         while True:
             try:
                 item = self._jobs.get_nowait()
@@ -103,36 +103,36 @@ class ReadThreads:
 
 
 JOB_BYTES = 4 << 20
-"""What one thread reads before another may take over; a call, and a job of several, ends when it reaches this."""
+"""Bytes per job; a read call, and a job of several calls, ends when it reaches this."""
 LOCAL_GAP_BYTES = 0
 REMOTE_GAP_BYTES = 256 << 10
-"""Ranges of a file that are no further apart are read as one, what lies between in vain: a request to a store costs as
-much as so many bytes, a local read less than any."""
+"""Ranges of a remote file that are closer than this are read by one request, including the gap, because a request takes
+as long as that many bytes. A local read has no such cost."""
 PIECE_BYTES = 16 << 20
-"""A longer range of a local file is read in pieces, so that a slow disk is seen to give bytes."""
+"""A longer range of a local file is read in pieces, so that a slow disk reports progress."""
 SCRATCH_BYTES = 4 << 20
-"""Size of the scratch through which values pass whose dtype in the file is wider than on the wire."""
+"""Size of the scratch buffer for values whose dtype in the file is wider than on the wire."""
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A 1-D contiguous tensor's memory as uint8."""
+    """Return the memory of a 1-D contiguous tensor as uint8."""
     return tensor.view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
 
 
 def as_memory(tensor: torch.Tensor) -> memoryview:
-    """A 1-D contiguous CPU tensor's memory."""
+    """Return the memory of a 1-D contiguous CPU tensor."""
     memory: memoryview = as_bytes(tensor).numpy().data
     return memory
 
 
 def wire_dtype(source: torch.dtype, target: torch.dtype) -> torch.dtype:
-    """The dtype that travels: the narrower of the file's and the module's; the file's if they are equally wide."""
+    """Return the dtype on the wire: the narrower of file and module dtype; the file's if they are equally wide."""
     return target if target.itemsize < source.itemsize else source
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A range of a tensor that lies in one piece in one file."""
+    """A range of a tensor that is contiguous in one file."""
 
     start: int
     """First element, in the flattened tensor."""
@@ -145,19 +145,19 @@ class Extent:
     dtype: torch.dtype
     """dtype in the file."""
     key: str
-    """Checkpoint key whose bytes these are."""
+    """Checkpoint key of the bytes."""
     key_offset: int
     """First byte of the key's tensor in the file."""
 
 
 _Piece = tuple[int, int, memoryview, Extent]
-"""(file, first byte in it, where it goes, what it is part of)."""
+"""(file, first byte, destination, extent)."""
 Extents = tuple[Extent, ...] | None
-"""What fills a tensor, ascending; `None` where transformers' operations compute it, on rank 0."""
+"""Extents of a tensor, ascending; `None` if rank 0 computes it by transformers' operations."""
 
 
 def extents_of(checkpoint: Checkpoint, target: Target) -> Extents:
-    """Where a target's elements lie in the files."""
+    """Return the extents of a target in the files."""
     if target.runs is None:
         return None
     extents = []
@@ -171,14 +171,14 @@ def extents_of(checkpoint: Checkpoint, target: Target) -> Extents:
 
 
 def extents_to_json(extents: Extents) -> Any:
-    """Encode for the other readers."""
+    """Encode as JSON."""
     if extents is None:
         return None
     return [[e.start, e.num_elements, e.file, e.offset, str(e.dtype)[6:], e.key, e.key_offset] for e in extents]
 
 
 def extents_from_json(value: Any) -> Extents:
-    """Decode what `extents_to_json` gave."""
+    """Undo `extents_to_json`."""
     if value is None:
         return None
     return tuple(
@@ -188,7 +188,7 @@ def extents_from_json(value: Any) -> Extents:
 
 
 class Request(NamedTuple):
-    """A range of a tensor, and where its bytes should go."""
+    """A range of a tensor, and the memory for its bytes."""
 
     fqn: str
     """The tensor."""
@@ -197,13 +197,13 @@ class Request(NamedTuple):
     stop: int
     """One past the last element."""
     dtype: torch.dtype
-    """dtype in which the bytes are wanted."""
+    """dtype of the bytes in memory."""
     memory: memoryview
-    """Writable bytes, as many as the elements take in `dtype`."""
+    """Writable memory of the size of the elements in `dtype`."""
 
 
 class ElementSource(Protocol):
-    """Anything that can produce ranges of full tensors."""
+    """A source of ranges of full tensors."""
 
     @property
     def num_bytes_read(self) -> int:
@@ -214,12 +214,12 @@ class ElementSource(Protocol):
 
 
 class Conversions:
-    """Targets that transformers' operations compute, made whole and kept until a bucket's worth has come after them.
+    """Targets that transformers' operations compute, in a cache of the size of a bucket.
 
     Args:
-        targets: FQN → what feeds it.
-        read: Checkpoint key → whole CPU tensor.
-        cache_bytes: How much to keep: what one bucket holds, since its sections ask in turn.
+        targets: FQN → target.
+        read: Checkpoint key → full CPU tensor.
+        cache_bytes: Size of the cache: that of a bucket, whose sections request ranges in turn.
     """
 
     def __init__(self, targets: Mapping[str, Target], read: Callable[[str], torch.Tensor], cache_bytes: int) -> None:
@@ -229,11 +229,11 @@ class Conversions:
         self._kept: dict[str, torch.Tensor] = {}
 
     def whole(self, fqn: str) -> torch.Tensor:
-        """The flattened value of `fqn`, on CPU."""
+        """Return the flattened value of `fqn`, on the CPU."""
         if fqn not in self._kept:
             target = self._targets[fqn]
             num_bytes = prod(target.shape) * target.source_dtype.itemsize
-            # Oldest first, and before the next one is made.
+            # Evict the oldest, before the next one is computed.
             while self._kept and num_bytes + self._kept_bytes() > self._cache_bytes:
                 del self._kept[next(iter(self._kept))]
             self._kept[fqn] = target.convert(self._read).reshape(-1)
@@ -246,18 +246,17 @@ class Conversions:
 class CheckpointSource:
     """Reads tensors from checkpoint files through their extents, or through transformers' own operations.
 
-    A tensor with extents is read range by range, never whole; ranges that are close in a file are read by one call,
-    whatever memory they go to. A tensor without (a transpose, a RoPE permutation) is converted whole, on rank 0 only,
-    once: it is kept until its bucket is full, and a bucket's worth with it.
+    A tensor with extents is read range by range, never as a whole; ranges that are close in a file take one call. A
+    tensor without extents (a transpose, a RoPE permutation) is converted as a whole, once, on rank 0, and cached.
 
     Args:
         reader: Reads the files.
-        tensors: What is in the files; needed for conversions only.
-        extents: FQN → where it lies.
-        targets: FQN → what feeds it; needed for conversions only.
-        cache_bytes: How much of converted targets to keep: those of one bucket, since its sections ask in turn.
-        checksums: Gets all bytes that are read.
-        threads: Run the reads. Default: one at a time.
+        tensors: Tensors of the files; needed only for conversions.
+        extents: FQN → extents.
+        targets: FQN → target; needed only for conversions.
+        cache_bytes: Size of the cache of converted targets: that of a bucket.
+        checksums: Receives all bytes that are read.
+        threads: Run the reads. Default: one read at a time.
     """
 
     def __init__(
@@ -282,7 +281,7 @@ class CheckpointSource:
     def of(
         cls, checkpoint: Checkpoint, reader: FileReader, targets: Mapping[str, Target], cache_bytes: int
     ) -> CheckpointSource:
-        """The source of targets that were matched in this process."""
+        """Return the source of targets that were matched in this process."""
         extents = {fqn: extents_of(checkpoint, target) for fqn, target in targets.items()}
         return cls(reader, checkpoint.tensors, extents, targets, cache_bytes)
 
@@ -292,7 +291,7 @@ class CheckpointSource:
         return self._reader.num_bytes_read
 
     def read(self, requests: Iterable[Request]) -> None:
-        """See `ElementSource.read`; raises `CheckpointError` when a file cannot be read to the end."""
+        """See `ElementSource.read`. Raises a `CheckpointError` if a file is unreadable."""
         pieces: list[_Piece] = []
         computed: dict[str, list[Request]] = {}
         for request in requests:
@@ -316,7 +315,7 @@ class CheckpointSource:
                     self._read_narrowing(extent, offset, torch.frombuffer(memory, dtype=request.dtype))
         pieces.sort(key=lambda piece: piece[:2])
         self._read_pieces(pieces)
-        for fqn, wanted in computed.items():  # one after the other: each is made once, however large
+        for fqn, wanted in computed.items():  # one after the other: each is computed once
             whole = self._conversions.whole(fqn)
             for request in wanted:
                 torch.frombuffer(request.memory, dtype=request.dtype).copy_(whole[request.start : request.stop])
@@ -326,7 +325,7 @@ class CheckpointSource:
         self.read([Request(fqn, start, stop, out.dtype, as_memory(out))])
 
     def _read_pieces(self, pieces: Sequence[_Piece]) -> None:
-        """Read sorted pieces: those that touch in one call, and several calls at once."""
+        """Read sorted pieces, adjacent ones by one call, with several calls at once."""
         jobs: list[Job] = []
         ranges: list[Sequence[_Piece]] = []
         num_bytes = 0
@@ -341,7 +340,7 @@ class CheckpointSource:
         self._threads.run(jobs)
 
     def _ranges(self, pieces: Sequence[_Piece]) -> Iterator[tuple[int, Sequence[_Piece]]]:
-        """(file, pieces that lie close together in it), each up to `JOB_BYTES`."""
+        """Yield (file, pieces that are close in it), each of up to `JOB_BYTES`."""
         first = 0
         while first < len(pieces):
             file, start, memory, _ = pieces[first]
@@ -383,7 +382,7 @@ class CheckpointSource:
 
 
 def _views(pieces: Sequence[_Piece]) -> list[memoryview]:
-    """The memory of pieces that lie close together in a file, and scratch for what lies between."""
+    """Return the memory of pieces that are close in a file, and scratch memory for the gaps."""
     views: list[memoryview] = []
     end = pieces[0][1]
     for _, offset, memory, _ in pieces:
@@ -398,7 +397,7 @@ _start = attrgetter("start")
 
 
 def overlaps(extents: Sequence[Extent], start: int, stop: int) -> Iterable[tuple[Extent, int, int]]:
-    """The extents that elements `start` to `stop` lie in, and which elements lie in each."""
+    """Return the extents of elements `start` to `stop`, with the range in each."""
     index = bisect_right(extents, start, key=_start) - 1
     while start < stop:
         extent = extents[index]

@@ -1,6 +1,7 @@
-"""The stream of a load: bucket by bucket, what this rank reads, gets, passes on and places.
+"""The stream of a load: reads, receives, forwards and places the buckets of this rank.
 
-A reader's thread: fills the next bucket's buffer, and shards that nobody else needs, while messages travel.
+`ReadAhead`, a thread of a reader, fills the next bucket's buffer, and shards that only this rank needs, while messages
+are in flight.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from raysharding.distributed.transfer.sources import ElementSource, Request, as_
 from raysharding.distributed.transfer.transport import BucketTransfer, BucketTransport
 
 _LOOK_S = 1.0
-"""Time between two looks at whether a slow disk gives bytes."""
+"""Seconds between two checks for progress of a slow disk."""
 
 
 class ReadAhead:
-    """The thread that fills the ring; a context manager that ends the thread.
+    """Thread that fills the ring; a context manager that ends the thread.
 
-    After an error it goes on to hand out buckets, unread, until its rank stops: the others have receives for them.
+    After an error it continues to release buckets, unread, until its rank stops: other ranks wait for their messages.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class ReadAhead:
 
     def __enter__(self) -> ReadAhead:
         if self._stream is not None:
-            # Kernels that still write to the shards' memory come first.
+            # Wait for kernels that still write to the shards.
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         self._thread.start()
         return self
@@ -68,20 +69,20 @@ class ReadAhead:
     ) -> None:
         self._stopped = True
         self._free.release()
-        # A read of a local file ends by itself; the bound is for a file system that hangs.
+        # A read of a local file ends by itself; the timeout is for a file system that hangs.
         self._thread.join(timeout=5.0)
         if self._stream is not None:
-            self._stream.synchronize()  # shards that are filled by this stream are complete
+            self._stream.synchronize()  # all shards that this stream fills are complete
 
     def next(self, timeout_s: float, reading: Callable[[int], None]) -> None:
-        """Wait until the next bucket was read, or given up.
+        """Wait until the next bucket was read, or has failed.
 
         Args:
-            timeout_s: Longest wait for a byte.
-            reading: Called now and then, while bytes come, with how many came since the wait began.
+            timeout_s: Longest time without progress, in seconds.
+            reading: Called repeatedly while bytes arrive, with their number since the wait began.
 
         Raises:
-            TimeoutError: When nothing was read for `timeout_s`.
+            TimeoutError: Nothing was read for `timeout_s`.
         """
         index = self._wait(timeout_s, reading)
         copied = self._slots[index % len(self._slots)].copied
@@ -103,9 +104,9 @@ class ReadAhead:
                     raise TimeoutError(what) from None
 
     def release(self, index: int) -> None:
-        """Bucket `index` was sent and placed: its buffer may be filled again."""
+        """Release the buffer of bucket `index`, which was sent and placed."""
         if self._stream is not None:
-            # On NCCL a finished wait means queued behind, not done: the copy of the next bucket waits for this event.
+            # On NCCL a completed wait means stream-ordered, not done: the copy of the next bucket waits for this event.
             slot = self._slots[index % len(self._slots)]
             slot.sent = torch.cuda.Event()
             slot.sent.record()
@@ -127,7 +128,7 @@ class ReadAhead:
 
     def _fill(self, index: int, bucket: Bucket, slot: Slot) -> None:
         if slot.copied is not None:
-            slot.copied.synchronize()  # the last copy to the device still reads this buffer
+            slot.copied.synchronize()  # the last copy to the device may still read this buffer
         offsets = self._transport.offsets(index, bucket)
         requests: list[Request] = []
         staged: list[tuple[Segment, torch.Tensor]] = []
@@ -177,37 +178,37 @@ class ReadAhead:
 
 
 BucketDone = Callable[[int], None]
-"""Called with a bucket's index when it was sent or placed."""
+"""Called with the index of a bucket that was sent or placed."""
 BucketReading = Callable[[int, int], None]
-"""Called with a bucket's index while it is read for long, and how many bytes came."""
+"""Called during a long read of a bucket, with its index and the bytes so far."""
 
 
 @dataclass
 class StreamTimes:
-    """Where a rank's time went, in seconds."""
+    """Times of a rank, in seconds."""
 
     read_s: float = 0.0
     """Reading files, in a thread."""
     send_s: float = 0.0
     """Starting and waiting for messages."""
     place_s: float = 0.0
-    """Copying out of buffers into shards."""
+    """Copying from buffers into shards."""
 
 
 @dataclass
 class BucketStream:
-    """One load's stream on one rank. Every rank calls `run` once."""
+    """Stream of one load on one rank. Every rank calls `run` once."""
 
     plan: BucketPlan
     transport: BucketTransport
     local_shards: LocalShards
     slots: Sequence[Slot]
     device: torch.device
-    """Device of the messages: the mesh's."""
+    """Device of the messages, which is that of the mesh."""
     timeout_s: float
-    """Longest wait for one bucket."""
+    """Longest wait for one bucket, in seconds."""
     peak: MemoryPeak
-    """Looks at this process's memory after each bucket."""
+    """Samples the memory of this process after each bucket."""
     done: BucketDone
     reading: BucketReading
     times: StreamTimes = field(default_factory=StreamTimes)
@@ -216,11 +217,11 @@ class BucketStream:
         """Read, send, receive and place every bucket.
 
         Args:
-            source: Where the bytes come from; `None` on a rank that reads nothing.
+            source: Source of the bytes; `None` on a rank that does not read.
 
         Returns:
-            This rank's own first error, after which it went on until all ranks agreed to stop, so that nobody was left
-            waiting for it.
+            The first error of this rank. After an error it continues until all ranks agree to stop, so that no rank
+            waits for it.
         """
         with ExitStack() as stack:
             ahead = None
@@ -243,7 +244,7 @@ class BucketStream:
                 break
         flag.close()
         if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()  # offloaded shards are read by the host next
+            torch.cuda.current_stream(self.device).synchronize()  # the host reads offloaded shards next
         return error
 
     def _start(self, index: int, ahead: ReadAhead | None) -> BucketTransfer:
@@ -278,12 +279,12 @@ class BucketStream:
         return self.local_shards.memory(segment) if is_direct else None
 
     def _place(self, transfer: BucketTransfer) -> Exception | None:
-        """Copy what arrived into the shards; an error is returned, to be told when all ranks agree on the outcome."""
+        """Copy received sections into the shards. Return an error, which all ranks exchange later."""
         started = perf_counter()
         try:
             for received in self.transport.received(transfer):
                 self.local_shards.place_section(received.section, received.memory, transfer.in_place)
-        except RuntimeError as error:  # out of memory, mostly
+        except RuntimeError as error:  # usually out of memory
             return error
         finally:
             self.times.place_s += perf_counter() - started

@@ -1,10 +1,10 @@
-"""How a bucket's sections get from their readers to the shards: messages along the routes, or one broadcast.
+"""Transport of a bucket's sections from readers to shards: messages along routes, or one broadcast.
 
 Note: every rank does the same, bucket by bucket.
-    `start` starts a bucket's first messages, `arrive` waits for what comes in and passes it on, `release` waits until
-    nobody needs the buffer. All ranks call them for the same buckets in the same order, so that every message finds
-    its counterpart. A reader that fails sends what its buffer holds, and the ranks agree to stop (`FailureFlag`): a
-    rank that left early would hold the others.
+    `start` starts the first messages of a bucket, `arrive` waits for incoming messages and forwards them, `release`
+    waits until the buffer is no longer in use. All ranks call them for the same buckets in the same order, so that
+    every message has a counterpart. A reader that fails sends its buffer as it is, and the ranks agree to stop
+    (`FailureFlag`): the others would wait for a rank that stopped early.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from raysharding.distributed.transfer.routes import Routes
 from raysharding.distributed.transfer.shared_memory import SharedRings
 
 SegmentMemory = Callable[[Segment], torch.Tensor | None]
-"""Gives the uint8 memory into which a large segment may be received, or `None` if it must be staged."""
+"""Returns the uint8 memory that a large segment is received into, or `None` if it must be staged."""
 
 
 @dataclass
 class BucketTransfer:
-    """One bucket on its way through this rank."""
+    """Transfer of one bucket on this rank."""
 
     index: int
     """The bucket's index in the plan."""
     bucket: Bucket
-    """What moves."""
+    """The bucket."""
     buffer: torch.Tensor
-    """uint8: this rank's, for the sections that it reads for others or receives."""
+    """uint8 buffer of this rank, for sections that it reads for others or receives."""
     incoming: list[dist.Work] = field(default_factory=list)
     """Messages to this rank."""
     outgoing: list[dist.Work] = field(default_factory=list)
-    """Messages out of `buffer` and out of shards."""
+    """Messages from `buffer` and from shards."""
     in_place: set[tuple[int, int]] = field(default_factory=set)
-    """(tensor, start) of the segments that were received straight into the shard."""
+    """(tensor, start) of segments that were received directly into the shard."""
 
 
 @dataclass(frozen=True)
 class ReceivedSection:
-    """A section that has arrived."""
+    """A received section."""
 
     section: Section
     """The section."""
@@ -55,10 +55,10 @@ class ReceivedSection:
 
 
 class Scatter:
-    """Point-to-point messages along the routes: each rank gets only the sections that it needs.
+    """Point-to-point messages along the routes: each rank receives only the sections that it needs.
 
-    Wire: each section once to each holder but its reader. Ranks that map the reader's ring are told when a bucket is
-    there, read their sections, and answer when they have, all in shared memory.
+    Wire: each section once to each holder except its reader. Ranks that map the reader's ring read sections there;
+    counters in shared memory signal that a bucket is filled, and that it was read.
     """
 
     def __init__(self, routes: Routes, rings: SharedRings, timeout_s: float) -> None:
@@ -70,25 +70,25 @@ class Scatter:
         self.shared_bytes = 0
 
     def offsets(self, index: int, bucket: Bucket) -> dict[int, int]:
-        """Shard index → first byte of the section in this rank's buffer."""
+        """Return shard index → first byte of the section in this rank's buffer."""
         return self.routes.offsets(index, bucket, self._rank)
 
     def reads(self, index: int, bucket: Bucket) -> list[Section]:
-        """The sections that this rank reads."""
+        """Return the sections that this rank reads."""
         return [item for item in bucket.sections if self.routes.path(index, item.shard_index)[0] == self._rank]
 
     def is_alone(self, index: int, section: Section) -> bool:
-        """Whether nobody but its reader needs a section."""
+        """Return True if only its reader needs a section."""
         return len(self.routes.path(index, section.shard_index)) == 1
 
     def start(self, transfer: BucketTransfer, memory_of: SegmentMemory) -> None:
-        """Start the messages between a bucket's readers and those who are next to them."""
+        """Start the messages of a bucket's readers to the next ranks."""
         self._start_hop(transfer, 0, memory_of)
         if self._served_by_me(transfer):
             self._rings.rings[self._rank].counters.post(0, transfer.index + 1)
 
     def arrive(self, transfer: BucketTransfer, memory_of: SegmentMemory) -> None:
-        """Wait for this rank's sections and pass on those that go further."""
+        """Wait for this rank's sections and forward them to the next ranks."""
         self._wait(transfer.incoming)
         for reader in self._serve_me(transfer):
             ring = self._rings.rings[reader]
@@ -100,7 +100,7 @@ class Scatter:
             self._wait(transfer.incoming)
 
     def received(self, transfer: BucketTransfer) -> Iterator[ReceivedSection]:
-        """What this rank holds of the sections that travelled, once `arrive` returned."""
+        """Yield the sections that this rank received, after `arrive`."""
         bucket, index = transfer.bucket, transfer.index
         held = (self.routes.shards.shard_index, REPLICATED)
         own = self.routes.offsets(index, bucket, self._rank)
@@ -119,7 +119,7 @@ class Scatter:
             yield ReceivedSection(section, memory[offset : offset + section.num_bytes])
 
     def release(self, transfer: BucketTransfer) -> None:
-        """The bucket was placed: tell the readers whose rings this rank read; wait until nobody needs the buffer."""
+        """Signal readers that this rank has read their rings, and wait until its buffer is no longer in use."""
         for reader in self._serve_me(transfer):
             self._rings.rings[reader].counters.post(1 + self._rank, transfer.index + 1)
         self._wait(transfer.outgoing)
@@ -131,18 +131,18 @@ class Scatter:
         return self.routes.chain(transfer.index, section.shard_index)
 
     def _served_by_me(self, transfer: BucketTransfer) -> list[int]:
-        """Ranks that take a section of this bucket out of this rank's ring."""
+        """Return the ranks that read a section of this bucket from this rank's ring."""
         reads = self.reads(transfer.index, transfer.bucket)
         return sorted({peer for item in reads for peer in self.routes.served(transfer.index, item.shard_index)})
 
     def _serve_me(self, transfer: BucketTransfer) -> list[int]:
-        """Ranks out of whose rings this rank takes a section of this bucket."""
+        """Return the ranks whose rings this rank reads a section of this bucket from."""
         index = transfer.index
         mine = [item.shard_index for item in self.routes.travelling(index, transfer.bucket, self._rank)]
         return sorted({self.routes.path(index, i)[0] for i in mine if self._rank in self.routes.served(index, i)})
 
     def _start_hop(self, transfer: BucketTransfer, hop: int, memory_of: SegmentMemory) -> None:
-        """Start the messages from each chain's rank number `hop` to the next one."""
+        """Start the messages from rank number `hop` of each chain to the next rank."""
         sends, receives = [], []
         offsets = self.offsets(transfer.index, transfer.bucket)
         for section in self.routes.travelling(transfer.index, transfer.bucket, self._rank):
@@ -161,19 +161,19 @@ class Scatter:
                     self.wire_bytes += length
                 else:
                     receives.append(dist.P2POp(dist.irecv, piece, peer))
-        # One batch a hop: on NCCL, messages with several peers outside of a batch would wait for each other.
+        # One batch per hop: on NCCL, messages with several peers outside of a batch would wait for each other.
         works = _start(receives + sends)
         if len(works) == len(receives) + len(sends):
             transfer.incoming += works[: len(receives)]
             transfer.outgoing += works[len(receives) :]
-        else:  # NCCL gives one handle for all
+        else:  # NCCL returns one handle for all
             transfer.incoming += works
 
     @staticmethod
     def _memory_for(
         transfer: BucketTransfer, segment: Segment, memory_of: SegmentMemory, staged: torch.Tensor
     ) -> torch.Tensor:
-        """The shard's own memory for a segment that comes in, or that did and goes further; else the buffer's."""
+        """Return the shard's memory for a segment that is received or forwarded in place; else the buffer's."""
         memory = memory_of(segment)
         if memory is None:
             return staged
@@ -181,13 +181,13 @@ class Scatter:
         return memory
 
     def _wait(self, works: Sequence[dist.Work]) -> None:
-        """Wait for messages, at most the time-out: a peer that stops cannot hold this rank for ever."""
+        """Wait for messages, with a timeout, so that a stopped peer does not block this rank forever."""
         for work in works:
             work.wait(timedelta(seconds=self._timeout_s))
 
 
 class Broadcast:
-    """One broadcast a bucket: every rank is sent everything and keeps its part.
+    """One broadcast per bucket: every rank receives all sections and keeps its own.
 
     Wire: W − 1 times the checkpoint on gloo (its broadcast sends to each rank). Same calls as `Scatter`.
     """
@@ -199,7 +199,7 @@ class Broadcast:
         self.shared_bytes = 0
 
     def offsets(self, index: int, bucket: Bucket) -> dict[int, int]:
-        """As `Scatter.offsets`: the bucket's own, since it travels whole."""
+        """As `Scatter.offsets`: the offsets in the bucket, which is sent as a whole."""
         return {section.shard_index: section.offset for section in bucket.sections}
 
     def reads(self, index: int, bucket: Bucket) -> list[Section]:
@@ -216,12 +216,12 @@ class Broadcast:
         reader = self._reader(transfer.index)
         if reader == self.routes.shards.rank:
             self.wire_bytes += whole.numel() * (self.routes.shards.world_size - 1)
-        # Every rank enters for every bucket, also after a failed read: a rank that left early would hold the others.
+        # Every rank calls this for every bucket, after a failed read too: the others would wait in the broadcast.
         work = dist.broadcast(whole, src=reader, async_op=True)
         transfer.incoming += [work] if work is not None else []
 
     def arrive(self, transfer: BucketTransfer, memory_of: SegmentMemory) -> None:
-        """Wait for the broadcast, at most the time-out, so that a stopped peer cannot hold this rank."""
+        """Wait for the broadcast, with a timeout, so that a stopped peer does not block this rank forever."""
         for work in transfer.incoming:
             work.wait(self._timeout)
 
@@ -233,7 +233,7 @@ class Broadcast:
                 yield ReceivedSection(section, transfer.buffer[section.offset :][: section.num_bytes])
 
     def release(self, transfer: BucketTransfer) -> None:
-        """Nothing: `arrive` has waited."""
+        """Do nothing: `arrive` has waited."""
 
     def _reader(self, index: int) -> int:
         readers = self.routes.readers if index < self.routes.num_ranged else (0,)
