@@ -1,4 +1,4 @@
-"""Files, a state dict or a replica into a module."""
+"""Loading of a module from files, a state dict or a replica."""
 
 from raysharding.distributed.loading.context import Progress as Progress
 from raysharding.distributed.loading.context import silent as silent

@@ -1,4 +1,4 @@
-"""What all steps of one load share."""
+"""`LoadContext`: options and state that all steps of a load share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Progress = Callable[[str, int, int, str], None]
 
 
 def silent(phase: str, done: int, total: int, tensor: str) -> None:
-    """The progress callback of those who want none."""
+    """Ignore progress."""
 
 
 @dataclass(frozen=True)
@@ -26,20 +26,20 @@ class LoadContext:
     """One load on one rank."""
 
     module: nn.Module
-    """What is loaded into."""
+    """The sharded root module."""
     loading: Loading
-    """The same on every rank."""
+    """Options; the same on every rank."""
     progress: Progress
-    """Is told how far the load is."""
+    """Receives the progress of the load."""
     stall_s: float
     """Longest wait for a byte of the files, and for one bucket of another rank, in seconds."""
     shards: ShardMap
-    """Which rank holds what."""
+    """Which rank holds which shard."""
     device: torch.device
     """Device of the messages."""
     peak: MemoryPeak
-    """Memory since the load began."""
+    """Peak memory since the start of the load."""
     checksums: Checksums | None
-    """Gets what this rank reads; `None` unless `verify="full"`."""
+    """Receives the bytes that this rank reads; `None` unless `verify="full"`."""
     started: float
-    """`perf_counter` of the call."""
+    """Time of the call, by `time.perf_counter`."""

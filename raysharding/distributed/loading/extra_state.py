@@ -1,4 +1,4 @@
-"""Extra state of modules (`get_extra_state`): rank 0's for every rank, as JSON and tensors, never pickle."""
+"""Extra state of modules (`get_extra_state`): broadcast from rank 0 as JSON and tensors, never as pickles."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from raysharding.models import clean_name
 
 
 def extra_state_owners(module: nn.Module, clean: bool = True) -> dict[str, nn.Module]:
-    """Key in a state dict → the module whose `set_extra_state` takes the value.
+    """Return key in a state dict → module whose `set_extra_state` takes the value.
 
     Args:
-        module: The root.
-        clean: Whether wrappers' parts are left out of keys.
+        module: The root module.
+        clean: True to remove the names of wrappers from keys.
     """
     return {
         (clean_name(prefix) if clean else prefix) + EXTRA_STATE_NAME: submodule
@@ -37,39 +37,39 @@ def extra_state_owners(module: nn.Module, clean: bool = True) -> dict[str, nn.Mo
 
 
 def extra_state_keys(state_dict: Collection[object], module: nn.Module) -> list[str]:
-    """The keys of a state dict that are of extra state, whether or not a module takes it; no value is looked at."""
+    """Return the keys of extra state in a state dict, whether or not a module takes them; values are not accessed."""
     found = [key for key in state_dict if isinstance(key, str) and key.rpartition(".")[2] == EXTRA_STATE_NAME]
-    own = persistent_names(module) if found else set()  # a table of tensors may have such a name
+    own = persistent_names(module) if found else set()  # a tensor may have such a name
     return [key for key in found if key not in own]
 
 
 @dataclass(frozen=True)
 class ExtraState:
-    """What came from rank 0, the same on every rank."""
+    """Extra state of rank 0, the same on every rank."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
     """Key → value, for `set_extra_state`."""
     missing: tuple[str, ...] = ()
-    """Keys that the module takes, and rank 0's state dict has not."""
+    """Keys that the module takes and rank 0's state dict lacks."""
     unexpected: tuple[str, ...] = ()
     """Keys that no module takes."""
 
     @property
     def keys(self) -> frozenset[str]:
-        """Of all extra state in rank 0's state dict."""
+        """Return the keys of all extra state in rank 0's state dict."""
         return frozenset((*self.values, *self.unexpected))
 
     @property
     def mismatches(self) -> tuple[str, ...]:
-        """A line for each key that is missing or unexpected."""
+        """Return a line for each missing or unexpected key."""
         missing = (f"missing from the state dict: {key}" for key in self.missing)
         return (*missing, *(f"unexpected in the state dict: {key}" for key in self.unexpected))
 
     def apply(self, module: nn.Module) -> None:
-        """Call `set_extra_state` of each module that has a value; collective, if there are any.
+        """Call `set_extra_state` on each module with a value; collective, if there are any.
 
         Raises:
-            Exception: What a module raised; on the other ranks as from `agree`.
+            Exception: On a rank whose module raised: that error. On the other ranks: as from `agree`.
         """
         if not self.values:
             return
@@ -84,17 +84,17 @@ class ExtraState:
 
 
 def distribute_extra_state(module: nn.Module, state_dict: Mapping[str, Any]) -> ExtraState:
-    """Send rank 0's extra state to every rank; collective.
+    """Broadcast the extra state of rank 0; collective.
 
     Args:
-        module: Takes it; it is not changed.
-        state_dict: On rank 0, its other items are not looked at; the other ranks' is not looked at.
+        module: Module that takes the state; it is not changed.
+        state_dict: State dict of rank 0, whose other items are not accessed; ignored on the other ranks.
 
     Returns:
-        The values: tensors in memory of their own, on the kind of device that they were on.
+        The values; tensors have memory of their own, on their type of device.
 
     Raises:
-        PlanError: On every rank: a value is neither a tensor nor what JSON can hold, nor made of such.
+        PlanError: On every rank, if a value does not consist of tensors and JSON values.
     """
     tensors: list[torch.Tensor] = []
 
@@ -131,7 +131,7 @@ def distribute_extra_state(module: nn.Module, state_dict: Mapping[str, Any]) -> 
 
 
 def _broadcast(tensors: list[torch.Tensor], outlines: list[list[Any]]) -> list[torch.Tensor]:
-    """Rank 0's tensors, made anew on every rank; collective, if there are any. One message of all their bytes."""
+    """Broadcast rank 0's tensors in one message; collective, if there are any."""
     kinds = [(tuple(shape), getattr(torch, dtype), torch.device(device)) for shape, dtype, device in outlines]
     ends = list(accumulate(prod(shape) * dtype.itemsize for shape, dtype, _ in kinds))
     if not ends:
@@ -143,6 +143,6 @@ def _broadcast(tensors: list[torch.Tensor], outlines: list[list[Any]]) -> list[t
     dist.broadcast(message, src=0)
     made = []
     for (shape, dtype, device), start, end in zip(kinds, [0, *ends], ends, strict=False):
-        # A copy begins where its dtype may begin, which a part of the message need not.
+        # A copy is aligned for its dtype, which a part of the message may not be.
         made.append(message[start:end].clone().view(dtype).reshape(shape).to(device))
     return made

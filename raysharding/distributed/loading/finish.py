@@ -1,6 +1,6 @@
-"""The end of a load: values that the checkpoint lacks, checks of all values, and the ranks' agreement on the outcome.
+"""The last step of a load: initialise tensors that the checkpoint lacks, check values, agree on the outcome.
 
-Checked are finite values, the checksums of the manifest, and that replicas hold the same.
+The checks are: values are finite, checksums match the manifest, replicas hold equal values.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from raysharding.errors import CheckpointError
 from raysharding.models import Initialiser
 
 CHUNK_BYTES = 4 << 20
-"""So much is looked at in one go: it stays in the cache."""
+"""Bytes per chunk of a check, which fit into the cache."""
 _MAX_LINES = 20
 
 
@@ -33,20 +33,20 @@ def finish(
     error: Exception | None,
     measured: Mapping[str, Any],
 ) -> Sequence[Mapping[str, Any]]:
-    """Initialise what the checkpoint lacks, check the values, and agree on the outcome; collective.
+    """Initialise tensors that the checkpoint lacks, check values, and agree on the outcome; collective.
 
     Args:
-        context: This load.
-        plan: What was loaded.
+        context: The load.
+        plan: Plan of the load.
         tensors: FQN → tensor of the module.
-        error: Why this rank's stream failed, if it did.
-        measured: What this rank has measured, by field of the report.
+        error: Error of this rank's stream, or `None`.
+        measured: Measurements of this rank, by field of the report.
 
     Returns:
-        What each rank measured, in rank order.
+        Measurements of all ranks, in rank order.
 
     Raises:
-        Exception: On every rank, when one failed: no rank is left with a module that looks well.
+        Exception: On every rank, if one failed: no rank keeps a module that seems loaded.
     """
     started = perf_counter()
     if error is None:
@@ -54,7 +54,7 @@ def finish(
     initialise_s = perf_counter() - started
     digest = ""
     if context.checksums is not None:
-        agree(error)  # what was not read cannot be compared
+        agree(error)  # checksums need all bytes
         error = _compare_checksums(context, context.checksums, plan, tensors)
     if context.loading.digest:
         agree(error)
@@ -62,7 +62,7 @@ def finish(
     peak = context.peak
     peak.sample()
     shard_bytes = sum(local_tensor(tensor).nbytes for tensor in tensors.values())
-    # Every rank comes here, failed or not: the others wait to hear of it.
+    # Every rank calls `agree`, failed or not: the others would wait in it.
     own = {
         **measured,
         "digest": digest,
@@ -76,7 +76,7 @@ def finish(
 
 
 def _complete(context: LoadContext, plan: LoadPlan, tensors: Mapping[str, torch.Tensor]) -> Exception | None:
-    """Initialise what the checkpoint lacks, and look at what it brought; this rank alone."""
+    """Initialise tensors that the checkpoint lacks, and check values. Not collective."""
     total = plan.buckets.payload_bytes
     context.progress("finalize", total, total, "")
     try:
@@ -90,12 +90,12 @@ def _complete(context: LoadContext, plan: LoadPlan, tensors: Mapping[str, torch.
 
 
 def _checked(context: LoadContext, num_tensors: int) -> Callable[[int, str], None]:
-    """Progress of what is looked at once more: it takes as long as reading where files are mapped."""
+    """Return a progress callback for checks, which take as long as a read if files are mapped."""
     return lambda index, fqn: context.progress("finalize", index, num_tensors, fqn)
 
 
 def _initialise(context: LoadContext, names: Sequence[str], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Give what the checkpoint lacks its values: full tensors by the module's own rule, then this rank's part."""
+    """Initialise tensors that the checkpoint lacks: full tensors by the module's rule, of which the shard is kept."""
     if not names:
         return
     initialiser = Initialiser(context.module, context.loading.seed)
@@ -108,7 +108,7 @@ def _initialise(context: LoadContext, names: Sequence[str], tensors: Mapping[str
 def _compare_checksums(
     context: LoadContext, checksums: Checksums, plan: LoadPlan, tensors: Mapping[str, torch.Tensor]
 ) -> Exception | None:
-    """Compare with the manifest what was read, and what is mapped; collective."""
+    """Compare the bytes that were read or mapped with the manifest; collective."""
     on_tensor = _checked(context, len(tensors))
     for index, layout in enumerate(plan.mapped):
         on_tensor(index, layout.fqn)
@@ -127,16 +127,16 @@ def _compare_checksums(
 def check_finite(
     tensors: Mapping[str, torch.Tensor], names: Iterable[str], path: str, on_tensor: Callable[[int, str], None]
 ) -> None:
-    """Look for NaN and infinity in this rank's part of floating tensors; no collective, no memory.
+    """Check this rank's shards of floating tensors for NaN and infinity. Not collective; takes no memory.
 
     Args:
         tensors: FQN → tensor of the module.
-        names: FQNs to look at.
-        path: Names the checkpoint in the error.
+        names: FQNs to check.
+        path: Checkpoint, for the error.
         on_tensor: Called with number and FQN before each tensor.
 
     Raises:
-        CheckpointError: One holds a value that is not finite; names the tensor and the element.
+        CheckpointError: A value is not finite; the error names tensor and element.
     """
     for index, name in enumerate(names):
         on_tensor(index, name)
@@ -146,7 +146,7 @@ def check_finite(
         local = local_tensor(tensor)
         for start, chunk in _chunks(torch.view_as_real(local) if local.is_complex() else local):
             values = chunk.float() if chunk.itemsize == 1 else chunk
-            # One pass without temporaries; NaN is the minimum and the maximum of whatever holds one.
+            # One pass without temporaries; minimum and maximum of values with a NaN are NaN.
             if bool(torch.isfinite(torch.stack(torch.aminmax(values))).all()):
                 continue
             first = start + int(torch.isfinite(values).logical_not().nonzero()[0])
@@ -155,12 +155,12 @@ def check_finite(
 
 
 def check_checksums(checksums: Checksums, plan: LoadPlan) -> None:
-    """Compare what all ranks read with the manifest; collective, the error is rank 0's.
+    """Compare the bytes that all ranks read with the manifest; collective, raises on rank 0.
 
     Raises:
-        CheckpointError: On rank 0: bytes differ from what was saved; lists the tensors.
+        CheckpointError: On rank 0, if bytes differ from those saved; the error lists the tensors.
     """
-    # Every rank comes here, whatever it read: rank 0 waits for all of them.
+    # Every rank calls this, whatever it read: the others would wait in the all-gather.
     every = all_gather_json(checksums.pieces())
     if plan.match is None:
         return
@@ -180,7 +180,7 @@ def check_checksums(checksums: Checksums, plan: LoadPlan) -> None:
 
 
 def digest_module(tensors: Mapping[str, torch.Tensor], path: str) -> str:
-    """One number for all values of a module, the same at every world size and on every mesh; collective.
+    """Return a digest of all values of a module, equal at every world size and on every mesh; collective.
 
     Args:
         tensors: FQN → tensor of the module.
@@ -217,7 +217,7 @@ def digest_module(tensors: Mapping[str, torch.Tensor], path: str) -> str:
 
 
 def _chunks(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """(first element, 1-D chunk) of a contiguous tensor."""
+    """Yield (first element, 1-D chunk) of a contiguous tensor."""
     flat = tensor.view(-1)
     step = CHUNK_BYTES // tensor.itemsize
     for start in range(0, flat.numel(), step):

@@ -1,12 +1,12 @@
-"""New ranks of an HSDP group get what their replicas hold: each shard lives once in every replica.
+"""Copies of replicas: new ranks of an HSDP group get their shards from other replicas, each of which has every shard.
 
-Note [Copying a replica]: a rank that takes a lost one's place has a module as it was built, on meta. The lowest rank
-that is left of its replicate group tells what it holds, as JSON: names, shapes and dtypes of its tensors, which of them
-require gradients, each submodule's mode and plain attributes, and all of the optimizer but its tensors. The new rank
-compares that with what it has built itself: where they differ, by what a user's function did to the module say, every
-rank raises, and nothing has moved. Then the bytes go, in buckets, through the replicate group. So the copy is that of
-the other replica bit for bit, buffers included, which in train mode (BatchNorm) may be each rank's own. The state of
-random generators is not copied, and neither are gradients: the ranks that are left drop theirs when they meet again.
+Note [Copying a replica]: a rank that replaces a lost one has a newly built module on meta. The lowest remaining rank of
+its replicate group sends an outline as JSON: names, shapes and dtypes of its tensors, which of them require gradients,
+mode and plain attributes of each submodule, and the optimizer without its tensors. The new rank compares the outline
+with its own module. If they differ, e.g. because a user's function changed the module, every rank raises before data
+moves. Then the bytes are broadcast in buckets in the replicate group. The copy is bit for bit that of the other
+replica, including buffers, which in train mode (BatchNorm) may differ between ranks. Random generators and gradients
+are not copied; the remaining ranks drop their gradients when they form the group again.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from raysharding.errors import PlanError
 
 _MAX_PROBLEMS = 20
 _PLAIN = (bool, int, float, str, type(None))
-"""Values of a module's attributes that compare: how far a drop-out goes, what a forward has counted."""
+"""Types of module attributes that are compared, e.g. a dropout rate or a counter of a forward."""
 
 Optimizer = torch.optim.Optimizer | None
 
@@ -55,24 +55,23 @@ def copy_replicas(
     progress: Progress = silent,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Optimizer:
-    """Give new ranks the module's values and the optimizer of their replicas; collective over the default group.
+    """Copy module values and optimizer of replicas to new ranks; collective over the default group.
 
     Args:
-        module: The sharded root module; as it was built, on meta, on the new ranks.
-        mesh: The one that it was sharded over, with the axes `replicate` and `shard`.
-        optimizer: Over the module's parameters; `None` on the new ranks, and where there is none.
-        sources: New rank → the rank that it copies; the same on every rank, and one source in a replicate group.
-        factory: Makes the optimizer on the new ranks, where the others have one.
+        module: The sharded root module; on meta on the new ranks.
+        mesh: Mesh of the module, with the axes `replicate` and `shard`.
+        optimizer: Optimizer over the module's parameters; `None` on new ranks, or without an optimizer.
+        sources: New rank → rank that it copies; the same on every rank, with one source per replicate group.
+        factory: Makes the optimizer on new ranks if the others have one.
         progress: Called as by `load_checkpoint`.
-        bucket_bytes: Of one message.
+        bucket_bytes: Size of a message.
 
     Returns:
-        This rank's optimizer. Wire: what a new rank holds, once around its replicate group. Memory above that: a
-        bucket.
+        The optimizer of this rank. Wire: the state of a new rank, once around its replicate group. Memory: a bucket.
 
     Raises:
-        PlanError: On every rank, before data moves: what a new rank has built is not what its source has.
-        RuntimeError: From the process group, when a rank is gone or silent for its time-out.
+        PlanError: On every rank, before data moves, if a new rank's module differs from its source's.
+        RuntimeError: From the process group, if a rank died or timed out.
     """
     copy = _Copy(unwrapped(module), mesh, optimizer, sources)
     error: Exception | None = None
@@ -81,16 +80,16 @@ def copy_replicas(
         outline = copy.describe()
     except ValueError as raised:
         error = PlanError(f"what the optimizer holds cannot be told to a new rank: {raised}")
-    # A source that cannot say what it has would leave its replicas waiting for its outline.
+    # Every rank calls this: the replicas of a source that failed would wait for its outline.
     agree(error)
     if copy.source is not None:
-        # All ranks of a replicate group come here, new or not: its broadcasts need every one of them.
+        # All ranks of a replicate group call this, new or not: its broadcasts need every rank.
         outline = broadcast_json(outline, copy.group, copy.ranks.index(copy.source))
     try:
         copy.prepare(outline, factory)
     except Exception as raised:  # noqa: BLE001 - the other ranks wait to hear of it
         error = raised
-    # A new rank that cannot take the bytes must not leave the others in the broadcasts of them.
+    # Every rank calls this: the others would wait in the broadcasts for a new rank that failed.
     agree(error)
     try:
         if outline is not None:
@@ -98,14 +97,14 @@ def copy_replicas(
         copy.finish(outline)
     except (ValueError, MemoryError) as raised:
         error = raised
-    # A rank that is done must not begin the next call while another could not finish its part.
+    # Every rank calls this: no rank begins the next call before all have finished.
     agree(error)
-    compare_before_forward(copy.module)  # the new ranks will, and no rank may do it alone
+    compare_before_forward(copy.module)  # the new ranks compare, and comparing is collective
     return copy.optimizer
 
 
 class _Copy:
-    """One rank's part."""
+    """One rank's part in the copy."""
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, optimizer: Optimizer, sources: Mapping[int, int]) -> None:
         self.module = module
@@ -121,7 +120,7 @@ class _Copy:
         reshard(module)
 
     def describe(self) -> dict[str, Any] | None:
-        """What this rank holds, as JSON; `None` on one that nobody copies."""
+        """Return the outline of this rank as JSON; `None` unless it is a source."""
         if not self._is_source:
             return None
         tensors = module_tensors(self.module)
@@ -137,10 +136,10 @@ class _Copy:
         }
 
     def prepare(self, outline: Any, factory: Callable[..., torch.optim.Optimizer] | None) -> None:
-        """On a new rank: see that what was built is what the source has, and make room for it.
+        """Compare the module with its source's outline on a new rank, and allocate memory.
 
         Raises:
-            PlanError: It is not.
+            PlanError: The modules differ.
         """
         if not self._is_new:
             return
@@ -177,7 +176,7 @@ class _Copy:
             raise misfit
 
     def stream(self, sizes: Sequence[int], progress: Progress, bucket_bytes: int) -> None:
-        """Send or take the bytes of all tensors, in buckets; all ranks of a replicate group with a new rank."""
+        """Broadcast the bytes of all tensors in buckets; on all ranks of a replicate group with a new rank."""
         total, done = sum(sizes), 0
         device = message_device(self.module)
         buffer = torch.empty(min(total, bucket_bytes), dtype=torch.uint8, device=device)
@@ -188,7 +187,7 @@ class _Copy:
             if self._is_source:
                 for part, (index, start, stop) in zip(parts, pieces, strict=True):
                     part.copy_(_flat_bytes(self._tensors[index].contiguous())[start:stop])
-            # All ranks of the group cut the same sizes into the same buckets, so each broadcast meets its partners.
+            # All ranks of the group make the same buckets, so that their broadcasts match.
             dist.broadcast(used, group_src=self.ranks.index(self._source), group=self.group)
             if self._is_new:
                 for part, (index, start, stop) in zip(parts, pieces, strict=True):
@@ -198,11 +197,11 @@ class _Copy:
 
     @property
     def _source(self) -> int:
-        assert self.source is not None, "asked where a shard was lost"
+        assert self.source is not None, "called only where a shard was lost"
         return self.source
 
     def finish(self, outline: Any) -> None:
-        """On a new rank: put state, hyperparameters and modes where they belong."""
+        """Set optimizer state, hyperparameters and modes on a new rank."""
         if not self._is_new:
             return
         for (_, submodule), training in zip(named_submodules(self.module), outline["training"], strict=True):
@@ -212,7 +211,7 @@ class _Copy:
 
 
 def _shape_of(module: nn.Module) -> dict[str, list[Any]]:
-    """What a module is, but for its values, as lists that compare."""
+    """Return the structure of a module, without values, as comparable lists."""
     return {
         "submodules": [[name, type(submodule).__qualname__] for name, submodule in named_submodules(module)],
         "tensors": [
@@ -242,7 +241,7 @@ def _differences(built: Mapping[str, Sequence[Any]], found: Mapping[str, Sequenc
 
 
 def _buckets(sizes: Sequence[int], bucket_bytes: int) -> Iterator[list[tuple[int, int, int]]]:
-    """Cut tensors of so many bytes into buckets of (tensor, start, stop)."""
+    """Cut tensors of these sizes into buckets of (tensor, start, stop)."""
     pieces: list[tuple[int, int, int]] = []
     room = bucket_bytes
     for index, size in enumerate(sizes):

@@ -1,4 +1,4 @@
-"""Full state dicts from rank 0's memory into sharded modules and tables, over the engine that loads checkpoints."""
+"""Full state dicts from rank 0's memory into sharded modules and tensors, by the stream of checkpoint loads."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ def load_full_state_dict(
     assign: bool = False,
     timeout_s: float = 120.0,
 ) -> _IncompatibleKeys:
-    """Distribute rank 0's full state dict into a module; collective: every rank of the default group calls it.
+    """Distribute rank 0's full state dict into a module; collective over the default group.
 
-    Each rank is sent the bytes of its own shards, in buckets, in the narrower of the two dtypes.
+    Each rank receives the bytes of its own shards, in buckets, in the narrower of the two dtypes.
 
     Args:
-        module: Sharded over all ranks (1-D or HSDP), or not sharded; real, or on meta as a whole or in part.
-        state_dict: On rank 0 FQN → full tensor on any device; it may be a mapping whose items load on access, and so be
-            larger than memory. The other ranks' is not looked at. What it holds for `set_extra_state` is set on every
-            rank: tensors, numbers, text, and lists, tuples and dicts of them.
-        strict: Missing and unexpected keys are errors. If not, what is missing stays as it is, on meta too.
-        assign: Take dtypes from the state dict, in new tensors; if not, the module's tensors keep theirs. Tensors on
-            meta get memory on the mesh's device in both cases, where torch's own `load_state_dict` does nothing.
-        timeout_s: Longest wait for one item or bucket.
+        module: Sharded over all ranks (1-D or HSDP), or not sharded; real, or wholly or partly on meta.
+        state_dict: On rank 0 FQN → full tensor on any device, possibly a mapping whose items load on access, which can
+            be larger than memory. Ignored on the other ranks. Extra state (`set_extra_state`) is set on every rank:
+            tensors, numbers, text, and lists, tuples and dicts of these.
+        strict: True if missing and unexpected keys are errors. If False, missing tensors stay as they are, on meta too.
+        assign: True for new tensors with the dtypes of the state dict; if False, the module's tensors keep theirs.
+            Tensors on meta get memory on the device of the mesh in both cases, unlike in torch's `load_state_dict`.
+        timeout_s: Longest wait for one item or bucket, in seconds.
 
     Returns:
         `missing_keys` and `unexpected_keys`, the same on every rank. Wire: each shard once to each rank that holds it
@@ -61,17 +61,17 @@ def load_full_state_dict(
         one item where items load on access.
 
     Raises:
-        PlanError: On every rank, before data moves: every mismatch of keys, shapes and kinds of dtype, or extra state
-            of other types. The module is as it was.
-        RayshardingError: On the other ranks, when an item failed to load on rank 0, where that error itself is raised.
-            A module that was on meta is there again; a real one holds some of the new values.
-        RuntimeError: From the process group, when a rank does not come within its time.
+        PlanError: On every rank, before data moves, with all mismatches of keys, shapes and kinds of dtype, or for
+            extra state of other types. The module is unchanged.
+        RayshardingError: On the other ranks, if an item failed to load on rank 0, which raises the original error. A
+            module that was on meta is on meta again; a real one has some of the new values.
+        RuntimeError: From the process group, if a rank times out.
     """
     keys, extra = load_full_tensors(module, state_dict, strict=strict, assign=assign, timeout_s=timeout_s)
     extra.apply(module)
     for _, submodule in named_submodules(module):
         for hook in submodule._load_state_dict_post_hooks.values():
-            if not is_fsdp_hook(hook):  # FSDP2's ran when there was memory, before the values
+            if not is_fsdp_hook(hook):  # FSDP2's hook ran after allocation, before the values
                 hook(submodule, keys)
     return keys
 
@@ -79,7 +79,7 @@ def load_full_state_dict(
 def load_full_tensors(
     module: nn.Module, state_dict: Mapping[str, Any], *, strict: bool, assign: bool, timeout_s: float = 120.0
 ) -> tuple[_IncompatibleKeys, ExtraState]:
-    """As `load_full_state_dict`, but extra state is given back for the caller to set, and no hook is called."""
+    """Load as `load_full_state_dict`, but return extra state for the caller to set, and call no hooks."""
     values = state_dict if dist.get_rank() == 0 else {}
     extra = _extra_state(module, values, assign)
     origin = Rank0StateDict(values, extra.keys, extra.mismatches)
@@ -94,7 +94,7 @@ def load_full_tensors(
 
 
 def _extra_state(module: nn.Module, state_dict: Mapping[str, Any], assign: bool) -> ExtraState:
-    """Rank 0's extra state, and the check that all ranks pass the same `assign`; collective."""
+    """Return rank 0's extra state, after a check that all ranks pass the same `assign`; collective."""
     error: Exception | None = None
     has_some = False
     try:
@@ -102,7 +102,7 @@ def _extra_state(module: nn.Module, state_dict: Mapping[str, Any], assign: bool)
     except Exception as raised:  # noqa: BLE001 - the other ranks wait to hear of it
         error = raised
     answers = agree(error, [assign, has_some])
-    # Ranks with another `assign` would enter another collective, and all would wait.
+    # Every rank calls this: ranks with different `assign` would run different collectives, and hang.
     if len({given for given, _ in answers}) > 1:
         raise PlanError("assign is True on some ranks and False on others: pass the same on all")
     return distribute_extra_state(module, state_dict) if any(some for _, some in answers) else ExtraState()
@@ -115,19 +115,19 @@ def distribute_state_dict(
     like: nn.Module | None = None,
     timeout_s: float = 120.0,
 ) -> dict[str, torch.Tensor]:
-    """As `load_full_state_dict`, into a dict of tensors instead of a module; collective.
+    """Load as `load_full_state_dict`, into a dict of tensors instead of a module; collective.
 
     Args:
-        state_dict: On rank 0 name → full tensor, exactly the names of `tensors`; the other ranks' is not looked at.
-        tensors: On every rank name → DTensor, or a tensor that every rank holds whole; real ones are overwritten.
+        state_dict: On rank 0 name → full tensor, with exactly the names of `tensors`; ignored on the other ranks.
+        tensors: On every rank name → DTensor or replicated tensor; real tensors are overwritten.
         like: As for `TensorTable`.
-        timeout_s: Longest wait for one item or bucket.
+        timeout_s: Longest wait for one item or bucket, in seconds.
 
     Returns:
-        Name → tensor with its values: those of `tensors`, new ones in the place of those on meta.
+        Name → tensor with its values: the tensors of `tensors`, and new ones in place of those on meta.
 
     Raises:
-        PlanError: On every rank, before data moves: every mismatch.
+        PlanError: On every rank, before data moves, with all mismatches.
     """
     table = TensorTable(tensors, like=like)
     load_full_state_dict(table, state_dict, timeout_s=timeout_s)
@@ -136,7 +136,7 @@ def distribute_state_dict(
 
 
 def _nothing() -> None:
-    """Undo nothing."""
+    """Do nothing."""
 
 
 def _take_dtypes(module: nn.Module, state_dict: Rank0StateDict) -> Callable[[], None]:
@@ -161,7 +161,7 @@ def _take_dtypes(module: nn.Module, state_dict: Rank0StateDict) -> Callable[[], 
         tell_fsdp(module)
 
     try:
-        _require_sound_groups(module)  # every rank finds the same, so no exchange is needed
+        _require_sound_groups(module)  # the result is the same on every rank: no exchange is needed
     except PlanError:
         restore()
         raise
@@ -169,10 +169,10 @@ def _take_dtypes(module: nn.Module, state_dict: Rank0StateDict) -> Callable[[], 
 
 
 def _require_sound_groups(module: nn.Module) -> None:
-    """Refuse dtypes that FSDP2 would fail on in the next forward.
+    """Raise for dtypes that FSDP2 would fail on in the next forward.
 
     Raises:
-        PlanError: A group would mix trainable dtypes, or has buffers in the dtype that it had when it ran first.
+        PlanError: A group would mix trainable dtypes, or has buffers in the dtype of its first forward.
     """
     cure = "pass assign=False, which keeps the module's dtypes"
     for name, submodule in named_submodules(module):
@@ -183,7 +183,7 @@ def _require_sound_groups(module: nn.Module) -> None:
                 what = f"assign=True would give the FSDP group of {group_name} parameters of {' and '.join(dtypes)}"
                 raise PlanError(f"{what}, and a group must have one dtype: {cure}")
             for item in group:
-                # FSDP2 makes its buffers in the first forward, and keeps them.
+                # FSDP2 allocates its buffers in the first forward, and keeps them.
                 if item.full is not None and item.stored_dtype != item.shard.dtype:
                     what = f"assign=True would turn parameters of {group_name} from {item.stored_dtype} into "
                     raise PlanError(
@@ -192,7 +192,7 @@ def _require_sound_groups(module: nn.Module) -> None:
 
 
 def _replace(module: nn.Module, incoming: Mapping[str, torch.dtype]) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
-    """Replace tensors by ones on meta; a tied one under all its names, in the dtype of the name that comes."""
+    """Replace tensors by tensors on meta; a tied tensor under all its names, in the dtype of its incoming name."""
     places: dict[torch.Tensor, list[tuple[dict[str, Any], str]]] = {}
     wanted: dict[torch.Tensor, torch.dtype] = {}
     for prefix, submodule in named_submodules(module, aliases=True):
@@ -202,7 +202,7 @@ def _replace(module: nn.Module, incoming: Mapping[str, torch.dtype]) -> list[tup
                 if tensor is None:
                     continue
                 places.setdefault(tensor, []).append((table, name))
-                # Another kind of dtype is a mismatch, which the plan reports.
+                # The plan reports another kind of dtype as a mismatch.
                 found = incoming.get(clean_name(prefix) + name)
                 if found is not None and _same_kind(found, tensor.dtype):
                     wanted.setdefault(tensor, found)

@@ -1,6 +1,6 @@
 """`load_checkpoint`: plan from headers, agree; then allocate, stream, finish.
 
-No garbage collection during a load: its plan makes many objects that stay, and none in cycles.
+The cyclic garbage collector is paused during a load, whose plan makes many objects without cycles.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _log = logging.getLogger("raysharding")
 
 @contextmanager
 def paused_gc() -> Iterator[None]:
-    """Pause Python's cyclic collector, which reference counting does not need.
+    """Pause Python's cyclic garbage collector.
 
-    It walks all objects of the process again and again as they become more: of a load of 20,000 tensors that was most
-    of the time.
+    It traverses all objects of the process repeatedly as their number grows, which took most of the time of a load of
+    20,000 tensors.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -65,48 +65,47 @@ def load_checkpoint(
     progress: Progress | None = None,
     stall_s: float = 120.0,
 ) -> LoadReport:
-    """Stream a checkpoint into a sharded module, in place; collective: every rank of the module's mesh calls it.
+    """Stream a checkpoint into a sharded module, in place; collective over the module's mesh.
 
-    Rank 0 plans from the headers, where everything is checked first; every rank that sees the files may read (see
-    `Loading.transport`), and the others need not see them. A module still on meta gets its memory here, on the mesh's
-    device.
+    Rank 0 plans from the headers, and checks everything first. Every rank that sees the files may read (see
+    `Loading.transport`); the others need not see them. A module on meta gets memory here, on the device of the mesh.
 
     Args:
-        module: From `shard_module`; on meta, or real: then it is overwritten, and under `strict=False` keeps what the
-            checkpoint lacks. After a failed load a module that was on meta is there again.
-        checkpoint: Path or URI, opened by rank 0 first; or an opened checkpoint, the same on every rank.
+        module: From `shard_module`. A real module is overwritten, and under `strict=False` keeps tensors that the
+            checkpoint lacks. A module on meta is on meta again after a failed load.
+        checkpoint: Path or URI, which rank 0 opens first; or an open checkpoint, the same on every rank.
         loading: See `Loading`.
-        progress: Called on every rank after each bucket, and on a reader every second while one is read for longer.
+        progress: Called on every rank after each bucket, and on a reader every second during a long read.
         stall_s: Longest wait for a byte of the files, and for one bucket of another rank, in seconds.
 
     Returns:
-        The same report on every rank. Wire: under `local` only what ranks hold
-        alike (replicas, buffers) and what rank 0 computes; under `scatter` each shard once to each rank that
-        holds it and does not read (on CPUs by shared memory inside a reader's host); W − 1 times the checkpoint under
-        `broadcast`. Memory above the shards: two buckets on a rank that reads for others or receives.
+        The same report on every rank. Wire: under `local` only replicated data (replicas, buffers) and tensors that
+        rank 0 computes; under `scatter` each shard once to each rank that holds it and does not read (on CPUs by shared
+        memory within a reader's host); under `broadcast` W − 1 times the checkpoint. Memory above the shards: two
+        buckets on a rank that reads for others or receives.
 
     Raises:
-        ValueError: On every rank, when `Loading(mmap=True)` meets a mesh that is not on CPUs.
-        CheckpointError: On every rank, when the files cannot be read or trusted.
-        PlanError: On every rank, before any data moves: every mismatch, or which ranks differ in module or options.
-        TimeoutError: On a reader, when nothing could be read for `stall_s`; the others time out in turn.
-        RuntimeError: From the process group, when a rank is gone or silent for `stall_s`.
+        ValueError: On every rank, if `Loading(mmap=True)` is used with a mesh that is not on CPUs.
+        CheckpointError: On every rank, if the files are unreadable or unsafe.
+        PlanError: On every rank, before data moves, with all mismatches, or the ranks that differ in module or options.
+        TimeoutError: On a reader, if nothing was read for `stall_s`; the other ranks time out later.
+        RuntimeError: From the process group, if a rank died or is silent for `stall_s`.
     """
     with paused_gc():
         return _load(unwrapped(module), checkpoint, loading or Loading(), progress or silent, stall_s)
 
 
 def load_from_rank_0(module: nn.Module, state_dict: Rank0StateDict, loading: Loading, stall_s: float) -> LoadReport:
-    """As `load_checkpoint`, from rank 0's memory.
+    """Load as `load_checkpoint`, from rank 0's memory.
 
-    Tensors on meta that nothing feeds stay there, but for non-persistent buffers with a rule of their own.
+    Tensors on meta that the state dict lacks stay on meta, except non-persistent buffers with a rule of their own.
     """
     with paused_gc():
         return _load(module, state_dict, loading, silent, stall_s)
 
 
 def _load(module: nn.Module, origin: Origin, loading: Loading, progress: Progress, stall_s: float) -> LoadReport:
-    """Plan a load, and take its three steps: allocate, stream, finish. A failure in any of them undoes the first."""
+    """Plan a load, and run its three steps: allocate, stream, finish. A failure in any of them undoes the first."""
     started = perf_counter()
     reshard(module)
     tensors, device = module_tensors(module), message_device(module)
@@ -117,7 +116,7 @@ def _load(module: nn.Module, origin: Origin, loading: Loading, progress: Progres
     context = LoadContext(module, loading, progress, stall_s, shards, device, peak, checksums, started)
     progress("plan", 0, 0, "")
     proposal = propose_load(module, tensors, origin, loading)
-    # The others allocate while rank 0 reads headers. What is mapped, or named by a state dict, must be known first.
+    # Ranks allocate while rank 0 reads headers, unless memory depends on the plan (mapped files, a state dict).
     is_early = not (loading.mmap or isinstance(origin, Rank0StateDict))
     error: Exception | None = None
     with ExitStack() as undo:
@@ -132,7 +131,7 @@ def _load(module: nn.Module, origin: Origin, loading: Loading, progress: Progres
                 _log.info("loading %s by %s (%s)", plan.outline.checkpoint, reads.transport, reads.reason)
             if not is_early:
                 tensors, error = _allocate(context, tensors, plan, undo)
-                agree(error)  # a rank that could not map or allocate must not leave the others in the stream
+                agree(error)  # every rank calls this: the others would wait in the stream for a rank that failed
             error, measured = stream_buckets(context, plan, tensors, fresh)
         per_rank = finish(context, plan, tensors, error, measured)
         undo.pop_all()
@@ -143,17 +142,16 @@ def _load(module: nn.Module, origin: Origin, loading: Loading, progress: Progres
 def _allocate(
     context: LoadContext, tensors: dict[str, torch.Tensor], plan: LoadPlan | None, undo: ExitStack
 ) -> tuple[dict[str, torch.Tensor], Exception | None]:
-    """Give the module its memory, mapped files where the plan says so; this rank alone.
+    """Allocate or map the memory of the module. Not collective.
 
     Args:
-        context: This load.
+        context: The load.
         tensors: FQN → tensor of the module, on meta or real.
-        plan: Says what is mapped, and what a state dict names. `None`: nothing is mapped, all gets memory.
-        undo: Puts the tensors back on meta: garbage must not be left to run on.
+        plan: States which tensors are mapped, and which a state dict names. `None`: all tensors get memory.
+        undo: Moves the tensors back to meta after a failure, so that uninitialised values cannot be used.
 
     Returns:
-        FQN → tensor of the module now; and why there is no memory, which the others must hear of before they wait for
-        this rank's messages.
+        FQN → current tensor of the module; and the error of this rank, which the ranks exchange before the stream.
     """
     try:
         mapped = {}

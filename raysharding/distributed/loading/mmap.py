@@ -1,4 +1,4 @@
-"""`Loading(mmap=True)`: shards that are pages of the checkpoint's files instead of copies of them."""
+"""`Loading(mmap=True)`: shards that are mapped pages of the checkpoint files instead of copies."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from raysharding.errors import CheckpointError
 
 
 def mappable(layout: TensorLayout, wire_dtype: torch.dtype, extents: Extents) -> bool:
-    """Whether every rank's part of a tensor can be a range of a file; the same answer on every rank.
+    """Return True if every rank's shard of a tensor can be a range of a file; the same on every rank.
 
-    It must lie there in one piece, in the module's dtype and aligned to it; and no shard may be shorter than another,
-    since FSDP2 pads short ones in memory of its own.
+    The shard must be contiguous in the file, in the module's dtype and aligned to it; and all shards must have the same
+    length, because FSDP2 pads shorter ones in memory of its own.
     """
     if extents is None or len(extents) != 1 or wire_dtype != layout.dtype or extents[0].dtype != layout.dtype:
         return False
@@ -29,10 +29,10 @@ def mappable(layout: TensorLayout, wire_dtype: torch.dtype, extents: Extents) ->
 def map_tensors(
     files: Sequence[CheckpointFile], layouts: Sequence[TensorLayout], extents: Mapping[str, Extents], shard_index: int
 ) -> dict[str, torch.Tensor]:
-    """Map this rank's parts of tensors, copy-on-write: what is written stays in this process.
+    """Map this rank's shards copy-on-write: writes stay in this process.
 
     Returns:
-        FQN → local tensor. Pages are read when they are touched first. The maps live as long as the tensors.
+        FQN → local tensor. Pages are read on first access. A mapping exists as long as its tensors.
 
     Raises:
         CheckpointError: A file cannot be mapped.
@@ -50,7 +50,9 @@ def map_tensors(
         try:
             flat = torch.frombuffer(maps[extent.file], dtype=layout.dtype, count=stop - start, offset=offset)
         except ValueError as error:
-            what = f"ends before byte {offset + (stop - start) * layout.dtype.itemsize}: it was cut short meanwhile"
+            what = (
+                f"ends before byte {offset + (stop - start) * layout.dtype.itemsize}: it was truncated meanwhile"
+            )
             raise CheckpointError(what, path=files[extent.file].path, tensor=extent.key) from error
         shape = layout.shape
         if layout.num_shards:

@@ -1,11 +1,10 @@
-"""The plan of a load: rank 0 fits the checkpoint to the module from headers, and every rank lays out the same buckets.
+"""The plan of a load: rank 0 matches checkpoint and module from headers, and all ranks make the same buckets.
 
-Note: who plans what.
-    Rank 0 alone reads headers and matches keys: transformers' tables and operations cost a tenth of a second in every
-    process that touches them, and nobody else needs to know which bytes of which file feed a tensor. What the others
-    need is an `Outline`: the tensors in the order in which they travel, in which dtype, and what is left to initialise.
-    Together with what they see of the files the ranks then compare what it stands on: the tensors of their modules, and
-    the options.
+Note: which rank plans what.
+    Only rank 0 reads headers and matches keys: transformers' tables and operations take a tenth of a second in every
+    process that uses them, and the other ranks do not need the byte ranges of tensors. They need an `Outline`: the
+    tensors in the order of transfer, with dtypes, and the tensors to initialise. The ranks then compare the basis of
+    the outline: the tensors of their modules, the options, and the files that they see.
 """
 
 from __future__ import annotations
@@ -61,28 +60,28 @@ from raysharding.errors import CheckpointError, PlanError
 from raysharding.models import AdapterNames, KeyMap, Target, differing_ties, map_keys, misfit, missing_rules
 
 Origin = Checkpoint | str | os.PathLike[str] | Rank0StateDict
-"""Where the values of a load come from."""
+"""Source of the values of a load."""
 
 
 @dataclass(frozen=True)
 class Outline:
-    """What every rank knows of the match of checkpoint and module; travels as JSON."""
+    """Match of checkpoint and module, as sent to every rank as JSON."""
 
     checkpoint: str
-    """The checkpoint, as it was named."""
+    """The checkpoint, as the caller named it."""
     checkpoint_bytes: int
     """Bytes of the files' tensors."""
     file_locations: Mapping[str, Any] | None
-    """Where rank 0 sees the files: `FileLocations` as JSON; `None` for a state dict, which lies in its memory."""
+    """`FileLocations` of rank 0 as JSON; `None` for a state dict in its memory."""
     extents: tuple[Any, ...] | None
-    """Where the tensors lie in the files, as `extents_to_json`; `None` where only rank 0 reads."""
+    """Extents of the tensors in the files, by `extents_to_json`; `None` if only rank 0 reads."""
     tensors: tuple[tuple[str, str], ...]
-    """(canonical FQN, wire dtype such as `bfloat16`) of what is loaded: first what lies in ranges of files and
-    is cut over the ranks, in file order, then what every rank holds whole and what rank 0 computes."""
+    """(canonical FQN, wire dtype such as `bfloat16`) of the loaded tensors: first sharded tensors that are ranges of
+    files, in file order, then replicated tensors and tensors that rank 0 computes."""
     num_ranged: int
-    """How many come first: any reader can read them. Rank 0 reads the rest."""
+    """Number of first tensors, which any reader can read. Rank 0 reads the rest."""
     initialise: tuple[str, ...]
-    """Canonical FQNs that nothing feeds and that need a value."""
+    """Canonical FQNs of tensors that the checkpoint lacks and that need a value."""
     missing: tuple[str, ...]
     """See `KeyMap.missing`."""
     unexpected: tuple[str, ...]
@@ -90,13 +89,13 @@ class Outline:
     ignored: tuple[str, ...]
     """See `KeyMap.ignored`."""
     tied: tuple[str, ...]
-    """Second names of tied tensors."""
+    """Other names of tied tensors."""
     converted: tuple[str, ...]
-    """`FQN: operations` of what transformers' operations compute."""
+    """`FQN: operations` of tensors that transformers' operations compute."""
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Outline:
-        """Undo what JSON does to tuples."""
+        """Make an outline from JSON, where tuples are lists."""
         plain = {field.name: value[field.name] for field in fields(cls)}
         lists = {name: tuple(item) for name, item in plain.items() if isinstance(item, list)}
         return cls(**{**plain, **lists, "tensors": tuple((fqn, dtype) for fqn, dtype in plain["tensors"])})
@@ -104,52 +103,52 @@ class Outline:
 
 @dataclass(frozen=True)
 class CheckpointMatch:
-    """How the checkpoint feeds the module; rank 0 alone has it."""
+    """Match of checkpoint and module, on rank 0 only."""
 
     checkpoint: Checkpoint
-    """What is in the files."""
+    """The open checkpoint."""
     keys: KeyMap
-    """Which checkpoint tensors feed which FQN."""
+    """Map of checkpoint keys to FQNs."""
     state_dict: Rank0StateDict | None
-    """The values, where they are in memory and not in files."""
+    """The values, if they are in memory and not in files."""
     initialise: tuple[str, ...]
-    """Canonical FQNs that nothing feeds and that need a value."""
+    """Canonical FQNs of tensors that the checkpoint lacks and that need a value."""
     manifest: Manifest | None
-    """What the files held when they were saved; only under `verify="full"`."""
+    """Manifest of the saved files; only under `verify="full"`."""
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """What a rank knows before it has heard from the others."""
+    """Information of one rank before the exchange with the others."""
 
     layouts: Mapping[str, TensorLayout]
     """FQN → layout of every tensor of this rank's module."""
     digests: tuple[str, ...]
-    """Of the module and of the options: what must be the same on all ranks."""
+    """Digests of module and options, which must be equal on all ranks."""
     on_meta: frozenset[str]
     """FQNs of tensors without memory."""
     match: CheckpointMatch | None
-    """Rank 0's; `None` elsewhere."""
+    """The match on rank 0; `None` on other ranks."""
     outline: Outline | None
-    """Rank 0's; `None` elsewhere."""
+    """The outline on rank 0; `None` on other ranks."""
     error: Exception | None
-    """Why this rank cannot load."""
+    """Error of this rank, or `None`."""
 
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """All that is known before the first byte moves."""
+    """The complete plan, before data moves."""
 
     outline: Outline
     """The same on every rank."""
     read_plan: ReadPlan
-    """Who reads, and how it travels; the same on every rank."""
+    """Readers and transport; the same on every rank."""
     buckets: BucketPlan
-    """How the tensors are cut, those that lie in ranges of files first; the same on every rank."""
+    """Buckets of the tensors, first those of file ranges; the same on every rank."""
     files: tuple[CheckpointFile, ...] | None
     """The files as this rank sees them, none for a state dict; `None` on ranks that do not read."""
     extents: Mapping[str, Extents]
-    """FQN → where it lies in them; empty on ranks that need not know."""
+    """FQN → extents in the files; empty on ranks that do not need them."""
     mapped: tuple[TensorLayout, ...]
     """What is not streamed, since each rank maps its part of the files; the same on every rank."""
     match: CheckpointMatch | None
