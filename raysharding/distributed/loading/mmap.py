@@ -50,9 +50,7 @@ def map_tensors(
         try:
             flat = torch.frombuffer(maps[extent.file], dtype=layout.dtype, count=stop - start, offset=offset)
         except ValueError as error:
-            what = (
-                f"ends before byte {offset + (stop - start) * layout.dtype.itemsize}: it was truncated meanwhile"
-            )
+            what = f"ends before byte {offset + (stop - start) * layout.dtype.itemsize}: it was truncated meanwhile"
             raise CheckpointError(what, path=files[extent.file].path, tensor=extent.key) from error
         shape = layout.shape
         if layout.num_shards:
