@@ -1,6 +1,6 @@
-"""Rows to train on: where they are, in which order they come, and which rank takes which. No collectives, no Ray.
+"""Training data: sources of rows, their order, and their distribution over ranks. No collectives, no Ray.
 
-What a step is fed depends on data, batch size and seed alone, never on the number of ranks: `order.py` says how.
+The batch of a step depends on data, batch size and seed, and not on the number of ranks; see `order.py`.
 """
 
 from raysharding.data.arrow_rows import ArrowRows as ArrowRows

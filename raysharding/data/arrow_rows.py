@@ -1,4 +1,4 @@
-"""Rows of Arrow's columns."""
+"""Rows of Arrow record batches."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 
 
 class ArrowRows(Sequence[dict[str, Any]]):
-    """Rows of RecordBatches, made when they are asked for: as Python's objects they take many times the memory."""
+    """Rows of record batches, made on access: as Python objects they take many times the memory."""
 
     def __init__(self, batches: Sequence[Any]) -> None:
-        """Keep the batches.
+        """Store the batches.
 
         Args:
-            batches: Of one schema.
+            batches: Record batches of one schema.
         """
         self._batches = [batch for batch in batches if batch.num_rows]
 
@@ -36,7 +36,7 @@ class ArrowRows(Sequence[dict[str, Any]]):
 
 
 def _rows(batch: Any) -> list[dict[str, Any]]:
-    """Rows of a RecordBatch: name → number, text, or array for a list of numbers."""
+    """Return the rows of a record batch: name → number, text, or array for a list of numbers."""
     columns = {name: _values(column) for name, column in zip(batch.schema.names, batch.columns, strict=True)}
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
@@ -51,5 +51,5 @@ def _values(column: Any) -> Sequence[Any]:
         return values
     flat = column.flatten().to_numpy(zero_copy_only=False)
     offsets = np.asarray(column.offsets) - column.offsets[0].as_py()
-    # Copies: an array of pyarrow's is read-only, and would keep its whole chunk alive.
+    # Copies: an array of pyarrow is read-only, and keeps its whole chunk alive.
     return [flat[start:stop].copy() for start, stop in pairwise(offsets)]

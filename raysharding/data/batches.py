@@ -1,4 +1,4 @@
-"""The batches of an epoch, as one rank takes them."""
+"""The batches of an epoch on one rank."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from raysharding.data.source import BlockSource, Reader, Rows, Stream
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """One rank's rows of one step."""
+    """Rows of one rank in one step."""
 
     step: int
-    """Counted from 0 in every epoch."""
+    """Number of the step, from 0 in every epoch."""
     rows: list[Any]
-    """Its rows, in their order in the whole batch; one of another rank's where it has none."""
+    """Rows of the rank, in batch order; a row of another rank if it has none."""
     counts: tuple[int, ...]
-    """Every rank's number of rows."""
+    """Number of rows of each rank."""
 
 
 def epoch_batches(
@@ -35,19 +35,19 @@ def epoch_batches(
     epoch: int = 0,
     first_step: int = 0,
 ) -> Iterator[StepBatch | None]:
-    """Yield what a rank takes in each step; as many steps on every rank. No rank needs to hear of another.
+    """Yield the rows of a rank for each step; the same number of steps on every rank. Not collective.
 
-    Before that comes a `None` for each step of a `Stream` that is passed over, which may take long.
+    For each skipped step of a `Stream`, which may take long, a `None` is yielded first.
 
     Args:
         source: The rows.
-        batch_size: Rows of a step, all ranks together.
+        batch_size: Rows of a step, over all ranks.
         rank: This rank.
         world_size: Number of ranks.
         shuffle: See `Order`; not for a `Stream`.
         seed: See `Order`.
         epoch: See `Order`.
-        first_step: Steps that were taken before: their rows are passed over.
+        first_step: Number of steps to skip.
 
     Raises:
         ValueError: `shuffle` for a stream.
@@ -78,7 +78,7 @@ def _stream(source: Stream, batch_size: int, rank: int, world_size: int, first_s
 
 
 class _Cursor:
-    """Reads pieces of blocks, each reader kept open while its block goes on."""
+    """Reads pieces of blocks, and keeps the reader of a block open between pieces."""
 
     def __init__(self, source: BlockSource) -> None:
         self._source = source
@@ -132,7 +132,7 @@ def _lane(source: BlockSource, order: Order, lane: int, first: int) -> Generator
 
 
 def _first_row(source: BlockSource) -> list[Any]:
-    """The row that a rank without one holds to stay in step: it never counts."""
+    """Return the row for ranks without rows, which does not count."""
     block = next(block for block, rows in enumerate(source.block_rows) if rows)
     reader = source.read(block)
     try:

@@ -1,4 +1,4 @@
-"""From a step's rows to the arguments of the model."""
+"""Collation of rows into the arguments of the model."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from raysharding.batch import RankBatch, Split
 from raysharding.tree import leaves
 
 Collate: TypeAlias = Callable[[list[Any]], Any]
-"""Takes a list of rows; returns a mapping of the model's keyword arguments, a tuple of its positional ones, or the one
-tensor that it takes, each with as many rows."""
+"""Takes a list of rows; returns a mapping of the model's keyword arguments, a tuple of positional arguments, or one
+tensor, with one row per row of the list."""
 
 
 def default_collate(rows: list[Any]) -> Any:
-    """Stack rows by torch's own rule, column by column.
+    """Stack rows by torch's `default_collate`, column by column.
 
-    Lists of numbers are tensors of them; whole numbers become int64, as losses and embeddings take them, and float64
-    becomes torch's default dtype.
+    Lists of numbers become tensors; integers become int64, which losses and embeddings take, and float64 becomes the
+    default dtype of torch.
 
     Raises:
-        ValueError: A column whose rows have different shapes, a null, or no tensor in it: names it.
+        ValueError: A column has rows of different shapes, a null, or no tensors; the error names the column.
     """
     tensors = [_as_tensors(row) for row in rows]
     try:
@@ -55,11 +55,11 @@ def _tensor(value: list[Any]) -> Any:
     try:
         return torch.tensor(value)
     except (ValueError, TypeError):
-        return value  # lists of unequal lengths: torch's stack names what is wrong
+        return value  # lists of unequal lengths: torch's stack raises
 
 
 def _misfit(rows: Sequence[Any]) -> str:
-    """Name the first column that does not stack; empty where none is seen."""
+    """Return a text about the first column that does not stack; empty without one."""
     for index, row in enumerate(rows):
         null = next((path for path, leaf in leaves(row, "row") if leaf is None), None)
         if null is not None:
@@ -78,10 +78,10 @@ def _shown(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Collator:
-    """Makes this rank's part of a call of its rows of a step."""
+    """Makes this rank's part of a call from its rows of a step."""
 
     collate: Collate
-    """The user's, or `default_collate`."""
+    """The user's function, or `default_collate`."""
     rank: int
     """This rank."""
 
@@ -89,11 +89,11 @@ class Collator:
         """Return the batch.
 
         Args:
-            rows: Its rows; a row of anybody's where it has none.
-            counts: Every rank's number of rows.
+            rows: Rows of this rank; a row of another rank if it has none.
+            counts: Number of rows of each rank.
 
         Raises:
-            ValueError: The collate function did not return as many rows as it got, or nothing that a model takes.
+            ValueError: The collate function returned another number of rows, or no tensors.
         """
         made = self.collate(rows)
         args: tuple[Any, ...] = ()
@@ -118,7 +118,7 @@ def _named(args: Sequence[Any]) -> list[tuple[str, Any]]:
 
 
 def _split(value: Any) -> Any:
-    """A value whose leaves are all tensors holds rows; any other goes to the model as it is."""
+    """Return a value as a `Split` if all its leaves are tensors, else unchanged."""
     found = [leaf for _, leaf in leaves(value)]
     is_rows = bool(found) and all(isinstance(leaf, torch.Tensor | np.ndarray) for leaf in found)
     return Split(value) if is_rows else value

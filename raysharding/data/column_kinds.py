@@ -1,4 +1,4 @@
-"""What the columns of Arrow's tables hold, and what a model does not take of it."""
+"""Kinds of Arrow columns, and a check that columns of ids hold integers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from raysharding.errors import DataError
 
 
 def kind_of(kind: Any) -> str:
-    """Return what a type of pyarrow's holds, as far as it makes a difference to a batch: not how wide numbers are."""
+    """Return the kind of a pyarrow type, as far as it matters to a batch: without the width of numbers."""
     import pyarrow as arrow
 
     if not isinstance(kind, arrow.DataType):
-        return str(kind)  # a dataset's column of Python's objects
+        return str(kind)  # a dataset's column of Python objects
     types = arrow.types
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         return f"lists of {kind_of(kind.value_type)}"
@@ -30,15 +30,15 @@ def kind_of(kind: Any) -> str:
 
 
 def check_whole(kinds: Mapping[str, str], whole: Collection[str], path: str | None = None) -> None:
-    """Refuse columns of floats where the model takes ids.
+    """Raise for columns of floats if the model takes ids.
 
     Args:
-        kinds: Column → what it holds, by `kind_of`.
-        whole: Columns that must hold whole numbers, where there are such columns.
-        path: Of the file, for the error. Default: there is none.
+        kinds: Column → kind, by `kind_of`.
+        whole: Names of columns that must hold integers if they exist.
+        path: Path of the file, for the error. Default: none.
 
     Raises:
-        DataError: Names a column.
+        DataError: A column holds other values; the error names it.
     """
     for name in whole:
         if "floats" in (kind := kinds.get(name, "")):

@@ -1,14 +1,14 @@
-"""Which row of the data is row i of step t: the same whatever the number of ranks, and found without reading any.
+"""The order of rows: which row of the data is row i of step t, independent of the number of ranks; reads no data.
 
 Note [Lanes]:
     In order (`shuffle=False`), step t holds rows t·B … t·B + B - 1 of the data, for a batch of B rows.
 
-    Shuffled, the blocks of the data (row groups of Parquet files; single rows of a list) are put into a random order,
-    and that sequence is turned by a random number of rows and cut into B equal parts, the lanes. Row i of every step
-    comes from lane i. A rank has neighbouring lanes, so it reads one stretch of the sequence, its own row groups, and
-    nothing else; and since lanes belong to the batch and not to the ranks, W ranks train on the batches that one
-    process does. Within a lane, rows of one block are shuffled in windows of `WINDOW_ROWS`, which a lane holds, as
-    Arrow's columns. Every row comes once an epoch; lanes differ by one row at most, so the last step may be smaller.
+    With `shuffle=True`, the blocks of the data (row groups of Parquet files; single rows of a list) are put into a
+    random order. That sequence is rotated by a random number of rows, and cut into B equal parts, the lanes. Row i of
+    every step is from lane i. A rank has adjacent lanes, so that it reads one range of the sequence, its row groups.
+    Lanes depend on the batch and not on the ranks, so W ranks train on the same batches as one process. Within a lane,
+    rows of one block are shuffled in windows of `WINDOW_ROWS`, which a lane holds as Arrow columns. Every row is used
+    once per epoch. Lengths of lanes differ by at most one row, so the last step may be smaller.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ import numpy as np
 from raysharding.batch import split_rows
 
 WINDOW_ROWS = 512
-"""Neighbouring rows of a large block that are shuffled with each other."""
+"""Number of adjacent rows of a large block that are shuffled with each other."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Neighbouring rows of one block."""
+    """Adjacent rows of one block."""
 
     block: int
     """Number of the block."""
     start: int
     """First row in the block."""
     stop: int
-    """One after the last."""
+    """One past the last row."""
 
 
 class Order:
@@ -44,14 +44,14 @@ class Order:
     def __init__(
         self, block_rows: Sequence[int] | np.ndarray[Any, Any], batch_size: int, *, shuffle: bool, seed: int, epoch: int
     ) -> None:
-        """Find it; reads nothing.
+        """Compute the order, without reading data.
 
         Args:
-            block_rows: Rows of each block.
-            batch_size: Rows of a step, all ranks together.
-            shuffle: Whether the order is random.
-            seed: Of that randomness, 0 or more.
-            epoch: Counted from 0; each has an order of its own.
+            block_rows: Number of rows of each block.
+            batch_size: Rows of a step, over all ranks.
+            shuffle: True for a random order.
+            seed: Seed of the order, 0 or more.
+            epoch: Number of the epoch, from 0; each epoch has its own order.
         """
         lengths = np.asarray(block_rows, dtype=np.int64)
         self.num_rows = int(lengths.sum())
@@ -68,27 +68,27 @@ class Order:
 
     @property
     def num_steps(self) -> int:
-        """Steps of the epoch."""
+        """Number of steps of the epoch."""
         return -(-self.num_rows // self.batch_size)
 
     def rows_by_rank(self, step: int, world_size: int) -> tuple[int, ...]:
-        """Return how many rows of a step each rank has."""
+        """Return the number of rows of each rank in a step."""
         if not self.shuffle:
             return split_rows(min(self.batch_size, self.num_rows - step * self.batch_size), world_size)
         lanes = (lanes_of(rank, world_size, self.batch_size) for rank in range(world_size))
         return tuple(sum(self.lane_rows(lane) > step for lane in own) for own in lanes)
 
     def lane_rows(self, lane: int) -> int:
-        """Return how many rows a lane has."""
+        """Return the number of rows of a lane."""
         return self._lane_begin(lane + 1) - self._lane_begin(lane)
 
     def _lane_begin(self, lane: int) -> int:
         return lane * self.num_rows // self.batch_size
 
     def pieces(self, begin: int, end: int) -> Iterator[Piece]:
-        """Yield the rows from place `begin` to `end` of the sequence, a block at a time."""
+        """Yield the rows from position `begin` to `end` of the sequence, one block at a time."""
         while begin < end:
-            # The sequence is turned: its first place is row `_turn` of the blocks one after the other.
+            # The sequence is rotated: it starts at row `_turn` of the concatenated blocks.
             place = (begin + self._turn) % self.num_rows
             index = bisect_right(self._ends, place)
             first = int(self._ends[index - 1]) if index else 0
@@ -97,9 +97,9 @@ class Order:
             begin += length
 
     def lane_windows(self, lane: int, first: int) -> Iterator[tuple[Piece, Sequence[int]]]:
-        """Yield a lane's rows from number `first` on: neighbouring rows, and the order in which they come.
+        """Yield the rows of a lane from number `first` on, as windows of adjacent rows and their order.
 
-        Of the first window all rows are named, but only the places of those that are left.
+        The first window has all its rows, but only the remaining positions.
         """
         begin = self._lane_begin(lane)
         done = 0
@@ -120,7 +120,7 @@ class Order:
 
 
 def lanes_of(rank: int, world_size: int, batch_size: int) -> range:
-    """Return the places in a whole batch that a rank fills."""
+    """Return the positions of a rank in the whole batch."""
     rows = split_rows(batch_size, world_size)
     start = sum(rows[:rank])
     return range(start, start + rows[rank])

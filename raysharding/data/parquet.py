@@ -23,7 +23,7 @@ _BUFFER_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class ParquetPath:
-    """Parquet files that have not been looked at."""
+    """Parquet files that have not been opened."""
 
     path: str
     """A file, or a directory of `.parquet` files: a local path or a URI."""
@@ -33,14 +33,14 @@ class ParquetPath:
 
 @dataclass(frozen=True)
 class ParquetFiles(BlockSource):
-    """The row groups of Parquet files. A reader holds a chunk of 256 rows, decoded, and what pyarrow buffers."""
+    """The row groups of Parquet files. A reader holds a decoded chunk of 256 rows, and pyarrow's buffers."""
 
     directory: str
-    """What the files' names are seen from, as the user gave it."""
+    """Directory or file, as the user gave it."""
     files: tuple[str, ...]
     """Paths inside the file system, sorted."""
     groups: tuple[tuple[int, ...], ...]
-    """File → rows of each row group."""
+    """File → number of rows of each row group."""
     columns: tuple[str, ...] | None
     """Columns to read."""
     _opened: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -48,16 +48,16 @@ class ParquetFiles(BlockSource):
 
     @classmethod
     def open(cls, source: ParquetPath, whole: Collection[str] | None = ()) -> Self:
-        """List the files and read their footers. One rank calls it.
+        """List the files and read their footers. One rank calls this.
 
         Args:
-            source: Where they are.
-            whole: Columns that must hold whole numbers, where there are such columns. `None`: columns may be of any
-                types, in each file of others.
+            source: Path and columns.
+            whole: Names of columns that must hold integers if they exist. `None`: columns may be of any type, which may
+                differ between files.
 
         Raises:
-            DataError: Nothing is there, it is no Parquet file, the files' columns or their types differ, one is asked
-                for that there is not, or one is of floats that must be whole.
+            DataError: There is no file, a file is no Parquet file, columns or their types differ between files, a
+                column is missing, or a column of ids holds floats.
         """
         directory = normal_path(source.path)
         found = cls(directory, _list(directory), (), source.columns)
@@ -73,7 +73,7 @@ class ParquetFiles(BlockSource):
             if here != names:
                 raise DataError(f"has the columns {here}, but {found.files[0]} has {names}", path=file)
             if whole is None or not metadata.num_rows:
-                continue  # of columns without values pandas writes no types
+                continue  # pandas writes no types for columns without values
             kinds = {one.name: kind_of(one.type) for one in schema if one.name in (source.columns or here)}
             check_whole(kinds, whole, path=file)
             first = first or kinds
@@ -90,12 +90,12 @@ class ParquetFiles(BlockSource):
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Self:
-        """Take what `as_dict` gave on another rank."""
+        """Make the source from `as_dict` of another rank."""
         groups, columns = tuple(map(tuple, fields["groups"])), fields["columns"]
         return cls(fields["directory"], tuple(fields["files"]), groups, None if columns is None else tuple(columns))
 
     def as_dict(self) -> dict[str, Any]:
-        """The source as a JSON value."""
+        """Return the source as a JSON value."""
         return {
             "directory": self.directory,
             "files": list(self.files),
@@ -104,10 +104,10 @@ class ParquetFiles(BlockSource):
         }
 
     def check_seen(self) -> None:
-        """Refuse files that this process does not see as rank 0 does. Reads one footer.
+        """Check that this process sees the same files as rank 0. Reads one footer.
 
         Raises:
-            DataError: The first file is not there, or another one.
+            DataError: The first file is missing or differs.
         """
         metadata = self._metadata(self.files[0])
         rows = tuple(metadata.row_group(index).num_rows for index in range(metadata.num_row_groups))
@@ -118,28 +118,28 @@ class ParquetFiles(BlockSource):
 
     @property
     def block_rows(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Rows of each row group of each file."""
+        """Number of rows of each row group of each file."""
         return np.array([rows for file in self.groups for rows in file], dtype=np.int64)
 
     def read(self, block: int) -> Reader:
-        """Return a reader at a row group's first row.
+        """Return a reader at the first row of a row group.
 
         Raises:
-            DataError: The file is gone, or damaged.
+            DataError: The file is missing or damaged.
         """
         for file, groups in zip(self.files, self.groups, strict=True):
             if block < len(groups):
                 return _GroupReader(self, file, block)
             block -= len(groups)
-        raise AssertionError("a block that there is not")
+        raise AssertionError("no such block")
 
     def open_file(self, file: str) -> Any:
-        """Return a `pyarrow.parquet.ParquetFile`; its footer, and its descriptor, are shared by all that read it."""
+        """Return a `pyarrow.parquet.ParquetFile`, whose footer and descriptor all readers of the file share."""
         import pyarrow.parquet as parquet
 
         with _said(file):
             opened = self._handle(file)
-            # Pages as they come: a reader would hold whole column chunks, and there is one for each row of a batch.
+            # Buffered: otherwise a reader holds whole column chunks, and there is a reader per row of a batch.
             return parquet.ParquetFile(
                 opened, metadata=self._footer(file, opened), pre_buffer=False, buffer_size=_BUFFER_BYTES
             )
@@ -156,7 +156,7 @@ class ParquetFiles(BlockSource):
             return self._footer(file, self._handle(file))
 
     def _handle(self, file: str) -> Any:
-        """An open file that readers share; one that is dropped here closes with the last of them."""
+        """Return an open file that readers share; it is closed with its last reader."""
         if file not in self._handles:
             while len(self._handles) >= _HANDLES:
                 self._handles.pop(next(iter(self._handles)))
@@ -177,7 +177,7 @@ class _GroupReader(Reader):
         self._file = file
         self._opened = source.open_file(file)
         columns = None if source.columns is None else list(source.columns)
-        # Threads of pyarrow's own would take the cores that compute.
+        # Threads of pyarrow would compete with the computation.
         self._chunks = self._opened.iter_batches(_CHUNK_ROWS, row_groups=[group], columns=columns, use_threads=False)
         self._chunk: Any = None
         self._next = 0
@@ -190,7 +190,7 @@ class _GroupReader(Reader):
             pass
 
     def _advance(self, num_rows: int) -> Iterator[tuple[int, int]]:
-        """Go on by so many rows; yield those of each chunk, while it is the current one."""
+        """Advance by a number of rows; yield the range of rows in each chunk, while it is the current chunk."""
         while num_rows:
             if self._chunk is None or self._next == self._chunk.num_rows:
                 with _said(self._file):
@@ -207,7 +207,7 @@ class _GroupReader(Reader):
 
 
 def _list(directory: str) -> tuple[str, ...]:
-    """Paths of the Parquet files, sorted."""
+    """Return the paths of the Parquet files, sorted."""
     import pyarrow.fs as arrow_fs
 
     inside = _inside(directory)
@@ -242,7 +242,7 @@ def _inside(directory: str) -> str:
 
 @contextmanager
 def _said(path: str) -> Iterator[None]:
-    """Make what pyarrow raises a `DataError` that names the file."""
+    """Convert errors of pyarrow into a `DataError` that names the file."""
     import pyarrow as arrow
 
     try:

@@ -1,4 +1,4 @@
-"""`Position`: how far a run has come in its data."""
+"""`Position`: the position of a run in its data."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from typing import Any, Self
 
 @dataclass(frozen=True)
 class Position:
-    """How far a run has come in its data, after an update."""
+    """Position of a run in its data, after an update."""
 
     epoch: int
-    """Epochs that are over."""
+    """Number of completed epochs."""
     step: int
-    """Steps taken of the current one."""
+    """Number of completed steps of the current epoch."""
     num_steps: int
-    """Steps taken in all."""
+    """Number of completed steps of the run."""
     batch_size: int
-    """Rows of a step, all ranks together."""
+    """Rows of a step, over all ranks."""
     shuffle: bool
-    """Whether rows come in a random order."""
+    """True for a random order of the rows."""
     seed: int
-    """Of that order."""
+    """Seed of the order."""
     num_rows: int | None
-    """Rows of the data; `None` where they cannot be counted."""
+    """Number of rows of the data; `None` for an iterable."""
     layout: str = ""
-    """Digest of the sizes of the data's blocks, on which a random order hangs; empty where there is none."""
+    """Digest of the block sizes, which a random order depends on; empty without a random order."""
     run: str = ""
-    """Names the run, whose saves and resumes all bear it."""
+    """Name of the run, in all its saves and resumes."""
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Self:
-        """Check what `as_dict` gave, or somebody else wrote.
+        """Check and make a position from the result of `as_dict`, possibly changed.
 
         Raises:
-            ValueError: A field is missing, or of another type.
+            ValueError: A field is missing or of another type.
         """
         values = {field.name: found.get(field.name) for field in fields(cls)}
         for name, value in values.items():
@@ -46,5 +46,5 @@ class Position:
         return cls(**values)  # type: ignore[arg-type]
 
     def as_dict(self) -> dict[str, Any]:
-        """The position as a JSON value."""
+        """Return the position as a JSON value."""
         return asdict(self)

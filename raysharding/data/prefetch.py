@@ -12,21 +12,21 @@ _POLL_S = 0.2
 
 
 class _End:
-    """The iterator has ended, well or not."""
+    """End of the iterator, with or without an error."""
 
     def __init__(self, error: Exception | None) -> None:
         self.error = error
 
 
 class Prefetch(Generic[T]):
-    """Runs an iterator ahead. One thread takes from it."""
+    """Runs an iterator ahead, on a thread. One other thread takes its items."""
 
     def __init__(self, items: Iterator[T], depth: int) -> None:
-        """Begin.
+        """Start the thread.
 
         Args:
-            items: Run through on the thread alone, to its end or until `close`.
-            depth: Items that are held ready, 1 or more.
+            items: Iterated on the thread, to its end or until `close`.
+            depth: Number of items to hold, 1 or more.
         """
         self._items = items
         self._ready: queue.Queue[T | _End] = queue.Queue(depth)
@@ -35,16 +35,16 @@ class Prefetch(Generic[T]):
         self._thread.start()
 
     def is_ready(self) -> bool:
-        """Whether `take` would return, or raise, at once."""
+        """Return True if `take` would return or raise at once."""
         return not self._ready.empty()
 
     def take(self, timeout_s: float) -> T:
         """Return the next item.
 
         Raises:
-            StopIteration: There is none.
-            TimeoutError: It was not ready in time; the thread goes on.
-            Exception: What the iterator raised, each time again.
+            StopIteration: The iterator has ended.
+            TimeoutError: The item was not ready in time; the thread continues.
+            Exception: The error of the iterator, in every call after it.
         """
         try:
             item = self._ready.get(timeout=timeout_s)
@@ -58,7 +58,7 @@ class Prefetch(Generic[T]):
         raise item.error
 
     def close(self) -> None:
-        """Have the thread end; one that hangs is left behind, and ends with the process."""
+        """End the thread; a thread that hangs ends with the process."""
         self._is_closed.set()
 
     def _run(self) -> None:
@@ -78,7 +78,7 @@ class Prefetch(Generic[T]):
         self._put(end)
 
     def _put(self, item: T | _End) -> bool:
-        """Wait for room; return whether somebody wants it yet."""
+        """Wait for space and add an item; return False after `close`."""
         while not self._is_closed.is_set():
             try:
                 self._ready.put(item, timeout=_POLL_S)

@@ -1,4 +1,4 @@
-"""Where rows come from: blocks that can be read from any row on, or a stream that can only be run through."""
+"""Sources of rows: blocks, which can be read from any row on, and streams, which are iterated."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ import torch
 
 
 class Reader(ABC):
-    """Reads one block's rows in order. Never asked for more rows than the block has."""
+    """Reads the rows of one block in order. Callers request no more rows than the block has."""
 
     @abstractmethod
     def take(self, num_rows: int) -> Sequence[Any]:
-        """Return the next rows, as one holds them who will want each of them once."""
+        """Return the next rows, each of which is accessed once."""
 
     @abstractmethod
     def skip(self, num_rows: int) -> None:
-        """Leave out the next rows."""
+        """Skip the next rows."""
 
     def close(self) -> None:  # noqa: B027 - most readers hold nothing open
-        """Let go of files."""
+        """Close files."""
 
 
 class BlockSource(ABC):
-    """Rows in blocks. Picklable; opened on every rank alike."""
+    """Rows in blocks. Picklable; the same on every rank."""
 
     @property
     @abstractmethod
     def block_rows(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Rows of each block, int64 [number of blocks]; 0 is fine."""
+        """Number of rows of each block, int64 [number of blocks]; may be 0."""
 
     @abstractmethod
     def read(self, block: int) -> Reader:
-        """Return a reader at a block's first row."""
+        """Return a reader at the first row of a block."""
 
 
 class _SequenceReader(Reader):
@@ -54,14 +54,14 @@ class _SequenceReader(Reader):
 
 @dataclass(frozen=True)
 class SequenceRows(BlockSource):
-    """Rows that have numbers: a list, or anything with `len` and `[number]`. Every row is a block."""
+    """Rows with indices: a list, or any object with `len` and `[index]`. Every row is a block."""
 
     rows: Any
-    """Every rank has all of it, or, as datasets that map files have, a way to it."""
+    """The rows, all of which every rank can access."""
 
     @property
     def block_rows(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Ones."""
+        """One row per block."""
         return np.ones(len(self.rows), dtype=np.int64)
 
     def read(self, block: int) -> Reader:
@@ -74,7 +74,7 @@ class Columns:
     """Columns as rows."""
 
     columns: Mapping[str, Any]
-    """Name → tensor or array, all with as many rows."""
+    """Name → tensor or array, all with the same number of rows."""
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values())))
@@ -85,30 +85,30 @@ class Columns:
 
 @dataclass(frozen=True)
 class Stream:
-    """Rows that come one after the other, once an epoch; every rank runs through all of them and keeps its own."""
+    """Rows of an iterable, once per epoch; every rank iterates over all rows and keeps its own."""
 
     rows: Iterable[Any] | Callable[[], Iterable[Any]]
-    """Gives the same rows, in the same order, on every rank and in every epoch."""
+    """Yields the same rows, in the same order, on every rank and in every epoch."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.rows() if callable(self.rows) else self.rows)
 
 
 Rows: TypeAlias = BlockSource | Stream
-"""What batches are taken from."""
+"""A source of rows."""
 
 
 def rows_of(data: Any) -> Rows:
-    """Make a source of what a user gives.
+    """Return a source of the user's data.
 
     Args:
-        data: A sequence of rows (`len` and `[number]`: a list, a map-style dataset of torch or Hugging Face), a mapping
-            of names to columns with as many rows each, an iterable of rows, or a function that returns one. A row is
-            what the collate function takes: usually a mapping of names to numbers, lists or tensors.
+        data: A sequence of rows (`len` and `[index]`: a list, a map-style dataset of torch or Hugging Face), a mapping
+            of names to columns of equal length, an iterable of rows, or a function that returns one. A row is an
+            element for the collate function, usually a mapping of names to numbers, lists or tensors.
 
     Raises:
-        ValueError: No rows, columns of unequal lengths, or an iterator, which is spent after one epoch.
-        TypeError: None of these.
+        ValueError: There are no rows, columns differ in length, or `data` is an iterator, which lasts one epoch.
+        TypeError: `data` is of another type.
     """
     if isinstance(data, BlockSource | Stream):
         return data
