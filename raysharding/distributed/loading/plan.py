@@ -150,11 +150,11 @@ class LoadPlan:
     extents: Mapping[str, Extents]
     """FQN → extents in the files; empty on ranks that do not need them."""
     mapped: tuple[TensorLayout, ...]
-    """What is not streamed, since each rank maps its part of the files; the same on every rank."""
+    """Tensors that are not streamed, because each rank maps its shard; the same on every rank."""
     match: CheckpointMatch | None
-    """What feeds the tensors; `None` but on rank 0."""
+    """The match, on rank 0; `None` on other ranks."""
     is_straight: bool
-    """Whether every rank reads all that it needs into its shard, so that nobody has a ring; the same on every rank."""
+    """True if every rank reads directly into its shard, so that no rank has a ring; the same on every rank."""
 
 
 def propose_load(
@@ -163,16 +163,16 @@ def propose_load(
     checkpoint: Origin,
     loading: Loading,
 ) -> Proposal:
-    """Look at this rank's module, and on rank 0 at the checkpoint; each rank alone, no collective.
+    """Describe this rank's module, and on rank 0 match it with the checkpoint. Not collective.
 
     Args:
-        module: Sharded; on meta, where the load is to allocate it.
+        module: The sharded module; on meta if the load is to allocate it.
         tensors: Its `module_tensors`.
-        checkpoint: Path or URI, opened by rank 0 alone; an opened checkpoint; or a state dict in rank 0's memory.
-        loading: The same on every rank.
+        checkpoint: Path or URI, which rank 0 opens; an open checkpoint; or a state dict in rank 0's memory.
+        loading: Options, the same on every rank.
 
     Returns:
-        The proposal; errors are in it, to be told by `agree_on_plan`.
+        The proposal; it holds an error, if any, which `agree_on_plan` raises.
     """
     layouts: dict[str, TensorLayout] = {}
     digests: tuple[str, ...] = ()
@@ -197,18 +197,18 @@ def propose_load(
 def agree_on_plan(
     proposal: Proposal, error: Exception | None, loading: Loading, shards: ShardMap, device: torch.device
 ) -> LoadPlan:
-    """Exchange proposals and cut the buckets; collective.
+    """Exchange proposals and plan the buckets; collective.
 
     Args:
-        proposal: This rank's.
-        error: What else keeps this rank from loading.
+        proposal: Proposal of this rank.
+        error: Another error of this rank, or `None`.
         loading: See `propose_load`.
-        shards: Who holds what.
-        device: Of the messages.
+        shards: Which rank holds which shard.
+        device: Device of the messages.
 
     Raises:
-        CheckpointError: On every rank, when the headers cannot be read or trusted, or readers see different files.
-        PlanError: On every rank, when the checkpoint does not fit, or the ranks differ in module or options.
+        CheckpointError: On every rank, if the headers are unreadable or unsafe, or readers see different files.
+        PlanError: On every rank, if the checkpoint does not fit, or ranks differ in module or options.
     """
     outline, by_rank, found = _exchange(proposal, proposal.error or error, loading)
     read_plan = ReadPlan(loading.transport, (0,), "rank 0 holds the state dict")
@@ -222,7 +222,7 @@ def agree_on_plan(
     names = {layout.fqn for layout in mapped}
     streamed = [item for item in planned if item.layout.fqn not in names]
     num_ranged = sum(item.layout.fqn not in names for item in planned[: outline.num_ranged])
-    # A rank that reads for others must know what they hold; for the rest, lengths are enough.
+    # A rank that reads for others needs their segments; otherwise lengths suffice.
     reads_for_others = reads and (read_plan.transport != "local" or (shards.rank == 0 and num_ranged < len(streamed)))
     wanted = None if reads_for_others else (shards.shard_index,)
     alone = read_plan.transport == "local" and shards.num_shards == shards.world_size and device.type == "cpu"
@@ -245,12 +245,12 @@ def agree_on_plan(
 def _exchange(
     proposal: Proposal, error: Exception | None, loading: Loading
 ) -> tuple[Outline, list[FileVisibility], tuple[CheckpointFile, ...]]:
-    """Hear rank 0's outline, and tell what this rank has and sees; collective.
+    """Receive rank 0's outline, and exchange digests and visibility of files; collective.
 
     Returns:
-        The outline, what each rank sees of the files (nothing where it does not matter), and what this one does.
+        The outline, the visibility of the files on each rank (empty if not needed), and the files of this rank.
     """
-    # A rank that failed comes here too, and rank 0 sends nothing if it did: the others wait for both.
+    # Every rank calls this, after an error too, where rank 0 sends `None`: the others would wait in the broadcast.
     received = broadcast_json(None if proposal.outline is None else vars(proposal.outline))
     outline = None if received is None else Outline.from_json(received)
     visibility: FileVisibility | None = None
@@ -265,7 +265,7 @@ def _exchange(
 
 
 def _all_extents(match: CheckpointMatch | None, outline: Outline) -> Mapping[str, Extents]:
-    """Where the tensors lie; empty on ranks that need not know."""
+    """Return FQN → extents; empty on ranks that do not need them."""
     if match is not None:
         return {fqn: extents_of(match.checkpoint, match.keys.targets[fqn]) for fqn, _ in outline.tensors}
     if outline.extents is None:
@@ -274,14 +274,14 @@ def _all_extents(match: CheckpointMatch | None, outline: Outline) -> Mapping[str
 
 
 def _bucket_bytes(loading: Loading, read_plan: ReadPlan, shards: ShardMap, straight: bool) -> int:
-    """Size of a bucket. Where all read their own parts, these have nothing in common but the bucket's number."""
+    """Return the size of a bucket. Parts of ranks that all read for themselves share only the bucket's number."""
     if read_plan.transport != "local":
         return loading.bucket_bytes or BUCKET_BYTES
     return shards.num_shards * (loading.bucket_bytes or (STRAIGHT_BYTES if straight else BUCKET_BYTES))
 
 
 def _mapped(planned: Sequence[PlannedTensor], proposal: Proposal, extents: Mapping[str, Extents]) -> list[TensorLayout]:
-    """What can be mapped. A range that feeds two tensors is one's only: what is written to one must not be in both."""
+    """Return the tensors that can be mapped. Each file range is mapped for one tensor, as writes are separate."""
     taken: set[tuple[int, int]] = set()
     mapped = []
     for item in planned:
@@ -317,10 +317,10 @@ def _match(module: nn.Module, origin: Origin, loading: Loading) -> CheckpointMat
 
 
 def _settable(module: nn.Module, keys: KeyMap, loading: Loading) -> tuple[str, ...]:
-    """What to initialise beside a state dict: as with torch's own, parameters that it lacks stay as they are.
+    """Return the tensors to initialise in a load of a state dict; parameters that it lacks stay, as with torch.
 
-    Left are non-persistent buffers on meta, which no state dict holds. One without a rule is an error under `strict`;
-    else it stays, too: a later part of the state dict cannot bring it, but its owner may set it.
+    These are non-persistent buffers on meta, which no state dict holds. A buffer without a rule is an error under
+    `strict`, and otherwise stays on meta: the module's owner may set it.
     """
     names = tuple(name for name in keys.initialise if name not in keys.missing)
     if loading.strict or not missing_rules(module, names, loading.seed):
@@ -329,7 +329,7 @@ def _settable(module: nn.Module, keys: KeyMap, loading: Loading) -> tuple[str, .
 
 
 def _manifest(checkpoint: Checkpoint) -> Manifest:
-    """The manifest beside the files, once it fits their headers."""
+    """Return the manifest beside the files, after a check against their headers."""
     manifest = read_manifest(checkpoint)
     if manifest is None:
         what = f"verify='full' needs the {MANIFEST_NAME} that raysharding's saves hold, and there is none: load with "
@@ -369,13 +369,13 @@ def _wire_name(target: Target) -> str:
 
 
 def _file_position(checkpoint: Checkpoint, target: Target) -> tuple[int, int]:
-    """File and offset of a target's first source."""
+    """Return file and offset of the first source of a target."""
     info = checkpoint.tensors[target.sources[0]]
     return info.file, info.offset
 
 
 def _problems(module: nn.Module, match: CheckpointMatch, loading: Loading) -> list[str]:
-    """Everything that keeps the load from being carried out, a line each."""
+    """Return all problems of the load, a line each."""
     keys = match.keys
     problems = keys.mismatches(strict=loading.strict)
     if loading.strict and match.state_dict is not None:
@@ -383,7 +383,7 @@ def _problems(module: nn.Module, match: CheckpointMatch, loading: Loading) -> li
     refused = set(keys.missing) if loading.strict else set()
     problems += missing_rules(module, [name for name in match.initialise if name not in refused], loading.seed)
     if keys.doubled:
-        # Headers cannot show whether two tied names hold one value.
+        # Headers do not show whether two tied names have the same value.
         targets = {**keys.targets, **{target.fqn: target for target in keys.doubled}}
         cache_bytes = loading.bucket_bytes or BUCKET_BYTES
         if match.state_dict is not None:

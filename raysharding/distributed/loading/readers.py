@@ -1,8 +1,8 @@
-"""Which ranks read the files: each says what it sees of them, and all decide alike.
+"""Which ranks read the files: ranks exchange which files they see, and all make the same decision.
 
-Note: the same files?
-    On rank 0's host it is enough that a path leads to the same inode. On other hosts sizes and headers are compared,
-    and a few samples of the payload: two training steps of one model have the same headers.
+Note: comparing files.
+    On rank 0's host, files are the same if the inodes are equal. On other hosts, sizes, headers and a few samples of
+    the payload are compared: headers of two training steps of one model are equal.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ from raysharding.errors import CheckpointError
 
 _NUM_SAMPLES = 64
 _SAMPLE_BYTES = 4096
-"""Of each file. They find another training step, which changes all of it; not a change of a few bytes."""
+"""Bytes per sample. Samples detect another training step, which changes all values, but not a change of few bytes."""
 
 
 @dataclass(frozen=True)
 class FileLocations:
-    """Where rank 0 sees the files; travels as JSON."""
+    """The files as rank 0 sees them; sent as JSON."""
 
     files: tuple[CheckpointFile, ...]
     """The checkpoint's files."""
     host: tuple[str, ...]
     """See `host_identity`."""
     inodes: tuple[tuple[int, int], ...]
-    """(device, inode) of each local file; none for remote ones."""
+    """(device, inode) of each local file; empty for remote files."""
     file_system: str
     """Type of the first file's file system."""
 
     @classmethod
     def of(cls, files: Sequence[CheckpointFile]) -> FileLocations:
-        """As this process sees them."""
+        """Return the locations as this process sees them."""
         return cls(tuple(files), tuple(host_identity()), _inodes(files), file_system_type(files[0].path))
 
     @classmethod
     def from_json(cls, value: Any) -> FileLocations:
-        """Undo what JSON does to dataclasses and tuples."""
+        """Make locations from JSON."""
         files = tuple(CheckpointFile(**file) for file in value["files"])
         inodes = tuple((device, inode) for device, inode in value["inodes"])
         return cls(files, tuple(value["host"]), inodes, value["file_system"])
 
 
 def _inodes(files: Sequence[CheckpointFile]) -> tuple[tuple[int, int], ...]:
-    """Empty where one is remote, or cannot be read."""
+    """Return (device, inode) of each file; empty if a file is remote or unreadable."""
     if not all(not is_remote(file.path) and os.access(file.path, os.R_OK) for file in files):
         return ()
     try:
@@ -64,35 +64,35 @@ def _inodes(files: Sequence[CheckpointFile]) -> tuple[tuple[int, int], ...]:
 
 @dataclass(frozen=True)
 class FileVisibility:
-    """What one rank sees under the checkpoint's paths; travels as JSON."""
+    """What one rank sees under the paths of the checkpoint; sent as JSON."""
 
     host: Sequence[str]
     """See `host_identity`."""
     sees: bool
-    """Whether it can open all files."""
+    """True if the rank can open all files."""
     is_same: bool
-    """Whether they are rank 0's own inodes."""
+    """True if the inodes are rank 0's."""
     why_not: str
-    """Why a file is not seen."""
+    """Why a file is not visible."""
 
 
 @dataclass(frozen=True)
 class ReadPlan:
-    """How a load moves its bytes; the same on every rank."""
+    """Transport and readers of a load; the same on every rank."""
 
     transport: str
-    """`broadcast`, `scatter`, or `local`: every rank reads."""
+    """`broadcast`, `scatter`, or `local`, where every rank reads."""
     readers: tuple[int, ...]
     """Ranks that read files."""
     reason: str
-    """Why, in words."""
+    """Reason, as text."""
 
 
 def with_local_files(checkpoint: Checkpoint) -> Checkpoint:
-    """A checkpoint that was opened elsewhere, with its files as this process sees them: a copy has another mtime.
+    """Return a checkpoint of another process with the files as this process sees them; mtimes of copies may differ.
 
     Raises:
-        CheckpointError: A file is not there, or another one.
+        CheckpointError: A file is missing or differs.
     """
     found = identify_files([file.path for file in checkpoint.files])
     for there, here in zip(checkpoint.files, found, strict=True):
@@ -103,7 +103,7 @@ def with_local_files(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def rank_0_reads(loading: Loading) -> bool:
-    """Return True if rank 0 alone reads, whatever the others see."""
+    """Return True if only rank 0 reads, whatever the other ranks see."""
     return not loading.mmap and loading.transport in ("scatter", "broadcast") and loading.num_readers in (None, 1)
 
 
@@ -113,8 +113,8 @@ def check_visibility(
     """Open the files as this rank sees them.
 
     Returns:
-        What there is, `None` where nobody needs to know; and the files with this rank's own modification times, none if
-        one is not seen. Cost: a `stat` of each file on rank 0's host, the headers elsewhere.
+        The visibility, `None` if it is not needed; and the files with this rank's modification times, empty if a file
+        is not visible. Cost: a `stat` of each file on rank 0's host, reading the headers elsewhere.
     """
     if rank_0_reads(loading):
         return None, ()
@@ -131,17 +131,17 @@ def check_visibility(
 def plan_reads(
     loading: Loading, there: FileLocations, by_rank: Sequence[FileVisibility], found: Sequence[CheckpointFile]
 ) -> ReadPlan:
-    """Decide how the bytes move; collective where ranks see files that are not rank 0's own.
+    """Choose transport and readers; collective if ranks see other inodes than rank 0.
 
     Args:
         loading: The same on every rank.
         there: The same on every rank.
-        by_rank: What each rank sees, in rank order; none where nobody looked. A rank that decided from its own view
-            alone would wait for messages that nobody sends.
+        by_rank: Visibility on each rank, in rank order; empty if not needed. All ranks decide from the same values,
+            because ranks with different decisions would wait for messages that are not sent.
         found: The files as this rank sees them.
 
     Raises:
-        CheckpointError: On every rank, when ranks see different content under one path, or too few see the files.
+        CheckpointError: On every rank, if ranks see different content under one path, or too few see the files.
     """
     transport = "local" if loading.mmap else loading.transport
     if not by_rank:
@@ -160,8 +160,8 @@ def plan_reads(
 def _require_same_content(
     found: Sequence[CheckpointFile], by_rank: Sequence[FileVisibility], there: FileLocations
 ) -> None:
-    """Compare what ranks see that do not see rank 0's own inodes; collective."""
-    # All ranks come here, those that see nothing too: the others wait for them.
+    """Compare the files of ranks with other inodes than rank 0; collective."""
+    # Every rank calls this, without files too: the others would wait in the exchange.
     digest, error = "", None
     try:
         digest = _digest(found) if found else ""
@@ -178,12 +178,12 @@ def _require_same_content(
 
 
 def _digest(files: Sequence[CheckpointFile]) -> str:
-    """Of sizes, headers and samples."""
+    """Return a digest of sizes, headers and samples."""
     text = hashlib.sha256()
     with FileReader(files) as reader:
         for index, file in enumerate(files):
             text.update(f"{file.num_bytes} {file.header_sha256}\n".encode())
-            # An object has one content, wherever it is read; a path has one on each node.
+            # An object has the same content on all nodes; a path may not.
             for sample in range(0 if is_remote(file.path) else _NUM_SAMPLES):
                 data = bytearray(min(_SAMPLE_BYTES, file.num_bytes))
                 first = (file.num_bytes - len(data)) * sample // (_NUM_SAMPLES - 1)
@@ -226,7 +226,7 @@ def _read_plan(
 
 
 def _spread(ranks: Sequence[int], by_rank: Sequence[FileVisibility]) -> list[int]:
-    """Ranks so ordered that the first few are on different hosts."""
+    """Return ranks in an order in which the first ones are on different hosts."""
     on_host: dict[tuple[str, ...], int] = {}
     position = {}
     for rank in ranks:
@@ -236,6 +236,6 @@ def _spread(ranks: Sequence[int], by_rank: Sequence[FileVisibility]) -> list[int
 
 
 def _named(ranks: Sequence[int], by_rank: Sequence[FileVisibility]) -> str:
-    """`ranks 2, 3 (node-b)`."""
+    """Return a text such as `ranks 2, 3 (node-b)`."""
     hosts = ", ".join(dict.fromkeys(str(by_rank[rank].host[0]) for rank in ranks))
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} ({hosts})"

@@ -1,4 +1,4 @@
-"""What a load did: the same report on every rank."""
+"""`LoadReport`: the report of a load, the same on every rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _names(names: tuple[str, ...], limit: int = 6) -> str:
     return ", ".join(names[:limit]) + more
 
 
-# Fields that every rank measures for itself, and what makes the report's value of theirs, in rank order.
+# Fields that each rank measures, with the function that merges the values of all ranks, in rank order.
 _SUM: dict[str, Callable[[Iterable[Any]], Any]] = {"merge": sum}
 _SLOWEST: dict[str, Callable[[Iterable[Any]], Any]] = {"merge": max}
 _LARGEST = _SAME = _SLOWEST
@@ -24,24 +24,24 @@ _EACH: dict[str, Callable[[Iterable[Any]], Any]] = {"merge": tuple}
 
 @dataclass(frozen=True)
 class LoadReport:
-    """One load. `str(report)` is for people, `as_dict()` for programs."""
+    """Report of one load. `str(report)` is for people, `as_dict()` for programs."""
 
     checkpoint: str
-    """The checkpoint, as it was named."""
+    """The checkpoint, as the caller named it."""
     num_tensors: int
-    """Tensors loaded from files."""
+    """Number of tensors loaded from files."""
     checkpoint_bytes: int
     """Bytes of the files' tensors."""
     read_bytes: int = field(metadata=_SUM)
-    """Bytes read from files, all ranks together, headers not counted."""
+    """Bytes read from files, over all ranks, without headers."""
     mapped_bytes: int
     """Bytes of tensors whose shards are pages of the files (`Loading.mmap`)."""
     wire_bytes: int = field(metadata=_SUM)
     """Bytes that ranks sent each other in messages, padding included."""
     shared_bytes: int = field(metadata=_SUM)
-    """Bytes that ranks took out of the buffers of a reader of their host instead."""
+    """Bytes that ranks copied from the buffers of a reader on their host instead."""
     seconds: float = field(metadata=_SLOWEST)
-    """From the call to the last rank's end."""
+    """Seconds from the call to the end on the last rank."""
     plan_s: float = field(metadata=_SLOWEST)
     """Headers, key mapping and bucket plan; slowest rank."""
     stream_s: float = field(metadata=_SLOWEST)
@@ -51,32 +51,31 @@ class LoadReport:
     send_s: float = field(metadata=_SLOWEST)
     """Starting and waiting for messages; slowest rank."""
     place_s: float = field(metadata=_SLOWEST)
-    """Copying out of buffers into shards; slowest rank."""
+    """Copying from buffers into shards; slowest rank."""
     initialise_s: float = field(metadata=_SLOWEST)
-    """Values that the checkpoint does not hold; slowest rank."""
+    """Initialising tensors that the checkpoint lacks; slowest rank."""
     num_buckets: int
-    """Buckets streamed."""
+    """Number of buckets."""
     bucket_bytes: int
     """Size of the largest bucket."""
     ring_bytes: int = field(metadata=_LARGEST)
-    """Buffers of the rank that needs most: twice the largest bucket's part that passes through it."""
+    """Largest buffers of a rank: twice its part of the largest bucket."""
     transport: str
     """`local`, `scatter` or `broadcast`; see `Loading`."""
     transport_reason: str
-    """Why that transport."""
+    """Reason for the transport."""
     readers: tuple[int, ...]
     """Ranks that read the files."""
     world_size: int
-    """Ranks."""
+    """Number of ranks."""
     shard_bytes: tuple[int, ...] = field(metadata=_EACH)
     """Bytes of parameters and buffers on each rank."""
     peak_extra_bytes: tuple[int, ...] = field(metadata=_EACH)
-    """Highest host memory (RssAnon + RssShmem) above the start and the host shards, on each rank, seen after each
-    bucket."""
+    """Peak host memory (RssAnon + RssShmem) above the start and the host shards, by rank, sampled after each bucket."""
     peak_device_bytes: tuple[int, ...] = field(metadata=_EACH)
-    """Highest device memory above the start, shards included, on each rank; 0 on the CPU."""
+    """Peak device memory above the start, including shards, by rank; 0 on the CPU."""
     digest: str = field(default="", metadata=_SAME)
-    """Of all values, 16 hex digits, the same at every world size; empty unless `Loading.digest`."""
+    """Digest of all values, 16 hex digits, equal at every world size; empty unless `Loading.digest`."""
     missing: tuple[str, ...] = ()
     """FQNs without a tensor in the checkpoint."""
     unexpected: tuple[str, ...] = ()
@@ -84,22 +83,22 @@ class LoadReport:
     ignored: tuple[str, ...] = ()
     """Checkpoint keys and FQNs that do not count as missing or unexpected."""
     initialised: tuple[str, ...] = ()
-    """FQNs that were given a value by the module's own rule."""
+    """FQNs that were initialised by the module's own rule."""
     tied: tuple[str, ...] = ()
-    """FQNs that share another one's parameter."""
+    """FQNs that share the parameter of another FQN."""
     converted: tuple[str, ...] = ()
-    """`FQN: operations` of the tensors that went whole through transformers' own operations on rank 0."""
+    """`FQN: operations` of tensors that transformers' operations computed on rank 0."""
 
     @classmethod
     def merge(cls, plan: LoadPlan, per_rank: Sequence[Mapping[str, Any]]) -> Self:
-        """Make one report of what the plan says and all ranks measured; the same on every rank.
+        """Make one report from the plan and the measurements of all ranks; the same on every rank.
 
         Args:
-            plan: What was loaded, and how.
-            per_rank: Of each rank, by field: seconds and bytes of its own, of each tuple its one value.
+            plan: Plan of the load.
+            per_rank: Measurements of each rank, by field; for fields that are tuples, the rank's value.
         """
         names = {one.name for one in fields(cls)}
-        # What the outline says under the report's own names is the report's; ranks measure the rest.
+        # Fields of the outline with the name of a report's field are copied; ranks measure the others.
         outlined = {name: value for name, value in vars(plan.outline).items() if name in names}
         merged = {one.name: one.metadata["merge"] for one in fields(cls) if one.metadata}
         return cls(
@@ -118,11 +117,11 @@ class LoadReport:
 
     @property
     def bytes_per_s(self) -> float:
-        """Checkpoint bytes over the whole time."""
+        """Checkpoint bytes per second of the whole load."""
         return self.checkpoint_bytes / self.seconds if self.seconds > 0 else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """All fields and `bytes_per_s`, ready for JSON."""
+        """Return all fields and `bytes_per_s` as a JSON value."""
         return asdict(self) | {"bytes_per_s": self.bytes_per_s}
 
     def __str__(self) -> str:

@@ -1,10 +1,10 @@
-"""A state dict in rank 0's memory, in the shape in which the planner and the stream take checkpoints.
+"""A state dict in rank 0's memory, as a checkpoint for the planner and the stream.
 
 Note: lazily read values.
-    Nothing here keeps a value. Planning looks at each once, for shape and dtype, and drops it; the stream takes each in
-    turn and drops it before the next. So a mapping whose items load on access may be larger than memory: two buckets
-    and its largest item are held at once. Each item is loaded twice, or once for each bucket that it is cut into when
-    other items are loaded in between.
+    Values are not kept. The plan accesses each value once, for shape and dtype, and drops it; the stream accesses one
+    value at a time and drops it before the next. A mapping whose items load on access can therefore be larger than
+    memory: two buckets and the largest item are held at a time. Each item is loaded twice, or once per bucket of the
+    item if other items are loaded in between.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from raysharding.errors import PlanError
 from raysharding.models import Target
 
 NAME = "the state dict"
-"""What messages and reports call it."""
+"""Name in messages and reports."""
 
 
 @dataclass(frozen=True)
 class Rank0StateDict:
-    """A full state dict that rank 0 holds; on the other ranks, which hold none, an empty one."""
+    """A full state dict of rank 0; empty on the other ranks."""
 
     values: Mapping[str, torch.Tensor]
-    """Key → full tensor, on any device; read anew whenever it is needed."""
+    """Key → full tensor, on any device; accessed again for each use."""
     skipped: Collection[str] = ()
-    """Keys of what is no tensor of the module, and is not looked at here: extra state."""
+    """Keys of extra state, which are not accessed here."""
     mismatches: Sequence[str] = ()
-    """What of them does not fit the module under `strict`, a line each."""
+    """Mismatches of extra state under `strict`, a line each."""
 
     def as_checkpoint(self) -> Checkpoint:
-        """Describe it as a checkpoint without files, its tensors one behind the other.
+        """Return a checkpoint without files, whose tensors follow each other.
 
         Raises:
-            PlanError: A value is no tensor with values: every such key, listed.
+            PlanError: Some values are no tensors, or have no values; the error lists all keys.
         """
         infos: dict[str, TensorInfo] = {}
         problems = []
@@ -61,7 +61,7 @@ class Rank0StateDict:
 
 
 def why_refused(value: object) -> str | None:
-    """What keeps a value of a state dict from being sent to other ranks, or `None`."""
+    """Return why a value of a state dict cannot be sent to other ranks, or `None`."""
     if not isinstance(value, torch.Tensor):
         return f"a {type(value).__name__}, not a tensor: leave it out"
     if isinstance(value, DTensor):
@@ -74,14 +74,14 @@ def why_refused(value: object) -> str | None:
 
 
 class StateDictSource:
-    """An `ElementSource` over a `Rank0StateDict`; rank 0 alone has one.
+    """An `ElementSource` over a `Rank0StateDict`, on rank 0 only.
 
     Args:
         state_dict: The values.
-        tensors: What `Rank0StateDict.as_checkpoint` said of them.
-        extents: FQN → which elements of which key it takes.
-        targets: FQN → what feeds it; needed for conversions.
-        cache_bytes: How much of converted targets to keep.
+        tensors: Tensors of `Rank0StateDict.as_checkpoint`.
+        extents: FQN → extents.
+        targets: FQN → target; needed for conversions.
+        cache_bytes: Size of the cache of converted targets.
     """
 
     def __init__(
@@ -101,14 +101,14 @@ class StateDictSource:
 
     @property
     def num_bytes_read(self) -> int:
-        """Bytes that went into buffers and shards."""
+        """Bytes copied into buffers and shards."""
         return self._num_bytes
 
     def read(self, requests: Iterable[Request]) -> None:
-        """See `ElementSource`; takes each key once a call, and keeps the last one, which the next call may go on with.
+        """See `ElementSource`. Accesses each key once per call, and keeps the last value for the next call.
 
         Raises:
-            PlanError: A value has another shape or dtype than when it was looked at.
+            PlanError: Shape or dtype of a value changed since the plan.
         """
         wanted: dict[str, list[tuple[int, int, torch.Tensor]]] = {}
         for request in requests:

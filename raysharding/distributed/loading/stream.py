@@ -1,4 +1,4 @@
-"""A load's stream: this rank's transport, its ring of buffers, and where it reads from."""
+"""The stream of a load: transport, ring of buffers and source of this rank."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from raysharding.distributed.transfer import (
 from raysharding.errors import CheckpointError
 
 READ_THREADS = 4
-"""Reads at once, all readers together: a disk of several GB/s wants more than one, and so does the page cache."""
+"""Concurrent reads, over all readers: a disk of several GB/s and the page cache need more than one."""
 
 
 def stream_buckets(
     context: LoadContext, plan: LoadPlan, tensors: Mapping[str, torch.Tensor], fresh: bool
 ) -> tuple[Exception | None, dict[str, Any]]:
-    """Move every bucket of a plan; collective.
+    """Transfer all buckets of a plan; collective.
 
     Args:
         context: This load.
@@ -73,7 +73,7 @@ def stream_buckets(
 def _make_stream(
     context: LoadContext, plan: LoadPlan, tensors: Mapping[str, torch.Tensor], fresh: bool
 ) -> BucketStream:
-    """Set up this rank's transport and ring; collective, unless nobody needs a ring."""
+    """Set up transport and ring of this rank; collective, unless no rank needs a ring."""
     buckets = plan.buckets.buckets
     cumulative = list(accumulate(map(buckets.payload_bytes, range(len(buckets)))))
 
@@ -94,15 +94,15 @@ def _make_stream(
 def _make_transport(
     plan: LoadPlan, loading: Loading, routes: Routes, local_shards: LocalShards, device: torch.device, timeout_s: float
 ) -> tuple[BucketTransport, list[Slot]]:
-    """Make what the plan chose; collective, unless nobody needs a ring."""
+    """Make transport and ring of the plan; collective, unless no rank needs a ring."""
     if plan.read_plan.transport == "broadcast":
         return Broadcast(routes, timeout_s), _ring(plan, device, plan.buckets.max_bucket_bytes)
-    # Device memory is not shared this way, and NCCL needs no help inside a host.
+    # Only for host memory; NCCL uses shared memory itself.
     shares = loading.shared_memory and device.type == "cpu" and routes.any_travels(plan.buckets.buckets)
     slot_bytes, sends = _slot_bytes(plan, routes, local_shards)
     rings = share_rings(RING_SIZE, slot_bytes if sends else 0) if shares else SharedRings({}, {}, ())
     if plan.read_plan.transport == "local":
-        # Ranks that read for themselves wait for each other in `FailureFlag.check` only, so many buckets apart.
+        # Ranks that read for themselves wait for each other only in `FailureFlag.check`, every so many buckets.
         timeout_s *= 2 * BUCKETS_PER_CHECK
     transport = Scatter(replace(routes, shared=rings.peers), rings, timeout_s)
     mine = rings.rings.get(routes.shards.rank)
@@ -118,9 +118,9 @@ def _ring(plan: LoadPlan, device: torch.device, slot_bytes: int) -> list[Slot]:
 
 
 def _agreed(plan: LoadPlan, outcome: list[Slot] | Exception) -> list[Slot]:
-    """This rank's ring, once every rank has its own.
+    """Return this rank's ring, after all ranks have made theirs; collective.
 
-    Memory for a ring can run out on one rank alone, which must not leave the others in the stream.
+    One rank alone can run out of memory for its ring: the others would wait for it in the stream.
     """
     failed = outcome if isinstance(outcome, Exception) else None
     if not plan.is_straight:
@@ -131,12 +131,12 @@ def _agreed(plan: LoadPlan, outcome: list[Slot] | Exception) -> list[Slot]:
 
 
 def _slot_bytes(plan: LoadPlan, routes: Routes, local_shards: LocalShards) -> tuple[int, bool]:
-    """Bytes of the largest bucket's sections that pass through this rank's buffer, and whether others get any of them.
+    """Return the largest bytes of a bucket in this rank's buffer, and True if other ranks need any of them.
 
     Args:
         plan: The plan.
-        routes: Who reads what.
-        local_shards: Knows which segments go straight into the shard.
+        routes: Readers and paths.
+        local_shards: Knows which segments are received directly into the shard.
     """
     largest, sends = 0, False
     rank = routes.shards.rank
@@ -171,7 +171,7 @@ def _run(stream: BucketStream, context: LoadContext, plan: LoadPlan) -> tuple[Ex
     # Many readers keep a machine busy as it is.
     num_threads = max(1, READ_THREADS // len(plan.read_plan.readers))
     if is_remote(plan.files[0].path):
-        num_threads = READ_THREADS  # of a store each rank wants several requests in flight
+        num_threads = READ_THREADS  # a store needs several requests in flight per rank
     with FileReader(plan.files) as reader, ReadThreads(num_threads) as threads:
         source = CheckpointSource(reader, infos, plan.extents, targets, cache_bytes, context.checksums, threads)
         error = stream.run(source)
