@@ -1,4 +1,4 @@
-"""Cutting a module with FSDP2, and what its groups do around forward, backward and an error."""
+"""Sharding of a module with FSDP2, and behaviour of its groups in forward, backward and after errors."""
 
 from raysharding.distributed.fully_shard.activation_checkpointing import contexts_of as contexts_of
 from raysharding.distributed.fully_shard.execution_order import check_execution_order as check_execution_order

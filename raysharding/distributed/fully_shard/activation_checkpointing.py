@@ -1,9 +1,9 @@
 """Activation checkpointing: a module keeps its inputs for backward and runs its forward again there.
 
-Note: why modules stay as they are.
-    torch's `CheckpointWrapper` puts a module around the module: classes, paths and `isinstance` change, and names have
-    to be cleaned. Here the module's own `forward` is replaced, inside the hooks of `__call__`. FSDP2's hooks therefore
-    run once: backward gathers the parameters before it needs what the second forward computes.
+Note: why modules are not wrapped.
+    torch's `CheckpointWrapper` wraps the module in another: classes, paths and `isinstance` change, and names must be
+    cleaned. Here the `forward` of the module is replaced, inside the hooks of `__call__`. FSDP2's hooks therefore run
+    once: backward gathers the parameters before the second forward needs them.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from raysharding.errors import PlanError
 from raysharding.models import class_name
 
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
-"""Arguments by which transformers' layers get their key-value cache."""
+"""Arguments of transformers' layers for the key-value cache."""
 
 _log = logging.getLogger("raysharding")
 
 
 def checkpoint_activations(module: nn.Module, groups: Sequence[tuple[str, ...]], sharding: Sharding) -> None:
-    """Checkpoint the modules that `Sharding.activation_checkpointing` means; each rank alone, no collective.
+    """Checkpoint the modules that `Sharding.activation_checkpointing` selects. Not collective.
 
     Args:
         module: The root, before `fully_shard`, which changes classes.
-        groups: What `wrap_groups` chose.
+        groups: Result of `wrap_groups`.
         sharding: Its `activation_checkpointing` and `activation_checkpointing_offload` are read.
 
     Raises:
-        PlanError: A class name that no module has.
+        PlanError: No module has the class name.
     """
     if sharding.activation_checkpointing is False:
         return
@@ -49,7 +49,7 @@ def checkpoint_activations(module: nn.Module, groups: Sequence[tuple[str, ...]],
     for name in chosen:
         submodule = module.get_submodule(name)
         forward = _Checkpointed(submodule, sharding.activation_checkpointing_offload)
-        # The signature stays: callers look at it to find out which arguments a module takes.
+        # The signature stays: callers inspect it for the arguments of a module.
         submodule.forward = functools.update_wrapper(forward, submodule.forward)
 
 
@@ -57,11 +57,11 @@ def _chosen(module: nn.Module, groups: Sequence[tuple[str, ...]], sharding: Shar
     wanted = sharding.activation_checkpointing
     modules = {name: submodule for name, submodule in module.named_modules() if name}
     if wanted is True:
-        # A leaf saves little more than its input.
+        # Checkpointing a leaf saves little.
         return [name for names in groups for name in names if any(True for _ in modules[name].children())]
     if callable(wanted):
         return [name for name, submodule in modules.items() if wanted(submodule)]
-    assert not isinstance(wanted, bool), "the caller looks at False"
+    assert not isinstance(wanted, bool), "the caller handles False"
     classes = {name: class_name(submodule) for name, submodule in modules.items()}
     if missing := [wish for wish in wanted if wish not in classes.values()]:
         names = ", ".join(sorted(set(classes.values())))
@@ -70,12 +70,12 @@ def _chosen(module: nn.Module, groups: Sequence[tuple[str, ...]], sharding: Shar
 
 
 def _outermost(names: Sequence[str]) -> list[str]:
-    """Those that lie in no other one: a second forward inside a second forward saves nothing more."""
+    """Return the names that no other name contains: nested checkpointing saves no more."""
     return [name for name in names if not any(name.startswith(other + ".") for other in names)]
 
 
 class _Checkpointed:
-    """Stands in the place of a module's `forward`."""
+    """Replacement of a module's `forward`."""
 
     def __init__(self, module: nn.Module, offload: bool) -> None:
         self._module = module
@@ -83,7 +83,7 @@ class _Checkpointed:
         self._offload = offload
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # transformers' own switch does the same, and a second layer of it would run the forward a third time.
+        # transformers' own option does the same; both together would run the forward a third time.
         if not torch.is_grad_enabled() or getattr(self._module, "gradient_checkpointing", False):
             return self._forward(*args, **kwargs)
         if any(kwargs.get(name) is not None for name in _CACHES):
@@ -96,12 +96,12 @@ class _Checkpointed:
         def run(*values: Any) -> Any:
             return self._forward(*values[:num_args], **dict(zip(names, values[num_args:], strict=True)))
 
-        # All by position: only those inputs go through the hooks that move them to host memory.
+        # All as positional arguments: only those pass through the hooks that move inputs to host memory.
         with self._saving():
             return checkpoint(run, *args, *kwargs.values(), use_reentrant=False, context_fn=self._contexts)
 
     def _without_caches(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The second forward would write into a cache once more, so there is none, as in transformers itself."""
+        """Remove caches, as transformers does: the second forward would write into a cache again."""
         for name in _CACHES:
             length = getattr(kwargs.get(name), "get_seq_length", lambda: 0)()
             if length:
@@ -120,14 +120,12 @@ class _Checkpointed:
 
 
 def contexts_of(module: nn.Module) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """What a checkpointed module's first and second forward run in: torch's `context_fn`."""
+    """Return the contexts of the first and second forward, for torch's `context_fn`."""
     return nullcontext(), _UnchangedStatistics(module)
 
 
 class _UnchangedStatistics:
-    """Lets BatchNorm's running statistics take a batch once, not again in the second forward. Entered as often as
-    backward runs.
-    """  # noqa: D205
+    """Keeps BatchNorm's running statistics unchanged in the second forward. Entered once per backward."""  # noqa: D205
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module

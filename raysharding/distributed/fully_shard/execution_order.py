@@ -1,10 +1,10 @@
-"""Whether all ranks ran a module's FSDP groups in the same order: otherwise they gathered each other's parameters.
+"""Check that all ranks ran the FSDP groups of a module in the same order, and so gathered the same parameters.
 
-Note: what this finds, and what it cannot.
-    FSDP2 gathers a group when one of its modules runs. Where ranks run different groups (experts picked by the rows of
-    each rank), their all-gathers still pair up, and with equal sizes every rank goes on with a mixture of two groups'
-    parameters. The check after the forward turns that into an error. Where the number of gathers differs, a rank waits
-    in the check while another waits in a gather: both end with the process group's timeout, and a note says why.
+Note: what the check detects.
+    FSDP2 gathers a group when one of its modules runs. If ranks run different groups (experts that depend on each
+    rank's rows), their all-gathers still match, and with equal sizes every rank continues with a mixture of parameters
+    of two groups. The check after the forward raises an error. If the number of gathers differs, a rank waits in the
+    check while another waits in a gather: both end by the timeout of the process group, with a note about the cause.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _CURE = (
 
 
 class _Order:
-    """What has run on this rank since the last check.
+    """Groups that ran on this rank since the last check.
 
     Args:
-        labels: Name of each group, for messages; the root's is last.
+        labels: Name of each group, for messages; the root is last.
     """
 
     def __init__(self, labels: Sequence[str]) -> None:
@@ -40,18 +40,18 @@ class _Order:
         self.restart()
 
     def restart(self) -> None:
-        """Forget what has run."""
+        """Drop the record."""
         self.digest = 0
         self.last: list[int] = []
         self._in_forward = False
 
     def add(self, index: int) -> None:
-        """A module of group `index` begins its forward."""
-        # Activation checkpointing runs forwards again inside backward, maybe after the check.
+        """Record the start of a forward of group `index`."""
+        # Activation checkpointing runs forwards again in backward, possibly after the check.
         if torch._C._current_graph_task_id() != -1:
             return
         if index == len(self.labels) - 1:
-            # A forward that did not end raised an exception: what it ran says nothing about the next one.
+            # A forward that did not end has raised: its record is irrelevant to the next.
             if self._in_forward:
                 self.restart()
             self.last = []
@@ -60,7 +60,7 @@ class _Order:
         self.last.append(index)
 
     def end(self) -> None:
-        """The root has ended its forward."""
+        """Record the end of a forward of the root."""
         self._in_forward = False
 
 
@@ -68,11 +68,11 @@ _orders: WeakKeyDictionary[nn.Module, _Order] = WeakKeyDictionary()
 
 
 def record_execution_order(module: nn.Module, groups: Sequence[tuple[str, ...]]) -> None:
-    """Install hooks that note the order in which FSDP groups run; each rank alone, no collective.
+    """Install hooks that record the order in which FSDP groups run. Not collective.
 
     Args:
         module: The root, after `fully_shard`.
-        groups: What `wrap_groups` chose: FQNs of the modules of each group, the root left out.
+        groups: Result of `wrap_groups`: FQNs of the modules of each group, without the root.
     """
     order = _orders[module] = _Order([*(", ".join(names) for names in groups), "the root"])
     for index, names in enumerate(groups):
@@ -84,16 +84,16 @@ def record_execution_order(module: nn.Module, groups: Sequence[tuple[str, ...]])
 
 
 def forget_execution_order(module: nn.Module) -> None:
-    """Forget what has run since the last check, where ranks were stopped at different places; no collective."""
+    """Drop the record since the last check, after ranks stopped at different places. Not collective."""
     if module in _orders:
         _orders[module].restart()
 
 
 def last_execution_order(module: nn.Module) -> tuple[int, ...]:
-    """Indices of the groups that the last forward of a root ran, with repeats; the root's own is behind the others'.
+    """Return indices of the groups that the last forward of a root ran, with repeats; the root has the last index.
 
     Args:
-        module: A root whose order is recorded, before `check_execution_order` forgets what has run.
+        module: A root whose order is recorded, before `check_execution_order` drops the record.
     """
     return tuple(_orders[module].last)
 
@@ -113,17 +113,17 @@ def _ender(order: _Order) -> Any:
 
 
 def check_execution_order(module: nn.Module) -> None:
-    """Make sure that every rank ran the same FSDP groups in the same order since the last check; collective.
+    """Check that all ranks ran the same FSDP groups in the same order since the last check; collective.
 
-    Every rank of the default group calls it, after the same forwards and before anything uses their results. A module
-    without recorded groups (`wrap="none"`, or not from `shard_module`) needs no check, and nothing is sent.
+    Every rank of the default group calls this after the same forwards, before their results are used. A module without
+    recorded groups (`wrap="none"`, or not from `shard_module`) needs no check and no messages.
 
     Args:
         module: The root module.
 
     Raises:
-        PlanError: On every rank, when the orders differ: names groups that differ on this rank, and the cure.
-        RuntimeError: From the process group, when a rank does not come within the group's timeout.
+        PlanError: On every rank, if the orders differ; names groups that differ on this rank, and a cure.
+        RuntimeError: From the process group, if a rank times out.
     """
     order = _orders.get(module)
     if order is None or len(order.labels) < 2 or dist.get_world_size() == 1:
@@ -132,8 +132,7 @@ def check_execution_order(module: nn.Module) -> None:
     order.restart()
     bounds = torch.tensor([digest, -digest], dtype=torch.int64, device=metadata_device())
     try:
-        # All ranks must learn of a difference that any of them sees, or some would go on to their next collective
-        # while the others raise.
+        # All ranks must detect a difference, or some would go on to their next collective while the others raise.
         dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
     except RuntimeError as error:
         error.add_note(f"raysharding: a rank that runs other FSDP groups than this one never arrives here: {_CURE}")
@@ -146,7 +145,7 @@ def check_execution_order(module: nn.Module) -> None:
 
 
 def _difference(labels: Sequence[str], every: Sequence[Sequence[int]], rank: int) -> str:
-    """The first place where this rank and another one differ; the same pair of ranks for as many as possible."""
+    """Return a text about the first place where this rank and another one differ."""
     text = "the ranks ran FSDP groups in different orders, so each went on with parts of other groups' parameters"
     mine = every[rank]
     other = next((index for index, order in enumerate(every) if list(order) != list(mine)), None)

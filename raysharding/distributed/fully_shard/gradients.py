@@ -1,18 +1,14 @@
-"""`clip_grad_norm_`: the norm of all gradients, over all shards.
+"""Gradients: `clip_grad_norm_` over all shards, `no_sync`, `keep_low_precision_grads`, and replicated parameters.
 
-`keep_low_precision_grads`: gradients stay in the dtype that their parameters have in forward.
+Gradients of parameters that are not sharded are averaged over the ranks at the end of every backward.
 
-`no_sync`: backward passes that add up gradients on each rank, before one that reduces them.
-
-Gradients of parameters that are not sharded: averaged over the ranks at the end of every backward.
-
-Note: why this is automatic.
-    FSDP does not touch 0-dim parameters and those of ignored modules. Left alone, each rank's optimizer would move its
-    copy by its own rows' gradient, and the copies would drift apart without any error. So the root's outputs carry a
-    hook, as FSDP2's own do, which asks autograd to call back when the backward is over. Every rank comes there: they
-    run the root's backward together, because FSDP's reductions are collective.
-    The gradient is linear: a backward that adds a rank's own gradient to an average, and averages again, comes to the
-    average of the sum. Inside `no_sync` nothing is averaged, and the backward after it averages the sums.
+Note: why the average is automatic.
+    FSDP does not manage 0-dim parameters and those of ignored modules. Each rank's optimizer would update its copy by
+    the gradient of its own rows, and the copies would diverge without an error. Therefore the root's outputs have a
+    hook, like FSDP2's own, that queues a callback of autograd for the end of the backward. Every rank runs it, because
+    FSDP's reductions make the backward of the root collective.
+    Gradients are linear: a backward that adds a rank's own gradient to an average, and averages again, gives the
+    average of the sum. Inside `no_sync` nothing is averaged; the backward after it averages the sums.
 """
 
 from __future__ import annotations
@@ -47,7 +43,7 @@ from raysharding.tree import leaves
 
 
 def keep_low_precision_grads(module: nn.Module) -> None:
-    """Cast the gradient of each shard as soon as it was reduced; each rank alone, no collective.
+    """Cast the gradient of each shard when it has been reduced. Not collective.
 
     Args:
         module: The root, after `fully_shard`.
@@ -56,7 +52,7 @@ def keep_low_precision_grads(module: nn.Module) -> None:
 
 
 def _watch_dtypes(module: nn.Module, args: Any) -> None:
-    # In every forward: a load may have put new parameters in place, and frozen ones may be trained later.
+    # In every forward: a load may replace parameters, and frozen parameters may be trained later.
     for item in sharded_parameters(module):
         parameter = item.shard
         if item.compute_dtype is not None and parameter.requires_grad and parameter.grad_dtype is not None:
@@ -71,23 +67,23 @@ def _cast(dtype: torch.dtype, parameter: torch.Tensor) -> None:
 
 @contextmanager
 def no_sync(module: nn.Module) -> Iterator[None]:
-    """Accumulate gradients without communication, for all backward passes but the last; every rank enters it alike.
+    """Accumulate gradients without communication, for all backward passes but the last; on all ranks alike.
 
-    As FSDP1's `no_sync()`. Backward passes inside add full gradients up on each rank; the first one outside reduces
-    the sum, once for each FSDP group, those of replicated parameters included. The gradient is then that of the mean
-    over ranks, summed over the passes: equal to one large batch's if each loss is divided by the number of passes.
+    As FSDP1's `no_sync()`. Backward passes inside accumulate full gradients on each rank; the first backward outside
+    reduces the sum, once per FSDP group, including replicated parameters. The gradient is then that of the mean over
+    ranks, summed over the passes: equal to that of one large batch if each loss is divided by the number of passes.
 
     Wire: nothing for gradients inside; parameters are gathered as always. Memory: each rank holds full, unsharded
     gradients between the passes, where accumulating without `no_sync` holds shards and reduces every time.
 
-    Inside, and until a backward outside, the shards have no gradients: an optimizer step or `clip_grad_norm_` comes
-    after that. To give the sum up, call `drop_unreduced_gradients`, as `train_step` does; `zero_grad` cannot see it.
+    Inside, and until a backward outside, the shards have no gradients for an optimizer step or `clip_grad_norm_`. To
+    discard the sum, call `drop_unreduced_gradients`, as `train_step` does; `zero_grad` does not find it.
 
     Args:
         module: The sharded root module.
 
     Raises:
-        ValueError: On every rank, when nothing in `module` is sharded.
+        ValueError: On every rank, if nothing in `module` is sharded.
     """
     if not is_sharded(module):
         raise ValueError(f"no_sync: nothing in this {type(module).__name__} is sharded; call shard_module first")
@@ -96,26 +92,26 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 
 
 MESSAGE_BYTES = 64 << 20
-"""Gradients in one all-reduce; a larger one goes alone."""
+"""Bytes of gradients in one all-reduce; a larger gradient has its own."""
 
 
 _left_alone: WeakSet[nn.Module] = WeakSet()
-"""Modules whose parameters' gradients are each rank's own: `Sharding(average_ignored_gradients=False)`."""
+"""Modules whose gradients are not averaged: `Sharding(average_ignored_gradients=False)`."""
 
 
 def leave_gradients_alone(modules: Iterable[nn.Module]) -> None:
-    """Say that the gradients of parameters that these modules hold themselves are not averaged."""
+    """Exclude the gradients of the own parameters of these modules from averaging."""
     _left_alone.update(modules)
 
 
 def reduce_replicated_gradients(module: nn.Module) -> None:
     """Average the gradients of parameters that are not sharded (0-dim, ignored) over all ranks; collective.
 
-    A module from `shard_module` does this at the end of every backward that its outputs lead to: call it after one
-    that they do not (a `UserWarning` says so). A rank on which such a parameter got no gradient counts as zeros; where
-    no rank has one, it stays `None`, so that an optimizer skips it as it would in one process. Twice is as good as
-    once. `Sharding(average_ignored_gradients=False)` leaves those of ignored modules alone. Wire: the parameters' own
-    bytes, in fp32 or wider, once around.
+    A module from `shard_module` does this at the end of every backward from its outputs; call it after other backward
+    passes (a `UserWarning` says when). A missing gradient on a rank counts as zeros; a gradient that no rank has stays
+    `None`, so that an optimizer skips the parameter as in one process. Idempotent. With
+    `Sharding(average_ignored_gradients=False)` parameters of ignored modules are excluded. Wire: one all-reduce of the
+    parameters' bytes, in fp32 or wider.
 
     Args:
         module: The sharded root module, after backward.
@@ -125,26 +121,26 @@ def reduce_replicated_gradients(module: nn.Module) -> None:
 
 
 def replicated_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Trainable parameters that FSDP does not manage, and whose gradients are averaged, in module order."""
+    """Return the trainable parameters outside FSDP whose gradients are averaged, in module order."""
     alone = {id(parameter) for parameter in parameters_left_alone(module)}
     return [item for item in plain_parameters(module) if item.requires_grad and id(item) not in alone]
 
 
 def parameters_left_alone(module: nn.Module) -> list[nn.Parameter]:
-    """Parameters whose gradients are each rank's own; no collective."""
+    """Return the parameters whose gradients are not averaged. Not collective."""
     holders = [submodule for submodule in module.modules() if submodule in _left_alone]
     return [parameter for holder in holders for parameter in holder.parameters(recurse=False)]
 
 
 def plain_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Parameters that FSDP does not manage, in module order; no collective."""
-    # After a forward without a backward, full parameters stand in the place of shards: they are no replicas.
+    """Return the parameters that FSDP does not manage, in module order. Not collective."""
+    # After a forward without a backward, full parameters are registered in place of shards: these are no replicas.
     full = {id(item.full) for item in sharded_parameters(module)}
     return [item for item in module.parameters() if not isinstance(item, DTensor) and id(item) not in full]
 
 
 def _messages(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Parameters of one device and dtype, up to `MESSAGE_BYTES` together; the same on every rank."""
+    """Yield parameters of one device and dtype, of up to `MESSAGE_BYTES`; the same on every rank."""
     buckets: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
         buckets[parameter.device, parameter.dtype].append(parameter)
@@ -159,14 +155,14 @@ def _messages(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]
 
 
 def _average(parameters: list[nn.Parameter]) -> None:
-    """Average the gradients of parameters of one dtype, in one flat message that also carries who has one."""
+    """Average gradients of one dtype, in one flat all-reduce that also counts the ranks with a gradient."""
     present = [float(parameter.grad is not None) for parameter in parameters]
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     # Half precision would lose the last bits of a sum over many ranks.
     dtype = torch.promote_types(parameters[0].dtype, torch.float32)
     flat = torch.cat([grad.detach().reshape(-1).to(dtype) for grad in grads] + [grads[0].new_tensor(present).to(dtype)])
     flat = flat.to(group_device(flat.device))
-    # Every rank sends a bucket of the same size, with zeros for what it lacks: else the others would wait here.
+    # Every rank calls this with the same size, with zeros for missing gradients: the others would wait here.
     dist.all_reduce(flat)
     start = 0
     for parameter, count in zip(parameters, flat[-len(parameters) :].tolist(), strict=True):
@@ -184,16 +180,16 @@ def group_device(device: torch.device) -> torch.device:
 
 
 class _Reduction:
-    """Asks autograd, once in each backward through the root's outputs, to reduce when that backward is over."""
+    """Queues a callback of autograd, once per backward through the root's outputs, that reduces at its end."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        # An aborted backward never calls back; the next one has another number, so nothing is left to reset.
+        # An aborted backward runs no callback; the next backward has another number, so there is nothing to reset.
         self._graph_task = -1
         self._warned = False
 
     def watch(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Forward hook of the root: hook on every output that backward may come through."""
+        """Forward hook of the root: register a hook on every output that a backward may start from."""
         if not torch.is_grad_enabled():
             return
         tensors = [leaf for _, leaf in leaves(output) if isinstance(leaf, torch.Tensor)]
@@ -214,24 +210,24 @@ class _Reduction:
         graph_task = torch._C._current_graph_task_id()
         if graph_task != self._graph_task:
             self._graph_task = graph_task
-            # After FSDP2's own callback, whose hook was there first: the shards are registered again by then.
+            # Runs after FSDP2's own callback, which was queued first and registers the shards again.
             Variable._execution_engine.queue_callback(self._reduce)
 
     def _reduce(self) -> None:
-        # Every rank of the group comes here at the end of the same backward, whether its rows used the parameters or
-        # not; and all of them are inside no_sync or none is.
+        # Every rank of the group calls this at the end of the same backward, whether or not its rows used the
+        # parameters; and all ranks are inside no_sync, or none.
         if syncs_gradients(self._module):
             reduce_replicated_gradients(self._module)
 
 
 def reduce_after_backward(module: nn.Module) -> None:
-    """Make every backward of the root average the gradients of replicated parameters, if there are any now.
+    """Make every backward of the root average the gradients of replicated parameters, if there are any.
 
     Args:
-        module: The root, after `fully_shard`. Parameters that are added later are left to the caller of
-            `reduce_replicated_gradients`, unless there were others.
+        module: The root, after `fully_shard`. If it has no such parameters now, call `reduce_replicated_gradients` for
+            parameters that are added later.
     """
-    # Frozen ones too: they may be trained later.
+    # Frozen parameters count: they may be trained later.
     if any(not isinstance(parameter, DTensor) for parameter in module.parameters()):
         module.register_forward_hook(_Reduction(module).watch)
 
@@ -254,13 +250,13 @@ def clip_grad_norm_(module: nn.Module, max_norm: float | None, norm_type: float 
         The norm before clipping: 0-dim fp32 tensor, equal on every rank.
 
     Raises:
-        ValueError: On every rank, when `norm_type` is not positive, or `max_norm` negative or NaN.
-        RuntimeError: On every rank, when `module` is a part of a sharded module, as from FSDP1: its gradients would be
-            clipped by a norm of their own.
+        ValueError: On every rank, if `norm_type` is not positive, or `max_norm` negative or NaN.
+        RuntimeError: On every rank, if `module` is a part of a sharded module, as in FSDP1: its gradients would be
+            clipped by another norm.
     """
     check_norm(max_norm, norm_type)
     _require_root(module)
-    reshard(module)  # a forward since the backward may have hidden the root's shards, and their gradients
+    reshard(module)  # after a forward, full parameters may be registered in place of the root's shards
     by_copies = _local_gradients(module)
     device = group_device(next((parameter.device for parameter in module.parameters()), metadata_device()))
     norm = _global_norm(by_copies, norm_type, device)
@@ -270,10 +266,10 @@ def clip_grad_norm_(module: nn.Module, max_norm: float | None, norm_type: float 
 
 
 def _require_root(module: nn.Module) -> None:
-    """Refuse a module inside an FSDP root; each rank alone, and all alike.
+    """Raise for a module inside an FSDP root. Not collective; the same on every rank.
 
     Raises:
-        RuntimeError: It is one. Before the first forward FSDP2 knows of no root, and there are no gradients either.
+        RuntimeError: The module is not the root. Before the first forward FSDP2 has no root, and no gradients exist.
     """
     found = fsdp_modules(module, root_only=True)
     cure = (
@@ -289,7 +285,7 @@ def _require_root(module: nn.Module) -> None:
 
 
 def scale_gradients(module: nn.Module, factor: float) -> None:
-    """Multiply all gradients by a number; no collective.
+    """Multiply all gradients by a number. Not collective.
 
     Args:
         module: The sharded root module, after a backward outside `no_sync`.
@@ -302,7 +298,7 @@ def scale_gradients(module: nn.Module, factor: float) -> None:
 
 
 def check_norm(max_norm: float | None, norm_type: float) -> None:
-    """Refuse bounds and powers that no norm has.
+    """Raise for an invalid bound or norm type.
 
     Raises:
         ValueError: `norm_type` is not positive, or `max_norm` negative or NaN.
@@ -314,7 +310,7 @@ def check_norm(max_norm: float | None, norm_type: float) -> None:
 
 
 def _local_gradients(module: nn.Module) -> dict[int, list[torch.Tensor]]:
-    """This rank's non-empty gradient shards, keyed by how many ranks hold a copy of each."""
+    """Return this rank's non-empty gradient shards, by the number of ranks that hold a copy."""
     by_copies: dict[int, list[torch.Tensor]] = defaultdict(list)
     alone = {id(parameter) for parameter in parameters_left_alone(module)}
     for parameter in module.parameters():
@@ -336,19 +332,19 @@ def _local_gradients(module: nn.Module) -> dict[int, list[torch.Tensor]]:
 
 
 def _global_norm(by_copies: dict[int, list[torch.Tensor]], norm_type: float, device: torch.device) -> torch.Tensor:
-    """Reduce the norms of all shards in fp64; each of `copies` equal tensors adds its part of one."""
+    """Reduce the norms of all shards in fp64; each of `copies` equal tensors adds its fraction."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     is_max = norm_type == math.inf
     for copies, grads in by_copies.items():
         norms = torch.stack([norm.to(device, torch.float64) for norm in _norms(grads, norm_type)])
         total = torch.maximum(total, norms.max()) if is_max else total + norms.pow(norm_type).sum() / copies
-    # Every rank reduces its one number, also without any gradient: a rank that left early would stop the others here.
+    # Every rank calls this, without gradients too: the others would wait in the all-reduce.
     dist.all_reduce(total, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM)
     return (total if is_max else total.pow(1.0 / norm_type)).float()
 
 
 def _norms(grads: list[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
-    """Each tensor's own norm, in fp32 or wider, one fused call for each device and dtype."""
+    """Return the norm of each tensor, in fp32 or wider, by one fused call per device and dtype."""
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
     for grad in grads:
         groups[grad.device, grad.dtype].append(grad)

@@ -1,6 +1,6 @@
-"""What FSDP2 keeps private and others here need: groups, states, shards and gathered copies.
+"""Private state of FSDP2 that this package uses: groups, states, shards and gathered copies.
 
-Also: what an FSDP module refuses while its full parameters are registered in place of its shards.
+Also: what an FSDP module refuses while full parameters are registered in place of its shards.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ class ShardedParameter(NamedTuple):
     shard: nn.Parameter
     """The DTensor that an optimizer holds."""
     full: torch.Tensor | None
-    """What the group's forward computes with; `None` before the first one. Its memory is freed in between."""
+    """Full parameter of the group's forward; `None` before the first forward. Freed between uses."""
     is_registered: bool
-    """Whether `full` is in the module's tables now, in the place of `shard`."""
+    """True if `full` is registered in the module in place of `shard`."""
     stored_dtype: torch.dtype | None
-    """The shard's, as it was when the group ran first; `None` before."""
+    """dtype of the shard in the group's first forward; `None` before."""
     compute_dtype: torch.dtype | None
-    """That of forward and backward under mixed precision; `None` where it is the stored one, or nothing ran yet."""
+    """dtype of forward and backward under mixed precision; `None` if it is the stored dtype, or before a forward."""
 
 
 def parameter_groups(module: nn.Module) -> list[list[ShardedParameter]]:
-    """Parameters of the FSDP groups that one module belongs to, which others may share; no collective.
+    """Return the parameters of the FSDP groups of one module, which other modules may share. Not collective.
 
     Args:
-        module: Any; not its submodules.
+        module: Any module; its submodules are not included.
     """
     return [_parameters_of(group) for group in own_groups(module)]
 
@@ -60,7 +60,7 @@ def _parameters_of(group: Any) -> list[ShardedParameter]:
 
 
 def sharded_parameters(module: nn.Module) -> list[ShardedParameter]:
-    """Parameters of all FSDP groups of a module and what is in it, each group once, outer ones first; no collective."""
+    """Return the parameters of all FSDP groups in a module tree, each group once, outer first. Not collective."""
     seen: set[nn.Parameter] = set()
     found: list[ShardedParameter] = []
     for _, submodule in named_submodules(module):
@@ -72,24 +72,24 @@ def sharded_parameters(module: nn.Module) -> list[ShardedParameter]:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Return True if a module, or anything in it, has an FSDP group; no collective."""
+    """Return True if a module or a submodule has an FSDP group. Not collective."""
     return any(own_groups(submodule) for _, submodule in named_submodules(module))
 
 
 def mesh_sizes(module: nn.Module) -> set[tuple[int, int]]:
-    """Of each FSDP group: number of ranks that hold it, and over how many of them it is cut; no collective."""
+    """Return, for each FSDP group, its number of ranks and its number of shards. Not collective."""
     infos = [group.mesh_info for group in fsdp_groups(module)]
     return {(info.mesh.size(), getattr(info, "shard_mesh_size", 1)) for info in infos}
 
 
 def fsdp_groups(module: nn.Module) -> list[Any]:
-    """FSDP2's own group objects of a module and what is in it, each once, outer ones first; no collective."""
+    """Return FSDP2's group objects in a module tree, each once, outer first. Not collective."""
     found = (group for _, submodule in named_submodules(module) for group in own_groups(submodule))
     return list({id(group): group for group in found}.values())
 
 
 def own_groups(module: object) -> list[Any]:
-    """FSDP2's own group objects of one module. Since torch 2.13 there may be several, before that one or none."""
+    """Return FSDP2's group objects of one module: several since torch 2.13, at most one before."""
     if not isinstance(module, FSDPModule):
         return []
     state = module._get_fsdp_state()
@@ -100,10 +100,10 @@ def own_groups(module: object) -> list[Any]:
 
 
 def init_roots(module: nn.Module) -> None:
-    """Have torch take the outermost FSDP modules for roots, the weights being there; no collective.
+    """Make the outermost FSDP modules FSDP2's roots, after the weights are loaded. Not collective.
 
-    FSDP2 takes what runs first for the root: a block that is called by itself, or an encoder. The forward of the whole
-    module then raises, and nothing makes it right again.
+    FSDP2 takes the module that runs first as root: a block that is called on its own, or an encoder. The forward of the
+    whole module then raises, and this cannot be undone.
     """
     for root in fsdp_modules(module, root_only=True):
         root._get_fsdp_state()._lazy_init()
@@ -111,9 +111,9 @@ def init_roots(module: nn.Module) -> None:
 
 @contextmanager
 def roots_before_blocks(module: nn.Module) -> Iterator[None]:
-    """`init_roots` as soon as any part of a root runs inside, before it does; each rank alone, no collective.
+    """Call `init_roots` before the first forward of any part of a root inside this context. Not collective.
 
-    Not earlier: until something runs users may change dtypes, and put other parameters in.
+    Not earlier: until then users may change dtypes and replace parameters.
 
     Args:
         module: The root module.
@@ -128,7 +128,7 @@ def roots_before_blocks(module: nn.Module) -> Iterator[None]:
         if id(part) in root_of:
             root_of[id(part)]._get_fsdp_state()._lazy_init()
 
-    # Hooks of all modules run before a module's own, so before FSDP2's.
+    # Global hooks run before hooks of a module, and so before FSDP2's.
     handle = register_module_forward_pre_hook(init)
     try:
         yield
@@ -137,12 +137,12 @@ def roots_before_blocks(module: nn.Module) -> Iterator[None]:
 
 
 def has_run(module: FSDPModule) -> bool:
-    """Return True if a forward of the module, or `init_roots`, has told FSDP2 which module is the root."""
+    """Return True if FSDP2 knows the root, by a forward or by `init_roots`."""
     return module._get_fsdp_state()._is_root is not None
 
 
 def outer_root(module: FSDPModule) -> nn.Module | None:
-    """The FSDP root that a module is a part of; `None` where it is one, or where FSDP2 knows of none yet."""
+    """Return the FSDP root that contains a module; `None` if the module is a root, or FSDP2 knows no root yet."""
     state = module._get_fsdp_state()
     if state._is_root is not False:
         return None
@@ -150,19 +150,19 @@ def outer_root(module: FSDPModule) -> nn.Module | None:
 
 
 def syncs_gradients(module: nn.Module) -> bool:
-    """Return True if the next backward reduces gradients: not inside `no_sync`; no collective."""
+    """Return True if the next backward reduces gradients, i.e. not inside `no_sync`. Not collective."""
     return all(group.reduce_grads for group in fsdp_groups(module))
 
 
 @contextmanager
 def gradient_sync(module: nn.Module, sync: bool) -> Iterator[None]:
-    """Reduce gradients in the backward passes inside, or do not, whatever was set before; no collective.
+    """Enable or disable the reduction of gradients in backward passes inside. Not collective.
 
     Args:
         module: The sharded root module.
-        sync: Whether to reduce them; if not, as in `no_sync`.
+        sync: True to reduce gradients; False as in `no_sync`.
     """
-    # torch has setters for these flags, and no way to read them.
+    # torch has setters for these flags, but no getters.
     before = [(group, group.reduce_grads, group.all_reduce_grads) for group in fsdp_groups(module)]
     for group, _, _ in before:
         group.reduce_grads = group.all_reduce_grads = sync
@@ -174,10 +174,10 @@ def gradient_sync(module: nn.Module, sync: bool) -> Iterator[None]:
 
 
 def drop_unreduced_gradients(module: nn.Module) -> None:
-    """Forget what backward passes inside `no_sync` have added up on this rank; no collective.
+    """Drop the gradients that backward passes inside `no_sync` have accumulated on this rank. Not collective.
 
-    FSDP2 keeps these gradients beside the shards, where neither `zero_grad` nor `reset_iter_state` finds them: after
-    an accumulation that was given up they would go into the next reduction.
+    FSDP2 stores these gradients beside the shards, where neither `zero_grad` nor `reset_iter_state` finds them: after a
+    discarded accumulation they would be part of the next reduction.
 
     Args:
         module: The sharded root module.
@@ -192,19 +192,19 @@ def drop_unreduced_gradients(module: nn.Module) -> None:
 
 
 def renew_process_groups(module: nn.Module, mesh: DeviceMesh, renewed: DeviceMesh) -> None:
-    """Let mesh, DTensors and FSDP2 use the process groups of a new mesh in the place of those that are gone.
+    """Replace destroyed process groups in mesh, DTensors and FSDP2 by those of a new mesh.
 
-    A mesh finds its groups by name. torch counts groups from the start in every new process group, so a mesh that is
-    made as the first one was bears its names, and every DTensor's mesh means the new groups from here on. FSDP2 keeps
-    the groups themselves, beside the mesh. Seen in torch 2.11 to 2.13.
+    A mesh finds its groups by name. torch numbers groups from 0 in every new process group, so a mesh that is made like
+    the first one has the same names, and the meshes of all DTensors then refer to the new groups. FSDP2 also holds
+    references to groups beside the mesh. Seen in torch 2.11 to 2.13.
 
     Args:
         module: The sharded root module.
-        mesh: The one that it was sharded over.
-        renewed: Made as `mesh` was, in the new default process group.
+        mesh: Mesh of the module.
+        renewed: Mesh that was made like `mesh`, in the new default process group.
 
     Raises:
-        RuntimeError: The new groups cannot take the old ones' place.
+        RuntimeError: The groups cannot be replaced.
     """
     if _group_names(mesh) != _group_names(renewed) or mesh.mesh.tolist() != renewed.mesh.tolist():
         raise RuntimeError(f"the new mesh {renewed} has other groups than {mesh}")
@@ -230,10 +230,10 @@ def _renew(mesh_info: Any) -> None:
 
 
 def tell_fsdp(module: nn.Module) -> None:
-    """Let FSDP2 take the parameters that are in the module's tables now; each rank alone, no collective.
+    """Make FSDP2 use the parameters that are registered now. Not collective.
 
-    It keeps references, and renews them in hooks after a `load_state_dict`. Called with an empty state dict
-    that takes ten times as long, warns of what is on meta, and runs the users' hooks before there are values.
+    FSDP2 holds references, and renews them in hooks after a `load_state_dict`. A `load_state_dict` with an empty dict
+    takes ten times as long, warns about tensors on meta, and runs users' hooks before values are loaded.
     """
     nothing = _IncompatibleKeys([], [])
     for _, submodule in named_submodules(module):
@@ -243,39 +243,39 @@ def tell_fsdp(module: nn.Module) -> None:
 
 
 def is_fsdp_hook(hook: object) -> bool:
-    """Whether FSDP2 registered a hook."""
+    """Return True if FSDP2 registered the hook."""
     return getattr(hook, "__module__", "").startswith("torch.distributed.fsdp")
 
 
 offloaded: WeakSet[nn.Module] = WeakSet()
-"""Root modules whose shards live in host memory."""
+"""Root modules whose shards are in host memory."""
 
 
 def is_offloaded(root: nn.Module) -> bool:
-    """Whether a root module's shards live in host memory (`Sharding(cpu_offload=True)`)."""
+    """Return True if the shards of a root are in host memory (`Sharding(cpu_offload=True)`)."""
     return unwrapped(root) in offloaded
 
 
 def mark_offloaded(root: nn.Module) -> None:
-    """Say that a root module's shards live in host memory, where others than `shard_module` have cut it so."""
+    """Record that the shards of a root are in host memory, if the root was not sharded by `shard_module`."""
     offloaded.add(unwrapped(root))
 
 
 summoned: WeakSet[nn.Module] = WeakSet()
-"""FSDP modules inside `summon_full_params`: full parameters are registered, on rank 0 alone under `rank0_only`."""
+"""FSDP modules inside `summon_full_params`, whose full parameters are registered (`rank0_only`: on rank 0)."""
 
 
 def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FSDPModule]:
-    """The FSDP modules of a tree, in the order of `module.modules()`; each rank alone, no communication.
+    """Return the FSDP modules of a tree, in the order of `module.modules()`. Not collective.
 
-    As FSDP1's `FullyShardedDataParallel.fsdp_modules`. A parameter group of several modules is found as each of them.
+    As FSDP1's `FullyShardedDataParallel.fsdp_modules`. A group of several modules is included as each of them.
 
     Args:
         module: Any module, sharded or not; it is in the result if it is an FSDP module.
-        root_only: Only those that no other FSDP module of the tree contains.
+        root_only: True for only the modules that no other FSDP module of the tree contains.
 
     Returns:
-        The modules; empty where nothing is sharded.
+        The modules; empty if nothing is sharded.
     """
     found: list[FSDPModule] = []
     below: set[nn.Module] = set()
@@ -287,14 +287,13 @@ def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FSDPModule]
 
 
 def reshard(module: nn.Module) -> None:
-    """Make every FSDP group's shards its registered parameters again; each rank alone, no collective.
+    """Register the shards of every FSDP group again. Not collective.
 
-    After a forward without a backward the root's group keeps its full parameters registered, and so does one that is
-    not freed after forward. Whoever reads `module.parameters()` (an optimizer, a gather) must see DTensors, and the
-    memory is wanted back.
+    After a forward without a backward, the root's group keeps its full parameters registered, as do groups that are not
+    freed after forward. Readers of `module.parameters()` (an optimizer, a gather) need DTensors; also frees memory.
 
     Raises:
-        RuntimeError: Inside `summon_full_params`, which alone can put the shards back.
+        RuntimeError: Inside `summon_full_params`, which registers the shards itself.
     """
     for name, submodule in named_submodules(module):
         if isinstance(submodule, FSDPModule):
@@ -308,10 +307,10 @@ def reshard(module: nn.Module) -> None:
 
 
 def _leave_forward(module: FSDPModule) -> None:
-    """Forget a forward that ran some modules of a group only, such as `model.model(...)` without the head.
+    """Reset a group after a forward of only some of its modules, such as `model.model(...)` without the head.
 
-    FSDP2 takes such a group to be inside forward until the next backward, and leaves full what it does not free there:
-    an optimizer would hold the full parameters, and never change the shards.
+    FSDP2 regards such a group as inside forward until the next backward, with full parameters registered: an optimizer
+    would hold the full parameters, and never update the shards.
     """
     state = module._get_fsdp_state()
     state._modules_to_run_forward.clear()
@@ -321,11 +320,11 @@ def _leave_forward(module: FSDPModule) -> None:
 
 
 def require_idle(modules: Iterable[FSDPModule]) -> None:
-    """Make sure that none of the modules is in the middle of a forward or backward; each rank alone.
+    """Check that no module is inside a forward or backward. Not collective.
 
     Raises:
-        RuntimeError: One is; or an exception ended its last forward, or that ran some modules of its group only
-            (`model.model(...)` without the head): then FSDP2 keeps its full parameters registered.
+        RuntimeError: A module is; or an exception ended its last forward, or the forward ran only some modules of its
+            group (`model.model(...)` without the head), after which FSDP2 keeps full parameters registered.
     """
     for module in modules:
         state = module._get_fsdp_state()._training_state.name
@@ -339,20 +338,20 @@ def require_idle(modules: Iterable[FSDPModule]) -> None:
 
 @contextmanager
 def refusing_use(modules: Sequence[FSDPModule]) -> Iterator[None]:
-    """Refuse what would let FSDP2 gather, move or cast its own copies of the parameters; each rank alone.
+    """Make methods raise by which FSDP2 would gather, move or cast its own copies of parameters. Not collective.
 
-    Forward, backward (of a forward that ran before), `unshard` and `to` raise a RuntimeError. All would go on with the
-    shards, and put other parameters in the place of the full ones.
+    Forward, backward (of an earlier forward), `unshard` and `to` raise a RuntimeError: they would use the shards, and
+    replace the full parameters.
 
     Args:
-        modules: Those whose full parameters are registered, on this rank or on another.
+        modules: Modules whose full parameters are registered, on this rank or another.
     """
     with ExitStack() as stack:
         for module in modules:
             assert isinstance(module, nn.Module), "FSDP modules are modules"
             summoned.add(module)
             stack.callback(summoned.discard, module)
-            # First of all hooks: FSDP2 has not yet noted that a forward began, so nothing has to be put right.
+            # The first of all hooks: FSDP2 has not recorded a forward yet, so there is nothing to reset.
             stack.callback(module.register_forward_pre_hook(_refuse_forward, prepend=True).remove)
             _replace(stack, module, "unshard", _refuser("unshard()"))
             _replace(stack, module, "_apply", _refuser("to(), a cast or a move"))
@@ -362,7 +361,7 @@ def refusing_use(modules: Sequence[FSDPModule]) -> Iterator[None]:
 
 
 def _replace(stack: ExitStack, holder: object, name: str, function: Callable[..., Any]) -> None:
-    """Hide a method of one object until the stack closes; what an outer context hid comes back."""
+    """Replace a method of one object until the stack closes."""
     before = holder.__dict__.get(name)
     holder.__dict__[name] = function
     if before is None:
@@ -390,7 +389,7 @@ def _backward_refuser(state: Any) -> Callable[[], NoReturn]:
     idle = state._training_state
 
     def refuse() -> NoReturn:
-        # FSDP2 calls this right after it noted that a backward began, which would be wrong from now on.
+        # FSDP2 calls this after it recorded the start of a backward, which does not run.
         state._training_state = idle
         raise RuntimeError(_message("a backward"))
 
@@ -399,10 +398,10 @@ def _backward_refuser(state: Any) -> Callable[[], NoReturn]:
 
 @contextmanager
 def loadable(owners: Iterable[nn.Module]) -> Iterator[None]:
-    """Let `load_state_dict` fill full parameters: FSDP2's hooks after it would look for shards; each rank alone.
+    """Make `load_state_dict` work on full parameters, without FSDP2's hooks, which expect shards. Not collective.
 
     Args:
-        owners: The modules in whose tables full parameters are.
+        owners: Modules with registered full parameters.
     """
     paused: list[tuple[Any, dict[int, Any]]] = []
     for owner in owners:
@@ -419,8 +418,8 @@ def loadable(owners: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def is_not_gathered(error: BaseException) -> bool:
-    """Return True if a module computed with its shard, because nothing had gathered its parameters.
+    """Return True if a module computed with its shard, because its parameters were not gathered.
 
-    DTensor's dispatch raises a RuntimeError for it, which its message alone tells from others (torch 2.9 to 2.13).
+    DTensor's dispatch raises a RuntimeError for that, which only its message distinguishes (torch 2.9 to 2.13).
     """
     return "mixed torch.Tensor and DTensor" in said(error)

@@ -1,4 +1,4 @@
-"""Where each element of a module's tensors lives: the flat range of every tensor that a rank holds.
+"""Layout of a module's tensors: the flat range of every tensor that a rank holds.
 
 A `Shard(0)` shard of a row-major tensor is one contiguous range of the flattened tensor. That fact carries the whole
 library: a range of elements is a range of bytes in a file, in a message and in a shard.
@@ -23,7 +23,7 @@ _ROWS = Shard(0)
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
-    """One parameter or buffer of a module, and how it is cut."""
+    """Sharding of one parameter or buffer of a module."""
 
     fqn: str
     """Canonical FQN: the first of `named_parameters()`; buffers by their own name."""
@@ -32,7 +32,7 @@ class TensorLayout:
     dtype: torch.dtype
     """dtype of the module's tensor."""
     num_shards: int
-    """Ranks that it is cut over along dim 0; 0 if every rank holds all of it (buffers, 0-dim parameters)."""
+    """Number of shards along dim 0; 0 if replicated (buffers, 0-dim parameters)."""
 
     @property
     def num_elements(self) -> int:
@@ -44,14 +44,14 @@ class TensorLayout:
         return self._range(shard_index, *self._size())
 
     def ranges(self) -> list[tuple[int, int]]:
-        """`local_range` of every shard; of the whole, once, where every rank holds it."""
+        """Return the `local_range` of every shard; of a replicated tensor, the whole range once."""
         size = self._size()
         return [self._range(index, *size) for index in range(max(self.num_shards, 1))]
 
     def _size(self) -> tuple[int, int]:
-        """Elements of the longest shard, and of the tensor.
+        """Return the number of elements of the longest shard, and of the tensor.
 
-        FSDP2 and DTensor cut dim 0 as `torch.chunk` does: `ceil(rows / num_shards)` rows each, the last ones shorter
+        FSDP2 and DTensor split dim 0 like `torch.chunk`: `ceil(rows / num_shards)` rows each, the last shards shorter
         or empty.
         """
         total = prod(self.shape)
@@ -67,18 +67,18 @@ class TensorLayout:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """What a `DistModule` stands for; any other module itself."""
+    """Return the module inside a `DistModule`, or the module itself."""
     return next(module.modules())
 
 
 def named_submodules(module: nn.Module, *, aliases: bool = False) -> list[tuple[str, nn.Module]]:
-    """Every submodule, a dot behind its name but for the root's, parents first.
+    """Return every submodule with its name, parents first; names end with a dot, except the root's.
 
-    As `named_modules`, whose nested generators take many times as long in a deep tree.
+    Like `named_modules`, whose nested generators take many times as long in a deep tree.
 
     Args:
         module: The root.
-        aliases: Whether one that is found in two places is named twice. Then a tree in a cycle is a RecursionError.
+        aliases: True to name a module in two places twice; a cyclic tree is then a RecursionError.
     """
     found: list[tuple[str, nn.Module]] = []
     _collect("", unwrapped(module), None if aliases else set(), found)
@@ -86,7 +86,7 @@ def named_submodules(module: nn.Module, *, aliases: bool = False) -> list[tuple[
 
 
 def _collect(prefix: str, module: nn.Module, seen: set[nn.Module] | None, found: list[tuple[str, nn.Module]]) -> None:
-    # No closure: one that calls itself would keep the modules until the next collection of cycles.
+    # No closure: a recursive closure would keep the modules alive until a garbage collection.
     if seen is not None:
         if module in seen:
             return
@@ -98,7 +98,7 @@ def _collect(prefix: str, module: nn.Module, seen: set[nn.Module] | None, found:
 
 
 def module_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """FQN → parameter or buffer, each tensor once, in module order, non-persistent buffers included."""
+    """Return FQN → parameter or buffer, each tensor once, in module order, including non-persistent buffers."""
     submodules = named_submodules(module)
     tensors: dict[str, torch.Tensor] = {}
     for table in ("_parameters", "_buffers"):
@@ -112,7 +112,7 @@ def module_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def persistent_names(module: nn.Module) -> set[str]:
-    """FQNs of all parameters and persistent buffers, tied aliases included."""
+    """Return the FQNs of all parameters and persistent buffers, including tied aliases."""
     names: set[str] = set()
     for raw, submodule in named_submodules(module, aliases=True):
         prefix = clean_name(raw)
@@ -123,10 +123,10 @@ def persistent_names(module: nn.Module) -> set[str]:
 
 
 def tensor_layout(fqn: str, tensor: torch.Tensor) -> TensorLayout:
-    """Layout of one tensor of a module.
+    """Return the layout of one tensor of a module.
 
     Raises:
-        ValueError: When a DTensor is neither replicated nor cut along dim 0 on one mesh axis.
+        ValueError: A DTensor is neither replicated nor sharded along dim 0 on one mesh axis.
     """
     num_shards = 0
     if isinstance(tensor, DTensor):
@@ -139,7 +139,7 @@ def tensor_layout(fqn: str, tensor: torch.Tensor) -> TensorLayout:
 
 
 def shard_index_of(tensor: DTensor) -> int:
-    """Which shard of a DTensor that is cut along dim 0 this process holds; 0 where every rank holds all of it."""
+    """Return the index of this process's shard of a DTensor; 0 if it is replicated."""
     for axis, placement in enumerate(tensor.placements):
         if placement == _ROWS:
             return tensor.device_mesh.get_local_rank(axis)
@@ -147,32 +147,32 @@ def shard_index_of(tensor: DTensor) -> int:
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of `tensor` in this process: a DTensor's shard, any other tensor itself; detached."""
+    """Return the local shard of a DTensor, or any other tensor itself; detached."""
     local = inner_tensor(tensor)
     return local.detach() if local.requires_grad else local
 
 
 def inner_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The very tensor that a DTensor wraps, any other tensor itself. `to_local` gives a new one each time."""
+    """Return the tensor object inside a DTensor, or any other tensor itself. `to_local` makes a new object."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def set_inner_tensor(tensor: DTensor, local: torch.Tensor) -> None:
-    """Let a DTensor wrap another tensor, of the same shape; mesh and cut stay."""
+    """Replace the tensor inside a DTensor by one of the same shape; mesh and placements stay."""
     tensor._local_tensor = local
 
 
 def with_layout(local: torch.Tensor, like: DTensor, *, requires_grad: bool) -> DTensor:
-    """Wrap a shard in a DTensor with the mesh, cut, shape and strides of another; each rank alone.
+    """Return a DTensor of a shard with the mesh, placements, shape and strides of another. Not collective.
 
-    As FSDP2 makes its own: `DTensor.from_local` takes ten times as long, which thousands of parameters feel, and moves
-    the shard to the mesh's device.
+    Made as FSDP2 makes its DTensors: `DTensor.from_local` takes ten times as long, which matters for thousands of
+    parameters, and moves the shard to the device of the mesh.
     """
     return DTensor(local, like._spec, requires_grad=requires_grad)
 
 
 def message_device(module: nn.Module) -> torch.device:
-    """Device on which a module's data travels: its mesh's; the CPU for a module that is not sharded."""
+    """Return the device of a module's messages: that of its mesh; the CPU for a module that is not sharded."""
     for parameter in module.parameters():
         if isinstance(parameter, DTensor):
             kind = parameter.device_mesh.device_type
@@ -181,7 +181,7 @@ def message_device(module: nn.Module) -> torch.device:
 
 
 def compute_device(module: nn.Module) -> torch.device:
-    """Device on which a module computes: its mesh's; that of its parameters for a module that is not sharded."""
+    """Return the device on which a module computes: that of its mesh, or of its parameters if not sharded."""
     parameters = list(module.parameters())
     if not parameters or any(isinstance(parameter, DTensor) for parameter in parameters):
         return message_device(module)
@@ -189,7 +189,7 @@ def compute_device(module: nn.Module) -> torch.device:
 
 
 def computes_on_cuda(module: nn.Module) -> bool:
-    """Return True if a module computes on a GPU; its shards may lie in host memory, and metadata travel there."""
+    """Return True if a module computes on a GPU; its shards and metadata may be in host memory."""
     kinds = (
         parameter.device_mesh.device_type if isinstance(parameter, DTensor) else parameter.device.type
         for parameter in module.parameters()
@@ -208,29 +208,29 @@ class ShardMap:
 
     @property
     def num_shards(self) -> int:
-        """Number of different shards: the size of the mesh's `shard` axis."""
+        """Number of shards: the size of the mesh's `shard` axis."""
         return len(self.holders)
 
     @property
     def world_size(self) -> int:
-        """Ranks over all replicas."""
+        """Number of ranks over all replicas."""
         return sum(len(ranks) for ranks in self.holders)
 
     @property
     def shard_index(self) -> int:
-        """The shard that this process holds."""
+        """Index of this process's shard."""
         return self.index_of(self.rank)
 
     def index_of(self, rank: int) -> int:
-        """The shard that global rank `rank` holds."""
+        """Return the index of the shard of global rank `rank`."""
         return next(index for index, ranks in enumerate(self.holders) if rank in ranks)
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor]) -> ShardMap:
-        """Read the map off the DTensors of a module; without any, every rank is a replica of one shard.
+        """Return the map of a module's DTensors; without DTensors, every rank is a replica of one shard.
 
         Raises:
-            ValueError: When the tensors lie on different meshes, or on one that leaves ranks out.
+            ValueError: The tensors are on different meshes, or on a mesh without all ranks.
         """
         found = {holders: next(iter(part)) for holders, part in _by_holders(tensors).items() if holders is not None}
         if len(found) > 1:
@@ -248,9 +248,9 @@ class ShardMap:
 
 
 def by_mesh(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """Parts of a dict whose tensors are cut over the ranks alike, each with a `ShardMap`; the same on every rank.
+    """Split a dict into parts with equal sharding, each with one `ShardMap`; the same on every rank.
 
-    FSDP modules inside one another may have strategies of their own. What every rank holds goes with the first part.
+    Nested FSDP modules may have strategies of their own. Replicated tensors are in the first part.
     """
     parts = _by_holders(tensors)
     everywhere = parts.pop(None, {})
@@ -261,8 +261,8 @@ def by_mesh(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]
 def _by_holders(
     tensors: Mapping[str, torch.Tensor],
 ) -> dict[tuple[tuple[int, ...], ...] | None, dict[str, torch.Tensor]]:
-    """Shard index → ranks (`None`: every rank holds all), → the tensors that are cut so."""
-    known: dict[tuple[DeviceMesh, int], tuple[tuple[int, ...], ...]] = {}  # thousands of tensors lie on one mesh
+    """Group tensors by shard index → ranks; the key `None` has replicated tensors."""
+    known: dict[tuple[DeviceMesh, int], tuple[tuple[int, ...], ...]] = {}  # thousands of tensors share a mesh
     parts: dict[tuple[tuple[int, ...], ...] | None, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         holders = None
@@ -276,6 +276,6 @@ def _by_holders(
 
 
 def _holders(mesh: DeviceMesh, shard_axis: int) -> tuple[tuple[int, ...], ...]:
-    """shard index → ranks, from a mesh of any number of axes of which one shards."""
+    """Return shard index → ranks of a mesh with any number of axes, one of which shards."""
     ranks = mesh.mesh.movedim(shard_axis, 0).reshape(mesh.size(shard_axis), -1)
     return tuple(tuple(row) for row in ranks.tolist())

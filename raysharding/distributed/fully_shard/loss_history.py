@@ -1,4 +1,4 @@
-"""Since when a module's loss is not finite, and where that may come from."""
+"""History of a module's losses: since when the loss is not finite, and possible causes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raysharding.tree import leaves
 
 @dataclass
 class _Updates:
-    """Of a module, since it was loaded last."""
+    """Updates of a module since its last load."""
 
     number: int = 0
     last_finite: int = 0
@@ -27,12 +27,12 @@ _updates: WeakKeyDictionary[nn.Module, _Updates] = WeakKeyDictionary()
 
 
 def note_load(module: nn.Module) -> None:
-    """Other weights were loaded: count updates from here; no collective."""
+    """Restart the count of updates, after a load. Not collective."""
     _updates.pop(module, None)
 
 
 def note_update(module: nn.Module, loss: float) -> None:
-    """An update was taken with the gradients of this loss; no collective."""
+    """Record an update with the gradients of this loss. Not collective."""
     updates = _updates.setdefault(module, _Updates())
     updates.number += 1
     if math.isfinite(loss):
@@ -40,7 +40,7 @@ def note_update(module: nn.Module, loss: float) -> None:
 
 
 def not_finite(module: nn.Module, batch: RankBatch, value: float) -> ValueError:
-    """Return an error that says since when, and by what, the loss is not finite; collective.
+    """Return an error that states since when, and possibly why, the loss is not finite; collective.
 
     Args:
         module: The sharded root module.
@@ -71,14 +71,14 @@ def _since(module: nn.Module) -> str:
 
 
 def _origin(module: nn.Module, batch: RankBatch) -> str | None:
-    """Name a parameter or argument that makes every loss one that is not finite; no collective."""
+    """Return a text about a parameter or argument that is not finite, or `None`. Not collective."""
     for name, parameter in module.named_parameters():
         if not bool(torch.isfinite(local_tensor(parameter)).all()):
             return (
                 f"the parameter {name} holds values that are not finite; Loading(verify='finite') finds them in files"
             )
     for path, leaf in leaves({**dict(enumerate(batch.args)), **batch.kwargs}, "batch"):
-        # An infinity may stand for what is masked.
+        # An infinity may be a mask.
         if isinstance(leaf, torch.Tensor) and bool(torch.isnan(leaf).any()):
             return f"{path} holds NaN"
     return None

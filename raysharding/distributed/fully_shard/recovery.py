@@ -1,6 +1,6 @@
-"""Making a module right again after an exception that every rank raised, and running it without leaving a trace.
+"""Recovery of a module after an exception on all ranks, forwards without side effects, and new process groups.
 
-A sharded module that outlives its process group: `rejoin` gives it the groups of a new one, shards untouched.
+`rejoin` moves a sharded module to the groups of a new process group, without changing its shards.
 """
 
 from __future__ import annotations
@@ -27,57 +27,57 @@ from raysharding.distributed.fully_shard.same_parameters import compare_before_f
 
 
 def recover(module: nn.Module, *, in_backward: bool) -> bool:
-    """Drop what an aborted forward or backward left in a module. Every rank calls it, after the same exception.
+    """Reset a module after an aborted forward or backward. Every rank calls this after the same exception.
 
-    After an exception inside backward FSDP2 is silently wrong: later gradients stay unreduced. `reset_iter_state`
-    repairs that, and the gradients have to go before it (they would be taken for accumulated ones) and after it (the
-    reset may finish a reduction that was under way). After an exception in forward or in the loss FSDP2 is right.
+    After an exception inside backward FSDP2 is silently wrong: later gradients are not reduced. `reset_iter_state`
+    repairs that. Gradients must be dropped before it (they would count as accumulated) and after it (it may finish a
+    pending reduction). After an exception in forward or in the loss, FSDP2 needs no reset.
 
     Args:
         module: The root module.
-        in_backward: Whether the exception came out of backward.
+        in_backward: True if backward raised.
 
     Returns:
-        Whether later steps are right. False only where this torch has no `reset_iter_state` and backward was aborted.
+        True if later steps are correct. False only if torch has no `reset_iter_state` and backward was aborted.
     """
-    # Groups that were inside backward have their full parameters registered: this drops the gradients of those,
-    # which resharding would hide from the `zero_grad` below and keep for the next backward.
+    # Groups that were inside backward have registered full parameters: this drops the gradients of these, which
+    # resharding would hide from the `zero_grad` below and keep for the next backward.
     module.zero_grad(set_to_none=True)
-    roots = fsdp_modules(module, root_only=True)  # which own the iteration state
+    roots = fsdp_modules(module, root_only=True)  # roots own the iteration state
     has_reset = all(hasattr(root, "reset_iter_state") for root in roots)
     for root in roots if has_reset else []:
-        # Before its first forward a root has no iteration state, and resetting that raises.
+        # Before its first forward a root has no iteration state, and a reset raises.
         if has_run(root):
             root.reset_iter_state()
     reshard(module)
     module.zero_grad(set_to_none=True)
     drop_unreduced_gradients(module)
     if computes_on_cuda(module):
-        torch.cuda.synchronize()  # nothing before this tells a dead context from one that works
+        torch.cuda.synchronize()  # raises if the CUDA context is unusable
     return has_reset or not in_backward
 
 
 def reset(module: nn.Module, *, in_backward: bool = True) -> bool:
-    """`recover` where a whole call has failed: no rank goes on with it. Each rank alone, no collective.
+    """Call `recover` after a call failed as a whole: no rank continues it. Not collective.
 
     Args:
         module: The root module.
-        in_backward: As for `recover`. Default: nobody knows.
+        in_backward: As for `recover`. Default True, for an unknown place.
 
     Returns:
         As `recover`.
     """
     is_right = recover(module, in_backward=in_backward)
-    # Ranks may have failed at different places: what they ran says nothing about the next forward.
+    # Ranks may have failed at different places: their records are irrelevant to the next forward.
     forget_execution_order(module)
     return is_right
 
 
 def recover_after(error: BaseException, module: nn.Module, *, in_backward: bool) -> bool:
-    """`reset` for use in an `except` block: a failure of its own is noted on `error`, which stays the cause.
+    """Call `reset` in an `except` block; an error of `reset` becomes a note on `error`.
 
     Returns:
-        Whether later steps are right; false where `reset` failed, or a device has.
+        True if later steps are correct; False if `reset` or a device failed.
     """
     try:
         return reset(module, in_backward=in_backward) and not is_device_error(error)
@@ -87,13 +87,13 @@ def recover_after(error: BaseException, module: nn.Module, *, in_backward: bool)
 
 
 def is_device_error(error: BaseException | None) -> bool:
-    """Return True if a GPU raised an exception, or its cause: what is on it cannot be used any more."""
+    """Return True if an exception, or its cause, is a GPU error, after which data on the GPU is unusable."""
     return error is not None and (isinstance(error, torch.AcceleratorError) or is_device_error(error.__cause__))
 
 
 @contextmanager
 def module_mode(module: nn.Module, *, training: bool) -> Iterator[None]:
-    """Put every submodule into train or eval mode, and each back into its own mode at the end."""
+    """Set train or eval mode on all submodules, and restore the mode of each at the end."""
     changed = [submodule for submodule in module.modules() if submodule.training != training]
     for submodule in changed:
         submodule.training = training
@@ -106,21 +106,21 @@ def module_mode(module: nn.Module, *, training: bool) -> Iterator[None]:
 
 @contextmanager
 def without_trace(module: nn.Module) -> Iterator[None]:
-    """Run forwards in eval mode, without gradients, leaving modes and random-number state as they were."""
+    """Run forwards in eval mode, without gradients, and restore modes and random-number state."""
     with module_mode(module, training=False), torch.random.fork_rng(devices=generator_devices(module)), torch.no_grad():
         yield
 
 
 def generator_devices(module: nn.Module) -> list[int]:
-    """GPUs whose random generators a module's forward draws from, for `fork_rng`, which knows the CPU's."""
+    """Return the GPUs whose random generators a module's forward uses, for `fork_rng`."""
     return [torch.cuda.current_device()] if computes_on_cuda(module) else []
 
 
 def rejoin(module: nn.Module, mesh: DeviceMesh, sharding: Sharding) -> None:
-    """Make a module work in the default process group, after the one that it was sharded in is gone. Collective.
+    """Move a module to a new default process group, after its old one was destroyed; collective.
 
-    Nothing is copied, nothing is sent but what makes the groups: parameters, hooks, and the optimizers that hold the
-    parameters stay what they are. Gradients are dropped.
+    No data is copied or sent, except to make the groups: parameters, hooks, and optimizers over the parameters stay.
+    Gradients are dropped.
 
     Args:
         module: The root module.
@@ -135,7 +135,7 @@ def rejoin(module: nn.Module, mesh: DeviceMesh, sharding: Sharding) -> None:
     # Only now: what an aborted backward left may have to be reduced before it is dropped.
     if not reset(module):
         raise RuntimeError("this torch cannot reset a module after an aborted backward")
-    compare_before_forward(module)  # the first comparison may have ended on some ranks only
+    compare_before_forward(module)  # the first comparison may be complete on some ranks only
 
 
 _UNUSABLE = "raysharding: this rank's module or optimizer was left half-way; restart the group before the next step"
@@ -143,12 +143,12 @@ _RESET = "raysharding: the module was reset; if every rank raised this error, la
 
 
 def mark_recovery(error: BaseException, usable: bool, *, torn: bool) -> None:
-    """Say on an exception what it left behind: in a note, and for code in attributes.
+    """Record on an exception the state that it left: in a note, and in attributes.
 
     Args:
         error: The exception.
-        usable: Whether the module is right for later steps, given that every rank raised this.
-        torn: Whether weights or optimizer state were changed in part.
+        usable: True if later steps are correct, provided that every rank raised this.
+        torn: True if weights or optimizer state were changed in part.
     """
     error.add_note(_RESET if usable else _UNUSABLE)
     error.raysharding_recovered = usable  # type: ignore[attr-defined]
@@ -156,10 +156,10 @@ def mark_recovery(error: BaseException, usable: bool, *, torn: bool) -> None:
 
 
 def is_recoverable(error: BaseException) -> bool:
-    """Whether a group may go on after this exception, given that every rank raised it alike."""
+    """Return True if a group can continue after this exception, provided that every rank raised it."""
     return bool(getattr(error, "raysharding_recovered", True)) and not is_device_error(error)
 
 
 def is_torn(error: BaseException) -> bool:
-    """Whether an exception left weights or optimizer state changed in part."""
+    """Return True if an exception left weights or optimizer state changed in part."""
     return bool(getattr(error, "raysharding_torn", False))

@@ -1,8 +1,8 @@
-"""All ranks must shard the same parameters, and average the gradients of the same: compared before the first forward.
+"""Comparison over ranks, before the first forward, of sharded parameters and of averaged gradients.
 
-Note: what happens without.
-    A rank that ignores another module than the others, wraps or freezes others, or holds another dtype, gathers and
-    reduces messages of another size: gloo ends the process (`std::terminate`), NCCL waits or takes wrong bytes.
+Note: why the comparison is needed.
+    If ranks differ in ignored, wrapped or frozen modules, or in dtypes, their messages differ in size: gloo ends the
+    process (`std::terminate`), NCCL hangs or receives wrong bytes.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _MAX_PROBLEMS = 20
 _MISSING = ["missing"]
 
 _hooks: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()
-"""Roots that have not been compared yet."""
+"""Hooks of roots that have not been compared."""
 
 
 def compare_before_forward(module: nn.Module) -> None:
-    """Make the next forward of a root compare its parameters over the ranks; this call itself is no collective.
+    """Make the next forward of a root compare its parameters over the ranks. This call is not collective.
 
-    Without gradients and with nothing to gather (NO_SHARD) a forward is no collective: the one after it compares.
-    Ranks that a mesh leaves out (of another stage of a pipeline) do not come: over such a mesh nothing is compared.
+    A forward without gradients and without gathers (NO_SHARD) is not collective; a later forward compares. A mesh
+    without all ranks (of a pipeline stage) is not compared.
 
     Args:
         module: The root, after `fully_shard`.
@@ -45,7 +45,7 @@ def compare_before_forward(module: nn.Module) -> None:
     world_size = dist.get_world_size()
     if world_size == 1 or any(size != world_size for size, _ in mesh_sizes(module)):
         return
-    # Ranks that meet again around a module, some of them new, have to compare equally often.
+    # Ranks of a restarted group, some of them new, must compare equally often.
     if module in _hooks:
         _hooks.pop(module).remove()
 
@@ -58,18 +58,18 @@ def compare_before_forward(module: nn.Module) -> None:
 
 
 def require_same_parameters(module: nn.Module) -> None:
-    """Make sure that all ranks shard the same parameters and average the same gradients; collective.
+    """Check that all ranks shard the same parameters and average the same gradients; collective.
 
     Args:
         module: The sharded root module.
 
     Raises:
-        PlanError: On every rank, when they do not: names modules and ranks.
+        PlanError: On every rank, if they differ; names modules and ranks.
     """
     mine = _described(module)
     if len(set(all_gather_json(sha256(json.dumps(mine).encode()).hexdigest()))) == 1:
         return
-    # Every rank has seen that two differ, so all of them come here.
+    # Every rank has the result that two differ, so all call this.
     problems = _differences(all_gather_json(mine))
     raise PlanError(
         "the ranks ignore or shard different modules, so that they cannot gather and reduce together: build the same "
@@ -80,9 +80,9 @@ def require_same_parameters(module: nn.Module) -> None:
 
 
 def _described(module: nn.Module) -> dict[str, list[str]]:
-    """FQN → what a rank does with a parameter; without those that no other rank deals with.
+    """Return FQN → handling of a parameter on this rank, for parameters that involve other ranks.
 
-    Whether it is sharded or whole, then all that decides on which message it is in, and of what size.
+    States whether the parameter is sharded, and all that determines its message and the size of that.
     """
     plain = {id(parameter) for parameter in plain_parameters(module)}
     averaged = {id(parameter) for parameter in replicated_parameters(module)}
@@ -101,7 +101,7 @@ def _described(module: nn.Module) -> dict[str, list[str]]:
 
 
 def _groups(module: nn.Module) -> dict[int, str]:
-    """Id of a parameter, sharded or gathered → in which FSDP group it is."""
+    """Return id of a parameter, sharded or gathered → its FSDP group."""
     found: dict[int, str] = {}
     for name, submodule in named_submodules(module):
         for item in chain.from_iterable(parameter_groups(submodule)):
@@ -111,7 +111,7 @@ def _groups(module: nn.Module) -> dict[int, str]:
 
 
 def _differences(every: Sequence[Mapping[str, list[str]]]) -> list[str]:
-    """One line for each module that is sharded on some ranks only, or parameter that differs otherwise."""
+    """Return a line for each module that only some ranks shard, and each parameter that differs otherwise."""
     lines: dict[str, None] = {}
     for name in dict.fromkeys(name for found in every for name in found):
         held = [found.get(name, _MISSING) for found in every]
