@@ -1,12 +1,12 @@
-"""What one rank of a sharded module will hold, in bytes: arithmetic on layouts, before anything is allocated.
+"""Memory of one rank of a sharded module, in bytes: arithmetic on layouts, before allocation.
 
-Note: what is exact, and what is not.
-    Parameters, buffers and gradients are the bytes of the local tensors, to the byte. (FSDP2 pads a shard that is
-    shorter than the longest: at most one row of each tensor more.) Optimizer state is what the factory's optimizer
-    makes in one step on tensors of those shapes and dtypes, without memory (on meta): AdamW and SGD then
-    hold just that; unknown where a step needs values. A load's buckets are an upper bound. Full parameters of groups
-    that compute are an estimate: the root's group, those that are not freed after forward, and two others, of which one
-    is gathered ahead. Activations are left out: they depend on the batch.
+Note: exactness.
+    Bytes of parameters, buffers and gradients are exact. (FSDP2 pads a shard that is shorter than the longest, by at
+    most one row per tensor.) Optimizer state is the state that the factory's optimizer makes in one step on meta
+    tensors of these shapes and dtypes, which is exact for AdamW and SGD, and unknown if a step needs values. Buckets
+    of a load are an upper bound. Full parameters of running groups are an estimate: the root's group, groups that are
+    not freed after forward, and two others, one of which is prefetched. Activations depend on the batch and are left
+    out.
 """
 
 from __future__ import annotations
@@ -34,60 +34,60 @@ from raysharding.errors import PlanError
 from raysharding.models import ignored_parameters, is_cut, stays_in_full_precision, unfreed_groups
 
 Trained = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
-"""FQN, local shape and dtype of each tensor that gets a gradient."""
+"""FQN, local shape and dtype of each tensor with a gradient."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorFootprint:
-    """A parameter or buffer of a module."""
+    """Memory of a parameter or buffer of a module."""
 
     layout: TensorLayout
-    """How it is cut."""
+    """Layout of the tensor."""
     is_parameter: bool
-    """Whether it is a parameter; else a buffer, which every rank holds whole."""
+    """True for a parameter, False for a buffer, which is replicated."""
     is_trained: bool
-    """Whether it gets a gradient."""
+    """True if the tensor gets a gradient."""
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes that one rank holds."""
+    """Memory of one rank, in bytes."""
 
     parameter_bytes: int
-    """Its shards, and the parameters that every rank holds whole."""
+    """Shards, and replicated parameters."""
     buffer_bytes: int
     """Buffers."""
     gradient_bytes: int
-    """Gradients of its shards, in training; 0 where no optimizer is planned."""
+    """Gradients of the shards; 0 without an optimizer."""
     optimizer_bytes: int | None
-    """State of the optimizer after its first step; 0 without one, `None` where only a real step would show it."""
+    """Optimizer state after the first step; 0 without an optimizer, `None` if unknown before a real step."""
 
     @property
     def resident_bytes(self) -> int:
-        """What stays, whatever the group does."""
+        """Bytes of parameters and buffers."""
         return self.parameter_bytes + self.buffer_bytes
 
     @property
     def training_bytes(self) -> int:
-        """What training adds, as far as it is known."""
+        """Bytes that training adds, as far as known."""
         return self.gradient_bytes + (self.optimizer_bytes or 0)
 
 
 def tensor_footprints(module: nn.Module) -> list[TensorFootprint]:
-    """The tensors of a module as they are cut now; each rank alone, no collective."""
+    """Return the tensors of a module with their current sharding. Not collective."""
     return [_tensor_footprint(tensor, tensor_layout(fqn, tensor)) for fqn, tensor in module_tensors(module).items()]
 
 
 def planned_tensors(module: nn.Module, sharding: Sharding, num_shards: int) -> list[TensorFootprint]:
-    """The tensors of a whole module as `shard_module` will cut them; nothing is changed.
+    """Return the tensors of a module with the sharding that `shard_module` would apply; the module is not changed.
 
     Args:
         module: The root, on meta.
-        sharding: How it will be cut.
+        sharding: Planned sharding.
         num_shards: Ranks of one replica.
 
     Raises:
-        PlanError: `ignored_modules` names what is not there.
+        PlanError: `ignored_modules` names a missing module.
     """
     ignored = ignored_parameters(module, sharding)
     found = []
@@ -105,11 +105,11 @@ def _tensor_footprint(tensor: torch.Tensor, layout: TensorLayout) -> TensorFootp
 def footprints(
     tensors: Sequence[TensorFootprint], shard_indexes: Iterable[int], optimizer: OptimizerFactory | None
 ) -> dict[int, Footprint]:
-    """What the ranks with certain shards hold; each process alone, no collective.
+    """Return the memory of ranks with certain shards. Not collective.
 
     Args:
         tensors: From `tensor_footprints` or `planned_tensors`.
-        shard_indexes: Which shards.
+        shard_indexes: Indices of the shards.
         optimizer: Factory of the optimizer, called with meta parameters; `None`: no training.
 
     Returns:
@@ -118,7 +118,7 @@ def footprints(
     Raises:
         PlanError: The factory raised.
     """
-    states: dict[Trained, int | None] = {}  # most shards are of the same shapes
+    states: dict[Trained, int | None] = {}  # most shards have the same shapes
     found = {}
     for index in shard_indexes:
         parameters, buffers, trained = _sums(tensors, index)
@@ -133,7 +133,7 @@ def footprints(
 
 
 def _sums(tensors: Sequence[TensorFootprint], shard_index: int) -> tuple[int, int, Trained]:
-    """Bytes of parameters and of buffers, and what gets a gradient."""
+    """Return bytes of parameters, bytes of buffers, and the tensors with gradients."""
     parameters = buffers = 0
     trained = []
     for tensor in tensors:
@@ -155,17 +155,17 @@ def _local_shape(layout: TensorLayout, shard_index: int) -> tuple[int, ...]:
 
 
 def _optimizer_bytes(factory: OptimizerFactory, trained: Trained) -> int | None:
-    """Bytes of the state that one step makes, on tensors without memory; `None` where the step needs values."""
+    """Return the bytes of optimizer state after one step on meta tensors; `None` if the step needs values."""
     if not trained:
         return 0
     named = [(fqn, nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))) for fqn, shape, dtype in trained]
     try:
         optimizer = call_factory(factory, named)
-    except Exception as error:  # whatever the user's code raises: it keeps its traceback as the cause
+    except Exception as error:  # any error of user code, which stays the cause
         name = getattr(factory, "__qualname__", repr(factory))
         raise PlanError(f"optimizer={name} raised {type(error).__name__}: {error}") from error
     for group in optimizer.param_groups:
-        # Kernels for meta exist only one tensor a time, and none can be captured; the state is the same.
+        # Meta has neither fused nor foreach kernels, nor graph capture; the state is the same.
         group.update({name: False for name in ("fused", "foreach", "capturable") if name in group})
     for _, parameter in named:
         parameter.grad = torch.empty_like(parameter)
@@ -188,13 +188,13 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
 
 
 def load_bytes(loading: Loading, num_shards: int, checkpoint_bytes: int, *, reads: bool) -> int:
-    """The most that a rank's ring of buckets takes; none is needed where ranks read straight into their shards.
+    """Return the largest size of a rank's ring of buffers; 0 if ranks read directly into their shards.
 
     Args:
-        loading: `auto` counts as `scatter`, which takes more than `local` where shards are whole rows.
+        loading: `auto` counts as `scatter`, which takes more than `local` if shards are whole rows.
         num_shards: Ranks of one replica.
         checkpoint_bytes: Bytes of all tensors.
-        reads: Whether the rank reads for others, as rank 0 does; else it receives its part.
+        reads: True if the rank reads for others, as rank 0 does; else it receives its part.
     """
     bucket = min(loading.bucket_bytes or BUCKET_BYTES, checkpoint_bytes)
     is_part = not reads and loading.transport in ("auto", "scatter")
@@ -203,34 +203,34 @@ def load_bytes(loading: Loading, num_shards: int, checkpoint_bytes: int, *, read
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
-    """What a rank will take, and what its node and GPU have left. Bytes."""
+    """Memory that a rank needs, and free memory of its node and GPU, in bytes."""
 
     host_bytes: int
-    """Host memory that a load will take."""
+    """Host memory of a load."""
     host_training_bytes: int
-    """Host memory that gradients and optimizer state will take beside it."""
+    """Additional host memory of gradients and optimizer state."""
     host_free_bytes: int
-    """Host memory that is free on its node."""
+    """Free host memory of the node."""
     device_bytes: int
-    """GPU memory that a load will take; 0 on CPUs."""
+    """GPU memory of a load; 0 on CPUs."""
     device_training_bytes: int
-    """GPU memory that gradients and optimizer state will take; 0 on CPUs."""
+    """GPU memory of gradients and optimizer state; 0 on CPUs."""
     device_free_bytes: int | None
-    """Free memory of its GPU; `None` on CPUs."""
+    """Free memory of the GPU; `None` on CPUs."""
 
 
 def memory_need(
     module: nn.Module, device: torch.device, loading: Loading, checkpoint_bytes: int, optimizer: OptimizerFactory | None
 ) -> MemoryNeed:
-    """What this rank will take to load a sharded module that is on meta; each rank alone, no collective.
+    """Return the memory that this rank needs to load a sharded module on meta. Not collective.
 
     Args:
-        module: From `shard_module`; what of it is real already needs nothing.
-        device: Where it computes.
-        loading: How it will be loaded.
+        module: From `shard_module`; real tensors count as allocated.
+        device: Device of the module.
+        loading: Options of the load.
         checkpoint_bytes: Bytes of all tensors in the files.
-        optimizer: Factory of the optimizer; `None`: no training. Only counted where it is a class, or a `partial` of
-            one: a function of the user's is called once, when there are values.
+        optimizer: Factory of the optimizer; `None`: no training. Counted only for a class or a `partial` of a class: a
+            user's function is called once, after the load.
     """
     tensors = module_tensors(module)
     shards = ShardMap.of(tensors)
@@ -241,7 +241,7 @@ def memory_need(
     ring = load_bytes(loading, shards.num_shards, checkpoint_bytes, reads=shards.rank == 0)
     free = available_bytes()
     if device.type != "cuda":
-        # Mapped pages of files are not taken from anybody.
+        # Mapped pages of files are page cache.
         return MemoryNeed(0 if loading.mmap else shard + ring, footprint.training_bytes, free, 0, 0, None)
     device_free = torch.cuda.mem_get_info(device)[0]
     if is_offloaded(module):
@@ -254,12 +254,12 @@ def _is_class(factory: OptimizerFactory | None) -> bool:
 
 
 def gathered_bytes(module: nn.Module, sharding: Sharding, groups: Sequence[tuple[str, ...]]) -> int:
-    """Full parameters that a rank holds while it computes: the root's group, others that are kept, and two more or all.
+    """Return the bytes of full parameters during computation: the root's group, kept groups, and up to two more.
 
     Args:
         module: The root, on meta, not yet sharded.
-        sharding: Its `wrap`, `mixed_precision` and `reshard_after_forward` are read.
-        groups: From `wrap_groups`.
+        sharding: `wrap`, `mixed_precision` and `reshard_after_forward` are used.
+        groups: Result of `wrap_groups`.
     """
     weights = _group_bytes(module, sharding, groups)
     root = sum(weights.pop(names) for names in {("",), *unfreed_groups(module, sharding, groups)})
@@ -267,7 +267,7 @@ def gathered_bytes(module: nn.Module, sharding: Sharding, groups: Sequence[tuple
     if sharding.reshard_after_forward is False:
         return root + sum(others)
     kept = sharding.reshard_after_forward
-    # An int keeps, after forward, the shard of a mesh of that many ranks.
+    # With an int, a shard over that many ranks is kept after forward.
     parts = sum(others) // kept if isinstance(kept, int) and kept is not True else 0
     return root + sum(others[:2]) + parts
 

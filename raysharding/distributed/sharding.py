@@ -1,13 +1,13 @@
-"""Sharded modules for people with their own launcher: what they wrap, and how rank 0's tensors come to all ranks.
+"""Sharded modules for users with their own launcher: wrapping, and distribution of rank 0's tensors.
 
     mesh = init_mesh("cuda")
     with torch.device("meta"):
         model = DistModule(Model())
     apply_fsdp2(model, mesh)
-    model.load_state_dict(load_state_dict("model.safetensors"))     # every rank; rank 0 alone reads
+    model.load_state_dict(load_state_dict("model.safetensors"))     # on every rank; only rank 0 reads
 
-Everything here runs over the engine that `load_checkpoint` uses. Where every rank sees the files, `load_checkpoint` is
-faster: each rank reads its own part.
+All functions use the same stream as `load_checkpoint`, which is faster if every rank sees the files: each rank then
+reads its own part.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from raysharding.distributed.accelerate_compat.patch import AcceleratePatch, Fil
 from raysharding.distributed.fully_shard import inner_tensor, meta_like
 from raysharding.distributed.loading import distribute_state_dict, load_full_state_dict
 
-# `get_extra_state` is not among them: torch takes a class that has its own for one that has such state.
+# Without `get_extra_state`: torch assumes extra state if a class overrides it.
 _DELEGATED = (
     "parameters",
     "named_parameters",
@@ -77,14 +77,14 @@ _RETURNING_SELF = (
 
 
 class DistModule(nn.Module):
-    """A module that stands for another one, and whose `load_state_dict` distributes rank 0's tensors.
+    """A proxy of a module, whose `load_state_dict` distributes rank 0's tensors.
 
     Reading and writing attributes, `parameters`, `named_*`, `buffers`, `modules`, `train`, `to_empty` and the rest of
     `nn.Module`'s methods act on the wrapped module, under names without a prefix; `forward` calls it. Hooks that are
     registered on a `DistModule` are its own.
 
     Args:
-        module: The module, before or after `apply_fsdp2`; it is not copied. A `DistModule` is taken for what it wraps.
+        module: The module, before or after `apply_fsdp2`; it is not copied. A `DistModule` counts as its module.
     """
 
     module: nn.Module
@@ -95,13 +95,13 @@ class DistModule(nn.Module):
             module = module.module
         if not isinstance(module, nn.Module):
             raise ValueError(f"DistModule({type(module).__name__}): give a torch.nn.Module")
-        # nn.Module's own set-up writes attributes that belong to this object, not to the wrapped module.
+        # The set-up of nn.Module sets attributes of this object, not of the wrapped module.
         object.__setattr__(self, "_is_ready", False)
         super().__init__()
         object.__setattr__(self, "module", module)
         object.__setattr__(self, "_is_ready", True)
         del self.__dict__["training"]
-        # What reads a module's tables (torch's own code does) must see the wrapped module's.
+        # Code that reads a module's tables, such as torch's, must see those of the wrapped module.
         for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             object.__setattr__(self, table, getattr(module, table))
 
@@ -112,34 +112,33 @@ class DistModule(nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False, *, timeout_s: float = 120.0
     ) -> _IncompatibleKeys:
-        """Distribute rank 0's full state dict into the wrapped module; collective: every rank calls it.
+        """Distribute rank 0's full state dict into the wrapped module; collective.
 
-        The interface is `torch.nn.Module.load_state_dict`'s.
+        The interface is that of `torch.nn.Module.load_state_dict`.
 
         Args:
             state_dict: On rank 0 FQN → full tensor (parameters and persistent buffers), on any device; a mapping whose
-                items load on access may be larger than memory. The other ranks' is not looked at: pass an empty one.
-                Extra state in it is set on every rank, see `load_full_state_dict`.
-                `load_state_dict` post-hooks of the modules run at the end; their pre-hooks do not: no module is given
-                a state dict of its own.
+                items load on access can be larger than memory. Ignored on the other ranks, which can pass an empty
+                dict. Extra state is set on every rank, see `load_full_state_dict`. `load_state_dict` post-hooks of the
+                modules run at the end; pre-hooks do not run, because no module gets a state dict of its own.
             strict: See `load_full_state_dict`.
-            assign: `False`: the module's tensors keep dtype and device, and what is on meta gets memory on the mesh's
-                device (torch would silently do nothing). `True`: they take the incoming dtype, in new tensors.
-            timeout_s: Longest wait for one item or bucket.
+            assign: False: tensors of the module keep dtype and device, and tensors on meta get memory on the device of
+                the mesh (torch would silently do nothing). True: new tensors with the incoming dtypes.
+            timeout_s: Longest wait for one item or bucket, in seconds.
 
         Returns:
             `missing_keys` and `unexpected_keys`, the same on every rank. Cost: see `load_full_state_dict`.
 
         Raises:
-            PlanError: On every rank, before data moves: every mismatch of keys, shapes and kinds of dtype. It is a
-                ValueError, where torch raises RuntimeError on the rank that sees it.
-            RuntimeError: From the process group, when a rank does not come within its time.
+            PlanError: On every rank, before data moves, with all mismatches of keys, shapes and kinds of dtype. A
+                ValueError, where torch raises a RuntimeError on one rank.
+            RuntimeError: From the process group, if a rank times out.
         """
         values = state_dict.rank_0_values if isinstance(state_dict, FileStateDict) else state_dict
         return load_full_state_dict(self.module, values, strict=strict, assign=assign, timeout_s=timeout_s)
 
     def __getattr__(self, name: str) -> Any:
-        # Only for what this object has not itself.
+        # Called only for attributes that this object lacks.
         if "module" not in self.__dict__:
             raise AttributeError(f"DistModule has no attribute {name!r} yet")
         return getattr(self.module, name)
@@ -189,20 +188,20 @@ def load_state_dict(
     checkpoint_file: str | os.PathLike[str],
     device_map: str | int | torch.device | Mapping[str, str | int | torch.device] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Read a checkpoint file on global rank 0; no collective. As accelerate's function of that name.
+    """Read a checkpoint file on global rank 0, like accelerate's function of that name. Not collective.
 
     Args:
-        checkpoint_file: A `.safetensors` file, or one that `torch.save` wrote, which is read with `weights_only=True`.
-        device_map: Device of all tensors, or module-name prefix → device (the longest prefix counts, the CPU where none
-            does; `""` is the whole model). Default: the CPU, where values are pages of the file, read when touched: a
-            file may be larger than memory.
+        checkpoint_file: A `.safetensors` file, or a file of `torch.save`, which is read with `weights_only=True`.
+        device_map: Device of all tensors, or module-name prefix → device (the longest matching prefix counts, `""` is
+            the whole model, and the default is the CPU). Default: the CPU, where values are mapped pages of the file,
+            read on access: a file can be larger than memory.
 
     Returns:
         On rank 0, and in a process without a process group, FQN → full tensor; on the other ranks an empty dict.
 
     Raises:
-        CheckpointError: On rank 0 alone: the file cannot be read or trusted.
-        ValueError: On rank 0 alone: `device_map` names no device.
+        CheckpointError: On rank 0 only: the file is unreadable or unsafe.
+        ValueError: On rank 0 only: `device_map` names an unknown device.
     """
     if dist.is_initialized() and dist.get_rank() != 0:
         return {}
@@ -210,15 +209,15 @@ def load_state_dict(
 
 
 def patch_accelerate() -> AcceleratePatch:
-    """Make `accelerate.load_checkpoint_in_model(DistModule(m), checkpoint)` read on rank 0 alone, and distribute.
+    """Make `accelerate.load_checkpoint_in_model(DistModule(m), checkpoint)` read on rank 0 only, and distribute.
 
-    Works from the call on, or inside `with patch_accelerate():`, and for `load_checkpoint_and_dispatch`, too. For a
-    `DistModule` every rank calls them, and they are collective, file by file, with or without `broadcast_from_rank0`;
-    missing keys stay as they are, as `strict=False` says. Tensors on meta get the dtype of the files, as torch's
-    `set_model_state_dict` asks for. Other modules are loaded by accelerate itself, as without the patch.
+    The patch is active from the call on, or inside `with patch_accelerate():`, and also covers
+    `load_checkpoint_and_dispatch`. For a `DistModule` these functions are collective, file by file, with or without
+    `broadcast_from_rank0`; missing keys stay as they are, as under `strict=False`. Tensors on meta get the dtypes of
+    the files, as torch's `set_model_state_dict` requires. accelerate loads other modules as without the patch.
 
     Returns:
-        The patch; `restore()` takes it back.
+        The patch; `restore()` removes it.
 
     Raises:
         ModuleNotFoundError: accelerate is not installed.
@@ -233,21 +232,21 @@ def broadcast_and_shard_state_dict(
     *,
     timeout_s: float = 120.0,
 ) -> None:
-    """Rank 0's half of distributing a state dict: sends each rank its shards, and keeps its own; collective.
+    """Send each rank its shards of rank 0's state dict, and keep rank 0's own; collective, on rank 0.
 
     The other ranks call `shard_broadcasted_state_dict`. The result is ready for `load_state_dict(assign=True)`.
 
     Args:
-        state_dict: FQN → full tensor on any device, its items loaded on access if need be; the keys of
-            `meta_sharded_state_dict`, but for second names of tied tensors, which may be left out.
-        meta_sharded_state_dict: FQN → DTensor, or a tensor that every rank holds whole: the sharded module's
-            `state_dict()`, on meta or real; not written to. Dtypes of the result are those of its tensors.
-        sharded_state_dict: Filled with this rank's shards, on the mesh's device; existing keys are replaced.
-        timeout_s: Longest wait for one item or bucket.
+        state_dict: FQN → full tensor on any device; items may load on access. Has the keys of
+            `meta_sharded_state_dict`; other names of tied tensors may be left out.
+        meta_sharded_state_dict: FQN → DTensor or replicated tensor: the `state_dict()` of the sharded module, on meta
+            or real; not written to. The result has the dtypes of its tensors.
+        sharded_state_dict: Filled with this rank's shards, on the device of the mesh; existing keys are replaced.
+        timeout_s: Longest wait for one item or bucket, in seconds.
 
     Raises:
-        ValueError: On any other rank than 0, at once: the others then wait for it until the process group's timeout.
-        PlanError: On every rank, before data moves: every mismatch of keys, shapes and kinds of dtype.
+        ValueError: At once on a rank other than 0; the other ranks then wait until the process group times out.
+        PlanError: On every rank, before data moves, with all mismatches of keys, shapes and kinds of dtype.
     """
     if dist.get_rank() != 0:
         raise ValueError(f"rank {dist.get_rank()} has no full state dict: call shard_broadcasted_state_dict")
@@ -260,7 +259,7 @@ def shard_broadcasted_state_dict(
     *,
     timeout_s: float = 120.0,
 ) -> None:
-    """The other ranks' half of `broadcast_and_shard_state_dict`; collective.
+    """Receive this rank's shards from `broadcast_and_shard_state_dict` on rank 0; collective, on the other ranks.
 
     Args:
         meta_sharded_state_dict: As on rank 0.
@@ -269,7 +268,7 @@ def shard_broadcasted_state_dict(
 
     Raises:
         ValueError: On rank 0, at once.
-        PlanError: On every rank, before data moves: every mismatch.
+        PlanError: On every rank, before data moves, with all mismatches.
     """
     if dist.get_rank() == 0:
         raise ValueError("rank 0 has the full state dict: call broadcast_and_shard_state_dict")
@@ -282,8 +281,8 @@ def _distribute(
     sharded_state_dict: dict[str, torch.Tensor],
     timeout_s: float,
 ) -> None:
-    # Second names of a tied tensor share its memory, on meta too. The engine takes one object for one tensor, and finds
-    # its value under any of its names.
+    # Other names of a tied tensor share its memory, on meta too. The load identifies tensors by object, and finds a
+    # value under any name.
     first_names: dict[tuple[int, ...], str] = {}
     first = {name: first_names.setdefault(_memory_of(tensor), name) for name, tensor in meta_sharded_state_dict.items()}
     made = {name: meta_like(meta_sharded_state_dict[name]) for name in first_names.values()}
@@ -292,14 +291,14 @@ def _distribute(
     kept: dict[str, torch.Tensor] = {}
     for name, value in found.items():
         if (key := first[name]) not in kept:
-            # `load_state_dict(assign=True)` makes a Parameter of each DTensor that is none, and so two of a tied one.
+            # `load_state_dict(assign=True)` makes a Parameter of each plain DTensor, and so two of a tied one.
             is_tied_parameter = num_names[key] > 1 and isinstance(value, DTensor) and value.is_floating_point()
             kept[key] = nn.Parameter(value) if is_tied_parameter else value
         sharded_state_dict[name] = kept[key]
 
 
 def _memory_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The same for two tensors that are one."""
+    """Return the identity of a tensor's memory, equal for tied tensors."""
     local = inner_tensor(tensor)
     return local.untyped_storage()._cdata, local.storage_offset(), *tensor.shape
 

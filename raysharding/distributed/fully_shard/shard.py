@@ -1,4 +1,4 @@
-"""FSDP2 set-up: which groups, which policies.
+"""Sharding of a module with FSDP2: groups and policies.
 
 Note: FSDP1's constructor, argument by argument.
     `process_group`, `device_mesh`      the mesh, from `init_mesh`; its ranks are those of the default process group
@@ -62,7 +62,7 @@ _LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def mixed_precision_policy(sharding: Sharding) -> MixedPrecisionPolicy:
-    """The policy that `Sharding.mixed_precision` names; `"bf16"` and `"fp16"` reduce gradients in fp32."""
+    """Return the policy of `Sharding.mixed_precision`; `"bf16"` and `"fp16"` reduce gradients in fp32."""
     policy = sharding.mixed_precision
     if isinstance(policy, str):
         return MixedPrecisionPolicy(param_dtype=_LOW_PRECISION[policy], reduce_dtype=torch.float32)
@@ -70,27 +70,26 @@ def mixed_precision_policy(sharding: Sharding) -> MixedPrecisionPolicy:
 
 
 def shard_module(module: nn.Module, mesh: DeviceMesh, sharding: Sharding | None = None) -> nn.Module:
-    """Cut a module over a mesh with FSDP2, in place; every rank calls it with the same module and mesh.
+    """Shard a module over a mesh with FSDP2, in place; every rank calls this with the same module and mesh.
 
-    Blocks become FSDP groups of their own (`Sharding.wrap`), inner ones first, the rest goes into the root's group.
-    0-dim parameters, those without elements and those of ignored modules stay plain tensors on every rank; their
-    gradients are averaged over all ranks at the end of every backward. Forward moves its inputs to the mesh's device;
-    the first one compares over the ranks what is sharded and what is averaged: a difference is a PlanError on every
-    rank.
-    On meta nothing is allocated, unless `param_init_fn` or `sync_module_states` asks for values. As FSDP1's
-    constructor: the table above says which argument went where.
+    Blocks become FSDP groups of their own (`Sharding.wrap`), inner ones first; all other parameters are in the root's
+    group. 0-dim parameters, empty parameters and those of ignored modules stay plain tensors on every rank; their
+    gradients are averaged over all ranks at the end of every backward. A forward moves its inputs to the device of the
+    mesh. The first forward compares sharded and averaged parameters over the ranks; a difference is a PlanError on
+    every rank. On meta nothing is allocated unless `param_init_fn` or `sync_module_states` needs values. The table
+    above maps the arguments of FSDP1's constructor.
 
     Args:
-        module: The root module or a `DistModule`, on meta or real; real ones are moved to the mesh's device.
+        module: The root module or a `DistModule`, on meta or real; a real module is moved to the device of the mesh.
         mesh: From `init_mesh`, or any mesh with one shard axis (and one replicate axis before it).
         sharding: See `Sharding`.
 
     Returns:
-        The same module. Wire: none, but under `sync_module_states` the module once to each rank.
+        The same module. Wire: none; with `sync_module_states` the module once to each rank.
 
     Raises:
-        PlanError: On every rank alike, when `sharding` does not fit the module, a group is sharded already or would
-            mix dtypes, or, under `sync_module_states`, the ranks' modules differ.
+        PlanError: On every rank, if `sharding` does not fit the module, a group is sharded already or would mix dtypes,
+            or, with `sync_module_states`, modules differ between ranks.
     """
     root = unwrapped(module)
     sharding = sharding or Sharding()
@@ -106,19 +105,19 @@ def shard_groups(
     groups: Sequence[tuple[str, ...]],
     unfreed: Container[tuple[str, ...]] = (),
 ) -> None:
-    """As `shard_module`, with the groups given.
+    """Shard as `shard_module`, with given groups.
 
     Args:
-        module: The root module itself, no `DistModule`.
+        module: The root module, not a `DistModule`.
         mesh: The mesh.
-        sharding: Its `wrap` is not looked at.
-        groups: What `wrap_groups` returned.
-        unfreed: Those that keep their full parameters from forward to backward, whatever `sharding` says.
+        sharding: Options; `wrap` is ignored.
+        groups: Result of `wrap_groups`.
+        unfreed: Groups that keep their full parameters from forward to backward, whatever `sharding` says.
     """
     _require_unsharded(module, groups)
     device = _device_of(mesh)
     ignored = ignored_modules(module, sharding)
-    make_contiguous(module)  # a shard must be one range of memory
+    make_contiguous(module)  # a shard must be contiguous in memory
     compile_blocks(module, groups, sharding)
     checkpoint_activations(module, groups, sharding)
     values = None
@@ -152,7 +151,7 @@ def shard_groups(
 
 
 def _require_unsharded(module: nn.Module, groups: Sequence[tuple[str, ...]]) -> None:
-    """Refuse modules that are to be groups and are so already, before anything is changed."""
+    """Raise if a module of `groups` is an FSDP group already, before any change."""
     names = [name for names in (*groups, ("",)) for name in names]
     taken = [name or "the root" for name in names if isinstance(module.get_submodule(name), FSDPModule)]
     if taken:
@@ -170,9 +169,9 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
 
 
 def _kept_whole(module: nn.Module, ignored: set[nn.Module]) -> set[nn.Parameter]:
-    """Parameters that no group takes.
+    """Return the parameters that no group includes.
 
-    fully_shard refuses 0-dim parameters, and fails in the backward of those without elements.
+    fully_shard raises for 0-dim parameters, and fails in the backward of empty ones.
     """
     inside = {parameter for submodule in ignored for parameter in submodule._parameters.values()}
     return {
@@ -189,7 +188,7 @@ def _policy_of(members: Sequence[nn.Module], sharding: Sharding) -> MixedPrecisi
 
 
 def _keep_full_precision(module: nn.Module) -> None:
-    """Cast around the modules that mixed precision leaves out."""
+    """Cast inputs and outputs of modules that are excluded from mixed precision."""
     for _, submodule in named_submodules(module):
         if stays_in_full_precision(submodule) and (
             isinstance(submodule, FSDPModule) or not any(isinstance(item, DTensor) for item in submodule.parameters())
@@ -198,13 +197,13 @@ def _keep_full_precision(module: nn.Module) -> None:
 
 
 def _move(parameters: set[nn.Parameter], device: torch.device) -> None:
-    """Bring parameters that fully_shard leaves alone to where the others are."""
+    """Move parameters that fully_shard ignores to the device of the others."""
     for parameter in parameters:
         if parameter.device != device and not parameter.is_meta:
             parameter.data = parameter.data.to(device)
 
 
 def show_shards(module: nn.Module) -> None:
-    """Reshard, but for a module inside `summon_full_params`, whose full parameters are meant to be seen."""
+    """Reshard a module, unless it is inside `summon_full_params`."""
     if not any(submodule in summoned for submodule in module.modules()):
         reshard(module)

@@ -1,8 +1,7 @@
-"""`TensorTable`: tensors by name, in the shape in which the engine takes modules.
+"""`TensorTable`: a dict of tensors as a module, for loads and saves.
 
-What is said of a module's state dict (where a DTensor lies, which ranks need which bytes, when all must raise) is as
-true of any dict of tensors: another module's sharded state dict, an optimizer's state. So the engine that loads and
-saves modules does the same for those, through a module that is nothing but its tensors.
+Loads and saves of modules also work for other dicts of tensors, such as a sharded state dict or optimizer state: a
+`TensorTable` is a module that consists of these tensors.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from raysharding.distributed.fully_shard.layout import inner_tensor, local_tenso
 
 
 class TensorTable(nn.Module):
-    """A module whose FQNs are the names of a dict; they may hold dots, and one tensor under two names is a tie.
+    """A module whose FQNs are the names of a dict, which may contain dots; a tensor under two names is tied.
 
     Args:
-        tensors: Name → DTensor, or a tensor that every rank holds whole; real, or on meta to be given memory.
-        like: Sharded root module whose shards are in the memory that shards here are given, too: host memory under
-            `Sharding(cpu_offload=True)`. Default: that of the mesh's device.
+        tensors: Name → DTensor or replicated tensor; real, or on meta, to be allocated.
+        like: Sharded root module; shards are allocated in the memory of its shards, which is host memory under
+            `Sharding(cpu_offload=True)`. Default: memory of the mesh's device.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], *, like: nn.Module | None = None) -> None:
@@ -32,7 +31,7 @@ class TensorTable(nn.Module):
         if like is not None and is_offloaded(like):
             mark_offloaded(self)
         for name, tensor in tensors.items():
-            # Past `register_parameter`, which refuses dots, and DTensors that are no nn.Parameter.
+            # Not by `register_parameter`, which refuses dots, and DTensors that are no nn.Parameter.
             if isinstance(tensor, DTensor):
                 self._parameters[name] = cast(nn.Parameter, tensor)
             else:
@@ -40,17 +39,17 @@ class TensorTable(nn.Module):
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors now, sharded ones first."""
+        """Return the current tensors, sharded ones first."""
         both = (self._parameters, self._buffers)
         return {name: tensor for table in both for name, tensor in table.items() if tensor is not None}
 
 
 def meta_like(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """`tensor` without memory: same shape, cut, strides of the whole, and `requires_grad`; a Parameter if it is one.
+    """Return `tensor` on meta, with equal shape, placements, strides, `requires_grad` and type (Parameter or not).
 
     Args:
         tensor: A DTensor or any other.
-        dtype: Of the result. Default: the tensor's.
+        dtype: dtype of the result. Default: that of the tensor.
     """
     if not isinstance(tensor, DTensor):
         empty = torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device="meta")
@@ -63,11 +62,11 @@ def meta_like(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.T
 
 
 def cut(value: torch.Tensor, like: DTensor) -> DTensor:
-    """This rank's part of a full tensor, in memory of its own; each rank alone, no communication.
+    """Return this rank's shard of a full tensor, in memory of its own. Not collective.
 
     Args:
-        value: Full tensor, of the shape of `like`; its dtype is the result's.
-        like: Tells mesh and cut.
+        value: Full tensor of the shape of `like`; its dtype is kept.
+        like: DTensor with the mesh and placements of the result.
 
     Returns:
         A DTensor whose shard is on the device of `like`'s.
@@ -75,7 +74,7 @@ def cut(value: torch.Tensor, like: DTensor) -> DTensor:
     start, stop = tensor_layout("", like).local_range(shard_index_of(like))
     local = local_tensor(like)
     part = value.detach().reshape(-1)[start:stop].view(local.shape)
-    # On meta there is no place to copy to yet.
+    # A shard on meta has no device to copy to.
     device = torch.device(like.device_mesh.device_type) if local.is_meta else local.device
     return DTensor.from_local(
         part.to(device, copy=True),
