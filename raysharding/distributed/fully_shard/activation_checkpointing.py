@@ -125,7 +125,7 @@ def contexts_of(module: nn.Module) -> tuple[AbstractContextManager[Any], Abstrac
 
 
 class _UnchangedStatistics:
-    """Keeps BatchNorm's running statistics unchanged in the second forward. Entered once per backward."""  # noqa: D205
+    """Keeps BatchNorm's running statistics unchanged in the second forward. Entered once per backward."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
