@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import secrets
 import shutil
 import signal
@@ -108,11 +109,15 @@ def _end(process: subprocess.Popen[Any]) -> None:
 
 
 def _free_ports(count: int) -> list[int]:
+    """Ports that nothing listens on, below those that the system gives to every other socket until Ray listens."""
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+        found: list[int] = []
+        while len(found) < count:
+            port = random.randrange(20_000, 32_000)
+            with contextlib.suppress(OSError):
+                stack.enter_context(socket.create_server(("", port)))
+                found.append(port)
+        return found
 
 
 class Driver:
