@@ -152,8 +152,8 @@ def _imagined_nodes(options: argparse.Namespace) -> list[NodeCapacity] | None:
     gpus = options.gpus_per_node
     if gpus is None:
         gpus = 0 if options.gpu_memory is None else share
-    room = NodeCapacity("", float(max(share, gpus)), gpus, options.node_memory, options.gpu_memory)
-    return [replace(room, name=f"node {number}") for number in range(num_nodes)]
+    node = NodeCapacity("", float(max(share, gpus)), gpus, options.node_memory, options.gpu_memory)
+    return [replace(node, name=f"node {number}") for number in range(num_nodes)]
 
 
 def _doctor(options: argparse.Namespace) -> bool:

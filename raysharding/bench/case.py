@@ -51,8 +51,6 @@ class Arm:
     Raises `ValueError`, `ImportError` or `NotImplementedError` on every rank if the arm cannot load the case."""
     is_floor: bool = False
     """True if the arm only moves bytes, without a load: its module is not compared with the others'."""
-    is_peer: bool = False
-    """True if the arm belongs to another library."""
     device_type: str | None = None
     """The only device type that the arm supports. Default: any."""
 

@@ -49,7 +49,7 @@ def peer_arm(peer: Peer, kind: Kind) -> Arm:
         given = None if peer.builds_module else module
         return lambda: peer.run(given, Path(case.checkpoint), case.loading.get("dtype"))
 
-    return Arm(peer.name, prepare, is_peer=True, device_type=peer.device)
+    return Arm(peer.name, prepare, device_type=peer.device)
 
 
 def mmap_forward_arm(kind: Kind) -> Arm:

@@ -78,7 +78,7 @@ class ExtraState:
             owners = extra_state_owners(module)
             for key, value in self.values.items():
                 owners[key].set_extra_state(value)
-        except Exception as raised:  # noqa: BLE001 - the other ranks wait to hear of it
+        except Exception as raised:  # noqa: BLE001 - the other ranks wait for the outcome
             error = raised
         agree(error)
 

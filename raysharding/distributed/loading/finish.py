@@ -84,7 +84,7 @@ def _complete(context: LoadContext, plan: LoadPlan, tensors: Mapping[str, torch.
         if context.loading.verify == "finite":
             loaded = [fqn for fqn, _ in plan.outline.tensors]
             check_finite(tensors, loaded, plan.outline.checkpoint, _checked(context, len(tensors)))
-    except Exception as error:  # noqa: BLE001 - the other ranks wait to hear of it
+    except Exception as error:  # noqa: BLE001 - the other ranks wait for the outcome
         return error
     return None
 

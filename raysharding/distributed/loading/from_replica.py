@@ -87,7 +87,7 @@ def copy_replicas(
         outline = broadcast_json(outline, copy.group, copy.ranks.index(copy.source))
     try:
         copy.prepare(outline, factory)
-    except Exception as raised:  # noqa: BLE001 - the other ranks wait to hear of it
+    except Exception as raised:  # noqa: BLE001 - the other ranks wait for the outcome
         error = raised
     # Every rank calls this: the others would wait in the broadcasts for a new rank that failed.
     agree(error)

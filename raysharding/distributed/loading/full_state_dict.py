@@ -99,7 +99,7 @@ def _extra_state(module: nn.Module, state_dict: Mapping[str, Any], assign: bool)
     has_some = False
     try:
         has_some = bool(extra_state_owners(module) or extra_state_keys(state_dict, module))
-    except Exception as raised:  # noqa: BLE001 - the other ranks wait to hear of it
+    except Exception as raised:  # noqa: BLE001 - the other ranks wait for the outcome
         error = raised
     answers = agree(error, [assign, has_some])
     # Every rank calls this: ranks with different `assign` would run different collectives, and hang.

@@ -189,7 +189,7 @@ def propose_load(
         if dist.get_rank() == 0:
             match = _match(module, checkpoint, loading)
             outline = _outline(match, loading, layouts)
-    except Exception as raised:  # noqa: BLE001 - the other ranks wait to hear of it
+    except Exception as raised:  # noqa: BLE001 - the other ranks wait for the outcome
         error = raised
     return Proposal(layouts, digests, frozenset(on_meta), match, outline, error)
 

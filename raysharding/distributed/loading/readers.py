@@ -124,7 +124,7 @@ def check_visibility(
     try:
         found = tuple(identify_files([file.path for file in there.files]))
         return FileVisibility(host, sees=True, is_same=False, why_not=""), found
-    except Exception as error:  # noqa: BLE001 - the other ranks wait to hear what this one sees
+    except Exception as error:  # noqa: BLE001 - the other ranks wait for what this one sees
         return FileVisibility(host, sees=False, is_same=False, why_not=str(error)), ()
 
 

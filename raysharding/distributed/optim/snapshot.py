@@ -332,7 +332,7 @@ def agreed_snapshot(
             outline = snapshot.outline()
             held = {fqn: sorted(values) for fqn, values in outline.pop("values").items()}
             digest = sha256(repr((outline, held)).encode()).hexdigest()
-    except Exception as raised:  # noqa: BLE001 - the other ranks wait to hear of it
+    except Exception as raised:  # noqa: BLE001 - the other ranks wait for the outcome
         error = PlanError(str(raised)) if isinstance(raised, ValueError) else raised
     # Before any data collective, on ranks without an optimizer too: ranks with different state would run different
     # collectives, and hang.

@@ -42,7 +42,7 @@ from raysharding.distributed.comm import agree, broadcast_json
 from raysharding.distributed.saving.file_writers import MAX_FILE_BYTES
 from raysharding.errors import CheckpointError
 
-BEAT_S = 5.0
+HEARTBEAT_S = 5.0
 """Seconds between two messages of the merging rank to the waiting ranks."""
 TORCH_NAME = "pytorch_model.bin"
 _STAGED = "raysharding-merge"
@@ -158,7 +158,7 @@ def _silent(done: int, total: int) -> None:
 
 
 def _on_rank_0(run: Callable[[Progress], MergeReport], progress: Progress) -> MergeReport | None:
-    """Rank 0 runs it; the others hear of it every few seconds as long as it goes on, and of how it ended."""
+    """Call `run` on rank 0, which sends the other ranks a message every few seconds, and the outcome; collective."""
     report = None
     error: Exception | None = None
     if dist.get_rank() == 0:
@@ -167,14 +167,14 @@ def _on_rank_0(run: Callable[[Progress], MergeReport], progress: Progress) -> Me
         def tell(done: int, total: int) -> None:
             nonlocal last
             progress(done, total)
-            if time.monotonic() - last >= BEAT_S:
-                # A merge may take longer than one collective may wait: each beat begins the others' wait anew.
+            if time.monotonic() - last >= HEARTBEAT_S:
+                # A merge may take longer than one collective may wait: each message restarts the others' wait.
                 broadcast_json(True)
                 last = time.monotonic()
 
         try:
             report = run(tell)
-        except Exception as raised:  # noqa: BLE001 - the other ranks wait to hear of it
+        except Exception as raised:  # noqa: BLE001 - the other ranks wait for the outcome
             error = raised
         # Always: the other ranks wait in this broadcast until they receive that no message follows.
         broadcast_json(False)

@@ -74,7 +74,7 @@ def write_optimizer(
         written.finish(directory)
         found = {"format_version": FORMAT_VERSION, "outline": outline}
         write_file(directory, OPTIMIZER_NAME, json.dumps(found).encode("ascii"))
-    except Exception as raised:  # noqa: BLE001 - the other ranks wait to hear of it
+    except Exception as raised:  # noqa: BLE001 - the other ranks wait for the outcome
         return raised
     return None
 

@@ -355,7 +355,7 @@ class Save:
         if dist.get_rank() == 0:
             try:
                 do()
-            except Exception as error:  # noqa: BLE001 - the other ranks wait to hear of it
+            except Exception as error:  # noqa: BLE001 - the other ranks wait for the outcome
                 return error
         return None
 

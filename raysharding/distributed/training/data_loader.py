@@ -195,7 +195,7 @@ class DistributedDataLoader:
                 return None
             batch = item if isinstance(item, RankBatch) else self._collator.batch(item.rows, item.counts)
             self._bounds.check(batch, dist.get_rank(), "data")
-        except Exception as raised:  # noqa: BLE001 - the other ranks wait to hear of it
+        except Exception as raised:  # noqa: BLE001 - the other ranks wait for the outcome
             return _Taken(None, raised)
         return _Taken(batch)
 

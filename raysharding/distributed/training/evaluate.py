@@ -76,7 +76,7 @@ class Evaluation:
         try:
             if not batch.is_dummy:
                 self._add(output, batch)
-        except Exception as error:  # noqa: BLE001 - the other ranks wait to hear of it
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for the outcome
             failed = error
         if self._plan.metrics:
             agree_all_went_well(failed)

@@ -104,33 +104,12 @@ class LossShare(NamedTuple):
     rank. `None` if the loss is a sum; such losses are added."""
 
 
-def weigh(
-    module: nn.Module, batch: RankBatch, loss: LossFunction | None = None, *, may_be_empty: bool = False
-) -> LossWeight:
-    """Return the weight of this rank in the loss of the batch; collective over the default group.
-
-    The first call for a model (and for each kind of labels and loss function) runs up to ten extra forwards without
-    gradients. They show how the loss treats masked labels and `num_items_in_batch`, and whether the losses of parts of
-    the batch sum to that of the whole. Model and loss then see labels that the caller never passed: labels of the batch
-    with others masked by -100 (maps: by 255), and with a class of the batch, or 0, in place of masked labels. An
-    operation is not run on labels out of its range.
-
-    Args:
-        module: The sharded root module.
-        batch: This rank's part of the call.
-        loss: The caller's loss function, or `None` for the model's own.
-        may_be_empty: True if a batch without counted labels is no error. Default False.
+def _weight(agreed: _Agreed, is_dummy: bool, may_be_empty: bool) -> LossWeight:
+    """Return the weight of this rank in the loss of the batch.
 
     Raises:
-        EmptyBatchError: On every rank, if no label of the whole batch counts.
-        ValueError: On every rank, if labels differ in kind, the caller passes `num_items_in_batch`, or the loss is
-            neither a mean over labels or rows nor a sum, or is not finite in the first call. The error then states
-            since when, and names a parameter or argument that is not finite.
+        EmptyBatchError: No label of the whole batch counts, and `may_be_empty` is False.
     """
-    return _weight(_agree(module, batch, loss), batch.is_dummy, may_be_empty)
-
-
-def _weight(agreed: _Agreed, is_dummy: bool, may_be_empty: bool) -> LossWeight:
     traits = agreed.traits
     if traits.returns_pair:
         return LossWeight(num_items_in_batch=None, factor=float(not is_dummy), total=None)
@@ -160,21 +139,28 @@ def loss_share(
 
     Collective: each rank passes its part of one call, in the same mode.
 
+    The first call for a model (and for each kind of labels and loss function) runs up to ten extra forwards without
+    gradients. They show how the loss treats masked labels and `num_items_in_batch`, and whether the losses of parts of
+    the batch sum to that of the whole. Model and loss then see labels that the caller never passed: labels of the batch
+    with others masked by -100 (maps: by 255), and with a class of the batch, or 0, in place of masked labels. An
+    operation is not run on labels out of its range.
+
     Args:
         module: The sharded root module.
         batch: This rank's part of the call, on any device.
         loss: `None` for the output's `.loss`. Otherwise called as by `loss_call.call_loss`; it returns a scalar: the
             mean over counted labels (over rows without labels) or over rows, a sum, or a pair (sum, count). Labels are
-            the argument `labels` of the call or the loss, masked by -100. The first call also runs it on made-up
-            labels, see `weigh`.
-        may_be_empty: As for `weigh`; loss and gradients of a batch without counted items are then 0.
+            the argument `labels` of the call or the loss, masked by -100.
+        may_be_empty: True if a batch without counted items is no error; its loss and gradients are then 0.
 
     Returns:
         The share; exactly 0, with zero gradients, on a rank without counted items.
 
     Raises:
         EmptyBatchError: On every rank, if the batch has no counted items.
-        ValueError: On every rank, if there is no loss, or it is not a scalar, or as from `weigh`.
+        ValueError: On every rank, if there is no loss, or it is not a scalar; labels differ in kind; the caller passes
+            `num_items_in_batch`; or the loss is neither a mean over labels or rows nor a sum, or is not finite in the
+            first call. The error then states since when, and names a parameter or argument that is not finite.
     """
     # A sharded root moves the arguments of its forward, but not labels that only the loss function takes.
     device = compute_device(module)

@@ -314,7 +314,7 @@ def forget(module: nn.Module) -> None:
 def find_traits(module: nn.Module, batch: RankBatch, loss: LossFunction | None, labels: Labels) -> LossTraits:
     """Probe the loss and record its traits, unless no label of the batch counts; collective.
 
-    Model and loss run on labels that the caller never passed; see `loss.weigh`.
+    Model and loss run on labels that the caller never passed; see `loss.loss_share`.
 
     Args:
         module: The sharded root module.

@@ -44,7 +44,7 @@ class Accumulation:
         """Start without passes."""
         self.num_passes = 0
         self.is_reduced = True
-        self._weighed_loss = 0.0
+        self._weighted_loss = 0.0
         self._weight = 0.0
         self._first = 0.0
         self._is_sum = False
@@ -78,15 +78,15 @@ class Accumulation:
         self._weight += weight or 0.0
         self._first = self._first or (weight or 0.0)
         if weight is None:
-            self._weighed_loss += loss
+            self._weighted_loss += loss
         elif weight:  # without counted items the loss may be NaN, and NaN · 0 is NaN
-            self._weighed_loss += loss * weight
+            self._weighted_loss += loss * weight
 
     def loss(self) -> float:
         """Return the loss over all passes; NaN without counted items."""
         if self._is_sum:
-            return self._weighed_loss
-        return self._weighed_loss / self._weight if self._weight else float("nan")
+            return self._weighted_loss
+        return self._weighted_loss / self._weight if self._weight else float("nan")
 
     def finish(self, module: nn.Module) -> None:
         """Scale the gradients to the gradient of the loss over all passes.

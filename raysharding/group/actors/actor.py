@@ -83,18 +83,18 @@ class KeptRecord(Protocol):
 class RankActor:
     """One rank. `launch.start_actors` creates it with `max_restarts=0`: the group recovers as a whole."""
 
-    def __init__(self, lease_s: float | None = None, owns_room: bool = False) -> None:
+    def __init__(self, lease_s: float | None = None, owns_placement_group: bool = False) -> None:
         """Start the work thread and the lease.
 
         Args:
             lease_s: Length of the first lease, in seconds; the driver renews it. `None`: no lease.
-            owns_room: True to remove the placement group when the lease expires.
+            owns_placement_group: True to remove the placement group when the lease expires.
         """
         # The handler of Ray 2.60 waits for running tasks to end, and `lifetime` runs until the process ends.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._commands = RankCommands()
         self._ownership = Ownership()
-        self._room = ray.util.get_current_placement_group() if owns_room else None
+        self._placement_group = ray.util.get_current_placement_group() if owns_placement_group else None
         self._lease = RankLease(self._end)
         self._lease.renew(lease_s)
         exit_without_gcs()
@@ -287,8 +287,8 @@ class RankActor:
     def _end(self, lease_s: float) -> None:
         """End this process, whose lease has expired. `sys.exit` would only end a thread."""
         tell(f"the driver has not renewed this rank's lease of {lease_s:g} s: the rank ends, pid {os.getpid()}")
-        if self._room is not None:
-            giving = threading.Thread(target=remove_placement_group, args=(self._room,), daemon=True)
+        if self._placement_group is not None:
+            giving = threading.Thread(target=remove_placement_group, args=(self._placement_group,), daemon=True)
             giving.start()
             giving.join(_GIVE_BACK_S)
         os._exit(1)

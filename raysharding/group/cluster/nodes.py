@@ -147,7 +147,7 @@ class NodeCapacity:
 def local_capacity() -> list[NodeCapacity]:
     """Return this machine as the only node of the cluster that `ray.init()` would start on it."""
     facts = facts_here("127.0.0.1")
-    return [_room("this machine", {"CPU": float(os.cpu_count() or 1), "GPU": len(facts.gpu_free_bytes)}, facts)]
+    return [_capacity("this machine", {"CPU": float(os.cpu_count() or 1), "GPU": len(facts.gpu_free_bytes)}, facts)]
 
 
 def cluster_capacity(placement: Placement, timeout_s: float) -> list[NodeCapacity]:
@@ -170,17 +170,17 @@ def cluster_capacity(placement: Placement, timeout_s: float) -> list[NodeCapacit
         if any(capacity.name == name for capacity in capacities):
             name = f"{name} ({node_id[:8]})"  # two raylets may share an address
         count = bundles.count(node_id) if bundles else None
-        capacities.append(_room(name, free.get(node_id, {}), facts.get(node_id), count))
+        capacities.append(_capacity(name, free.get(node_id, {}), facts.get(node_id), count))
     return capacities
 
 
-def _room(name: str, free: Mapping[str, float], facts: NodeFacts | None, ranks: int | None = None) -> NodeCapacity:
+def _capacity(name: str, free: Mapping[str, float], facts: NodeFacts | None, ranks: int | None = None) -> NodeCapacity:
     gpu_bytes = min(facts.gpu_free_bytes) if facts is not None and facts.gpu_free_bytes else None
     host_bytes = None if facts is None else facts.available_bytes
     return NodeCapacity(name, free.get("CPU", 0.0), int(free.get("GPU", 0)), host_bytes, gpu_bytes, ranks)
 
 
-def assign(world_size: int, rooms: Sequence[NodeCapacity], need: Mapping[str, float], strategy: str) -> list[int]:
+def assign(world_size: int, nodes: Sequence[NodeCapacity], need: Mapping[str, float], strategy: str) -> list[int]:
     """Return the index of each rank's node, by rank; shorter than `world_size` if CPUs or GPUs do not suffice.
 
     Memory is not considered, since Ray does not know a group's memory. Where the strategy allows several placements,
@@ -188,17 +188,17 @@ def assign(world_size: int, rooms: Sequence[NodeCapacity], need: Mapping[str, fl
 
     Args:
         world_size: Number of ranks.
-        rooms: The nodes.
+        nodes: Capacity of each node.
         need: Resources of one rank.
         strategy: Ray's placement-group strategy.
     """
-    space = [ranks_that_fit(room.resources(), need) if room.ranks is None else room.ranks for room in rooms]
-    fullest_first = sorted(range(len(rooms)), key=lambda index: -space[index])
+    space = [ranks_that_fit(node.resources(), need) if node.ranks is None else node.ranks for node in nodes]
+    fullest_first = sorted(range(len(nodes)), key=lambda index: -space[index])
     if strategy == "STRICT_PACK":
         fullest_first = fullest_first[:1]
     if strategy == "STRICT_SPREAD":
         space = [min(count, 1) for count in space]
-    taken = [0] * len(rooms)
+    taken = [0] * len(nodes)
     if strategy == "SPREAD":
         for _ in range(world_size):
             with_space = [index for index in fullest_first if taken[index] < space[index]]

@@ -279,9 +279,9 @@ def _ranks(
     return ranks
 
 
-def _node(room: NodeCapacity, ranks: Sequence[RankPlan]) -> NodePlan:
+def _node(capacity: NodeCapacity, ranks: Sequence[RankPlan]) -> NodePlan:
     device_bytes = max((one.device_bytes for one in ranks), default=0)
-    return NodePlan(room, tuple(one.rank for one in ranks), sum(one.host_bytes for one in ranks), device_bytes)
+    return NodePlan(capacity, tuple(one.rank for one in ranks), sum(one.host_bytes for one in ranks), device_bytes)
 
 
 def _unplaced(

@@ -1,6 +1,6 @@
 """Values as they travel between driver and ranks: one pickle stream, tensor bytes beside it.
 
-`pack` finds out what a value weighs, and whether it can travel at all, before Ray stores a byte of it. Tensors are
+`pack` counts the bytes of a value, and raises if it cannot be pickled, before Ray stores any of it. Tensors are
 packed as compact CPU bytes: torch's own pickling would send the whole storage behind a row slice.
 
 From a call's arguments to packed parts: what ranks share is packed once, what is a rank's own goes to it alone.

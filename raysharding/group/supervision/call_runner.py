@@ -150,7 +150,7 @@ class CallRunner:
         command = command.stored()  # shared arguments are stored once
         return [replace(command, args=args).stored().encode() for args in task.args]
 
-    def hear(self, rank: int, message: bytes) -> None:
+    def on_message(self, rank: int, message: bytes) -> None:
         """Handle the response of a rank."""
         number = number_of(message)
         if number == self._last_number:

@@ -66,9 +66,9 @@ class Supervisor:
         lease_s = lifetime.lease_s if is_loaded else lifetime.starting_lease_s
         self._lease_renewal = LeaseRenewal(members, lease_s, self._teardown.has_ray)
         self._gcs_monitor = GcsMonitor(gcs_address())
-        self._loop = EventLoop(f"supervise {name}", self._patience, self._tick, self._on_failed)
+        self._loop = EventLoop(f"supervise {name}", self._seconds_to_wait, self._tick, self._on_failed)
         self.survivors = Survivors(replicas, timeouts.keep_s)
-        self._connections = DriverConnections(self._loop, lambda *heard: self._runner.hear(*heard), self.has_ray)
+        self._connections = DriverConnections(self._loop, lambda *args: self._runner.on_message(*args), self.has_ray)
         self._unreachable: dict[int, str] = {}
         self._runner = CallRunner(name, members, timeouts, self.survivors, self)
         self._waiting = WaitingCalls()
@@ -219,7 +219,7 @@ class Supervisor:
             self.status.is_closing = True
             self._connections.close()
 
-    def _patience(self) -> float:
+    def _seconds_to_wait(self) -> float:
         """Return the seconds until the next deadline or check."""
         run = self._runner.run
         longest_s = max(0.0, min(_TICK_S, self._connections.seconds_to_unreachable()))
@@ -235,9 +235,9 @@ class Supervisor:
         """Call `then(future)` on the supervision thread when the future completes."""
         self._loop.add_future(future, then)
 
-    def send(self, rank: int, frame: bytes) -> bool:
+    def send(self, rank: int, message: bytes) -> bool:
         """Send a message to a rank; return True if the rank is connected."""
-        return self._connections.send(rank, frame)
+        return self._connections.send(rank, message)
 
     def has_ray(self) -> bool:
         """Return True if Ray is initialized, else break the group. This and all below: supervision thread only."""

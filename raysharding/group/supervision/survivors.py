@@ -34,10 +34,6 @@ class Replicas:
         """True if there is more than one replica."""
         return self.num_shards < self.world_size
 
-    def covers(self, lost: Collection[int]) -> bool:
-        """Return True if the other ranks hold all shards."""
-        return self.bare_shard(lost) is None
-
     def bare_shard(self, lost: Collection[int]) -> int | None:
         """Return the first shard that only lost ranks hold; `None` without one."""
         shards = range(self.num_shards)

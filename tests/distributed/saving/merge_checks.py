@@ -181,7 +181,7 @@ def merge_together(root: Path) -> dict[str, Any]:
         time.sleep(0.2)
         read_tensor(self, key, write)
 
-    merging.BEAT_S = 0.3
+    merging.HEARTBEAT_S = 0.3
     DcpReader.read_tensor = slow  # type: ignore[method-assign]
     started = time.monotonic()
     merge_fsdp_weights(root / "llama", root / "slow")

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from raysharding.batch import Split, deal
-from raysharding.distributed.training.loss import loss_share, weigh
+from raysharding.distributed.training.loss import loss_share
 from raysharding.distributed.training.loss_probe import forget, identity
 from tests.distributed.training.training_cases import (
     CASES,
@@ -173,10 +173,10 @@ def refused() -> None:
     for extra in ({"num_items_in_batch": 20}, {"num_items_in_batch": None}):
         batch = deal((), {**call, "labels": Split(labels), **extra}, 3)[dist.get_rank()]
         if extra["num_items_in_batch"] is None:
-            assert weigh(built(Counting), batch).num_items_in_batch == int((labels != -100).sum())
+            assert loss_share(built(Counting), batch).weight == int((labels != -100).sum())
             continue
         with pytest.raises(ValueError, match="num_items_in_batch is computed by raysharding"):
-            weigh(built(Counting), batch)
+            loss_share(built(Counting), batch)
 
 
 def run_all() -> None:

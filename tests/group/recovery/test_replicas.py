@@ -343,8 +343,8 @@ def test_a_lost_node_takes_a_replica_and_another_node_gets_it(copied: Copied) ->
 
 def test_which_ranks_hold_the_same() -> None:
     layout = Replicas.of(Sharding(replicate_size=3), 6)
-    assert layout.covers([])
-    assert layout.covers([0, 1, 2, 3])
+    assert layout.bare_shard([]) is None
+    assert layout.bare_shard([0, 1, 2, 3]) is None
     assert layout.sources([0, 1, 2]) == {0: 4, 1: 3, 2: 4}
     assert layout.bare_shard([1, 3, 5, 0]) == 1
     one, two = StateChange(True, 0), StateChange(True, 1)
@@ -352,5 +352,5 @@ def test_which_ranks_hold_the_same() -> None:
     assert not layout.are_alike({0: one, 1: one, 4: two})
     alone = Replicas.of(Sharding(), 2)
     assert not alone.are_several
-    assert not alone.covers([1])
+    assert alone.bare_shard([1]) is not None
     assert Replicas.of(Sharding(replicate_size=3), 4) == Replicas(4, 4), "which the ranks refuse"
