@@ -56,7 +56,7 @@ def fsdp2_load_full_state_dict(
     try:
         if dist.get_rank() == 0:
             values = _by_own_names(model, full_sd)
-    except Exception as raised:  # noqa: BLE001 - the other ranks wait to hear of it
+    except Exception as raised:  # noqa: BLE001 - the other ranks wait for the outcome
         error = raised
     agree(error)  # a rank that raised alone would leave the others in the load
     fill(model, saved_tensors, values, timeout_s)

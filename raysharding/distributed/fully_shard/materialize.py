@@ -78,7 +78,7 @@ class FirstValues:
         submodules = list(_own_submodules(modules))
         try:
             self._initialise(submodules, kept)
-        except Exception as raised:  # noqa: BLE001 - the other ranks wait to hear of it
+        except Exception as raised:  # noqa: BLE001 - the other ranks wait for the outcome
             error = raised
         if self._syncs:
             # A rank whose function failed, or that has no memory, must not leave the others in the broadcasts.
