@@ -152,7 +152,8 @@ def imported(tree: ast.AST, module: str, is_package: bool, modules: set[str]) ->
 def violations(sources: Mapping[str, str]) -> list[str]:
     """Every broken rule in a package, given as module name → source; a package's own file ends in `.__init__`."""
     # Where a package has a name like one of its modules (`launch`), `from` gives the name.
-    named = {f"{name.removesuffix('.__init__')}.{one}" for name, text in sources.items() for one in _exported(text)}
+    faces = {name.removesuffix(".__init__"): text for name, text in sources.items() if name.endswith(".__init__")}
+    named = {f"{package}.{one}" for package, text in faces.items() for one in _exported(text)}
     modules = {name.removesuffix(".__init__") for name in sources} - named
     found: list[str] = []
     graph: dict[str, set[str]] = {}
@@ -179,10 +180,10 @@ def violations(sources: Mapping[str, str]) -> list[str]:
 
 
 def _exported(source: str) -> Iterator[str]:
-    """Names of a public package's `__all__`, or those that a room imports as themselves."""
+    """Names that a package's `__init__` imports, or lists in `__all__`."""
     for node in ast.parse(source).body:
         if isinstance(node, ast.ImportFrom):
-            yield from (alias.name for alias in node.names if alias.asname == alias.name)
+            yield from (alias.name for alias in node.names)
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             yield from ast.literal_eval(node.value)
 

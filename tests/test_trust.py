@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, not re-exported
+from torch.distributed import TCPStore
 
 from raysharding.distributed.comm.rendezvous import serve_store
 

@@ -180,7 +180,7 @@ def _start_process_group(spec: Spec, device_type: str) -> None:
     is_cuda = device_type == "cuda"
     if is_cuda:
         torch.cuda.set_device(spec.rank % torch.cuda.device_count())
-    store = dist.FileStore(spec.store, spec.world_size)  # type: ignore[attr-defined]
+    store = dist.FileStore(spec.store, spec.world_size)
     backend = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
     timeout = timedelta(seconds=spec.timeout_s)
     dist.init_process_group(backend, store=store, rank=spec.rank, world_size=spec.world_size, timeout=timeout)

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, not re-exported
+from torch.distributed import TCPStore
 
 HOST = "127.0.0.1"
 SETTLE_S = 2.0

@@ -1,43 +1,46 @@
 """The format of a checkpoint: file names, headers, the index, checksums, tensors by name."""
 
-from raysharding.checkpoint.format.checkpoint import Checkpoint as Checkpoint
-from raysharding.checkpoint.format.checkpoint import CheckpointFile as CheckpointFile
-from raysharding.checkpoint.format.checkpoint import identify as identify
-from raysharding.checkpoint.format.checkpoint import identify_files as identify_files
-from raysharding.checkpoint.format.checkpoint import open_checkpoint as open_checkpoint
-from raysharding.checkpoint.format.checksum import ALGORITHM as ALGORITHM
-from raysharding.checkpoint.format.checksum import Checksums as Checksums
-from raysharding.checkpoint.format.header import MAX_DIMS as MAX_DIMS
-from raysharding.checkpoint.format.header import MAX_HEADER_BYTES as MAX_HEADER_BYTES
-from raysharding.checkpoint.format.header import Header as Header
-from raysharding.checkpoint.format.header import header_sha256 as header_sha256
-from raysharding.checkpoint.format.header import is_text as is_text
-from raysharding.checkpoint.format.header import parse_object as parse_object
-from raysharding.checkpoint.format.header import read_header as read_header
-from raysharding.checkpoint.format.index import MAX_JSON_BYTES as MAX_JSON_BYTES
-from raysharding.checkpoint.format.index import list_sidecar_files as list_sidecar_files
-from raysharding.checkpoint.format.index import read_beside as read_beside
-from raysharding.checkpoint.format.index import read_sidecar as read_sidecar
-from raysharding.checkpoint.format.names import ADAPTER_CONFIG_NAME as ADAPTER_CONFIG_NAME
-from raysharding.checkpoint.format.names import ADAPTER_NAME as ADAPTER_NAME
-from raysharding.checkpoint.format.names import EXTRA_STATE_NAME as EXTRA_STATE_NAME
-from raysharding.checkpoint.format.names import INDEX_NAME as INDEX_NAME
-from raysharding.checkpoint.format.names import MANIFEST_NAME as MANIFEST_NAME
-from raysharding.checkpoint.format.names import OPTIMIZER_FOLDER as OPTIMIZER_FOLDER
-from raysharding.checkpoint.format.names import OPTIMIZER_NAME as OPTIMIZER_NAME
-from raysharding.checkpoint.format.names import SAVE_RECORD_NAME as SAVE_RECORD_NAME
-from raysharding.checkpoint.format.names import SINGLE_NAME as SINGLE_NAME
-from raysharding.checkpoint.format.names import TRAINING_FOLDER as TRAINING_FOLDER
-from raysharding.checkpoint.format.names import TRAINING_NAME as TRAINING_NAME
-from raysharding.checkpoint.format.reader import FileReader as FileReader
-from raysharding.checkpoint.format.staging import is_abandoned as is_abandoned
-from raysharding.checkpoint.format.staging import lock as lock
-from raysharding.checkpoint.format.staging import make_staging as make_staging
-from raysharding.checkpoint.format.staging import new_token as new_token
-from raysharding.checkpoint.format.staging import renamed_staging as renamed_staging
-from raysharding.checkpoint.format.staging import staged_name as staged_name
-from raysharding.checkpoint.format.staging import staging_name as staging_name
-from raysharding.checkpoint.format.staging import staging_path as staging_path
-from raysharding.checkpoint.format.staging import unlock as unlock
-from raysharding.checkpoint.format.tensor_info import NAME_OF_DTYPE as NAME_OF_DTYPE
-from raysharding.checkpoint.format.tensor_info import TensorInfo as TensorInfo
+from raysharding.checkpoint.format.checkpoint import (
+    Checkpoint,
+    CheckpointFile,
+    identify,
+    identify_files,
+    open_checkpoint,
+)
+from raysharding.checkpoint.format.checksum import ALGORITHM, Checksums
+from raysharding.checkpoint.format.header import (
+    MAX_DIMS,
+    MAX_HEADER_BYTES,
+    Header,
+    header_sha256,
+    is_text,
+    parse_object,
+    read_header,
+)
+from raysharding.checkpoint.format.index import MAX_JSON_BYTES, list_sidecar_files, read_beside, read_sidecar
+from raysharding.checkpoint.format.names import (
+    ADAPTER_CONFIG_NAME,
+    ADAPTER_NAME,
+    EXTRA_STATE_NAME,
+    INDEX_NAME,
+    MANIFEST_NAME,
+    OPTIMIZER_FOLDER,
+    OPTIMIZER_NAME,
+    SAVE_RECORD_NAME,
+    SINGLE_NAME,
+    TRAINING_FOLDER,
+    TRAINING_NAME,
+)
+from raysharding.checkpoint.format.reader import FileReader
+from raysharding.checkpoint.format.staging import (
+    is_abandoned,
+    lock,
+    make_staging,
+    new_token,
+    renamed_staging,
+    staged_name,
+    staging_name,
+    staging_path,
+    unlock,
+)
+from raysharding.checkpoint.format.tensor_info import NAME_OF_DTYPE, TensorInfo

@@ -1,33 +1,32 @@
 """Atomic saves: planned files in a staging directory, a manifest, one rename, and the removal of older saves."""
 
-from raysharding.checkpoint.writing.commit import StagedDirectory as StagedDirectory
-from raysharding.checkpoint.writing.commit import check_destination as check_destination
-from raysharding.checkpoint.writing.commit import commit_files as commit_files
-from raysharding.checkpoint.writing.commit import commit_staging as commit_staging
-from raysharding.checkpoint.writing.commit import create_staging as create_staging
-from raysharding.checkpoint.writing.commit import is_left_over as is_left_over
-from raysharding.checkpoint.writing.commit import make_directory as make_directory
-from raysharding.checkpoint.writing.commit import remove_staging as remove_staging
-from raysharding.checkpoint.writing.file_plan import file_names as file_names
-from raysharding.checkpoint.writing.file_plan import file_order as file_order
-from raysharding.checkpoint.writing.file_plan import make_folder as make_folder
-from raysharding.checkpoint.writing.file_plan import plan_files as plan_files
-from raysharding.checkpoint.writing.file_plan import write_file as write_file
-from raysharding.checkpoint.writing.file_plan import write_index as write_index
-from raysharding.checkpoint.writing.manifest import Manifest as Manifest
-from raysharding.checkpoint.writing.manifest import check_manifest as check_manifest
-from raysharding.checkpoint.writing.manifest import mismatches as mismatches
-from raysharding.checkpoint.writing.manifest import read_manifest as read_manifest
-from raysharding.checkpoint.writing.manifest import write_manifest as write_manifest
-from raysharding.checkpoint.writing.retention import check_numbered as check_numbered
-from raysharding.checkpoint.writing.retention import is_checkpoint as is_checkpoint
-from raysharding.checkpoint.writing.retention import newest_after as newest_after
-from raysharding.checkpoint.writing.retention import remove_left_overs as remove_left_overs
-from raysharding.checkpoint.writing.retention import remove_older as remove_older
-from raysharding.checkpoint.writing.retention import remove_unfinished as remove_unfinished
-from raysharding.checkpoint.writing.save_files import is_save_name as is_save_name
-from raysharding.checkpoint.writing.save_files import is_weight_name as is_weight_name
-from raysharding.checkpoint.writing.save_record import SaveRecord as SaveRecord
-from raysharding.checkpoint.writing.save_record import own_sidecars as own_sidecars
-from raysharding.checkpoint.writing.save_record import read_save_record as read_save_record
-from raysharding.checkpoint.writing.writer import FileWriter as FileWriter
+from raysharding.checkpoint.writing.commit import (
+    StagedDirectory,
+    check_destination,
+    commit_files,
+    commit_staging,
+    create_staging,
+    is_left_over,
+    make_directory,
+    remove_staging,
+)
+from raysharding.checkpoint.writing.file_plan import (
+    file_names,
+    file_order,
+    make_folder,
+    plan_files,
+    write_file,
+    write_index,
+)
+from raysharding.checkpoint.writing.manifest import Manifest, check_manifest, mismatches, read_manifest, write_manifest
+from raysharding.checkpoint.writing.retention import (
+    check_numbered,
+    is_checkpoint,
+    newest_after,
+    remove_left_overs,
+    remove_older,
+    remove_unfinished,
+)
+from raysharding.checkpoint.writing.save_files import is_save_name, is_weight_name
+from raysharding.checkpoint.writing.save_record import SaveRecord, own_sidecars, read_save_record
+from raysharding.checkpoint.writing.writer import FileWriter

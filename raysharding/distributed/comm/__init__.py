@@ -1,30 +1,30 @@
 """Communication beside tensors: process group, device mesh, JSON collectives, agreement on failure, link test."""
 
-from raysharding.distributed.comm.abort import Connection as Connection
-from raysharding.distributed.comm.abort import between as between
-from raysharding.distributed.comm.abort import connections as connections
-from raysharding.distributed.comm.abort import cut as cut
-from raysharding.distributed.comm.abort import nobody_connects_later as nobody_connects_later
-from raysharding.distributed.comm.agreement import BUCKETS_PER_CHECK as BUCKETS_PER_CHECK
-from raysharding.distributed.comm.agreement import FailureFlag as FailureFlag
-from raysharding.distributed.comm.agreement import agree as agree
-from raysharding.distributed.comm.agreement import agree_all_went_well as agree_all_went_well
-from raysharding.distributed.comm.agreement import from_rank_0 as from_rank_0
-from raysharding.distributed.comm.agreement import wait_for as wait_for
-from raysharding.distributed.comm.agreement import waits_for_others as waits_for_others
-from raysharding.distributed.comm.device_mesh import REPLICATE_AXIS as REPLICATE_AXIS
-from raysharding.distributed.comm.device_mesh import init_mesh as init_mesh
-from raysharding.distributed.comm.json_collectives import all_gather_ints as all_gather_ints
-from raysharding.distributed.comm.json_collectives import all_gather_json as all_gather_json
-from raysharding.distributed.comm.json_collectives import broadcast_json as broadcast_json
-from raysharding.distributed.comm.json_collectives import metadata_device as metadata_device
-from raysharding.distributed.comm.link_test import LinkTimes as LinkTimes
-from raysharding.distributed.comm.link_test import measure_link as measure_link
-from raysharding.distributed.comm.rendezvous import StoreAddress as StoreAddress
-from raysharding.distributed.comm.rendezvous import collective_counters as collective_counters
-from raysharding.distributed.comm.rendezvous import exists as exists
-from raysharding.distributed.comm.rendezvous import interface_of as interface_of
-from raysharding.distributed.comm.rendezvous import join_process_group as join_process_group
-from raysharding.distributed.comm.rendezvous import leave_process_group as leave_process_group
-from raysharding.distributed.comm.rendezvous import listen as listen
-from raysharding.distributed.comm.rendezvous import serve_store as serve_store
+from raysharding.distributed.comm.abort import Connection, between, connections, cut, nobody_connects_later
+from raysharding.distributed.comm.agreement import (
+    BUCKETS_PER_CHECK,
+    FailureFlag,
+    agree,
+    agree_all_went_well,
+    from_rank_0,
+    wait_for,
+    waits_for_others,
+)
+from raysharding.distributed.comm.device_mesh import REPLICATE_AXIS, init_mesh
+from raysharding.distributed.comm.json_collectives import (
+    all_gather_ints,
+    all_gather_json,
+    broadcast_json,
+    metadata_device,
+)
+from raysharding.distributed.comm.link_test import LinkTimes, measure_link
+from raysharding.distributed.comm.rendezvous import (
+    StoreAddress,
+    collective_counters,
+    exists,
+    interface_of,
+    join_process_group,
+    leave_process_group,
+    listen,
+    serve_store,
+)

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import (  # type: ignore[attr-defined]  # public, not re-exported
+from torch.distributed import (
     PrefixStore,
     Store,
     TCPStore,

@@ -1,63 +1,63 @@
 """Sharding of a module with FSDP2, and behaviour of its groups in forward, backward and after errors."""
 
-from raysharding.distributed.fully_shard.activation_checkpointing import contexts_of as contexts_of
-from raysharding.distributed.fully_shard.execution_order import check_execution_order as check_execution_order
-from raysharding.distributed.fully_shard.gradients import check_norm as check_norm
-from raysharding.distributed.fully_shard.gradients import clip_grad_norm_ as clip_grad_norm_
-from raysharding.distributed.fully_shard.gradients import no_sync as no_sync
-from raysharding.distributed.fully_shard.gradients import parameters_left_alone as parameters_left_alone
-from raysharding.distributed.fully_shard.gradients import reduce_replicated_gradients as reduce_replicated_gradients
-from raysharding.distributed.fully_shard.gradients import scale_gradients as scale_gradients
-from raysharding.distributed.fully_shard.internals import drop_unreduced_gradients as drop_unreduced_gradients
-from raysharding.distributed.fully_shard.internals import fsdp_modules as fsdp_modules
-from raysharding.distributed.fully_shard.internals import gradient_sync as gradient_sync
-from raysharding.distributed.fully_shard.internals import init_roots as init_roots
-from raysharding.distributed.fully_shard.internals import is_fsdp_hook as is_fsdp_hook
-from raysharding.distributed.fully_shard.internals import is_not_gathered as is_not_gathered
-from raysharding.distributed.fully_shard.internals import is_offloaded as is_offloaded
-from raysharding.distributed.fully_shard.internals import loadable as loadable
-from raysharding.distributed.fully_shard.internals import mark_offloaded as mark_offloaded
-from raysharding.distributed.fully_shard.internals import parameter_groups as parameter_groups
-from raysharding.distributed.fully_shard.internals import refusing_use as refusing_use
-from raysharding.distributed.fully_shard.internals import require_idle as require_idle
-from raysharding.distributed.fully_shard.internals import reshard as reshard
-from raysharding.distributed.fully_shard.internals import roots_before_blocks as roots_before_blocks
-from raysharding.distributed.fully_shard.internals import tell_fsdp as tell_fsdp
-from raysharding.distributed.fully_shard.layout import ShardMap as ShardMap
-from raysharding.distributed.fully_shard.layout import TensorLayout as TensorLayout
-from raysharding.distributed.fully_shard.layout import by_mesh as by_mesh
-from raysharding.distributed.fully_shard.layout import compute_device as compute_device
-from raysharding.distributed.fully_shard.layout import inner_tensor as inner_tensor
-from raysharding.distributed.fully_shard.layout import local_tensor as local_tensor
-from raysharding.distributed.fully_shard.layout import message_device as message_device
-from raysharding.distributed.fully_shard.layout import module_tensors as module_tensors
-from raysharding.distributed.fully_shard.layout import named_submodules as named_submodules
-from raysharding.distributed.fully_shard.layout import persistent_names as persistent_names
-from raysharding.distributed.fully_shard.layout import shard_index_of as shard_index_of
-from raysharding.distributed.fully_shard.layout import tensor_layout as tensor_layout
-from raysharding.distributed.fully_shard.layout import unwrapped as unwrapped
-from raysharding.distributed.fully_shard.layout import with_layout as with_layout
-from raysharding.distributed.fully_shard.loss_history import not_finite as not_finite
-from raysharding.distributed.fully_shard.loss_history import note_load as note_load
-from raysharding.distributed.fully_shard.loss_history import note_update as note_update
-from raysharding.distributed.fully_shard.materialize import materialize as materialize
-from raysharding.distributed.fully_shard.module_hooks import move_inputs as move_inputs
-from raysharding.distributed.fully_shard.module_hooks import warn_once as warn_once
-from raysharding.distributed.fully_shard.recovery import generator_devices as generator_devices
-from raysharding.distributed.fully_shard.recovery import is_recoverable as is_recoverable
-from raysharding.distributed.fully_shard.recovery import is_torn as is_torn
-from raysharding.distributed.fully_shard.recovery import mark_recovery as mark_recovery
-from raysharding.distributed.fully_shard.recovery import module_mode as module_mode
-from raysharding.distributed.fully_shard.recovery import recover as recover
-from raysharding.distributed.fully_shard.recovery import recover_after as recover_after
-from raysharding.distributed.fully_shard.recovery import rejoin as rejoin
-from raysharding.distributed.fully_shard.recovery import reset as reset
-from raysharding.distributed.fully_shard.recovery import without_trace as without_trace
-from raysharding.distributed.fully_shard.same_parameters import compare_before_forward as compare_before_forward
-from raysharding.distributed.fully_shard.shard import mixed_precision_policy as mixed_precision_policy
-from raysharding.distributed.fully_shard.shard import shard_groups as shard_groups
-from raysharding.distributed.fully_shard.shard import shard_module as shard_module
-from raysharding.distributed.fully_shard.shard import show_shards as show_shards
-from raysharding.distributed.fully_shard.tensor_table import TensorTable as TensorTable
-from raysharding.distributed.fully_shard.tensor_table import cut as cut
-from raysharding.distributed.fully_shard.tensor_table import meta_like as meta_like
+from raysharding.distributed.fully_shard.activation_checkpointing import contexts_of
+from raysharding.distributed.fully_shard.execution_order import check_execution_order
+from raysharding.distributed.fully_shard.gradients import (
+    check_norm,
+    clip_grad_norm_,
+    no_sync,
+    parameters_left_alone,
+    reduce_replicated_gradients,
+    scale_gradients,
+)
+from raysharding.distributed.fully_shard.internals import (
+    drop_unreduced_gradients,
+    fsdp_modules,
+    gradient_sync,
+    init_roots,
+    is_fsdp_hook,
+    is_not_gathered,
+    is_offloaded,
+    loadable,
+    mark_offloaded,
+    parameter_groups,
+    refusing_use,
+    require_idle,
+    reshard,
+    roots_before_blocks,
+    tell_fsdp,
+)
+from raysharding.distributed.fully_shard.layout import (
+    ShardMap,
+    TensorLayout,
+    by_mesh,
+    compute_device,
+    inner_tensor,
+    local_tensor,
+    message_device,
+    module_tensors,
+    named_submodules,
+    persistent_names,
+    shard_index_of,
+    tensor_layout,
+    unwrapped,
+    with_layout,
+)
+from raysharding.distributed.fully_shard.loss_history import not_finite, note_load, note_update
+from raysharding.distributed.fully_shard.materialize import materialize
+from raysharding.distributed.fully_shard.module_hooks import move_inputs, warn_once
+from raysharding.distributed.fully_shard.recovery import (
+    generator_devices,
+    is_recoverable,
+    is_torn,
+    mark_recovery,
+    module_mode,
+    recover,
+    recover_after,
+    rejoin,
+    reset,
+    without_trace,
+)
+from raysharding.distributed.fully_shard.same_parameters import compare_before_forward
+from raysharding.distributed.fully_shard.shard import mixed_precision_policy, shard_groups, shard_module, show_shards
+from raysharding.distributed.fully_shard.tensor_table import TensorTable, cut, meta_like

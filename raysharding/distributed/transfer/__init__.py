@@ -1,46 +1,47 @@
 """Transfer of tensor bytes in buckets: plan, routes, transport, shared memory, and the gather to rank 0."""
 
-from raysharding.distributed.transfer.bucket_plan import BUCKET_BYTES as BUCKET_BYTES
-from raysharding.distributed.transfer.bucket_plan import STRAIGHT_BYTES as STRAIGHT_BYTES
-from raysharding.distributed.transfer.bucket_plan import BucketPlan as BucketPlan
-from raysharding.distributed.transfer.bucket_plan import PlannedTensor as PlannedTensor
-from raysharding.distributed.transfer.bucket_plan import plan_buckets as plan_buckets
-from raysharding.distributed.transfer.buffers import RING_SIZE as RING_SIZE
-from raysharding.distributed.transfer.buffers import Slot as Slot
-from raysharding.distributed.transfer.buffers import make_ring as make_ring
-from raysharding.distributed.transfer.buffers import shared_ring as shared_ring
-from raysharding.distributed.transfer.gather import Gather as Gather
-from raysharding.distributed.transfer.gather import gather_into as gather_into
-from raysharding.distributed.transfer.gather import gather_state_dict as gather_state_dict
-from raysharding.distributed.transfer.gather import gather_tensors as gather_tensors
-from raysharding.distributed.transfer.gather import saved_tensors as saved_tensors
-from raysharding.distributed.transfer.gather import tied_names as tied_names
-from raysharding.distributed.transfer.local_shards import LocalShards as LocalShards
-from raysharding.distributed.transfer.memory import RANK_BYTES as RANK_BYTES
-from raysharding.distributed.transfer.memory import MemoryPeak as MemoryPeak
-from raysharding.distributed.transfer.memory import Prefault as Prefault
-from raysharding.distributed.transfer.memory import available_bytes as available_bytes
-from raysharding.distributed.transfer.memory import back as back
-from raysharding.distributed.transfer.memory import host_memory_bytes as host_memory_bytes
-from raysharding.distributed.transfer.memory import is_fresh as is_fresh
-from raysharding.distributed.transfer.memory import resident_bytes as resident_bytes
-from raysharding.distributed.transfer.routes import Routes as Routes
-from raysharding.distributed.transfer.shared_memory import SharedRings as SharedRings
-from raysharding.distributed.transfer.shared_memory import host_identity as host_identity
-from raysharding.distributed.transfer.shared_memory import share_rings as share_rings
-from raysharding.distributed.transfer.sources import CheckpointSource as CheckpointSource
-from raysharding.distributed.transfer.sources import Conversions as Conversions
-from raysharding.distributed.transfer.sources import Extents as Extents
-from raysharding.distributed.transfer.sources import ReadThreads as ReadThreads
-from raysharding.distributed.transfer.sources import Request as Request
-from raysharding.distributed.transfer.sources import as_bytes as as_bytes
-from raysharding.distributed.transfer.sources import as_memory as as_memory
-from raysharding.distributed.transfer.sources import extents_from_json as extents_from_json
-from raysharding.distributed.transfer.sources import extents_of as extents_of
-from raysharding.distributed.transfer.sources import extents_to_json as extents_to_json
-from raysharding.distributed.transfer.sources import overlaps as overlaps
-from raysharding.distributed.transfer.sources import wire_dtype as wire_dtype
-from raysharding.distributed.transfer.stream import BucketStream as BucketStream
-from raysharding.distributed.transfer.transport import Broadcast as Broadcast
-from raysharding.distributed.transfer.transport import BucketTransport as BucketTransport
-from raysharding.distributed.transfer.transport import Scatter as Scatter
+from raysharding.distributed.transfer.bucket_plan import (
+    BUCKET_BYTES,
+    STRAIGHT_BYTES,
+    BucketPlan,
+    PlannedTensor,
+    plan_buckets,
+)
+from raysharding.distributed.transfer.buffers import RING_SIZE, Slot, make_ring, shared_ring
+from raysharding.distributed.transfer.gather import (
+    Gather,
+    gather_into,
+    gather_state_dict,
+    gather_tensors,
+    saved_tensors,
+    tied_names,
+)
+from raysharding.distributed.transfer.local_shards import LocalShards
+from raysharding.distributed.transfer.memory import (
+    RANK_BYTES,
+    MemoryPeak,
+    Prefault,
+    available_bytes,
+    back,
+    host_memory_bytes,
+    is_fresh,
+    resident_bytes,
+)
+from raysharding.distributed.transfer.routes import Routes
+from raysharding.distributed.transfer.shared_memory import SharedRings, host_identity, share_rings
+from raysharding.distributed.transfer.sources import (
+    CheckpointSource,
+    Conversions,
+    Extents,
+    ReadThreads,
+    Request,
+    as_bytes,
+    as_memory,
+    extents_from_json,
+    extents_of,
+    extents_to_json,
+    overlaps,
+    wire_dtype,
+)
+from raysharding.distributed.transfer.stream import BucketStream
+from raysharding.distributed.transfer.transport import Broadcast, BucketTransport, Scatter

@@ -1,47 +1,39 @@
 """What Ray and its nodes provide: connecting, nodes, placement, names, the GCS monitor, stack dumps."""
 
-from raysharding.group.cluster.connect import connect as connect
-from raysharding.group.cluster.connect import join_announced as join_announced
-from raysharding.group.cluster.connect import refuse_in_fork as refuse_in_fork
-from raysharding.group.cluster.display import html_rows as html_rows
-from raysharding.group.cluster.display import html_table as html_table
-from raysharding.group.cluster.display import memory_table as memory_table
-from raysharding.group.cluster.display import ranks_table as ranks_table
-from raysharding.group.cluster.display import tell as tell
-from raysharding.group.cluster.display import text_table as text_table
-from raysharding.group.cluster.gcs_monitor import GCS_GONE_S as GCS_GONE_S
-from raysharding.group.cluster.gcs_monitor import GcsMonitor as GcsMonitor
-from raysharding.group.cluster.gcs_monitor import exit_without_gcs as exit_without_gcs
-from raysharding.group.cluster.gcs_monitor import gcs_address as gcs_address
-from raysharding.group.cluster.names import NAMESPACE as NAMESPACE
-from raysharding.group.cluster.names import Lifetime as Lifetime
-from raysharding.group.cluster.names import actor_name as actor_name
-from raysharding.group.cluster.names import actor_names as actor_names
-from raysharding.group.cluster.names import bundle_of as bundle_of
-from raysharding.group.cluster.names import check_free as check_free
-from raysharding.group.cluster.names import check_name as check_name
-from raysharding.group.cluster.names import group_names as group_names
-from raysharding.group.cluster.names import name_taken as name_taken
-from raysharding.group.cluster.names import placement_groups as placement_groups
-from raysharding.group.cluster.names import remove_orphans as remove_orphans
-from raysharding.group.cluster.nodes import NodeCapacity as NodeCapacity
-from raysharding.group.cluster.nodes import NodeFacts as NodeFacts
-from raysharding.group.cluster.nodes import assign as assign
-from raysharding.group.cluster.nodes import cluster_capacity as cluster_capacity
-from raysharding.group.cluster.nodes import facts_here as facts_here
-from raysharding.group.cluster.nodes import local_capacity as local_capacity
-from raysharding.group.cluster.nodes import versions_here as versions_here
-from raysharding.group.cluster.placement import Reservation as Reservation
-from raysharding.group.cluster.placement import check_world_size as check_world_size
-from raysharding.group.cluster.placement import choose_device_type as choose_device_type
-from raysharding.group.cluster.placement import choose_num_threads as choose_num_threads
-from raysharding.group.cluster.placement import choose_world_size as choose_world_size
-from raysharding.group.cluster.placement import rank_need as rank_need
-from raysharding.group.cluster.placement import reserve as reserve
-from raysharding.group.cluster.placement import show_resources as show_resources
-from raysharding.group.cluster.placement import wait_placed as wait_placed
-from raysharding.group.cluster.ray_internals import dashboard_url as dashboard_url
-from raysharding.group.cluster.ray_internals import has_started as has_started
-from raysharding.group.cluster.stack_dump import ProcessSnapshot as ProcessSnapshot
-from raysharding.group.cluster.stack_dump import dump_stacks as dump_stacks
-from raysharding.group.cluster.stack_dump import enable_stack_dumps as enable_stack_dumps
+from raysharding.group.cluster.connect import connect, join_announced, refuse_in_fork
+from raysharding.group.cluster.display import html_rows, html_table, memory_table, ranks_table, tell, text_table
+from raysharding.group.cluster.gcs_monitor import GCS_GONE_S, GcsMonitor, exit_without_gcs, gcs_address
+from raysharding.group.cluster.names import (
+    NAMESPACE,
+    Lifetime,
+    actor_name,
+    actor_names,
+    check_free,
+    check_name,
+    group_names,
+    name_taken,
+    placement_groups,
+    remove_orphans,
+)
+from raysharding.group.cluster.nodes import (
+    NodeCapacity,
+    NodeFacts,
+    assign,
+    cluster_capacity,
+    facts_here,
+    local_capacity,
+    versions_here,
+)
+from raysharding.group.cluster.placement import (
+    Reservation,
+    check_world_size,
+    choose_device_type,
+    choose_num_threads,
+    choose_world_size,
+    rank_need,
+    reserve,
+    show_resources,
+    wait_placed,
+)
+from raysharding.group.cluster.ray_internals import dashboard_url, has_started
+from raysharding.group.cluster.stack_dump import ProcessSnapshot, dump_stacks, enable_stack_dumps

@@ -1,34 +1,27 @@
 """What crosses between driver and rank: packed values, messages, connections, the event loop that serves them."""
 
-from raysharding.group.rpc.connection import Connection as Connection
-from raysharding.group.rpc.connection import connect_to_driver as connect_to_driver
-from raysharding.group.rpc.driver_connections import DriverConnections as DriverConnections
-from raysharding.group.rpc.event_loop import EventLoop as EventLoop
-from raysharding.group.rpc.event_loop import Future as Future
-from raysharding.group.rpc.event_loop import is_supervision_thread as is_supervision_thread
-from raysharding.group.rpc.event_loop import refuse_to_wait as refuse_to_wait
-from raysharding.group.rpc.handshakes import accept_ranks as accept_ranks
-from raysharding.group.rpc.messages import COMMAND_BYTES as COMMAND_BYTES
-from raysharding.group.rpc.messages import NEXT_STEP as NEXT_STEP
-from raysharding.group.rpc.messages import RESULT_BYTES as RESULT_BYTES
-from raysharding.group.rpc.messages import Command as Command
-from raysharding.group.rpc.messages import Mode as Mode
-from raysharding.group.rpc.messages import OutputMode as OutputMode
-from raysharding.group.rpc.messages import Progress as Progress
-from raysharding.group.rpc.messages import RemoteError as RemoteError
-from raysharding.group.rpc.messages import Response as Response
-from raysharding.group.rpc.messages import SaveStatus as SaveStatus
-from raysharding.group.rpc.messages import Stacks as Stacks
-from raysharding.group.rpc.messages import Stage as Stage
-from raysharding.group.rpc.messages import StateChange as StateChange
-from raysharding.group.rpc.messages import in_step as in_step
-from raysharding.group.rpc.messages import number_of as number_of
-from raysharding.group.rpc.messages import one_model as one_model
-from raysharding.group.rpc.messages import record_exception as record_exception
-from raysharding.group.rpc.messages import taken_over as taken_over
-from raysharding.group.rpc.packing import AsValue as AsValue
-from raysharding.group.rpc.packing import Packed as Packed
-from raysharding.group.rpc.packing import Shared as Shared
-from raysharding.group.rpc.packing import pack as pack
-from raysharding.group.rpc.packing import pack_batches as pack_batches
-from raysharding.group.rpc.packing import pack_same as pack_same
+from raysharding.group.rpc.connection import Connection, connect_to_driver
+from raysharding.group.rpc.driver_connections import DriverConnections
+from raysharding.group.rpc.event_loop import EventLoop, Future, is_supervision_thread, refuse_to_wait
+from raysharding.group.rpc.handshakes import accept_ranks
+from raysharding.group.rpc.messages import (
+    COMMAND_BYTES,
+    NEXT_STEP,
+    RESULT_BYTES,
+    Command,
+    Mode,
+    OutputMode,
+    Progress,
+    RemoteError,
+    Response,
+    SaveStatus,
+    Stacks,
+    Stage,
+    StateChange,
+    in_step,
+    number_of,
+    one_model,
+    record_exception,
+    taken_over,
+)
+from raysharding.group.rpc.packing import AsValue, Packed, Shared, pack, pack_batches, pack_same
