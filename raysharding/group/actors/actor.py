@@ -162,9 +162,11 @@ class RankActor:
         return self._ownership.next_epoch()
 
     @ray.method(concurrency_group="control")
-    def accept_epoch(self, epoch: int) -> None:
-        """Accept commands of the driver of this epoch, and refuse those of earlier drivers."""
+    def accept_epoch(self, epoch: int, lease_s: float | None) -> None:
+        """Accept commands of the driver of this epoch, and refuse those of earlier drivers, whose lease ends."""
         self._ownership.accept_epoch(epoch)
+        # No earlier driver renews its lease from now on. Renewals of this epoch, which may have arrived, come later.
+        self._lease.renew(lease_s, (epoch, 0))
 
     @ray.method(concurrency_group="control")
     def checkpoint(self) -> bytes:

@@ -89,7 +89,8 @@ def _take_over(running: RunningGroup, fresh: Mapping[int, Member]) -> RunningGro
 def _fill(running: RunningGroup, sources: Mapping[int, int], checkpoint: bytes) -> None:
     """Make the ranks rendezvous, and make the new ranks copy their replicas."""
     spec, client, members = running.spec, running.client, running.client.members
-    silent = probe_all(members, "accept_epoch", members[0].epoch, within_s=_ANSWER_S).silent
+    lease_s = spec.lifetime.starting_lease_s
+    silent = probe_all(members, "accept_epoch", members[0].epoch, lease_s, within_s=_ANSWER_S).silent
     if silent:
         raise GroupError(f"{client.supervisor.name}: rank {min(silent)} {silent[min(silent)]}")
     client.supervisor.connect_ranks(spec.placement.port_range)

@@ -247,6 +247,17 @@ def test_a_driver_that_leaves_at_once_leaves_no_lease_behind(doomed: ShardedMode
     assert doomed.call(int) == [0, 0]
 
 
+def test_the_lease_of_an_earlier_driver_ends_with_its_ownership(nothing_left: None, checkpoint: Path) -> None:
+    """Nobody renews it any more: the ranks would end, whatever lease the new driver has."""
+    first = make_group(checkpoint, name="doomed", timeouts=Timeouts(lease_s=1.0))
+    group = ShardedModelGroup.attach("doomed", timeouts=Timeouts())
+    time.sleep(2.0)
+    assert group.call(int) == [0, 0]
+    group.shutdown()
+    with pytest.raises(GroupTakenOverError):
+        first.call(int)
+
+
 @pytest.mark.full
 def test_a_stopped_rank_does_not_hold_attach_up(doomed: ShardedModelGroup) -> None:
     os.kill(doomed.ranks[1].pid, signal.SIGSTOP)
