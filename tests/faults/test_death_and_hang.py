@@ -64,6 +64,9 @@ QUICK_PHASES: dict[How, tuple[str, ...]] = {
 }
 """Phases of the quick cut, which differ most."""
 
+STOPS_OF_RANK_0 = ("rendezvous", "plan", "stream", "save")
+"""Phases in which rank 0 does something of its own: its store, the plan, reading, the commit."""
+
 SAID = {"place": {"start", "serve_store", "join"}, "rendezvous": {"join"}, "save, half": {"save"}}
 """Phase → what the error may call it, where that is not the phase itself. `start` has no rank's own word yet."""
 IN_LOAD = {"memory_need", "load", "plan", "stream", "finalize"}
@@ -71,14 +74,15 @@ IN_LOAD = {"memory_need", "load", "plan", "stream", "finalize"}
 
 
 def cases(how: How) -> list[Any]:
-    """The grid, all but a part of a diagonal marked `full`.
+    """The grid, all but a part of a diagonal marked `full`: rank 0, which reads and has the store, and one other.
 
-    A stopped rank costs its deadline each time: rank 0, which reads and has the store, and one other.
+    A stopped rank costs its deadline each time: where no rank differs from the others, it is one rank.
     """
     grid = []
     for index, phase in enumerate(PHASES):
-        for rank in range(WORLD_SIZE) if how == "kill" else sorted({0, index % WORLD_SIZE or 1}):
-            is_quick = rank == index % WORLD_SIZE and phase in QUICK_PHASES[how]
+        other = index % WORLD_SIZE
+        for rank in {other} if how == "stop" and phase not in STOPS_OF_RANK_0 else sorted({0, other or 1}):
+            is_quick = rank == other and phase in QUICK_PHASES[how]
             marks = () if is_quick else pytest.mark.full
             grid.append(pytest.param(phase, rank, marks=marks, id=f"{phase}-{rank}"))
     return grid

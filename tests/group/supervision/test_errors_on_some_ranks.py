@@ -152,7 +152,7 @@ def fail_alone() -> Callable[[bool], None]:
     return run
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.fixture(scope="module")
 def standing(cluster: None, directory: Path, request: pytest.FixtureRequest) -> Iterator[Pair]:
     pair = Pair(directory, request.param)
     with pair.group:
@@ -165,36 +165,36 @@ def pair(standing: Pair) -> Pair:
     return standing
 
 
-WHO = {"one rank": lambda rank, size: rank == size - 1, "all but one": lambda rank, size: rank != size - 1}
-"""Who raises."""
+RAISING = {2: [False, True], 3: [True, True, False]}
+"""Ranks of the group → who raises: one rank, of which the other waits; all but one, which waits for more than one."""
+
+ON_TWO_RANKS = pytest.mark.parametrize("standing", [2], indirect=True)
 
 
-def raising(pair: Pair, who: str) -> PerRank:
-    size = pair.group.world_size
-    return PerRank([WHO[who](rank, size) for rank in range(size)])
+def raising(pair: Pair) -> PerRank:
+    return PerRank(RAISING[pair.group.world_size])
 
 
 def cells(*names: str, quick: tuple[str, ...]) -> list[Any]:
-    """Values for `parametrize` of (name, who); the quick ones are of one rank."""
+    """Values for `parametrize` of (standing, name); the quick ones are of one rank that raises."""
     return [
-        pytest.param(name, who, marks=() if name in quick and who == "one rank" else pytest.mark.full)
-        for name, who in itertools.product(names, WHO)
+        pytest.param(size, name, marks=() if name in quick and size == 2 else pytest.mark.full)
+        for size, name in itertools.product(RAISING, names)
     ]
 
 
 @pytest.mark.parametrize(
-    ("before", "who"),
+    ("standing", "before"),
     cells("forward", "generate", "train_step", "forward_backward", "gather_root", quick=("forward", "gather_root")),
+    indirect=["standing"],
 )
-def test_a_call_that_fails_on_some_ranks_leaves_later_calls_right(
-    pair: Pair, before: str, who: str, tmp_path: Path
-) -> None:
+def test_a_call_that_fails_on_some_ranks_leaves_later_calls_right(pair: Pair, before: str, tmp_path: Path) -> None:
     for after in ("forward", "train_step", "save", "state_dict", "restart", "optim_step"):
         if before == "gather_root":  # by the call itself
-            args: tuple[Any, ...] = gather_root(), IDS, raising(pair, who)
+            args: tuple[Any, ...] = gather_root(), IDS, raising(pair)
         else:
             getattr(pair, before)()
-            args = fail_alone(), raising(pair, who)
+            args = fail_alone(), raising(pair)
         with pytest.raises(GroupError, match="LookupError: alone") as caught:
             pair.group.call(*args)
         assert len(caught.value.failures) < pair.group.world_size
@@ -209,14 +209,13 @@ def test_a_call_that_fails_on_some_ranks_leaves_later_calls_right(
 
 
 @pytest.mark.parametrize(
-    ("fails", "who"),
+    ("standing", "fails"),
     cells("forward", "generate", "train_step", "forward_backward", "gather_root", quick=("train_step",)),
+    indirect=["standing"],
 )
-def test_a_pass_that_fails_on_some_ranks_breaks_the_group_at_once(
-    pair: Pair, fails: str, who: str, tmp_path: Path
-) -> None:
+def test_a_pass_that_fails_on_some_ranks_breaks_the_group_at_once(pair: Pair, fails: str, tmp_path: Path) -> None:
     """The others wait for them in a collective."""
-    pair.group.call(arm(), raising(pair, who), fails in ("train_step", "forward_backward"))
+    pair.group.call(arm(), raising(pair), fails in ("train_step", "forward_backward"))
     begun = now()
     with pytest.raises(GroupError, match="LookupError: alone") as caught:
         getattr(pair, fails)()
@@ -232,6 +231,7 @@ def test_a_pass_that_fails_on_some_ranks_breaks_the_group_at_once(
     pair.save(tmp_path)
 
 
+@ON_TWO_RANKS
 def test_a_collective_that_some_ranks_have_begun_breaks_the_group_at_once(pair: Pair) -> None:
     """Nobody waits for it, but it would pair with the others' next one."""
 
@@ -244,12 +244,13 @@ def test_a_collective_that_some_ranks_have_begun_breaks_the_group_at_once(pair: 
         dist.all_reduce(torch.ones(3), async_op=True)
 
     with pytest.raises(GroupError, match="LookupError: alone"):
-        pair.group.call(begin, raising(pair, "one rank"))
+        pair.group.call(begin, raising(pair))
     assert pair.group.state is GroupState.BROKEN
     pair.restart()
     pair.train_step()
 
 
+@ON_TWO_RANKS
 @pytest.mark.parametrize("differs", ["collectives", pytest.param("weights", marks=pytest.mark.full)])
 def test_an_error_of_all_ranks_that_did_different_things_breaks_the_group_at_once(pair: Pair, differs: str) -> None:
     def run(differs: str, is_first: bool) -> None:
@@ -267,12 +268,13 @@ def test_an_error_of_all_ranks_that_did_different_things_breaks_the_group_at_onc
         raise LookupError("alike")
 
     with pytest.raises(GroupError, match="LookupError: alike"):
-        pair.group.call(run, differs, raising(pair, "one rank"))
+        pair.group.call(run, differs, raising(pair))
     assert pair.group.state is GroupState.BROKEN
     pair.group.restart()
     pair.train_step()
 
 
+@ON_TWO_RANKS
 def test_a_result_that_does_not_pickle_beside_an_error_of_its_type(pair: Pair) -> None:
     """The ranks with a result have gathered the root, those that raised have been reset."""
 
@@ -290,11 +292,12 @@ def test_a_result_that_does_not_pickle_beside_an_error_of_its_type(pair: Pair) -
         return threading.Lock()
 
     with pytest.raises(GroupError, match="TypeError") as caught:
-        pair.group.call(run, IDS, raising(pair, "one rank"))
+        pair.group.call(run, IDS, raising(pair))
     assert len(caught.value.failures) == pair.group.world_size
     pair.forward()
 
 
+@ON_TWO_RANKS
 def test_gradients_are_reduced_again(pair: Pair) -> None:
     """Where `fn` had put that off on some ranks when it raised, and where it did so on all of them."""
 
@@ -307,7 +310,7 @@ def test_gradients_are_reduced_again(pair: Pair) -> None:
         if raises:
             raise LookupError("alone")
 
-    some = raising(pair, "one rank")
+    some = raising(pair)
     with pytest.raises(GroupError, match="LookupError: alone"):
         pair.group.call(put_off, some, some)
     pair.train_step()
@@ -316,6 +319,7 @@ def test_gradients_are_reduced_again(pair: Pair) -> None:
     pair.state_dict()
 
 
+@ON_TWO_RANKS
 @pytest.mark.parametrize("raises", [False, True])
 def test_a_destroyed_process_group_is_made_anew_by_restart(pair: Pair, raises: bool) -> None:
     def destroy(raises: bool) -> None:
@@ -334,6 +338,7 @@ def test_a_destroyed_process_group_is_made_anew_by_restart(pair: Pair, raises: b
     pair.train_step()
 
 
+@ON_TWO_RANKS
 def test_an_error_of_a_device_breaks_the_group(pair: Pair) -> None:
     """Also where every rank raises it alike: no later call works in a CUDA context that a device-side assert ended."""
 
