@@ -75,10 +75,8 @@ NAMES = ("llama", "t5", "bert_classifier", "token_mean", "sum_and_count", "row_m
 @pytest.mark.parametrize(
     ("world_size", "replicate_size"),
     [
-        pytest.param(1, 1, marks=pytest.mark.full),
         (2, 1),
         pytest.param(3, 1, marks=pytest.mark.full),
-        pytest.param(4, 1, marks=pytest.mark.full),
         pytest.param(4, 2, marks=pytest.mark.full),
     ],
 )

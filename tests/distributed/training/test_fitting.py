@@ -108,7 +108,6 @@ def curves(names: list[str], replicate_size: int) -> None:
         pytest.param(1, 1, marks=pytest.mark.full),
         (2, 1),
         pytest.param(3, 1, marks=pytest.mark.full),
-        pytest.param(4, 1, marks=pytest.mark.full),
         pytest.param(4, 2, marks=pytest.mark.full),
     ],
 )
