@@ -59,8 +59,8 @@ def test_groups_that_start_at_once_do_not_collide(num_groups: int) -> None:
 
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("num_groups", [2, pytest.param(4, marks=pytest.mark.full)])
-def test_groups_side_by_side(num_groups: int, checkpoint: Path, reference: nn.Module, tmp_path: Path) -> None:
+def test_groups_side_by_side(checkpoint: Path, reference: nn.Module, tmp_path: Path) -> None:
+    num_groups = 2
     groups: list[ShardedModelGroup] = []
     errors: list[Exception] = []
 
@@ -93,10 +93,10 @@ def test_groups_side_by_side(num_groups: int, checkpoint: Path, reference: nn.Mo
 @pytest.mark.full
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.timeout(300)
-def test_sixteen_ranks(checkpoint: Path, reference: nn.Module, tmp_path: Path) -> None:
-    placement = Placement(cpus_per_rank=0.25)
-    with make_group(checkpoint, world_size=16, placement=placement, optimizer=torch.optim.SGD) as group:
-        rows = torch.randn(35, 8)
+def test_eight_ranks(checkpoint: Path, reference: nn.Module, tmp_path: Path) -> None:
+    placement = Placement(cpus_per_rank=0.5)
+    with make_group(checkpoint, world_size=8, placement=placement, optimizer=torch.optim.SGD) as group:
+        rows = torch.randn(19, 8)
         assert torch.allclose(group.forward(Split(rows)), reference(rows), atol=1e-6)
         metrics = group.train_step(Split(rows), loss=lambda output, rows: output.square().mean())
         assert abs(metrics["loss"] - reference(rows).square().mean().item()) < 1e-6
