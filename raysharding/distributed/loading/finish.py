@@ -15,8 +15,7 @@ import torch
 from raysharding.checkpoint import Checksums, mismatches
 from raysharding.distributed.comm import agree, all_gather_json
 from raysharding.distributed.fully_shard import ShardMap, local_tensor, tensor_layout
-from raysharding.distributed.loading.context import LoadContext
-from raysharding.distributed.loading.plan import LoadPlan
+from raysharding.distributed.loading.plan import LoadContext, LoadPlan
 from raysharding.distributed.transfer import as_memory
 from raysharding.errors import CheckpointError
 from raysharding.models import Initialiser

@@ -33,7 +33,7 @@ from raysharding.distributed.fully_shard import (
     reshard,
     unwrapped,
 )
-from raysharding.distributed.loading.context import Progress, silent
+from raysharding.distributed.loading.plan import Progress, silent
 from raysharding.distributed.optim import OptimizerSnapshot, make_optimizer
 from raysharding.distributed.transfer import BUCKET_BYTES
 from raysharding.errors import PlanError

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import partial
+from multiprocessing.pool import ThreadPool
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from raysharding.checkpoint import (
     MANIFEST_NAME,
     Checkpoint,
     CheckpointFile,
+    Checksums,
     FileReader,
     Manifest,
     check_manifest,
@@ -48,8 +51,12 @@ from raysharding.distributed.transfer import (
     STRAIGHT_BYTES,
     BucketPlan,
     CheckpointSource,
+    ElementSource,
     Extents,
+    MemoryPeak,
     PlannedTensor,
+    Request,
+    as_memory,
     extents_from_json,
     extents_of,
     extents_to_json,
@@ -58,6 +65,38 @@ from raysharding.distributed.transfer import (
 )
 from raysharding.errors import CheckpointError, PlanError
 from raysharding.models import AdapterNames, KeyMap, Target, differing_ties, map_keys, misfit, missing_rules
+
+Progress = Callable[[str, int, int, str], None]
+"""Called as `progress(phase, bytes_done, bytes_total, last FQN)`; phases are `plan`, `stream`, `finalize`."""
+
+
+def silent(phase: str, done: int, total: int, tensor: str) -> None:
+    """Ignore progress."""
+
+
+@dataclass(frozen=True)
+class LoadContext:
+    """One load on one rank."""
+
+    module: nn.Module
+    """The sharded root module."""
+    loading: Loading
+    """Options; the same on every rank."""
+    progress: Progress
+    """Receives the progress of the load."""
+    stall_s: float
+    """Longest wait for a byte of the files, and for one bucket of another rank, in seconds."""
+    shards: ShardMap
+    """Which rank holds which shard."""
+    device: torch.device
+    """Device of the messages."""
+    peak: MemoryPeak
+    """Peak memory since the start of the load."""
+    checksums: Checksums | None
+    """Receives the bytes that this rank reads; `None` unless `verify="full"`."""
+    started: float
+    """Time of the call, by `time.perf_counter`."""
+
 
 Origin = Checkpoint | str | os.PathLike[str] | Rank0StateDict
 """Source of the values of a load."""
@@ -385,16 +424,31 @@ def _problems(module: nn.Module, match: CheckpointMatch, loading: Loading) -> li
     if keys.doubled:
         # Headers do not show whether two tied names have the same value.
         targets = {**keys.targets, **{target.fqn: target for target in keys.doubled}}
-        cache_bytes = loading.bucket_bytes or BUCKET_BYTES
-        if match.state_dict is not None:
-            infos = match.checkpoint.tensors
-            extents = {fqn: extents_of(match.checkpoint, target) for fqn, target in targets.items()}
-            in_memory = StateDictSource(match.state_dict, infos, extents, targets, cache_bytes)
-            return problems + list(differing_ties(keys, in_memory.read_elements))
+        extents = {fqn: extents_of(match.checkpoint, target) for fqn, target in targets.items()}
         with FileReader(match.checkpoint.files) as reader:
-            source = CheckpointSource.of(match.checkpoint, reader, targets, cache_bytes)
-            problems += differing_ties(keys, source.read_elements)
+            source = make_source(match, reader, extents, targets, loading.bucket_bytes or BUCKET_BYTES)
+            problems += differing_ties(keys, partial(_read_elements, source))
     return problems
+
+
+def make_source(
+    match: CheckpointMatch | None,
+    reader: FileReader,
+    extents: Mapping[str, Extents],
+    targets: Mapping[str, Target],
+    cache_bytes: int,
+    checksums: Checksums | None = None,
+    pool: ThreadPool | None = None,
+) -> ElementSource:
+    """Return the source of a load on this rank: its files, or on rank 0 a state dict."""
+    infos = {} if match is None else match.checkpoint.tensors
+    if match is not None and match.state_dict is not None:
+        return StateDictSource(match.state_dict, infos, extents, targets, cache_bytes)
+    return CheckpointSource(reader, infos, extents, targets, cache_bytes, checksums, pool)
+
+
+def _read_elements(source: ElementSource, fqn: str, start: int, stop: int, out: torch.Tensor) -> None:
+    source.read([Request(fqn, start, stop, out.dtype, as_memory(out))])
 
 
 def _digest(text: str) -> str:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from raysharding.checkpoint import Checkpoint
 from raysharding.checkpoint.format import TensorInfo
-from raysharding.distributed.transfer import Conversions, Extents, Request, as_memory, overlaps
+from raysharding.distributed.transfer import Conversions, Extents, Request, overlaps
 from raysharding.errors import PlanError
 from raysharding.models import Target
 
@@ -128,10 +128,6 @@ class StateDictSource:
                 part.copy_(flat[first:last])
                 self._num_bytes += part.nbytes
             del flat  # before the next one is loaded
-
-    def read_elements(self, fqn: str, start: int, stop: int, out: torch.Tensor) -> None:
-        """Fill 1-D `out` with elements `start` to `stop` of `fqn`."""
-        self.read([Request(fqn, start, stop, out.dtype, as_memory(out))])
 
     def _flat(self, key: str) -> torch.Tensor:
         if self._last is None or self._last[0] != key:

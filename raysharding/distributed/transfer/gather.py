@@ -27,7 +27,7 @@ from raysharding.distributed.transfer.bucket_plan import (
     plan_buckets,
     plan_in_order,
 )
-from raysharding.distributed.transfer.local_shards import LocalShards
+from raysharding.distributed.transfer.buffers import LocalShards
 from raysharding.distributed.transfer.sources import as_bytes
 from raysharding.models import clean_name
 from raysharding.units import MIB

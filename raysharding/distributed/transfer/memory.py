@@ -31,15 +31,6 @@ _STEP_BYTES = 1 << 20
 tensors are left to page faults."""
 _BACK_BYTES = 4 << 20
 """Bytes per call if a writer waits."""
-_NUM_LOOKS = 8
-"""`is_fresh` checks the first page of at least so many tensors, and of less than twice as many."""
-
-
-def is_fresh(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return True if host memory was never touched; checks a sample, because most loads have all or none touched."""
-    ranges = [_page_range(item) for item in tensors if _is_large_host_memory(item)]
-    step = max(1, len(ranges) // _NUM_LOOKS)
-    return any(not _is_backed(first) for first, _ in ranges[::step])
 
 
 def back(tensor: torch.Tensor) -> None:

@@ -5,16 +5,12 @@ Several threads read at a time: one thread reaches neither the rate of a fast di
 
 from __future__ import annotations
 
-import queue
-import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from math import prod
+from multiprocessing.pool import ThreadPool
 from operator import attrgetter
-from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -22,85 +18,6 @@ import torch
 from raysharding.checkpoint import Checkpoint, Checksums, FileReader, TensorInfo
 from raysharding.checkpoint.storage import is_remote
 from raysharding.models import Target
-
-Job = Callable[[], None]
-
-
-class _Batch:
-    """Jobs of one `ReadThreads.run`."""
-
-    def __init__(self, num_jobs: int) -> None:
-        self._left = num_jobs
-        self._lock = threading.Lock()
-        self.done = threading.Event()
-        self.error: Exception | None = None
-
-    def run(self, job: Job) -> None:
-        try:
-            if self.error is None:
-                job()
-        except Exception as error:  # noqa: BLE001 - raised again in the thread that waits
-            self.error = self.error or error
-        with self._lock:
-            self._left -= 1
-            if not self._left:
-                self.done.set()
-
-
-class ReadThreads:
-    """Runs jobs in a few threads, including the caller's; a context manager that ends the other threads.
-
-    The threads are daemons: a read that hangs on a dead file system must not prevent the exit of the process.
-
-    Args:
-        num_threads: Number of jobs that run at once.
-    """
-
-    def __init__(self, num_threads: int) -> None:
-        self._jobs: queue.SimpleQueue[tuple[_Batch, Job] | None] = queue.SimpleQueue()
-        self._num_others = num_threads - 1
-        for number in range(self._num_others):
-            threading.Thread(target=self._work, name=f"raysharding-read-{number}", daemon=True).start()
-
-    def run(self, jobs: Sequence[Job]) -> None:
-        """Run all jobs and wait for them; raises the first error of a job."""
-        if not self._num_others:
-            for job in jobs:
-                job()
-            return
-        batch = _Batch(len(jobs))
-        for job in jobs[1:]:
-            self._jobs.put((batch, job))
-        for job in jobs[:1]:
-            batch.run(job)
-            self._help()
-            batch.done.wait()
-        if batch.error is not None:
-            raise batch.error
-
-    def _help(self) -> None:
-        """Run jobs until none is left."""
-        while True:
-            try:
-                item = self._jobs.get_nowait()
-            except queue.Empty:
-                return
-            assert item is not None, "closed while it ran"
-            item[0].run(item[1])
-
-    def _work(self) -> None:
-        while (item := self._jobs.get()) is not None:
-            item[0].run(item[1])
-
-    def __enter__(self) -> ReadThreads:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        for _ in range(self._num_others):
-            self._jobs.put(None)
-
 
 JOB_BYTES = 4 << 20
 """Bytes per job; a read call, and a job of several calls, ends when it reaches this."""
@@ -130,8 +47,7 @@ def wire_dtype(source: torch.dtype, target: torch.dtype) -> torch.dtype:
     return target if target.itemsize < source.itemsize else source
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
+class Extent(NamedTuple):
     """A range of a tensor that is contiguous in one file."""
 
     start: int
@@ -142,12 +58,12 @@ class Extent:
     """Index into the checkpoint's files."""
     offset: int
     """First byte, from the start of the file."""
-    dtype: torch.dtype
-    """dtype in the file."""
     key: str
     """Checkpoint key of the bytes."""
     key_offset: int
     """First byte of the key's tensor in the file."""
+    dtype: torch.dtype
+    """dtype in the file."""
 
 
 _Piece = tuple[int, int, memoryview, Extent]
@@ -165,7 +81,7 @@ def extents_of(checkpoint: Checkpoint, target: Target) -> Extents:
         info = checkpoint.tensors[run.source]
         offset = info.offset + run.source_start * info.dtype.itemsize
         extents.append(
-            Extent(run.target_start, run.num_elements, info.file, offset, info.dtype, run.source, info.offset)
+            Extent(run.target_start, run.num_elements, info.file, offset, run.source, info.offset, info.dtype)
         )
     return tuple(extents)
 
@@ -174,17 +90,14 @@ def extents_to_json(extents: Extents) -> Any:
     """Encode as JSON."""
     if extents is None:
         return None
-    return [[e.start, e.num_elements, e.file, e.offset, str(e.dtype)[6:], e.key, e.key_offset] for e in extents]
+    return [(*extent[:-1], str(extent.dtype).removeprefix("torch.")) for extent in extents]
 
 
 def extents_from_json(value: Any) -> Extents:
     """Undo `extents_to_json`."""
     if value is None:
         return None
-    return tuple(
-        Extent(start, length, file, offset, getattr(torch, dtype), key, key_offset)
-        for start, length, file, offset, dtype, key, key_offset in value
-    )
+    return tuple(Extent._make((*fields, getattr(torch, dtype))) for *fields, dtype in value)
 
 
 class Request(NamedTuple):
@@ -256,7 +169,8 @@ class CheckpointSource:
         targets: FQN → target; needed only for conversions.
         cache_bytes: Size of the cache of converted targets: that of a bucket.
         checksums: Receives all bytes that are read.
-        threads: Run the reads. Default: one read at a time.
+        pool: Threads that read at once; daemons, so that a read that hangs on a dead file system does not prevent the
+            exit of the process. Default: one read at a time.
     """
 
     def __init__(
@@ -267,23 +181,15 @@ class CheckpointSource:
         targets: Mapping[str, Target],
         cache_bytes: int,
         checksums: Checksums | None = None,
-        threads: ReadThreads | None = None,
+        pool: ThreadPool | None = None,
     ) -> None:
         self._reader = reader
         self._tensors = tensors
         self._extents = extents
         self._conversions = Conversions(targets, self._read_whole, cache_bytes)
         self._checksums = checksums
-        self._threads = threads or ReadThreads(1)
+        self._pool = pool
         self._remote = [is_remote(file.path) for file in reader.files]
-
-    @classmethod
-    def of(
-        cls, checkpoint: Checkpoint, reader: FileReader, targets: Mapping[str, Target], cache_bytes: int
-    ) -> CheckpointSource:
-        """Return the source of targets that were matched in this process."""
-        extents = {fqn: extents_of(checkpoint, target) for fqn, target in targets.items()}
-        return cls(reader, checkpoint.tensors, extents, targets, cache_bytes)
 
     @property
     def num_bytes_read(self) -> int:
@@ -320,24 +226,21 @@ class CheckpointSource:
             for request in wanted:
                 torch.frombuffer(request.memory, dtype=request.dtype).copy_(whole[request.start : request.stop])
 
-    def read_elements(self, fqn: str, start: int, stop: int, out: torch.Tensor) -> None:
-        """Fill 1-D `out` with elements `start` to `stop` of `fqn`."""
-        self.read([Request(fqn, start, stop, out.dtype, as_memory(out))])
-
     def _read_pieces(self, pieces: Sequence[_Piece]) -> None:
         """Read sorted pieces, adjacent ones by one call, with several calls at once."""
-        jobs: list[Job] = []
-        ranges: list[Sequence[_Piece]] = []
+        jobs: list[list[Sequence[_Piece]]] = []
         num_bytes = 0
         for file, found in self._ranges(pieces):
-            if ranges and (num_bytes >= JOB_BYTES or self._remote[file] or file != ranges[0][0][0]):
-                jobs.append(partial(self._read_ranges, ranges))
-                ranges, num_bytes = [], 0
-            ranges.append(found)
+            if not jobs or num_bytes >= JOB_BYTES or self._remote[file] or file != jobs[-1][0][0][0]:
+                jobs.append([])
+                num_bytes = 0
+            jobs[-1].append(found)
             num_bytes += sum(piece[2].nbytes for piece in found)
-        if ranges:
-            jobs.append(partial(self._read_ranges, ranges))
-        self._threads.run(jobs)
+        if self._pool is not None:
+            self._pool.map(self._read_ranges, jobs, chunksize=1)
+            return
+        for job in jobs:
+            self._read_ranges(job)
 
     def _ranges(self, pieces: Sequence[_Piece]) -> Iterator[tuple[int, Sequence[_Piece]]]:
         """Yield (file, pieces that are close in it), each of up to `JOB_BYTES`."""
