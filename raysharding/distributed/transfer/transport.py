@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from raysharding.distributed.fully_shard import ShardMap
-from raysharding.distributed.transfer.bucket_plan import REPLICATED, Bucket, Section, Segment
+from raysharding.distributed.transfer.bucket_plan import REPLICATED, Bucket, Buckets, Section, Segment
 from raysharding.distributed.transfer.buffers import RING_SIZE
 from raysharding.distributed.transfer.shared_memory import SharedRings
 
@@ -96,7 +96,7 @@ class Routes:
             position += section.num_bytes
         return offsets
 
-    def any_travels(self, buckets: Sequence[Bucket]) -> bool:
+    def any_travels(self, buckets: Buckets) -> bool:
         """Return True if a rank needs a section that another rank reads."""
         return any(
             len(self.path(index, section.shard_index)) > 1
