@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate
-from math import prod
 from typing import Any
 
 import torch
@@ -17,7 +15,6 @@ from raysharding.distributed.comm import agree, from_rank_0, metadata_device
 from raysharding.distributed.fully_shard import named_submodules, persistent_names
 from raysharding.distributed.loading.state_dict_source import why_refused
 from raysharding.distributed.optim import decode, encode
-from raysharding.distributed.transfer import as_bytes
 from raysharding.errors import PlanError
 from raysharding.models import clean_name
 
@@ -131,18 +128,12 @@ def distribute_extra_state(module: nn.Module, state_dict: Mapping[str, Any]) -> 
 
 
 def _broadcast(tensors: list[torch.Tensor], outlines: list[list[Any]]) -> list[torch.Tensor]:
-    """Broadcast rank 0's tensors in one message; collective, if there are any."""
-    kinds = [(tuple(shape), getattr(torch, dtype), torch.device(device)) for shape, dtype, device in outlines]
-    ends = list(accumulate(prod(shape) * dtype.itemsize for shape, dtype, _ in kinds))
-    if not ends:
-        return []
-    message = torch.empty(ends[-1], dtype=torch.uint8, device=metadata_device())
-    for tensor, end in zip(tensors, ends, strict=False):
-        flat = as_bytes(tensor.detach().reshape(-1))
-        message[end - flat.numel() : end].copy_(flat)
-    dist.broadcast(message, src=0)
+    """Broadcast rank 0's tensors; collective, if there are any."""
     made = []
-    for (shape, dtype, device), start, end in zip(kinds, [0, *ends], ends, strict=False):
-        # A copy is aligned for its dtype, which a part of the message may not be.
-        made.append(message[start:end].clone().view(dtype).reshape(shape).to(device))
+    for index, (shape, dtype, device) in enumerate(outlines):
+        value = torch.empty(shape, dtype=getattr(torch, dtype), device=metadata_device())
+        if tensors:  # rank 0
+            value.copy_(tensors[index].detach())
+        dist.broadcast(value.view(-1).view(torch.uint8), src=0)
+        made.append(value.to(device))
     return made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -83,12 +84,11 @@ def load_full_tensors(
     values = state_dict if dist.get_rank() == 0 else {}
     extra = _extra_state(module, values, assign)
     origin = Rank0StateDict(values, extra.keys, extra.mismatches)
-    restore = _take_dtypes(module, origin) if assign else _nothing
-    try:
+    with ExitStack() as undo:
+        if assign:
+            undo.callback(_take_dtypes(module, origin))
         report = load_from_rank_0(module, origin, Loading(transport="scatter", strict=strict), timeout_s)
-    except BaseException:
-        restore()
-        raise
+        undo.pop_all()
     missing, unexpected = [*report.missing, *extra.missing], [*report.unexpected, *extra.unexpected]
     return _IncompatibleKeys(missing, unexpected), extra
 
@@ -133,10 +133,6 @@ def distribute_state_dict(
     load_full_state_dict(table, state_dict, timeout_s=timeout_s)
     found = table.tensors
     return {name: found[name] for name in tensors}
-
-
-def _nothing() -> None:
-    """Do nothing."""
 
 
 def _take_dtypes(module: nn.Module, state_dict: Rank0StateDict) -> Callable[[], None]:

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from multiprocessing.pool import ThreadPool
 from time import perf_counter
@@ -49,18 +50,17 @@ from raysharding.distributed.loading.report import LoadReport
 from raysharding.distributed.loading.state_dict_source import Rank0StateDict
 from raysharding.distributed.transfer import (
     BUCKET_BYTES,
-    RING_SIZE,
     Broadcast,
     BucketStream,
     BucketTransport,
     LocalShards,
     MemoryPeak,
-    Prefault,
     Routes,
     Scatter,
     SharedRings,
     Slot,
     make_ring,
+    prefault,
     share_rings,
 )
 from raysharding.errors import CheckpointError
@@ -152,7 +152,7 @@ def _load(module: nn.Module, origin: Origin, loading: Loading, progress: Progres
         if is_early:
             tensors, error = _allocate(context, tensors, None, undo)
         memory = [local_tensor(tensor) for tensor in tensors.values()] if is_early else []
-        with Prefault(memory):
+        with prefault(memory):
             plan = agree_on_plan(proposal, error, loading, shards, device)
             if shards.rank == 0:
                 reads = plan.read_plan
@@ -253,10 +253,11 @@ def _make_transport(
     is_host = context.device.type == "cpu"
     shares = context.loading.shared_memory and is_host and routes.any_travels(plan.buckets.buckets)
     slot_bytes, sends = _slot_bytes(plan, routes, local_shards)
-    rings = share_rings(RING_SIZE, slot_bytes if sends else 0) if shares else SharedRings({}, {}, ())
+    rings = share_rings(slot_bytes if sends else 0) if shares else SharedRings({}, {}, ())
     # Ranks that read for themselves wait for each other only in `FailureFlag.check`, every so many buckets.
     patience = 2 * BUCKETS_PER_CHECK if plan.read_plan.transport == "local" else 1
-    transport = Scatter(replace(routes, shared=rings.peers), rings, context.stall_s * patience)
+    memory_of = partial(local_shards.memory, device_type=context.device.type)
+    transport = Scatter(replace(routes, shared=rings.peers), rings, memory_of, context.stall_s * patience)
     return transport, _make_ring(context, plan, slot_bytes, rings)
 
 

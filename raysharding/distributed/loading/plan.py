@@ -51,11 +51,11 @@ from raysharding.distributed.transfer import (
     STRAIGHT_BYTES,
     BucketPlan,
     CheckpointSource,
-    ElementSource,
     Extents,
     MemoryPeak,
     PlannedTensor,
     Request,
+    TensorSource,
     as_memory,
     extents_from_json,
     extents_of,
@@ -439,15 +439,15 @@ def make_source(
     cache_bytes: int,
     checksums: Checksums | None = None,
     pool: ThreadPool | None = None,
-) -> ElementSource:
+) -> TensorSource:
     """Return the source of a load on this rank: its files, or on rank 0 a state dict."""
-    infos = {} if match is None else match.checkpoint.tensors
+    tensors = {} if match is None else match.checkpoint.tensors
     if match is not None and match.state_dict is not None:
-        return StateDictSource(match.state_dict, infos, extents, targets, cache_bytes)
-    return CheckpointSource(reader, infos, extents, targets, cache_bytes, checksums, pool)
+        return StateDictSource(tensors, extents, targets, cache_bytes, match.state_dict)
+    return CheckpointSource(tensors, extents, targets, cache_bytes, reader, checksums, pool)
 
 
-def _read_elements(source: ElementSource, fqn: str, start: int, stop: int, out: torch.Tensor) -> None:
+def _read_elements(source: TensorSource, fqn: str, start: int, stop: int, out: torch.Tensor) -> None:
     source.read([Request(fqn, start, stop, out.dtype, as_memory(out))])
 
 

@@ -19,19 +19,19 @@ from raysharding.distributed.transfer.gather import (
 from raysharding.distributed.transfer.memory import (
     RANK_BYTES,
     MemoryPeak,
-    Prefault,
     available_bytes,
     back,
     host_memory_bytes,
+    prefault,
     resident_bytes,
 )
 from raysharding.distributed.transfer.shared_memory import SharedRings, host_identity, share_rings
 from raysharding.distributed.transfer.sources import (
     CheckpointSource,
-    Conversions,
-    ElementSource,
+    Extent,
     Extents,
     Request,
+    TensorSource,
     as_bytes,
     as_memory,
     extents_from_json,

@@ -5,13 +5,13 @@ While a bucket is sent from one buffer of the ring, the next one is read into th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from raysharding.distributed.fully_shard import ShardMap, local_tensor
-from raysharding.distributed.transfer.bucket_plan import BucketPlan, PlannedTensor, Section, Segment
+from raysharding.distributed.transfer.bucket_plan import BucketPlan, PlannedTensor, Segment
 from raysharding.distributed.transfer.memory import back
 from raysharding.distributed.transfer.sources import as_bytes, as_memory
 
@@ -81,8 +81,13 @@ class LocalShards:
         first = self._first[segment.tensor]
         return self._flat[segment.tensor][segment.start - first : segment.stop - first]
 
-    def memory(self, segment: Segment) -> torch.Tensor:
-        """Return the uint8 memory of a segment in this process, backed by pages for the coming write."""
+    def memory(self, segment: Segment, device_type: str) -> torch.Tensor | None:
+        """Return the uint8 memory that `device_type` writes a segment's wire bytes into, backed by pages; or `None`.
+
+        `None` means that the bytes must be staged: the shard has another dtype, or is elsewhere.
+        """
+        if not self.takes_wire_bytes(segment, device_type):
+            return None
         values = self.values(segment)
         back(values)
         return as_bytes(values)
@@ -92,9 +97,3 @@ class LocalShards:
         values = self.values(segment)
         back(values)
         values.copy_(data.view(self._planned[segment.tensor].wire_dtype), non_blocking=True)
-
-    def place_section(self, section: Section, memory: torch.Tensor, in_place: Set[tuple[int, int]]) -> None:
-        """Copy all segments of a section from its uint8 memory, except those that were received `in_place`."""
-        for segment in section.segments:
-            if (segment.tensor, segment.start) not in in_place:
-                self.place(segment, memory[segment.offset : segment.offset + segment.num_bytes])

@@ -5,13 +5,15 @@ Several threads read at a time: one thread reaches neither the rate of a fast di
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from math import prod
 from multiprocessing.pool import ThreadPool
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -68,6 +70,8 @@ class Extent(NamedTuple):
 
 _Piece = tuple[int, int, memoryview, Extent]
 """(file, first byte, destination, extent)."""
+_Part = tuple[Extent, "Request"]
+"""An extent, and what is requested of it."""
 Extents = tuple[Extent, ...] | None
 """Extents of a tensor, ascending; `None` if rank 0 computes it by transformers' operations."""
 
@@ -115,116 +119,107 @@ class Request(NamedTuple):
     """Writable memory of the size of the elements in `dtype`."""
 
 
-class ElementSource(Protocol):
-    """A source of ranges of full tensors."""
+@dataclass
+class TensorSource(ABC):
+    """Reads ranges of full tensors through their extents, or through transformers' own operations.
+
+    A tensor with extents is read range by range, never as a whole. A tensor without extents (a transpose, a RoPE
+    permutation) is converted as a whole, once, on rank 0, and cached.
+    """
+
+    tensors: Mapping[str, TensorInfo]
+    """Tensors of the checkpoint; needed only on rank 0."""
+    extents: Mapping[str, Extents]
+    """FQN → extents."""
+    targets: Mapping[str, Target]
+    """FQN → target; needed only for conversions."""
+    cache_bytes: int
+    """Size of the cache of converted targets: that of a bucket, whose sections request ranges in turn."""
+    _kept: dict[str, torch.Tensor] = field(default_factory=dict, init=False)
 
     @property
+    @abstractmethod
     def num_bytes_read(self) -> int:
         """Bytes read so far."""
 
     def read(self, requests: Iterable[Request]) -> None:
-        """Fill the memory of every request."""
+        """Fill the memory of every request.
 
-
-class Conversions:
-    """Targets that transformers' operations compute, in a cache of the size of a bucket.
-
-    Args:
-        targets: FQN → target.
-        read: Checkpoint key → full CPU tensor.
-        cache_bytes: Size of the cache: that of a bucket, whose sections request ranges in turn.
-    """
-
-    def __init__(self, targets: Mapping[str, Target], read: Callable[[str], torch.Tensor], cache_bytes: int) -> None:
-        self._targets = targets
-        self._read = read
-        self._cache_bytes = cache_bytes
-        self._kept: dict[str, torch.Tensor] = {}
-
-    def whole(self, fqn: str) -> torch.Tensor:
-        """Return the flattened value of `fqn`, on the CPU."""
-        if fqn not in self._kept:
-            target = self._targets[fqn]
-            num_bytes = prod(target.shape) * target.source_dtype.itemsize
-            # Evict the oldest, before the next one is computed.
-            while self._kept and num_bytes + self._kept_bytes() > self._cache_bytes:
-                del self._kept[next(iter(self._kept))]
-            self._kept[fqn] = target.convert(self._read).reshape(-1)
-        return self._kept[fqn]
-
-    def _kept_bytes(self) -> int:
-        return sum(value.numel() * value.itemsize for value in self._kept.values())
-
-
-class CheckpointSource:
-    """Reads tensors from checkpoint files through their extents, or through transformers' own operations.
-
-    A tensor with extents is read range by range, never as a whole; ranges that are close in a file take one call. A
-    tensor without extents (a transpose, a RoPE permutation) is converted as a whole, once, on rank 0, and cached.
-
-    Args:
-        reader: Reads the files.
-        tensors: Tensors of the files; needed only for conversions.
-        extents: FQN → extents.
-        targets: FQN → target; needed only for conversions.
-        cache_bytes: Size of the cache of converted targets: that of a bucket.
-        checksums: Receives all bytes that are read.
-        pool: Threads that read at once; daemons, so that a read that hangs on a dead file system does not prevent the
-            exit of the process. Default: one read at a time.
-    """
-
-    def __init__(
-        self,
-        reader: FileReader,
-        tensors: Mapping[str, TensorInfo],
-        extents: Mapping[str, Extents],
-        targets: Mapping[str, Target],
-        cache_bytes: int,
-        checksums: Checksums | None = None,
-        pool: ThreadPool | None = None,
-    ) -> None:
-        self._reader = reader
-        self._tensors = tensors
-        self._extents = extents
-        self._conversions = Conversions(targets, self._read_whole, cache_bytes)
-        self._checksums = checksums
-        self._pool = pool
-        self._remote = [is_remote(file.path) for file in reader.files]
-
-    @property
-    def num_bytes_read(self) -> int:
-        """See `ElementSource`."""
-        return self._reader.num_bytes_read
-
-    def read(self, requests: Iterable[Request]) -> None:
-        """See `ElementSource.read`. Raises a `CheckpointError` if a file is unreadable."""
-        pieces: list[_Piece] = []
+        Raises:
+            CheckpointError: A file is unreadable.
+            PlanError: A value of a state dict changed since the plan.
+        """
+        parts: list[_Part] = []
         computed: dict[str, list[Request]] = {}
         for request in requests:
-            extents = self._extents[request.fqn]
+            extents = self.extents[request.fqn]
             if extents is None:
                 computed.setdefault(request.fqn, []).append(request)
                 continue
             for extent, start, stop in overlaps(extents, request.start, request.stop):
-                size = request.dtype.itemsize
-                memory = request.memory
-                if stop - start < request.stop - request.start:
-                    memory = memory[(start - request.start) * size : (stop - request.start) * size]
-                offset = extent.offset + (start - extent.start) * extent.dtype.itemsize
-                if extent.dtype == request.dtype:
-                    step = memory.nbytes if self._remote[extent.file] else PIECE_BYTES
-                    pieces += [
-                        (extent.file, offset + done, memory[done : done + step], extent)
-                        for done in range(0, memory.nbytes, step)
-                    ]
-                else:
-                    self._read_narrowing(extent, offset, torch.frombuffer(memory, dtype=request.dtype))
-        pieces.sort(key=lambda piece: piece[:2])
-        self._read_pieces(pieces)
+                first, last = ((end - request.start) * request.dtype.itemsize for end in (start, stop))
+                part = request._replace(start=start, stop=stop, memory=request.memory[first:last])
+                parts.append((extent, part))
+        self._read_parts(parts)
         for fqn, wanted in computed.items():  # one after the other: each is computed once
-            whole = self._conversions.whole(fqn)
+            whole = self._converted(fqn)
             for request in wanted:
                 torch.frombuffer(request.memory, dtype=request.dtype).copy_(whole[request.start : request.stop])
+
+    @abstractmethod
+    def _read_parts(self, parts: Sequence[_Part]) -> None:
+        """Fill the memory of requests that lie in one extent each."""
+
+    @abstractmethod
+    def _read_whole(self, key: str) -> torch.Tensor:
+        """Return the full tensor of a checkpoint key, on the CPU."""
+
+    def _converted(self, fqn: str) -> torch.Tensor:
+        """Return the flattened value that transformers' operations compute, on the CPU."""
+        if fqn not in self._kept:
+            target = self.targets[fqn]
+            num_bytes = prod(target.shape) * target.source_dtype.itemsize
+            # Evict the oldest, before the next one is computed.
+            while self._kept and num_bytes + sum(value.nbytes for value in self._kept.values()) > self.cache_bytes:
+                del self._kept[next(iter(self._kept))]
+            self._kept[fqn] = target.convert(self._read_whole).reshape(-1)
+        return self._kept[fqn]
+
+
+@dataclass
+class CheckpointSource(TensorSource):
+    """Tensors of checkpoint files; ranges that are close in a file take one call."""
+
+    reader: FileReader
+    """Reads the files."""
+    checksums: Checksums | None = None
+    """Receives all bytes that are read."""
+    pool: ThreadPool | None = None
+    """Threads that read at once; daemons, so that a read that hangs on a dead file system does not prevent the exit of
+    the process. Default: one read at a time."""
+
+    def __post_init__(self) -> None:
+        self._remote = [is_remote(file.path) for file in self.reader.files]
+
+    @property
+    def num_bytes_read(self) -> int:
+        """See `TensorSource`."""
+        return self.reader.num_bytes_read
+
+    def _read_parts(self, parts: Sequence[_Part]) -> None:
+        pieces: list[_Piece] = []
+        for extent, part in parts:
+            offset = extent.offset + (part.start - extent.start) * extent.dtype.itemsize
+            if extent.dtype != part.dtype:
+                self._read_narrowing(extent, offset, torch.frombuffer(part.memory, dtype=part.dtype))
+                continue
+            step = part.memory.nbytes if self._remote[extent.file] else PIECE_BYTES
+            pieces += [
+                (extent.file, offset + done, part.memory[done : done + step], extent)
+                for done in range(0, part.memory.nbytes, step)
+            ]
+        pieces.sort(key=lambda piece: piece[:2])
+        self._read_pieces(pieces)
 
     def _read_pieces(self, pieces: Sequence[_Piece]) -> None:
         """Read sorted pieces, adjacent ones by one call, with several calls at once."""
@@ -236,8 +231,8 @@ class CheckpointSource:
                 num_bytes = 0
             jobs[-1].append(found)
             num_bytes += sum(piece[2].nbytes for piece in found)
-        if self._pool is not None:
-            self._pool.map(self._read_ranges, jobs, chunksize=1)
+        if self.pool is not None:
+            self.pool.map(self._read_ranges, jobs, chunksize=1)
             return
         for job in jobs:
             self._read_ranges(job)
@@ -260,10 +255,10 @@ class CheckpointSource:
 
     def _read_ranges(self, ranges: Sequence[Sequence[_Piece]]) -> None:
         """Read some ranges of one file."""
-        self._reader.read_ranges(ranges[0][0][0], [(pieces[0][1], _views(pieces)) for pieces in ranges])
-        if self._checksums is not None:
+        self.reader.read_ranges(ranges[0][0][0], [(pieces[0][1], _views(pieces)) for pieces in ranges])
+        if self.checksums is not None:
             for _, offset, memory, extent in chain.from_iterable(ranges):
-                self._checksums.add(extent.key, offset - extent.key_offset, memory)
+                self.checksums.add(extent.key, offset - extent.key_offset, memory)
 
     def _read_narrowing(self, extent: Extent, offset: int, out: torch.Tensor) -> None:
         """Read elements that are wider in the file than on the wire."""
@@ -272,15 +267,15 @@ class CheckpointSource:
         for done in range(0, out.numel(), step):
             part = scratch[: min(step, out.numel() - done)]
             first = offset + done * extent.dtype.itemsize
-            self._reader.read_into(extent.file, first, as_bytes(part))
-            if self._checksums is not None:
-                self._checksums.add(extent.key, first - extent.key_offset, as_memory(part))
+            self.reader.read_into(extent.file, first, as_bytes(part))
+            if self.checksums is not None:
+                self.checksums.add(extent.key, first - extent.key_offset, as_memory(part))
             out[done : done + part.numel()].copy_(part)
 
     def _read_whole(self, key: str) -> torch.Tensor:
-        value = self._reader.read_tensor(self._tensors[key])
-        if self._checksums is not None:
-            self._checksums.add(key, 0, as_memory(value.reshape(-1)))
+        value = self.reader.read_tensor(self.tensors[key])
+        if self.checksums is not None:
+            self.checksums.add(key, 0, as_memory(value.reshape(-1)))
         return value
 
 

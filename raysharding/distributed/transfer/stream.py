@@ -21,7 +21,7 @@ from raysharding.distributed.comm import FailureFlag
 from raysharding.distributed.transfer.bucket_plan import Bucket, BucketPlan, Segment
 from raysharding.distributed.transfer.buffers import LocalShards, Slot
 from raysharding.distributed.transfer.memory import MemoryPeak
-from raysharding.distributed.transfer.sources import ElementSource, Request, as_memory
+from raysharding.distributed.transfer.sources import Request, TensorSource, as_memory
 from raysharding.distributed.transfer.transport import BucketTransfer, BucketTransport
 
 _LOOK_S = 1.0
@@ -36,7 +36,7 @@ class ReadAhead:
     """
 
     plan: BucketPlan
-    source: ElementSource
+    source: TensorSource
     transport: BucketTransport
     local_shards: LocalShards
     slots: Sequence[Slot]
@@ -135,8 +135,9 @@ class ReadAhead:
             if not alone:
                 sent.append(slice(first, first + section.num_bytes))
             for segment in section.segments:
-                if alone and self.local_shards.takes_wire_bytes(segment, "cpu"):
-                    requests.append(self._request(segment, as_memory(self.local_shards.memory(segment))))
+                memory = self.local_shards.memory(segment, "cpu") if alone else None
+                if memory is not None:
+                    requests.append(self._request(segment, as_memory(memory)))
                     continue
                 part = slice(first + segment.offset, first + segment.offset + segment.num_bytes)
                 requests.append(self._request(segment, slot.memory[part]))
@@ -203,7 +204,7 @@ class BucketStream:
     """Called with the index of a bucket and its bytes so far: at its end, and repeatedly during a long read."""
     times: StreamTimes = field(default_factory=StreamTimes)
 
-    def run(self, source: ElementSource | None) -> Exception | None:
+    def run(self, source: TensorSource | None) -> Exception | None:
         """Read, send, receive and place every bucket.
 
         Args:
@@ -242,12 +243,12 @@ class BucketStream:
             ahead.next(self.timeout_s, partial(self.progress, index))
         transfer = BucketTransfer(index, self.plan.buckets[index], self.slots[index % len(self.slots)].wire)
         with self._sending():
-            self.transport.start(transfer, self._memory_of)
+            self.transport.start(transfer)
         return transfer
 
     def _finish(self, transfer: BucketTransfer, ahead: ReadAhead | None, error: Exception | None) -> Exception | None:
         with self._sending():
-            self.transport.arrive(transfer, self._memory_of)
+            self.transport.arrive(transfer)
         if ahead is not None:
             error = error or ahead.error
         if error is None:
@@ -264,16 +265,14 @@ class BucketStream:
         yield
         self.times.send_s += perf_counter() - started
 
-    def _memory_of(self, segment: Segment) -> torch.Tensor | None:
-        is_direct = self.local_shards.takes_wire_bytes(segment, self.device.type)
-        return self.local_shards.memory(segment) if is_direct else None
-
     def _place(self, transfer: BucketTransfer) -> Exception | None:
         """Copy received sections into the shards. Return an error, which all ranks exchange later."""
         started = perf_counter()
         try:
-            for received in self.transport.received(transfer):
-                self.local_shards.place_section(received.section, received.memory, transfer.in_place)
+            for section, memory in self.transport.received(transfer):
+                for segment in section.segments:
+                    if segment not in transfer.in_place:
+                        self.local_shards.place(segment, memory[segment.offset : segment.offset + segment.num_bytes])
         except RuntimeError as error:  # usually out of memory
             return error
         finally:

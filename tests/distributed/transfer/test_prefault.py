@@ -12,7 +12,7 @@ import torch
 from raysharding.distributed.fully_shard.layout import ShardMap, TensorLayout
 from raysharding.distributed.transfer.bucket_plan import PlannedTensor, plan_buckets
 from raysharding.distributed.transfer.buffers import LocalShards
-from raysharding.distributed.transfer.memory import Prefault, back, host_memory_bytes
+from raysharding.distributed.transfer.memory import back, host_memory_bytes, prefault
 from raysharding.units import MIB
 
 
@@ -31,7 +31,7 @@ def test_untouched_memory_is_backed_and_values_stay() -> None:
     before = host_memory_bytes()
     fresh = untouched(64 * MIB)
     assert host_memory_bytes() - before < 8 * MIB
-    with Prefault([held, torch.empty(0), torch.ones(()), fresh]):
+    with prefault([held, torch.empty(0), torch.ones(()), fresh]):
         deadline = time.monotonic() + 30
         while host_memory_bytes() - before < 63 * MIB and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -43,7 +43,7 @@ def test_untouched_memory_is_backed_and_values_stay() -> None:
 def test_it_stops_when_the_load_does() -> None:
     fresh = untouched(4096 * MIB)
     before = host_memory_bytes()
-    with Prefault([fresh]):
+    with prefault([fresh]):
         deadline = time.monotonic() + 30
         while host_memory_bytes() - before < 8 * MIB and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -84,5 +84,5 @@ def test_shards_are_backed_before_they_are_written_and_not_when_they_are_read() 
     before = host_memory_bytes()
     local_shards.values(segment)
     assert host_memory_bytes() - before <= 2 * MIB
-    local_shards.memory(segment)
+    local_shards.memory(segment, "cpu")
     assert 15 * MIB <= host_memory_bytes() - before <= 17 * MIB

@@ -29,7 +29,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Checkpoi
     offset = checkpoint.tensors["values"].offset
     extents = {"values": (Extent(0, 3000, 0, offset, "values", offset, torch.int64),)}
     with FileReader(checkpoint.files) as reader, ThreadPool(3) as pool:
-        yield CheckpointSource(reader, {}, extents, {}, 0, pool=pool)
+        yield CheckpointSource({}, extents, {}, 0, reader, pool=pool)
 
 
 def read(source: CheckpointSource) -> torch.Tensor:
