@@ -143,13 +143,11 @@ def _compare_checksums(
         On rank 0, if bytes differ from those saved: the error, which lists the tensors.
     """
     on_tensor = _checked(context, len(tensors))
-    for index, layout in enumerate(plan.mapped):
+    for index, (layout, extent) in enumerate(plan.mapped):
         on_tensor(index, layout.fqn)
-        extents = plan.extents[layout.fqn]
-        assert extents is not None, f"{layout.fqn}: mapped from ranges"
         first = layout.local_range(context.shards.shard_index)[0] * layout.dtype.itemsize
-        offset = extents[0].offset - extents[0].key_offset + first
-        checksums.add(extents[0].key, offset, as_memory(local_tensor(tensors[layout.fqn]).view(-1)))
+        offset = extent.offset - extent.key_offset + first
+        checksums.add(extent.key, offset, as_memory(local_tensor(tensors[layout.fqn]).view(-1)))
     whole = _merged(checksums)
     if plan.match is None:
         return None

@@ -185,7 +185,7 @@ def _allocate(
         mapped = {}
         if plan is not None and plan.mapped:
             assert plan.files is not None, "every rank reads"
-            found = map_tensors(plan.files, plan.mapped, plan.extents, context.shards.shard_index)
+            found = map_tensors(plan.files, plan.mapped, context.shards.shard_index)
             mapped = {tensors[fqn]: memory for fqn, memory in found.items()}
         named = None
         if plan is not None and plan.outline.file_locations is None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing.pool import ThreadPool
 from typing import Any
@@ -51,6 +51,7 @@ from raysharding.distributed.transfer import (
     STRAIGHT_BYTES,
     BucketPlan,
     CheckpointSource,
+    Extent,
     Extents,
     MemoryPeak,
     PlannedTensor,
@@ -135,9 +136,9 @@ class Outline:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Outline:
         """Make an outline from JSON, where tuples are lists."""
-        plain = {field.name: value[field.name] for field in fields(cls)}
-        lists = {name: tuple(item) for name, item in plain.items() if isinstance(item, list)}
-        return cls(**{**plain, **lists, "tensors": tuple((fqn, dtype) for fqn, dtype in plain["tensors"])})
+        plain: dict[str, Any] = {name: tuple(item) if isinstance(item, list) else item for name, item in value.items()}
+        plain["tensors"] = tuple(map(tuple, value["tensors"]))
+        return cls(**plain)
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,7 @@ class LoadPlan:
     """The files as this rank sees them, none for a state dict; `None` on ranks that do not read."""
     extents: Mapping[str, Extents]
     """FQN → extents in the files; empty on ranks that do not need them."""
-    mapped: tuple[TensorLayout, ...]
+    mapped: tuple[tuple[TensorLayout, Extent], ...]
     """Tensors that are not streamed, because each rank maps its shard; the same on every rank."""
     match: CheckpointMatch | None
     """The match, on rank 0; `None` on other ranks."""
@@ -224,7 +225,9 @@ def propose_load(
         on_meta = [fqn for fqn, tensor in tensors.items() if tensor.is_meta]
         persistent = sorted(persistent_names(module))
         own = [(item.fqn, item.shape, item.dtype, item.num_shards) for item in layouts.values()]
-        digests = tuple(_digest(repr(item)) for item in ((own, on_meta, persistent), loading))
+        digests = tuple(
+            hashlib.sha256(repr(item).encode()).hexdigest() for item in ((own, on_meta, persistent), loading)
+        )
         if dist.get_rank() == 0:
             match = _match(module, checkpoint, loading)
             outline = _outline(match, loading, layouts)
@@ -258,7 +261,7 @@ def agree_on_plan(
     reads = shards.rank in read_plan.readers
     planned = [PlannedTensor(proposal.layouts[fqn], getattr(torch, dtype)) for fqn, dtype in outline.tensors]
     mapped = _mapped(planned, proposal, extents) if loading.mmap else []
-    names = {layout.fqn for layout in mapped}
+    names = {layout.fqn for layout, _ in mapped}
     streamed = [item for item in planned if item.layout.fqn not in names]
     num_ranged = sum(item.layout.fqn not in names for item in planned[: outline.num_ranged])
     # A rank that reads for others needs their segments; otherwise lengths suffice.
@@ -319,19 +322,16 @@ def _bucket_bytes(loading: Loading, read_plan: ReadPlan, shards: ShardMap, strai
     return shards.num_shards * (loading.bucket_bytes or (STRAIGHT_BYTES if straight else BUCKET_BYTES))
 
 
-def _mapped(planned: Sequence[PlannedTensor], proposal: Proposal, extents: Mapping[str, Extents]) -> list[TensorLayout]:
+def _mapped(
+    planned: Sequence[PlannedTensor], proposal: Proposal, extents: Mapping[str, Extents]
+) -> list[tuple[TensorLayout, Extent]]:
     """Return the tensors that can be mapped. Each file range is mapped for one tensor, as writes are separate."""
-    taken: set[tuple[int, int]] = set()
-    mapped = []
+    mapped: dict[tuple[int, int], tuple[TensorLayout, Extent]] = {}
     for item in planned:
-        found = extents[item.layout.fqn]
-        if item.layout.fqn not in proposal.on_meta or not mappable(item.layout, item.wire_dtype, found):
-            continue
-        assert found is not None, "mappable"
-        if (found[0].file, found[0].offset) not in taken:
-            taken.add((found[0].file, found[0].offset))
-            mapped.append(item.layout)
-    return mapped
+        extent = mappable(item.layout, item.wire_dtype, extents[item.layout.fqn])
+        if extent is not None and item.layout.fqn in proposal.on_meta:
+            mapped.setdefault((extent.file, extent.offset), (item.layout, extent))
+    return list(mapped.values())
 
 
 def _match(module: nn.Module, origin: Origin, loading: Loading) -> CheckpointMatch:
@@ -449,10 +449,6 @@ def make_source(
 
 def _read_elements(source: TensorSource, fqn: str, start: int, stop: int, out: torch.Tensor) -> None:
     source.read([Request(fqn, start, stop, out.dtype, as_memory(out))])
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _compare_ranks(every: Sequence[Sequence[str]]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic, perf_counter
@@ -214,15 +214,12 @@ class BucketStream:
             The first error of this rank. After an error it continues until all ranks agree to stop, so that no rank
             waits for it.
         """
-        with ExitStack() as stack:
-            ahead = None
-            if source is not None:
-                ahead = ReadAhead(self.plan, source, self.transport, self.local_shards, self.slots, self.device)
-                stack.enter_context(ahead)
-            try:
-                return self._run(ahead)
-            finally:
-                self.times.read_s = 0.0 if ahead is None else ahead.read_s
+        if source is None:
+            return self._run(None)
+        with ReadAhead(self.plan, source, self.transport, self.local_shards, self.slots, self.device) as ahead:
+            error = self._run(ahead)
+        self.times.read_s = ahead.read_s
+        return error
 
     def _run(self, ahead: ReadAhead | None) -> Exception | None:
         flag = FailureFlag(len(self.plan.buckets), self.timeout_s)
