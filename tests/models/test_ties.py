@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from raysharding.checkpoint import FileReader, open_checkpoint
-from raysharding.distributed.transfer.sources import CheckpointSource
+from raysharding.distributed.transfer.sources import CheckpointSource, Request, as_memory, extents_of
 from raysharding.models import KeyMap, build_module, differing_ties, map_keys
 from raysharding.models import key_mapping as ties
 from tests.models.architectures import ARCHITECTURES
@@ -32,7 +32,13 @@ def compared(folder: Path, dtype: torch.dtype | None = None) -> tuple[KeyMap, tu
     keys = map_keys(build_module(None, checkpoint, dtype), checkpoint.tensors, None)
     with FileReader(checkpoint.files) as reader:
         targets = dict(keys.targets) | {second.fqn: second for second in keys.doubled}
-        return keys, differing_ties(keys, CheckpointSource.of(checkpoint, reader, targets, 1 << 20).read_elements)
+        extents = {fqn: extents_of(checkpoint, target) for fqn, target in targets.items()}
+        source = CheckpointSource(checkpoint.tensors, extents, targets, 1 << 20, reader)
+
+        def read(fqn: str, start: int, stop: int, out: torch.Tensor) -> None:
+            source.read([Request(fqn, start, stop, out.dtype, as_memory(out))])
+
+        return keys, differing_ties(keys, read)
 
 
 def test_equal_values_are_a_tie_whatever_their_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,12 @@
 """Loading of a module from files, a state dict or a replica."""
 
-from raysharding.distributed.loading.context import Progress, silent
-from raysharding.distributed.loading.extra_state import extra_state_owners
 from raysharding.distributed.loading.from_replica import copy_replicas
 from raysharding.distributed.loading.full_state_dict import (
     distribute_state_dict,
+    extra_state_owners,
     load_full_state_dict,
     load_full_tensors,
 )
 from raysharding.distributed.loading.load import load_checkpoint
+from raysharding.distributed.loading.plan import Progress, silent
 from raysharding.distributed.loading.report import LoadReport

@@ -15,8 +15,7 @@ import torch
 from raysharding.checkpoint import Checksums, mismatches
 from raysharding.distributed.comm import agree, all_gather_json
 from raysharding.distributed.fully_shard import ShardMap, local_tensor, tensor_layout
-from raysharding.distributed.loading.context import LoadContext
-from raysharding.distributed.loading.plan import LoadPlan
+from raysharding.distributed.loading.plan import LoadContext, LoadPlan
 from raysharding.distributed.transfer import as_memory
 from raysharding.errors import CheckpointError
 from raysharding.models import Initialiser
@@ -105,25 +104,6 @@ def _initialise(context: LoadContext, names: Sequence[str], tensors: Mapping[str
         local_tensor(tensors[name]).view(-1).copy_(full.reshape(-1)[start:stop])
 
 
-def _compare_checksums(
-    context: LoadContext, checksums: Checksums, plan: LoadPlan, tensors: Mapping[str, torch.Tensor]
-) -> Exception | None:
-    """Compare the bytes that were read or mapped with the manifest; collective."""
-    on_tensor = _checked(context, len(tensors))
-    for index, layout in enumerate(plan.mapped):
-        on_tensor(index, layout.fqn)
-        extents = plan.extents[layout.fqn]
-        assert extents is not None, f"{layout.fqn}: mapped from ranges"
-        first = layout.local_range(context.shards.shard_index)[0] * layout.dtype.itemsize
-        offset = extents[0].offset - extents[0].key_offset + first
-        checksums.add(extents[0].key, offset, as_memory(local_tensor(tensors[layout.fqn]).view(-1)))
-    try:
-        check_checksums(checksums, plan)
-    except CheckpointError as error:
-        return error
-    return None
-
-
 def check_finite(
     tensors: Mapping[str, torch.Tensor], names: Iterable[str], path: str, on_tensor: Callable[[int, str], None]
 ) -> None:
@@ -154,29 +134,42 @@ def check_finite(
             raise CheckpointError(f"{what}; verify='header' loads it all the same", path=path, tensor=name)
 
 
-def check_checksums(checksums: Checksums, plan: LoadPlan) -> None:
-    """Compare the bytes that all ranks read with the manifest; collective, raises on rank 0.
+def _compare_checksums(
+    context: LoadContext, checksums: Checksums, plan: LoadPlan, tensors: Mapping[str, torch.Tensor]
+) -> Exception | None:
+    """Compare the bytes that all ranks read or mapped with the manifest; collective.
 
-    Raises:
-        CheckpointError: On rank 0, if bytes differ from those saved; the error lists the tensors.
+    Returns:
+        On rank 0, if bytes differ from those saved: the error, which lists the tensors.
     """
-    # Every rank calls this, whatever it read: the others would wait in the all-gather.
-    every = all_gather_json(checksums.pieces())
+    on_tensor = _checked(context, len(tensors))
+    for index, (layout, extent) in enumerate(plan.mapped):
+        on_tensor(index, layout.fqn)
+        first = layout.local_range(context.shards.shard_index)[0] * layout.dtype.itemsize
+        offset = extent.offset - extent.key_offset + first
+        checksums.add(extent.key, offset, as_memory(local_tensor(tensors[layout.fqn]).view(-1)))
+    whole = _merged(checksums)
     if plan.match is None:
-        return
-    manifest = plan.match.manifest
+        return None
+    manifest, targets = plan.match.manifest, plan.match.keys.targets
     assert manifest is not None, "verify='full' does not get here without one"
-    whole = Checksums()
-    for pieces in every:
-        whole.merge(pieces)
-    targets = plan.match.keys.targets
     keys = dict.fromkeys(key for fqn, _ in plan.outline.tensors for key in targets[fqn].sources)
     lines = mismatches(manifest, whole, keys)
-    if lines:
-        more = [f"and {len(lines) - _MAX_LINES} more"] if len(lines) > _MAX_LINES else []
-        listed = "\n  ".join(lines[:_MAX_LINES] + more)
-        what = f"{len(lines)} tensors are not what was saved: restore the files\n  {listed}"
-        raise CheckpointError(what, path=plan.outline.checkpoint)
+    if not lines:
+        return None
+    more = [f"and {len(lines) - _MAX_LINES} more"] if len(lines) > _MAX_LINES else []
+    listed = "\n  ".join(lines[:_MAX_LINES] + more)
+    what = f"{len(lines)} tensors are not what was saved: restore the files\n  {listed}"
+    return CheckpointError(what, path=plan.outline.checkpoint)
+
+
+def _merged(own: Checksums) -> Checksums:
+    """Return the checksums of all ranks together; collective."""
+    whole = Checksums()
+    # Every rank calls this, whatever it read: the others would wait in the all-gather.
+    for pieces in all_gather_json(own.pieces()):
+        whole.merge(pieces)
+    return whole
 
 
 def digest_module(tensors: Mapping[str, torch.Tensor], path: str) -> str:
@@ -198,10 +191,7 @@ def digest_module(tensors: Mapping[str, torch.Tensor], path: str) -> str:
         first = tensor_layout(name, tensor).local_range(shard_index)[0]
         for start, chunk in _chunks(local_tensor(tensor)):
             own.add(name, (first + start) * chunk.itemsize, as_memory(chunk.cpu()))
-    whole = Checksums()
-    # Every rank needs all parts, to come to the same answer.
-    for pieces in all_gather_json(own.pieces()):
-        whole.merge(pieces)
+    whole = _merged(own)
     text = hashlib.sha256()
     differing = []
     for name, tensor in sorted(tensors.items()):

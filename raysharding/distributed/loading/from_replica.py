@@ -4,9 +4,9 @@ Note [Copying a replica]: a rank that replaces a lost one has a newly built modu
 its replicate group sends an outline as JSON: names, shapes and dtypes of its tensors, which of them require gradients,
 mode and plain attributes of each submodule, and the optimizer without its tensors. The new rank compares the outline
 with its own module. If they differ, e.g. because a user's function changed the module, every rank raises before data
-moves. Then the bytes are broadcast in buckets in the replicate group. The copy is bit for bit that of the other
-replica, including buffers, which in train mode (BatchNorm) may differ between ranks. Random generators and gradients
-are not copied; the remaining ranks drop their gradients when they form the group again.
+moves. Then the bytes are broadcast in the replicate group, a bucket at a time. The copy is bit for bit that of the
+other replica, including buffers, which in train mode (BatchNorm) may differ between ranks. Random generators and
+gradients are not copied; the remaining ranks drop their gradients when they form the group again.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from raysharding.distributed.fully_shard import (
     reshard,
     unwrapped,
 )
-from raysharding.distributed.loading.context import Progress, silent
+from raysharding.distributed.loading.plan import Progress, silent
 from raysharding.distributed.optim import OptimizerSnapshot, make_optimizer
-from raysharding.distributed.transfer import BUCKET_BYTES
+from raysharding.distributed.transfer import BUCKET_BYTES, as_bytes
 from raysharding.errors import PlanError
 
 _MAX_PROBLEMS = 20
@@ -84,7 +84,7 @@ def copy_replicas(
     agree(error)
     if copy.source is not None:
         # All ranks of a replicate group call this, new or not: its broadcasts need every rank.
-        outline = broadcast_json(outline, copy.group, copy.ranks.index(copy.source))
+        outline = broadcast_json(outline, copy.group, copy.source)
     try:
         copy.prepare(outline, factory)
     except Exception as raised:  # noqa: BLE001 - the other ranks wait for the outcome
@@ -110,9 +110,9 @@ class _Copy:
         self.module = module
         self.optimizer = optimizer
         self.group = mesh.get_group(REPLICATE_AXIS)
-        self.ranks = dist.get_process_group_ranks(self.group)
-        self.source = next((sources[rank] for rank in self.ranks if rank in sources), None)
-        self._is_source = dist.get_rank() == self.source
+        ranks = dist.get_process_group_ranks(self.group)
+        self.source = next((ranks.index(sources[rank]) for rank in ranks if rank in sources), None)
+        self._is_source = dist.get_rank(self.group) == self.source
         self._is_new = dist.get_rank() in sources
         self._tensors: list[torch.Tensor] = []
         self._state: TensorTable | None = None
@@ -176,29 +176,22 @@ class _Copy:
             raise misfit
 
     def stream(self, sizes: Sequence[int], progress: Progress, bucket_bytes: int) -> None:
-        """Broadcast the bytes of all tensors in buckets; on all ranks of a replicate group with a new rank."""
+        """Broadcast the bytes of all tensors, a bucket at a time; on all ranks of a replicate group with a new rank."""
         total, done = sum(sizes), 0
-        device = message_device(self.module)
-        buffer = torch.empty(min(total, bucket_bytes), dtype=torch.uint8, device=device)
+        buffer_bytes = min(max(sizes, default=0), bucket_bytes)
+        buffer = torch.empty(buffer_bytes, dtype=torch.uint8, device=message_device(self.module))
         progress("stream", 0, total, "")
-        for pieces in _buckets(sizes, bucket_bytes):
-            used = buffer[: sum(stop - start for _, start, stop in pieces)]
-            parts = used.split([stop - start for _, start, stop in pieces])
-            if self._is_source:
-                for part, (index, start, stop) in zip(parts, pieces, strict=True):
-                    part.copy_(_flat_bytes(self._tensors[index].contiguous())[start:stop])
-            # All ranks of the group make the same buckets, so that their broadcasts match.
-            dist.broadcast(used, group_src=self.ranks.index(self._source), group=self.group)
-            if self._is_new:
-                for part, (index, start, stop) in zip(parts, pieces, strict=True):
-                    _flat_bytes(self._tensors[index])[start:stop].copy_(part)
-            done += used.numel()
-            progress("stream", done, total, "")
-
-    @property
-    def _source(self) -> int:
-        assert self.source is not None, "called only where a shard was lost"
-        return self.source
+        for index, num_bytes in enumerate(sizes):
+            for start in range(0, num_bytes, bucket_bytes):
+                part = buffer[: num_bytes - start]
+                if self._is_source:
+                    part.copy_(as_bytes(self._tensors[index].reshape(-1))[start:][: part.numel()])
+                # All ranks of the group cut the tensors alike, so that their broadcasts match.
+                dist.broadcast(part, group_src=self.source, group=self.group)
+                if self._is_new:
+                    as_bytes(self._tensors[index].view(-1))[start:][: part.numel()].copy_(part)
+                done += part.numel()
+                progress("stream", done, total, "")
 
     def finish(self, outline: Any) -> None:
         """Set optimizer state, hyperparameters and modes on a new rank."""
@@ -238,24 +231,3 @@ def _differences(built: Mapping[str, Sequence[Any]], found: Mapping[str, Sequenc
                 yield f"{what}: {name or 'the root'} is {now} on the rank that is left, {then} when built anew"
         if what == "tensors" and list(mine) != list(theirs) and {*mine} == {*theirs}:
             yield f"{what}: they have another order"
-
-
-def _buckets(sizes: Sequence[int], bucket_bytes: int) -> Iterator[list[tuple[int, int, int]]]:
-    """Cut tensors of these sizes into buckets of (tensor, start, stop)."""
-    pieces: list[tuple[int, int, int]] = []
-    room = bucket_bytes
-    for index, size in enumerate(sizes):
-        start = 0
-        while start < size:
-            stop = min(size, start + room)
-            pieces.append((index, start, stop))
-            room, start = room - (stop - start), stop
-            if not room:
-                yield pieces
-                pieces, room = [], bucket_bytes
-    if pieces:
-        yield pieces
-
-
-def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(-1).view(torch.uint8)

@@ -8,16 +8,22 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
+from multiprocessing.pool import ThreadPool
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import nn
 
-from raysharding.checkpoint import Checkpoint, Checksums
+from raysharding.checkpoint import Checkpoint, Checksums, FileReader
+from raysharding.checkpoint.storage import is_remote
 from raysharding.config import Loading
-from raysharding.distributed.comm import agree
+from raysharding.distributed.comm import BUCKETS_PER_CHECK, agree
 from raysharding.distributed.fully_shard import (
     ShardMap,
     local_tensor,
@@ -28,15 +34,39 @@ from raysharding.distributed.fully_shard import (
     reshard,
     unwrapped,
 )
-from raysharding.distributed.loading.context import LoadContext, Progress, silent
 from raysharding.distributed.loading.finish import finish
 from raysharding.distributed.loading.mmap import map_tensors
-from raysharding.distributed.loading.plan import LoadPlan, Origin, agree_on_plan, propose_load
+from raysharding.distributed.loading.plan import (
+    LoadContext,
+    LoadPlan,
+    Origin,
+    Progress,
+    agree_on_plan,
+    make_source,
+    propose_load,
+    silent,
+)
 from raysharding.distributed.loading.report import LoadReport
 from raysharding.distributed.loading.state_dict_source import Rank0StateDict
-from raysharding.distributed.loading.stream import stream_buckets
-from raysharding.distributed.transfer import MemoryPeak, Prefault, is_fresh
+from raysharding.distributed.transfer import (
+    BUCKET_BYTES,
+    Broadcast,
+    BucketStream,
+    BucketTransport,
+    LocalShards,
+    MemoryPeak,
+    Routes,
+    Scatter,
+    SharedRings,
+    Slot,
+    make_ring,
+    prefault,
+    share_rings,
+)
 from raysharding.errors import CheckpointError
+
+READ_THREADS = 4
+"""Concurrent reads, over all readers: a disk of several GB/s and the page cache need more than one."""
 
 _log = logging.getLogger("raysharding")
 
@@ -91,8 +121,7 @@ def load_checkpoint(
         TimeoutError: On a reader, if nothing was read for `stall_s`; the other ranks time out later.
         RuntimeError: From the process group, if a rank died or is silent for `stall_s`.
     """
-    with paused_gc():
-        return _load(unwrapped(module), checkpoint, loading or Loading(), progress or silent, stall_s)
+    return _load(unwrapped(module), checkpoint, loading or Loading(), progress or silent, stall_s)
 
 
 def load_from_rank_0(module: nn.Module, state_dict: Rank0StateDict, loading: Loading, stall_s: float) -> LoadReport:
@@ -100,10 +129,10 @@ def load_from_rank_0(module: nn.Module, state_dict: Rank0StateDict, loading: Loa
 
     Tensors on meta that the state dict lacks stay on meta, except non-persistent buffers with a rule of their own.
     """
-    with paused_gc():
-        return _load(module, state_dict, loading, silent, stall_s)
+    return _load(module, state_dict, loading, silent, stall_s)
 
 
+@paused_gc()
 def _load(module: nn.Module, origin: Origin, loading: Loading, progress: Progress, stall_s: float) -> LoadReport:
     """Plan a load, and run its three steps: allocate, stream, finish. A failure in any of them undoes the first."""
     started = perf_counter()
@@ -123,8 +152,7 @@ def _load(module: nn.Module, origin: Origin, loading: Loading, progress: Progres
         if is_early:
             tensors, error = _allocate(context, tensors, None, undo)
         memory = [local_tensor(tensor) for tensor in tensors.values()] if is_early else []
-        fresh = is_fresh(memory)
-        with Prefault(memory if fresh else []):
+        with prefault(memory):
             plan = agree_on_plan(proposal, error, loading, shards, device)
             if shards.rank == 0:
                 reads = plan.read_plan
@@ -132,7 +160,7 @@ def _load(module: nn.Module, origin: Origin, loading: Loading, progress: Progres
             if not is_early:
                 tensors, error = _allocate(context, tensors, plan, undo)
                 agree(error)  # every rank calls this: the others would wait in the stream for a rank that failed
-            error, measured = stream_buckets(context, plan, tensors, fresh)
+            error, measured = _stream(context, plan, tensors)
         per_rank = finish(context, plan, tensors, error, measured)
         undo.pop_all()
     note_load(module)
@@ -157,7 +185,7 @@ def _allocate(
         mapped = {}
         if plan is not None and plan.mapped:
             assert plan.files is not None, "every rank reads"
-            found = map_tensors(plan.files, plan.mapped, plan.extents, context.shards.shard_index)
+            found = map_tensors(plan.files, plan.mapped, context.shards.shard_index)
             mapped = {tensors[fqn]: memory for fqn, memory in found.items()}
         named = None
         if plan is not None and plan.outline.file_locations is None:
@@ -167,3 +195,136 @@ def _allocate(
     except (RuntimeError, MemoryError, CheckpointError) as error:
         return tensors, error
     return module_tensors(context.module), None
+
+
+def _stream(
+    context: LoadContext, plan: LoadPlan, tensors: Mapping[str, torch.Tensor]
+) -> tuple[Exception | None, dict[str, Any]]:
+    """Transfer all buckets of a plan; collective.
+
+    Args:
+        context: This load.
+        plan: What moves.
+        tensors: FQN → tensor of the module, with memory.
+
+    Returns:
+        This rank's own error, which the others have not heard of; and what it measured, by field of the report.
+    """
+    stream = _make_stream(context, plan, tensors)
+    started = perf_counter()
+    # From here on what was there may be overwritten, also before the first bucket is told of.
+    context.progress("stream", 0, 0, "")
+    error, read_bytes = _run(stream, context, plan)
+    return error, {
+        "plan_s": started - context.started,
+        "stream_s": perf_counter() - started,
+        "read_bytes": read_bytes,
+        "wire_bytes": stream.transport.wire_bytes,
+        "shared_bytes": stream.transport.shared_bytes,
+        "ring_bytes": sum(slot.wire.numel() for slot in stream.slots),
+        **vars(stream.times),
+    }
+
+
+def _make_stream(context: LoadContext, plan: LoadPlan, tensors: Mapping[str, torch.Tensor]) -> BucketStream:
+    """Set up transport and ring of this rank; collective, unless no rank needs a ring."""
+    buckets = plan.buckets.buckets
+    ends = list(accumulate(map(buckets.payload_bytes, range(len(buckets))), initial=0))
+
+    def progress(index: int, num_bytes: int) -> None:
+        done = min(ends[index] + num_bytes, ends[index + 1])
+        context.progress("stream", done, ends[-1], buckets.last_tensor(index).layout.fqn)
+
+    local_shards = LocalShards(plan.buckets, tensors, context.shards)
+    transport, slots = _make_transport(context, plan, local_shards)
+    return BucketStream(
+        plan.buckets, transport, local_shards, slots, context.device, context.stall_s, context.peak, progress
+    )
+
+
+def _make_transport(
+    context: LoadContext, plan: LoadPlan, local_shards: LocalShards
+) -> tuple[BucketTransport, list[Slot]]:
+    """Make transport and ring of the plan; collective, unless no rank needs a ring."""
+    routes = Routes(context.shards, plan.read_plan.readers, plan.buckets.num_first_buckets)
+    if plan.read_plan.transport == "broadcast":
+        return Broadcast(routes, context.stall_s), _make_ring(context, plan, plan.buckets.max_bucket_bytes)
+    # Only for host memory; NCCL uses shared memory itself.
+    is_host = context.device.type == "cpu"
+    shares = context.loading.shared_memory and is_host and routes.any_travels(plan.buckets.buckets)
+    slot_bytes, sends = _slot_bytes(plan, routes, local_shards)
+    rings = share_rings(slot_bytes if sends else 0) if shares else SharedRings({}, {}, ())
+    # Ranks that read for themselves wait for each other only in `FailureFlag.check`, every so many buckets.
+    patience = 2 * BUCKETS_PER_CHECK if plan.read_plan.transport == "local" else 1
+    memory_of = partial(local_shards.memory, device_type=context.device.type)
+    transport = Scatter(replace(routes, shared=rings.peers), rings, memory_of, context.stall_s * patience)
+    return transport, _make_ring(context, plan, slot_bytes, rings)
+
+
+def _make_ring(context: LoadContext, plan: LoadPlan, slot_bytes: int, rings: SharedRings | None = None) -> list[Slot]:
+    """Return this rank's ring, after all ranks have made theirs; collective, unless no rank needs a ring.
+
+    One rank alone can run out of memory for its ring: the others would wait for it in the stream.
+    """
+    shared = None if rings is None else rings.rings.get(context.shards.rank)
+    slots: list[Slot] = []
+    error: Exception | None = None
+    try:
+        if shared is not None:
+            slots = [Slot(buffer, buffer) for buffer in shared.slots]
+        else:
+            slots = make_ring(slot_bytes, context.device, reads=plan.files is not None)
+    except (RuntimeError, MemoryError) as raised:
+        error = raised
+    if not plan.is_straight:
+        agree(error)
+    return slots
+
+
+def _slot_bytes(plan: LoadPlan, routes: Routes, local_shards: LocalShards) -> tuple[int, bool]:
+    """Return the largest bytes of a bucket in this rank's buffer, and True if other ranks need any of them.
+
+    Args:
+        plan: The plan.
+        routes: Readers and paths.
+        local_shards: Knows which segments are received directly into the shard.
+    """
+    largest, sends = 0, False
+    rank = routes.shards.rank
+    for index, bucket in enumerate(plan.buckets.buckets):
+        travelling = routes.travelling(index, bucket, rank)
+        sends = sends or any(routes.path(index, section.shard_index)[0] == rank for section in travelling)
+        staged = [
+            section
+            for section in routes.alone(index, bucket, rank)
+            if not all(local_shards.takes_wire_bytes(segment, "cpu") for segment in section.segments)
+        ]
+        offsets = routes.offsets(index, bucket, rank)
+        ends = [offsets[section.shard_index] + section.num_bytes for section in (*travelling, *staged)]
+        largest = max([largest, *ends])
+    return largest, sends
+
+
+def _run(stream: BucketStream, context: LoadContext, plan: LoadPlan) -> tuple[Exception | None, int]:
+    """Run the stream from the source that this rank has.
+
+    Returns:
+        The first error, and how many bytes were read.
+    """
+    if plan.files is None:
+        return stream.run(None), 0
+    num_threads = READ_THREADS // len(plan.read_plan.readers)  # many readers keep a machine busy as it is
+    if plan.files and is_remote(plan.files[0].path):
+        num_threads = READ_THREADS  # a store needs several requests in flight per rank
+    with FileReader(plan.files) as reader, ExitStack() as stack:
+        pool = stack.enter_context(ThreadPool(num_threads)) if num_threads > 1 else None
+        targets = plan.match.keys.targets if plan.match is not None else {}
+        cache_bytes = context.loading.bucket_bytes or BUCKET_BYTES
+        source = make_source(plan.match, reader, plan.extents, targets, cache_bytes, context.checksums, pool)
+        error = stream.run(source)
+        if error is None:
+            try:
+                reader.verify_unchanged()
+            except (CheckpointError, OSError) as raised:
+                error = raised
+        return error, source.num_bytes_read

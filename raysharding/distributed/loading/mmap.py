@@ -4,30 +4,31 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from raysharding.checkpoint import CheckpointFile
 from raysharding.distributed.fully_shard import TensorLayout
-from raysharding.distributed.transfer import Extents
+from raysharding.distributed.transfer import Extent, Extents
 from raysharding.errors import CheckpointError
 
 
-def mappable(layout: TensorLayout, wire_dtype: torch.dtype, extents: Extents) -> bool:
-    """Return True if every rank's shard of a tensor can be a range of a file; the same on every rank.
+def mappable(layout: TensorLayout, wire_dtype: torch.dtype, extents: Extents) -> Extent | None:
+    """Return the range of a file that all shards of a tensor can be parts of, or `None`; the same on every rank.
 
     The shard must be contiguous in the file, in the module's dtype and aligned to it; and all shards must have the same
     length, because FSDP2 pads shorter ones in memory of its own.
     """
     if extents is None or len(extents) != 1 or wire_dtype != layout.dtype or extents[0].dtype != layout.dtype:
-        return False
+        return None
     even = layout.num_shards == 0 or layout.shape[0] % layout.num_shards == 0
-    return even and extents[0].offset % layout.dtype.itemsize == 0 and layout.num_elements > 0
+    aligned = extents[0].offset % layout.dtype.itemsize == 0
+    return extents[0] if even and aligned and layout.num_elements > 0 else None
 
 
 def map_tensors(
-    files: Sequence[CheckpointFile], layouts: Sequence[TensorLayout], extents: Mapping[str, Extents], shard_index: int
+    files: Sequence[CheckpointFile], found: Sequence[tuple[TensorLayout, Extent]], shard_index: int
 ) -> dict[str, torch.Tensor]:
     """Map this rank's shards copy-on-write: writes stay in this process.
 
@@ -39,10 +40,7 @@ def map_tensors(
     """
     maps: dict[int, mmap.mmap] = {}
     mapped = {}
-    for layout in layouts:
-        found = extents[layout.fqn]
-        assert found is not None, f"{layout.fqn}: not mappable"
-        extent = found[0]
+    for layout, extent in found:
         if extent.file not in maps:
             maps[extent.file] = _map(files[extent.file])
         start, stop = layout.local_range(shard_index)

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from multiprocessing.pool import ThreadPool
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from raysharding.checkpoint import (
     MANIFEST_NAME,
     Checkpoint,
     CheckpointFile,
+    Checksums,
     FileReader,
     Manifest,
     check_manifest,
@@ -48,8 +51,13 @@ from raysharding.distributed.transfer import (
     STRAIGHT_BYTES,
     BucketPlan,
     CheckpointSource,
+    Extent,
     Extents,
+    MemoryPeak,
     PlannedTensor,
+    Request,
+    TensorSource,
+    as_memory,
     extents_from_json,
     extents_of,
     extents_to_json,
@@ -58,6 +66,38 @@ from raysharding.distributed.transfer import (
 )
 from raysharding.errors import CheckpointError, PlanError
 from raysharding.models import AdapterNames, KeyMap, Target, differing_ties, map_keys, misfit, missing_rules
+
+Progress = Callable[[str, int, int, str], None]
+"""Called as `progress(phase, bytes_done, bytes_total, last FQN)`; phases are `plan`, `stream`, `finalize`."""
+
+
+def silent(phase: str, done: int, total: int, tensor: str) -> None:
+    """Ignore progress."""
+
+
+@dataclass(frozen=True)
+class LoadContext:
+    """One load on one rank."""
+
+    module: nn.Module
+    """The sharded root module."""
+    loading: Loading
+    """Options; the same on every rank."""
+    progress: Progress
+    """Receives the progress of the load."""
+    stall_s: float
+    """Longest wait for a byte of the files, and for one bucket of another rank, in seconds."""
+    shards: ShardMap
+    """Which rank holds which shard."""
+    device: torch.device
+    """Device of the messages."""
+    peak: MemoryPeak
+    """Peak memory since the start of the load."""
+    checksums: Checksums | None
+    """Receives the bytes that this rank reads; `None` unless `verify="full"`."""
+    started: float
+    """Time of the call, by `time.perf_counter`."""
+
 
 Origin = Checkpoint | str | os.PathLike[str] | Rank0StateDict
 """Source of the values of a load."""
@@ -96,9 +136,9 @@ class Outline:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Outline:
         """Make an outline from JSON, where tuples are lists."""
-        plain = {field.name: value[field.name] for field in fields(cls)}
-        lists = {name: tuple(item) for name, item in plain.items() if isinstance(item, list)}
-        return cls(**{**plain, **lists, "tensors": tuple((fqn, dtype) for fqn, dtype in plain["tensors"])})
+        plain: dict[str, Any] = {name: tuple(item) if isinstance(item, list) else item for name, item in value.items()}
+        plain["tensors"] = tuple(map(tuple, value["tensors"]))
+        return cls(**plain)
 
 
 @dataclass(frozen=True)
@@ -149,7 +189,7 @@ class LoadPlan:
     """The files as this rank sees them, none for a state dict; `None` on ranks that do not read."""
     extents: Mapping[str, Extents]
     """FQN → extents in the files; empty on ranks that do not need them."""
-    mapped: tuple[TensorLayout, ...]
+    mapped: tuple[tuple[TensorLayout, Extent], ...]
     """Tensors that are not streamed, because each rank maps its shard; the same on every rank."""
     match: CheckpointMatch | None
     """The match, on rank 0; `None` on other ranks."""
@@ -185,7 +225,9 @@ def propose_load(
         on_meta = [fqn for fqn, tensor in tensors.items() if tensor.is_meta]
         persistent = sorted(persistent_names(module))
         own = [(item.fqn, item.shape, item.dtype, item.num_shards) for item in layouts.values()]
-        digests = tuple(_digest(repr(item)) for item in ((own, on_meta, persistent), loading))
+        digests = tuple(
+            hashlib.sha256(repr(item).encode()).hexdigest() for item in ((own, on_meta, persistent), loading)
+        )
         if dist.get_rank() == 0:
             match = _match(module, checkpoint, loading)
             outline = _outline(match, loading, layouts)
@@ -219,7 +261,7 @@ def agree_on_plan(
     reads = shards.rank in read_plan.readers
     planned = [PlannedTensor(proposal.layouts[fqn], getattr(torch, dtype)) for fqn, dtype in outline.tensors]
     mapped = _mapped(planned, proposal, extents) if loading.mmap else []
-    names = {layout.fqn for layout in mapped}
+    names = {layout.fqn for layout, _ in mapped}
     streamed = [item for item in planned if item.layout.fqn not in names]
     num_ranged = sum(item.layout.fqn not in names for item in planned[: outline.num_ranged])
     # A rank that reads for others needs their segments; otherwise lengths suffice.
@@ -280,19 +322,16 @@ def _bucket_bytes(loading: Loading, read_plan: ReadPlan, shards: ShardMap, strai
     return shards.num_shards * (loading.bucket_bytes or (STRAIGHT_BYTES if straight else BUCKET_BYTES))
 
 
-def _mapped(planned: Sequence[PlannedTensor], proposal: Proposal, extents: Mapping[str, Extents]) -> list[TensorLayout]:
+def _mapped(
+    planned: Sequence[PlannedTensor], proposal: Proposal, extents: Mapping[str, Extents]
+) -> list[tuple[TensorLayout, Extent]]:
     """Return the tensors that can be mapped. Each file range is mapped for one tensor, as writes are separate."""
-    taken: set[tuple[int, int]] = set()
-    mapped = []
+    mapped: dict[tuple[int, int], tuple[TensorLayout, Extent]] = {}
     for item in planned:
-        found = extents[item.layout.fqn]
-        if item.layout.fqn not in proposal.on_meta or not mappable(item.layout, item.wire_dtype, found):
-            continue
-        assert found is not None, "mappable"
-        if (found[0].file, found[0].offset) not in taken:
-            taken.add((found[0].file, found[0].offset))
-            mapped.append(item.layout)
-    return mapped
+        extent = mappable(item.layout, item.wire_dtype, extents[item.layout.fqn])
+        if extent is not None and item.layout.fqn in proposal.on_meta:
+            mapped.setdefault((extent.file, extent.offset), (item.layout, extent))
+    return list(mapped.values())
 
 
 def _match(module: nn.Module, origin: Origin, loading: Loading) -> CheckpointMatch:
@@ -385,20 +424,31 @@ def _problems(module: nn.Module, match: CheckpointMatch, loading: Loading) -> li
     if keys.doubled:
         # Headers do not show whether two tied names have the same value.
         targets = {**keys.targets, **{target.fqn: target for target in keys.doubled}}
-        cache_bytes = loading.bucket_bytes or BUCKET_BYTES
-        if match.state_dict is not None:
-            infos = match.checkpoint.tensors
-            extents = {fqn: extents_of(match.checkpoint, target) for fqn, target in targets.items()}
-            in_memory = StateDictSource(match.state_dict, infos, extents, targets, cache_bytes)
-            return problems + list(differing_ties(keys, in_memory.read_elements))
+        extents = {fqn: extents_of(match.checkpoint, target) for fqn, target in targets.items()}
         with FileReader(match.checkpoint.files) as reader:
-            source = CheckpointSource.of(match.checkpoint, reader, targets, cache_bytes)
-            problems += differing_ties(keys, source.read_elements)
+            source = make_source(match, reader, extents, targets, loading.bucket_bytes or BUCKET_BYTES)
+            problems += differing_ties(keys, partial(_read_elements, source))
     return problems
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+def make_source(
+    match: CheckpointMatch | None,
+    reader: FileReader,
+    extents: Mapping[str, Extents],
+    targets: Mapping[str, Target],
+    cache_bytes: int,
+    checksums: Checksums | None = None,
+    pool: ThreadPool | None = None,
+) -> TensorSource:
+    """Return the source of a load on this rank: its files, or on rank 0 a state dict."""
+    tensors = {} if match is None else match.checkpoint.tensors
+    if match is not None and match.state_dict is not None:
+        return StateDictSource(tensors, extents, targets, cache_bytes, match.state_dict)
+    return CheckpointSource(tensors, extents, targets, cache_bytes, reader, checksums, pool)
+
+
+def _read_elements(source: TensorSource, fqn: str, start: int, stop: int, out: torch.Tensor) -> None:
+    source.read([Request(fqn, start, stop, out.dtype, as_memory(out))])
 
 
 def _compare_ranks(every: Sequence[Sequence[str]]) -> None:

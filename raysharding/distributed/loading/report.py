@@ -103,7 +103,7 @@ class LoadReport:
         merged = {one.name: one.metadata["merge"] for one in fields(cls) if one.metadata}
         return cls(
             num_tensors=len(plan.outline.tensors),
-            mapped_bytes=sum(layout.num_elements * layout.dtype.itemsize for layout in plan.mapped),
+            mapped_bytes=sum(layout.num_elements * layout.dtype.itemsize for layout, _ in plan.mapped),
             num_buckets=len(plan.buckets.buckets),
             bucket_bytes=plan.buckets.max_bucket_bytes,
             transport=plan.read_plan.transport,

@@ -9,17 +9,16 @@ Note: lazily read values.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from raysharding.checkpoint import Checkpoint
 from raysharding.checkpoint.format import TensorInfo
-from raysharding.distributed.transfer import Conversions, Extents, Request, as_memory, overlaps
+from raysharding.distributed.transfer import Extent, Request, TensorSource
 from raysharding.errors import PlanError
-from raysharding.models import Target
 
 NAME = "the state dict"
 """Name in messages and reports."""
@@ -73,65 +72,34 @@ def why_refused(value: object) -> str | None:
     return None
 
 
-class StateDictSource:
-    """An `ElementSource` over a `Rank0StateDict`, on rank 0 only.
+@dataclass
+class StateDictSource(TensorSource):
+    """A `TensorSource` over a `Rank0StateDict`, on rank 0 only."""
 
-    Args:
-        state_dict: The values.
-        tensors: Tensors of `Rank0StateDict.as_checkpoint`.
-        extents: FQN → extents.
-        targets: FQN → target; needed for conversions.
-        cache_bytes: Size of the cache of converted targets.
-    """
+    state_dict: Rank0StateDict
+    """The values."""
+    num_bytes_read: int = field(default=0, init=False)
+    """Bytes copied into buffers and shards."""
+    _last: tuple[str, torch.Tensor] | None = field(default=None, init=False)
 
-    def __init__(
-        self,
-        state_dict: Rank0StateDict,
-        tensors: Mapping[str, TensorInfo],
-        extents: Mapping[str, Extents],
-        targets: Mapping[str, Target],
-        cache_bytes: int,
-    ) -> None:
-        self._state_dict = state_dict
-        self._tensors = tensors
-        self._extents = extents
-        self._conversions = Conversions(targets, lambda key: self._load(key).cpu(), cache_bytes)
-        self._last: tuple[str, torch.Tensor] | None = None
-        self._num_bytes = 0
-
-    @property
-    def num_bytes_read(self) -> int:
-        """Bytes copied into buffers and shards."""
-        return self._num_bytes
-
-    def read(self, requests: Iterable[Request]) -> None:
-        """See `ElementSource`. Accesses each key once per call, and keeps the last value for the next call.
-
-        Raises:
-            PlanError: Shape or dtype of a value changed since the plan.
-        """
-        wanted: dict[str, list[tuple[int, int, torch.Tensor]]] = {}
-        for request in requests:
-            out = torch.frombuffer(request.memory, dtype=request.dtype)
-            extents = self._extents[request.fqn]
-            if extents is None:
-                out.copy_(self._conversions.whole(request.fqn)[request.start : request.stop])
-                self._num_bytes += out.nbytes
-                continue
-            for extent, start, stop in overlaps(extents, request.start, request.stop):
-                first = (extent.offset - extent.key_offset) // extent.dtype.itemsize + start - extent.start
-                part = out[start - request.start : stop - request.start]
-                wanted.setdefault(extent.key, []).append((first, first + stop - start, part))
-        for key, parts in wanted.items():
+    def _read_parts(self, parts: Sequence[tuple[Extent, Request]]) -> None:
+        """Access each key once, and keep the last value for the next call."""
+        by_key: dict[str, list[tuple[Extent, Request]]] = {}
+        for extent, part in parts:
+            by_key.setdefault(extent.key, []).append((extent, part))
+        for key, wanted in by_key.items():
             flat = self._flat(key)
-            for first, last, part in parts:
-                part.copy_(flat[first:last])
-                self._num_bytes += part.nbytes
+            for extent, part in wanted:
+                first = (extent.offset - extent.key_offset) // extent.dtype.itemsize + part.start - extent.start
+                out = torch.frombuffer(part.memory, dtype=part.dtype)
+                out.copy_(flat[first : first + out.numel()])
+                self.num_bytes_read += out.nbytes
             del flat  # before the next one is loaded
 
-    def read_elements(self, fqn: str, start: int, stop: int, out: torch.Tensor) -> None:
-        """Fill 1-D `out` with elements `start` to `stop` of `fqn`."""
-        self.read([Request(fqn, start, stop, out.dtype, as_memory(out))])
+    def _read_whole(self, key: str) -> torch.Tensor:
+        value = self._load(key).cpu()
+        self.num_bytes_read += value.nbytes
+        return value
 
     def _flat(self, key: str) -> torch.Tensor:
         if self._last is None or self._last[0] != key:
@@ -140,8 +108,8 @@ class StateDictSource:
         return self._last[1]
 
     def _load(self, key: str) -> torch.Tensor:
-        value = self._state_dict.values[key]
-        info = self._tensors[key]
+        value = self.state_dict.values[key]
+        info = self.tensors[key]
         if (problem := why_refused(value)) is None and (value.dtype, tuple(value.shape)) != (info.dtype, info.shape):
             problem = f"{value.dtype} {tuple(value.shape)} now, {info.dtype} {info.shape} when the load was planned"
         if problem is not None:

@@ -7,7 +7,7 @@ from raysharding.distributed.transfer.bucket_plan import (
     PlannedTensor,
     plan_buckets,
 )
-from raysharding.distributed.transfer.buffers import RING_SIZE, Slot, make_ring, shared_ring
+from raysharding.distributed.transfer.buffers import RING_SIZE, LocalShards, Slot, make_ring
 from raysharding.distributed.transfer.gather import (
     Gather,
     gather_into,
@@ -16,25 +16,22 @@ from raysharding.distributed.transfer.gather import (
     saved_tensors,
     tied_names,
 )
-from raysharding.distributed.transfer.local_shards import LocalShards
 from raysharding.distributed.transfer.memory import (
     RANK_BYTES,
     MemoryPeak,
-    Prefault,
     available_bytes,
     back,
     host_memory_bytes,
-    is_fresh,
+    prefault,
     resident_bytes,
 )
-from raysharding.distributed.transfer.routes import Routes
 from raysharding.distributed.transfer.shared_memory import SharedRings, host_identity, share_rings
 from raysharding.distributed.transfer.sources import (
     CheckpointSource,
-    Conversions,
+    Extent,
     Extents,
-    ReadThreads,
     Request,
+    TensorSource,
     as_bytes,
     as_memory,
     extents_from_json,
@@ -44,4 +41,4 @@ from raysharding.distributed.transfer.sources import (
     wire_dtype,
 )
 from raysharding.distributed.transfer.stream import BucketStream
-from raysharding.distributed.transfer.transport import Broadcast, BucketTransport, Scatter
+from raysharding.distributed.transfer.transport import Broadcast, BucketTransport, Routes, Scatter

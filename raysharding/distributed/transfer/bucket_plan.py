@@ -26,10 +26,10 @@ it. Several ranks write files at different places at a time, so that several ran
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, overload
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -115,14 +115,16 @@ class Bucket:
 
 
 class Cut(NamedTuple):
-    """Part of a tensor in a bucket: the same elements of every shard that is long enough."""
+    """Part of a tensor in a bucket: the same elements of every shard that is long enough, or a range of the tensor."""
 
     tensor: int
     """Index into `BucketPlan.tensors`."""
     first: int
-    """First element, counted from the start of each shard."""
+    """First element, counted from the start of each shard; in order, from the start of the tensor."""
     length: int
-    """Elements, of a shard that is long enough."""
+    """Elements, of a shard that is long enough; in order, over all shards."""
+    payload_bytes: int
+    """Bytes on the wire, over all shards."""
 
 
 def _aligned(num_bytes: int) -> int:
@@ -161,24 +163,17 @@ class _OpenSection:
         return Section(shard_index, offset, self.packed_bytes, self.num_bytes, tuple(self.packed), moved)
 
 
-def fill_section(shard_index: int, offset: int, ranges: Sequence[tuple[int, int, int, int]]) -> Section:
-    """Lay out ranges of tensors that one shard holds.
-
-    Args:
-        shard_index: The shard, or `REPLICATED`.
-        offset: First byte in the bucket.
-        ranges: (tensor, first element, one past the last, bytes of an element) of each range.
-    """
-    section = _OpenSection(is_wanted=True)
-    for tensor, start, stop, itemsize in ranges:
-        section.add(tensor, start, stop, itemsize)
-    return section.close(shard_index, offset)
-
-
-class Buckets(Sequence[Bucket]):
+class Buckets:
     """The buckets of a plan, each made on access; the last few are kept.
 
     All buckets of 140 GB on 64 ranks, with 64 sections each, would take more memory than the ring; cuts take little.
+
+    Args:
+        tensors: Tensors of the plan.
+        cuts: Parts of tensors in each bucket.
+        num_shards: Number of shard indices.
+        wanted: Shard indices whose segments are listed.
+        in_order: True if cuts are ranges of the flattened full tensors.
     """
 
     _NUM_KEPT = 16
@@ -187,36 +182,26 @@ class Buckets(Sequence[Bucket]):
     def __init__(
         self,
         tensors: Sequence[PlannedTensor],
-        cuts: Sequence[tuple[Cut, ...]],
+        cuts: Sequence[Sequence[Cut]],
         num_shards: int,
         wanted: Container[int],
+        in_order: bool = False,
     ) -> None:
         self._tensors = tensors
         self._cuts = cuts
         self._num_shards = num_shards
         self._wanted = wanted
-        self._kept: dict[int, Bucket] = {}
-        self._lock = threading.Lock()  # the reader thread is ahead of the sending thread
+        self._in_order = in_order
+        self._made = lru_cache(self._NUM_KEPT)(self._make)
 
     def __len__(self) -> int:
         return len(self._cuts)
 
-    @overload
-    def __getitem__(self, index: int) -> Bucket: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Bucket]: ...
-    def __getitem__(self, index: int | slice) -> Bucket | list[Bucket]:
-        if isinstance(index, slice):
-            return [self._bucket(number) for number in range(len(self))[index]]
-        return self._bucket(range(len(self))[index])
+    def __getitem__(self, index: int) -> Bucket:
+        return self._made(range(len(self))[index])
 
-    def _bucket(self, index: int) -> Bucket:
-        with self._lock:
-            if index not in self._kept:
-                if len(self._kept) == self._NUM_KEPT:
-                    del self._kept[next(iter(self._kept))]
-                self._kept[index] = self._make(index)
-            return self._kept[index]
+    def __iter__(self) -> Iterator[Bucket]:
+        return map(self._made, range(len(self)))
 
     def last_tensor(self, index: int) -> PlannedTensor:
         """Return the last tensor with elements in bucket `index`."""
@@ -224,18 +209,19 @@ class Buckets(Sequence[Bucket]):
 
     def payload_bytes(self, index: int) -> int:
         """Return the bytes of all segments of bucket `index`, without making it."""
-        return sum(_payload_bytes(self._tensors[cut.tensor], cut) for cut in self._cuts[index])
+        return sum(cut.payload_bytes for cut in self._cuts[index])
 
     def _make(self, index: int) -> Bucket:
         shards = [_OpenSection(shard in self._wanted) for shard in range(self._num_shards)]
         replicated = _OpenSection(is_wanted=True)
-        for tensor, first, length in self._cuts[index]:
-            planned = self._tensors[tensor]
+        for cut in self._cuts[index]:
+            planned = self._tensors[cut.tensor]
             open_sections = shards if planned.layout.num_shards else [replicated]
-            itemsize = planned.wire_dtype.itemsize
             for section, (start, stop) in zip(open_sections, planned.layout.ranges(), strict=True):
-                if start + first < stop:
-                    section.add(tensor, start + first, min(start + first + length, stop), itemsize)
+                begin = cut.first if self._in_order else start + cut.first
+                first, last = max(start, begin), min(stop, begin + cut.length)
+                if first < last:
+                    section.add(cut.tensor, first, last, planned.wire_dtype.itemsize)
         sections: list[Section] = []
         offset = 0
         for shard_index, part in [*enumerate(shards), (REPLICATED, replicated)]:
@@ -243,14 +229,6 @@ class Buckets(Sequence[Bucket]):
                 sections.append(part.close(shard_index, offset))
                 offset += part.num_bytes
         return Bucket(tuple(sections), offset, self.payload_bytes(index))
-
-
-def _payload_bytes(planned: PlannedTensor, cut: Cut) -> int:
-    """Return the bytes of a cut over all shards: those of full length, and one that ends early."""
-    total = planned.layout.num_elements
-    longest = planned.layout.local_range(0)[1]
-    rest = min(max(total % longest - cut.first, 0), cut.length)
-    return (total // longest * cut.length + rest) * planned.wire_dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -261,8 +239,6 @@ class BucketPlan:
     """The tensors, in the order of transfer."""
     buckets: Buckets
     """The buckets, in order."""
-    num_shards: int
-    """Number of shard indices."""
     num_first_buckets: int
     """Number of buckets that hold the first tensors."""
     max_bucket_bytes: int
@@ -275,18 +251,15 @@ class BucketPlan:
 
 
 class _Cutter:
-    """Fills buckets one after the other."""
+    """Fills buckets one after the other with columns of shards."""
 
     def __init__(self, num_shards: int, bucket_bytes: int) -> None:
-        self.buckets: list[tuple[Cut, ...]] = []
+        self.buckets: list[list[Cut]] = []
         self.max_bucket_bytes = 0
         self._num_shards = num_shards
-        self._limit(bucket_bytes)
-        self._open()
-
-    def _limit(self, bucket_bytes: int) -> None:
         # Space for an element of any dtype in every section.
-        self._bucket_bytes = max(bucket_bytes, (self._num_shards + 1) * 4 * ALIGNMENT_BYTES)
+        self._bucket_bytes = max(bucket_bytes, (num_shards + 1) * 4 * ALIGNMENT_BYTES)
+        self._open()
 
     def _open(self) -> None:
         self._cuts: list[Cut] = []
@@ -303,18 +276,17 @@ class _Cutter:
         free = (self._bucket_bytes - self._used_bytes) // parts // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         return max(free, 0) // itemsize
 
-    def close(self, bucket_bytes: int | None = None) -> None:
-        """End the current bucket unless it is empty; later buckets may have another size."""
+    def close(self) -> None:
+        """End the current bucket unless it is empty."""
         if self._cuts:
-            self.buckets.append(tuple(self._cuts))
+            self.buckets.append(self._cuts)
             self.max_bucket_bytes = max(self.max_bucket_bytes, self._used_bytes)
             self._open()
-        if bucket_bytes is not None:
-            self._limit(bucket_bytes)
 
     def add(self, index: int, layout: TensorLayout, itemsize: int) -> None:
+        assert layout.num_shards in (0, self._num_shards), f"{layout.fqn}: cut over another number of ranks"
         parts = max(layout.num_shards, 1)
-        longest = layout.local_range(0)[1]
+        longest, total = layout.local_range(0)[1], layout.num_elements
         done = 0
         while done < longest:
             room = self._room(itemsize, parts)
@@ -327,7 +299,9 @@ class _Cutter:
             assert take > 0, "an empty bucket has space for at least one element"
             section = self._longest if layout.num_shards else self._replicated
             section.add(index, done, done + take, itemsize)
-            self._cuts.append(Cut(index, done, take))
+            # Of the shards, some have full length, and one may end early.
+            short = min(max(total % longest - done, 0), take)
+            self._cuts.append(Cut(index, done, take, (total // longest * take + short) * itemsize))
             done += take
 
 
@@ -353,45 +327,17 @@ def plan_buckets(
     Returns:
         The plan, equal on all ranks with equal arguments, except for unwanted segments.
     """
-    cutter = _Cutter(num_shards, bucket_bytes)
-    num_first_buckets = 0
+    num_first = len(tensors) if num_first is None else num_first
+    first, rest = _Cutter(num_shards, bucket_bytes), _Cutter(num_shards, rest_bytes or bucket_bytes)
     for index, planned in enumerate(tensors):
-        assert planned.layout.num_shards in (0, num_shards), f"{planned.layout.fqn}: cut over another number of ranks"
-        if index == num_first:
-            cutter.close(rest_bytes)
-            num_first_buckets = len(cutter.buckets)
+        cutter = first if index < num_first else rest
         cutter.add(index, planned.layout, planned.wire_dtype.itemsize)
-    cutter.close()
-    if num_first is None or num_first >= len(tensors):
-        num_first_buckets = len(cutter.buckets)
-    planned_tensors = tuple(tensors)
-    buckets = Buckets(planned_tensors, cutter.buckets, num_shards, range(num_shards) if wanted is None else wanted)
-    return BucketPlan(planned_tensors, buckets, num_shards, num_first_buckets, cutter.max_bucket_bytes)
-
-
-class OrderedBuckets(Buckets):
-    """Buckets whose cuts are ranges of the flattened full tensors."""
-
-    def payload_bytes(self, index: int) -> int:
-        """See `Buckets`."""
-        return sum(length * self._tensors[tensor].wire_dtype.itemsize for tensor, _, length in self._cuts[index])
-
-    def _make(self, index: int) -> Bucket:
-        ranges: dict[int, list[tuple[int, int, int, int]]] = {}
-        for tensor, first, length in self._cuts[index]:
-            planned = self._tensors[tensor]
-            itemsize = planned.wire_dtype.itemsize
-            for shard, (start, stop) in enumerate(planned.layout.ranges()):
-                begin, end = max(start, first), min(stop, first + length)
-                if begin < end:
-                    held_by = shard if planned.layout.num_shards else REPLICATED
-                    ranges.setdefault(held_by, []).append((tensor, begin, end, itemsize))
-        sections: list[Section] = []
-        offset = 0
-        for shard in sorted(ranges, key=lambda shard: (shard == REPLICATED, shard)):
-            sections.append(fill_section(shard, offset, ranges[shard]))
-            offset += sections[-1].num_bytes
-        return Bucket(tuple(sections), offset, self.payload_bytes(index))
+    first.close()
+    rest.close()
+    wanted = range(num_shards) if wanted is None else wanted
+    buckets = Buckets(tuple(tensors), first.buckets + rest.buckets, num_shards, wanted)
+    max_bucket_bytes = max(first.max_bucket_bytes, rest.max_bucket_bytes)
+    return BucketPlan(tuple(tensors), buckets, len(first.buckets), max_bucket_bytes)
 
 
 def plan_in_order(tensors: Sequence[PlannedTensor], num_shards: int, bucket_bytes: int) -> BucketPlan:
@@ -402,27 +348,19 @@ def plan_in_order(tensors: Sequence[PlannedTensor], num_shards: int, bucket_byte
         num_shards: Number of shard indices.
         bucket_bytes: Largest payload of a bucket; a larger element is a bucket of its own.
     """
-    cuts: list[tuple[Cut, ...]] = []
-    current: list[Cut] = []
-    room = bucket_bytes
+    cuts: list[list[Cut]] = []
+    room = 0
     for index, planned in enumerate(tensors):
         itemsize, first = planned.wire_dtype.itemsize, 0
         while first < planned.layout.num_elements:
-            if room < itemsize and current:
-                cuts.append(tuple(current))
-                current, room = [], bucket_bytes
+            if room < itemsize:
+                cuts.append([])
+                room = bucket_bytes
             take = min(planned.layout.num_elements - first, max(room // itemsize, 1))
-            current.append(Cut(index, first, take))
+            cuts[-1].append(Cut(index, first, take, take * itemsize))
             first, room = first + take, room - take * itemsize
-    if current:
-        cuts.append(tuple(current))
-    buckets = OrderedBuckets(tuple(tensors), cuts, num_shards, range(num_shards))
+    buckets = Buckets(tuple(tensors), cuts, num_shards, range(num_shards), in_order=True)
     # Each range of a shard may be padded.
-    largest = max(
-        (buckets.payload_bytes(index) + _padding(cuts[index], num_shards) for index in range(len(cuts))), default=0
-    )
-    return BucketPlan(tuple(tensors), buckets, num_shards, len(cuts), largest)
-
-
-def _padding(cuts: Sequence[Cut], num_shards: int) -> int:
-    return len(cuts) * max(num_shards, 1) * ALIGNMENT_BYTES
+    padding = max(num_shards, 1) * ALIGNMENT_BYTES
+    largest = max((buckets.payload_bytes(index) + len(cut) * padding for index, cut in enumerate(cuts)), default=0)
+    return BucketPlan(tuple(tensors), buckets, len(cuts), largest)

@@ -27,7 +27,7 @@ from raysharding.distributed.transfer.bucket_plan import (
     plan_buckets,
     plan_in_order,
 )
-from raysharding.distributed.transfer.local_shards import LocalShards
+from raysharding.distributed.transfer.buffers import LocalShards
 from raysharding.distributed.transfer.sources import as_bytes
 from raysharding.models import clean_name
 from raysharding.units import MIB
@@ -68,8 +68,8 @@ class Gather:
     """Gathers tensors on the ranks that need them. Every rank makes one with equal arguments and calls `run` once.
 
     In round k, every rank sends its sections of each destination's k-th bucket, and the destination passes the received
-    segments to its sink. Large segments are sent from the shard, small ones are packed. A rank beside the destination
-    (on its host) passes its segments to its own sink instead of sending them.
+    segments to its sink. Large segments are sent from the shard, small ones are packed. The destination itself, and a
+    rank beside it (on its host), passes its segments to its own sink instead of sending them.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -131,7 +131,7 @@ class Gather:
                 on_round(delivered)
 
     def _is_beside(self, sender: int, destination: int) -> bool:
-        return destination in self.beside.get(sender, ())
+        return sender == destination or destination in self.beside.get(sender, ())
 
     def _receives(self) -> bool:
         """Return True if this rank receives messages."""
@@ -166,10 +166,6 @@ class Gather:
                 continue
             if rank == sender:
                 pieces = self._pieces(destination, section)
-                if rank == destination:
-                    for (offset, length, _), piece in zip(section.messages, pieces, strict=True):
-                        buffer[section.offset + offset :][:length].copy_(piece)
-                    continue
                 staged += pieces  # must live until the round's wait
                 ops += [dist.P2POp(dist.isend, piece, destination, self.group) for piece in pieces]
                 self.wire_bytes += section.num_bytes

@@ -2,7 +2,7 @@
 
 The first touch of a page costs more than the copy into it: on two cores, page faults took half of the time of a load
 into fresh memory. Many pages in one call take less than single faults: 440 MB in 0.23 s instead of 0.29, including the
-read. Code that is about to write to fresh memory therefore calls `back`, and a thread (`Prefault`) does so ahead, while
+read. Code that is about to write to fresh memory therefore calls `back`, and a thread (`prefault`) does so ahead, while
 rank 0 plans and messages are in flight.
 """
 
@@ -17,9 +17,8 @@ import re
 import resource
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
@@ -31,15 +30,6 @@ _STEP_BYTES = 1 << 20
 tensors are left to page faults."""
 _BACK_BYTES = 4 << 20
 """Bytes per call if a writer waits."""
-_NUM_LOOKS = 8
-"""`is_fresh` checks the first page of at least so many tensors, and of less than twice as many."""
-
-
-def is_fresh(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return True if host memory was never touched; checks a sample, because most loads have all or none touched."""
-    ranges = [_page_range(item) for item in tensors if _is_large_host_memory(item)]
-    step = max(1, len(ranges) // _NUM_LOOKS)
-    return any(not _is_backed(first) for first, _ in ranges[::step])
 
 
 def back(tensor: torch.Tensor) -> None:
@@ -51,45 +41,39 @@ def back(tensor: torch.Tensor) -> None:
                 return
 
 
-class Prefault:
-    """Backs fresh host tensors by pages, in a thread, while the context is open. Contents do not change.
+@contextlib.contextmanager
+def prefault(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Back fresh host tensors by pages, in a thread, while the context is open. Contents do not change.
 
     Args:
         tensors: Tensors on devices, small and non-contiguous tensors are left out. The memory is taken earlier than
             without this, but not more.
     """
+    # References: the memory must not be freed while the thread runs.
+    large = [item for item in tensors if _is_large_host_memory(item)]
+    stop = threading.Event()
+    thread = threading.Thread(target=_prefault, args=(large, stop), name="raysharding-prefault", daemon=True)
+    if large:
+        with contextlib.suppress(RuntimeError):  # no thread can start: pages are faulted in by writes
+            thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        if thread.ident is not None:
+            thread.join()  # ends after one step
 
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        # References: the memory must not be freed while the thread runs.
-        self._tensors = [item for item in tensors if _is_large_host_memory(item)]
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="raysharding-prefault", daemon=True)
 
-    def __enter__(self) -> Prefault:
-        if self._tensors:
-            with contextlib.suppress(RuntimeError):  # no thread can start: pages are faulted in by writes
-                self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._stop.set()
-        if self._thread.ident is not None:
-            self._thread.join()  # ends after one step
-
-    def _run(self) -> None:
-        # Rank 0, which plans, has priority. Not lower: a thread that cannot run may hold the memory map's lock, which
-        # every allocation of this process needs.
-        with contextlib.suppress(OSError):  # a process with a higher nice value may not lower it
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), max(_NICE, os.getpriority(os.PRIO_PROCESS, 0)))
-        for tensor in self._tensors:
-            first, last = _page_range(tensor)
-            for start in range(first, last, _STEP_BYTES):
-                if self._stop.is_set():
-                    return
-                if not _back(start, min(_STEP_BYTES, last - start)):
-                    return
+def _prefault(tensors: Sequence[torch.Tensor], stop: threading.Event) -> None:
+    # Rank 0, which plans, has priority. Not lower: a thread that cannot run may hold the memory map's lock, which
+    # every allocation of this process needs.
+    with contextlib.suppress(OSError):  # a process with a higher nice value may not lower it
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), max(_NICE, os.getpriority(os.PRIO_PROCESS, 0)))
+    for tensor in tensors:
+        first, last = _page_range(tensor)
+        for start in range(first, last, _STEP_BYTES):
+            if stop.is_set() or not _back(start, min(_STEP_BYTES, last - start)):
+                return
 
 
 def _back(start: int, num_bytes: int) -> bool:

@@ -30,10 +30,12 @@ import torch
 import torch.distributed as dist
 
 from raysharding.distributed.comm import agree, all_gather_json
+from raysharding.distributed.transfer.buffers import RING_SIZE
 
 _FUTEX = {"x86_64": 202, "aarch64": 98}
 _WAIT, _WAKE = 0, 1
-_WORD_BYTES = 4
+WORD_BYTES = 4
+"""Bytes of a counter."""
 _SLICE_S = 1.0
 """Seconds between checks of a waiting process that the other process is alive."""
 
@@ -45,11 +47,6 @@ class _Timespec(ctypes.Structure):
 def has_futex() -> bool:
     """Return True if the number of the system call is known for this machine."""
     return platform.system() == "Linux" and platform.machine() in _FUTEX
-
-
-def counter_bytes(count: int) -> int:
-    """Return the bytes of `count` counters."""
-    return count * _WORD_BYTES
 
 
 class Counters:
@@ -100,7 +97,7 @@ class Counters:
             return
 
     def _call(self, index: int, operation: int, value: int, timeout_s: float | None) -> None:
-        address = ctypes.c_void_p(self._address + index * _WORD_BYTES)
+        address = ctypes.c_void_p(self._address + index * WORD_BYTES)
         timeout = None
         if timeout_s is not None:
             timeout = ctypes.byref(_Timespec(int(timeout_s), int(timeout_s % 1 * 1e9)))
@@ -145,30 +142,28 @@ class SharedRings:
     """Rank → pid on its host."""
 
 
-def share_rings(num_slots: int, slot_bytes: int, group: dist.ProcessGroup | None = None) -> SharedRings:
-    """Make a ring on every reader and map it on the ranks of its host; collective over `group`.
+def share_rings(slot_bytes: int) -> SharedRings:
+    """Make a ring on every reader and map it on the ranks of its host; collective.
 
     Args:
-        num_slots: Number of buffers.
         slot_bytes: Size of a buffer of this rank; 0 on a rank that does not read for others.
-        group: Process group. Default: the default group.
 
     Returns:
         The rings. A rank that cannot map a ring is not among its peers; a reader without peers has no ring. Memory:
         each ring once, in shared memory; pages count for each rank that touches them.
     """
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    control_bytes = counter_bytes(1 + world_size) + _TOKEN_BYTES
-    size = _pages(num_slots * slot_bytes) + _pages(control_bytes)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    control_bytes = (1 + world_size) * WORD_BYTES + _TOKEN_BYTES
+    size = _pages(RING_SIZE * slot_bytes) + _pages(control_bytes)
     descriptor, memory = _reserve(size) if slot_bytes > 0 else (None, None)
     try:
         # Every rank calls this: ranks must agree on the rings, or they would wait for messages that are not sent.
         mine = None if memory is None else _offer(descriptor, memory, slot_bytes)
-        offers = dict(enumerate(all_gather_json(mine, group)))
+        offers = dict(enumerate(all_gather_json(mine)))
         found = {reader: _map(offer) for reader, offer in offers.items() if offer is not None and reader != rank}
         mapped = {reader: ring for reader, ring in found.items() if ring is not None}
         # Readers must know their peers before the stream, and keep the descriptor until the peers have opened it.
-        every = agree(None, {"pid": os.getpid(), "mapped": sorted(mapped)}, group)
+        every = agree(None, {"pid": os.getpid(), "mapped": sorted(mapped)})
     finally:
         if descriptor is not None:
             os.close(descriptor)
@@ -179,9 +174,7 @@ def share_rings(num_slots: int, slot_bytes: int, group: dist.ProcessGroup | None
     }
     if memory is not None:
         mapped[rank] = memory
-    rings = {
-        reader: _ring(ring, num_slots, offers[reader], world_size) for reader, ring in mapped.items() if reader in peers
-    }
+    rings = {reader: _ring(ring, offers[reader], world_size) for reader, ring in mapped.items() if reader in peers}
     return SharedRings(rings, peers, [value["pid"] for value in every])
 
 
@@ -189,11 +182,11 @@ def _pages(num_bytes: int) -> int:
     return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def _ring(memory: mmap.mmap, num_slots: int, offer: Mapping[str, Any], world_size: int) -> MappedRing:
+def _ring(memory: mmap.mmap, offer: Mapping[str, Any], world_size: int) -> MappedRing:
     slot_bytes = offer["slot_bytes"]
-    whole = torch.frombuffer(memory, dtype=torch.uint8, count=num_slots * slot_bytes)
-    counters = Counters(memory, _pages(num_slots * slot_bytes), 1 + world_size)
-    return MappedRing(tuple(whole.view(num_slots, slot_bytes).unbind()), counters, offer["pid"])
+    whole = torch.frombuffer(memory, dtype=torch.uint8, count=RING_SIZE * slot_bytes)
+    counters = Counters(memory, _pages(RING_SIZE * slot_bytes), 1 + world_size)
+    return MappedRing(tuple(whole.view(RING_SIZE, slot_bytes).unbind()), counters, offer["pid"])
 
 
 def _reserve(size: int) -> tuple[int | None, mmap.mmap | None]:
@@ -236,14 +229,12 @@ def _map(offer: dict[str, Any]) -> mmap.mmap | None:
     except OSError:
         return None
     try:
-        # A pid of another namespace may be any process: accept only a file of the right size with the token.
-        if os.fstat(descriptor).st_size != size:
-            return None
         memory = mmap.mmap(descriptor, size)
     except (OSError, ValueError):
         return None
     finally:
         os.close(descriptor)
+    # A pid of another namespace may be any process: accept only memory with the token at its end.
     return memory if memory[-_TOKEN_BYTES:].hex() == offer["token"] else None
 
 

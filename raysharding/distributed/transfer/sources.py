@@ -5,102 +5,21 @@ Several threads read at a time: one thread reaches neither the rate of a fast di
 
 from __future__ import annotations
 
-import queue
-import threading
+from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from math import prod
+from multiprocessing.pool import ThreadPool
 from operator import attrgetter
-from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from raysharding.checkpoint import Checkpoint, Checksums, FileReader, TensorInfo
 from raysharding.checkpoint.storage import is_remote
 from raysharding.models import Target
-
-Job = Callable[[], None]
-
-
-class _Batch:
-    """Jobs of one `ReadThreads.run`."""
-
-    def __init__(self, num_jobs: int) -> None:
-        self._left = num_jobs
-        self._lock = threading.Lock()
-        self.done = threading.Event()
-        self.error: Exception | None = None
-
-    def run(self, job: Job) -> None:
-        try:
-            if self.error is None:
-                job()
-        except Exception as error:  # noqa: BLE001 - raised again in the thread that waits
-            self.error = self.error or error
-        with self._lock:
-            self._left -= 1
-            if not self._left:
-                self.done.set()
-
-
-class ReadThreads:
-    """Runs jobs in a few threads, including the caller's; a context manager that ends the other threads.
-
-    The threads are daemons: a read that hangs on a dead file system must not prevent the exit of the process.
-
-    Args:
-        num_threads: Number of jobs that run at once.
-    """
-
-    def __init__(self, num_threads: int) -> None:
-        self._jobs: queue.SimpleQueue[tuple[_Batch, Job] | None] = queue.SimpleQueue()
-        self._num_others = num_threads - 1
-        for number in range(self._num_others):
-            threading.Thread(target=self._work, name=f"raysharding-read-{number}", daemon=True).start()
-
-    def run(self, jobs: Sequence[Job]) -> None:
-        """Run all jobs and wait for them; raises the first error of a job."""
-        if not self._num_others:
-            for job in jobs:
-                job()
-            return
-        batch = _Batch(len(jobs))
-        for job in jobs[1:]:
-            self._jobs.put((batch, job))
-        for job in jobs[:1]:
-            batch.run(job)
-            self._help()
-            batch.done.wait()
-        if batch.error is not None:
-            raise batch.error
-
-    def _help(self) -> None:
-        """Run jobs until none is left."""
-        while True:
-            try:
-                item = self._jobs.get_nowait()
-            except queue.Empty:
-                return
-            assert item is not None, "closed while it ran"
-            item[0].run(item[1])
-
-    def _work(self) -> None:
-        while (item := self._jobs.get()) is not None:
-            item[0].run(item[1])
-
-    def __enter__(self) -> ReadThreads:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        for _ in range(self._num_others):
-            self._jobs.put(None)
-
 
 JOB_BYTES = 4 << 20
 """Bytes per job; a read call, and a job of several calls, ends when it reaches this."""
@@ -130,8 +49,7 @@ def wire_dtype(source: torch.dtype, target: torch.dtype) -> torch.dtype:
     return target if target.itemsize < source.itemsize else source
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
+class Extent(NamedTuple):
     """A range of a tensor that is contiguous in one file."""
 
     start: int
@@ -142,16 +60,18 @@ class Extent:
     """Index into the checkpoint's files."""
     offset: int
     """First byte, from the start of the file."""
-    dtype: torch.dtype
-    """dtype in the file."""
     key: str
     """Checkpoint key of the bytes."""
     key_offset: int
     """First byte of the key's tensor in the file."""
+    dtype: torch.dtype
+    """dtype in the file."""
 
 
 _Piece = tuple[int, int, memoryview, Extent]
 """(file, first byte, destination, extent)."""
+_Part = tuple[Extent, "Request"]
+"""An extent, and what is requested of it."""
 Extents = tuple[Extent, ...] | None
 """Extents of a tensor, ascending; `None` if rank 0 computes it by transformers' operations."""
 
@@ -165,7 +85,7 @@ def extents_of(checkpoint: Checkpoint, target: Target) -> Extents:
         info = checkpoint.tensors[run.source]
         offset = info.offset + run.source_start * info.dtype.itemsize
         extents.append(
-            Extent(run.target_start, run.num_elements, info.file, offset, info.dtype, run.source, info.offset)
+            Extent(run.target_start, run.num_elements, info.file, offset, run.source, info.offset, info.dtype)
         )
     return tuple(extents)
 
@@ -174,17 +94,14 @@ def extents_to_json(extents: Extents) -> Any:
     """Encode as JSON."""
     if extents is None:
         return None
-    return [[e.start, e.num_elements, e.file, e.offset, str(e.dtype)[6:], e.key, e.key_offset] for e in extents]
+    return [(*extent[:-1], str(extent.dtype).removeprefix("torch.")) for extent in extents]
 
 
 def extents_from_json(value: Any) -> Extents:
     """Undo `extents_to_json`."""
     if value is None:
         return None
-    return tuple(
-        Extent(start, length, file, offset, getattr(torch, dtype), key, key_offset)
-        for start, length, file, offset, dtype, key, key_offset in value
-    )
+    return tuple(Extent._make((*fields, getattr(torch, dtype))) for *fields, dtype in value)
 
 
 class Request(NamedTuple):
@@ -202,142 +119,123 @@ class Request(NamedTuple):
     """Writable memory of the size of the elements in `dtype`."""
 
 
-class ElementSource(Protocol):
-    """A source of ranges of full tensors."""
+@dataclass
+class TensorSource(ABC):
+    """Reads ranges of full tensors through their extents, or through transformers' own operations.
+
+    A tensor with extents is read range by range, never as a whole. A tensor without extents (a transpose, a RoPE
+    permutation) is converted as a whole, once, on rank 0, and cached.
+    """
+
+    tensors: Mapping[str, TensorInfo]
+    """Tensors of the checkpoint; needed only on rank 0."""
+    extents: Mapping[str, Extents]
+    """FQN → extents."""
+    targets: Mapping[str, Target]
+    """FQN → target; needed only for conversions."""
+    cache_bytes: int
+    """Size of the cache of converted targets: that of a bucket, whose sections request ranges in turn."""
+    _kept: dict[str, torch.Tensor] = field(default_factory=dict, init=False)
 
     @property
+    @abstractmethod
     def num_bytes_read(self) -> int:
         """Bytes read so far."""
 
     def read(self, requests: Iterable[Request]) -> None:
-        """Fill the memory of every request."""
+        """Fill the memory of every request.
 
-
-class Conversions:
-    """Targets that transformers' operations compute, in a cache of the size of a bucket.
-
-    Args:
-        targets: FQN → target.
-        read: Checkpoint key → full CPU tensor.
-        cache_bytes: Size of the cache: that of a bucket, whose sections request ranges in turn.
-    """
-
-    def __init__(self, targets: Mapping[str, Target], read: Callable[[str], torch.Tensor], cache_bytes: int) -> None:
-        self._targets = targets
-        self._read = read
-        self._cache_bytes = cache_bytes
-        self._kept: dict[str, torch.Tensor] = {}
-
-    def whole(self, fqn: str) -> torch.Tensor:
-        """Return the flattened value of `fqn`, on the CPU."""
-        if fqn not in self._kept:
-            target = self._targets[fqn]
-            num_bytes = prod(target.shape) * target.source_dtype.itemsize
-            # Evict the oldest, before the next one is computed.
-            while self._kept and num_bytes + self._kept_bytes() > self._cache_bytes:
-                del self._kept[next(iter(self._kept))]
-            self._kept[fqn] = target.convert(self._read).reshape(-1)
-        return self._kept[fqn]
-
-    def _kept_bytes(self) -> int:
-        return sum(value.numel() * value.itemsize for value in self._kept.values())
-
-
-class CheckpointSource:
-    """Reads tensors from checkpoint files through their extents, or through transformers' own operations.
-
-    A tensor with extents is read range by range, never as a whole; ranges that are close in a file take one call. A
-    tensor without extents (a transpose, a RoPE permutation) is converted as a whole, once, on rank 0, and cached.
-
-    Args:
-        reader: Reads the files.
-        tensors: Tensors of the files; needed only for conversions.
-        extents: FQN → extents.
-        targets: FQN → target; needed only for conversions.
-        cache_bytes: Size of the cache of converted targets: that of a bucket.
-        checksums: Receives all bytes that are read.
-        threads: Run the reads. Default: one read at a time.
-    """
-
-    def __init__(
-        self,
-        reader: FileReader,
-        tensors: Mapping[str, TensorInfo],
-        extents: Mapping[str, Extents],
-        targets: Mapping[str, Target],
-        cache_bytes: int,
-        checksums: Checksums | None = None,
-        threads: ReadThreads | None = None,
-    ) -> None:
-        self._reader = reader
-        self._tensors = tensors
-        self._extents = extents
-        self._conversions = Conversions(targets, self._read_whole, cache_bytes)
-        self._checksums = checksums
-        self._threads = threads or ReadThreads(1)
-        self._remote = [is_remote(file.path) for file in reader.files]
-
-    @classmethod
-    def of(
-        cls, checkpoint: Checkpoint, reader: FileReader, targets: Mapping[str, Target], cache_bytes: int
-    ) -> CheckpointSource:
-        """Return the source of targets that were matched in this process."""
-        extents = {fqn: extents_of(checkpoint, target) for fqn, target in targets.items()}
-        return cls(reader, checkpoint.tensors, extents, targets, cache_bytes)
-
-    @property
-    def num_bytes_read(self) -> int:
-        """See `ElementSource`."""
-        return self._reader.num_bytes_read
-
-    def read(self, requests: Iterable[Request]) -> None:
-        """See `ElementSource.read`. Raises a `CheckpointError` if a file is unreadable."""
-        pieces: list[_Piece] = []
+        Raises:
+            CheckpointError: A file is unreadable.
+            PlanError: A value of a state dict changed since the plan.
+        """
+        parts: list[_Part] = []
         computed: dict[str, list[Request]] = {}
         for request in requests:
-            extents = self._extents[request.fqn]
+            extents = self.extents[request.fqn]
             if extents is None:
                 computed.setdefault(request.fqn, []).append(request)
                 continue
             for extent, start, stop in overlaps(extents, request.start, request.stop):
-                size = request.dtype.itemsize
-                memory = request.memory
-                if stop - start < request.stop - request.start:
-                    memory = memory[(start - request.start) * size : (stop - request.start) * size]
-                offset = extent.offset + (start - extent.start) * extent.dtype.itemsize
-                if extent.dtype == request.dtype:
-                    step = memory.nbytes if self._remote[extent.file] else PIECE_BYTES
-                    pieces += [
-                        (extent.file, offset + done, memory[done : done + step], extent)
-                        for done in range(0, memory.nbytes, step)
-                    ]
-                else:
-                    self._read_narrowing(extent, offset, torch.frombuffer(memory, dtype=request.dtype))
-        pieces.sort(key=lambda piece: piece[:2])
-        self._read_pieces(pieces)
+                first, last = ((end - request.start) * request.dtype.itemsize for end in (start, stop))
+                part = request._replace(start=start, stop=stop, memory=request.memory[first:last])
+                parts.append((extent, part))
+        self._read_parts(parts)
         for fqn, wanted in computed.items():  # one after the other: each is computed once
-            whole = self._conversions.whole(fqn)
+            whole = self._converted(fqn)
             for request in wanted:
                 torch.frombuffer(request.memory, dtype=request.dtype).copy_(whole[request.start : request.stop])
 
-    def read_elements(self, fqn: str, start: int, stop: int, out: torch.Tensor) -> None:
-        """Fill 1-D `out` with elements `start` to `stop` of `fqn`."""
-        self.read([Request(fqn, start, stop, out.dtype, as_memory(out))])
+    @abstractmethod
+    def _read_parts(self, parts: Sequence[_Part]) -> None:
+        """Fill the memory of requests that lie in one extent each."""
+
+    @abstractmethod
+    def _read_whole(self, key: str) -> torch.Tensor:
+        """Return the full tensor of a checkpoint key, on the CPU."""
+
+    def _converted(self, fqn: str) -> torch.Tensor:
+        """Return the flattened value that transformers' operations compute, on the CPU."""
+        if fqn not in self._kept:
+            target = self.targets[fqn]
+            num_bytes = prod(target.shape) * target.source_dtype.itemsize
+            # Evict the oldest, before the next one is computed.
+            while self._kept and num_bytes + sum(value.nbytes for value in self._kept.values()) > self.cache_bytes:
+                del self._kept[next(iter(self._kept))]
+            self._kept[fqn] = target.convert(self._read_whole).reshape(-1)
+        return self._kept[fqn]
+
+
+@dataclass
+class CheckpointSource(TensorSource):
+    """Tensors of checkpoint files; ranges that are close in a file take one call."""
+
+    reader: FileReader
+    """Reads the files."""
+    checksums: Checksums | None = None
+    """Receives all bytes that are read."""
+    pool: ThreadPool | None = None
+    """Threads that read at once; daemons, so that a read that hangs on a dead file system does not prevent the exit of
+    the process. Default: one read at a time."""
+
+    def __post_init__(self) -> None:
+        self._remote = [is_remote(file.path) for file in self.reader.files]
+
+    @property
+    def num_bytes_read(self) -> int:
+        """See `TensorSource`."""
+        return self.reader.num_bytes_read
+
+    def _read_parts(self, parts: Sequence[_Part]) -> None:
+        pieces: list[_Piece] = []
+        for extent, part in parts:
+            offset = extent.offset + (part.start - extent.start) * extent.dtype.itemsize
+            if extent.dtype != part.dtype:
+                self._read_narrowing(extent, offset, torch.frombuffer(part.memory, dtype=part.dtype))
+                continue
+            step = part.memory.nbytes if self._remote[extent.file] else PIECE_BYTES
+            pieces += [
+                (extent.file, offset + done, part.memory[done : done + step], extent)
+                for done in range(0, part.memory.nbytes, step)
+            ]
+        pieces.sort(key=lambda piece: piece[:2])
+        self._read_pieces(pieces)
 
     def _read_pieces(self, pieces: Sequence[_Piece]) -> None:
         """Read sorted pieces, adjacent ones by one call, with several calls at once."""
-        jobs: list[Job] = []
-        ranges: list[Sequence[_Piece]] = []
+        jobs: list[list[Sequence[_Piece]]] = []
         num_bytes = 0
         for file, found in self._ranges(pieces):
-            if ranges and (num_bytes >= JOB_BYTES or self._remote[file] or file != ranges[0][0][0]):
-                jobs.append(partial(self._read_ranges, ranges))
-                ranges, num_bytes = [], 0
-            ranges.append(found)
+            if not jobs or num_bytes >= JOB_BYTES or self._remote[file] or file != jobs[-1][0][0][0]:
+                jobs.append([])
+                num_bytes = 0
+            jobs[-1].append(found)
             num_bytes += sum(piece[2].nbytes for piece in found)
-        if ranges:
-            jobs.append(partial(self._read_ranges, ranges))
-        self._threads.run(jobs)
+        if self.pool is not None:
+            self.pool.map(self._read_ranges, jobs, chunksize=1)
+            return
+        for job in jobs:
+            self._read_ranges(job)
 
     def _ranges(self, pieces: Sequence[_Piece]) -> Iterator[tuple[int, Sequence[_Piece]]]:
         """Yield (file, pieces that are close in it), each of up to `JOB_BYTES`."""
@@ -357,10 +255,10 @@ class CheckpointSource:
 
     def _read_ranges(self, ranges: Sequence[Sequence[_Piece]]) -> None:
         """Read some ranges of one file."""
-        self._reader.read_ranges(ranges[0][0][0], [(pieces[0][1], _views(pieces)) for pieces in ranges])
-        if self._checksums is not None:
+        self.reader.read_ranges(ranges[0][0][0], [(pieces[0][1], _views(pieces)) for pieces in ranges])
+        if self.checksums is not None:
             for _, offset, memory, extent in chain.from_iterable(ranges):
-                self._checksums.add(extent.key, offset - extent.key_offset, memory)
+                self.checksums.add(extent.key, offset - extent.key_offset, memory)
 
     def _read_narrowing(self, extent: Extent, offset: int, out: torch.Tensor) -> None:
         """Read elements that are wider in the file than on the wire."""
@@ -369,15 +267,15 @@ class CheckpointSource:
         for done in range(0, out.numel(), step):
             part = scratch[: min(step, out.numel() - done)]
             first = offset + done * extent.dtype.itemsize
-            self._reader.read_into(extent.file, first, as_bytes(part))
-            if self._checksums is not None:
-                self._checksums.add(extent.key, first - extent.key_offset, as_memory(part))
+            self.reader.read_into(extent.file, first, as_bytes(part))
+            if self.checksums is not None:
+                self.checksums.add(extent.key, first - extent.key_offset, as_memory(part))
             out[done : done + part.numel()].copy_(part)
 
     def _read_whole(self, key: str) -> torch.Tensor:
-        value = self._reader.read_tensor(self._tensors[key])
-        if self._checksums is not None:
-            self._checksums.add(key, 0, as_memory(value.reshape(-1)))
+        value = self.reader.read_tensor(self.tensors[key])
+        if self.checksums is not None:
+            self.checksums.add(key, 0, as_memory(value.reshape(-1)))
         return value
 
 

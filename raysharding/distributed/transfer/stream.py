@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic, perf_counter
@@ -19,43 +19,39 @@ import torch
 
 from raysharding.distributed.comm import FailureFlag
 from raysharding.distributed.transfer.bucket_plan import Bucket, BucketPlan, Segment
-from raysharding.distributed.transfer.buffers import Slot
-from raysharding.distributed.transfer.local_shards import LocalShards
+from raysharding.distributed.transfer.buffers import LocalShards, Slot
 from raysharding.distributed.transfer.memory import MemoryPeak
-from raysharding.distributed.transfer.sources import ElementSource, Request, as_memory
+from raysharding.distributed.transfer.sources import Request, TensorSource, as_memory
 from raysharding.distributed.transfer.transport import BucketTransfer, BucketTransport
 
 _LOOK_S = 1.0
 """Seconds between two checks for progress of a slow disk."""
 
 
+@dataclass
 class ReadAhead:
     """Thread that fills the ring; a context manager that ends the thread.
 
     After an error it continues to release buckets, unread, until its rank stops: other ranks wait for their messages.
     """
 
-    def __init__(
-        self,
-        plan: BucketPlan,
-        source: ElementSource,
-        transport: BucketTransport,
-        local_shards: LocalShards,
-        slots: Sequence[Slot],
-        device: torch.device,
-    ) -> None:
-        self._plan = plan
-        self._source = source
-        self._transport = transport
-        self._local_shards = local_shards
-        self._slots = slots
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._free = threading.Semaphore(len(slots))
+    plan: BucketPlan
+    source: TensorSource
+    transport: BucketTransport
+    local_shards: LocalShards
+    slots: Sequence[Slot]
+    device: torch.device
+    error: Exception | None = None
+    """The first error of a read."""
+    read_s: float = 0.0
+    """Seconds of reading."""
+
+    def __post_init__(self) -> None:
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._free = threading.Semaphore(len(self.slots))
         self._filled: queue.Queue[int] = queue.Queue()
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="raysharding-read-ahead", daemon=True)
-        self.error: Exception | None = None
-        self.read_s = 0.0
 
     def __enter__(self) -> ReadAhead:
         if self._stream is not None:
@@ -85,18 +81,18 @@ class ReadAhead:
             TimeoutError: Nothing was read for `timeout_s`.
         """
         index = self._wait(timeout_s, reading)
-        copied = self._slots[index % len(self._slots)].copied
+        copied = self.slots[index % len(self.slots)].copied
         if copied is not None:
             torch.cuda.current_stream().wait_event(copied)
 
     def _wait(self, timeout_s: float, reading: Callable[[int], None]) -> int:
-        first = seen = self._source.num_bytes_read
+        first = seen = self.source.num_bytes_read
         since = monotonic()
         while True:
             try:
                 return self._filled.get(timeout=min(_LOOK_S, timeout_s))
             except queue.Empty:
-                if (now := self._source.num_bytes_read) > seen:
+                if (now := self.source.num_bytes_read) > seen:
                     seen, since = now, monotonic()
                     reading(seen - first)
                 elif monotonic() - since >= timeout_s:
@@ -107,20 +103,20 @@ class ReadAhead:
         """Release the buffer of bucket `index`, which was sent and placed."""
         if self._stream is not None:
             # On NCCL a completed wait means stream-ordered, not done: the copy of the next bucket waits for this event.
-            slot = self._slots[index % len(self._slots)]
+            slot = self.slots[index % len(self.slots)]
             slot.sent = torch.cuda.Event()
             slot.sent.record()
         self._free.release()
 
     def _run(self) -> None:
-        for index, bucket in enumerate(self._plan.buckets):
+        for index, bucket in enumerate(self.plan.buckets):
             self._free.acquire()
             if self._stopped:
                 return
             started = perf_counter()
             if self.error is None:
                 try:
-                    self._fill(index, bucket, self._slots[index % len(self._slots)])
+                    self._fill(index, bucket, self.slots[index % len(self.slots)])
                 except Exception as raised:  # noqa: BLE001 - handed to the streaming thread, which tells every rank
                     self.error = raised
             self.read_s += perf_counter() - started
@@ -129,24 +125,25 @@ class ReadAhead:
     def _fill(self, index: int, bucket: Bucket, slot: Slot) -> None:
         if slot.copied is not None:
             slot.copied.synchronize()  # the last copy to the device may still read this buffer
-        offsets = self._transport.offsets(index, bucket)
+        offsets = self.transport.offsets(index, bucket)
         requests: list[Request] = []
         staged: list[tuple[Segment, torch.Tensor]] = []
         sent: list[slice] = []
-        for section in self._transport.reads(index, bucket):
+        for section in self.transport.reads(index, bucket):
             first = offsets[section.shard_index]
-            alone = self._transport.is_alone(index, section)
+            alone = self.transport.is_alone(index, section)
             if not alone:
                 sent.append(slice(first, first + section.num_bytes))
             for segment in section.segments:
-                if alone and self._local_shards.takes_wire_bytes(segment, "cpu"):
-                    requests.append(self._request(segment, as_memory(self._local_shards.values(segment))))
+                memory = self.local_shards.memory(segment, "cpu") if alone else None
+                if memory is not None:
+                    requests.append(self._request(segment, as_memory(memory)))
                     continue
                 part = slice(first + segment.offset, first + segment.offset + segment.num_bytes)
                 requests.append(self._request(segment, slot.memory[part]))
                 if alone:
                     staged.append((segment, slot.host[part]))
-        self._source.read(requests)
+        self.source.read(requests)
         if self._stream is None:
             self._place(staged)
         else:
@@ -154,7 +151,7 @@ class ReadAhead:
 
     def _place(self, staged: Sequence[tuple[Segment, torch.Tensor]]) -> None:
         for segment, data in staged:
-            self._local_shards.place(segment, data)
+            self.local_shards.place(segment, data)
 
     def _copy_to_device(
         self,
@@ -173,14 +170,8 @@ class ReadAhead:
             slot.copied.record(stream)
 
     def _request(self, segment: Segment, memory: memoryview) -> Request:
-        planned = self._plan.tensors[segment.tensor]
+        planned = self.plan.tensors[segment.tensor]
         return Request(planned.layout.fqn, segment.start, segment.stop, planned.wire_dtype, memory)
-
-
-BucketDone = Callable[[int], None]
-"""Called with the index of a bucket that was sent or placed."""
-BucketReading = Callable[[int, int], None]
-"""Called during a long read of a bucket, with its index and the bytes so far."""
 
 
 @dataclass
@@ -209,11 +200,11 @@ class BucketStream:
     """Longest wait for one bucket, in seconds."""
     peak: MemoryPeak
     """Samples the memory of this process after each bucket."""
-    done: BucketDone
-    reading: BucketReading
+    progress: Callable[[int, int], None]
+    """Called with the index of a bucket and its bytes so far: at its end, and repeatedly during a long read."""
     times: StreamTimes = field(default_factory=StreamTimes)
 
-    def run(self, source: ElementSource | None) -> Exception | None:
+    def run(self, source: TensorSource | None) -> Exception | None:
         """Read, send, receive and place every bucket.
 
         Args:
@@ -223,15 +214,12 @@ class BucketStream:
             The first error of this rank. After an error it continues until all ranks agree to stop, so that no rank
             waits for it.
         """
-        with ExitStack() as stack:
-            ahead = None
-            if source is not None:
-                ahead = ReadAhead(self.plan, source, self.transport, self.local_shards, self.slots, self.device)
-                stack.enter_context(ahead)
-            try:
-                return self._run(ahead)
-            finally:
-                self.times.read_s = 0.0 if ahead is None else ahead.read_s
+        if source is None:
+            return self._run(None)
+        with ReadAhead(self.plan, source, self.transport, self.local_shards, self.slots, self.device) as ahead:
+            error = self._run(ahead)
+        self.times.read_s = ahead.read_s
+        return error
 
     def _run(self, ahead: ReadAhead | None) -> Exception | None:
         flag = FailureFlag(len(self.plan.buckets), self.timeout_s)
@@ -239,7 +227,7 @@ class BucketStream:
         for index in range(len(self.plan.buckets)):
             error = self._finish(self._start(index, ahead), ahead, error)
             self.peak.sample()
-            self.done(index)
+            self.progress(index, self.plan.buckets.payload_bytes(index))
             if flag.check(index, failed=error is not None):
                 break
         flag.close()
@@ -249,15 +237,15 @@ class BucketStream:
 
     def _start(self, index: int, ahead: ReadAhead | None) -> BucketTransfer:
         if ahead is not None:
-            ahead.next(self.timeout_s, partial(self.reading, index))
+            ahead.next(self.timeout_s, partial(self.progress, index))
         transfer = BucketTransfer(index, self.plan.buckets[index], self.slots[index % len(self.slots)].wire)
         with self._sending():
-            self.transport.start(transfer, self._memory_of)
+            self.transport.start(transfer)
         return transfer
 
     def _finish(self, transfer: BucketTransfer, ahead: ReadAhead | None, error: Exception | None) -> Exception | None:
         with self._sending():
-            self.transport.arrive(transfer, self._memory_of)
+            self.transport.arrive(transfer)
         if ahead is not None:
             error = error or ahead.error
         if error is None:
@@ -274,16 +262,14 @@ class BucketStream:
         yield
         self.times.send_s += perf_counter() - started
 
-    def _memory_of(self, segment: Segment) -> torch.Tensor | None:
-        is_direct = self.local_shards.takes_wire_bytes(segment, self.device.type)
-        return self.local_shards.memory(segment) if is_direct else None
-
     def _place(self, transfer: BucketTransfer) -> Exception | None:
         """Copy received sections into the shards. Return an error, which all ranks exchange later."""
         started = perf_counter()
         try:
-            for received in self.transport.received(transfer):
-                self.local_shards.place_section(received.section, received.memory, transfer.in_place)
+            for section, memory in self.transport.received(transfer):
+                for segment in section.segments:
+                    if segment not in transfer.in_place:
+                        self.local_shards.place(segment, memory[segment.offset : segment.offset + segment.num_bytes])
         except RuntimeError as error:  # usually out of memory
             return error
         finally:

@@ -1,5 +1,13 @@
 """Transport of a bucket's sections from readers to shards: messages along routes, or one broadcast.
 
+Note: one rule for every transport.
+    Some ranks are *readers*. A section is read once, by a reader that holds its shard if there is one, else by the
+    readers in turn, which so share the reading in disjoint stripes. It is forwarded along its *path*: reader, first
+    holder, next replica. Every byte leaves the source once, and replicas are filled by their peers. With rank 0 as the
+    only reader this is a scatter; if every rank is a reader, only replicas need messages.
+
+    Ranks that map the reader's buffers (`shared_memory.py`) are *served* there. The others form a *chain* of messages.
+
 Note: every rank does the same, bucket by bucket.
     `start` starts the first messages of a bucket, `arrive` waits for incoming messages and forwards them, `release`
     waits until the buffer is no longer in use. All ranks call them for the same buckets in the same order, so that
@@ -9,18 +17,92 @@ Note: every rank does the same, bucket by bucket.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from raysharding.distributed.transfer.bucket_plan import REPLICATED, Bucket, Section, Segment
+from raysharding.distributed.fully_shard import ShardMap
+from raysharding.distributed.transfer.bucket_plan import REPLICATED, Bucket, Buckets, Section, Segment
 from raysharding.distributed.transfer.buffers import RING_SIZE
-from raysharding.distributed.transfer.routes import Routes
 from raysharding.distributed.transfer.shared_memory import SharedRings
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Readers and paths of all sections."""
+
+    shards: ShardMap
+    """Which rank holds which shard."""
+    readers: tuple[int, ...]
+    """Ranks that read files; rank 0 is always one."""
+    num_ranged: int
+    """Buckets before this index are ranges of files; only rank 0 can make the later ones."""
+    shared: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    """Reader → ranks that map its buffers."""
+
+    _paths: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict, repr=False, compare=False)
+
+    def path(self, index: int, shard_index: int) -> tuple[int, ...]:
+        """Return the path of a shard's section of bucket `index`, with its reader first."""
+        turn = index % len(self.readers) if index < self.num_ranged else -1
+        path = self._paths.get((turn, shard_index))
+        if path is None:
+            path = self._paths[turn, shard_index] = self._find_path(turn, shard_index)
+        return path
+
+    def _find_path(self, turn: int, shard_index: int) -> tuple[int, ...]:
+        shards = self.shards
+        holders = tuple(range(shards.world_size)) if shard_index == REPLICATED else shards.holders[shard_index]
+        # In turn, so that replicas that see the files share the reading, and use both directions of a link.
+        readers = (0,) if turn < 0 else self.readers[turn:] + self.readers[:turn]
+        reader = next((rank for rank in readers if rank in holders), readers[shard_index % len(readers)])
+        return reader, *(rank for rank in holders if rank != reader)
+
+    def served(self, index: int, shard_index: int) -> frozenset[int]:
+        """Return the ranks that copy a section from the reader's buffer."""
+        path = self.path(index, shard_index)
+        return self.shared.get(path[0], frozenset()).intersection(path[1:])
+
+    def chain(self, index: int, shard_index: int) -> tuple[int, ...]:
+        """Return the path without served ranks: each rank sends the section to the next."""
+        served = self.served(index, shard_index)
+        return tuple(rank for rank in self.path(index, shard_index) if rank not in served)
+
+    def travelling(self, index: int, bucket: Bucket, rank: int) -> list[Section]:
+        """Return the sections of a bucket that `rank` reads for others, or receives."""
+        return [section for section in bucket.sections if self._concerns(index, section, rank, alone=False)]
+
+    def alone(self, index: int, bucket: Bucket, rank: int) -> list[Section]:
+        """Return the sections of a bucket that `rank` reads and no other rank needs."""
+        return [section for section in bucket.sections if self._concerns(index, section, rank, alone=True)]
+
+    def _concerns(self, index: int, section: Section, rank: int, alone: bool) -> bool:
+        path = self.path(index, section.shard_index)
+        return rank in path and (len(path) == 1) == alone
+
+    def offsets(self, index: int, bucket: Bucket, rank: int) -> dict[int, int]:
+        """Return shard index → first byte in `rank`'s buffer of its sections: shared ones first, then its own.
+
+        Ranks that map a reader's buffer also use this to find their sections.
+        """
+        offsets: dict[int, int] = {}
+        position = 0
+        for section in [*self.travelling(index, bucket, rank), *self.alone(index, bucket, rank)]:
+            offsets[section.shard_index] = position
+            position += section.num_bytes
+        return offsets
+
+    def any_travels(self, buckets: Buckets) -> bool:
+        """Return True if a rank needs a section that another rank reads."""
+        return any(
+            len(self.path(index, section.shard_index)) > 1
+            for index, bucket in enumerate(buckets)
+            for section in bucket.sections
+        )
+
 
 SegmentMemory = Callable[[Segment], torch.Tensor | None]
 """Returns the uint8 memory that a large segment is received into, or `None` if it must be staged."""
@@ -40,18 +122,8 @@ class BucketTransfer:
     """Messages to this rank."""
     outgoing: list[dist.Work] = field(default_factory=list)
     """Messages from `buffer` and from shards."""
-    in_place: set[tuple[int, int]] = field(default_factory=set)
-    """(tensor, start) of segments that were received directly into the shard."""
-
-
-@dataclass(frozen=True)
-class ReceivedSection:
-    """A received section."""
-
-    section: Section
-    """The section."""
-    memory: torch.Tensor
-    """uint8 [section bytes]."""
+    in_place: set[Segment] = field(default_factory=set)
+    """Segments that were received directly into the shard."""
 
 
 class Scatter:
@@ -61,8 +133,9 @@ class Scatter:
     counters in shared memory signal that a bucket is filled, and that it was read.
     """
 
-    def __init__(self, routes: Routes, rings: SharedRings, timeout_s: float) -> None:
+    def __init__(self, routes: Routes, rings: SharedRings, memory_of: SegmentMemory, timeout_s: float) -> None:
         self.routes = routes
+        self._memory_of = memory_of
         self._rank = routes.shards.rank
         self._rings = rings
         self._timeout_s = timeout_s
@@ -81,13 +154,13 @@ class Scatter:
         """Return True if only its reader needs a section."""
         return len(self.routes.path(index, section.shard_index)) == 1
 
-    def start(self, transfer: BucketTransfer, memory_of: SegmentMemory) -> None:
+    def start(self, transfer: BucketTransfer) -> None:
         """Start the messages of a bucket's readers to the next ranks."""
-        self._start_hop(transfer, 0, memory_of)
+        self._start_hop(transfer, 0)
         if self._served_by_me(transfer):
             self._rings.rings[self._rank].counters.post(0, transfer.index + 1)
 
-    def arrive(self, transfer: BucketTransfer, memory_of: SegmentMemory) -> None:
+    def arrive(self, transfer: BucketTransfer) -> None:
         """Wait for this rank's sections and forward them to the next ranks."""
         self._wait(transfer.incoming)
         for reader in self._serve_me(transfer):
@@ -96,11 +169,11 @@ class Scatter:
         longest = max(len(self._chain(transfer, section)) for section in transfer.bucket.sections)
         for hop in range(1, longest - 1):
             transfer.incoming = []
-            self._start_hop(transfer, hop, memory_of)
+            self._start_hop(transfer, hop)
             self._wait(transfer.incoming)
 
-    def received(self, transfer: BucketTransfer) -> Iterator[ReceivedSection]:
-        """Yield the sections that this rank received, after `arrive`."""
+    def received(self, transfer: BucketTransfer) -> Iterator[tuple[Section, torch.Tensor]]:
+        """Yield the sections that this rank received, with their uint8 memory, after `arrive`."""
         bucket, index = transfer.bucket, transfer.index
         held = (self.routes.shards.shard_index, REPLICATED)
         own = self.routes.offsets(index, bucket, self._rank)
@@ -116,7 +189,7 @@ class Scatter:
                 memory = self._rings.rings[reader].slots[index % RING_SIZE]
                 offset = theirs[reader][section.shard_index]
                 self.shared_bytes += section.num_bytes
-            yield ReceivedSection(section, memory[offset : offset + section.num_bytes])
+            yield section, memory[offset : offset + section.num_bytes]
 
     def release(self, transfer: BucketTransfer) -> None:
         """Signal readers that this rank has read their rings, and wait until its buffer is no longer in use."""
@@ -141,7 +214,7 @@ class Scatter:
         mine = [item.shard_index for item in self.routes.travelling(index, transfer.bucket, self._rank)]
         return sorted({self.routes.path(index, i)[0] for i in mine if self._rank in self.routes.served(index, i)})
 
-    def _start_hop(self, transfer: BucketTransfer, hop: int, memory_of: SegmentMemory) -> None:
+    def _start_hop(self, transfer: BucketTransfer, hop: int) -> None:
         """Start the messages from rank number `hop` of each chain to the next rank."""
         sends, receives = [], []
         offsets = self.offsets(transfer.index, transfer.bucket)
@@ -154,31 +227,23 @@ class Scatter:
             memory = transfer.buffer[offsets[section.shard_index] :]
             for offset, length, segment in section.messages:
                 piece = memory[offset : offset + length]
-                if segment is not None and (not sends_it or (segment.tensor, segment.start) in transfer.in_place):
-                    piece = self._memory_for(transfer, segment, memory_of, piece)
+                if segment is not None and (not sends_it or segment in transfer.in_place):
+                    direct = self._memory_of(segment)
+                    if direct is not None:
+                        piece = direct
+                        transfer.in_place.add(segment)
                 if sends_it:
                     sends.append(dist.P2POp(dist.isend, piece, peer))
                     self.wire_bytes += length
                 else:
                     receives.append(dist.P2POp(dist.irecv, piece, peer))
         # One batch per hop: on NCCL, messages with several peers outside of a batch would wait for each other.
-        works = _start(receives + sends)
+        works: list[dist.Work] = dist.batch_isend_irecv(receives + sends) if receives or sends else []
         if len(works) == len(receives) + len(sends):
             transfer.incoming += works[: len(receives)]
             transfer.outgoing += works[len(receives) :]
         else:  # NCCL returns one handle for all
             transfer.incoming += works
-
-    @staticmethod
-    def _memory_for(
-        transfer: BucketTransfer, segment: Segment, memory_of: SegmentMemory, staged: torch.Tensor
-    ) -> torch.Tensor:
-        """Return the shard's memory for a segment that is received or forwarded in place; else the buffer's."""
-        memory = memory_of(segment)
-        if memory is None:
-            return staged
-        transfer.in_place.add((segment.tensor, segment.start))
-        return memory
 
     def _wait(self, works: Sequence[dist.Work]) -> None:
         """Wait for messages, with a timeout, so that a stopped peer does not block this rank forever."""
@@ -210,7 +275,7 @@ class Broadcast:
         """As `Scatter.is_alone`: never, every section passes through the buffer."""
         return False
 
-    def start(self, transfer: BucketTransfer, memory_of: SegmentMemory) -> None:
+    def start(self, transfer: BucketTransfer) -> None:
         """Start a bucket's broadcast."""
         whole = transfer.buffer[: transfer.bucket.num_bytes]
         reader = self._reader(transfer.index)
@@ -220,17 +285,17 @@ class Broadcast:
         work = dist.broadcast(whole, src=reader, async_op=True)
         transfer.incoming += [work] if work is not None else []
 
-    def arrive(self, transfer: BucketTransfer, memory_of: SegmentMemory) -> None:
+    def arrive(self, transfer: BucketTransfer) -> None:
         """Wait for the broadcast, with a timeout, so that a stopped peer does not block this rank forever."""
         for work in transfer.incoming:
             work.wait(self._timeout)
 
-    def received(self, transfer: BucketTransfer) -> Iterator[ReceivedSection]:
+    def received(self, transfer: BucketTransfer) -> Iterator[tuple[Section, torch.Tensor]]:
         """As `Scatter.received`."""
         held = (self.routes.shards.shard_index, REPLICATED)
         for section in transfer.bucket.sections:
             if section.shard_index in held:
-                yield ReceivedSection(section, transfer.buffer[section.offset :][: section.num_bytes])
+                yield section, transfer.buffer[section.offset :][: section.num_bytes]
 
     def release(self, transfer: BucketTransfer) -> None:
         """Do nothing: `arrive` has waited."""
@@ -241,8 +306,3 @@ class Broadcast:
 
 
 BucketTransport = Scatter | Broadcast
-
-
-def _start(ops: list[Any]) -> list[dist.Work]:
-    works: list[dist.Work] = dist.batch_isend_irecv(ops) if ops else []
-    return works

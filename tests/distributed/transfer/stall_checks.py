@@ -13,7 +13,7 @@ from raysharding.checkpoint import FileReader
 from raysharding.config import Loading
 from raysharding.distributed import load_checkpoint
 from raysharding.distributed.comm.json_collectives import all_gather_json
-from raysharding.distributed.loading import stream as stream_setup
+from raysharding.distributed.loading import load
 from raysharding.distributed.transfer import sources as source
 from raysharding.distributed.transfer import stream as read_ahead
 from raysharding.distributed.transfer.buffers import make_ring
@@ -57,7 +57,7 @@ def check_no_memory_for_a_ring(root: Path) -> None:
     for loading in (Loading("broadcast"), SOCKETS):
         started, raised = time.monotonic(), ""
         with pytest.MonkeyPatch.context() as changed:
-            changed.setattr(stream_setup, "make_ring", fails)
+            changed.setattr(load, "make_ring", fails)
             try:
                 load_checkpoint(sharded(root / ODD), root / ODD, loading=loading, stall_s=20)
             except Exception as error:

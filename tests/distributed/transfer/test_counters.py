@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from raysharding.distributed.transfer.shared_memory import Counters, counter_bytes, has_futex
+from raysharding.distributed.transfer.shared_memory import WORD_BYTES, Counters, has_futex
 
 pytestmark = pytest.mark.skipif(not has_futex(), reason="futex(2) is known here on Linux x86_64 and aarch64 only")
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not has_futex(), reason="futex(2) is known here 
 @pytest.fixture
 def counters() -> Counters:
     """Three counters that forked processes share."""
-    return Counters(mmap.mmap(-1, mmap.PAGESIZE), mmap.PAGESIZE - counter_bytes(3), 3)
+    return Counters(mmap.mmap(-1, mmap.PAGESIZE), mmap.PAGESIZE - 3 * WORD_BYTES, 3)
 
 
 @pytest.fixture

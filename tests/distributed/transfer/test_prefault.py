@@ -11,8 +11,8 @@ import torch
 
 from raysharding.distributed.fully_shard.layout import ShardMap, TensorLayout
 from raysharding.distributed.transfer.bucket_plan import PlannedTensor, plan_buckets
-from raysharding.distributed.transfer.local_shards import LocalShards
-from raysharding.distributed.transfer.memory import Prefault, back, host_memory_bytes, is_fresh
+from raysharding.distributed.transfer.buffers import LocalShards
+from raysharding.distributed.transfer.memory import back, host_memory_bytes, prefault
 from raysharding.units import MIB
 
 
@@ -31,7 +31,7 @@ def test_untouched_memory_is_backed_and_values_stay() -> None:
     before = host_memory_bytes()
     fresh = untouched(64 * MIB)
     assert host_memory_bytes() - before < 8 * MIB
-    with Prefault([held, torch.empty(0), torch.ones(()), fresh]):
+    with prefault([held, torch.empty(0), torch.ones(()), fresh]):
         deadline = time.monotonic() + 30
         while host_memory_bytes() - before < 63 * MIB and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -43,7 +43,7 @@ def test_untouched_memory_is_backed_and_values_stay() -> None:
 def test_it_stops_when_the_load_does() -> None:
     fresh = untouched(4096 * MIB)
     before = host_memory_bytes()
-    with Prefault([fresh]):
+    with prefault([fresh]):
         deadline = time.monotonic() + 30
         while host_memory_bytes() - before < 8 * MIB and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -75,23 +75,14 @@ def test_what_another_has_begun_is_backed_to_the_end() -> None:
 
 
 @linux_only
-def test_shards_are_backed_where_the_load_says_that_they_are_fresh() -> None:
+def test_shards_are_backed_before_they_are_written_and_not_when_they_are_read() -> None:
     layout = TensorLayout("weight", (16 * MIB,), torch.uint8, 1)
     plan = plan_buckets([PlannedTensor(layout, torch.uint8)], 1, 64 * MIB)
     (segment,) = plan.buckets[0].sections[0].segments
-    for is_known, expected in ((False, 0), (True, 15 * MIB)):
-        tensor = untouched(16 * MIB)
-        local_shards = LocalShards(plan, {"weight": tensor}, ShardMap(((0,),), 0), is_known)
-        before = host_memory_bytes()
-        local_shards.memory(segment)
-        assert expected <= host_memory_bytes() - before <= expected + 2 * MIB
-
-
-@linux_only
-def test_memory_is_fresh_until_it_was_touched() -> None:
-    first, second = untouched(4 * MIB), untouched(4 * MIB)
-    assert is_fresh([first, second])
-    first.fill_(1)
-    assert is_fresh([first, second])
-    second.fill_(1)
-    assert not is_fresh([first, second, torch.ones(3), torch.empty(4 * MIB, device="meta")])
+    tensor = untouched(16 * MIB)
+    local_shards = LocalShards(plan, {"weight": tensor}, ShardMap(((0,),), 0))
+    before = host_memory_bytes()
+    local_shards.values(segment)
+    assert host_memory_bytes() - before <= 2 * MIB
+    local_shards.memory(segment, "cpu")
+    assert 15 * MIB <= host_memory_bytes() - before <= 17 * MIB

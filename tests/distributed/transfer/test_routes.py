@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from raysharding.distributed.fully_shard.layout import ShardMap
 from raysharding.distributed.transfer.bucket_plan import REPLICATED, Bucket, Section
-from raysharding.distributed.transfer.routes import Routes
+from raysharding.distributed.transfer.transport import Routes
 
 
 @st.composite
