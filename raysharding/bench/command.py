@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
-from raysharding.bench.load import Load
 from raysharding.bench.network import private_network
 from raysharding.bench.rank_set import BenchError, Setup, ended_by_sigterm
 from raysharding.bench.ratios import groups
-from raysharding.bench.rounds import Results, Rounds
+from raysharding.bench.rounds import Load, Results, Rounds
 from raysharding.checkpoint import Checkpoint, open_checkpoint
 from raysharding.distributed.transfer import RANK_BYTES, available_bytes
 from raysharding.units import GIB
@@ -80,10 +79,12 @@ def verdict(results: Results) -> list[str]:
     """Return a line for each world size: `auto`'s transport, speed and ratio to the floor, and any faster transport."""
     lines: list[str] = []
     for group in groups(results.loads):
-        report = next((dict(load.report) for load in _autos(results, group.world_size) if load.report), None)
+        size = group.world_size
+        autos = (load for load in results.loads if load.arm == "auto" and load.world_size == size)
+        report = next((load.report for load in autos if load.report), None)
         if report is None:
             continue
-        name, size = str(report["transport"]), group.world_size
+        name = str(report["transport"])
         line = f"auto takes {name} at W={size} ({report['transport_reason']})"
         if name in group.loads:
             figure = group.seconds(name)
@@ -98,7 +99,3 @@ def verdict(results: Results) -> list[str]:
                 line += f"; here {fastest} was faster, {group.seconds(fastest).median:.2f} s"
         lines.append(line)
     return lines
-
-
-def _autos(results: Results, world_size: int) -> Iterator[Load]:
-    return (load for load in results.loads if load.arm == "auto" and load.world_size == world_size)

@@ -129,19 +129,17 @@ def prepare_preadv_floor(case: Case, module: nn.Module) -> Run:
     def run() -> None:
         with stack:
             for read in reads:
-                done = os.preadv(read.descriptor, read.views, read.offset)
-                if done < read.num_bytes:
-                    _finish(read, done)
+                _read_all(read)
 
     return run
 
 
-def _finish(read: _Read, done: int) -> None:
-    """Read the bytes that the first call left: a `preadv` call stops at 2 GiB."""
-    joined = read.views
+def _read_all(read: _Read) -> None:
+    """Read all bytes, mostly by one `preadv`, which stops at 2 GiB."""
+    done = os.preadv(read.descriptor, read.views, read.offset)
     while done < read.num_bytes:
         skipped, rest = done, []
-        for view in joined:
+        for view in read.views:
             rest.append(view[min(skipped, view.nbytes) :])
             skipped -= min(skipped, view.nbytes)
         count = os.preadv(read.descriptor, [view for view in rest if view.nbytes], read.offset + done)

@@ -18,6 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
@@ -115,10 +116,7 @@ class Session:
         # The first collective connects the pairs of ranks.
         dist.all_reduce(torch.ones(1))
         memory = MemorySampler() if command.fresh else None
-        if memory is not None:
-            with memory:
-                result, figures = self._clocked(run)
-        else:
+        with memory or nullcontext():
             result, figures = self._clocked(run)
         loaded = result if isinstance(result, nn.Module) else module
         figures["shard_bytes"] = shard_bytes(loaded)

@@ -11,8 +11,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from statistics import median
 
-from raysharding.bench.load import Load, Mode, Operations
-from raysharding.bench.rounds import Results
+from raysharding.bench.rounds import Load, Mode, Operations, Results
 from raysharding.units import GIB, MIB
 
 RATIOS = (

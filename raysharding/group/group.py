@@ -679,17 +679,7 @@ class ShardedModelGroup:
             plan = FitPlan(data_plan, loss, max_grad_norm, gradient_accumulation_steps, on_empty)
             target = None if save_to is None else normal_path(os.fspath(save_to))
             options = FitOptions(target, save_every, keep_last, async_save, resume, callbacks, progress)
-            run = FitRun(
-                self,
-                lambda: self._client,
-                plan,
-                dataset,
-                options,
-                self._fits,
-                self._restart,
-                self._running.spec.max_restarts,
-            )
-            return run.run()
+            return FitRun(lambda: self._running, plan, dataset, options, self._fits, self.save, self._restart).run()
 
     @handle
     def evaluate(

@@ -24,7 +24,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # this file is run by its path, too
 
-from raysharding.bench.load import Load, load_line  # noqa: E402
 from raysharding.bench.network import private_network  # noqa: E402
 from raysharding.bench.plot import save_plot  # noqa: E402
 from raysharding.bench.rank_set import BenchError, Setup, ended_by_sigterm  # noqa: E402
@@ -33,7 +32,7 @@ from raysharding.bench.ratios import (  # noqa: E402
     progress_line,
     table,
 )
-from raysharding.bench.rounds import Results, Rounds  # noqa: E402
+from raysharding.bench.rounds import Load, Results, Rounds, load_line  # noqa: E402
 from raysharding.checkpoint import open_checkpoint  # noqa: E402
 
 KINDS = ("dense", "fp32", "small", "huge", "odd", "fp8")

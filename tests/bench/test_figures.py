@@ -16,12 +16,11 @@ import torch.distributed as dist
 from raysharding.bench.arms import make_case
 from raysharding.bench.counters import Counters, count_operations
 from raysharding.bench.floors import own_ranges, prepare_preadv_floor, prepare_scatter_floor, wire_bytes
-from raysharding.bench.load import Load, Operations, load_line
 from raysharding.bench.network import join_network, private_network
 from raysharding.bench.plot import save_plot
 from raysharding.bench.rank import digest
 from raysharding.bench.ratios import Figure, groups, json_lines, named_ratios, table
-from raysharding.bench.rounds import Results
+from raysharding.bench.rounds import Load, Operations, Results, load_line
 from raysharding.checkpoint import open_checkpoint
 from raysharding.distributed import init_mesh, load_checkpoint, materialize, shard_module
 from raysharding.distributed.fully_shard.layout import local_tensor

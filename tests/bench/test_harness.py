@@ -13,9 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 from raysharding.bench import rank_set
-from raysharding.bench.load import Load
 from raysharding.bench.rank_set import ArmError, BenchError, RankSet, Setup
-from raysharding.bench.rounds import Results, Rounds
+from raysharding.bench.rounds import Load, Results, Rounds
 from tests.bench.loading import python_path
 
 

@@ -3,34 +3,33 @@
 from raysharding.group.cluster.connect import connect, join_announced, refuse_in_fork
 from raysharding.group.cluster.display import html_rows, html_table, memory_table, ranks_table, tell, text_table
 from raysharding.group.cluster.gcs_monitor import GCS_GONE_S, GcsMonitor, exit_without_gcs, gcs_address
-from raysharding.group.cluster.names import (
-    NAMESPACE,
-    Lifetime,
-    actor_name,
-    actor_names,
-    check_free,
-    check_name,
-    group_names,
-    name_taken,
-    placement_groups,
-    remove_orphans,
-)
 from raysharding.group.cluster.nodes import (
     NodeCapacity,
     NodeFacts,
+    ask_nodes,
     assign,
     cluster_capacity,
     facts_here,
     local_capacity,
+    replies,
     versions_here,
 )
 from raysharding.group.cluster.placement import (
+    NAMESPACE,
+    Lifetime,
     Reservation,
-    check_world_size,
-    choose_device_type,
+    actor_name,
+    actor_names,
+    check_free,
+    check_name,
     choose_num_threads,
-    choose_world_size,
+    choose_ranks,
+    cluster_gpus,
+    group_names,
+    name_taken,
+    placement_groups,
     rank_need,
+    remove_orphans,
     reserve,
     show_resources,
     wait_placed,

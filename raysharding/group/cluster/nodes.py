@@ -10,8 +10,11 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import ray
 from ray.util.placement_group import placement_group_table
@@ -24,8 +27,10 @@ from raysharding.group.cluster.placement import labels_match, ranks_that_fit
 from raysharding.group.cluster.ray_internals import free_resources, has_token_auth
 from raysharding.units import MIB
 
-PACKAGES = ("torch", "raysharding", "ray", "transformers", "safetensors")
+PACKAGES = ("torch", "ray", "transformers", "safetensors")
 _NVIDIA_SMI_S = 10.0
+
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
@@ -63,23 +68,13 @@ def facts_here(node_ip: str, with_gpus: bool = True) -> NodeFacts:
 
 def versions_here() -> dict[str, str]:
     """Return the versions in this process's environment."""
-    versions = {"python": platform.python_version()}
+    # raysharding's is that of the running source, installed or not: pip's metadata may be of another checkout. It is
+    # read through `sys.modules`, since the package's own names are on a floor above this one.
+    versions = {"python": platform.python_version(), "raysharding": str(sys.modules["raysharding"].__version__)}
     for package in PACKAGES:
-        version = _version(package)
-        if version is not None:
-            versions[package] = version
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
     return versions
-
-
-def _version(package: str) -> str | None:
-    if package == "raysharding":
-        # The version of the running source, installed or not: pip's metadata may be of another checkout. Read through
-        # `sys.modules`, since the package's own names are on a floor above this one.
-        return str(sys.modules["raysharding"].__version__)
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _gpu_free_bytes() -> tuple[int, ...]:
@@ -92,34 +87,46 @@ def _gpu_free_bytes() -> tuple[int, ...]:
     return tuple(int(line) * MIB for line in output.split() if line.isdecimal())
 
 
-def ask_nodes(node_ids: Sequence[str], timeout_s: float) -> dict[str, NodeFacts]:
-    """Collect the facts of nodes by a task on each node that needs no CPU.
+def replies(refs: Mapping[ray.ObjectRef, Key], timeout_s: float) -> Iterator[tuple[Key, Any]]:
+    """Yield (key, value) in the order of the answers; the value is a `RayError` if the task or the actor failed.
 
     Args:
-        node_ids: Ray's ids of the nodes.
-        timeout_s: Deadline for all nodes together.
-
-    Returns:
-        Node id → facts, for the nodes that answered.
+        refs: Ray reference → key.
+        timeout_s: Deadline for all references together; those that are late come last, with a `GetTimeoutError`.
     """
-    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-    task = ray.remote(num_cpus=0, max_retries=0)(facts_here)
+    until = time.monotonic() + timeout_s
+    pending = list(refs)
+    while pending:
+        ready, later = ray.wait(pending, num_returns=1, timeout=max(0.0, until - time.monotonic()))
+        ready, pending = (ready, later) if ready else (pending, [])
+        for ref in ready:
+            try:
+                value = ray.get(ref, timeout=0)
+            except ray.exceptions.RayError as error:
+                value = error
+            yield refs[ref], value
+
+
+def ask_nodes(
+    function: Callable[..., Any], arguments: Mapping[str, Any], timeout_s: float
+) -> Iterator[tuple[str, Any]]:
+    """Call a function on nodes, by a task on each that needs no CPU, and yield the answers; see `replies`.
+
+    Args:
+        function: The function, of one argument.
+        arguments: Ray's id of a node → the argument there.
+        timeout_s: Deadline for all nodes together. Tasks that are late are cancelled.
+    """
+    task = ray.remote(num_cpus=0, max_retries=0)(function)
     refs = {
-        task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(
-            addresses[node_id]
-        ): node_id
-        for node_id in node_ids
+        task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(argument): node_id
+        for node_id, argument in arguments.items()
     }
-    ready, late = ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s) if refs else ([], [])
-    for ref in late:
-        ray.cancel(ref, force=True)
-    facts = {}
-    for ref in ready:
-        try:
-            facts[refs[ref]] = ray.get(ref)
-        except ray.exceptions.RayError:
-            continue  # a node that cannot run a task has no facts; the caller reports them as unknown
-    return facts
+    try:
+        yield from replies(refs, timeout_s)
+    finally:
+        for ref in refs:
+            ray.cancel(ref, force=True)
 
 
 @dataclass(frozen=True)
@@ -162,11 +169,13 @@ def cluster_capacity(placement: Placement, timeout_s: float) -> list[NodeCapacit
     if placement.placement_group is not None:
         bundles = list(placement_group_table(placement.placement_group)["bundles_to_node_id"].values())
         nodes = [node for node in nodes if node["NodeID"] in bundles]
-    facts = ask_nodes([node["NodeID"] for node in nodes], timeout_s)
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in nodes}
+    # A node that cannot run a task has no facts.
+    answers = ask_nodes(facts_here, addresses, timeout_s)
+    facts = {node_id: answer for node_id, answer in answers if isinstance(answer, NodeFacts)}
     free = free_resources()
     capacities: list[NodeCapacity] = []
-    for node in nodes:
-        name, node_id = node["NodeManagerAddress"], node["NodeID"]
+    for node_id, name in addresses.items():
         if any(capacity.name == name for capacity in capacities):
             name = f"{name} ({node_id[:8]})"  # two raylets may share an address
         count = bundles.count(node_id) if bundles else None

@@ -1,25 +1,171 @@
-"""Reserves resources for the ranks: one Ray placement-group bundle per rank, or an error that lists what is short."""
+"""Reserves resources for the ranks: one Ray placement-group bundle per rank, or an error that lists what is short.
+
+`Lifetime`: what ends a group. A named group has detached actors and a detached placement group in the Ray namespace
+`raysharding`, which outlive their driver.
+
+Note [Names]: the group `llama` has the actors `llama/0`, `llama/1`, ... by bundle, since ranks are numbered later, and
+a placement group `raysharding/llama/<job>`. Actor 0 keeps the record of the group once the group is loaded. Until then
+the reaper (see Note [Owners]) removes the placement group when the driver dies, and Ray stops the actors in it. If the
+reaper dies with the driver, because their host does, the actors end when their lease expires
+(`supervision/lease_renewal.py`) and remove the placement group. A placement group that has no actors yet is removed by
+the next driver that makes or attaches to a named group.
+
+Note [Owners]: Ray removes a placement group when its creator is dead *and* the job of its creator is over (Ray 2.60);
+Ray never removes a detached one. A driver's placement group is therefore removed with the driver. The placement group
+of an actor (a Serve replica, a Tune trial) or of a task stays until the job ends, though Ray stops the ranks at once;
+that of a named group stays forever.
+
+In these cases a small actor, the reaper, creates the placement group. The reaper is detached, and Ray considers the job
+of a detached creator over: when the reaper is dead, whatever the cause, Ray removes what the reaper created, unless it
+is detached as well. The reaper ends when its owner does: it waits for an object that the owner owns and never creates,
+until Ray reports that the owner has died. It runs on the owner's node, so the loss of another node cannot end it.
+"""
 
 from __future__ import annotations
 
+import os
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raysharding.config import Placement
 from raysharding.errors import PlacementError
-from raysharding.group.cluster.names import Lifetime
-from raysharding.group.cluster.ray_internals import free_resources
-from raysharding.group.cluster.reaper import create_reaped
+from raysharding.group.cluster.ray_internals import dead_jobs, free_resources, is_worker
 
 Resources = Mapping[str, float]
 
+NAMESPACE = "raysharding"
+STARTING_LEASE_S = 8.0
+"""Lease, in seconds, of a named group that is being made, once its supervision has begun."""
 _SLICE_S = 1.0
 _PAUSE_S = 0.05
+_OWNER_S = 8.0
+"""Seconds that a reaper waits for its owner's first call; the owner may have died while the reaper started."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lifetime:
+    """What ends a group's actors and placement group: the driver's end, or a lease if the group has a name."""
+
+    name: str | None = None
+    """Name of a group that outlives its driver; `None` for a group that does not."""
+    lease_s: float | None = None
+    """`Timeouts.lease_s`."""
+    start_s: float = 180.0
+    """Lease, in seconds, until the supervision has begun, which renews leases."""
+
+    def actor_name(self, bundle: int) -> str | None:
+        """Return the name of the actor in a bundle."""
+        return None if self.name is None else actor_name(self.name, bundle)
+
+    def actor_options(self, bundle: int) -> dict[str, Any]:
+        """Return the Ray options of the actor in a bundle."""
+        if self.name is None:
+            return {}
+        return {"name": self.actor_name(bundle), "namespace": NAMESPACE, "lifetime": "detached"}
+
+    def placement_group_options(self) -> dict[str, Any]:
+        """Return the Ray options of the placement group."""
+        if self.name is None:
+            return {}
+        job = ray.get_runtime_context().get_job_id()
+        return {"name": f"{NAMESPACE}/{self.name}/{job}", "lifetime": "detached"}
+
+    def ends_with_job(self) -> bool:
+        """Return True if Ray removes what this process creates for the group when the job of this process ends."""
+        return self.name is None and not is_worker()
+
+    @property
+    def first_lease_s(self) -> float | None:
+        """Lease of an actor that starts, in seconds; `None` for no lease."""
+        return None if self.name is None and self.lease_s is None else self.start_s
+
+    @property
+    def starting_lease_s(self) -> float | None:
+        """Lease while the group is made, in seconds; `None` for no lease."""
+        return STARTING_LEASE_S if self.name is not None and self.lease_s is None else self.lease_s
+
+
+def actor_name(group: str, bundle: int) -> str:
+    """Return the name of a group's actor."""
+    return f"{group}/{bundle}"
+
+
+def check_name(name: str | None) -> None:
+    """Check a group's name without calling Ray.
+
+    Raises:
+        ValueError: The name is neither `None` nor a printable str without '/'.
+    """
+    is_name = name is None or (type(name) is str and bool(name) and "/" not in name and name.isprintable())
+    if not is_name:
+        raise ValueError(f"name={name!r}: give None, or a printable str without '/', such as 'llama'")
+
+
+def actor_names(group: str) -> list[str]:
+    """Return the names of a group's living actors."""
+    named = ray.util.list_named_actors(all_namespaces=True)
+    return sorted(
+        one["name"] for one in named if one["namespace"] == NAMESPACE and one["name"].rpartition("/")[0] == group
+    )
+
+
+def group_names() -> list[str]:
+    """Return the names of the cluster's named groups, including groups that are still being made."""
+    named = ray.util.list_named_actors(all_namespaces=True)
+    return sorted({one["name"].rpartition("/")[0] for one in named if one["namespace"] == NAMESPACE})
+
+
+def check_free(name: str) -> None:
+    """Check that no group has the name, and remove placement groups that killed drivers left behind.
+
+    Raises:
+        ValueError: The name is taken.
+    """
+    if name in group_names():
+        raise name_taken(name)
+    remove_orphans()
+
+
+def name_taken(name: str) -> ValueError:
+    """Return the error for a name that is taken."""
+    return ValueError(
+        f"name={name!r}: a group of that name is on the cluster; ShardedModelGroup.attach({name!r}) gives it to this "
+        "driver (and its shutdown() ends it), or choose another name"
+    )
+
+
+def placement_groups(group: str) -> list[PlacementGroup]:
+    """Return the placement groups of a named group."""
+    return [found for found, name, _ in _placement_groups() if name == group]
+
+
+def remove_orphans() -> None:
+    """Remove placement groups of drivers that died before they had started the actors."""
+    dead = dead_jobs()
+    orphans = [(found, name) for found, name, job in _placement_groups() if job in dead]
+    # List names after jobs and placement groups: a driver that is already dead starts no more actors.
+    names = set(group_names()) if orphans else set()
+    for found, name in orphans:
+        if name not in names:
+            remove_placement_group(found)
+
+
+def _placement_groups() -> list[tuple[PlacementGroup, str, str]]:
+    """Return (placement group, group name, id of the job that made it) for all named groups."""
+    found = []
+    for placement_group_id, entry in placement_group_table().items():
+        parts = entry["name"].split("/")
+        if len(parts) == 3 and parts[0] == NAMESPACE and entry["state"] != "REMOVED":
+            made = PlacementGroup(ray.PlacementGroupID(bytes.fromhex(placement_group_id)))
+            found.append((made, parts[1], parts[2]))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +179,7 @@ class Reservation:
     is_ours: bool
     """True if the group made the placement group and therefore removes it."""
     reaper: Any = None
-    """The actor that removes the placement group when this process dies (see `reaper.py`); `None` if Ray does."""
+    """The actor that removes the placement group when this process dies (see Note [Owners]); `None` if Ray does."""
 
     def node_ip(self, bundle: int) -> str:
         """Return the address of the node that Ray chose for a bundle, `unknown` if Ray does not know."""
@@ -57,44 +203,29 @@ def cluster_gpus() -> int:
     return int(ray.cluster_resources().get("GPU", 0))
 
 
-def choose_device_type(device: str | None) -> str:
-    """Return `cuda` or `cpu`: the caller's choice, else `cuda` if the cluster has GPUs.
+def choose_ranks(device: str | None, world_size: int | None, placement: Placement, num_gpus: int) -> tuple[str, int]:
+    """Return the device type (`cuda` or `cpu`) and the number of ranks.
+
+    Args:
+        device: The caller's choice. Default: `cuda` if there are GPUs.
+        world_size: The caller's choice. Default: one rank per bundle of a given placement group, else one per GPU.
+        placement: May hold a placement group.
+        num_gpus: Number of GPUs.
 
     Raises:
-        ValueError: The device type is unknown.
+        ValueError: The device type is unknown, or no number is given, and there are no bundles or GPUs to count.
     """
-    if device is None:
-        return "cuda" if cluster_gpus() else "cpu"
-    if device not in ("cuda", "cpu"):
-        raise ValueError(f"device={device!r}: use 'cuda', 'cpu', or None for cuda if the cluster has GPUs")
-    return device
-
-
-def check_world_size(world_size: int | None) -> None:
-    """Check the given number of ranks without calling Ray.
-
-    Raises:
-        ValueError: The number is not a positive int.
-    """
-    if world_size is not None and (type(world_size) is not int or world_size < 1):
-        raise ValueError(f"world_size={world_size!r}: give 1 or more, as an int")
-
-
-def choose_world_size(world_size: int | None, device_type: str, placement: Placement) -> int:
-    """Return the number of ranks: as given, else one per bundle of a given placement group, else one per GPU.
-
-    Raises:
-        ValueError: No number is given, and there are no bundles or GPUs to count.
-    """
-    if world_size is not None:
-        return world_size
-    if placement.placement_group is not None:
-        return int(placement.placement_group.bundle_count)
-    if device_type != "cuda":
-        raise ValueError("world_size=None means one rank per GPU, but this group runs on CPUs: give world_size")
-    if not cluster_gpus():
-        raise ValueError("world_size=None means one rank per GPU, but the cluster has no GPU: give world_size")
-    return cluster_gpus()
+    if device not in ("cuda", "cpu", None):
+        raise ValueError(f"device={device!r}: use 'cuda', 'cpu', or None for cuda if there are GPUs")
+    device_type = device or ("cuda" if num_gpus else "cpu")
+    if world_size is None and placement.placement_group is not None:
+        world_size = int(placement.placement_group.bundle_count)
+    if world_size is None:
+        if device_type == "cpu" or not num_gpus:
+            why = "this group runs on CPUs" if device_type == "cpu" else "there is no GPU"
+            raise ValueError(f"world_size=None means one rank per GPU, but {why}: give world_size")
+        world_size = num_gpus
+    return device_type, world_size
 
 
 def choose_num_threads(placement: Placement) -> int:
@@ -126,13 +257,12 @@ def reserve(world_size: int, device_type: str, placement: Placement, place_s: fl
     """
     need = rank_need(device_type, placement)
     if placement.placement_group is not None:
-        reservation = Reservation(placement.placement_group, need, is_ours=False)
         _check_bundles(placement.placement_group, world_size, need)
+        reservation = Reservation(placement.placement_group, need, is_ours=False)
     else:
         reservation = _create(world_size, need, placement, lifetime)
     try:
-        if not _wait_ready(reservation.placement_group, place_s):
-            raise _placement_error(world_size, need, placement, place_s)
+        wait_placed(reservation, world_size, placement, place_s)
     except BaseException:
         reservation.release()
         raise
@@ -158,7 +288,7 @@ def wait_placed(reservation: Reservation, world_size: int, placement: Placement,
     """Wait until all bundles are placed: Ray moves the bundles of a lost node to nodes that have the resources.
 
     Args:
-        reservation: A reservation that was ready before.
+        reservation: A reservation.
         world_size: Number of ranks.
         placement: The placement that it was reserved with.
         place_s: Deadline.
@@ -166,18 +296,12 @@ def wait_placed(reservation: Reservation, world_size: int, placement: Placement,
     Raises:
         PlacementError: No node had the resources before the deadline. The other bundles stay reserved.
     """
-    if not _wait_ready(reservation.placement_group, place_s):
-        raise _placement_error(world_size, reservation.need, placement, place_s)
-
-
-def _wait_ready(made: Any, place_s: float) -> bool:
-    """Wait in slices, since Ray's own wait does not react to Ctrl-C; return True if the placement group is ready."""
     until = time.monotonic() + place_s
-    while not made.wait(max(0.0, min(_SLICE_S, until - time.monotonic()))):
+    # In slices, since Ray's own wait does not react to Ctrl-C.
+    while not reservation.placement_group.wait(max(0.0, min(_SLICE_S, until - time.monotonic()))):
         if time.monotonic() >= until:
-            return False
+            raise _placement_error(world_size, reservation.need, placement, place_s)
         time.sleep(_PAUSE_S)  # in case the slice is shorter than Ray's resolution
-    return True
 
 
 def rank_need(device_type: str, placement: Placement) -> dict[str, float]:
@@ -256,3 +380,72 @@ def ranks_that_fit(resources: Resources, need: Resources) -> int:
 def show_resources(resources: Resources) -> str:
     """Format resources for messages."""
     return ", ".join(f"{amount:g} {name}" for name, amount in resources.items()) or "nothing"
+
+
+def create_reaped(
+    bundles: Sequence[Mapping[str, float]], options: Mapping[str, Any], within_s: float
+) -> tuple[PlacementGroup, Any]:
+    """Create a placement group that does not outlive this process.
+
+    Args:
+        bundles: `bundles` of `ray.util.placement_group`.
+        options: Its keyword arguments.
+        within_s: Deadline for the reaper to start.
+
+    Returns:
+        The placement group, which need not be ready, and the reaper, to be killed when the placement group is removed.
+
+    Raises:
+        ray.exceptions.RayError: The reaper did not start.
+        ValueError: Ray rejects an option.
+    """
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    remote = ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={"owner": 2})(_reaper_class())
+    reaper = remote.options(lifetime="detached", scheduling_strategy=here).remote()
+    try:
+        reaper.end_with.remote([reaper.never.remote()])
+        return ray.get(reaper.create.remote(bundles, dict(options)), timeout=within_s), reaper
+    except BaseException as error:
+        ray.kill(reaper)
+        if isinstance(error, ray.exceptions.RayTaskError):
+            raise error.cause from error  # the error that a direct call of Ray would raise
+        raise
+
+
+def _reaper_class() -> type:
+    """Return the actor's class. A local class pickles by value, so its process need not import torch."""
+
+    class Reaper:
+        def __init__(self) -> None:
+            self._lock = threading.Lock()
+            self._made: PlacementGroup | None = None
+            self._has_owner = threading.Event()
+            threading.Thread(target=self._end_without_owner, daemon=True).start()
+
+        def create(self, bundles: Sequence[Mapping[str, float]], options: Mapping[str, Any]) -> PlacementGroup:
+            with self._lock:
+                self._made = placement_group(bundles, **options)
+            return self._made
+
+        @ray.method(concurrency_group="owner")
+        def never(self) -> None:
+            """Block until this process ends."""
+            threading.Event().wait()
+
+        @ray.method(concurrency_group="owner")
+        def end_with(self, owned: Sequence[ray.ObjectRef]) -> None:
+            """Wait until the owner of `owned` is dead, then remove the placement group and end this process."""
+            self._has_owner.set()
+            try:
+                ray.get(owned)
+            except ray.exceptions.OwnerDiedError:  # a different error is raised when the reaper itself is killed
+                self._lock.acquire()  # never released: nothing is created from now on
+                if self._made is not None:
+                    remove_placement_group(self._made)
+                ray.kill(ray.get_runtime_context().current_actor)
+
+        def _end_without_owner(self) -> None:
+            if not self._has_owner.wait(_OWNER_S):
+                os._exit(1)
+
+    return Reaper

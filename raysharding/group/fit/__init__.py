@@ -2,6 +2,5 @@
 
 from raysharding.group.fit.callbacks import MLflow, RayGauges, TensorBoard, WeightsAndBiases, figures
 from raysharding.group.fit.datasets import DatasetHandle, dataset_handle
-from raysharding.group.fit.lock import FitLock
 from raysharding.group.fit.report import FitReport, FitStep
-from raysharding.group.fit.run import Callback, FitOptions, FitRun
+from raysharding.group.fit.run import Callback, FitLock, FitOptions, FitRun

@@ -1,5 +1,7 @@
 """`FitRun`: the driver's part of a run over data: the number of steps per call, saves, restarts, and reports.
 
+`FitLock`: one `fit` runs on a group at a time, and nothing else changes the model during it.
+
 Each call makes the ranks take as many steps as begin within half a second, so that the round trip to the driver costs
 a run with quick steps nothing. A call ends at a step that is to be saved.
 """
@@ -7,12 +9,13 @@ a run with quick steps nothing. A call ends at a step that is to be saved.
 from __future__ import annotations
 
 import math
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, NoReturn
 
 from tqdm.auto import tqdm
 
@@ -20,46 +23,15 @@ from raysharding.checkpoint.storage import join_path
 from raysharding.data import Position
 from raysharding.distributed.training import FitPlan, StepMetrics
 from raysharding.errors import CallCancelledError, CheckpointError, GroupError, GroupTakenOverError, RendezvousError
-from raysharding.group.calls import Call, Collect, collect_all, collect_rank0, is_shown
+from raysharding.group.calls import Call, Collect, MaskedInterrupts, collect_all, collect_rank0, is_shown
 from raysharding.group.cluster import tell
 from raysharding.group.fit.callbacks import RayGauges
 from raysharding.group.fit.datasets import DatasetHandle
-from raysharding.group.fit.lock import FitLock
 from raysharding.group.fit.report import FitReport, FitStep
+from raysharding.group.launch import RunningGroup
 from raysharding.group.recovery import RestartReport
 from raysharding.group.supervision import Client, GroupState
 from raysharding.worker import FitStart, FitSteps
-
-
-class StepBar:
-    """Progress bar over the steps of a run, with loss, rate and remaining time."""
-
-    def __init__(self, total: int | None, done: int, option: bool | None) -> None:
-        """Show the bar.
-
-        Args:
-            total: Number of steps in total; `None` if unknown.
-            done: Number of steps taken before.
-            option: `True`: a bar; `False`: none; `None`: a bar in a terminal or notebook.
-        """
-        self._bar = tqdm(desc="fit", unit="step", total=total, initial=done, disable=not is_shown(option))
-
-    def step(self, step: FitStep) -> None:
-        """Advance the bar by one step."""
-        rate = f"{step.tokens_per_s:,.0f} tokens/s" if step.num_tokens else f"{step.rows_per_s:,.1f} rows/s"
-        self._bar.set_postfix_str(f"loss {step.metrics['loss']:.4g}, {rate}", refresh=False)
-        self._bar.update(1)
-
-    def go_back(self, done: int) -> None:
-        """Set the bar back to `done` steps, after a restart that lost some steps."""
-        self._bar.update(done - self._bar.n)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
-
 
 _CALL_S = 0.5
 _MAX_STEPS = 200
@@ -101,27 +73,75 @@ class FitOptions:
                 raise ValueError(f"{name}={value}, but nothing is saved: give a directory, save_to=")
 
 
-class FitGroup(Protocol):
-    """The interface of a group that a run needs."""
+class FitLock:
+    """Held by the `fit` that runs on a group, also through restarts of the group's ranks. Thread-safe."""
+
+    def __init__(self) -> None:
+        """Begin unlocked."""
+        self._lock = threading.Lock()
+        self._running: object | None = None
+        self._is_interrupted = False
 
     @property
-    def name(self) -> str:
-        """The group's name in messages."""
+    def is_running(self) -> bool:
+        """True while a `fit` runs."""
+        return self._running is not None
 
-    @property
-    def state(self) -> GroupState:
-        """The group's state now."""
+    @contextmanager
+    def running(self, group: str) -> Iterator[None]:
+        """Return a context in which a `fit` holds the lock.
 
-    @property
-    def saves(self) -> tuple[str, ...]:
-        """Paths of the committed saves, oldest first."""
+        Args:
+            group: The group's name in errors.
 
-    @property
-    def save(self) -> Callable[..., Any]:
-        """Save the model."""
+        Raises:
+            GroupError: Another `fit` runs.
+        """
+        run = object()
+        try:
+            with MaskedInterrupts(), self._lock:
+                if self.is_running:
+                    raise GroupError(
+                        f"{group}: fit already runs on it, in another thread or around the callback that made this "
+                        "call; a rank has the data of one run at a time: wait for that fit to end, or call interrupt()"
+                    )
+                self._running, self._is_interrupted = run, False
+            yield
+        finally:
+            if self._running is run:
+                self._running = None
 
-    def wait_for_save(self, stall_s: float | None = None) -> None:
-        """Wait for the background saves."""
+    def refuse(self, group: str, method: str) -> None:
+        """Refuse a method that must not run between the steps of a `fit`.
+
+        Args:
+            group: The group's name in errors.
+            method: Name of the refused method.
+
+        Raises:
+            GroupError: A `fit` runs.
+        """
+        if self.is_running:
+            raise GroupError(
+                f"{group}: {method} is refused while fit runs: the run's steps would no longer depend on its data "
+                "alone. Call it after fit has returned"
+            )
+
+    def interrupt(self) -> None:
+        """Make the running `fit`, if any, end before its next steps."""
+        self._is_interrupted = True
+
+    def check_interrupted(self, num_steps: int) -> None:
+        """Raise if the running `fit` is to end.
+
+        Args:
+            num_steps: Number of steps of the run so far.
+
+        Raises:
+            CallCancelledError: `interrupt` was called.
+        """
+        if self._is_interrupted:
+            raise CallCancelledError(f"interrupt() ended fit after step {num_steps}; resume=True continues from there")
 
 
 class FitRun:
@@ -129,36 +149,34 @@ class FitRun:
 
     def __init__(
         self,
-        group: FitGroup,
-        client: Callable[[], Client],
+        running: Callable[[], RunningGroup],
         plan: FitPlan,
         data: DatasetHandle,
         options: FitOptions,
         fits: FitLock,
+        save: Callable[..., object],
         restart: Callable[[], RestartReport],
-        max_restarts: int,
     ) -> None:
         """Create a run that has not begun.
 
         Args:
-            group: The group whose model is trained.
-            client: Returns the client of the group's ranks, which a restart replaces.
+            running: Returns the group whose model is trained; a restart replaces its ranks.
             plan: The ranks' part of the run.
             data: The data that the ranks read.
             options: The driver's options.
             fits: The lock that reports whether the run is to end early.
+            save: Saves the model, as `ShardedModelGroup.save` does.
             restart: Restarts the group.
-            max_restarts: Largest number of restarts.
         """
-        self._group = group
-        self._client = client
+        self._running = running
         self._plan = plan
         self._data = data
         self._options = options
         self._fits = fits
+        self._save_group = save
         self._restart_group = restart
-        self._callbacks: list[Callback] = [RayGauges(group.name), *options.callbacks]
-        self._max_restarts = max_restarts
+        self._callbacks: list[Callback] = [RayGauges(running().client.supervisor.name), *options.callbacks]
+        self._max_restarts = running().spec.max_restarts
         self._begun: Position | None = None
         self._generators: list[Mapping[str, Any]] = []
         self._position: Position | None = None
@@ -179,13 +197,14 @@ class FitRun:
         try:
             self._begin(resume=self._options.resume)
             self._secure_the_beginning()
-            with StepBar(self._total, self._place.num_steps, self._options.progress) as bar:
+            done, is_hidden = self._place.num_steps, not is_shown(self._options.progress)
+            with tqdm(desc="fit", unit="step", total=self._total, initial=done, disable=is_hidden) as bar:
                 self._steps_and_restarts(bar)
         except BaseException as error:
             self._end(error)
             raise
         self._end(None)
-        committed = [path for path in self._group.saves if path in self._paths]
+        committed = [path for path in self._running().files.saves if path in self._paths]
         return FitReport(
             num_steps=self._place.num_steps,
             first_step=self._first_step,
@@ -201,6 +220,10 @@ class FitRun:
         )
 
     @property
+    def _client(self) -> Client:
+        return self._running().client
+
+    @property
     def _place(self) -> Position:
         assert self._position is not None, "_begin comes first"
         return self._position
@@ -214,7 +237,7 @@ class FitRun:
         """Make the ranks open the data, and get their position in the run."""
         silent: GroupError | None = None
         try:
-            self._data.pin(self._client().members)
+            self._data.pin(self._client.members)
         except GroupError as error:
             silent = error  # if a rank is gone, the next call raises a better error, from the supervision
         arguments = (self._plan, self._begun, resume, self._options.save_to, self._options.async_save)
@@ -229,8 +252,8 @@ class FitRun:
         elif self._position == self._begun:
             # The generator states of the beginning may be in no file, and a rank that replaced a lost one has its own.
             own = [(state,) for state in self._generators]
-            client = self._client()
-            client.submit_each("restore_generators", own, deadline_s=client.timeouts.call_s).result()
+            call_s = self._client.timeouts.call_s
+            self._client.submit_each("restore_generators", own, deadline_s=call_s).result()
 
     def _secure_the_beginning(self) -> None:
         """Save the beginning of the run unless files hold it: with `max_restarts`, a restart may go back to it.
@@ -250,7 +273,7 @@ class FitRun:
 
     def _submit(self, method: str, *args: Any, collect: Collect = collect_rank0, is_last: bool = False) -> Call:
         """Submit a command to the current ranks."""
-        return self._client().submit_same(method, *args, collect=collect, is_last=is_last)
+        return self._client.submit_same(method, *args, collect=collect, is_last=is_last)
 
     def _end(self, error: BaseException | None) -> None:
         """Make the ranks, if any, release the data, and close the callbacks.
@@ -260,7 +283,7 @@ class FitRun:
         """
         if isinstance(error, CheckpointError) and self._paths:
             # A full disk fails every save of the run in progress: they become notes here, and later calls do not raise.
-            for other in self._client().pending.take_failed(self._paths, self._plan.data.stall_s):
+            for other in self._client.pending.take_failed(self._paths, self._plan.data.stall_s):
                 error.add_note(f"raysharding: another save of the run failed as well: {other}")
         closes = [close for callback in self._callbacks if (close := getattr(callback, "close", None)) is not None]
         first: Exception | None = None
@@ -276,25 +299,25 @@ class FitRun:
             raise first
 
     def _let_go(self) -> None:
-        if self._group.state in (GroupState.READY, GroupState.BUSY):
+        if self._client.supervisor.state in (GroupState.READY, GroupState.BUSY):
             with suppress(GroupError):  # if the group breaks at this moment, the next call reports it
                 self._submit("fit_end", is_last=True).result()
-            self._data.unpin(self._client().members)
+            self._data.unpin(self._client.members)
 
-    def _steps_and_restarts(self, bar: StepBar) -> None:
+    def _steps_and_restarts(self, bar: tqdm[NoReturn]) -> None:
         lost: GroupError | RendezvousError | None = None
         while True:
             try:
                 if lost is not None:
                     with _after(lost):
                         self._go_back(self._restart(lost))
-                    bar.go_back(self._place.num_steps)
+                    bar.update(self._place.num_steps - bar.n)
                 self._steps(bar)
                 return
             except (GroupTakenOverError, CallCancelledError):
                 raise  # the ranks of another driver are not broken; an interrupted run is not to be restarted
             except (GroupError, RendezvousError) as error:
-                if self._group.state is not GroupState.BROKEN or self._num_restarts >= self._max_restarts:
+                if self._client.supervisor.state is not GroupState.BROKEN or self._num_restarts >= self._max_restarts:
                     raise
                 lost = error
 
@@ -305,7 +328,7 @@ class FitRun:
         tell(f"fit: {cause}; restart {self._num_restarts} of {self._max_restarts}")
         done = self._restart_group()
         try:
-            self._client().pending.wait(self._plan.data.stall_s)
+            self._client.pending.wait(self._plan.data.stall_s)
         except (GroupError, CheckpointError) as lost:
             tell(f"fit: {lost}")
         return done
@@ -323,7 +346,7 @@ class FitRun:
         self._skipped = [number for number in self._skipped if number <= self._place.num_steps]
         tell(f"fit: continues after step {self._place.num_steps} ({done.how}: {done.why})")
 
-    def _steps(self, bar: StepBar) -> None:
+    def _steps(self, bar: tqdm[NoReturn]) -> None:
         """Run the steps up to the end of the run, and save."""
         is_over = False
         while not is_over:
@@ -337,7 +360,7 @@ class FitRun:
                 self._note(replies, seconds, bar)
             if self._options.save_to is not None and self._is_due(is_over=is_over):
                 self._save(in_background=self._options.async_save)
-        self._group.wait_for_save()
+        self._client.pending.wait(self._plan.data.stall_s)
 
     def _num_next(self) -> int:
         """Return the number of steps that the ranks take in the next call."""
@@ -345,7 +368,7 @@ class FitRun:
         every = self._options.save_every
         return number if every is None else min(number, every - self._place.num_steps % every)
 
-    def _note(self, replies: Sequence[FitSteps], seconds: float, bar: StepBar) -> None:
+    def _note(self, replies: Sequence[FitSteps], seconds: float, bar: tqdm[NoReturn]) -> None:
         """Record the results of steps, and report them to the bar and the callbacks."""
         steps = list(zip(*(reply.steps for reply in replies), strict=True))
         first = self._place.num_steps - len(steps)
@@ -360,7 +383,9 @@ class FitRun:
             self._warn_of(number, ranks[0])
             is_skipped = bool(ranks[0].skipped)
             fit_step = FitStep(number, ranks[0].epoch, ranks[0].metrics, own_rows, own_tokens, *rates, is_skipped)
-            bar.step(fit_step)
+            rate = f"{rates[1]:,.0f} tokens/s" if own_tokens else f"{rates[0]:,.1f} rows/s"
+            bar.set_postfix_str(f"loss {fit_step.metrics['loss']:.4g}, {rate}", refresh=False)
+            bar.update(1)
             for callback in self._callbacks:
                 callback(fit_step)
 
@@ -388,7 +413,7 @@ class FitRun:
         options, number = self._options, self._place.num_steps
         path = join_path(str(options.save_to), f"step-{number}")
         # An existing save is of this run, else rank 0 had refused it: a run that went back repeats the same steps.
-        self._group.save(path, overwrite=True, keep_last=options.keep_last, async_save=in_background)
+        self._save_group(path, overwrite=True, keep_last=options.keep_last, async_save=in_background)
         self._asked = number
         self._paths.add(path)
         self._save_s += time.monotonic() - begun

@@ -1,10 +1,8 @@
 """Launches a group from its spec: find the checkpoint, plan memory, start actors, check nodes, load."""
 
 from raysharding.group.launch.doctor import diagnose
-from raysharding.group.launch.launch import launch, rendezvous
+from raysharding.group.launch.launch import GroupRecord, RunningGroup, keep_record, launch, rendezvous, update_record
 from raysharding.group.launch.memory_plan import GroupPlan, plan_group
 from raysharding.group.launch.preflight import Preflight, PreflightReport
-from raysharding.group.launch.record import GroupRecord, keep_record, update_record
-from raysharding.group.launch.running_group import RunningGroup
 from raysharding.group.launch.spec import GroupSpec, check_optimizer
 from raysharding.group.launch.start_actors import Started, start_in_place_of

@@ -13,10 +13,9 @@ from raysharding.config import Placement, Timeouts
 from raysharding.errors import PreflightError, RayshardingError
 from raysharding.group.actors import REMOTE_RANK_ACTOR, ActorInfo
 from raysharding.group.calls import ModelFiles
-from raysharding.group.cluster import Lifetime, Reservation, connect
-from raysharding.group.launch.launch import rendezvous
+from raysharding.group.cluster import Lifetime, Reservation, connect, replies
+from raysharding.group.launch.launch import RunningGroup, rendezvous
 from raysharding.group.launch.preflight import Finding, Preflight, PreflightReport
-from raysharding.group.launch.running_group import RunningGroup
 from raysharding.group.launch.spec import GroupSpec
 from raysharding.group.launch.start_actors import Started, number_actors
 
@@ -68,19 +67,13 @@ def _diagnose(placement: Placement) -> PreflightReport:
         rendezvous(running)
         preflight.link()
     except PreflightError as error:
-        preflight.add(_not_yet_told(preflight, error))
+        if not preflight.report().errors:
+            preflight.add([Finding(True, "link", str(error))])
     except RayshardingError as error:
         preflight.add([Finding(True, "link", str(error))])
     finally:
         supervisor.shutdown()
     return preflight.report()
-
-
-def _not_yet_told(preflight: Preflight, error: PreflightError) -> list[Finding]:
-    """Return the error as a finding, unless the report has error findings already."""
-    if preflight.report().errors:
-        return []
-    return [Finding(True, "link", str(error))]
 
 
 def _start(node_id: str) -> Any:
@@ -90,16 +83,15 @@ def _start(node_id: str) -> Any:
 
 def _await(actors: Sequence[Any], addresses: Sequence[str]) -> tuple[Started, list[Finding]]:
     """Wait until the actors report where they run; kill those that do not, and return a finding for each of them."""
-    refs = [actor.probe.remote(None) for actor in actors]
-    ray.wait(refs, num_returns=len(refs), timeout=_TIMEOUTS.start_s)
     answered: dict[int, ActorInfo] = {}
     findings = []
-    for index, (actor, ref, address) in enumerate(zip(actors, refs, addresses, strict=True)):
-        try:
-            answered[index] = ray.get(ref, timeout=0)
-        except ray.exceptions.RayError as error:
-            ray.kill(actor, no_restart=True)
-            late = isinstance(error, ray.exceptions.GetTimeoutError)
-            why = f"did not start within {_TIMEOUTS.start_s:g} s" if late else f"could not start: {error}"
-            findings.append(Finding(True, "node", f"node {address}: a process without resources {why}"))
+    refs = {actor.probe.remote(None): index for index, actor in enumerate(actors)}
+    for index, answer in replies(refs, _TIMEOUTS.start_s):
+        if not isinstance(answer, ray.exceptions.RayError):
+            answered[index] = answer
+            continue
+        ray.kill(actors[index], no_restart=True)
+        late = isinstance(answer, ray.exceptions.GetTimeoutError)
+        why = f"did not start within {_TIMEOUTS.start_s:g} s" if late else f"could not start: {answer}"
+        findings.append(Finding(True, "node", f"node {addresses[index]}: a process without resources {why}"))
     return number_actors([actors[index] for index in answered], list(answered.values()), "cpu", Lifetime()), findings

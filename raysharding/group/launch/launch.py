@@ -1,36 +1,170 @@
-"""`launch`: from a checkpoint's path to running, loaded ranks; the failure of a step undoes all steps before it."""
+"""`launch`: from a checkpoint's path to running, loaded ranks; the failure of a step undoes all steps before it.
+
+`RunningGroup`: the parts of a running group, which launch, attach, restart and doctor assemble. `GroupRecord`: the data
+that a driver needs to attach to a named group; the group's first actor keeps the record.
+"""
 
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+
+import ray
 
 from raysharding.checkpoint import Checkpoint
 from raysharding.checkpoint.storage import normal_path
 from raysharding.distributed import LoadReport
+from raysharding.errors import GroupError
 from raysharding.group.actors import Assignment, Blueprint
-from raysharding.group.calls import ProgressOption, follow
+from raysharding.group.calls import BegunSave, ModelFiles, ProgressOption, follow
 from raysharding.group.cluster import (
+    Reservation,
+    actor_name,
     check_free,
-    choose_device_type,
     choose_num_threads,
-    choose_world_size,
+    choose_ranks,
+    cluster_gpus,
     connect,
     reserve,
 )
-from raysharding.group.launch.find_checkpoint import Opened, local_path, opened_here, opened_on_a_node
-from raysharding.group.launch.preflight import Preflight
-from raysharding.group.launch.record import keep_record
-from raysharding.group.launch.running_group import RunningGroup
-from raysharding.group.launch.spec import GroupSpec, check_fit
-from raysharding.group.launch.start_actors import start_actors
-from raysharding.group.supervision import Client
+from raysharding.group.launch.preflight import Preflight, PreflightReport
+from raysharding.group.launch.spec import GroupSpec, Opened, check_fit, local_path, opened_here, opened_on_a_node
+from raysharding.group.launch.start_actors import Started, start_actors
+from raysharding.group.rpc import Packed, pack
+from raysharding.group.supervision import Client, Replicas, Supervisor
 from raysharding.models import InputBounds
 
 # Ranks time out a little later than the driver, so that the driver's error, which covers all ranks, is raised first.
 _GRACE_S = 5.0
 _COLLECTIVE_GRACE_S = 60.0
+_KEEP_S = 30.0
+
+
+@dataclass(frozen=True)
+class RunningGroup:
+    """Ranks under supervision, and the driver's data about them."""
+
+    spec: GroupSpec
+    """The group's spec, with the model that the ranks build."""
+    client: Client
+    """Client that sends calls to the ranks."""
+    visible_gpus: tuple[str, ...]
+    """See `Started`."""
+    reservation: Reservation
+    """The ranks' resources."""
+    files: ModelFiles
+    """Files that hold the model."""
+    has_optimizer: bool = False
+    """True if the ranks had an optimizer when these parts were assembled; a call may have set one since."""
+    load_report: LoadReport | None = None
+    """Rank 0's report of the load that made the group; `None` before the load has ended."""
+    bounds: InputBounds = field(default_factory=InputBounds)
+    """Bounds of the model's inputs; without limits before the load."""
+    preflight_report: PreflightReport | None = None
+    """Report of the preflight when the group was made; `None` without a preflight."""
+
+    @classmethod
+    def assemble(
+        cls,
+        name: str,
+        spec: GroupSpec,
+        started: Started,
+        reservation: Reservation,
+        *,
+        files: ModelFiles | None = None,
+        is_loaded: bool = False,
+    ) -> RunningGroup:
+        """Put ranks under the supervision of this process; the connections to them are opened later.
+
+        Args:
+            name: The group's name in errors.
+            spec: The group's spec.
+            started: The ranks' actors, under the epoch of this process.
+            reservation: Resources of the ranks, which the supervision releases.
+            files: Files that hold the model. Default: the checkpoint of `spec`.
+            is_loaded: True if the ranks already hold a model, and so do not need the lease of a group that is being
+                made.
+        """
+        replicas = Replicas.of(spec.sharding, len(started.members))
+        supervisor = Supervisor(
+            name,
+            started.members,
+            spec.timeouts,
+            reservation.release,
+            spec.lifetime,
+            replicas=replicas,
+            is_loaded=is_loaded,
+        )
+        client = Client(started.members, supervisor, spec.timeouts, spec.max_output_bytes)
+        files = ModelFiles(normal_path(spec.checkpoint)) if files is None else files
+        return cls(spec, client, started.visible_gpus, reservation, files, spec.optimizer is not None)
+
+
+@dataclass(frozen=True)
+class GroupRecord:
+    """Record of a named group."""
+
+    version: float
+    """Wall-clock time of writing; of two records that arrive out of order, the one with the later time is kept."""
+    started: Started
+    """The ranks, without their actor handles, which are valid in one process only."""
+    reservation: Reservation
+    """The ranks' resources."""
+    spec: Packed
+    """The `GroupSpec`, pickled, since it may hold functions that the next driver cannot import."""
+    origin: str
+    """The newest files that hold the model."""
+    begun: tuple[BegunSave, ...]
+    """Saves that were requested from the ranks since, and whose outcome the driver did not know."""
+    load_report: LoadReport | None
+    """See `RunningGroup`."""
+    bounds: InputBounds
+    """See `RunningGroup`."""
+    preflight_report: PreflightReport | None
+    """See `RunningGroup`."""
+
+
+def keep_record(running: RunningGroup) -> None:
+    """Store the record of a group that has been made.
+
+    Raises:
+        GroupError: The actor that keeps the record is gone, or does not answer.
+    """
+    try:
+        ray.get(update_record(running, running.spec), timeout=_KEEP_S)
+    except ray.exceptions.RayError as error:
+        what = f"group {running.spec.name!r}: the rank that is to keep the group's record failed to store it: {error}"
+        raise GroupError(what) from error
+
+
+def update_record(running: RunningGroup, spec: GroupSpec) -> ray.ObjectRef:
+    """Store a newer record without waiting: if the actor that keeps it is gone, the group is broken anyway.
+
+    Args:
+        running: The group.
+        spec: The group's spec, with its current optimizer.
+
+    Returns:
+        The reference to wait for.
+    """
+    members = running.client.members
+    record = GroupRecord(
+        version=time.time(),
+        started=Started(tuple(replace(member, actor=None) for member in members), running.visible_gpus),
+        reservation=replace(running.reservation, reaper=None),  # the reaper belongs to this driver
+        # A progress callback belongs to the driver, and most callbacks do not pickle.
+        spec=pack(replace(spec, progress=None), "the arguments of from_checkpoint").snapshot(),
+        origin=running.files.origin,
+        begun=running.files.begun,
+        load_report=running.load_report,
+        bounds=running.bounds,
+        preflight_report=running.preflight_report,
+    )
+    keeper = next(one for one in members if one.name == actor_name(str(spec.name), 0))
+    kept: ray.ObjectRef = keeper.actor.keep.remote(keeper.epoch, record)
+    return kept
 
 
 def launch(spec: GroupSpec) -> RunningGroup:
@@ -39,15 +173,14 @@ def launch(spec: GroupSpec) -> RunningGroup:
     opened = opened_here(spec)
     if opened is not None:
         # Before Ray is started: the check does not need Ray.
-        check_fit(opened.model, opened.base, spec.sharding, spec.loading, opened.adapters)
+        check_fit(opened, spec.sharding, spec.loading)
     connect()
-    device_type = choose_device_type(spec.device)
     if spec.name is not None:
         check_free(spec.name)
-    world_size = choose_world_size(spec.world_size, device_type, spec.placement)
+    device_type, world_size = choose_ranks(spec.device, spec.world_size, spec.placement, cluster_gpus())
     if opened is None:
         opened = opened_on_a_node(spec, spec.timeouts.start_s)
-        check_fit(opened.model, opened.base, spec.sharding, spec.loading, opened.adapters)
+        check_fit(opened, spec.sharding, spec.loading)
     spec = replace(spec, model=opened.model)
     running = _place(spec, opened.base, world_size, device_type)
     supervisor = running.client.supervisor
@@ -98,11 +231,10 @@ def _load(client: Client, opened: Checkpoint, path: str | None, progress: Progre
 
 def _place(spec: GroupSpec, opened: Checkpoint, world_size: int, device_type: str) -> RunningGroup:
     """Reserve resources and start the actors."""
-    placement, timeouts = spec.placement, spec.timeouts
-    reservation = reserve(world_size, device_type, placement, timeouts.place_s, spec.lifetime)
+    reservation = reserve(world_size, device_type, spec.placement, spec.timeouts.place_s, spec.lifetime)
     try:
         path = local_path(opened.files[0].path)
-        started = start_actors(reservation, world_size, device_type, placement, timeouts.start_s, path, spec.lifetime)
+        started = start_actors(reservation, spec, world_size, device_type, path)
         name = f"group {secrets.token_hex(3)}" if spec.name is None else f"group {spec.name!r}"
         return RunningGroup.assemble(name, spec, started, reservation)
     except BaseException:

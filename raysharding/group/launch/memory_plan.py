@@ -8,6 +8,7 @@ from __future__ import annotations
 import html
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from torch import nn
@@ -18,6 +19,7 @@ from raysharding.distributed.transfer import RANK_BYTES
 from raysharding.group.cluster import (
     NodeCapacity,
     assign,
+    choose_ranks,
     cluster_capacity,
     html_rows,
     join_announced,
@@ -26,8 +28,13 @@ from raysharding.group.cluster import (
     show_resources,
     text_table,
 )
-from raysharding.group.launch.find_checkpoint import opened_here, opened_on_a_node, opened_without_cluster
-from raysharding.group.launch.spec import GroupSpec, fitted_module
+from raysharding.group.launch.spec import (
+    GroupSpec,
+    fitted_module,
+    opened_here,
+    opened_on_a_node,
+    opened_without_cluster,
+)
 from raysharding.models import wrap_groups
 from raysharding.units import format_bytes as size
 
@@ -124,9 +131,10 @@ class GroupPlan:
     def _ranks(self) -> tuple[Sequence[str], list[Sequence[str]]]:
         header = ("rank", "node", "parameters", "buffers", "gradients", "optimizer", "gathered", "load", "host", "gpu")
         rows: list[Sequence[str]] = []
-        for first, last in _runs(self.ranks):
-            held, plan = first.footprint, first
-            numbers = str(first.rank) if first is last else f"{first.rank}-{last.rank}"
+        for _, equal in groupby(self.ranks, _row_key):  # adjacent ranks with equal plans on one node share a row
+            plan, *others = equal
+            held = plan.footprint
+            numbers = f"{plan.rank}-{others[-1].rank}" if others else str(plan.rank)
             parts = (held.parameter_bytes, held.buffer_bytes, held.gradient_bytes, held.optimizer_bytes)
             more = (plan.gathered_bytes, plan.load_bytes, plan.host_bytes, plan.device_bytes)
             rows.append((numbers, plan.node or "no space", *map(size, (*parts, *more))))
@@ -140,17 +148,6 @@ class GroupPlan:
             amounts = (node.host_bytes, has.host_bytes, node.device_bytes, has.gpu_bytes)
             rows.append((has.name, str(len(node.ranks)), f"{has.cpus:g}", str(has.gpus), *map(size, amounts)))
         return header, rows
-
-
-def _runs(ranks: Sequence[RankPlan]) -> list[tuple[RankPlan, RankPlan]]:
-    """Return (first, last) of adjacent ranks with equal plans on the same node: 64 equal ranks share one row."""
-    runs: list[tuple[RankPlan, RankPlan]] = []
-    for plan in ranks:
-        if runs and _row_key(runs[-1][0]) == _row_key(plan):
-            runs[-1] = (runs[-1][0], plan)
-        else:
-            runs.append((plan, plan))
-    return runs
 
 
 def _row_key(one: RankPlan) -> tuple[object, ...]:
@@ -236,16 +233,8 @@ def plan_group(spec: GroupSpec, nodes: Sequence[NodeCapacity] | None) -> GroupPl
 
 def _choose(spec: GroupSpec, nodes: Sequence[NodeCapacity]) -> tuple[str, int]:
     """Return the device type and the number of ranks, as `from_checkpoint` chooses them."""
-    gpus = sum(capacity.gpus for capacity in nodes)
-    device_type = spec.device or ("cuda" if gpus else "cpu")
-    if device_type not in ("cuda", "cpu"):
-        raise ValueError(f"device={spec.device!r}: use 'cuda', 'cpu', or None for cuda if there are GPUs")
-    world_size = spec.world_size
-    if world_size is None and spec.placement.placement_group is not None:
-        world_size = int(spec.placement.placement_group.bundle_count)
-    if world_size is None and (device_type == "cpu" or not gpus):
-        raise ValueError("world_size=None means one rank per free GPU, but there is no free GPU: give world_size")
-    world_size = gpus if world_size is None else world_size
+    num_gpus = sum(capacity.gpus for capacity in nodes)
+    device_type, world_size = choose_ranks(spec.device, spec.world_size, spec.placement, num_gpus)
     if world_size % spec.sharding.replicate_size:
         size_of = spec.sharding.replicate_size
         raise ValueError(f"replicate_size={size_of} does not divide world_size={world_size}: give a divisor")

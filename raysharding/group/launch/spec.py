@@ -1,54 +1,29 @@
 """`GroupSpec`: all arguments of a group, so that the group can be made again.
 
-The driver's checks before anything is placed: arguments, the optimizer, the model and its checkpoint.
+`Opened`: a group's checkpoint, or LoRA adapters and the checkpoint that they name as their base. A checkpoint is opened
+where its files are visible: on the driver, or on the first such node of the cluster. Before anything is placed, the
+driver checks the arguments, and compares the model with the headers.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import ray
 import torch
 from torch import nn
 
-from raysharding.checkpoint import Checkpoint
+from raysharding.checkpoint import Checkpoint, open_checkpoint
+from raysharding.checkpoint.storage import is_remote, normal_path
 from raysharding.config import Loading, Placement, Sharding, Timeouts
-from raysharding.errors import PlanError
+from raysharding.errors import CheckpointError, PlanError, RayshardingError
 from raysharding.group.calls import ProgressOption
-from raysharding.group.cluster import Lifetime, check_name, check_world_size
+from raysharding.group.cluster import Lifetime, ask_nodes, check_name
 from raysharding.group.rpc import pack
 from raysharding.models import Adapted, AdapterNames, build_module, map_keys, misfit, wrap_groups
-
-
-def check_configs(
-    sharding: Sharding, loading: Loading, placement: Placement, timeouts: Timeouts, max_output_bytes: int
-) -> None:
-    """Check the types of the configuration objects, and the cap on a rank's output.
-
-    Raises:
-        ValueError: One has another type, or the cap is not a positive int; the error says what to give.
-    """
-    given: list[tuple[str, object, type]] = [
-        ("sharding", sharding, Sharding),
-        ("loading", loading, Loading),
-        ("placement", placement, Placement),
-        ("timeouts", timeouts, Timeouts),
-    ]
-    for name, value, wanted in given:
-        if not isinstance(value, wanted):
-            kind = type(value).__name__
-            raise ValueError(f"{name}={value!r}: give {wanted.__name__}(...) from raysharding, not a {kind}")
-
-    if type(max_output_bytes) is not int or max_output_bytes < 1:
-        raise ValueError(f"max_output_bytes={max_output_bytes!r}: give a positive int of bytes, such as 2 << 30")
-
-
-def check_factories(model: Any, optimizer: Any) -> None:
-    """Check the model argument and, if given, the optimizer factory; see `check_model`, `check_optimizer`."""
-    check_model(model)
-    if optimizer is not None:
-        check_optimizer(optimizer)
 
 
 def check_model(model: Any) -> None:
@@ -90,62 +65,6 @@ def check_optimizer(factory: Any) -> None:
             f"optimizer={factory!r}: give a class such as torch.optim.AdamW, or a function that takes the parameters"
         )
     pack(factory, "optimizer")
-
-
-def check_fit(
-    model: Any, checkpoint: Checkpoint, sharding: Sharding, loading: Loading, adapters: Checkpoint | None = None
-) -> None:
-    """Build a transformers model on meta, and compare it with the headers of the checkpoint and of adapters.
-
-    The ranks check a callable's model instead, before data moves, because the callable may need resources that only
-    the ranks have. The ranks also check the model if this process lacks a package that the model needs.
-
-    Raises:
-        PlanError: There is no such model, or it does not fit the checkpoint; the error lists every mismatch.
-    """
-    source = model.model if isinstance(model, Adapted) else model
-    if source is not None and not isinstance(source, str):
-        return
-    try:
-        module = fitted_module(model, checkpoint, loading)
-    except PlanError as error:
-        if isinstance(error.__cause__, ImportError):
-            return
-        raise
-    if adapters is not None:
-        check_adapters(module, adapters)
-    if not callable(sharding.wrap) and not callable(sharding.ignored_modules):
-        wrap_groups(module, sharding)
-
-
-def check_adapters(module: nn.Module, adapters: Checkpoint) -> None:
-    """Compare adapters with a model on meta that was built with adapters.
-
-    Raises:
-        PlanError: The adapters differ from the model's; the error lists every mismatch.
-    """
-    names = AdapterNames.of(module)
-    assert names is not None, "the model is built with adapters"
-    names.check(adapters)
-    keys = map_keys(module, adapters.tensors, None)
-    problems = [*keys.problems, *(f"unexpected in the checkpoint: {name}" for name in keys.unexpected)]
-    # Parameters of the base are not missing: the base is loaded before the adapters.
-    problems += [f"missing from the checkpoint: {name}" for name in keys.missing if name in names.files]
-    if problems:
-        raise misfit(adapters.path, problems)
-
-
-def fitted_module(model: Any, checkpoint: Checkpoint, loading: Loading) -> nn.Module:
-    """Build the module on meta, check that it fits the checkpoint's headers, and return it.
-
-    Raises:
-        PlanError: As `check_fit`.
-    """
-    module = build_module(model, checkpoint, loading.dtype)
-    keys = map_keys(module, checkpoint.tensors, loading.key_mapping)
-    if problems := keys.mismatches(strict=loading.strict):
-        raise misfit(checkpoint.path, problems)
-    return module
 
 
 @dataclass(frozen=True)
@@ -193,9 +112,21 @@ class GroupSpec:
             ValueError: A field has a wrong type or value; the error says what to give.
             TypeError: The model or the optimizer's factory cannot be pickled.
         """
-        check_configs(self.sharding, self.loading, self.placement, self.timeouts, self.max_output_bytes)
-        check_world_size(self.world_size)
-        check_factories(self.model, self.optimizer)
+        kinds = {"sharding": Sharding, "loading": Loading, "placement": Placement, "timeouts": Timeouts}
+        for name, wanted in kinds.items():
+            value = getattr(self, name)
+            if not isinstance(value, wanted):
+                kind = type(value).__name__
+                raise ValueError(f"{name}={value!r}: give {wanted.__name__}(...) from raysharding, not a {kind}")
+        if type(self.max_output_bytes) is not int or self.max_output_bytes < 1:
+            raise ValueError(
+                f"max_output_bytes={self.max_output_bytes!r}: give a positive int of bytes, such as 2 << 30"
+            )
+        if self.world_size is not None and (type(self.world_size) is not int or self.world_size < 1):
+            raise ValueError(f"world_size={self.world_size!r}: give 1 or more, as an int")
+        check_model(self.model)
+        if self.optimizer is not None:
+            check_optimizer(self.optimizer)
         check_name(self.name)
         if type(self.max_restarts) is not int or self.max_restarts < 0:
             raise ValueError(f"max_restarts={self.max_restarts!r}: give a whole number, 0 or more")
@@ -203,3 +134,199 @@ class GroupSpec:
             raise ValueError(
                 f"name={self.name!r} with a placement group of your own: it may end before the group does; omit one"
             )
+
+
+def local_path(checkpoint: str) -> str | None:
+    """Return the file-system path of a checkpoint, `None` for a remote URI."""
+    return None if is_remote(checkpoint) else normal_path(checkpoint)
+
+
+def open_here(checkpoint: str) -> Checkpoint | None:
+    """Open a checkpoint in this process; return `None` if this machine does not see the path.
+
+    Raises:
+        CheckpointError: The checkpoint is not valid, or of an unsupported kind.
+    """
+    path = local_path(checkpoint)
+    return open_checkpoint(checkpoint) if path is None or _is_there(path) else None
+
+
+def _is_there(path: str) -> bool:
+    """Return True if a path exists and is not an empty directory, as a mount point without its mount is."""
+    try:
+        return bool(os.listdir(path))
+    except NotADirectoryError:
+        return True
+    except OSError:
+        return os.path.exists(path)  # an unreadable directory: opening it raises the error
+
+
+def open_on_a_node(checkpoint: str, start_s: float) -> Checkpoint:
+    """Open a checkpoint on the first node of the cluster that sees its path.
+
+    Args:
+        checkpoint: A local path or `file://` URI.
+        start_s: Deadline for the nodes' answers.
+
+    Raises:
+        CheckpointError: No node sees the path, or the checkpoint is not valid.
+    """
+    path = local_path(checkpoint)
+    assert path is not None, "a remote URI is opened on the driver"
+    nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+    silent: dict[str, str] = {}
+    for node_id, answer in ask_nodes(_open_if_there, dict.fromkeys(nodes, path), start_s):
+        if isinstance(answer, ray.exceptions.GetTimeoutError):
+            silent[nodes[node_id]] = f"none within {start_s:g} s"
+        elif isinstance(answer, ray.exceptions.RayError):
+            text = str(answer).strip() or type(answer).__name__
+            silent[nodes[node_id]] = text.splitlines()[-1]  # of a remote traceback, this line is the error itself
+        elif isinstance(answer, RayshardingError):
+            raise answer
+        elif answer is not None:
+            return Checkpoint.from_json(answer)
+    answered = ", ".join(address for address in nodes.values() if address not in silent) or "none"
+    unanswered = "".join(f"; no answer from {address}: {why}" for address, why in silent.items())
+    raise CheckpointError(
+        f"no such file or directory, or an empty one, on the driver and on the nodes that answered ({answered})"
+        f"{unanswered}",
+        path=checkpoint,
+    )
+
+
+def _open_if_there(path: str) -> bytes | RayshardingError | None:
+    """Return the opened checkpoint, the error in it, or `None` if the node does not see it; runs on a node."""
+    if not _is_there(path):
+        return None
+    try:
+        return open_checkpoint(path).to_json()
+    except RayshardingError as error:
+        return error
+
+
+@dataclass(frozen=True)
+class Opened:
+    """An opened checkpoint and its model."""
+
+    model: Any
+    """The model that the ranks build: the user's `model` argument, or an `Adapted`."""
+    base: Checkpoint
+    """The checkpoint that the model is built for."""
+    adapters: Checkpoint | None
+    """The adapters that are loaded after the base; `None` without adapters."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes to load."""
+        return self.base.num_bytes + (0 if self.adapters is None else self.adapters.num_bytes)
+
+
+def opened_here(spec: GroupSpec) -> Opened | None:
+    """Open the checkpoint of a spec in this process; return `None` if this machine does not see all of it.
+
+    Raises:
+        CheckpointError: The checkpoint is not valid, or adapters name no base that can be opened.
+        ValueError: The adapters in the files differ from `peft_config`.
+    """
+    return _opened(spec, open_here)
+
+
+def opened_on_a_node(spec: GroupSpec, start_s: float) -> Opened:
+    """Open the checkpoint of a spec on the first node of the cluster that sees its path; see `opened_here`.
+
+    Args:
+        spec: The group's spec.
+        start_s: Deadline for the nodes' answers.
+    """
+    opened = _opened(spec, lambda path: open_here(path) or open_on_a_node(path, start_s))
+    assert opened is not None, "open_on_a_node raises if no node sees the path"
+    return opened
+
+
+def opened_without_cluster(spec: GroupSpec) -> Opened:
+    """Open the checkpoint of a spec in this process, without a cluster whose nodes might see it; see `opened_here`."""
+    opened = _opened(spec, open_checkpoint)
+    assert opened is not None, "open_checkpoint raises if the path is not there"
+    return opened
+
+
+def _opened(spec: GroupSpec, open_one: Callable[[str], Checkpoint | None]) -> Opened | None:
+    given = open_one(spec.checkpoint)
+    if given is None:
+        return None
+    if given.adapter is None:
+        model = spec.model
+        if isinstance(model, Adapted):
+            model = replace(model, base=normal_path(spec.checkpoint))
+        return Opened(model, given, None)
+    adapted = Adapted.of_files(spec.model, given)
+    base = adapted.base or given.adapter.get("base_model_name_or_path")
+    how = "give the base's path and peft_config=LoraConfig.from_pretrained(adapters), then group.load(adapters)"
+    if not isinstance(base, str) or not base or "\0" in base:
+        what = f"adapter_config.json names no base model (base_model_name_or_path={base!r}): {how}"
+        raise CheckpointError(what, path=given.path)
+    try:
+        opened = open_one(base)
+    except CheckpointError as error:
+        error.add_note(f"raysharding: {given.path} names this as its base model; if the base was moved, {how}")
+        raise
+    if opened is None:
+        return None
+    if opened.adapter is not None:
+        raise CheckpointError(f"names {base} as its base model, which holds adapters as well: {how}", path=given.path)
+    return Opened(replace(adapted, base=normal_path(base)), opened, given)
+
+
+def check_fit(opened: Opened, sharding: Sharding, loading: Loading) -> None:
+    """Build a transformers model on meta, and compare it with the headers of the checkpoint and of adapters.
+
+    The ranks check a callable's model instead, before data moves, because the callable may need resources that only
+    the ranks have. The ranks also check the model if this process lacks a package that the model needs.
+
+    Raises:
+        PlanError: There is no such model, or it does not fit the checkpoint; the error lists every mismatch.
+    """
+    model, adapters = opened.model, opened.adapters
+    source = model.model if isinstance(model, Adapted) else model
+    if source is not None and not isinstance(source, str):
+        return
+    try:
+        module = fitted_module(model, opened.base, loading)
+    except PlanError as error:
+        if isinstance(error.__cause__, ImportError):
+            return
+        raise
+    if adapters is not None:
+        check_adapters(module, adapters)
+    if not callable(sharding.wrap) and not callable(sharding.ignored_modules):
+        wrap_groups(module, sharding)
+
+
+def check_adapters(module: nn.Module, adapters: Checkpoint) -> None:
+    """Compare adapters with a model on meta that was built with adapters.
+
+    Raises:
+        PlanError: The adapters differ from the model's; the error lists every mismatch.
+    """
+    names = AdapterNames.of(module)
+    assert names is not None, "the model is built with adapters"
+    names.check(adapters)
+    keys = map_keys(module, adapters.tensors, None)
+    problems = [*keys.problems, *(f"unexpected in the checkpoint: {name}" for name in keys.unexpected)]
+    # Parameters of the base are not missing: the base is loaded before the adapters.
+    problems += [f"missing from the checkpoint: {name}" for name in keys.missing if name in names.files]
+    if problems:
+        raise misfit(adapters.path, problems)
+
+
+def fitted_module(model: Any, checkpoint: Checkpoint, loading: Loading) -> nn.Module:
+    """Build the module on meta, check that it fits the checkpoint's headers, and return it.
+
+    Raises:
+        PlanError: As `check_fit`.
+    """
+    module = build_module(model, checkpoint, loading.dtype)
+    keys = map_keys(module, checkpoint.tensors, loading.key_mapping)
+    if problems := keys.mismatches(strict=loading.strict):
+        raise misfit(checkpoint.path, problems)
+    return module

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -13,12 +12,10 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raysharding.config import Placement
 from raysharding.errors import CallTimeoutError, CheckpointError, FailureKind, GroupError, RankFailure
 from raysharding.group.actors import REMOTE_RANK_ACTOR, ActorInfo
-from raysharding.group.cluster import Lifetime, Reservation, name_taken, tell
-from raysharding.group.launch.find_checkpoint import local_path
-from raysharding.group.launch.spec import GroupSpec
+from raysharding.group.cluster import Lifetime, Reservation, name_taken, replies, tell
+from raysharding.group.launch.spec import GroupSpec, local_path
 from raysharding.group.ranks import Member, RankInfo
 
 _PID = re.compile(r"\bpid: (\d+)")
@@ -35,24 +32,16 @@ class Started:
 
 
 def start_actors(
-    reservation: Reservation,
-    world_size: int,
-    device_type: str,
-    placement: Placement,
-    start_s: float,
-    checkpoint_path: str | None,
-    lifetime: Lifetime,
+    reservation: Reservation, spec: GroupSpec, world_size: int, device_type: str, checkpoint_path: str | None
 ) -> Started:
     """Start one actor in each bundle and number them.
 
     Args:
         reservation: A ready placement group.
+        spec: The group's spec.
         world_size: Number of ranks.
         device_type: `cuda` or `cpu`.
-        placement: CPUs and runtime environment of a rank.
-        start_s: Deadline for all actors to answer.
         checkpoint_path: Local path that rank 0's node must see; `None` if rank 0 may run on any node.
-        lifetime: What ends the actors.
 
     Raises:
         ValueError: The group's name is taken.
@@ -63,12 +52,12 @@ def start_actors(
     actors: list[Any] = []
     try:
         # One by one: if an actor fails to start, the actors before it must be stopped.
-        actors.extend(_start(reservation, bundle, device_type, placement, lifetime) for bundle in range(world_size))
-        infos = probe(actors, start_s, checkpoint_path, reservation.node_ip)
+        actors.extend(_start(reservation, bundle, device_type, spec) for bundle in range(world_size))
+        infos = probe(actors, spec.timeouts.start_s, checkpoint_path, reservation.node_ip)
         if not any(info.sees_checkpoint for info in infos):
             nodes = ", ".join(sorted({info.node_ip for info in infos}))
             raise CheckpointError(f"not visible on the nodes of the ranks: {nodes}", path=checkpoint_path)
-        return number_actors(actors, infos, device_type, lifetime)
+        return number_actors(actors, infos, device_type, spec.lifetime)
     except BaseException:
         for actor in actors:
             ray.kill(actor, no_restart=True)
@@ -89,11 +78,11 @@ def start_in_place_of(
     Returns:
         Lost rank → its new member.
     """
-    ranks, lifetime = sorted(lost), spec.lifetime
+    ranks = sorted(lost)
     bundles = [members[rank].bundle for rank in ranks]
     actors: list[Any] = []
     try:
-        actors.extend(_start(reservation, bundle, "cpu", spec.placement, lifetime) for bundle in bundles)
+        actors.extend(_start(reservation, bundle, "cpu", spec) for bundle in bundles)
         path = local_path(spec.checkpoint)
         infos = probe(actors, spec.timeouts.start_s, path, lambda index: reservation.node_ip(bundles[index]), ranks)
     except BaseException:
@@ -108,7 +97,7 @@ def start_in_place_of(
         local_rank = next(number for number in count() if (info.node_id, number) not in taken)
         taken.add((info.node_id, local_rank))
         described = RankInfo(rank, info.node_id, info.node_ip, info.pid, local_rank, "cpu")
-        replacements[rank] = _member(described, actor, info, bundle, lifetime)
+        replacements[rank] = _member(described, actor, info, bundle, spec.lifetime)
     return replacements
 
 
@@ -117,8 +106,8 @@ def _member(described: RankInfo, actor: Any, info: ActorInfo, bundle: int, lifet
     return Member(described, actor, info.stacks_descriptor, info.log_paths, name, bundle)
 
 
-def _start(reservation: Reservation, bundle: int, device_type: str, placement: Placement, lifetime: Lifetime) -> Any:
-    environment = dict(placement.runtime_env or {})
+def _start(reservation: Reservation, bundle: int, device_type: str, spec: GroupSpec) -> Any:
+    lifetime, environment = spec.lifetime, dict(spec.placement.runtime_env or {})
     if device_type == "cuda":
         # Every rank of a node sees all of the group's GPUs on the node: NCCL between processes that see one GPU each
         # is slow or hangs on NVSwitch machines. Ray must not mask GPUs; `RankCommands.join` sets the group's own mask.
@@ -163,26 +152,23 @@ def probe(
         GroupError: An actor died while it started.
         CallTimeoutError: Actors did not answer in time.
     """
-    until = time.monotonic() + start_s
     numbers = range(len(actors)) if numbers is None else numbers
-    refs = [actor.probe.remote(checkpoint_path) for actor in actors]
     infos: dict[int, ActorInfo] = {}
-    pending = list(refs)
-    while pending:
-        # In the order of the answers: the report of a death must not wait for an earlier actor that hangs.
-        ready, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, until - time.monotonic()))
-        if not ready:
-            message = f"{len(actors)} actors did not all start within {start_s:g} s; raise Timeouts.start_s"
-            indexes = [refs.index(ref) for ref in pending]
-            absent = [_failed(numbers[i], node_ip(i), "hung", "", "does not answer yet") for i in indexes]
-            late = {failure.rank: failure for failure in absent}
-            raise CallTimeoutError(message, primary=next(iter(late.values())), failures=late)
-        index = refs.index(ready[0])
-        try:
-            infos[index] = ray.get(ready[0])
-        except ray.exceptions.RayError as error:
-            failed = _failed(numbers[index], node_ip(index), "died", type(error).__name__, str(error))
-            raise GroupError("an actor could not start", primary=failed, failures={failed.rank: failed}) from error
+    late: dict[int, RankFailure] = {}
+    refs = {actor.probe.remote(checkpoint_path): index for index, actor in enumerate(actors)}
+    # In the order of the answers: the report of a death must not wait for an earlier actor that hangs.
+    for index, answer in replies(refs, start_s):
+        number = numbers[index]
+        if isinstance(answer, ray.exceptions.GetTimeoutError):
+            late[number] = _failed(number, node_ip(index), "hung", "", "does not answer yet")
+        elif isinstance(answer, ray.exceptions.RayError):
+            failed = _failed(number, node_ip(index), "died", type(answer).__name__, str(answer))
+            raise GroupError("an actor could not start", primary=failed, failures={number: failed}) from answer
+        else:
+            infos[index] = answer
+    if late:
+        message = f"{len(actors)} actors did not all start within {start_s:g} s; raise Timeouts.start_s"
+        raise CallTimeoutError(message, primary=next(iter(late.values())), failures=late)
     return [infos[index] for index in range(len(actors))]
 
 

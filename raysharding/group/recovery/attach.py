@@ -67,7 +67,7 @@ def attach(name: str, timeouts: Timeouts | None) -> RunningGroup:
         raise _unfinished(name)
     spec: GroupSpec = record.spec.unpack()
     spec = spec if timeouts is None else replace(spec, timeouts=timeouts)
-    started = Started(_take_over(name, keeper, record, spec, answer_s), record.visible_gpus)
+    started = Started(_take_over(name, keeper, record, spec, answer_s), record.started.visible_gpus)
     files = ModelFiles(record.origin, record.begun)
     running = RunningGroup.assemble(f"group {name!r}", spec, started, record.reservation, files=files, is_loaded=True)
     supervisor = running.client.supervisor
@@ -94,9 +94,9 @@ def _take_over(name: str, keeper: Any, record: GroupRecord, spec: GroupSpec, ans
     """Make every rank accept the Commands and the lease of this driver, and refuse those of earlier drivers."""
     # The actors are looked up before the epoch is requested, and all ranks are sent the epoch at once: between the
     # first rank that accepts it and the last, a call of the earlier driver would begin on some ranks only.
-    actors = [_actor(name, str(member.name)) for member in record.members]
+    actors = [_actor(name, str(member.name)) for member in record.started.members]
     epoch: int = _ask(name, keeper, "take_over", answer_s)
-    handles = zip(record.members, actors, strict=True)
+    handles = zip(record.started.members, actors, strict=True)
     members = tuple(replace(member, actor=actor, epoch=epoch) for member, actor in handles)
     replies = probe_all(members, "accept_epoch", epoch, spec.timeouts.lease_s, within_s=answer_s)
     for rank, reason in sorted(replies.silent.items()):

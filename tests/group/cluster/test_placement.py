@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 
 from raysharding import CheckpointError, GroupError, Placement, PlacementError, Timeouts
 from raysharding.group.actors.actor import ActorInfo
+from raysharding.group.cluster.nodes import replies
 from raysharding.group.cluster.placement import choose_num_threads
-from raysharding.group.launch.find_checkpoint import first_answer
 from raysharding.group.launch.start_actors import probe, rank_order
 from tests.clock import now
 from tests.group.conftest import NUM_CPUS, make_group
@@ -93,9 +93,10 @@ def test_a_node_that_crashes_does_not_hide_another_that_answers() -> None:
         return 7 if after_s else os._exit(1)
 
     refs = {answer.remote(0.0): "10.0.0.1", answer.remote(1.0): "10.0.0.2"}
-    found, silent = first_answer(refs, 30)
-    assert (found, list(silent)) == (7, ["10.0.0.1"])
-    assert "died" in silent["10.0.0.1"]
+    (died, error), answered = replies(refs, 30)
+    assert died == "10.0.0.1"
+    assert "died" in str(error)
+    assert answered == ("10.0.0.2", 7)
 
 
 def test_an_actor_that_died_is_reported_while_another_still_starts() -> None:
