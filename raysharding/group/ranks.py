@@ -26,7 +26,7 @@ class RankInfo:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A rank and its actor. Calls reach it over a connection of the supervision; see `rpc/driver_connections.py`."""
+    """A rank and its actor. Calls reach it over a connection of the supervision; see `rpc/connection.py`."""
 
     info: RankInfo
     """Where the rank runs."""

@@ -2,6 +2,8 @@
 
 The work thread runs `commands.RankCommands`. Results and exceptions reach the driver as typed data (`Response`,
 `Packed`), so that an exception that does not pickle, or a result that is too large, does not end the actor.
+
+`Ownership`: one driver at a time owns the rank. `RankLease` ends the rank of a driver that is gone.
 """
 
 from __future__ import annotations
@@ -10,8 +12,9 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, Protocol
@@ -23,7 +26,6 @@ from raysharding.distributed.comm import Connection, connections, cut, waits_for
 from raysharding.errors import OutputTooLargeError
 from raysharding.group.actors.commands import RankCommands
 from raysharding.group.actors.dataset_blocks import pin
-from raysharding.group.actors.ownership import Ownership, RankLease
 from raysharding.group.actors.work_thread import WorkThread
 from raysharding.group.cluster import ProcessSnapshot, dump_stacks, enable_stack_dumps, exit_without_gcs, tell
 from raysharding.group.rpc import (
@@ -44,6 +46,87 @@ from raysharding.group.rpc import (
     record_exception,
     taken_over,
 )
+
+_TICKS = 20  # checks of the lease per lease time
+_MAX_TICK_S = 0.5
+
+
+class RankLease:
+    """Counts down on a thread of the rank, and calls `end` when the lease expires."""
+
+    def __init__(self, end: Callable[[float], None]) -> None:
+        """Start without a lease.
+
+        Args:
+            end: Ends the process; called with the length of the expired lease, in seconds.
+        """
+        self._end = end
+        self._lock = threading.Lock()
+        self._lease_s: float | None = None
+        self._left_s = 0.0
+        self._order = (0, 0)
+        self._thread: threading.Thread | None = None
+
+    def renew(self, lease_s: float | None, order: tuple[int, int] = (0, 0)) -> None:
+        """Renew the lease.
+
+        Args:
+            lease_s: Length from now, in seconds; `None` ends the lease.
+            order: Epoch of the driver and number of the renewal. Control calls may arrive out of order; an earlier
+                renewal that arrives late has no effect.
+        """
+        with self._lock:
+            if order < self._order:
+                return
+            self._order = order
+            self._left_s = 0.0 if lease_s is None else lease_s
+            self._lease_s = lease_s
+            if lease_s is not None and self._thread is None:
+                self._thread = threading.Thread(target=self._watch, name="raysharding-lease", daemon=True)
+                self._thread.start()
+
+    def _watch(self) -> None:
+        while True:
+            lease_s = self._lease_s
+            tick_s = _MAX_TICK_S if lease_s is None else min(_MAX_TICK_S, lease_s / _TICKS)
+            begun = time.monotonic()
+            time.sleep(tick_s)
+            with self._lock:
+                self._left_s -= min(time.monotonic() - begun, 2 * tick_s)
+                has_run_out = self._lease_s is not None and self._left_s <= 0
+            if has_run_out and lease_s is not None:
+                self._end(lease_s)
+
+
+class Ownership:
+    """The epoch of the driver that owns a rank. Every driver of a group has its own; later ones are greater."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._epoch = 0
+        self._given = 0
+
+    def next_epoch(self) -> int:
+        """Return the epoch for a new driver; it takes effect by `accept_epoch`."""
+        with self._changed:
+            self._given = max(self._given, self._epoch) + 1
+            return self._given
+
+    def accept_epoch(self, epoch: int) -> None:
+        """Make the driver of this epoch the owner, unless a later one is the owner."""
+        with self._changed:
+            self._epoch = max(self._epoch, epoch)
+            self._changed.notify_all()
+
+    def owns(self, epoch: int) -> bool:
+        """Return True if the driver of this epoch owns the rank."""
+        return epoch >= self._epoch
+
+    def wait_superseded(self, epoch: int) -> None:
+        """Block until a later driver is the owner, or the process ends: without a deadline, on a thread of its own."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self.owns(epoch))
+
 
 # Control threads: one for `lifetime`, the others for probes, of which a slow one may block its thread. Large
 # arguments and results of commands have a thread of their own.
@@ -130,7 +213,7 @@ class RankActor:
 
     @ray.method(concurrency_group="control")
     def renew(self, epoch: int, number: int, lease_s: float | None) -> None:
-        """Renew the lease of the rank; see `supervision/lease_renewal.py`."""
+        """Renew the lease of the rank; see `supervision/teardown.py`."""
         if self._ownership.owns(epoch):
             self._lease.renew(lease_s, (epoch, number))
 
@@ -229,7 +312,7 @@ class RankActor:
 
     @ray.method(concurrency_group="control")
     def connect(self, epoch: int, address: tuple[str, int], key: bytes, timeout_s: float) -> None:
-        """Connect to the driver that listens at an address, and run its commands; see `rpc/handshakes.py`."""
+        """Connect to the driver that listens at an address, and run its commands; see `rpc/connection.py`."""
         connection = connect_to_driver(address, key, timeout_s)
         if self._ownership.owns(epoch):
             self._work.obey(epoch, connection)

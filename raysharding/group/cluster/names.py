@@ -4,7 +4,7 @@ Note [Names]: the group `llama` has the actors `llama/0`, `llama/1`, ... by bund
 a placement group `raysharding/llama/<job>`. Actor 0 keeps the record of the group once the group is loaded. Until then
 the reaper (see `reaper.py`) removes the placement group when the driver dies, and Ray stops the actors in it. If the
 reaper dies with the driver, because their host does, the actors end when their lease expires
-(`supervision/lease_renewal.py`) and remove the placement group. A placement group that has no actors yet is removed by
+(`supervision/teardown.py`) and remove the placement group. A placement group that has no actors yet is removed by
 the next driver that makes or attaches to a named group.
 """
 

@@ -16,9 +16,9 @@ from raysharding.group.calls import Sent
 from raysharding.group.ranks import Member
 from raysharding.group.rpc import NEXT_STEP, Command, Future, Packed, Response, number_of, pack, record_exception
 from raysharding.group.supervision import failures
+from raysharding.group.supervision.group_state import BUSY, TORN, RecoverableState, Survivors
 from raysharding.group.supervision.probes import POLL_S, Probes
 from raysharding.group.supervision.running_call import QueuedCall, RunningCall
-from raysharding.group.supervision.survivors import BUSY, TORN, RecoverableState, Survivors
 
 
 class CallSupervisor(Protocol):

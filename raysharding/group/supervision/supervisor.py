@@ -19,11 +19,17 @@ from raysharding.group.ranks import Member
 from raysharding.group.rpc import DriverConnections, EventLoop, Future, accept_ranks, refuse_to_wait, taken_over
 from raysharding.group.supervision import failures
 from raysharding.group.supervision.call_runner import CallRunner
-from raysharding.group.supervision.group_state import GroupState, GroupStatus
-from raysharding.group.supervision.lease_renewal import LeaseRenewal
+from raysharding.group.supervision.group_state import (
+    NOTHING,
+    STOPPED,
+    GroupState,
+    GroupStatus,
+    RecoverableState,
+    Replicas,
+    Survivors,
+)
 from raysharding.group.supervision.running_call import Check, QueuedCall, WaitingCalls
-from raysharding.group.supervision.survivors import NOTHING, STOPPED, RecoverableState, Replicas, Survivors
-from raysharding.group.supervision.teardown import Teardown, close_at_exit
+from raysharding.group.supervision.teardown import LeaseRenewal, Teardown, close_at_exit
 
 _TICK_S = 1.0
 _AFTER_DEATH_S = 0.5

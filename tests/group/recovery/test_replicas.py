@@ -19,7 +19,7 @@ from raysharding import CallTimeoutError, GroupError, PerRank, ShardedModelGroup
 from raysharding.group import GroupState
 from raysharding.group.recovery.restart import RestartReport
 from raysharding.group.rpc.messages import StateChange
-from raysharding.group.supervision.survivors import Replicas
+from raysharding.group.supervision.group_state import Replicas
 from tests.distributed.fidelity import CASES, batch_of, make_checkpoint
 from tests.group.conftest import make_group
 from tests.group.recovery.hsdp import ADAM, BATCH, HSDP, QUICK, Copied, kill, kill_idle, make_hsdp, train
