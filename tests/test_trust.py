@@ -14,7 +14,7 @@ from torch.distributed import TCPStore
 from raysharding.distributed.comm.rendezvous import serve_store
 
 ROOT = Path(__file__).resolve().parents[1]
-UNPICKLING = {f"raysharding/group/rpc/{name}.py" for name in ("messages", "packing")}
+UNPICKLING = {"raysharding/group/rpc/messages.py"}
 """What ranks and driver send each other, over Ray or signed (see `group/rpc/connection.py`); no file is read there."""
 
 

@@ -33,9 +33,8 @@ from torch import nn
 from raysharding import Out, Placement, ShardedModelGroup
 from raysharding.batch import deal
 from raysharding.bench.ratios import Figure
-from raysharding.group.rpc.handshakes import accept_ranks
-from raysharding.group.rpc.messages import Command, Response
-from raysharding.group.rpc.packing import Packed, pack_batches
+from raysharding.group.rpc.connection import accept_ranks
+from raysharding.group.rpc.messages import Command, Packed, Response, pack_batches
 
 NUM_CPUS = 8
 MATRIX = 256

@@ -231,7 +231,7 @@ class RankActor:
 
     @ray.method(concurrency_group="control")
     def connect(self, epoch: int, address: tuple[str, int], key: bytes, timeout_s: float) -> None:
-        """Connect to the driver that listens at an address, and run its commands; see `rpc/handshakes.py`."""
+        """Connect to the driver that listens at an address, and run its commands; see `rpc/connection.py`."""
         connection = connect_to_driver(address, key, timeout_s)
         if self._ownership.owns(epoch):
             self._work.obey(epoch, connection)

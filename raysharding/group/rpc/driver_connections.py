@@ -6,7 +6,7 @@ starts the ranks, reports their deaths, carries large values, and answers questi
 responses take a TCP connection of their own.
 
 The ranks connect to the driver, so no rank listens, and the driver does so only until all of them are connected; see
-`handshakes.py`. What a connection promises is in Note [Signed messages] in `connection.py`.
+`accept_ranks`. What a connection promises is in Note [Signed messages] in `connection.py`.
 
 A lost connection is no failure by itself: it is lost whenever a rank dies, a moment before Ray reports the death, and
 when another driver attaches to the group. Only if Ray reports nothing within 1.5 s is the rank unreachable, and killed:

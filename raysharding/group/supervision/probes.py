@@ -239,10 +239,7 @@ def _snapshot(members: Sequence[Member], rank: int, able: Sequence[Member]) -> P
     one = members[rank]
     where = one.info.pid, one.stacks_descriptor
     if one.info.node_id == ray.get_runtime_context().get_node_id():
-        try:
-            return dump_stacks(*where)
-        except OSError:
-            return None
+        return _dump_stacks(*where)
     neighbours = [other for other in able if other.info.node_id == one.info.node_id]
     answers = probe_all(neighbours[:1], "dump_stacks", *where, within_s=_NEIGHBOUR_S)
     snapshot: ProcessSnapshot | None = answers.replies.get(0)

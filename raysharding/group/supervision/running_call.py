@@ -7,7 +7,7 @@ import math
 import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from raysharding.distributed.comm import Connection
 from raysharding.errors import GroupError
@@ -17,12 +17,8 @@ from raysharding.group.ranks import Member
 from raysharding.group.rpc import COMMAND_BYTES, Command, Packed, Stacks, StateChange, one_model
 from raysharding.group.supervision.failures import Observed, saw_hang, saw_stop
 
-
-class Continue(Protocol):
-    """Receives rank 0's value of one step of a call that takes several steps."""
-
-    def __call__(self, sent: Sent) -> None:
-        """Store the value. Runs on the supervision thread."""
+Continue: TypeAlias = Callable[[Sent], None]
+"""Stores rank 0's value of one step of a call that takes several steps. Runs on the supervision thread."""
 
 
 @dataclass(frozen=True)

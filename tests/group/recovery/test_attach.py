@@ -31,8 +31,7 @@ from raysharding import (
 )
 from raysharding.batch import RankBatch
 from raysharding.group import GroupState
-from raysharding.group.rpc.messages import Command
-from raysharding.group.rpc.packing import pack_same
+from raysharding.group.rpc.messages import Command, pack_same
 from raysharding.group.supervision.lease_renewal import LeaseRenewal
 from tests.clock import now
 from tests.group.conftest import make_group

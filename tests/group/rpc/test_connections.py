@@ -27,8 +27,16 @@ from raysharding.group import GroupState
 from raysharding.group.actors.actor import REMOTE_RANK_ACTOR
 from raysharding.group.actors.work_thread import WorkThread
 from raysharding.group.ranks import Member, RankInfo
-from raysharding.group.rpc.connection import HANDSHAKE_BYTES, KEY_BYTES, Connection, connect_to_driver, handshake
-from raysharding.group.rpc.handshakes import MAX_PENDING, Handshakes, _pending
+from raysharding.group.rpc.connection import (
+    HANDSHAKE_BYTES,
+    KEY_BYTES,
+    MAX_PENDING,
+    Connection,
+    Handshakes,
+    _pending,
+    connect_to_driver,
+    handshake,
+)
 from tests.conftest import make_group, make_mlp
 from tests.group.recovery.hsdp import Copied, kill_idle, make_hsdp
 from tests.spawn import run_ranks
@@ -218,7 +226,7 @@ def test_strangers_are_few_and_do_not_stay(listener: socket.socket, monkeypatch:
         for _ in range(200):
             handshakes.poll(0.1)
         assert psutil.Process().num_fds() - before <= MAX_PENDING + 2
-        monkeypatch.setattr("raysharding.group.rpc.handshakes.HANDSHAKE_S", 0.0)
+        monkeypatch.setattr("raysharding.group.rpc.connection.HANDSHAKE_S", 0.0)
         handshakes.poll(0.1)
         assert psutil.Process().num_fds() - before <= 2
     for stranger in strangers:

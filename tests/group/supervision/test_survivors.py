@@ -17,8 +17,15 @@ import torch
 from raysharding import CheckpointError, GroupBrokenError, GroupError, ShardedModelGroup, Timeouts
 from raysharding.group import GroupState
 from raysharding.group.calls.call import Call, Collect
-from raysharding.group.rpc.messages import COMMAND_BYTES, RESULT_BYTES, Command, Response, StateChange, number_of
-from raysharding.group.rpc.packing import Packed
+from raysharding.group.rpc.messages import (
+    COMMAND_BYTES,
+    RESULT_BYTES,
+    Command,
+    Packed,
+    Response,
+    StateChange,
+    number_of,
+)
 from raysharding.group.supervision.running_call import QueuedCall, RunningCall
 from raysharding.group.supervision.survivors import RecoverableState, Replicas, Survivors
 from tests.group.conftest import make_group
