@@ -39,6 +39,7 @@ def _floor(number: int, third_party: str, purpose: str) -> Floor:
 
 FLOORS = {
     "errors": _floor(0, "", "the error tree; every class survives pickling"),
+    "torch_internals": _floor(0, "torch", "torch's private names that several rooms use"),
     "units": _floor(0, "", "binary units of bytes, and amounts of bytes as text"),
     "tree": _floor(0, "torch", "walks over nested dicts, lists, tuples and dataclasses, with the path of each leaf"),
     "config": _floor(1, "torch", "frozen dataclasses: Sharding, Loading, Placement, Timeouts"),
@@ -294,6 +295,10 @@ PRIVATE = {
         r"|mesh_info|post_forward_mesh_info|_pg_registry)\b"
     ),
     "raysharding.distributed.fully_shard.layout": re.compile(r"\b_local_tensor\b"),
+    "raysharding.tree": re.compile(r"\b_pytree\b"),
+    "raysharding.torch_internals": re.compile(
+        r"\b(_checkpoint\.checkpoint_wrapper|modules\.batchnorm|_python_dispatch|_IncompatibleKeys)\b"
+    ),
     "raysharding.group.cluster.ray_internals": re.compile(r"\bray\._(private|raylet)\b|\b_actor_id\b"),
 }
 """Module → names of others that it alone touches: where one is renamed, one file is mended."""

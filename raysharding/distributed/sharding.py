@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import _IncompatibleKeys
 
 from raysharding.checkpoint import read_state_dict
 from raysharding.distributed.accelerate_compat.patch import AcceleratePatch, FileStateDict
 from raysharding.distributed.fully_shard import inner_tensor, meta_like
 from raysharding.distributed.loading import distribute_state_dict, load_full_state_dict
+from raysharding.torch_internals import IncompatibleKeys
 
 # Without `get_extra_state`: torch assumes extra state if a class overrides it.
 _DELEGATED = (
@@ -111,7 +111,7 @@ class DistModule(nn.Module):
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False, *, timeout_s: float = 120.0
-    ) -> _IncompatibleKeys:
+    ) -> IncompatibleKeys:
         """Distribute rank 0's full state dict into the wrapped module; collective.
 
         The interface is that of `torch.nn.Module.load_state_dict`.

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from raysharding.errors import PlanError
 from raysharding.models.adapters import apply_adapter_reset, holder_of_adapter
 from raysharding.models.conversion import CONVERSION_ERRORS, class_name, is_transformers_model
 from raysharding.models.stand_in import stand_in
+from raysharding.torch_internals import TorchDispatchMode
 
 _SETTERS = frozenset(
     {

@@ -21,11 +21,11 @@ from collections.abc import Set as AbstractSet
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from raysharding.config import Sharding
 from raysharding.errors import PlanError
 from raysharding.models.conversion import class_name, is_transformers_model
+from raysharding.torch_internals import BatchNorm
 
 
 def is_cut(parameter: nn.Parameter) -> bool:
@@ -232,7 +232,7 @@ def lowers_precision(sharding: Sharding) -> bool:
 
 def stays_in_full_precision(module: nn.Module) -> bool:
     """Return True if mixed precision excludes a module: FSDP1's `_module_classes_to_ignore`, which is BatchNorm."""
-    return isinstance(module, _BatchNorm)
+    return isinstance(module, BatchNorm)
 
 
 class _Tree:

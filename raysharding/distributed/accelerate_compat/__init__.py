@@ -10,11 +10,6 @@ from functools import partial
 from typing import Any
 
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    ActivationWrapper,
-    checkpoint_wrapper,
-    offload_wrapper,
-)
 
 from raysharding.distributed.accelerate_compat.environment import (
     disable_fsdp_ram_efficient_loading,
@@ -27,6 +22,11 @@ from raysharding.distributed.accelerate_compat.prepare_model import fsdp2_prepar
 from raysharding.distributed.accelerate_compat.wrap_policy import fsdp2_prepare_auto_wrap_policy
 from raysharding.distributed.fully_shard import contexts_of, named_submodules
 from raysharding.errors import PlanError
+from raysharding.torch_internals import (
+    ActivationWrapper,
+    checkpoint_wrapper,
+    offload_wrapper,
+)
 
 __all__ = [
     "FullyShardedDataParallelPlugin",

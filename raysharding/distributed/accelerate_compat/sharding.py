@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from raysharding.config import Sharding
 from raysharding.distributed.accelerate_compat.wrap_policy import fsdp2_prepare_auto_wrap_policy
 from raysharding.distributed.fully_shard import warn_once
+from raysharding.torch_internals import BatchNorm
 
 
 def sharding_of(
@@ -88,7 +88,7 @@ def fsdp2_precision(policy: MixedPrecision | MixedPrecisionPolicy | None) -> Mix
         return policy
     if policy.buffer_dtype not in (None, torch.float32):
         warn_once(f"buffer_dtype={policy.buffer_dtype}: buffers keep the dtype they are stored in under FSDP2")
-    others = [kind.__name__ for kind in policy._module_classes_to_ignore if not issubclass(kind, _BatchNorm)]
+    others = [kind.__name__ for kind in policy._module_classes_to_ignore if not issubclass(kind, BatchNorm)]
     if others:
         warn_once(f"_module_classes_to_ignore: {', '.join(others)} compute in low precision; only BatchNorm does not")
     return MixedPrecisionPolicy(

@@ -11,7 +11,6 @@ from weakref import WeakKeyDictionary, ref
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -25,7 +24,6 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils.hooks import RemovableHandle
 
 from raysharding.distributed.comm import agree
@@ -41,6 +39,7 @@ from raysharding.distributed.loading import extra_state_owners, load_full_tensor
 from raysharding.distributed.transfer import gather_into, saved_tensors, tied_names
 from raysharding.errors import PlanError
 from raysharding.models import clean_name
+from raysharding.torch_internals import ActivationWrapper, IncompatibleKeys
 
 _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
     StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
@@ -257,13 +256,13 @@ class _Form:
         state_dict: Mapping[str, Any],
         strict: bool = True,
         assign: bool = False,
-    ) -> _IncompatibleKeys:
+    ) -> IncompatibleKeys:
         """`module.load_state_dict` in this form; collective."""
         # A hook, for users' own come first, and may rename keys; torch does not tell it of `strict` and `assign`.
         hook = module.register_load_state_dict_pre_hook(partial(self._load, strict, assign))
         self._is_loading = True
         try:
-            result: _IncompatibleKeys = call(state_dict, strict=strict, assign=assign)
+            result: IncompatibleKeys = call(state_dict, strict=strict, assign=assign)
             return result
         finally:
             self._is_loading = False

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu
-from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from raysharding.config import Sharding
 from raysharding.errors import PlanError
 from raysharding.models import class_name
+from raysharding.torch_internals import NormBase
 
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
 """Arguments of transformers' layers for the key-value cache."""
@@ -132,7 +132,7 @@ class _UnchangedStatistics:
         self._kept: list[tuple[nn.Module, str, torch.Tensor]] = []
 
     def __enter__(self) -> None:
-        norms = [inner for inner in self._module.modules() if isinstance(inner, _NormBase) and inner.training]
+        norms = [inner for inner in self._module.modules() if isinstance(inner, NormBase) and inner.training]
         self._kept = [
             (norm, name, buffer) for norm in norms for name, buffer in norm._buffers.items() if buffer is not None
         ]

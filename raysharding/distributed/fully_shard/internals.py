@@ -15,10 +15,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.modules.module import _IncompatibleKeys, register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from raysharding.distributed.fully_shard.layout import named_submodules, unwrapped
 from raysharding.errors import said
+from raysharding.torch_internals import IncompatibleKeys
 
 
 class ShardedParameter(NamedTuple):
@@ -235,7 +236,7 @@ def tell_fsdp(module: nn.Module) -> None:
     FSDP2 holds references, and renews them in hooks after a `load_state_dict`. A `load_state_dict` with an empty dict
     takes ten times as long, warns about tensors on meta, and runs users' hooks before values are loaded.
     """
-    nothing = _IncompatibleKeys([], [])
+    nothing = IncompatibleKeys([], [])
     for _, submodule in named_submodules(module):
         for hook in submodule._load_state_dict_post_hooks.values():
             if is_fsdp_hook(hook):

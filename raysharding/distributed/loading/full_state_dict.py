@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.module import _IncompatibleKeys
 
 from raysharding.checkpoint.format import EXTRA_STATE_NAME
 from raysharding.config import Loading
@@ -33,6 +32,7 @@ from raysharding.distributed.loading.state_dict_source import Rank0StateDict, wh
 from raysharding.distributed.optim import decode, encode
 from raysharding.errors import PlanError
 from raysharding.models import clean_name
+from raysharding.torch_internals import IncompatibleKeys
 
 
 def load_full_state_dict(
@@ -42,7 +42,7 @@ def load_full_state_dict(
     strict: bool = True,
     assign: bool = False,
     timeout_s: float = 120.0,
-) -> _IncompatibleKeys:
+) -> IncompatibleKeys:
     """Distribute rank 0's full state dict into a module; collective over the default group.
 
     Each rank receives the bytes of its own shards, in buckets, in the narrower of the two dtypes.
@@ -80,7 +80,7 @@ def load_full_state_dict(
 
 def load_full_tensors(
     module: nn.Module, state_dict: Mapping[str, Any], *, strict: bool, assign: bool, timeout_s: float = 120.0
-) -> tuple[_IncompatibleKeys, ExtraState]:
+) -> tuple[IncompatibleKeys, ExtraState]:
     """Load as `load_full_state_dict`, but return extra state for the caller to set, and call no hooks."""
     values = state_dict if dist.get_rank() == 0 else {}
     extra = _extra_state(module, values, assign)
@@ -91,7 +91,7 @@ def load_full_tensors(
         report = load_from_rank_0(module, origin, Loading(transport="scatter", strict=strict), timeout_s)
         undo.pop_all()
     missing, unexpected = [*report.missing, *extra.missing], [*report.unexpected, *extra.unexpected]
-    return _IncompatibleKeys(missing, unexpected), extra
+    return IncompatibleKeys(missing, unexpected), extra
 
 
 def _extra_state(module: nn.Module, state_dict: Mapping[str, Any], assign: bool) -> ExtraState:

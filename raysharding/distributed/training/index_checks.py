@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from raysharding.torch_internals import TorchDispatchMode
 
 _aten = torch.ops.aten
 
