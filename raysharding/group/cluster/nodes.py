@@ -122,10 +122,15 @@ def ask_nodes(
         task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(argument): node_id
         for node_id, argument in arguments.items()
     }
+    late = {node_id: ref for ref, node_id in refs.items()}
     try:
-        yield from replies(refs, timeout_s)
+        for node_id, answer in replies(refs, timeout_s):
+            if not isinstance(answer, ray.exceptions.GetTimeoutError):
+                del late[node_id]
+            yield node_id, answer
     finally:
-        for ref in refs:
+        # Only these: Ray 2.60 ends the driver when a task is cancelled whose reply has just arrived.
+        for ref in late.values():
             ray.cancel(ref, force=True)
 
 
