@@ -26,17 +26,19 @@ def sharding_of(
     ranks_per_node: int | None = None,
 ) -> Sharding:
     """Translate a plugin, accelerate's or ours; see `FullyShardedDataParallelPlugin.to_sharding`."""
+    ignored = plugin.ignored_modules
     fields: dict[str, Any] = {
         **_wrap(plugin, model),
         "mixed_precision": fsdp2_precision(plugin.mixed_precision_policy),
         "keep_low_precision_grads": getattr(plugin.mixed_precision_policy, "keep_low_precision_grads", False),
         "cpu_offload": _offloads(plugin.cpu_offload),
-        "ignored_modules": _ignored(plugin.ignored_modules),
+        "ignored_modules": ignored if isinstance(ignored, str) else tuple(ignored or ()),
         "param_init_fn": _init_fn(plugin),
         "sync_module_states": bool(plugin.cpu_ram_efficient_loading or plugin.sync_module_states),
     }
     if plugin.activation_checkpointing:
-        fields["activation_checkpointing"] = _checkpointed(fields["wrap"])
+        wrap = fields["wrap"]  # what is wrapped is checkpointed
+        fields["activation_checkpointing"] = True if isinstance(wrap, str) else wrap
         fields["activation_checkpointing_offload"] = bool(plugin.activation_checkpointing_offload)
     if plugin.fsdp_version == 2:
         # accelerate leaves the root's parameters gathered from forward to backward, which `None` means.
@@ -77,11 +79,6 @@ def _wrap(plugin: Any, model: nn.Module | None) -> dict[str, Any]:
     )
 
 
-def _checkpointed(wrap: Any) -> Any:
-    """Which modules are checkpointed: those that are wrapped."""
-    return True if isinstance(wrap, str) else wrap
-
-
 def fsdp2_precision(policy: MixedPrecision | MixedPrecisionPolicy | None) -> MixedPrecisionPolicy | None:
     """FSDP1's mixed precision as FSDP2's; what has no counterpart is a UserWarning, once."""
     if policy is None or isinstance(policy, MixedPrecisionPolicy):
@@ -104,10 +101,6 @@ def _offloads(offload: Any) -> bool:
     if isinstance(offload, CPUOffloadPolicy) and not offload.pin_memory:
         warn_once("CPUOffloadPolicy(pin_memory=False): shards in host memory are pinned where there is CUDA")
     return isinstance(offload, CPUOffloadPolicy)
-
-
-def _ignored(ignored: Any) -> Any:
-    return ignored if isinstance(ignored, str) else tuple(ignored or ())
 
 
 def to_empty(module: nn.Module, device: torch.device) -> nn.Module:

@@ -14,7 +14,6 @@ import inspect
 import re
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -29,37 +28,14 @@ DEFAULT_MIN_NUM_PARAMS = 100_000_000
 """FSDP1's own, where a plugin holds the size-based policy but no size."""
 
 
-@dataclass(frozen=True)
-class OfClasses:
-    """Whether a module, or what a checkpoint wrapper holds, is an instance of some classes."""
-
-    classes: tuple[type[nn.Module], ...]
-
-    def __call__(self, module: nn.Module) -> bool:
-        """The answer for one module."""
-        return isinstance(getattr(module, "_checkpoint_wrapped_module", module), self.classes)
+def _is_of_classes(classes: tuple[type[nn.Module], ...], module: nn.Module) -> bool:
+    """Return True if a module, or the module in a checkpoint wrapper, is an instance of one of some classes."""
+    return isinstance(getattr(module, "_checkpoint_wrapped_module", module), classes)
 
 
-@dataclass(frozen=True)
-class LargerThan:
-    """Whether a module holds more parameters than a number, those of its submodules included."""
-
-    num_params: int
-
-    def __call__(self, module: nn.Module) -> bool:
-        """The answer for one module."""
-        return sum(parameter.numel() for parameter in module.parameters()) > self.num_params
-
-
-@dataclass(frozen=True)
-class OneOf:
-    """Whether a module is one that a policy picked."""
-
-    modules: frozenset[nn.Module]
-
-    def __call__(self, module: nn.Module) -> bool:
-        """The answer for one module."""
-        return module in self.modules
+def _is_larger_than(num_params: int, module: nn.Module) -> bool:
+    """Return True if a module has more parameters than a number, including those of its submodules."""
+    return sum(parameter.numel() for parameter in module.parameters()) > num_params
 
 
 def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: nn.Module) -> Predicate | None:
@@ -90,12 +66,15 @@ def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: nn.Module) -> Predi
     if policy is None:
         return None
     if base is transformer_auto_wrap_policy:
-        return OfClasses(_transformer_classes(fsdp2_plugin.transformer_cls_names_to_wrap, keywords, model))
+        classes = _transformer_classes(fsdp2_plugin.transformer_cls_names_to_wrap, keywords, model)
+        return functools.partial(_is_of_classes, classes)
     if base is size_based_auto_wrap_policy:
         size = fsdp2_plugin.min_num_params
-        return LargerThan(keywords.get("min_num_params", DEFAULT_MIN_NUM_PARAMS) if size is None else size)
+        if size is None:
+            size = keywords.get("min_num_params", DEFAULT_MIN_NUM_PARAMS)
+        return functools.partial(_is_larger_than, size)
     ignored = set(ignored_modules(fsdp2_plugin.ignored_modules, model))
-    return OneOf(frozenset(_picked(policy, model, ignored)))
+    return frozenset(_picked(policy, model, ignored)).__contains__
 
 
 def _transformer_classes(
