@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from raysharding.distributed.comm import agree
+from raysharding.distributed.comm import on_every_rank
 from raysharding.distributed.fully_shard import mark_offloaded, materialize, message_device, reshard
 from raysharding.distributed.loading import distribute_state_dict
 from raysharding.distributed.transfer import saved_tensors, tied_names
@@ -51,14 +52,8 @@ def fsdp2_load_full_state_dict(
     _require_all_ranks(accelerator)
     if cpu_offload:
         mark_offloaded(model)
-    values: Mapping[str, torch.Tensor] = {}
-    error: Exception | None = None
-    try:
-        if dist.get_rank() == 0:
-            values = _by_own_names(model, full_sd)
-    except Exception as raised:  # noqa: BLE001 - the other ranks wait for the outcome
-        error = raised
-    agree(error)  # a rank that raised alone would leave the others in the load
+    # A rank that raised alone would leave the others in the load.
+    values = on_every_rank(lambda: _by_own_names(model, full_sd) if dist.get_rank() == 0 else {})
     fill(model, saved_tensors, values, timeout_s)
     return model
 
@@ -82,19 +77,11 @@ def fill(
     """
     reshard(model)
     wanted = {id(tensor) for tensor in collect(model).values()}
-    undo: Callable[[], None] | None = None
-    error: Exception | None = None
-    try:
-        undo = materialize(model, message_device(model), only=wanted)
-    except (RuntimeError, MemoryError) as raised:
-        error = raised
-    try:
-        agree(error)  # a rank without memory must not leave the others in the load
+    with ExitStack() as on_error:
+        # A rank without memory must not leave the others in the load.
+        on_every_rank(lambda: on_error.callback(materialize(model, message_device(model), only=wanted)))
         distribute_state_dict(values, collect(model), timeout_s=timeout_s)
-    except BaseException:
-        if undo is not None:
-            undo()
-        raise
+        on_error.pop_all()
 
 
 def _require_all_ranks(accelerator: Any) -> None:
@@ -141,5 +128,5 @@ def _by_own_names(model: nn.Module, full_sd: Mapping[str, torch.Tensor]) -> Mapp
     if unused := sorted(key for name, key in present.items() if name not in known):
         more = f" and {len(unused) - 6} more" if len(unused) > 6 else ""
         message = f"the state dict holds what {type(model).__name__} has no place for: {', '.join(unused[:6])}{more}"
-        warnings.warn(message, UserWarning, stacklevel=3)
+        warnings.warn(message, UserWarning, stacklevel=5)
     return _Renamed(full_sd, keys)

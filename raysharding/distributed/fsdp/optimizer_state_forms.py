@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import OptimStateKeyType, StateDictType
 from torch.distributed.tensor import DTensor
 
-from raysharding.distributed.comm import agree
+from raysharding.distributed.comm import on_every_rank
 from raysharding.distributed.fsdp.optim_state_dict import (
     gathered,
     rekey_optim_state_dict,
@@ -108,11 +108,11 @@ def optim_state_dict_to_load(
     require_default_group(group)
     settings = get_state_dict_type(model)
     if settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
-        result = _agreed(lambda: _checked_by_id(optim_state_dict, model, optim))
+        result = on_every_rank(lambda: _checked_by_id(optim_state_dict, model, optim))
     elif getattr(settings.optim_state_dict_config, "rank0_only", False):
         result = scatter_full_optim_state_dict(optim_state_dict, model, optim=optim)
     else:
-        result = _agreed(lambda: shard_full_optim_state_dict(optim_state_dict, model, optim=optim))
+        result = on_every_rank(lambda: shard_full_optim_state_dict(optim_state_dict, model, optim=optim))
     if is_named_optimizer:
         result = rekey_optim_state_dict(result, OptimStateKeyType.PARAM_NAME, model, optim=optim)
     if load_directly:
@@ -133,18 +133,6 @@ def _sharded(
     assert snapshot is not None, "there is an optimizer"
     tensors = {key: value.cpu() if offload_to_cpu else value for key, value in snapshot.tensors.items()}
     return snapshot.state_dict(tensors, on_cpu=offload_to_cpu)
-
-
-def _agreed(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What `make` returns, once it went well on every rank; collective."""
-    result: dict[str, Any] = {}
-    error: Exception | None = None
-    try:
-        result = make()
-    except (ValueError, KeyError, TypeError) as raised:
-        error = raised
-    agree(error)
-    return result
 
 
 def _checked_by_id(

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils.hooks import RemovableHandle
 
-from raysharding.distributed.comm import agree
+from raysharding.distributed.comm import agree, on_every_rank
 from raysharding.distributed.fully_shard import (
     local_tensor,
     message_device,
@@ -224,7 +224,8 @@ class _Form:
         sharded = {aliases.get(key, key): value for key, value in found.items() if isinstance(value, DTensor)}
         is_wanted = not rank0_only or not dist.is_initialized() or dist.get_rank() == 0
         if sharded:
-            full = self._allocate(sharded if is_wanted else {})
+            # A rank without memory must not leave the others in the gather.
+            full = on_every_rank(lambda: self._allocate(sharded if is_wanted else {}))
             ranks = (0,) if rank0_only else range(dist.get_world_size())
             gather_into(full, sharded, ranks, message_device(module))
         for key, value in found.items():
@@ -236,17 +237,12 @@ class _Form:
                 state_dict[key] = value.clone()  # as the others: what is kept must not follow the next steps
 
     def _allocate(self, tensors: Mapping[str, DTensor]) -> dict[str, torch.Tensor]:
-        """Memory for full tensors; collective: a rank that has none says so before the others wait for it."""
-        error: Exception | None = None
-        memory = {}
-        try:
-            for key, tensor in tensors.items():
-                device = torch.device("cpu") if self._on_cpu else local_tensor(tensor).device
-                memory[key] = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-        except (RuntimeError, MemoryError) as failure:
-            error = failure
-        agree(error)
-        return memory
+        return {
+            key: torch.empty(
+                tensor.shape, dtype=tensor.dtype, device="cpu" if self._on_cpu else local_tensor(tensor).device
+            )
+            for key, tensor in tensors.items()
+        }
 
     # --- load_state_dict --------------------------------------------------------------------------------------------
 
@@ -283,12 +279,8 @@ class _Form:
         """
         keys = [key for key in state_dict if key.startswith(prefix)]
         incoming = {clean_name(key.removeprefix(prefix)): state_dict.pop(key) for key in keys}
-        error: RuntimeError | None = None
-        try:
-            reshard(self._root() or module)  # as in `state_dict`
-        except RuntimeError as raised:
-            error = raised
-        agree(error)  # a rank inside summon_full_params must not leave the others in the next exchange
+        # As in `state_dict`; a rank inside summon_full_params must not leave the others in the next exchange.
+        on_every_rank(lambda: reshard(self._root() or module))
         found: dict[str, Any] = incoming
         if self._is_full:
             result, extra = load_full_tensors(module, incoming, strict=strict, assign=assign)
