@@ -8,7 +8,7 @@ id, ready for `optimizer.load_state_dict`. World sizes may differ between the tw
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate, chain
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -247,15 +247,12 @@ class _Order:
             problems += unknown
             return []
         found = [{**part, "params": sorted(self.ids[fqn] for fqn in part["params"])} for part in groups]
-        if self._groups is not None and [part["params"] for part in found] != self._ids_by_group(self._groups):
+        ids = iter(range(len(self.parameters)))
+        own = None if self._groups is None else [list(islice(ids, len(held))) for held in self._groups]
+        if self._groups is not None and [part["params"] for part in found] != own:
             sizes = [len(part["params"]) for part in found], [len(held) for held in self._groups]
             problems.append(f"param groups of {sizes[0]} parameters, the optimizer's of {sizes[1]}, or others in them")
         return found
-
-    @staticmethod
-    def _ids_by_group(groups: Sequence[Sequence[torch.Tensor]]) -> list[list[int]]:
-        ends = list(accumulate(map(len, groups)))
-        return [list(range(end - len(held), end)) for end, held in zip(ends, groups, strict=True)]
 
 
 def _groups_of(optim_input: OptimInput) -> list[list[torch.Tensor]]:
