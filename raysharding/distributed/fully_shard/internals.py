@@ -61,19 +61,12 @@ def _parameters_of(group: Any) -> list[ShardedParameter]:
 
 def sharded_parameters(module: nn.Module) -> list[ShardedParameter]:
     """Return the parameters of all FSDP groups in a module tree, each group once, outer first. Not collective."""
-    seen: set[nn.Parameter] = set()
-    found: list[ShardedParameter] = []
-    for _, submodule in named_submodules(module):
-        for group in parameter_groups(submodule):
-            if group and group[0].shard not in seen:
-                seen.update(item.shard for item in group)
-                found += group
-    return found
+    return [item for group in fsdp_groups(module) for item in _parameters_of(group)]
 
 
 def is_sharded(module: nn.Module) -> bool:
     """Return True if a module or a submodule has an FSDP group. Not collective."""
-    return any(own_groups(submodule) for _, submodule in named_submodules(module))
+    return bool(fsdp_groups(module))
 
 
 def mesh_sizes(module: nn.Module) -> set[tuple[int, int]]:

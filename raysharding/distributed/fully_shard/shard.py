@@ -38,7 +38,7 @@ from raysharding.distributed.fully_shard.gradients import (
     reduce_after_backward,
 )
 from raysharding.distributed.fully_shard.internals import offloaded, reshard, summoned
-from raysharding.distributed.fully_shard.layout import named_submodules, unwrapped
+from raysharding.distributed.fully_shard.layout import mesh_device, named_submodules, unwrapped
 from raysharding.distributed.fully_shard.materialize import FirstValues
 from raysharding.distributed.fully_shard.module_hooks import (
     compile_blocks,
@@ -115,7 +115,7 @@ def shard_groups(
         unfreed: Groups that keep their full parameters from forward to backward, whatever `sharding` says.
     """
     _require_unsharded(module, groups)
-    device = _device_of(mesh)
+    device = mesh_device(mesh)
     ignored = ignored_modules(module, sharding)
     make_contiguous(module)  # a shard must be contiguous in memory
     compile_blocks(module, groups, sharding)
@@ -161,11 +161,6 @@ def _require_unsharded(module: nn.Module, groups: Sequence[tuple[str, ...]]) -> 
             "BatchNorm is to be a group):",
             problems=taken,
         )
-
-
-def _device_of(mesh: DeviceMesh) -> torch.device:
-    kind = mesh.device_type
-    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
 def _kept_whole(module: nn.Module, ignored: set[nn.Module]) -> set[nn.Parameter]:
