@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
 from hashlib import sha256
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ from raysharding.distributed.fully_shard import (
     loadable,
     local_tensor,
     message_device,
+    named_submodules,
     reduce_replicated_gradients,
     refusing_use,
     require_idle,
@@ -224,22 +226,11 @@ def _select(module: nn.Module, recurse: bool) -> list[_Param]:
 
 def _submodules(module: nn.Module, recurse: bool) -> list[tuple[str, nn.Module]]:
     """(prefix, submodule) of what FSDP modules hold, parents first; without `recurse`, down to the next FSDP module."""
-    found: list[tuple[str, nn.Module]] = []
-    seen: set[nn.Module] = set()
-
-    def collect(prefix: str, submodule: nn.Module, is_held: bool) -> None:
-        is_held = is_held or isinstance(submodule, FSDPModule)
-        if submodule in seen or (not recurse and isinstance(submodule, FSDPModule) and submodule is not module):
-            return
-        seen.add(submodule)
-        if is_held:
-            found.append((prefix, submodule))
-        for name, child in submodule._modules.items():
-            if child is not None:
-                collect(f"{prefix}{name}.", child, is_held)
-
-    collect("", module, False)
-    return found
+    held = {part for root in fsdp_modules(module, root_only=True) for part in cast(nn.Module, root).modules()}
+    if not recurse:
+        inner = [part for part in module.modules() if isinstance(part, FSDPModule) and part is not module]
+        held -= {part for other in inner for part in other.modules()}
+    return [(prefix, submodule) for prefix, submodule in named_submodules(module) if submodule in held]
 
 
 # --- entering -------------------------------------------------------------------------------------------------------
