@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from enum import Enum
 from typing import TypeVar
 
@@ -82,21 +81,20 @@ def whole_number(name: str, default: int) -> int:
         raise ValueError(f"{PREFIX}{name}={text!r}: give a whole number") from error
 
 
-def parse_member(where: str, value: object, kind: type[Member], spellings: Mapping[str, str] | None = None) -> Member:
+def parse_member(where: str, value: object, kind: type[Member]) -> Member:
     """A member of `kind` from itself, its name in any case, or its number (an int, or digits as text).
 
     Args:
         where: Field or variable, for the message.
         value: What was given.
         kind: The enum.
-        spellings: Public name → name in the enum, where they differ.
 
     Raises:
         ValueError: No member goes by that.
     """
     if isinstance(value, kind):
         return value
-    public = {name: kind[member] for name, member in (spellings or {}).items()}
+    public = {member.name.lstrip("_"): member for member in kind}  # torch's ShardingStrategy has a private name
     named = {member.name: member for member in kind} | public
     numbered = {member.value: member for member in kind}
     found: Member | None = None
@@ -105,6 +103,7 @@ def parse_member(where: str, value: object, kind: type[Member], spellings: Mappi
     elif isinstance(value, int) and not isinstance(value, bool):
         found = numbered.get(value)
     if found is None:
-        names = ", ".join(name for name in named if not name.startswith("_"))
-        raise ValueError(f"{where}={value!r}: use one of {names}, in any case, its number, or a {kind.__name__}")
+        raise ValueError(
+            f"{where}={value!r}: use one of {', '.join(public)}, in any case, its number, or a {kind.__name__}"
+        )
     return found

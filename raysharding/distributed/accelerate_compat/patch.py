@@ -17,7 +17,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Mapping
-from types import FunctionType, TracebackType
+from types import FunctionType
 from typing import Any, Self
 
 import torch
@@ -108,9 +108,7 @@ class AcceleratePatch:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.restore()
 
 
@@ -120,13 +118,8 @@ def _copy(function: FunctionType, replaced: Mapping[str, Any]) -> FunctionType:
     return FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
 
 
-def load_patched(*args: Any, **kwargs: Any) -> None:
-    """Do what the patched function is asked for."""
-    _patches[-1].load(*args, **kwargs)
-
-
 def _load_checkpoint_in_model(*args: Any, **kwargs: Any) -> None:
     """Take the place of accelerate's code, which runs in accelerate's module: no name of this one is there."""
     import sys
 
-    sys.modules["raysharding.distributed.accelerate_compat.patch"].load_patched(*args, **kwargs)
+    sys.modules["raysharding.distributed.accelerate_compat.patch"]._patches[-1].load(*args, **kwargs)

@@ -85,7 +85,6 @@ def policy_of_dict(fsdp_version: int | None, dtypes: Mapping[str, Any]) -> Mixed
 
 
 _POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
-_STRATEGY_NAMES = {"HYBRID_SHARD_ZERO2": "_HYBRID_SHARD_ZERO2"}
 _CONFIGS: dict[StateDictType, tuple[type[Any], type[Any], dict[str, bool]]] = {
     StateDictType.FULL_STATE_DICT: (
         FullStateDictConfig,
@@ -240,9 +239,9 @@ class FullyShardedDataParallelPlugin:
                 "'SHARD_GRAD_OP'; a bool needs fsdp_version=2"
             )
         strategy = environment.variable("SHARDING_STRATEGY", "FULL_SHARD") if given is None else given
-        self.sharding_strategy = _strategy("sharding_strategy", strategy)
+        self.sharding_strategy = environment.parse_member("sharding_strategy", strategy, ShardingStrategy)
         if resharded is not None:
-            self.reshard_after_forward = _strategy("reshard_after_forward", resharded)
+            self.reshard_after_forward = environment.parse_member("reshard_after_forward", resharded, ShardingStrategy)
             if given is not None and self.sharding_strategy != self.reshard_after_forward:
                 obsolete.append(f"sharding_strategy={given!r}: reshard_after_forward={resharded!r} decides")
 
@@ -275,11 +274,9 @@ class FullyShardedDataParallelPlugin:
         policy = self.auto_wrap_policy
         if policy is None:
             policy = environment.variable("AUTO_WRAP_POLICY", "NO_WRAP")
-        if not isinstance(policy, str):
-            if not callable(policy) and not isinstance(policy, _Policy):
-                raise ValueError(f"auto_wrap_policy={policy!r}: use a policy, or one of {', '.join(_POLICIES)}")
+        if callable(policy) or isinstance(policy, _Policy):
             return
-        name = policy.upper()
+        name = policy.upper() if isinstance(policy, str) else policy
         if name not in _POLICIES:
             raise ValueError(f"auto_wrap_policy={policy!r}: use a policy, or one of {', '.join(_POLICIES)}")
         self.auto_wrap_policy = None
@@ -453,10 +450,6 @@ class FullyShardedDataParallelPlugin:
                 f"cpu_offload={self.cpu_offload!r}: fsdp_version={self.fsdp_version} takes a bool or a "
                 f"torch.distributed.fsdp.{kind.__name__}"
             )
-
-
-def _strategy(where: str, value: object) -> ShardingStrategy:
-    return environment.parse_member(where, value, ShardingStrategy, _STRATEGY_NAMES)
 
 
 def _current_device() -> torch.device:
