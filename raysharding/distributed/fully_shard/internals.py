@@ -344,8 +344,9 @@ def refusing_use(modules: Sequence[FSDPModule]) -> Iterator[None]:
             assert isinstance(module, nn.Module), "FSDP modules are modules"
             summoned.add(module)
             stack.callback(summoned.discard, module)
+            refuse_forward = _refuser(f"a forward of {type(module).__name__}")
             # The first of all hooks: FSDP2 has not recorded a forward yet, so there is nothing to reset.
-            stack.callback(module.register_forward_pre_hook(_refuse_forward, prepend=True).remove)
+            stack.callback(module.register_forward_pre_hook(refuse_forward, prepend=True).remove)
             _replace(stack, module, "unshard", _refuser("unshard()"))
             _replace(stack, module, "_apply", _refuser("to(), a cast or a move"))
             state = module._get_fsdp_state()
@@ -365,10 +366,6 @@ def _replace(stack: ExitStack, holder: object, name: str, function: Callable[...
 
 def _message(what: str) -> str:
     return f"{what} inside summon_full_params would use the shards, not the full parameters: leave the context first"
-
-
-def _refuse_forward(module: nn.Module, args: Any) -> NoReturn:
-    raise RuntimeError(_message(f"a forward of {type(module).__name__}"))
 
 
 def _refuser(what: str) -> Callable[..., NoReturn]:

@@ -133,7 +133,8 @@ def shard_groups(
         if values is not None:
             values.settle(members, kept)
             kept = _kept_whole(module, ignored)
-        policy = _policy_of(members, sharding)
+        in_full = all(map(stays_in_full_precision, members))
+        policy = MixedPrecisionPolicy() if in_full else mixed_precision_policy(sharding)
         options["reshard_after_forward"] = False if names in unfreed else sharding.reshard_after_forward
         fully_shard(members if len(members) > 1 else members[0], mp_policy=policy, ignored_params=kept, **options)
     _move(kept, device)
@@ -174,12 +175,6 @@ def _kept_whole(module: nn.Module, ignored: set[nn.Module]) -> set[nn.Parameter]
         for parameter in module.parameters()
         if not isinstance(parameter, DTensor) and (parameter in inside or not is_cut(parameter))
     }
-
-
-def _policy_of(members: Sequence[nn.Module], sharding: Sharding) -> MixedPrecisionPolicy:
-    if all(stays_in_full_precision(member) for member in members):
-        return MixedPrecisionPolicy()
-    return mixed_precision_policy(sharding)
 
 
 def _keep_full_precision(module: nn.Module) -> None:
