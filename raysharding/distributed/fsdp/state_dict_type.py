@@ -1,4 +1,4 @@
-"""`state_dict_type`: which form a sharded module's `state_dict()` gives and its `load_state_dict()` takes."""
+"""`state_dict_type`: the form of a sharded module's `state_dict()` and `load_state_dict()`."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> Iterator[None]:
-    """Choose the form of `module.state_dict()` and `module.load_state_dict()` inside a `with`; no communication.
+    """Choose the form of `module.state_dict()` and `module.load_state_dict()` inside a `with`. Not collective.
 
     As FSDP1's `FullyShardedDataParallel.state_dict_type`, which leaves its form in place after an exception; here the
     one from before is back. Inside, every rank calls `state_dict()` and `load_state_dict()`. See `set_state_dict_type`.
@@ -76,7 +76,7 @@ def set_state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> StateDictSettings:
-    """Choose the form of `module.state_dict()` and `module.load_state_dict()` from now on; no communication.
+    """Choose the form of `module.state_dict()` and `module.load_state_dict()` from now on. Not collective.
 
     As FSDP1's `FullyShardedDataParallel.set_state_dict_type`; the modules inside it get the form, too. Names are those
     of the module before it was sharded, tied ones under each name; persistent buffers are in it, each rank's own.
@@ -126,7 +126,7 @@ def set_state_dict_type(
 
 
 def _install(module: nn.Module, form: _Form | None) -> None:
-    """Put a form in the place of the one that a module has; `None` leaves it none."""
+    """Replace the form of a module; `None` removes the form."""
     if (old := _forms.pop(module, None)) is not None:
         old.leave(module)
     if form is not None:
@@ -135,7 +135,7 @@ def _install(module: nn.Module, form: _Form | None) -> None:
 
 
 def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-    """What `set_state_dict_type` chose for a module, or what FSDP2 does by itself; no communication.
+    """Return the settings of `set_state_dict_type` for a module, or the default of FSDP2. Not collective.
 
     As FSDP1's `FullyShardedDataParallel.get_state_dict_type`.
     """
@@ -146,7 +146,7 @@ def get_state_dict_type(module: nn.Module) -> StateDictSettings:
 
 
 class _Form:
-    """What gives the state dicts of a module, and of all modules inside it, their form.
+    """Form of the state dicts of a module and of all its submodules.
 
     Args:
         root: The module for which the form was chosen.
@@ -160,14 +160,14 @@ class _Form:
         self._is_gathering = self._is_loading = False
 
     def enter(self, module: nn.Module) -> None:
-        """Take over the `state_dict` and `load_state_dict` of one of the modules."""
+        """Replace `state_dict` and `load_state_dict` of one of the modules."""
         for name in _Method.NAMES:
             module.__dict__[name] = _Method(name, module, self)
         if module is self._root():
             self._hook = module.register_load_state_dict_pre_hook(partial(self._load_from_around))
 
     def leave(self, module: nn.Module) -> None:
-        """Give `module` back what it had."""
+        """Restore the methods of `module`."""
         for name in _Method.NAMES:
             method = module.__dict__.get(name)
             if isinstance(method, _Method):
@@ -187,7 +187,7 @@ class _Form:
     # --- state_dict -------------------------------------------------------------------------------------------------
 
     def state_dict(self, module: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """`module.state_dict` in this form; collective in the full one."""
+        """Return `module.state_dict` in this form; collective in the full form."""
         if self._is_gathering:
             part: dict[str, Any] = call(*args, **kwargs)
             return part  # of a larger one, which takes its form as a whole
@@ -206,7 +206,7 @@ class _Form:
         return state_dict
 
     def _convert(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-        """Put tensors of this form in the place of DTensors."""
+        """Replace DTensors by tensors of this form."""
         for key in [key for key in state_dict if key.startswith(prefix)]:
             state_dict[prefix + clean_name(key.removeprefix(prefix))] = state_dict.pop(key)
         if self._is_full:
@@ -217,7 +217,7 @@ class _Form:
                     state_dict[key] = value.cpu()
 
     def _gather(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-        """Full tensors in the place of DTensors; collective."""
+        """Replace DTensors by full tensors; collective."""
         rank0_only = getattr(self.settings.state_dict_config, "rank0_only", False)
         aliases = {prefix + name: prefix + first for name, first in tied_names(module).items()}
         found = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
@@ -254,7 +254,7 @@ class _Form:
         strict: bool = True,
         assign: bool = False,
     ) -> _IncompatibleKeys:
-        """`module.load_state_dict` in this form; collective."""
+        """Call `module.load_state_dict` in this form; collective."""
         # A hook, for users' own come first, and may rename keys; torch does not tell it of `strict` and `assign`.
         hook = module.register_load_state_dict_pre_hook(partial(self._load, strict, assign))
         self._is_loading = True
@@ -266,16 +266,16 @@ class _Form:
             hook.remove()
 
     def _load_from_around(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *reports: Any) -> None:
-        """torch's hook in a load that a module around the root began; collective."""
+        """Hook for a load of a module that contains the root; collective."""
         if not self._is_loading:
             self._load(False, False, module, state_dict, prefix)
 
     def _load(
         self, strict: bool, assign: bool, module: nn.Module, state_dict: dict[str, Any], prefix: str, *reports: Any
     ) -> None:
-        """torch's hook before `module.load_state_dict()` looks at its values; collective.
+        """Hook that runs before `module.load_state_dict()` reads its values; collective.
 
-        Tensors are put into place here. torch finds the module's own, and copies each onto itself.
+        The hook loads the tensors. torch then finds the module's own tensors, and copies each onto itself.
         """
         keys = [key for key in state_dict if key.startswith(prefix)]
         incoming = {clean_name(key.removeprefix(prefix)): state_dict.pop(key) for key in keys}
@@ -295,7 +295,7 @@ class _Form:
         state_dict.update({prefix + own_part + torch_keys.get(name, name): value for name, value in found.items()})
 
     def _require_fit(self, incoming: Mapping[str, Any], module: nn.Module, strict: bool) -> None:
-        """Raise on every rank where anything on any rank does not fit; collective."""
+        """Raise on every rank if a value on any rank does not fit; collective."""
         own = _named_tensors(module)
         problems = [_misfit(name, value, own[name]) for name, value in incoming.items() if name in own]
         if strict:
@@ -309,7 +309,7 @@ class _Form:
 
 
 def _misfit(name: str, value: Any, tensor: torch.Tensor) -> str:
-    """What is wrong with a value for one of the module's tensors, or nothing."""
+    """Return the mismatch between a value and a tensor of the module; an empty text if the value fits."""
     if not isinstance(value, torch.Tensor):
         return f"{name}: {type(value).__name__}, not a tensor"
     if tensor.is_meta:
@@ -327,7 +327,7 @@ def _misfit(name: str, value: Any, tensor: torch.Tensor) -> str:
 
 
 class _Method:
-    """Stands for one module's `state_dict` or `load_state_dict`.
+    """Replacement of one module's `state_dict` or `load_state_dict`.
 
     Args:
         name: Which of the two.
@@ -339,7 +339,7 @@ class _Method:
 
     def __init__(self, name: str, module: nn.Module, form: _Form) -> None:
         self.hidden: Callable[..., Any] | None = module.__dict__.get(name)
-        """What another library has put there."""
+        """Method that another library has set."""
         self._name = name
         self._module = module
         self._form = form
@@ -353,17 +353,17 @@ _CHECKPOINT_WRAPPED = "_checkpoint_wrapped_module"
 
 
 def _torch_keys(module: nn.Module) -> dict[str, str]:
-    """FQN → the key that torch looks for: `CheckpointWrapper` takes its part out of keys, torch.compile does not."""
+    """Return FQN → key that torch expects: `CheckpointWrapper` removes its prefix, torch.compile does not."""
     named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
     names = [name for name, _ in named] + list(extra_state_owners(module, clean=False))
     return {clean_name(name): ".".join(p for p in name.split(".") if p != _CHECKPOINT_WRAPPED) for name in names}
 
 
 def _named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """FQN → parameter or persistent buffer, under every name: what torch's `load_state_dict` expects."""
+    """Return FQN → parameter or persistent buffer, under every name, as torch's `load_state_dict` expects."""
     tensors = saved_tensors(module)
     return tensors | {name: tensors[canonical] for name, canonical in tied_names(module).items()}
 
 
 _forms: WeakKeyDictionary[nn.Module, _Form] = WeakKeyDictionary()
-"""Modules that were given a form."""
+"""Modules with a form."""

@@ -1,10 +1,9 @@
 """`summon_full_params` and `apply`: full parameters in place of the shards, and back.
 
-Note: why the shards are gathered by us.
-    `FSDPModule.unshard()` follows the mixed-precision policy: it gives copies in the low dtype, and what is written
-    into them is lost at the next reshard. Here the shards themselves travel, in their own dtype, and what the body of
-    the context leaves in the full parameters is cut up again and copied into the shards' own memory. FSDP2 and an
-    optimizer, which hold on to that memory, need not be told.
+Note: why this module gathers the shards.
+    `FSDPModule.unshard()` follows the mixed-precision policy: it returns copies in the low dtype, and a write to a
+    copy is lost at the next reshard. Here the shards are gathered in their own dtype, and at the end of the context the
+    full parameters are cut and copied into the memory of the shards, to which FSDP2 and the optimizer refer.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def summon_full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """Register full parameters in place of the shards, inside a `with`; collective, every rank enters and leaves it.
+    """Register full parameters in place of the shards, inside a `with`; collective.
 
     As FSDP1's `FullyShardedDataParallel.summon_full_params`. The full parameters are plain `nn.Parameter`s under the
     module's own FQNs, in the shards' dtype also under mixed precision; ties stay ties, `requires_grad` stays. They are
@@ -181,7 +180,7 @@ class _Options:
 
 @dataclass
 class _Param:
-    """One parameter."""
+    """One parameter of a context."""
 
     name: str
     """First FQN, from the summoned module."""
@@ -198,10 +197,10 @@ class _Param:
             setattr(owner, leaf, parameter)
 
     def value(self) -> torch.Tensor:
-        """What the body left: the full parameter, or the one that was put in its place.
+        """Return the full parameter, or the parameter by which the body replaced it.
 
         Raises:
-            RuntimeError: It cannot be written back.
+            RuntimeError: The value cannot be written back.
         """
         assert self.full is not None, "only where the full parameter was registered"
         now = [owner._parameters.get(leaf) for owner, leaf in self.places]
@@ -214,7 +213,7 @@ class _Param:
 
 
 def _select(module: nn.Module, recurse: bool) -> list[_Param]:
-    """The sharded parameters of a module, and those that FSDP2 does not cut, each once under its first name."""
+    """Return the parameters of a module, sharded or not cut by FSDP2, each once under its first name."""
     found: dict[torch.Tensor, _Param] = {}
     for prefix, submodule in _submodules(module, recurse):
         for leaf, parameter in submodule._parameters.items():
@@ -225,7 +224,7 @@ def _select(module: nn.Module, recurse: bool) -> list[_Param]:
 
 
 def _submodules(module: nn.Module, recurse: bool) -> list[tuple[str, nn.Module]]:
-    """(prefix, submodule) of what FSDP modules hold, parents first; without `recurse`, down to the next FSDP module."""
+    """Return (prefix, submodule) inside FSDP modules, parents first; without `recurse`, above the next FSDP module."""
     held = {part for root in fsdp_modules(module, root_only=True) for part in cast(nn.Module, root).modules()}
     if not recurse:
         inner = [part for part in module.modules() if isinstance(part, FSDPModule) and part is not module]
@@ -237,7 +236,7 @@ def _submodules(module: nn.Module, recurse: bool) -> list[tuple[str, nn.Module]]
 
 
 def _enter(module: nn.Module, recurse: bool, options: _Options) -> _FullParams:
-    """Gather; collective. Nothing is registered yet."""
+    """Gather full parameters, without registering them; collective."""
     error: Exception | None = None
     params: list[_Param] = []
     memory: dict[str, torch.Tensor] = {}
@@ -269,7 +268,7 @@ def _enter(module: nn.Module, recurse: bool, options: _Options) -> _FullParams:
 
 
 def _allocate(params: Sequence[_Param], options: _Options) -> dict[str, torch.Tensor]:
-    """Name → memory for the full tensor, where this rank gets it."""
+    """Return name → memory for the full tensor, if this rank gets the tensor."""
     if options.rank0_only and dist.get_rank() != 0:
         return {}
     memory = {}
@@ -280,14 +279,14 @@ def _allocate(params: Sequence[_Param], options: _Options) -> dict[str, torch.Te
 
 
 def _fingerprint(params: Sequence[_Param]) -> str:
-    """The same on ranks that hold parts of the same parameters."""
+    """Return a digest that is equal on ranks with parts of the same parameters."""
     text = repr([tensor_layout(item.name, item.sharded) for item in params])
     return sha256(text.encode()).hexdigest()
 
 
 @dataclass
 class _FullParams:
-    """The parameters of one context."""
+    """Parameters of one context."""
 
     params: list[_Param]
     options: _Options
@@ -296,7 +295,7 @@ class _FullParams:
 
     @property
     def ranks(self) -> Sequence[int]:
-        """The global ranks that get full parameters."""
+        """Global ranks that get full parameters."""
         return (0,) if self.options.rank0_only else range(dist.get_world_size())
 
     def register(self) -> None:
@@ -305,7 +304,7 @@ class _FullParams:
                 item.register(item.full)
 
     def gather(self, memory: Mapping[str, torch.Tensor]) -> None:
-        """Bring the parameters; collective."""
+        """Gather the parameters; collective."""
         gather_into(memory, {item.name: item.sharded for item in self.params}, self.ranks, self.device)
         for item in self.params:
             if item.name in memory:
@@ -313,7 +312,7 @@ class _FullParams:
                 item.full.__dict__.update(item.sharded.__dict__)  # marks that libraries hang on parameters
 
     def gather_grads(self, present: Sequence[int]) -> None:
-        """Bring the gradients that some rank has; collective. Where one has none, its part counts as zeros."""
+        """Gather the gradients that some rank has; collective. A missing gradient counts as zeros."""
         params = [self.params[index] for index in present]
         tensors = _grads(params)
         memory = _allocate(params, self.options)
@@ -325,7 +324,7 @@ class _FullParams:
     # --- leaving ----------------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """Register the shards again and write back; collective where ranks have to send each other something."""
+        """Register the shards again and write back; collective if ranks exchange data."""
         error: RuntimeError | None = None
         values: dict[str, torch.Tensor] = {}
         for item in self.params:
@@ -369,7 +368,7 @@ class _FullParams:
             self._spread({name: grad for name, grad in full_grads.items() if grad is not None}, tensors)
 
     def _spread(self, values: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Put full values into local parts; collective under `rank0_only` and where there are replicas."""
+        """Copy full values into local parts; collective under `rank0_only` and with replicas."""
         if self.options.rank0_only:
             for part in by_mesh(tensors):
                 distribute_state_dict({name: values[name] for name in part if name in values}, part)
@@ -383,7 +382,7 @@ class _FullParams:
 
 
 def _grads(params: Sequence[_Param]) -> dict[str, torch.Tensor]:
-    """Name → the shard's gradient, made of zeros where there is none."""
+    """Return name → gradient of the shard; a missing gradient is made of zeros."""
     tensors = {}
     for item in params:
         if item.sharded.grad is None:
@@ -393,9 +392,9 @@ def _grads(params: Sequence[_Param]) -> dict[str, torch.Tensor]:
 
 
 def _settle_replicas(tensor: torch.Tensor, device: torch.device) -> None:
-    """Give every holder of a local part the first one's values; collective over the holders.
+    """Copy the first holder's values of a local part to the others; collective over the holders.
 
-    Ranks that changed their full parameters differently would train on as replicas that are none.
+    Otherwise replicas would differ if ranks changed their full parameters differently.
     """
     groups: list[dist.ProcessGroup | None] = [None]
     if isinstance(tensor, DTensor):
