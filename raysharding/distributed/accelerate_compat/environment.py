@@ -1,4 +1,4 @@
-"""What accelerate's launcher leaves in the environment for FSDP, and the switch that transformers reads there."""
+"""Environment variables of accelerate's launcher for FSDP, and the switch that transformers reads."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum
 from typing import TypeVar
 
 PREFIX = "FSDP_"
-"""Of every variable that sets a field of the plugin."""
+"""Prefix of the variables that set fields of the plugin."""
 
 _USE_FSDP = "ACCELERATE_USE_FSDP"
 _RAM_EFFICIENT = PREFIX + "CPU_RAM_EFFICIENT_LOADING"
@@ -42,22 +42,22 @@ def disable_fsdp_ram_efficient_loading() -> None:
 
 
 def announce_ram_efficient_loading(enabled: bool) -> None:
-    """Tell transformers what a plugin's `cpu_ram_efficient_loading` says."""
+    """Set the switch of transformers to a plugin's `cpu_ram_efficient_loading`."""
     os.environ[_RAM_EFFICIENT] = str(enabled)
 
 
 def variable(name: str, default: str | None = None) -> str | None:
-    """Value of `FSDP_<name>`."""
+    """Return the value of `FSDP_<name>`."""
     return os.environ.get(PREFIX + name, default)
 
 
 def flag(name: str) -> bool:
-    """Whether `FSDP_<name>` says yes; no where it is not set."""
+    """Return True if `FSDP_<name>` is a true value; False if the variable is not set."""
     return parse_flag(PREFIX + name, os.environ.get(PREFIX + name, "false"))
 
 
 def parse_flag(where: str, text: str) -> bool:
-    """Read yes or no, in any of the spellings that accelerate takes.
+    """Return a truth value, in any spelling that accelerate takes.
 
     Raises:
         ValueError: Any other text; `where` names it.
@@ -69,10 +69,10 @@ def parse_flag(where: str, text: str) -> bool:
 
 
 def whole_number(name: str, default: int) -> int:
-    """`FSDP_<name>` as an int.
+    """Return `FSDP_<name>` as an int.
 
     Raises:
-        ValueError: It is set to something else.
+        ValueError: The value is not a whole number.
     """
     text = variable(name)
     try:
@@ -82,15 +82,15 @@ def whole_number(name: str, default: int) -> int:
 
 
 def parse_member(where: str, value: object, kind: type[Member]) -> Member:
-    """A member of `kind` from itself, its name in any case, or its number (an int, or digits as text).
+    """Return a member of `kind`, given the member, its name in any case, or its number (an int, or digits as text).
 
     Args:
         where: Field or variable, for the message.
-        value: What was given.
+        value: The value.
         kind: The enum.
 
     Raises:
-        ValueError: No member goes by that.
+        ValueError: The enum has no such member.
     """
     if isinstance(value, kind):
         return value

@@ -1,4 +1,4 @@
-"""Rank 0's tensors into a sharded module under the names that its `state_dict()` gives them."""
+"""Loading of rank 0's tensors into a sharded module, under the names of its `state_dict()`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def fsdp2_load_full_state_dict(
     *,
     timeout_s: float = 120.0,
 ) -> nn.Module:
-    """Load a full state dict, held by rank 0, into a sharded model in place; collective: every rank calls it.
+    """Load a full state dict, held by rank 0, into a sharded model in place; collective.
 
     As accelerate's function of this name, over the engine that loads checkpoints. Where accelerate's fails or hangs
     (buffers, a dict of another dtype than the model's, a key that is missing on rank 0) this one works, or raises on
@@ -64,12 +64,12 @@ def fill(
     values: Mapping[str, torch.Tensor],
     timeout_s: float = 120.0,
 ) -> None:
-    """Give a sharded model's tensors rank 0's values; collective.
+    """Copy rank 0's values into the tensors of a sharded model; collective.
 
     Args:
-        model: Its tensors on meta get memory, if `collect` names them.
-        collect: The tensors by name, each once: `saved_tensors` or `module_tensors`.
-        values: On rank 0 the same names → full tensors.
+        model: The model; tensors on meta get memory, if `collect` returns them.
+        collect: Function that returns the tensors by name, each once: `saved_tensors` or `module_tensors`.
+        values: On rank 0 name, as from `collect` → full tensor.
         timeout_s: Longest wait for one item or bucket.
 
     Raises:
@@ -85,7 +85,7 @@ def fill(
 
 
 def _require_all_ranks(accelerator: Any) -> None:
-    """Refuse a group that leaves ranks out, or in which another rank is the first."""
+    """Check that a process group has all ranks, with rank 0 first."""
     if not isinstance(accelerator, dist.ProcessGroup):
         return
     ranks = dist.get_process_group_ranks(accelerator)
@@ -97,7 +97,7 @@ def _require_all_ranks(accelerator: Any) -> None:
 
 
 class _Renamed(Mapping[str, torch.Tensor]):
-    """Some items of a mapping under other names; loaded when they are asked for."""
+    """Items of a mapping under other names, loaded on access."""
 
     def __init__(self, values: Mapping[str, torch.Tensor], keys: Mapping[str, str]) -> None:
         self._values = values
@@ -114,7 +114,7 @@ class _Renamed(Mapping[str, torch.Tensor]):
 
 
 def _by_own_names(model: nn.Module, full_sd: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """The state dict under the names by which the model's modules are reached, second names of ties left out."""
+    """Return the state dict under the FQNs of the model, without second names of tied tensors."""
     names: dict[str, list[str]] = {name: [name] for name in saved_tensors(model)}
     for second, name in tied_names(model).items():
         names[name].append(second)

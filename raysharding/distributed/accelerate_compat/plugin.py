@@ -39,7 +39,7 @@ _ALLOWED = tuple(dict.fromkeys(_DTYPES.values()))
 
 
 def precision_dtype(given: Any) -> Any:
-    """The dtype that a name means; dtypes and `None` as they are.
+    """Return the dtype of a name; dtypes and `None` unchanged.
 
     Raises:
         ValueError: Another name or dtype.
@@ -56,7 +56,7 @@ def precision_dtype(given: Any) -> Any:
 def policy_of_dtype(
     fsdp_version: int | None, dtype: torch.dtype | None, buffer_autocast: bool
 ) -> MixedPrecision | MixedPrecisionPolicy:
-    """The version's policy with one dtype throughout; in version 1 buffers in fp32 under `buffer_autocast`."""
+    """Return the version's policy with one dtype; in version 1 with buffers in fp32 under `buffer_autocast`."""
     if fsdp_version == 2:
         return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype)
     return MixedPrecision(
@@ -65,7 +65,7 @@ def policy_of_dtype(
 
 
 def policy_of_dict(fsdp_version: int | None, dtypes: Mapping[str, Any]) -> MixedPrecision | MixedPrecisionPolicy:
-    """The version's policy from a dict.
+    """Return the version's policy from a dict.
 
     Raises:
         ValueError: A key is missing or not the version's, or a value is no dtype that accelerate takes.
@@ -191,7 +191,7 @@ class FullyShardedDataParallelPlugin:
     def to_sharding(
         self, model: nn.Module | None = None, *, world_size: int | None = None, ranks_per_node: int | None = None
     ) -> Sharding:
-        """The same settings for `shard_module`; each rank alone, no communication.
+        """Return the same settings for `shard_module`. Not collective.
 
         FSDP1's strategies, prefetches and `MixedPrecision` become what FSDP2 has for them. What it has not is a
         UserWarning, once a process: `limit_all_gathers=False`, `buffer_dtype` (buffers keep their dtype).
@@ -411,7 +411,7 @@ class FullyShardedDataParallelPlugin:
             mixed_precision: `"fp8"`, `"fp16"`, `"bf16"`, `"fp32"`, one of their dtypes, or `None` for no cast; for all
                 of the policy's dtypes. Not used where the field holds a dict.
             buffer_autocast: Version 1: keep buffers in fp32. FSDP2 never casts buffers.
-            override: Whether a policy that is there already is replaced.
+            override: True to replace an existing policy.
 
         Raises:
             ValueError: Another name or dtype, or a dict with missing keys or other values.

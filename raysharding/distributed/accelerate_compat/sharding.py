@@ -1,4 +1,4 @@
-"""accelerate's plugin as this library's `Sharding`."""
+"""Translation of accelerate's plugin to this library's `Sharding`."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def sharding_of(
 
 
 def _wrap(plugin: Any, model: nn.Module | None) -> dict[str, Any]:
-    """`Sharding.wrap` and what belongs to it."""
+    """Return `Sharding.wrap` and related fields."""
     policy = plugin.auto_wrap_policy
     if policy is None:
         return {"wrap": "none"}
@@ -80,7 +80,7 @@ def _wrap(plugin: Any, model: nn.Module | None) -> dict[str, Any]:
 
 
 def fsdp2_precision(policy: MixedPrecision | MixedPrecisionPolicy | None) -> MixedPrecisionPolicy | None:
-    """FSDP1's mixed precision as FSDP2's; what has no counterpart is a UserWarning, once."""
+    """Return FSDP1's mixed precision as FSDP2's; an option without counterpart is a UserWarning, once."""
     if policy is None or isinstance(policy, MixedPrecisionPolicy):
         return policy
     if policy.buffer_dtype not in (None, torch.float32):
@@ -104,12 +104,12 @@ def _offloads(offload: Any) -> bool:
 
 
 def to_empty(module: nn.Module, device: torch.device) -> nn.Module:
-    """Give memory to a module's own parameters and buffers."""
+    """Allocate a module's own parameters and buffers."""
     return module.to_empty(device=device, recurse=False)
 
 
 def _init_fn(plugin: Any) -> Callable[[nn.Module], Any] | None:
-    """The user's function; the plugins' own only allocates, which is done anyway."""
+    """Return the user's function; `None` for the plugins' own, which only allocates, as sharding does anyway."""
     function: Callable[[nn.Module], Any] | None = plugin.param_init_fn
     maker = getattr(function, "func", function)
     accelerates = "FullyShardedDataParallelPlugin.__post_init__.<locals>.<lambda>"

@@ -39,7 +39,7 @@ def _is_larger_than(num_params: int, module: nn.Module) -> bool:
 
 
 def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: nn.Module) -> Predicate | None:
-    """A plugin's wrap policy as a predicate over the modules of a model; each rank alone, no communication.
+    """A plugin's wrap policy as a predicate over the modules of a model. Not collective.
 
     As accelerate's function of this name, and with its answers where that has any: instances of the named classes
     (`transformer_based_wrap`; without names, the model's `_no_split_modules`), or modules with more than
@@ -86,7 +86,7 @@ def _transformer_classes(
 
 
 def class_names(names: Iterable[str] | str | None, model: nn.Module) -> list[str]:
-    """The names that a plugin gives, one text with commas too; a model's `_no_split_modules` where it gives none."""
+    """Return the class names of a plugin, a list or one text with commas; default: the model's `_no_split_modules`."""
     if isinstance(names, str):
         names = split_names(names)
     if names is None:
@@ -95,18 +95,18 @@ def class_names(names: Iterable[str] | str | None, model: nn.Module) -> list[str
 
 
 def split_names(text: str) -> list[str] | None:
-    """Class names from one text with commas; `None` where it has none."""
+    """Return class names from one text with commas; `None` if the text has none."""
     return [name for part in text.split(",") if (name := part.strip())] or None
 
 
 def classes_named(model: nn.Module, names: Iterable[str], *, strict: bool = True) -> tuple[type[nn.Module], ...]:
-    """The classes of a model's modules that go by some names; more than one where a name is used twice.
+    """Return the classes of a model's modules with certain names; several if classes share a name.
 
     Args:
         model: The root; its own class counts.
         names: Class names.
-        strict: Whether a name that no module has is an error. Off for `_no_split_modules`, which nobody asked for: it
-            may name parts that this model was built without.
+        strict: True to raise for a name that no module has. False for `_no_split_modules`, which may name parts that
+            this model lacks.
 
     Raises:
         PlanError: A name that no module's class has.
@@ -125,7 +125,7 @@ def classes_named(model: nn.Module, names: Iterable[str], *, strict: bool = True
 
 
 def ignored_modules(ignored: Iterable[nn.Module] | str | None, model: nn.Module) -> list[nn.Module]:
-    """The modules that a plugin's `ignored_modules` means: given, or every one whose whole FQN the pattern matches.
+    """Return the modules of a plugin's `ignored_modules`: those given, or those whose full FQN matches the pattern.
 
     Raises:
         ValueError: The pattern is no regular expression.
@@ -143,7 +143,7 @@ def ignored_modules(ignored: Iterable[nn.Module] | str | None, model: nn.Module)
 
 
 def _picked(policy: Any, model: nn.Module, ignored: set[nn.Module]) -> set[nn.Module]:
-    """The modules that a policy object or callable picks."""
+    """Return the modules that a policy object or callable picks."""
     if isinstance(policy, _Policy):
         targets = policy._run_policy(model, ignored, {})
         if any(targets.values()):
@@ -162,7 +162,7 @@ def _picked(policy: Any, model: nn.Module, ignored: set[nn.Module]) -> set[nn.Mo
 
 
 def _is_fsdp1_callable(policy: Callable[..., Any]) -> bool:
-    """Whether a callable takes what FSDP1 calls policies with; one that does not is a predicate over modules."""
+    """Return True if a callable takes FSDP1's arguments of a policy; any other is a predicate over modules."""
     try:
         inspect.signature(policy).bind(module=None, recurse=True, nonwrapped_numel=0)
     except TypeError:
