@@ -32,10 +32,9 @@ def optim_state_dict(
 ) -> dict[str, Any]:
     """Return an optimizer's state by FQN, in the form of the model's `state_dict_type`; collective.
 
-    As FSDP1's `optim_state_dict`, whose form without a choice is the full one; here it is the model's, the sharded one.
-    In the full form tensors are whole, on every rank or (`FullOptimStateDictConfig(rank0_only=True)`) on rank 0 alone;
-    in the others they are DTensors, for `torch.distributed.checkpoint`. `offload_to_cpu`, on by default, brings them
-    to host memory.
+    As FSDP1's `optim_state_dict`, but the default form is the sharded one, not the full one. In the full form tensors
+    are full, on every rank or (`FullOptimStateDictConfig(rank0_only=True)`) on rank 0 only; in the other forms tensors
+    are DTensors, for `torch.distributed.checkpoint`. `offload_to_cpu`, on by default, copies tensors to host memory.
 
     Args:
         model: The sharded root module.
@@ -67,7 +66,7 @@ def sharded_optim_state_dict(
 ) -> dict[str, Any]:
     """Return an optimizer's state by FQN, as DTensors in host memory; collective, but sends no tensor.
 
-    As FSDP1's `sharded_optim_state_dict`: `optim_state_dict` in the sharded form, whatever `state_dict_type` says.
+    As FSDP1's `sharded_optim_state_dict`: `optim_state_dict` in the sharded form, independent of `state_dict_type`.
 
     Raises:
         ValueError: `group` is not the default group.

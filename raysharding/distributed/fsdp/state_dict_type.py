@@ -58,8 +58,8 @@ def state_dict_type(
 ) -> Iterator[None]:
     """Choose the form of `module.state_dict()` and `module.load_state_dict()` inside a `with`. Not collective.
 
-    As FSDP1's `FullyShardedDataParallel.state_dict_type`, which leaves its form in place after an exception; here the
-    one from before is back. Inside, every rank calls `state_dict()` and `load_state_dict()`. See `set_state_dict_type`.
+    As FSDP1's `FullyShardedDataParallel.state_dict_type`, but after an exception too, the previous form is restored.
+    Inside, every rank calls `state_dict()` and `load_state_dict()`. See `set_state_dict_type`.
     """
     before = {submodule: _forms.get(submodule) for _, submodule in named_submodules(module)}
     set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
@@ -85,9 +85,9 @@ def set_state_dict_type(
       device or (`offload_to_cpu`) in host memory. A load takes rank 0's: the others pass the same or nothing. Wire of a
       `state_dict()`: each shard to each rank that gets it; memory: the whole module there. Of a load: each shard once.
     - `SHARDED_STATE_DICT`: DTensors that share the module's memory, for `torch.distributed.checkpoint` (which loads
-      them at another world size too). `_use_dtensor` is taken for granted: `ShardedTensor` is FSDP1's alone.
-    - `LOCAL_STATE_DICT`: the same. FSDP1 gives a ShardedTensor for each flat parameter here, and FSDP2 has none. Plain
-      local tensors would not do: `torch.distributed.checkpoint` takes those for copies, and writes rank 0's alone.
+      them at another world size too). `_use_dtensor` is always on: only FSDP1 has `ShardedTensor`.
+    - `LOCAL_STATE_DICT`: as `SHARDED_STATE_DICT`. FSDP1 returns a ShardedTensor for each flat parameter, which FSDP2
+      lacks. `torch.distributed.checkpoint` takes plain local tensors for copies, and would write only rank 0's.
 
     Without a call, a module gives and takes what FSDP2 does: `SHARDED_STATE_DICT`. A load is collective in every form:
     PlanError on every rank, before data moves, where a key (under `strict`), a shape or a kind of tensor on any rank
@@ -102,7 +102,7 @@ def set_state_dict_type(
             optimizer state say their form themselves.
 
     Returns:
-        What held before.
+        The previous settings.
 
     Raises:
         ValueError: A config of another type.
@@ -155,7 +155,7 @@ class _Form:
 
     def __init__(self, root: nn.Module, settings: StateDictSettings) -> None:
         self.settings = settings
-        self._root = ref(root)  # `_forms` would keep a module that its form holds
+        self._root = ref(root)  # a strong reference would keep the module alive in `_forms`
         self._hook: RemovableHandle | None = None
         self._is_gathering = self._is_loading = False
 
@@ -190,8 +190,8 @@ class _Form:
         """Return `module.state_dict` in this form; collective in the full form."""
         if self._is_gathering:
             part: dict[str, Any] = call(*args, **kwargs)
-            return part  # of a larger one, which takes its form as a whole
-        # A forward may have left full parameters in the group of the root, of inner modules, too.
+            return part  # of a larger state dict, which is converted as a whole
+        # A forward may have left full parameters registered in the root's group, also in inner modules.
         root = self._root() or module
         if self._is_full:
             reshard(root)
@@ -234,7 +234,7 @@ class _Form:
             elif isinstance(value, DTensor):
                 state_dict[key] = full[aliases.get(key, key)]
             elif isinstance(value, torch.Tensor):
-                state_dict[key] = value.clone()  # as the others: what is kept must not follow the next steps
+                state_dict[key] = value.clone()  # like full tensors, independent of later steps
 
     def _allocate(self, tensors: Mapping[str, DTensor]) -> dict[str, torch.Tensor]:
         return {
@@ -255,7 +255,7 @@ class _Form:
         assign: bool = False,
     ) -> _IncompatibleKeys:
         """Call `module.load_state_dict` in this form; collective."""
-        # A hook, for users' own come first, and may rename keys; torch does not tell it of `strict` and `assign`.
+        # A hook, because hooks of users run first, and may rename keys. torch does not pass `strict` and `assign`.
         hook = module.register_load_state_dict_pre_hook(partial(self._load, strict, assign))
         self._is_loading = True
         try:

@@ -55,23 +55,24 @@ def summon_full_params(
     """Register full parameters in place of the shards, inside a `with`; collective.
 
     As FSDP1's `FullyShardedDataParallel.summon_full_params`. The full parameters are plain `nn.Parameter`s under the
-    module's own FQNs, in the shards' dtype also under mixed precision; ties stay ties, `requires_grad` stays. They are
-    copies: the 0-dim parameters that FSDP2 does not cut too. Buffers are left as they are. Inside, `state_dict()` and
-    `load_state_dict()` are those of an unsharded module; a forward or backward is a RuntimeError.
+    module's own FQNs, in the shards' dtype also under mixed precision; ties stay ties, `requires_grad` stays. The
+    full parameters are copies, also of 0-dim parameters, which FSDP2 does not cut. Buffers do not change.
+    Inside, `state_dict()` and `load_state_dict()` are those of an unsharded module; a forward or backward is a
+    RuntimeError.
 
-    As with FSDP1, modules inside one another may have been sharded by strategies of their own.
+    As with FSDP1, nested modules may be sharded by different strategies.
     Beyond FSDP1: `rank0_only` with `writeback`, `with_grads` with `offload_to_cpu`, a parameter that the body replaces
-    (by one of its shape) is written back, `writeback=False` undoes changes at any world size, and replicas never part.
+    (by one of equal shape) is written back, `writeback=False` undoes changes at any world size, replicas stay equal.
 
     Args:
         module: The root, an FSDP module inside it (outside of a forward), or a module that contains several.
-        recurse: Also those of the FSDP modules below; if not, only the parameters of `module`'s own group, and none if
+        recurse: True to include nested FSDP modules; False for only the parameters of `module`'s own group, or none if
             `module` is not an FSDP module.
         writeback: On leaving, by an exception too, put what changed into the shards: each rank cuts its own part out of
             its own full parameter, so all ranks have to make the same changes. With replicas (HSDP), and for 0-dim
             parameters, the first holder's values go to the others; under `rank0_only` rank 0's go to all.
         rank0_only: Only rank 0 gets full parameters; the others keep their shards registered.
-        offload_to_cpu: Put them into host memory. Default: the shards' device.
+        offload_to_cpu: True for full parameters in host memory; False for the device of the shards.
         with_grads: Each full parameter has its full `.grad` too, where any rank has one. Gradients of parameters that
             are not sharded are averaged over the ranks first. With `writeback` the gradients are written back as well,
             and those that the body sets to `None` go.
@@ -100,8 +101,8 @@ def summon_full_params(
             with loadable({owner for item in full_params.params if item.full is not None for owner, _ in item.places}):
                 yield
         finally:
-            # Also after an exception, as FSDP1 does, and on every rank whatever happened to it: ranks that left
-            # without it would keep the others waiting in the exchange.
+            # Also after an exception, as in FSDP1, and on every rank: the others would wait in the exchange for a rank
+            # that left without this call.
             full_params.leave()
 
 
@@ -115,7 +116,7 @@ def apply(module: nn.Module, fn: Callable[[nn.Module], object]) -> nn.Module:
 
     Args:
         module: The root, an FSDP module inside it, or a module that contains several.
-        fn: Gets a submodule. The parameters of FSDP modules below that one are shards.
+        fn: Called with a submodule. Parameters of FSDP modules below the submodule are shards.
 
     Returns:
         `module`.
@@ -153,7 +154,7 @@ class _Visit:
             with summon_full_params(module, recurse=False):
                 for child in module.children():
                     self.walk(child)
-                # A rank on which `fn` failed goes on through the other groups' gathers: the others would wait there.
+                # A rank on which `fn` failed continues with the gathers of the other groups: the others would wait.
                 if self.error is None:
                     try:
                         self.fn(module)
@@ -161,7 +162,7 @@ class _Visit:
                         self.error = error
                 is_leaving = True
         except RuntimeError as error:
-            # This rank's `fn` may have changed a shape, of which the others know nothing: they go on.
+            # This rank's `fn` may have changed a shape; the other ranks continue.
             if not is_leaving:
                 raise
             self.error = self.error or error
@@ -309,7 +310,7 @@ class _FullParams:
         for item in self.params:
             if item.name in memory:
                 item.full = nn.Parameter(memory[item.name], requires_grad=item.sharded.requires_grad)
-                item.full.__dict__.update(item.sharded.__dict__)  # marks that libraries hang on parameters
+                item.full.__dict__.update(item.sharded.__dict__)  # attributes that libraries set on parameters
 
     def gather_grads(self, present: Sequence[int]) -> None:
         """Gather the gradients that some rank has; collective. A missing gradient counts as zeros."""
@@ -347,7 +348,7 @@ class _FullParams:
         plain = {item.name: item.sharded.clone() for item in self.params if not isinstance(item.sharded, DTensor)}
         tensors = {item.name: plain.get(item.name, item.sharded.detach()) for item in self.params}
         if self.options.rank0_only:
-            # The others wait for rank 0's values: they have to hear that none will come.
+            # The other ranks wait for rank 0's values, or for its error.
             agree(error)
         self._spread(values, tensors)
         for item in self.params:
