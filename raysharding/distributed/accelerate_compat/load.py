@@ -28,16 +28,16 @@ def fsdp2_load_full_state_dict(
 ) -> nn.Module:
     """Load a full state dict, held by rank 0, into a sharded model in place; collective.
 
-    As accelerate's function of this name, over the engine that loads checkpoints. Where accelerate's fails or hangs
-    (buffers, a dict of another dtype than the model's, a key that is missing on rank 0) this one works, or raises on
-    every rank. The model's dtypes stay, its ties too.
+    As accelerate's function of this name, by `distribute_state_dict`. For buffers, a dict of another dtype than the
+    model's, or a key that is missing on rank 0, accelerate's function fails or hangs; this function works, or raises on
+    every rank. The model keeps dtypes and ties.
 
     Args:
         accelerator: accelerate's `Accelerator`, a process group of all ranks, or `None`: it is only checked.
         model: Sharded with FSDP2 over all ranks (1-D or HSDP), here or by others; on meta or real. Checkpoint wrappers
             and compiled modules may be in it.
         full_sd: On rank 0 name → full tensor, as `model.state_dict()` names them before sharding; one name of a tied
-            tensor is enough, and items may load on access. The other ranks' is not looked at: pass an empty one.
+            tensor is enough, and items may load on access. Ignored on the other ranks: pass an empty dict.
         cpu_offload: Put the shards of a model on meta into host memory, as its `CPUOffloadPolicy` wants.
         timeout_s: Longest wait for one item or bucket.
 

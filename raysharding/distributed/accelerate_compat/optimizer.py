@@ -14,10 +14,10 @@ from raysharding.distributed.fully_shard import cut, local_tensor
 def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping: Mapping[int, torch.Tensor]) -> None:
     """Put an optimizer on sharded parameters, in place. Not collective.
 
-    As accelerate's function of this name. Options of the groups and the order of the parameters stay. State that the
-    optimizer has already is carried over, where accelerate's would be left behind under the old parameters: tensors of
-    a parameter's shape are cut as the new one is, in its dtype and on its device; each rank cuts its own copy, so the
-    copies must be equal, as they are after equal steps.
+    As accelerate's function of this name. Options of the groups and the order of the parameters stay. Existing state of
+    the optimizer moves to the sharded parameters (accelerate's function leaves the state under the original ones): a
+    tensor of a parameter's shape is cut like the sharded parameter, with equal dtype and device. Each rank cuts its own
+    copy, so the copies must be equal on all ranks, as after equal steps.
 
     Args:
         optimizer: Holds the parameters from before sharding, or stand-ins whose attribute `data_ptr` is an int, as

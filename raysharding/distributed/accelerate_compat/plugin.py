@@ -101,9 +101,9 @@ class FullyShardedDataParallelPlugin:
 
     After construction every attribute has the type that accelerate gives it: FSDP1's for `fsdp_version=1`, FSDP2's
     for 2. The model is sharded with FSDP2 either way; `to_sharding` says how. A field that is left out is read from
-    `FSDP_<FIELD>` (see each field), as accelerate's launcher sets it. Each rank makes its own; no communication.
+    `FSDP_<FIELD>` (see each field), as accelerate's launcher sets it. Not collective.
 
-    What FSDP2 has no use for under `fsdp_version=2` becomes `None` with one UserWarning that lists it.
+    A setting without meaning in FSDP2 becomes `None` under `fsdp_version=2`, with one UserWarning that lists all.
 
     Where accelerate lets a mistake pass or fails on a good value, this class differs: numbers are taken for
     enums beside digits in text; names that no enum has are ValueErrors, not KeyErrors; a `param_init_fn` of the
@@ -351,7 +351,7 @@ class FullyShardedDataParallelPlugin:
         As accelerate's, which keeps a configuration of the type before: here it is replaced by the default one.
 
         Args:
-            state_dict_type: Name in any case, number, or member. Default: as it is, else from the environment.
+            state_dict_type: Name in any case, number, or member. Default: the current value, else the environment.
 
         Raises:
             ValueError: No such type, or LOCAL_STATE_DICT in version 2, which FSDP2 does not have.

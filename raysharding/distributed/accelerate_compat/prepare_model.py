@@ -33,17 +33,17 @@ def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
 
     Under the plugin's `cpu_ram_efficient_loading` only rank 0's values count. Every rank gets them, non-persistent
     buffers included (accelerate keeps each rank's own of those); the other ranks' may be on meta. Otherwise each rank
-    cuts its own values. Activation checkpointing is `fsdp2_apply_ac`'s, which comes before.
+    cuts its own values. For activation checkpointing, call `fsdp2_apply_ac` before.
 
-    Under mixed precision trainable parameters that are narrower are turned into fp32 first, with a UserWarning on
+    Under mixed precision, trainable parameters of narrower dtypes are converted to fp32 first, with a UserWarning on
     rank 0.
 
     Args:
         accelerator: accelerate's `Accelerator`, or an object with `state.fsdp_plugin` (accelerate's plugin or this
             library's; its wrap policy is completed for the model), `device`, and where wanted `mixed_precision`,
             `is_main_process`, `torch_device_mesh` with `parallelism_config.fsdp_dim_names`. Default mesh: all ranks.
-        model: Real on every rank, or on rank 0 alone under `cpu_ram_efficient_loading`. One that is sharded already
-            comes back as it is.
+        model: Real on every rank, or on rank 0 only under `cpu_ram_efficient_loading`. A sharded model is returned
+            unchanged.
 
     Returns:
         The same model. Wire: under `cpu_ram_efficient_loading` each shard once to each rank that holds it.
