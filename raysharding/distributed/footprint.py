@@ -11,7 +11,7 @@ Note: exactness.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -32,6 +32,7 @@ from raysharding.distributed.optim import OptimizerFactory, call_factory
 from raysharding.distributed.transfer import BUCKET_BYTES, RING_SIZE, available_bytes
 from raysharding.errors import PlanError
 from raysharding.models import ignored_parameters, is_cut, stays_in_full_precision, unfreed_groups
+from raysharding.tree import leaves
 
 Trained = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
 """FQN, local shape and dtype of each tensor with a gradient."""
@@ -173,18 +174,8 @@ def _optimizer_bytes(factory: OptimizerFactory, trained: Trained) -> int | None:
         optimizer.step()
     except (RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError):
         return None
-    return sum(tensor.nbytes for state in optimizer.state.values() for tensor in _tensors(state))
-
-
-def _tensors(value: object) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
+    values = leaves(dict(optimizer.state))
+    return sum(value.nbytes for _, value in values if isinstance(value, torch.Tensor))
 
 
 def load_bytes(loading: Loading, num_shards: int, checkpoint_bytes: int, *, reads: bool) -> int:

@@ -28,52 +28,19 @@ from raysharding.distributed.fully_shard import inner_tensor, meta_like
 from raysharding.distributed.loading import distribute_state_dict, load_full_state_dict
 from raysharding.torch_internals import IncompatibleKeys
 
-# Without `get_extra_state`: torch assumes extra state if a class overrides it.
-_DELEGATED = (
-    "parameters",
-    "named_parameters",
-    "buffers",
-    "named_buffers",
-    "children",
-    "named_children",
-    "modules",
-    "named_modules",
-    "get_submodule",
-    "set_submodule",
-    "get_parameter",
-    "get_buffer",
-    "register_buffer",
-    "register_parameter",
-    "register_module",
-    "add_module",
-    "state_dict",
-    "register_state_dict_pre_hook",
-    "register_state_dict_post_hook",
-    "register_load_state_dict_pre_hook",
-    "register_load_state_dict_post_hook",
-    "compile",
-)
-_RETURNING_SELF = (
-    "apply",
-    "_apply",
-    "to",
-    "cuda",
-    "cpu",
-    "xpu",
-    "ipu",
-    "mtia",
-    "type",
-    "float",
-    "double",
-    "half",
-    "bfloat16",
-    "to_empty",
-    "train",
-    "eval",
-    "requires_grad_",
-    "share_memory",
-    "zero_grad",
-)
+# Extra state is not delegated: torch assumes it if a class overrides `get_extra_state`.
+_OWN = {
+    "forward",
+    "load_state_dict",
+    "get_extra_state",
+    "set_extra_state",
+    "register_backward_hook",
+    "register_forward_hook",
+    "register_forward_pre_hook",
+    "register_full_backward_hook",
+    "register_full_backward_pre_hook",
+}
+"""Public methods of `nn.Module` that act on the `DistModule` itself."""
 
 
 class DistModule(nn.Module):
@@ -168,10 +135,11 @@ class DistModule(nn.Module):
         return self.module[key]  # type: ignore[index]  # as above
 
 
-def _delegate(name: str, returns_self: bool) -> Any:
+def _delegate(name: str) -> Any:
     def call(self: DistModule, *args: Any, **kwargs: Any) -> Any:
         result = getattr(self.module, name)(*args, **kwargs)
-        return self if returns_self and result is self.module else result
+        # Methods such as `to` return the module; `get_submodule("")` is asked for the wrapped one.
+        return self if result is self.module and name != "get_submodule" else result
 
     call.__name__ = name
     call.__qualname__ = f"DistModule.{name}"
@@ -179,9 +147,9 @@ def _delegate(name: str, returns_self: bool) -> Any:
     return call
 
 
-for _name in (*_DELEGATED, *_RETURNING_SELF):
-    if hasattr(nn.Module, _name):
-        setattr(DistModule, _name, _delegate(_name, _name in _RETURNING_SELF))
+for _name, _method in vars(nn.Module).items():
+    if callable(_method) and _name not in _OWN and (_name == "_apply" or not _name.startswith("_")):
+        setattr(DistModule, _name, _delegate(_name))
 
 
 def load_state_dict(

@@ -1,4 +1,4 @@
-"""accelerate's FSDP2 functions, by their names, on this library's way to shard and to load.
+"""accelerate's FSDP2 functions, under their names, by this library's sharding and loading.
 
 An `accelerator` is accelerate's `Accelerator` or any object with the attributes that a function reads; accelerate
 itself is not needed.
@@ -41,7 +41,7 @@ __all__ = [
 
 
 def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
-    """Put activation checkpointing around the modules that the wrap policy picks, in place; each rank alone.
+    """Put activation checkpointing around the modules that the wrap policy picks, in place. Not collective.
 
     As accelerate's function of this name: each picked module, the root left out, is replaced by torch's
     `CheckpointWrapper`, which keeps its inputs for backward and computes the rest again; under
@@ -83,7 +83,7 @@ def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
 
 
 def _checkpointable(model: nn.Module) -> list[nn.Module]:
-    """Modules below the root that run a forward of their own and have no wrapper yet."""
+    """Return the modules below the root that have a forward and no wrapper."""
     modules = [module for _, module in named_submodules(model)]
     wrapped = {child for module in modules if isinstance(module, ActivationWrapper) for child in module.children()}
     return [

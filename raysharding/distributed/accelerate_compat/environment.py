@@ -1,14 +1,13 @@
-"""What accelerate's launcher leaves in the environment for FSDP, and the switch that transformers reads there."""
+"""Environment variables of accelerate's launcher for FSDP, and the switch that transformers reads."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from enum import Enum
 from typing import TypeVar
 
 PREFIX = "FSDP_"
-"""Of every variable that sets a field of the plugin."""
+"""Prefix of the variables that set fields of the plugin."""
 
 _USE_FSDP = "ACCELERATE_USE_FSDP"
 _RAM_EFFICIENT = PREFIX + "CPU_RAM_EFFICIENT_LOADING"
@@ -21,14 +20,14 @@ Member = TypeVar("Member", bound=Enum)
 def enable_fsdp_ram_efficient_loading() -> None:
     """Set the switch by which transformers loads models on rank 0 only, as accelerate's function of this name does.
 
-    Each rank calls it for itself, before `from_pretrained`; no communication. It sets `FSDP_CPU_RAM_EFFICIENT_LOADING`,
-    and `ACCELERATE_USE_FSDP` where that is not set. What follows is transformers' own: accelerate's
+    Each rank calls this before `from_pretrained`. Not collective. Sets `FSDP_CPU_RAM_EFFICIENT_LOADING`, and
+    `ACCELERATE_USE_FSDP` if that variable is not set. The effect depends on transformers: accelerate's
     documentation says that only the first rank of a host gets values; transformers 5.23 (seen) reads on every rank what
     the files hold, and leaves only what they lack on meta on the others. `fsdp2_prepare_model` and
     `fsdp2_load_full_state_dict` bring rank 0's values to the others in both cases; `load_checkpoint` needs no such
     switch, and no rank holds the whole model.
 
-    An `ACCELERATE_USE_FSDP` that is set already is left alone, `false` too: then transformers loads on every rank.
+    An existing `ACCELERATE_USE_FSDP` is kept, `false` too: transformers then loads on every rank.
     """
     os.environ.setdefault(_USE_FSDP, "True")
     os.environ[_RAM_EFFICIENT] = "True"
@@ -37,28 +36,28 @@ def enable_fsdp_ram_efficient_loading() -> None:
 def disable_fsdp_ram_efficient_loading() -> None:
     """Let transformers read checkpoints on every rank again, as accelerate's function of this name does.
 
-    Each rank calls it for itself. `ACCELERATE_USE_FSDP` stays as it is: it also says that the run uses FSDP.
+    Each rank calls this. Not collective. `ACCELERATE_USE_FSDP` is not changed: it also marks a run with FSDP.
     """
     os.environ[_RAM_EFFICIENT] = "False"
 
 
 def announce_ram_efficient_loading(enabled: bool) -> None:
-    """Tell transformers what a plugin's `cpu_ram_efficient_loading` says."""
+    """Set the switch of transformers to a plugin's `cpu_ram_efficient_loading`."""
     os.environ[_RAM_EFFICIENT] = str(enabled)
 
 
 def variable(name: str, default: str | None = None) -> str | None:
-    """Value of `FSDP_<name>`."""
+    """Return the value of `FSDP_<name>`."""
     return os.environ.get(PREFIX + name, default)
 
 
 def flag(name: str) -> bool:
-    """Whether `FSDP_<name>` says yes; no where it is not set."""
+    """Return True if `FSDP_<name>` is a true value; False if the variable is not set."""
     return parse_flag(PREFIX + name, os.environ.get(PREFIX + name, "false"))
 
 
 def parse_flag(where: str, text: str) -> bool:
-    """Read yes or no, in any of the spellings that accelerate takes.
+    """Return a truth value, in any spelling that accelerate takes.
 
     Raises:
         ValueError: Any other text; `where` names it.
@@ -70,10 +69,10 @@ def parse_flag(where: str, text: str) -> bool:
 
 
 def whole_number(name: str, default: int) -> int:
-    """`FSDP_<name>` as an int.
+    """Return `FSDP_<name>` as an int.
 
     Raises:
-        ValueError: It is set to something else.
+        ValueError: The value is not a whole number.
     """
     text = variable(name)
     try:
@@ -82,21 +81,20 @@ def whole_number(name: str, default: int) -> int:
         raise ValueError(f"{PREFIX}{name}={text!r}: give a whole number") from error
 
 
-def parse_member(where: str, value: object, kind: type[Member], spellings: Mapping[str, str] | None = None) -> Member:
-    """A member of `kind` from itself, its name in any case, or its number (an int, or digits as text).
+def parse_member(where: str, value: object, kind: type[Member]) -> Member:
+    """Return a member of `kind`, given the member, its name in any case, or its number (an int, or digits as text).
 
     Args:
         where: Field or variable, for the message.
-        value: What was given.
+        value: The value.
         kind: The enum.
-        spellings: Public name → name in the enum, where they differ.
 
     Raises:
-        ValueError: No member goes by that.
+        ValueError: The enum has no such member.
     """
     if isinstance(value, kind):
         return value
-    public = {name: kind[member] for name, member in (spellings or {}).items()}
+    public = {member.name.lstrip("_"): member for member in kind}  # torch's ShardingStrategy has a private name
     named = {member.name: member for member in kind} | public
     numbered = {member.value: member for member in kind}
     found: Member | None = None
@@ -105,6 +103,7 @@ def parse_member(where: str, value: object, kind: type[Member], spellings: Mappi
     elif isinstance(value, int) and not isinstance(value, bool):
         found = numbered.get(value)
     if found is None:
-        names = ", ".join(name for name in named if not name.startswith("_"))
-        raise ValueError(f"{where}={value!r}: use one of {names}, in any case, its number, or a {kind.__name__}")
+        raise ValueError(
+            f"{where}={value!r}: use one of {', '.join(public)}, in any case, its number, or a {kind.__name__}"
+        )
     return found

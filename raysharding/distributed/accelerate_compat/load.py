@@ -1,16 +1,17 @@
-"""Rank 0's tensors into a sharded module under the names that its `state_dict()` gives them."""
+"""Loading of rank 0's tensors into a sharded module, under the names of its `state_dict()`."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from raysharding.distributed.comm import agree
+from raysharding.distributed.comm import on_every_rank
 from raysharding.distributed.fully_shard import mark_offloaded, materialize, message_device, reshard
 from raysharding.distributed.loading import distribute_state_dict
 from raysharding.distributed.transfer import saved_tensors, tied_names
@@ -25,18 +26,18 @@ def fsdp2_load_full_state_dict(
     *,
     timeout_s: float = 120.0,
 ) -> nn.Module:
-    """Load a full state dict, held by rank 0, into a sharded model in place; collective: every rank calls it.
+    """Load a full state dict, held by rank 0, into a sharded model in place; collective.
 
-    As accelerate's function of this name, over the engine that loads checkpoints. Where accelerate's fails or hangs
-    (buffers, a dict of another dtype than the model's, a key that is missing on rank 0) this one works, or raises on
-    every rank. The model's dtypes stay, its ties too.
+    As accelerate's function of this name, by `distribute_state_dict`. For buffers, a dict of another dtype than the
+    model's, or a key that is missing on rank 0, accelerate's function fails or hangs; this function works, or raises on
+    every rank. The model keeps dtypes and ties.
 
     Args:
         accelerator: accelerate's `Accelerator`, a process group of all ranks, or `None`: it is only checked.
         model: Sharded with FSDP2 over all ranks (1-D or HSDP), here or by others; on meta or real. Checkpoint wrappers
             and compiled modules may be in it.
         full_sd: On rank 0 name → full tensor, as `model.state_dict()` names them before sharding; one name of a tied
-            tensor is enough, and items may load on access. The other ranks' is not looked at: pass an empty one.
+            tensor is enough, and items may load on access. Ignored on the other ranks: pass an empty dict.
         cpu_offload: Put the shards of a model on meta into host memory, as its `CPUOffloadPolicy` wants.
         timeout_s: Longest wait for one item or bucket.
 
@@ -51,14 +52,8 @@ def fsdp2_load_full_state_dict(
     _require_all_ranks(accelerator)
     if cpu_offload:
         mark_offloaded(model)
-    values: Mapping[str, torch.Tensor] = {}
-    error: Exception | None = None
-    try:
-        if dist.get_rank() == 0:
-            values = _by_own_names(model, full_sd)
-    except Exception as raised:  # noqa: BLE001 - the other ranks wait for the outcome
-        error = raised
-    agree(error)  # a rank that raised alone would leave the others in the load
+    # A rank that raised alone would leave the others in the load.
+    values = on_every_rank(lambda: _by_own_names(model, full_sd) if dist.get_rank() == 0 else {})
     fill(model, saved_tensors, values, timeout_s)
     return model
 
@@ -69,12 +64,12 @@ def fill(
     values: Mapping[str, torch.Tensor],
     timeout_s: float = 120.0,
 ) -> None:
-    """Give a sharded model's tensors rank 0's values; collective.
+    """Copy rank 0's values into the tensors of a sharded model; collective.
 
     Args:
-        model: Its tensors on meta get memory, if `collect` names them.
-        collect: The tensors by name, each once: `saved_tensors` or `module_tensors`.
-        values: On rank 0 the same names → full tensors.
+        model: The model; tensors on meta get memory, if `collect` returns them.
+        collect: Function that returns the tensors by name, each once: `saved_tensors` or `module_tensors`.
+        values: On rank 0 name, as from `collect` → full tensor.
         timeout_s: Longest wait for one item or bucket.
 
     Raises:
@@ -82,23 +77,15 @@ def fill(
     """
     reshard(model)
     wanted = {id(tensor) for tensor in collect(model).values()}
-    undo: Callable[[], None] | None = None
-    error: Exception | None = None
-    try:
-        undo = materialize(model, message_device(model), only=wanted)
-    except (RuntimeError, MemoryError) as raised:
-        error = raised
-    try:
-        agree(error)  # a rank without memory must not leave the others in the load
+    with ExitStack() as on_error:
+        # A rank without memory must not leave the others in the load.
+        on_every_rank(lambda: on_error.callback(materialize(model, message_device(model), only=wanted)))
         distribute_state_dict(values, collect(model), timeout_s=timeout_s)
-    except BaseException:
-        if undo is not None:
-            undo()
-        raise
+        on_error.pop_all()
 
 
 def _require_all_ranks(accelerator: Any) -> None:
-    """Refuse a group that leaves ranks out, or in which another rank is the first."""
+    """Check that a process group has all ranks, with rank 0 first."""
     if not isinstance(accelerator, dist.ProcessGroup):
         return
     ranks = dist.get_process_group_ranks(accelerator)
@@ -110,7 +97,7 @@ def _require_all_ranks(accelerator: Any) -> None:
 
 
 class _Renamed(Mapping[str, torch.Tensor]):
-    """Some items of a mapping under other names; loaded when they are asked for."""
+    """Items of a mapping under other names, loaded on access."""
 
     def __init__(self, values: Mapping[str, torch.Tensor], keys: Mapping[str, str]) -> None:
         self._values = values
@@ -127,7 +114,7 @@ class _Renamed(Mapping[str, torch.Tensor]):
 
 
 def _by_own_names(model: nn.Module, full_sd: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """The state dict under the names by which the model's modules are reached, second names of ties left out."""
+    """Return the state dict under the FQNs of the model, without second names of tied tensors."""
     names: dict[str, list[str]] = {name: [name] for name in saved_tensors(model)}
     for second, name in tied_names(model).items():
         names[name].append(second)
@@ -141,5 +128,5 @@ def _by_own_names(model: nn.Module, full_sd: Mapping[str, torch.Tensor]) -> Mapp
     if unused := sorted(key for name, key in present.items() if name not in known):
         more = f" and {len(unused) - 6} more" if len(unused) > 6 else ""
         message = f"the state dict holds what {type(model).__name__} has no place for: {', '.join(unused[:6])}{more}"
-        warnings.warn(message, UserWarning, stacklevel=3)
+        warnings.warn(message, UserWarning, stacklevel=5)
     return _Renamed(full_sd, keys)

@@ -1,4 +1,4 @@
-"""An optimizer made before its model was sharded, put on the sharded parameters."""
+"""Moving an optimizer from the original parameters of a model to the sharded ones."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from raysharding.distributed.fully_shard import cut, local_tensor
 
 
 def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping: Mapping[int, torch.Tensor]) -> None:
-    """Put an optimizer on sharded parameters, in place; each rank alone, no communication.
+    """Put an optimizer on sharded parameters, in place. Not collective.
 
-    As accelerate's function of this name. Options of the groups and the order of the parameters stay. State that the
-    optimizer has already is carried over, where accelerate's would be left behind under the old parameters: tensors of
-    a parameter's shape are cut as the new one is, in its dtype and on its device; each rank cuts its own copy, so the
-    copies must be equal, as they are after equal steps.
+    As accelerate's function of this name. Options of the groups and the order of the parameters stay. Existing state of
+    the optimizer moves to the sharded parameters (accelerate's function leaves the state under the original ones): a
+    tensor of a parameter's shape is cut like the sharded parameter, with equal dtype and device. Each rank cuts its own
+    copy, so the copies must be equal on all ranks, as after equal steps.
 
     Args:
         optimizer: Holds the parameters from before sharding, or stand-ins whose attribute `data_ptr` is an int, as
@@ -39,7 +39,7 @@ def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping:
 
 
 def _address(parameter: torch.Tensor) -> int:
-    """Where the values of an original parameter lie, or lay."""
+    """Return the address of the values of an original parameter."""
     found: Any = parameter.data_ptr  # an int on a stand-in
     if isinstance(found, int):
         return found
@@ -49,7 +49,7 @@ def _address(parameter: torch.Tensor) -> int:
 def _partners(
     optimizer: torch.optim.Optimizer, mapping: Mapping[int, torch.Tensor]
 ) -> dict[torch.Tensor, torch.Tensor]:
-    """Old parameter → new one, for all of the optimizer's."""
+    """Return original → sharded parameter, for all parameters of the optimizer."""
     switched: dict[torch.Tensor, torch.Tensor] = {}
     taken: dict[int, str] = {}
     problems = []
@@ -79,7 +79,7 @@ def _partners(
 def _carried_over(
     optimizer: torch.optim.Optimizer, mapping: Mapping[int, torch.Tensor], switched: Mapping[torch.Tensor, torch.Tensor]
 ) -> dict[Any, Any]:
-    """The optimizer's state under the new parameters."""
+    """Return the optimizer's state, keyed by the sharded parameters."""
     states: dict[Any, Any] = {}
     for key, state in optimizer.state.items():
         if not isinstance(key, torch.Tensor):
@@ -100,7 +100,7 @@ def _carried_over(
 
 
 def _cut_like(name: str, value: Any, parameter: torch.Tensor) -> Any:
-    """This rank's part of a state tensor of the parameter's shape; any other value as it is."""
+    """Return this rank's part of a state tensor with the parameter's shape; any other value unchanged."""
     if not isinstance(value, torch.Tensor) or value.shape != parameter.shape or not parameter.ndim:
         return value
     local = local_tensor(parameter)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Mapping
-from types import FunctionType, TracebackType
+from types import FunctionType
 from typing import Any, Self
 
 import torch
@@ -29,14 +29,14 @@ from raysharding.distributed.comm import from_rank_0
 
 
 class Unread:
-    """Stands for a tensor of a file that rank 0 holds."""
+    """Placeholder of a tensor of a file that rank 0 has read."""
 
     def __repr__(self) -> str:
         return "<a tensor that rank 0 distributes: give it to DistModule.load_state_dict>"
 
 
 class FileStateDict(dict[str, Any]):
-    """What the patched reader returns on every rank: rank 0's keys, and `Unread` values.
+    """Result of the patched reader on every rank: rank 0's keys, and `Unread` values.
 
     Args:
         names: Rank 0's keys.
@@ -50,7 +50,7 @@ class FileStateDict(dict[str, Any]):
 
 
 def _read(checkpoint_file: str | os.PathLike[str], device_map: Any = None) -> dict[str, Any]:
-    """Read as accelerate's `load_state_dict`; collective where there is a process group."""
+    """Read like accelerate's `load_state_dict`; collective if there is a process group."""
     if not dist.is_initialized():
         return read_state_dict(checkpoint_file, device_map)
     if device_map is not None:
@@ -66,11 +66,11 @@ def _read(checkpoint_file: str | os.PathLike[str], device_map: Any = None) -> di
 
 
 _patches: list[AcceleratePatch] = []
-"""Those in place."""
+"""Active patches."""
 
 
 class AcceleratePatch:
-    """accelerate as `patch_accelerate` left it; as a context manager it is put back at the end.
+    """The patch of `patch_accelerate`; as a context manager, removes the patch at the end.
 
     Args:
         kind: Class of the modules that all ranks load together.
@@ -88,7 +88,7 @@ class AcceleratePatch:
         _patches.append(self)
 
     def load(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
-        """Do what `load_checkpoint_in_model` is asked for; collective for a module of `kind`."""
+        """Run `load_checkpoint_in_model`; collective for a module of `kind`."""
         if not isinstance(model, self._kind):
             self._original(model, *args, **kwargs)
             return
@@ -98,7 +98,7 @@ class AcceleratePatch:
         _copy(self._original, {"load_state_dict": _read})(*call.args, **call.kwargs)
 
     def restore(self) -> None:
-        """Put accelerate's own function back; a second call does nothing."""
+        """Restore accelerate's function; a second call does nothing."""
         if self in _patches:
             _patches.remove(self)
         if not _patches:
@@ -108,9 +108,7 @@ class AcceleratePatch:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.restore()
 
 
@@ -120,13 +118,8 @@ def _copy(function: FunctionType, replaced: Mapping[str, Any]) -> FunctionType:
     return FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
 
 
-def load_patched(*args: Any, **kwargs: Any) -> None:
-    """Do what the patched function is asked for."""
-    _patches[-1].load(*args, **kwargs)
-
-
 def _load_checkpoint_in_model(*args: Any, **kwargs: Any) -> None:
     """Take the place of accelerate's code, which runs in accelerate's module: no name of this one is there."""
     import sys
 
-    sys.modules["raysharding.distributed.accelerate_compat.patch"].load_patched(*args, **kwargs)
+    sys.modules["raysharding.distributed.accelerate_compat.patch"]._patches[-1].load(*args, **kwargs)

@@ -39,7 +39,7 @@ _ALLOWED = tuple(dict.fromkeys(_DTYPES.values()))
 
 
 def precision_dtype(given: Any) -> Any:
-    """The dtype that a name means; dtypes and `None` as they are.
+    """Return the dtype of a name; dtypes and `None` unchanged.
 
     Raises:
         ValueError: Another name or dtype.
@@ -56,7 +56,7 @@ def precision_dtype(given: Any) -> Any:
 def policy_of_dtype(
     fsdp_version: int | None, dtype: torch.dtype | None, buffer_autocast: bool
 ) -> MixedPrecision | MixedPrecisionPolicy:
-    """The version's policy with one dtype throughout; in version 1 buffers in fp32 under `buffer_autocast`."""
+    """Return the version's policy with one dtype; in version 1 with buffers in fp32 under `buffer_autocast`."""
     if fsdp_version == 2:
         return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype)
     return MixedPrecision(
@@ -65,7 +65,7 @@ def policy_of_dtype(
 
 
 def policy_of_dict(fsdp_version: int | None, dtypes: Mapping[str, Any]) -> MixedPrecision | MixedPrecisionPolicy:
-    """The version's policy from a dict.
+    """Return the version's policy from a dict.
 
     Raises:
         ValueError: A key is missing or not the version's, or a value is no dtype that accelerate takes.
@@ -85,7 +85,6 @@ def policy_of_dict(fsdp_version: int | None, dtypes: Mapping[str, Any]) -> Mixed
 
 
 _POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
-_STRATEGY_NAMES = {"HYBRID_SHARD_ZERO2": "_HYBRID_SHARD_ZERO2"}
 _CONFIGS: dict[StateDictType, tuple[type[Any], type[Any], dict[str, bool]]] = {
     StateDictType.FULL_STATE_DICT: (
         FullStateDictConfig,
@@ -102,9 +101,9 @@ class FullyShardedDataParallelPlugin:
 
     After construction every attribute has the type that accelerate gives it: FSDP1's for `fsdp_version=1`, FSDP2's
     for 2. The model is sharded with FSDP2 either way; `to_sharding` says how. A field that is left out is read from
-    `FSDP_<FIELD>` (see each field), as accelerate's launcher sets it. Each rank makes its own; no communication.
+    `FSDP_<FIELD>` (see each field), as accelerate's launcher sets it. Not collective.
 
-    What FSDP2 has no use for under `fsdp_version=2` becomes `None` with one UserWarning that lists it.
+    A setting without meaning in FSDP2 becomes `None` under `fsdp_version=2`, with one UserWarning that lists all.
 
     Where accelerate lets a mistake pass or fails on a good value, this class differs: numbers are taken for
     enums beside digits in text; names that no enum has are ValueErrors, not KeyErrors; a `param_init_fn` of the
@@ -192,7 +191,7 @@ class FullyShardedDataParallelPlugin:
     def to_sharding(
         self, model: nn.Module | None = None, *, world_size: int | None = None, ranks_per_node: int | None = None
     ) -> Sharding:
-        """The same settings for `shard_module`; each rank alone, no communication.
+        """Return the same settings for `shard_module`. Not collective.
 
         FSDP1's strategies, prefetches and `MixedPrecision` become what FSDP2 has for them. What it has not is a
         UserWarning, once a process: `limit_all_gathers=False`, `buffer_dtype` (buffers keep their dtype).
@@ -240,9 +239,9 @@ class FullyShardedDataParallelPlugin:
                 "'SHARD_GRAD_OP'; a bool needs fsdp_version=2"
             )
         strategy = environment.variable("SHARDING_STRATEGY", "FULL_SHARD") if given is None else given
-        self.sharding_strategy = _strategy("sharding_strategy", strategy)
+        self.sharding_strategy = environment.parse_member("sharding_strategy", strategy, ShardingStrategy)
         if resharded is not None:
-            self.reshard_after_forward = _strategy("reshard_after_forward", resharded)
+            self.reshard_after_forward = environment.parse_member("reshard_after_forward", resharded, ShardingStrategy)
             if given is not None and self.sharding_strategy != self.reshard_after_forward:
                 obsolete.append(f"sharding_strategy={given!r}: reshard_after_forward={resharded!r} decides")
 
@@ -275,11 +274,9 @@ class FullyShardedDataParallelPlugin:
         policy = self.auto_wrap_policy
         if policy is None:
             policy = environment.variable("AUTO_WRAP_POLICY", "NO_WRAP")
-        if not isinstance(policy, str):
-            if not callable(policy) and not isinstance(policy, _Policy):
-                raise ValueError(f"auto_wrap_policy={policy!r}: use a policy, or one of {', '.join(_POLICIES)}")
+        if callable(policy) or isinstance(policy, _Policy):
             return
-        name = policy.upper()
+        name = policy.upper() if isinstance(policy, str) else policy
         if name not in _POLICIES:
             raise ValueError(f"auto_wrap_policy={policy!r}: use a policy, or one of {', '.join(_POLICIES)}")
         self.auto_wrap_policy = None
@@ -354,7 +351,7 @@ class FullyShardedDataParallelPlugin:
         As accelerate's, which keeps a configuration of the type before: here it is replaced by the default one.
 
         Args:
-            state_dict_type: Name in any case, number, or member. Default: as it is, else from the environment.
+            state_dict_type: Name in any case, number, or member. Default: the current value, else the environment.
 
         Raises:
             ValueError: No such type, or LOCAL_STATE_DICT in version 2, which FSDP2 does not have.
@@ -414,7 +411,7 @@ class FullyShardedDataParallelPlugin:
             mixed_precision: `"fp8"`, `"fp16"`, `"bf16"`, `"fp32"`, one of their dtypes, or `None` for no cast; for all
                 of the policy's dtypes. Not used where the field holds a dict.
             buffer_autocast: Version 1: keep buffers in fp32. FSDP2 never casts buffers.
-            override: Whether a policy that is there already is replaced.
+            override: True to replace an existing policy.
 
         Raises:
             ValueError: Another name or dtype, or a dict with missing keys or other values.
@@ -453,10 +450,6 @@ class FullyShardedDataParallelPlugin:
                 f"cpu_offload={self.cpu_offload!r}: fsdp_version={self.fsdp_version} takes a bool or a "
                 f"torch.distributed.fsdp.{kind.__name__}"
             )
-
-
-def _strategy(where: str, value: object) -> ShardingStrategy:
-    return environment.parse_member(where, value, ShardingStrategy, _STRATEGY_NAMES)
 
 
 def _current_device() -> torch.device:

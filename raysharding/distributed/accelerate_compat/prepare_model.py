@@ -1,4 +1,4 @@
-"""A model sharded as accelerate's FSDP2 would shard it, by this library's way to shard."""
+"""Sharding of a model with the groups of accelerate's FSDP2."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from raysharding.models import input_and_output, wrap_groups
 
 
 def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
-    """Shard a model by a plugin's settings, in place; collective: every rank calls it with the same model.
+    """Shard a model by a plugin's settings, in place; collective, with the same model on every rank.
 
     As accelerate's function of this name, and with its groups: what the wrap policy picks, the input embeddings, the
     last norm with the output embeddings (not freed after forward; with the input embeddings, where they are tied), and
@@ -33,17 +33,17 @@ def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
 
     Under the plugin's `cpu_ram_efficient_loading` only rank 0's values count. Every rank gets them, non-persistent
     buffers included (accelerate keeps each rank's own of those); the other ranks' may be on meta. Otherwise each rank
-    cuts its own values. Activation checkpointing is `fsdp2_apply_ac`'s, which comes before.
+    cuts its own values. For activation checkpointing, call `fsdp2_apply_ac` before.
 
-    Under mixed precision trainable parameters that are narrower are turned into fp32 first, with a UserWarning on
+    Under mixed precision, trainable parameters of narrower dtypes are converted to fp32 first, with a UserWarning on
     rank 0.
 
     Args:
         accelerator: accelerate's `Accelerator`, or an object with `state.fsdp_plugin` (accelerate's plugin or this
             library's; its wrap policy is completed for the model), `device`, and where wanted `mixed_precision`,
             `is_main_process`, `torch_device_mesh` with `parallelism_config.fsdp_dim_names`. Default mesh: all ranks.
-        model: Real on every rank, or on rank 0 alone under `cpu_ram_efficient_loading`. One that is sharded already
-            comes back as it is.
+        model: Real on every rank, or on rank 0 only under `cpu_ram_efficient_loading`. A sharded model is returned
+            unchanged.
 
     Returns:
         The same model. Wire: under `cpu_ram_efficient_loading` each shard once to each rank that holds it.
@@ -86,7 +86,7 @@ def _refuse_4_bit(model: nn.Module) -> None:
 
 
 def _raise_precision(accelerator: Any, model: nn.Module) -> None:
-    """Keep trainable parameters in fp32 under mixed precision; the policy casts them for the computation."""
+    """Convert trainable parameters to fp32 under mixed precision; the policy casts them for the computation."""
     precision = getattr(accelerator, "mixed_precision", None) or "no"
     if precision == "no":
         return
@@ -105,7 +105,7 @@ def _raise_precision(accelerator: Any, model: nn.Module) -> None:
 
 
 def _mesh(accelerator: Any, sharding: Sharding) -> DeviceMesh:
-    """The accelerator's mesh, its FSDP axes only; one over all ranks where it has none."""
+    """Return the FSDP axes of the accelerator's mesh; a mesh of all ranks if the accelerator has none."""
     mesh: DeviceMesh | None = getattr(accelerator, "torch_device_mesh", None)
     if mesh is None:
         return init_mesh(accelerator.device.type, sharding)
@@ -116,7 +116,7 @@ def _mesh(accelerator: Any, sharding: Sharding) -> DeviceMesh:
 def _groups(
     plugin: Any, model: nn.Module, sharding: Sharding
 ) -> tuple[tuple[tuple[str, ...], ...], set[tuple[str, ...]]]:
-    """The groups, and those of them that are not freed after forward."""
+    """Return the groups, and the groups that are not freed after forward."""
     policy = fsdp2_prepare_auto_wrap_policy(plugin, model)
     modules = dict(model.named_modules())
     picked = [name for name, module in modules.items() if name and policy is not None and policy(module)]
@@ -134,7 +134,7 @@ def _groups(
 
 
 def _final_norm(model: nn.Module) -> nn.Module | None:
-    """The last norm among the direct children of the model's body, as accelerate finds it."""
+    """Return the last norm among the direct children of the model's body, like accelerate."""
     prefix = getattr(model, "base_model_prefix", "")
     body = getattr(model, prefix, None) if prefix else model
     children = body.children() if isinstance(body, nn.Module) else ()
@@ -143,7 +143,7 @@ def _final_norm(model: nn.Module) -> nn.Module | None:
 
 
 def _put_on_meta(model: nn.Module) -> Mapping[str, torch.Tensor]:
-    """Take a model's tensors away, ties kept; what it held by name, on rank 0 only: the others' memory is free then."""
+    """Put a model's tensors on meta, with ties; return the real tensors by name on rank 0, and free the others."""
     held = module_tensors(model)
     empty: dict[torch.Tensor, torch.Tensor] = {}
     for tensor in held.values():

@@ -1,4 +1,4 @@
-"""accelerate's plugin as this library's `Sharding`."""
+"""Translation of accelerate's plugin to this library's `Sharding`."""
 
 from __future__ import annotations
 
@@ -26,17 +26,19 @@ def sharding_of(
     ranks_per_node: int | None = None,
 ) -> Sharding:
     """Translate a plugin, accelerate's or ours; see `FullyShardedDataParallelPlugin.to_sharding`."""
+    ignored = plugin.ignored_modules
     fields: dict[str, Any] = {
         **_wrap(plugin, model),
         "mixed_precision": fsdp2_precision(plugin.mixed_precision_policy),
         "keep_low_precision_grads": getattr(plugin.mixed_precision_policy, "keep_low_precision_grads", False),
         "cpu_offload": _offloads(plugin.cpu_offload),
-        "ignored_modules": _ignored(plugin.ignored_modules),
+        "ignored_modules": ignored if isinstance(ignored, str) else tuple(ignored or ()),
         "param_init_fn": _init_fn(plugin),
         "sync_module_states": bool(plugin.cpu_ram_efficient_loading or plugin.sync_module_states),
     }
     if plugin.activation_checkpointing:
-        fields["activation_checkpointing"] = _checkpointed(fields["wrap"])
+        wrap = fields["wrap"]  # what is wrapped is checkpointed
+        fields["activation_checkpointing"] = True if isinstance(wrap, str) else wrap
         fields["activation_checkpointing_offload"] = bool(plugin.activation_checkpointing_offload)
     if plugin.fsdp_version == 2:
         # accelerate leaves the root's parameters gathered from forward to backward, which `None` means.
@@ -54,7 +56,7 @@ def sharding_of(
 
 
 def _wrap(plugin: Any, model: nn.Module | None) -> dict[str, Any]:
-    """`Sharding.wrap` and what belongs to it."""
+    """Return `Sharding.wrap` and related fields."""
     policy = plugin.auto_wrap_policy
     if policy is None:
         return {"wrap": "none"}
@@ -77,13 +79,8 @@ def _wrap(plugin: Any, model: nn.Module | None) -> dict[str, Any]:
     )
 
 
-def _checkpointed(wrap: Any) -> Any:
-    """Which modules are checkpointed: those that are wrapped."""
-    return True if isinstance(wrap, str) else wrap
-
-
 def fsdp2_precision(policy: MixedPrecision | MixedPrecisionPolicy | None) -> MixedPrecisionPolicy | None:
-    """FSDP1's mixed precision as FSDP2's; what has no counterpart is a UserWarning, once."""
+    """Return FSDP1's mixed precision as FSDP2's; an option without counterpart is a UserWarning, once."""
     if policy is None or isinstance(policy, MixedPrecisionPolicy):
         return policy
     if policy.buffer_dtype not in (None, torch.float32):
@@ -106,17 +103,13 @@ def _offloads(offload: Any) -> bool:
     return isinstance(offload, CPUOffloadPolicy)
 
 
-def _ignored(ignored: Any) -> Any:
-    return ignored if isinstance(ignored, str) else tuple(ignored or ())
-
-
 def to_empty(module: nn.Module, device: torch.device) -> nn.Module:
-    """Give memory to a module's own parameters and buffers."""
+    """Allocate a module's own parameters and buffers."""
     return module.to_empty(device=device, recurse=False)
 
 
 def _init_fn(plugin: Any) -> Callable[[nn.Module], Any] | None:
-    """The user's function; the plugins' own only allocates, which is done anyway."""
+    """Return the user's function; `None` for the plugins' own, which only allocates, as sharding does anyway."""
     function: Callable[[nn.Module], Any] | None = plugin.param_init_fn
     maker = getattr(function, "func", function)
     accelerates = "FullyShardedDataParallelPlugin.__post_init__.<locals>.<lambda>"

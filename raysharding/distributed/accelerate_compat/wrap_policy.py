@@ -14,7 +14,6 @@ import inspect
 import re
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -29,41 +28,18 @@ DEFAULT_MIN_NUM_PARAMS = 100_000_000
 """FSDP1's own, where a plugin holds the size-based policy but no size."""
 
 
-@dataclass(frozen=True)
-class OfClasses:
-    """Whether a module, or what a checkpoint wrapper holds, is an instance of some classes."""
-
-    classes: tuple[type[nn.Module], ...]
-
-    def __call__(self, module: nn.Module) -> bool:
-        """The answer for one module."""
-        return isinstance(getattr(module, "_checkpoint_wrapped_module", module), self.classes)
+def _is_of_classes(classes: tuple[type[nn.Module], ...], module: nn.Module) -> bool:
+    """Return True if a module, or the module in a checkpoint wrapper, is an instance of one of some classes."""
+    return isinstance(getattr(module, "_checkpoint_wrapped_module", module), classes)
 
 
-@dataclass(frozen=True)
-class LargerThan:
-    """Whether a module holds more parameters than a number, those of its submodules included."""
-
-    num_params: int
-
-    def __call__(self, module: nn.Module) -> bool:
-        """The answer for one module."""
-        return sum(parameter.numel() for parameter in module.parameters()) > self.num_params
-
-
-@dataclass(frozen=True)
-class OneOf:
-    """Whether a module is one that a policy picked."""
-
-    modules: frozenset[nn.Module]
-
-    def __call__(self, module: nn.Module) -> bool:
-        """The answer for one module."""
-        return module in self.modules
+def _is_larger_than(num_params: int, module: nn.Module) -> bool:
+    """Return True if a module has more parameters than a number, including those of its submodules."""
+    return sum(parameter.numel() for parameter in module.parameters()) > num_params
 
 
 def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: nn.Module) -> Predicate | None:
-    """A plugin's wrap policy as a predicate over the modules of a model; each rank alone, no communication.
+    """A plugin's wrap policy as a predicate over the modules of a model. Not collective.
 
     As accelerate's function of this name, and with its answers where that has any: instances of the named classes
     (`transformer_based_wrap`; without names, the model's `_no_split_modules`), or modules with more than
@@ -90,12 +66,15 @@ def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: nn.Module) -> Predi
     if policy is None:
         return None
     if base is transformer_auto_wrap_policy:
-        return OfClasses(_transformer_classes(fsdp2_plugin.transformer_cls_names_to_wrap, keywords, model))
+        classes = _transformer_classes(fsdp2_plugin.transformer_cls_names_to_wrap, keywords, model)
+        return functools.partial(_is_of_classes, classes)
     if base is size_based_auto_wrap_policy:
         size = fsdp2_plugin.min_num_params
-        return LargerThan(keywords.get("min_num_params", DEFAULT_MIN_NUM_PARAMS) if size is None else size)
+        if size is None:
+            size = keywords.get("min_num_params", DEFAULT_MIN_NUM_PARAMS)
+        return functools.partial(_is_larger_than, size)
     ignored = set(ignored_modules(fsdp2_plugin.ignored_modules, model))
-    return OneOf(frozenset(_picked(policy, model, ignored)))
+    return frozenset(_picked(policy, model, ignored)).__contains__
 
 
 def _transformer_classes(
@@ -107,7 +86,7 @@ def _transformer_classes(
 
 
 def class_names(names: Iterable[str] | str | None, model: nn.Module) -> list[str]:
-    """The names that a plugin gives, one text with commas too; a model's `_no_split_modules` where it gives none."""
+    """Return the class names of a plugin, a list or one text with commas; default: the model's `_no_split_modules`."""
     if isinstance(names, str):
         names = split_names(names)
     if names is None:
@@ -116,18 +95,18 @@ def class_names(names: Iterable[str] | str | None, model: nn.Module) -> list[str
 
 
 def split_names(text: str) -> list[str] | None:
-    """Class names from one text with commas; `None` where it has none."""
+    """Return class names from one text with commas; `None` if the text has none."""
     return [name for part in text.split(",") if (name := part.strip())] or None
 
 
 def classes_named(model: nn.Module, names: Iterable[str], *, strict: bool = True) -> tuple[type[nn.Module], ...]:
-    """The classes of a model's modules that go by some names; more than one where a name is used twice.
+    """Return the classes of a model's modules with certain names; several if classes share a name.
 
     Args:
         model: The root; its own class counts.
         names: Class names.
-        strict: Whether a name that no module has is an error. Off for `_no_split_modules`, which nobody asked for: it
-            may name parts that this model was built without.
+        strict: True to raise for a name that no module has. False for `_no_split_modules`, which may name parts that
+            this model lacks.
 
     Raises:
         PlanError: A name that no module's class has.
@@ -146,7 +125,7 @@ def classes_named(model: nn.Module, names: Iterable[str], *, strict: bool = True
 
 
 def ignored_modules(ignored: Iterable[nn.Module] | str | None, model: nn.Module) -> list[nn.Module]:
-    """The modules that a plugin's `ignored_modules` means: given, or every one whose whole FQN the pattern matches.
+    """Return the modules of a plugin's `ignored_modules`: those given, or those whose full FQN matches the pattern.
 
     Raises:
         ValueError: The pattern is no regular expression.
@@ -164,7 +143,7 @@ def ignored_modules(ignored: Iterable[nn.Module] | str | None, model: nn.Module)
 
 
 def _picked(policy: Any, model: nn.Module, ignored: set[nn.Module]) -> set[nn.Module]:
-    """The modules that a policy object or callable picks."""
+    """Return the modules that a policy object or callable picks."""
     if isinstance(policy, _Policy):
         targets = policy._run_policy(model, ignored, {})
         if any(targets.values()):
@@ -183,7 +162,7 @@ def _picked(policy: Any, model: nn.Module, ignored: set[nn.Module]) -> set[nn.Mo
 
 
 def _is_fsdp1_callable(policy: Callable[..., Any]) -> bool:
-    """Whether a callable takes what FSDP1 calls policies with; one that does not is a predicate over modules."""
+    """Return True if a callable takes FSDP1's arguments of a policy; any other is a predicate over modules."""
     try:
         inspect.signature(policy).bind(module=None, recurse=True, nonwrapped_numel=0)
     except TypeError:

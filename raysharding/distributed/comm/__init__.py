@@ -7,6 +7,7 @@ from raysharding.distributed.comm.agreement import (
     agree,
     agree_all_went_well,
     from_rank_0,
+    on_every_rank,
     wait_for,
     waits_for_others,
 )

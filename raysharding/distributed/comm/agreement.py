@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from datetime import timedelta
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,8 @@ import torch.distributed as dist
 from raysharding import errors
 from raysharding.distributed.comm.json_collectives import all_gather_json, broadcast_json, metadata_device
 from raysharding.errors import RayshardingError
+
+T = TypeVar("T")
 
 
 def _describe(error: BaseException) -> dict[str, Any]:
@@ -76,6 +78,22 @@ def agree_all_went_well(error: BaseException | None) -> None:
     dist.all_reduce(failed, op=dist.ReduceOp.MAX)
     if failed.item():
         agree(error)
+
+
+def on_every_rank(make: Callable[[], T]) -> T:
+    """Return what `make` returns on this rank, after it succeeded on every rank; collective over the default group.
+
+    Raises:
+        Exception: As from `agree`, with the error of `make`.
+    """
+    results: list[T] = []
+    error: Exception | None = None
+    try:
+        results.append(make())
+    except Exception as raised:  # noqa: BLE001 - `agree` raises it on all ranks
+        error = raised
+    agree(error)
+    return results[0]
 
 
 def from_rank_0(make: Callable[[], Any]) -> Any:

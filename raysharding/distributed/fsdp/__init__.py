@@ -1,4 +1,4 @@
-"""What users of PyTorch's FullyShardedDataParallel (FSDP1) know by name, as functions that take the root module."""
+"""Methods of PyTorch's FullyShardedDataParallel (FSDP1), as functions that take the root module."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ __all__ = [
 
 
 def apply_fsdp2(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Cut a model over a mesh in place: `fully_shard` on each block, then on the root; every rank calls it.
+    """Shard a model over a mesh in place: `fully_shard` on each block, then on the root; every rank calls this.
 
-    Blocks are found as by `Sharding(wrap="auto")`; `shard_module` takes other rules, and the other options.
+    Blocks are the modules that `Sharding(wrap="auto")` finds; `shard_module` takes other rules and options.
 
     Args:
         model: A module or `DistModule`, on meta or on the mesh's device.
@@ -65,16 +65,16 @@ def apply_fsdp2(model: nn.Module, mesh: DeviceMesh) -> None:
 def named_parameters(
     module: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """(FQN, parameter) of a module; each rank alone, no communication.
+    """Return (FQN, parameter) of a module. Not collective.
 
-    As FSDP1's `FullyShardedDataParallel.named_parameters`, but with clean FQNs always: those of the module before it
-    was sharded, without what activation checkpointing or torch.compile put into them.
+    As FSDP1's `FullyShardedDataParallel.named_parameters`, but always with clean FQNs: those of the unsharded module,
+    without the prefixes of activation checkpointing and torch.compile.
 
     Args:
-        module: Any module. Where a forward left full parameters registered, the shards are registered again first.
+        module: Any module. If a forward left full parameters registered, the shards are registered again first.
         prefix: Put before every name.
         recurse: Also those of submodules.
-        remove_duplicate: Tied parameters once, under their first name; if not, under every name.
+        remove_duplicate: True to return tied parameters once, under their first name; False for every name.
 
     Returns:
         An iterator over DTensors (`Shard(0)`, global shape) and plain 0-dim parameters; inside `summon_full_params`
@@ -88,15 +88,15 @@ def named_parameters(
 def named_buffers(
     module: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(FQN, buffer) of a module, persistent or not; each rank alone, no communication.
+    """Return (FQN, buffer) of a module, persistent or not. Not collective.
 
-    As FSDP1's `FullyShardedDataParallel.named_buffers`, with clean FQNs always, see `named_parameters`.
+    As FSDP1's `FullyShardedDataParallel.named_buffers`, but always with clean FQNs, see `named_parameters`.
 
     Args:
         module: Any module.
         prefix: Put before every name.
         recurse: Also those of submodules.
-        remove_duplicate: A buffer that is registered twice once, under its first name.
+        remove_duplicate: True to return a buffer that is registered twice once, under its first name.
 
     Returns:
         An iterator over this rank's plain tensors.
@@ -106,10 +106,10 @@ def named_buffers(
 
 
 def params_with_grad(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters that have a gradient, each once, in module order; each rank alone, no communication.
+    """Return the parameters that have a gradient, each once, in module order. Not collective.
 
-    As the property of the same name of fairscale's FSDP, from which FSDP1 comes. A parameter whose shard is empty on
-    this rank counts too, where FSDP1 leaves it out: the list is the same on every rank.
+    As the property of that name of fairscale's FSDP, from which FSDP1 comes. A parameter with an empty shard on this
+    rank is included, unlike in FSDP1: the list is the same on every rank.
 
     Args:
         module: The sharded root module, after backward.

@@ -1,4 +1,4 @@
-"""Optimizer state of sharded modules, whole or in shards: FSDP1's four functions, and what saves and loads are made of.
+"""Optimizer state of sharded modules, full or in shards: FSDP1's four functions.
 
 The interfaces are the static methods of `torch.distributed.fsdp.FullyShardedDataParallel`. A *full* optimizer state
 dict is keyed by FQN and holds whole tensors on the CPU; what `shard_...` and `scatter_...` return is keyed by parameter
@@ -8,7 +8,7 @@ id, ready for `optimizer.load_state_dict`. World sizes may differ between the tw
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate, chain
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from raysharding.distributed.transfer import gather_tensors
 from raysharding.errors import PlanError
 
 OptimInput = Sequence[Mapping[str, Any]] | Iterable[torch.Tensor]
-"""What an optimizer was made of: parameters, or param groups."""
+"""Argument of an optimizer: parameters, or param groups."""
 
 
 def full_optim_state_dict(
@@ -35,15 +35,15 @@ def full_optim_state_dict(
     rank0_only: bool = True,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Bring an optimizer's whole state to rank 0; collective: every rank calls it.
+    """Gather the full state of an optimizer on rank 0; collective.
 
     As FSDP1's `full_optim_state_dict`. To save it, `save_checkpoint(..., optimizer=optim)` needs no rank to hold it.
 
     Args:
         model: The sharded root module.
         optim: Over its parameters.
-        optim_input: Not needed, and not looked at: the optimizer knows its parameters.
-        rank0_only: Only rank 0 gets it. If not, every rank does, each holding all of it.
+        optim_input: Ignored: the optimizer has its parameters.
+        rank0_only: True for the state on rank 0 only; False for the full state on every rank.
         group: The default group, or `None`.
 
     Returns:
@@ -62,13 +62,13 @@ def full_optim_state_dict(
 
 
 def gathered(snapshot: OptimizerSnapshot, model: nn.Module, *, rank0_only: bool, on_cpu: bool = True) -> dict[str, Any]:
-    """A full optimizer state dict; collective.
+    """Gather a full optimizer state dict; collective.
 
     Args:
-        snapshot: What the optimizer holds.
+        snapshot: State of the optimizer.
         model: The sharded root module.
         rank0_only: The other ranks get an empty dict.
-        on_cpu: In host memory; if not, on the shards' device.
+        on_cpu: True for tensors in host memory; False for the device of the shards.
     """
     ranks = (0,) if rank0_only else tuple(range(dist.get_world_size()))
     full = gather_tensors(snapshot.tensors, ranks, message_device(model))
@@ -85,21 +85,21 @@ def shard_full_optim_state_dict(
     optim_input: OptimInput | None = None,
     optim: torch.optim.Optimizer | None = None,
 ) -> dict[str, Any]:
-    """Cut a full optimizer state dict that this rank holds; each rank alone, no communication.
+    """Cut a full optimizer state dict that this rank holds. Not collective.
 
     As FSDP1's `shard_full_optim_state_dict`.
 
     Args:
         full_optim_state_dict: Keyed by FQN; the same on every rank that calls this.
         model: The sharded root module, of any world size.
-        optim_input: What the optimizer was made of, or will be. Default: `optim`'s, else `model.parameters()`.
+        optim_input: Argument of the optimizer. Default: that of `optim`, else `model.parameters()`.
         optim: The optimizer that will load it.
 
     Returns:
         A state dict keyed by parameter id, for `optim.load_state_dict`: this rank's shards as DTensors.
 
     Raises:
-        PlanError: Names or shapes that the model has not, or param groups that are not the optimizer's.
+        PlanError: The model lacks a name, or has another shape; or the param groups are not those of the optimizer.
     """
     order = _Order(model, optim_input, optim)
     state: dict[int, dict[str, Any]] = {}
@@ -122,13 +122,13 @@ def scatter_full_optim_state_dict(
 ) -> dict[str, Any]:
     """Cut a full optimizer state dict that rank 0 alone holds, and send each rank its shards; collective.
 
-    As FSDP1's `scatter_full_optim_state_dict`, over the engine that distributes module state dicts.
+    As FSDP1's `scatter_full_optim_state_dict`, by `distribute_state_dict`.
 
     Args:
-        full_optim_state_dict: On rank 0, keyed by FQN; the other ranks' is not looked at.
+        full_optim_state_dict: On rank 0, keyed by FQN; ignored on the other ranks.
         model: See `shard_full_optim_state_dict`.
-        optim_input: See there.
-        optim: See there.
+        optim_input: See `shard_full_optim_state_dict`.
+        optim: See `shard_full_optim_state_dict`.
         group: The default group, or `None`.
 
     Returns:
@@ -136,8 +136,8 @@ def scatter_full_optim_state_dict(
 
     Raises:
         ValueError: `group` is not the default group.
-        PlanError: On every rank, before data moves: rank 0 has none, or one with values of other types, or what does
-            not fit.
+        PlanError: On every rank, before data moves: rank 0 has no state dict, or its state dict has values of other
+            types or does not fit.
     """
     require_default_group(group)
     values: dict[str, torch.Tensor] = {}
@@ -164,7 +164,7 @@ def rekey_optim_state_dict(
     optim_input: OptimInput | None = None,
     optim: torch.optim.Optimizer | None = None,
 ) -> dict[str, Any]:
-    """Rename the keys of an optimizer state dict, FQN ↔ parameter id; each rank alone, no communication.
+    """Rename the keys of an optimizer state dict, FQN ↔ parameter id. Not collective.
 
     As FSDP1's `rekey_optim_state_dict`: brings a full state dict into an optimizer of an unsharded model, and an
     unsharded optimizer's into the form that `shard_...` and `scatter_...` take. Values are not copied.
@@ -173,7 +173,7 @@ def rekey_optim_state_dict(
         optim_state_dict: Keyed by FQN or by id.
         optim_state_key_type: Which keys the result has: `OptimStateKeyType.PARAM_NAME` or `PARAM_ID`.
         model: The model that the ids and names are of, sharded or not.
-        optim_input: What the optimizer was made of. Default: `optim`'s, else `model.parameters()`.
+        optim_input: Argument of the optimizer. Default: that of `optim`, else `model.parameters()`.
         optim: The optimizer that the ids are of.
 
     Returns:
@@ -181,7 +181,7 @@ def rekey_optim_state_dict(
 
     Raises:
         ValueError: `optim_state_key_type` is neither.
-        PlanError: Keys that the model or the optimizer has not.
+        PlanError: The model or the optimizer lacks a key.
     """
     order = _Order(model, optim_input, optim)
     to_names = optim_state_key_type == OptimStateKeyType.PARAM_NAME
@@ -204,10 +204,10 @@ def rekey_optim_state_dict(
 
 
 class _Order:
-    """Which id and which name each parameter of an optimizer has.
+    """Ids and names of the parameters of an optimizer.
 
     Raises:
-        ValueError: The optimizer holds parameters that are not the model's, or both sources of the order are given.
+        ValueError: The optimizer has parameters that the model lacks, or `optim_input` and `optim` are both given.
     """
 
     def __init__(self, model: nn.Module, optim_input: OptimInput | None, optim: torch.optim.Optimizer | None) -> None:
@@ -229,17 +229,17 @@ class _Order:
         self.ids = {name: index for index, name in enumerate(self.names)}
 
     def name(self, key: str | int) -> str:
-        """The FQN of a parameter, from its id or itself."""
+        """Return the FQN of a parameter, given its id or its FQN."""
         return self.names[key] if isinstance(key, int) else key
 
     def unknown(self, fqns: Iterable[str]) -> list[str]:
-        """A line for each FQN with state whose parameter the optimizer has not."""
+        """Return a problem for each FQN whose parameter the optimizer lacks."""
         return [f"{fqn}: not among the optimizer's parameters" for fqn in fqns if fqn not in self.ids]
 
     def groups(self, groups: Sequence[Mapping[str, Any]], problems: list[str]) -> list[dict[str, Any]]:
-        """Param groups by id; what does not fit is appended to `problems`.
+        """Return param groups by id, and append mismatches to `problems`.
 
-        Ids ascend: an optimizer pairs those of a state dict with its own parameters by position.
+        Ids ascend: an optimizer pairs the ids of a state dict with its own parameters by position.
         """
         named = list(chain.from_iterable(part["params"] for part in groups))
         unknown = [f"{fqn}: in a param group, not among the optimizer's" for fqn in named if fqn not in self.ids]
@@ -247,15 +247,12 @@ class _Order:
             problems += unknown
             return []
         found = [{**part, "params": sorted(self.ids[fqn] for fqn in part["params"])} for part in groups]
-        if self._groups is not None and [part["params"] for part in found] != self._ids_by_group(self._groups):
+        ids = iter(range(len(self.parameters)))
+        own = None if self._groups is None else [list(islice(ids, len(held))) for held in self._groups]
+        if self._groups is not None and [part["params"] for part in found] != own:
             sizes = [len(part["params"]) for part in found], [len(held) for held in self._groups]
             problems.append(f"param groups of {sizes[0]} parameters, the optimizer's of {sizes[1]}, or others in them")
         return found
-
-    @staticmethod
-    def _ids_by_group(groups: Sequence[Sequence[torch.Tensor]]) -> list[list[int]]:
-        ends = list(accumulate(map(len, groups)))
-        return [list(range(end - len(held), end)) for end, held in zip(ends, groups, strict=True)]
 
 
 def _groups_of(optim_input: OptimInput) -> list[list[torch.Tensor]]:
@@ -270,9 +267,9 @@ def _misfit(problems: list[str]) -> PlanError | None:
 
 
 def _described(full: Mapping[str, Any] | None) -> tuple[OptimizerSnapshot, dict[str, Any]]:
-    """A full state dict, and its outline."""
+    """Return a full state dict as a snapshot, and its outline."""
     if not full:
-        raise PlanError("rank 0 has no full_optim_state_dict: it is the one that must pass it")
+        raise PlanError("rank 0 has no full_optim_state_dict: pass the state dict on rank 0")
     try:
         groups = tuple(dict(part) for part in full["param_groups"])
         values, tensors = split_state(full["state"])
@@ -284,7 +281,7 @@ def _described(full: Mapping[str, Any] | None) -> tuple[OptimizerSnapshot, dict[
 
 
 def _shard_of(value: Any, parameter: torch.Tensor) -> Any:
-    """This rank's part of a state value, in memory of its own."""
+    """Return this rank's part of a state value, in new memory."""
     if not isinstance(value, torch.Tensor):
         return value
     like = state_like(parameter, value.shape, value.dtype)
@@ -295,10 +292,10 @@ def _shard_of(value: Any, parameter: torch.Tensor) -> Any:
 
 
 def require_default_group(group: dist.ProcessGroup | None) -> None:
-    """Refuse a process group that leaves ranks out.
+    """Check that a process group has all ranks.
 
     Raises:
-        ValueError: It is not over all ranks.
+        ValueError: The group lacks ranks.
     """
     if group is not None and dist.get_world_size(group) != dist.get_world_size():
         raise ValueError(

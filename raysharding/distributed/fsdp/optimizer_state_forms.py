@@ -1,8 +1,8 @@
-"""FSDP1's `optim_state_dict` and its like: optimizer state in the form that `state_dict_type` chose."""
+"""FSDP1's `optim_state_dict` and related functions: optimizer state in the form of `state_dict_type`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import OptimStateKeyType, StateDictType
 from torch.distributed.tensor import DTensor
 
-from raysharding.distributed.comm import agree
+from raysharding.distributed.comm import on_every_rank
 from raysharding.distributed.fsdp.optim_state_dict import (
     gathered,
     rekey_optim_state_dict,
@@ -30,17 +30,16 @@ def optim_state_dict(
     optim_state_dict: Mapping[str, Any] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """An optimizer's state by FQN, in the form that `state_dict_type` chose for the model; collective.
+    """Return an optimizer's state by FQN, in the form of the model's `state_dict_type`; collective.
 
-    As FSDP1's `optim_state_dict`, whose form without a choice is the full one; here it is the model's, the sharded one.
-    In the full form tensors are whole, on every rank or (`FullOptimStateDictConfig(rank0_only=True)`) on rank 0 alone;
-    in the others they are DTensors, for `torch.distributed.checkpoint`. `offload_to_cpu`, on by default, brings them
-    to host memory.
+    As FSDP1's `optim_state_dict`, but the default form is the sharded one, not the full one. In the full form tensors
+    are full, on every rank or (`FullOptimStateDictConfig(rank0_only=True)`) on rank 0 only; in the other forms tensors
+    are DTensors, for `torch.distributed.checkpoint`. `offload_to_cpu`, on by default, copies tensors to host memory.
 
     Args:
         model: The sharded root module.
         optim: Over its parameters.
-        optim_state_dict: What to bring into this form, of `optim.state_dict()`'s own. Default: `optim.state_dict()`.
+        optim_state_dict: A state dict as from `optim.state_dict()`, to convert. Default: `optim.state_dict()`.
         group: The default group, or `None`.
 
     Returns:
@@ -65,9 +64,9 @@ def optim_state_dict(
 def sharded_optim_state_dict(
     model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
 ) -> dict[str, Any]:
-    """An optimizer's state by FQN, its tensors DTensors in host memory; collective, no tensor is sent.
+    """Return an optimizer's state by FQN, as DTensors in host memory; collective, but sends no tensor.
 
-    As FSDP1's `sharded_optim_state_dict`: `optim_state_dict` in the sharded form, whatever `state_dict_type` says.
+    As FSDP1's `sharded_optim_state_dict`: `optim_state_dict` in the sharded form, independent of `state_dict_type`.
 
     Raises:
         ValueError: `group` is not the default group.
@@ -84,7 +83,7 @@ def optim_state_dict_to_load(
     load_directly: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Bring what `optim_state_dict` gave into the form that the optimizer loads; collective.
+    """Convert the result of `optim_state_dict` to the form that the optimizer loads; collective.
 
     As FSDP1's `optim_state_dict_to_load`. World sizes may differ between the two in the full form, and in the others
     where `torch.distributed.checkpoint` loaded the state.
@@ -93,9 +92,9 @@ def optim_state_dict_to_load(
         model: The sharded root module.
         optim: The optimizer that loads it.
         optim_state_dict: In the form that `state_dict_type` chose for the model; in the full one under
-            `FullOptimStateDictConfig(rank0_only=True)` rank 0's counts, and the other ranks' is not looked at.
-        is_named_optimizer: Keys of the result are FQNs, as torch's `_NamedOptimizer` takes them; if not, parameter ids.
-        load_directly: Call `optim.load_state_dict` with the result, too.
+            `FullOptimStateDictConfig(rank0_only=True)` that of rank 0 is used.
+        is_named_optimizer: True for FQNs as keys, for torch's `_NamedOptimizer`; False for parameter ids.
+        load_directly: True to also call `optim.load_state_dict` with the result.
         group: The default group, or `None`.
 
     Returns:
@@ -108,11 +107,11 @@ def optim_state_dict_to_load(
     require_default_group(group)
     settings = get_state_dict_type(model)
     if settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
-        result = _agreed(lambda: _checked_by_id(optim_state_dict, model, optim))
+        result = on_every_rank(lambda: _checked_by_id(optim_state_dict, model, optim))
     elif getattr(settings.optim_state_dict_config, "rank0_only", False):
         result = scatter_full_optim_state_dict(optim_state_dict, model, optim=optim)
     else:
-        result = _agreed(lambda: shard_full_optim_state_dict(optim_state_dict, model, optim=optim))
+        result = on_every_rank(lambda: shard_full_optim_state_dict(optim_state_dict, model, optim=optim))
     if is_named_optimizer:
         result = rekey_optim_state_dict(result, OptimStateKeyType.PARAM_NAME, model, optim=optim)
     if load_directly:
@@ -127,7 +126,7 @@ def _sharded(
     group: dist.ProcessGroup | None,
     offload_to_cpu: bool,
 ) -> dict[str, Any]:
-    """State by FQN, cut as it is; collective."""
+    """Return state by FQN, with its current sharding; collective."""
     require_default_group(group)
     snapshot = agreed_snapshot(model, optim, optim_state_dict)
     assert snapshot is not None, "there is an optimizer"
@@ -135,25 +134,13 @@ def _sharded(
     return snapshot.state_dict(tensors, on_cpu=offload_to_cpu)
 
 
-def _agreed(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What `make` returns, once it went well on every rank; collective."""
-    result: dict[str, Any] = {}
-    error: Exception | None = None
-    try:
-        result = make()
-    except (ValueError, KeyError, TypeError) as raised:
-        error = raised
-    agree(error)
-    return result
-
-
 def _checked_by_id(
     optim_state_dict: Mapping[str, Any], model: nn.Module, optim: torch.optim.Optimizer
 ) -> dict[str, Any]:
-    """Sharded state by parameter id; each rank alone.
+    """Return sharded state by parameter id. Not collective.
 
     Raises:
-        PlanError: A parameter is not the model's, or a tensor is not cut as its parameter.
+        PlanError: The model lacks a parameter, or a tensor is sharded in another way than its parameter.
     """
     result = rekey_optim_state_dict(optim_state_dict, OptimStateKeyType.PARAM_ID, model, optim=optim)
     parameters = {name: parameter for parameter, name in parameter_names(model).items()}

@@ -1,4 +1,4 @@
-"""`state_dict_type`: which form a sharded module's `state_dict()` gives and its `load_state_dict()` takes."""
+"""`state_dict_type`: the form of a sharded module's `state_dict()` and `load_state_dict()`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from raysharding.distributed.comm import agree
+from raysharding.distributed.comm import agree, on_every_rank
 from raysharding.distributed.fully_shard import (
     local_tensor,
     message_device,
@@ -55,10 +55,10 @@ def state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> Iterator[None]:
-    """Choose the form of `module.state_dict()` and `module.load_state_dict()` inside a `with`; no communication.
+    """Choose the form of `module.state_dict()` and `module.load_state_dict()` inside a `with`. Not collective.
 
-    As FSDP1's `FullyShardedDataParallel.state_dict_type`, which leaves its form in place after an exception; here the
-    one from before is back. Inside, every rank calls `state_dict()` and `load_state_dict()`. See `set_state_dict_type`.
+    As FSDP1's `FullyShardedDataParallel.state_dict_type`, but after an exception too, the previous form is restored.
+    Inside, every rank calls `state_dict()` and `load_state_dict()`. See `set_state_dict_type`.
     """
     before = {submodule: _forms.get(submodule) for _, submodule in named_submodules(module)}
     set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
@@ -75,7 +75,7 @@ def set_state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> StateDictSettings:
-    """Choose the form of `module.state_dict()` and `module.load_state_dict()` from now on; no communication.
+    """Choose the form of `module.state_dict()` and `module.load_state_dict()` from now on. Not collective.
 
     As FSDP1's `FullyShardedDataParallel.set_state_dict_type`; the modules inside it get the form, too. Names are those
     of the module before it was sharded, tied ones under each name; persistent buffers are in it, each rank's own.
@@ -84,9 +84,9 @@ def set_state_dict_type(
       device or (`offload_to_cpu`) in host memory. A load takes rank 0's: the others pass the same or nothing. Wire of a
       `state_dict()`: each shard to each rank that gets it; memory: the whole module there. Of a load: each shard once.
     - `SHARDED_STATE_DICT`: DTensors that share the module's memory, for `torch.distributed.checkpoint` (which loads
-      them at another world size too). `_use_dtensor` is taken for granted: `ShardedTensor` is FSDP1's alone.
-    - `LOCAL_STATE_DICT`: the same. FSDP1 gives a ShardedTensor for each flat parameter here, and FSDP2 has none. Plain
-      local tensors would not do: `torch.distributed.checkpoint` takes those for copies, and writes rank 0's alone.
+      them at another world size too). `_use_dtensor` is always on: only FSDP1 has `ShardedTensor`.
+    - `LOCAL_STATE_DICT`: as `SHARDED_STATE_DICT`. FSDP1 returns a ShardedTensor for each flat parameter, which FSDP2
+      lacks. `torch.distributed.checkpoint` takes plain local tensors for copies, and would write only rank 0's.
 
     Without a call, a module gives and takes what FSDP2 does: `SHARDED_STATE_DICT`. A load is collective in every form:
     PlanError on every rank, before data moves, where a key (under `strict`), a shape or a kind of tensor on any rank
@@ -101,7 +101,7 @@ def set_state_dict_type(
             optimizer state say their form themselves.
 
     Returns:
-        What held before.
+        The previous settings.
 
     Raises:
         ValueError: A config of another type.
@@ -125,7 +125,7 @@ def set_state_dict_type(
 
 
 def _install(module: nn.Module, form: _Form | None) -> None:
-    """Put a form in the place of the one that a module has; `None` leaves it none."""
+    """Replace the form of a module; `None` removes the form."""
     if (old := _forms.pop(module, None)) is not None:
         old.leave(module)
     if form is not None:
@@ -134,7 +134,7 @@ def _install(module: nn.Module, form: _Form | None) -> None:
 
 
 def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-    """What `set_state_dict_type` chose for a module, or what FSDP2 does by itself; no communication.
+    """Return the settings of `set_state_dict_type` for a module, or the default of FSDP2. Not collective.
 
     As FSDP1's `FullyShardedDataParallel.get_state_dict_type`.
     """
@@ -145,7 +145,7 @@ def get_state_dict_type(module: nn.Module) -> StateDictSettings:
 
 
 class _Form:
-    """What gives the state dicts of a module, and of all modules inside it, their form.
+    """Form of the state dicts of a module and of all its submodules.
 
     Args:
         root: The module for which the form was chosen.
@@ -154,19 +154,19 @@ class _Form:
 
     def __init__(self, root: nn.Module, settings: StateDictSettings) -> None:
         self.settings = settings
-        self._root = ref(root)  # `_forms` would keep a module that its form holds
+        self._root = ref(root)  # a strong reference would keep the module alive in `_forms`
         self._hook: RemovableHandle | None = None
         self._is_gathering = self._is_loading = False
 
     def enter(self, module: nn.Module) -> None:
-        """Take over the `state_dict` and `load_state_dict` of one of the modules."""
+        """Replace `state_dict` and `load_state_dict` of one of the modules."""
         for name in _Method.NAMES:
             module.__dict__[name] = _Method(name, module, self)
         if module is self._root():
             self._hook = module.register_load_state_dict_pre_hook(partial(self._load_from_around))
 
     def leave(self, module: nn.Module) -> None:
-        """Give `module` back what it had."""
+        """Restore the methods of `module`."""
         for name in _Method.NAMES:
             method = module.__dict__.get(name)
             if isinstance(method, _Method):
@@ -186,11 +186,11 @@ class _Form:
     # --- state_dict -------------------------------------------------------------------------------------------------
 
     def state_dict(self, module: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """`module.state_dict` in this form; collective in the full one."""
+        """Return `module.state_dict` in this form; collective in the full form."""
         if self._is_gathering:
             part: dict[str, Any] = call(*args, **kwargs)
-            return part  # of a larger one, which takes its form as a whole
-        # A forward may have left full parameters in the group of the root, of inner modules, too.
+            return part  # of a larger state dict, which is converted as a whole
+        # A forward may have left full parameters registered in the root's group, also in inner modules.
         root = self._root() or module
         if self._is_full:
             reshard(root)
@@ -205,7 +205,7 @@ class _Form:
         return state_dict
 
     def _convert(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-        """Put tensors of this form in the place of DTensors."""
+        """Replace DTensors by tensors of this form."""
         for key in [key for key in state_dict if key.startswith(prefix)]:
             state_dict[prefix + clean_name(key.removeprefix(prefix))] = state_dict.pop(key)
         if self._is_full:
@@ -216,14 +216,15 @@ class _Form:
                     state_dict[key] = value.cpu()
 
     def _gather(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-        """Full tensors in the place of DTensors; collective."""
+        """Replace DTensors by full tensors; collective."""
         rank0_only = getattr(self.settings.state_dict_config, "rank0_only", False)
         aliases = {prefix + name: prefix + first for name, first in tied_names(module).items()}
         found = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
         sharded = {aliases.get(key, key): value for key, value in found.items() if isinstance(value, DTensor)}
         is_wanted = not rank0_only or not dist.is_initialized() or dist.get_rank() == 0
         if sharded:
-            full = self._allocate(sharded if is_wanted else {})
+            # A rank without memory must not leave the others in the gather.
+            full = on_every_rank(lambda: self._allocate(sharded if is_wanted else {}))
             ranks = (0,) if rank0_only else range(dist.get_world_size())
             gather_into(full, sharded, ranks, message_device(module))
         for key, value in found.items():
@@ -232,20 +233,15 @@ class _Form:
             elif isinstance(value, DTensor):
                 state_dict[key] = full[aliases.get(key, key)]
             elif isinstance(value, torch.Tensor):
-                state_dict[key] = value.clone()  # as the others: what is kept must not follow the next steps
+                state_dict[key] = value.clone()  # like full tensors, independent of later steps
 
     def _allocate(self, tensors: Mapping[str, DTensor]) -> dict[str, torch.Tensor]:
-        """Memory for full tensors; collective: a rank that has none says so before the others wait for it."""
-        error: Exception | None = None
-        memory = {}
-        try:
-            for key, tensor in tensors.items():
-                device = torch.device("cpu") if self._on_cpu else local_tensor(tensor).device
-                memory[key] = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-        except (RuntimeError, MemoryError) as failure:
-            error = failure
-        agree(error)
-        return memory
+        return {
+            key: torch.empty(
+                tensor.shape, dtype=tensor.dtype, device="cpu" if self._on_cpu else local_tensor(tensor).device
+            )
+            for key, tensor in tensors.items()
+        }
 
     # --- load_state_dict --------------------------------------------------------------------------------------------
 
@@ -257,8 +253,8 @@ class _Form:
         strict: bool = True,
         assign: bool = False,
     ) -> IncompatibleKeys:
-        """`module.load_state_dict` in this form; collective."""
-        # A hook, for users' own come first, and may rename keys; torch does not tell it of `strict` and `assign`.
+        """Call `module.load_state_dict` in this form; collective."""
+        # A hook, because hooks of users run first, and may rename keys. torch does not pass `strict` and `assign`.
         hook = module.register_load_state_dict_pre_hook(partial(self._load, strict, assign))
         self._is_loading = True
         try:
@@ -269,25 +265,21 @@ class _Form:
             hook.remove()
 
     def _load_from_around(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *reports: Any) -> None:
-        """torch's hook in a load that a module around the root began; collective."""
+        """Hook for a load of a module that contains the root; collective."""
         if not self._is_loading:
             self._load(False, False, module, state_dict, prefix)
 
     def _load(
         self, strict: bool, assign: bool, module: nn.Module, state_dict: dict[str, Any], prefix: str, *reports: Any
     ) -> None:
-        """torch's hook before `module.load_state_dict()` looks at its values; collective.
+        """Hook that runs before `module.load_state_dict()` reads its values; collective.
 
-        Tensors are put into place here. torch finds the module's own, and copies each onto itself.
+        The hook loads the tensors. torch then finds the module's own tensors, and copies each onto itself.
         """
         keys = [key for key in state_dict if key.startswith(prefix)]
         incoming = {clean_name(key.removeprefix(prefix)): state_dict.pop(key) for key in keys}
-        error: RuntimeError | None = None
-        try:
-            reshard(self._root() or module)  # as in `state_dict`
-        except RuntimeError as raised:
-            error = raised
-        agree(error)  # a rank inside summon_full_params must not leave the others in the next exchange
+        # As in `state_dict`; a rank inside summon_full_params must not leave the others in the next exchange.
+        on_every_rank(lambda: reshard(self._root() or module))
         found: dict[str, Any] = incoming
         if self._is_full:
             result, extra = load_full_tensors(module, incoming, strict=strict, assign=assign)
@@ -302,7 +294,7 @@ class _Form:
         state_dict.update({prefix + own_part + torch_keys.get(name, name): value for name, value in found.items()})
 
     def _require_fit(self, incoming: Mapping[str, Any], module: nn.Module, strict: bool) -> None:
-        """Raise on every rank where anything on any rank does not fit; collective."""
+        """Raise on every rank if a value on any rank does not fit; collective."""
         own = _named_tensors(module)
         problems = [_misfit(name, value, own[name]) for name, value in incoming.items() if name in own]
         if strict:
@@ -316,7 +308,7 @@ class _Form:
 
 
 def _misfit(name: str, value: Any, tensor: torch.Tensor) -> str:
-    """What is wrong with a value for one of the module's tensors, or nothing."""
+    """Return the mismatch between a value and a tensor of the module; an empty text if the value fits."""
     if not isinstance(value, torch.Tensor):
         return f"{name}: {type(value).__name__}, not a tensor"
     if tensor.is_meta:
@@ -334,7 +326,7 @@ def _misfit(name: str, value: Any, tensor: torch.Tensor) -> str:
 
 
 class _Method:
-    """Stands for one module's `state_dict` or `load_state_dict`.
+    """Replacement of one module's `state_dict` or `load_state_dict`.
 
     Args:
         name: Which of the two.
@@ -346,7 +338,7 @@ class _Method:
 
     def __init__(self, name: str, module: nn.Module, form: _Form) -> None:
         self.hidden: Callable[..., Any] | None = module.__dict__.get(name)
-        """What another library has put there."""
+        """Method that another library has set."""
         self._name = name
         self._module = module
         self._form = form
@@ -360,17 +352,17 @@ _CHECKPOINT_WRAPPED = "_checkpoint_wrapped_module"
 
 
 def _torch_keys(module: nn.Module) -> dict[str, str]:
-    """FQN → the key that torch looks for: `CheckpointWrapper` takes its part out of keys, torch.compile does not."""
+    """Return FQN → key that torch expects: `CheckpointWrapper` removes its prefix, torch.compile does not."""
     named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
     names = [name for name, _ in named] + list(extra_state_owners(module, clean=False))
     return {clean_name(name): ".".join(p for p in name.split(".") if p != _CHECKPOINT_WRAPPED) for name in names}
 
 
 def _named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """FQN → parameter or persistent buffer, under every name: what torch's `load_state_dict` expects."""
+    """Return FQN → parameter or persistent buffer, under every name, as torch's `load_state_dict` expects."""
     tensors = saved_tensors(module)
     return tensors | {name: tensors[canonical] for name, canonical in tied_names(module).items()}
 
 
 _forms: WeakKeyDictionary[nn.Module, _Form] = WeakKeyDictionary()
-"""Modules that were given a form."""
+"""Modules with a form."""

@@ -1,10 +1,9 @@
 """`summon_full_params` and `apply`: full parameters in place of the shards, and back.
 
-Note: why the shards are gathered by us.
-    `FSDPModule.unshard()` follows the mixed-precision policy: it gives copies in the low dtype, and what is written
-    into them is lost at the next reshard. Here the shards themselves travel, in their own dtype, and what the body of
-    the context leaves in the full parameters is cut up again and copied into the shards' own memory. FSDP2 and an
-    optimizer, which hold on to that memory, need not be told.
+Note: why this module gathers the shards.
+    `FSDPModule.unshard()` follows the mixed-precision policy: it returns copies in the low dtype, and a write to a
+    copy is lost at the next reshard. Here the shards are gathered in their own dtype, and at the end of the context the
+    full parameters are cut and copied into the memory of the shards, to which FSDP2 and the optimizer refer.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
 from hashlib import sha256
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from raysharding.distributed.fully_shard import (
     loadable,
     local_tensor,
     message_device,
+    named_submodules,
     reduce_replicated_gradients,
     refusing_use,
     require_idle,
@@ -51,26 +52,27 @@ def summon_full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """Register full parameters in place of the shards, inside a `with`; collective, every rank enters and leaves it.
+    """Register full parameters in place of the shards, inside a `with`; collective.
 
     As FSDP1's `FullyShardedDataParallel.summon_full_params`. The full parameters are plain `nn.Parameter`s under the
-    module's own FQNs, in the shards' dtype also under mixed precision; ties stay ties, `requires_grad` stays. They are
-    copies: the 0-dim parameters that FSDP2 does not cut too. Buffers are left as they are. Inside, `state_dict()` and
-    `load_state_dict()` are those of an unsharded module; a forward or backward is a RuntimeError.
+    module's own FQNs, in the shards' dtype also under mixed precision; ties stay ties, `requires_grad` stays. The
+    full parameters are copies, also of 0-dim parameters, which FSDP2 does not cut. Buffers do not change.
+    Inside, `state_dict()` and `load_state_dict()` are those of an unsharded module; a forward or backward is a
+    RuntimeError.
 
-    As with FSDP1, modules inside one another may have been sharded by strategies of their own.
+    As with FSDP1, nested modules may be sharded by different strategies.
     Beyond FSDP1: `rank0_only` with `writeback`, `with_grads` with `offload_to_cpu`, a parameter that the body replaces
-    (by one of its shape) is written back, `writeback=False` undoes changes at any world size, and replicas never part.
+    (by one of equal shape) is written back, `writeback=False` undoes changes at any world size, replicas stay equal.
 
     Args:
         module: The root, an FSDP module inside it (outside of a forward), or a module that contains several.
-        recurse: Also those of the FSDP modules below; if not, only the parameters of `module`'s own group, and none if
+        recurse: True to include nested FSDP modules; False for only the parameters of `module`'s own group, or none if
             `module` is not an FSDP module.
         writeback: On leaving, by an exception too, put what changed into the shards: each rank cuts its own part out of
             its own full parameter, so all ranks have to make the same changes. With replicas (HSDP), and for 0-dim
             parameters, the first holder's values go to the others; under `rank0_only` rank 0's go to all.
         rank0_only: Only rank 0 gets full parameters; the others keep their shards registered.
-        offload_to_cpu: Put them into host memory. Default: the shards' device.
+        offload_to_cpu: True for full parameters in host memory; False for the device of the shards.
         with_grads: Each full parameter has its full `.grad` too, where any rank has one. Gradients of parameters that
             are not sharded are averaged over the ranks first. With `writeback` the gradients are written back as well,
             and those that the body sets to `None` go.
@@ -99,8 +101,8 @@ def summon_full_params(
             with loadable({owner for item in full_params.params if item.full is not None for owner, _ in item.places}):
                 yield
         finally:
-            # Also after an exception, as FSDP1 does, and on every rank whatever happened to it: ranks that left
-            # without it would keep the others waiting in the exchange.
+            # Also after an exception, as in FSDP1, and on every rank: the others would wait in the exchange for a rank
+            # that left without this call.
             full_params.leave()
 
 
@@ -114,7 +116,7 @@ def apply(module: nn.Module, fn: Callable[[nn.Module], object]) -> nn.Module:
 
     Args:
         module: The root, an FSDP module inside it, or a module that contains several.
-        fn: Gets a submodule. The parameters of FSDP modules below that one are shards.
+        fn: Called with a submodule. Parameters of FSDP modules below the submodule are shards.
 
     Returns:
         `module`.
@@ -152,7 +154,7 @@ class _Visit:
             with summon_full_params(module, recurse=False):
                 for child in module.children():
                     self.walk(child)
-                # A rank on which `fn` failed goes on through the other groups' gathers: the others would wait there.
+                # A rank on which `fn` failed continues with the gathers of the other groups: the others would wait.
                 if self.error is None:
                     try:
                         self.fn(module)
@@ -160,7 +162,7 @@ class _Visit:
                         self.error = error
                 is_leaving = True
         except RuntimeError as error:
-            # This rank's `fn` may have changed a shape, of which the others know nothing: they go on.
+            # This rank's `fn` may have changed a shape; the other ranks continue.
             if not is_leaving:
                 raise
             self.error = self.error or error
@@ -179,7 +181,7 @@ class _Options:
 
 @dataclass
 class _Param:
-    """One parameter."""
+    """One parameter of a context."""
 
     name: str
     """First FQN, from the summoned module."""
@@ -196,10 +198,10 @@ class _Param:
             setattr(owner, leaf, parameter)
 
     def value(self) -> torch.Tensor:
-        """What the body left: the full parameter, or the one that was put in its place.
+        """Return the full parameter, or the parameter by which the body replaced it.
 
         Raises:
-            RuntimeError: It cannot be written back.
+            RuntimeError: The value cannot be written back.
         """
         assert self.full is not None, "only where the full parameter was registered"
         now = [owner._parameters.get(leaf) for owner, leaf in self.places]
@@ -212,7 +214,7 @@ class _Param:
 
 
 def _select(module: nn.Module, recurse: bool) -> list[_Param]:
-    """The sharded parameters of a module, and those that FSDP2 does not cut, each once under its first name."""
+    """Return the parameters of a module, sharded or not cut by FSDP2, each once under its first name."""
     found: dict[torch.Tensor, _Param] = {}
     for prefix, submodule in _submodules(module, recurse):
         for leaf, parameter in submodule._parameters.items():
@@ -223,30 +225,19 @@ def _select(module: nn.Module, recurse: bool) -> list[_Param]:
 
 
 def _submodules(module: nn.Module, recurse: bool) -> list[tuple[str, nn.Module]]:
-    """(prefix, submodule) of what FSDP modules hold, parents first; without `recurse`, down to the next FSDP module."""
-    found: list[tuple[str, nn.Module]] = []
-    seen: set[nn.Module] = set()
-
-    def collect(prefix: str, submodule: nn.Module, is_held: bool) -> None:
-        is_held = is_held or isinstance(submodule, FSDPModule)
-        if submodule in seen or (not recurse and isinstance(submodule, FSDPModule) and submodule is not module):
-            return
-        seen.add(submodule)
-        if is_held:
-            found.append((prefix, submodule))
-        for name, child in submodule._modules.items():
-            if child is not None:
-                collect(f"{prefix}{name}.", child, is_held)
-
-    collect("", module, False)
-    return found
+    """Return (prefix, submodule) inside FSDP modules, parents first; without `recurse`, above the next FSDP module."""
+    held = {part for root in fsdp_modules(module, root_only=True) for part in cast(nn.Module, root).modules()}
+    if not recurse:
+        inner = [part for part in module.modules() if isinstance(part, FSDPModule) and part is not module]
+        held -= {part for other in inner for part in other.modules()}
+    return [(prefix, submodule) for prefix, submodule in named_submodules(module) if submodule in held]
 
 
 # --- entering -------------------------------------------------------------------------------------------------------
 
 
 def _enter(module: nn.Module, recurse: bool, options: _Options) -> _FullParams:
-    """Gather; collective. Nothing is registered yet."""
+    """Gather full parameters, without registering them; collective."""
     error: Exception | None = None
     params: list[_Param] = []
     memory: dict[str, torch.Tensor] = {}
@@ -278,7 +269,7 @@ def _enter(module: nn.Module, recurse: bool, options: _Options) -> _FullParams:
 
 
 def _allocate(params: Sequence[_Param], options: _Options) -> dict[str, torch.Tensor]:
-    """Name → memory for the full tensor, where this rank gets it."""
+    """Return name → memory for the full tensor, if this rank gets the tensor."""
     if options.rank0_only and dist.get_rank() != 0:
         return {}
     memory = {}
@@ -289,14 +280,14 @@ def _allocate(params: Sequence[_Param], options: _Options) -> dict[str, torch.Te
 
 
 def _fingerprint(params: Sequence[_Param]) -> str:
-    """The same on ranks that hold parts of the same parameters."""
+    """Return a digest that is equal on ranks with parts of the same parameters."""
     text = repr([tensor_layout(item.name, item.sharded) for item in params])
     return sha256(text.encode()).hexdigest()
 
 
 @dataclass
 class _FullParams:
-    """The parameters of one context."""
+    """Parameters of one context."""
 
     params: list[_Param]
     options: _Options
@@ -305,7 +296,7 @@ class _FullParams:
 
     @property
     def ranks(self) -> Sequence[int]:
-        """The global ranks that get full parameters."""
+        """Global ranks that get full parameters."""
         return (0,) if self.options.rank0_only else range(dist.get_world_size())
 
     def register(self) -> None:
@@ -314,15 +305,15 @@ class _FullParams:
                 item.register(item.full)
 
     def gather(self, memory: Mapping[str, torch.Tensor]) -> None:
-        """Bring the parameters; collective."""
+        """Gather the parameters; collective."""
         gather_into(memory, {item.name: item.sharded for item in self.params}, self.ranks, self.device)
         for item in self.params:
             if item.name in memory:
                 item.full = nn.Parameter(memory[item.name], requires_grad=item.sharded.requires_grad)
-                item.full.__dict__.update(item.sharded.__dict__)  # marks that libraries hang on parameters
+                item.full.__dict__.update(item.sharded.__dict__)  # attributes that libraries set on parameters
 
     def gather_grads(self, present: Sequence[int]) -> None:
-        """Bring the gradients that some rank has; collective. Where one has none, its part counts as zeros."""
+        """Gather the gradients that some rank has; collective. A missing gradient counts as zeros."""
         params = [self.params[index] for index in present]
         tensors = _grads(params)
         memory = _allocate(params, self.options)
@@ -334,7 +325,7 @@ class _FullParams:
     # --- leaving ----------------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """Register the shards again and write back; collective where ranks have to send each other something."""
+        """Register the shards again and write back; collective if ranks exchange data."""
         error: RuntimeError | None = None
         values: dict[str, torch.Tensor] = {}
         for item in self.params:
@@ -357,7 +348,7 @@ class _FullParams:
         plain = {item.name: item.sharded.clone() for item in self.params if not isinstance(item.sharded, DTensor)}
         tensors = {item.name: plain.get(item.name, item.sharded.detach()) for item in self.params}
         if self.options.rank0_only:
-            # The others wait for rank 0's values: they have to hear that none will come.
+            # The other ranks wait for rank 0's values, or for its error.
             agree(error)
         self._spread(values, tensors)
         for item in self.params:
@@ -378,7 +369,7 @@ class _FullParams:
             self._spread({name: grad for name, grad in full_grads.items() if grad is not None}, tensors)
 
     def _spread(self, values: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Put full values into local parts; collective under `rank0_only` and where there are replicas."""
+        """Copy full values into local parts; collective under `rank0_only` and with replicas."""
         if self.options.rank0_only:
             for part in by_mesh(tensors):
                 distribute_state_dict({name: values[name] for name in part if name in values}, part)
@@ -392,7 +383,7 @@ class _FullParams:
 
 
 def _grads(params: Sequence[_Param]) -> dict[str, torch.Tensor]:
-    """Name → the shard's gradient, made of zeros where there is none."""
+    """Return name → gradient of the shard; a missing gradient is made of zeros."""
     tensors = {}
     for item in params:
         if item.sharded.grad is None:
@@ -402,9 +393,9 @@ def _grads(params: Sequence[_Param]) -> dict[str, torch.Tensor]:
 
 
 def _settle_replicas(tensor: torch.Tensor, device: torch.device) -> None:
-    """Give every holder of a local part the first one's values; collective over the holders.
+    """Copy the first holder's values of a local part to the others; collective over the holders.
 
-    Ranks that changed their full parameters differently would train on as replicas that are none.
+    Otherwise replicas would differ if ranks changed their full parameters differently.
     """
     groups: list[dist.ProcessGroup | None] = [None]
     if isinstance(tensor, DTensor):

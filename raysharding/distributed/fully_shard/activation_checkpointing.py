@@ -97,8 +97,9 @@ class _Checkpointed:
             return self._forward(*values[:num_args], **dict(zip(names, values[num_args:], strict=True)))
 
         # All as positional arguments: only those pass through the hooks that move inputs to host memory.
-        with self._saving():
-            return checkpoint(run, *args, *kwargs.values(), use_reentrant=False, context_fn=self._contexts)
+        with save_on_cpu(pin_memory=torch.cuda.is_available()) if self._offload else nullcontext():
+            contexts = functools.partial(contexts_of, self._module)
+            return checkpoint(run, *args, *kwargs.values(), use_reentrant=False, context_fn=contexts)
 
     def _without_caches(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Remove caches, as transformers does: the second forward would write into a cache again."""
@@ -111,12 +112,6 @@ class _Checkpointed:
                 )
         dropped = {name: None for name in _CACHES if name in kwargs}
         return {**kwargs, **dropped, **({"use_cache": False} if "use_cache" in kwargs else {})}
-
-    def _saving(self) -> AbstractContextManager[Any]:
-        return save_on_cpu(pin_memory=torch.cuda.is_available()) if self._offload else nullcontext()
-
-    def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        return contexts_of(self._module)
 
 
 def contexts_of(module: nn.Module) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

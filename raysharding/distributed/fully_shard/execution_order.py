@@ -10,7 +10,7 @@ Note: what the check detects.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
@@ -45,8 +45,8 @@ class _Order:
         self.last: list[int] = []
         self._in_forward = False
 
-    def add(self, index: int) -> None:
-        """Record the start of a forward of group `index`."""
+    def add(self, index: int, *_: object) -> None:
+        """Forward pre-hook of the modules of group `index`: record the start of the forward."""
         # Activation checkpointing runs forwards again in backward, possibly after the check.
         if torch._C._current_graph_task_id() != -1:
             return
@@ -59,8 +59,8 @@ class _Order:
         self.digest = (self.digest * _FACTOR + index + 1) % _MODULUS
         self.last.append(index)
 
-    def end(self) -> None:
-        """Record the end of a forward of the root."""
+    def end(self, *_: object) -> None:
+        """Forward hook of the root: record the end of the forward."""
         self._in_forward = False
 
 
@@ -77,10 +77,10 @@ def record_execution_order(module: nn.Module, groups: Sequence[tuple[str, ...]])
     order = _orders[module] = _Order([*(", ".join(names) for names in groups), "the root"])
     for index, names in enumerate(groups):
         for name in names:
-            module.get_submodule(name).register_forward_pre_hook(_adder(order, index), prepend=True)
+            module.get_submodule(name).register_forward_pre_hook(partial(order.add, index), prepend=True)
     if groups:
-        module.register_forward_pre_hook(_adder(order, len(groups)), prepend=True)
-        module.register_forward_hook(_ender(order))
+        module.register_forward_pre_hook(partial(order.add, len(groups)), prepend=True)
+        module.register_forward_hook(order.end)
 
 
 def forget_execution_order(module: nn.Module) -> None:
@@ -96,20 +96,6 @@ def last_execution_order(module: nn.Module) -> tuple[int, ...]:
         module: A root whose order is recorded, before `check_execution_order` drops the record.
     """
     return tuple(_orders[module].last)
-
-
-def _adder(order: _Order, index: int) -> Any:
-    def add(module: nn.Module, args: Any) -> None:
-        order.add(index)
-
-    return add
-
-
-def _ender(order: _Order) -> Any:
-    def end(module: nn.Module, args: Any, output: Any) -> None:
-        order.end()
-
-    return end
 
 
 def check_execution_order(module: nn.Module) -> None:

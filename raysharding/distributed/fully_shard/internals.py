@@ -62,19 +62,12 @@ def _parameters_of(group: Any) -> list[ShardedParameter]:
 
 def sharded_parameters(module: nn.Module) -> list[ShardedParameter]:
     """Return the parameters of all FSDP groups in a module tree, each group once, outer first. Not collective."""
-    seen: set[nn.Parameter] = set()
-    found: list[ShardedParameter] = []
-    for _, submodule in named_submodules(module):
-        for group in parameter_groups(submodule):
-            if group and group[0].shard not in seen:
-                seen.update(item.shard for item in group)
-                found += group
-    return found
+    return [item for group in fsdp_groups(module) for item in _parameters_of(group)]
 
 
 def is_sharded(module: nn.Module) -> bool:
     """Return True if a module or a submodule has an FSDP group. Not collective."""
-    return any(own_groups(submodule) for _, submodule in named_submodules(module))
+    return bool(fsdp_groups(module))
 
 
 def mesh_sizes(module: nn.Module) -> set[tuple[int, int]]:
@@ -352,8 +345,9 @@ def refusing_use(modules: Sequence[FSDPModule]) -> Iterator[None]:
             assert isinstance(module, nn.Module), "FSDP modules are modules"
             summoned.add(module)
             stack.callback(summoned.discard, module)
+            refuse_forward = _refuser(f"a forward of {type(module).__name__}")
             # The first of all hooks: FSDP2 has not recorded a forward yet, so there is nothing to reset.
-            stack.callback(module.register_forward_pre_hook(_refuse_forward, prepend=True).remove)
+            stack.callback(module.register_forward_pre_hook(refuse_forward, prepend=True).remove)
             _replace(stack, module, "unshard", _refuser("unshard()"))
             _replace(stack, module, "_apply", _refuser("to(), a cast or a move"))
             state = module._get_fsdp_state()
@@ -373,10 +367,6 @@ def _replace(stack: ExitStack, holder: object, name: str, function: Callable[...
 
 def _message(what: str) -> str:
     return f"{what} inside summon_full_params would use the shards, not the full parameters: leave the context first"
-
-
-def _refuse_forward(module: nn.Module, args: Any) -> NoReturn:
-    raise RuntimeError(_message(f"a forward of {type(module).__name__}"))
 
 
 def _refuser(what: str) -> Callable[..., NoReturn]:

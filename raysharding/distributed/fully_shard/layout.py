@@ -40,30 +40,21 @@ class TensorLayout:
         return prod(self.shape)
 
     def local_range(self, shard_index: int) -> tuple[int, int]:
-        """Half-open range of the flattened global tensor that shard `shard_index` holds."""
-        return self._range(shard_index, *self._size())
-
-    def ranges(self) -> list[tuple[int, int]]:
-        """Return the `local_range` of every shard; of a replicated tensor, the whole range once."""
-        size = self._size()
-        return [self._range(index, *size) for index in range(max(self.num_shards, 1))]
-
-    def _size(self) -> tuple[int, int]:
-        """Return the number of elements of the longest shard, and of the tensor.
+        """Half-open range of the flattened global tensor that shard `shard_index` holds.
 
         FSDP2 and DTensor split dim 0 like `torch.chunk`: `ceil(rows / num_shards)` rows each, the last shards shorter
         or empty.
         """
-        total = prod(self.shape)
-        if self.num_shards == 0:
-            return total, total
-        rows = self.shape[0]
-        return (-(-rows // self.num_shards) * (total // rows), total) if total else (0, 0)
-
-    def _range(self, shard_index: int, longest: int, total: int) -> tuple[int, int]:
-        if self.num_shards == 0:
+        total = self.num_elements
+        if self.num_shards == 0 or total == 0:
             return 0, total
+        rows = self.shape[0]
+        longest = -(-rows // self.num_shards) * (total // rows)
         return min(shard_index * longest, total), min((shard_index + 1) * longest, total)
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """Return the `local_range` of every shard; of a replicated tensor, the whole range once."""
+        return [self.local_range(index) for index in range(max(self.num_shards, 1))]
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -74,27 +65,12 @@ def unwrapped(module: nn.Module) -> nn.Module:
 def named_submodules(module: nn.Module, *, aliases: bool = False) -> list[tuple[str, nn.Module]]:
     """Return every submodule with its name, parents first; names end with a dot, except the root's.
 
-    Like `named_modules`, whose nested generators take many times as long in a deep tree.
-
     Args:
         module: The root.
         aliases: True to name a module in two places twice; a cyclic tree is then a RecursionError.
     """
-    found: list[tuple[str, nn.Module]] = []
-    _collect("", unwrapped(module), None if aliases else set(), found)
-    return found
-
-
-def _collect(prefix: str, module: nn.Module, seen: set[nn.Module] | None, found: list[tuple[str, nn.Module]]) -> None:
-    # No closure: a recursive closure would keep the modules alive until a garbage collection.
-    if seen is not None:
-        if module in seen:
-            return
-        seen.add(module)
-    found.append((prefix, module))
-    for name, child in module._modules.items():
-        if child is not None:
-            _collect(f"{prefix}{name}.", child, seen, found)
+    found = unwrapped(module).named_modules(remove_duplicate=not aliases)
+    return [(f"{name}." if name else "", submodule) for name, submodule in found]
 
 
 def module_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -175,9 +151,14 @@ def message_device(module: nn.Module) -> torch.device:
     """Return the device of a module's messages: that of its mesh; the CPU for a module that is not sharded."""
     for parameter in module.parameters():
         if isinstance(parameter, DTensor):
-            kind = parameter.device_mesh.device_type
-            return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+            return mesh_device(parameter.device_mesh)
     return torch.device("cpu")
+
+
+def mesh_device(mesh: DeviceMesh) -> torch.device:
+    """Return the device of this process in a mesh, with its index on GPUs."""
+    kind = mesh.device_type
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
 def compute_device(module: nn.Module) -> torch.device:

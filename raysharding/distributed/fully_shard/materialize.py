@@ -118,7 +118,7 @@ class FirstValues:
         left = [slot for slot in slots if _is_on_meta(slot)]
         for table, name, tensor in left:
             if tensor not in real:
-                real[tensor] = _empty_like(tensor, self._device)
+                real[tensor] = _filled_like(tensor, self._device)
             table[name] = real[tensor]
         if left and self._fn is not None:
             self._fn(module)
@@ -186,13 +186,18 @@ def _own_submodules(modules: Sequence[nn.Module]) -> Iterator[nn.Module]:
                 yield submodule
 
 
-def _tensors(submodules: Iterable[nn.Module]) -> Iterator[_Slot]:
-    """What these modules hold themselves and FSDP has not cut."""
+def _slots(submodules: Iterable[nn.Module]) -> Iterator[_Slot]:
+    """Yield the own parameters and buffers of these modules."""
     for submodule in submodules:
         for table in (submodule._parameters, submodule._buffers):
             for name, tensor in list(table.items()):
-                if tensor is not None and not isinstance(tensor, DTensor):
+                if tensor is not None:
                     yield table, name, tensor
+
+
+def _tensors(submodules: Iterable[nn.Module]) -> list[_Slot]:
+    """Return the own parameters and buffers of these modules that FSDP has not cut."""
+    return [slot for slot in _slots(submodules) if not isinstance(slot[2], DTensor)]
 
 
 def _on_meta(submodules: Iterable[nn.Module]) -> list[_Slot]:
@@ -203,15 +208,6 @@ def _is_on_meta(slot: _Slot) -> bool:
     """Return True if what is in the place of a slot's tensor now is on meta."""
     table, name, _ = slot
     return bool(table[name].is_meta)
-
-
-def _empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    value = torch.empty_like(tensor, device=device)
-    if isinstance(tensor, nn.Parameter):
-        value = nn.Parameter(value, requires_grad=tensor.requires_grad)
-    # Marks that models hang on tensors, and those of subclasses of nn.Parameter.
-    value.__dict__.update(tensor.__dict__)
-    return value
 
 
 class _MarkedMemory(TorchFunctionMode):
@@ -301,7 +297,7 @@ def materialize(
     Returns:
         A function that puts the tensors back on meta, for a load that fails: garbage must not be left to run on.
     """
-    replaced: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    replaced: list[_Slot] = []
 
     def undo() -> None:
         for tensors, name, tensor in replaced:
@@ -309,7 +305,15 @@ def materialize(
         tell_fsdp(module)
 
     try:
-        _allocate(module, device, memory or {}, only, replaced)
+        new: dict[torch.Tensor, torch.Tensor] = {}
+        shard_device = torch.device("cpu") if is_offloaded(module) else device
+        for tensors, name, tensor in _slots(submodule for _, submodule in named_submodules(module)):
+            if not tensor.is_meta or (only is not None and id(tensor) not in only):
+                continue
+            if tensor not in new:
+                new[tensor] = _filled_like(tensor, shard_device if isinstance(tensor, DTensor) else device, memory)
+            replaced.append((tensors, name, tensor))
+            tensors[name] = new[tensor]
         tell_fsdp(module)
         _cut_padding(replaced)
     except (RuntimeError, MemoryError):
@@ -318,7 +322,7 @@ def materialize(
     return undo
 
 
-def _cut_padding(replaced: Iterable[tuple[dict[str, Any], str, torch.Tensor]]) -> None:
+def _cut_padding(replaced: Iterable[_Slot]) -> None:
     """Let shards that are shorter than other ranks' end where they end, now that FSDP2 knows the memory behind them.
 
     FSDP2 wants all shards of one length. Shown a short one it makes a longer copy, and the load would wait for the
@@ -334,46 +338,15 @@ def _cut_padding(replaced: Iterable[tuple[dict[str, Any], str, torch.Tensor]]) -
                 set_inner_tensor(tensors[name], local.narrow(0, 0, length))
 
 
-def _longest_shard(tensor: DTensor) -> tuple[int, ...]:
-    """Shape of the longest shard on any rank."""
-    num_shards = tensor_layout("", tensor).num_shards
-    shape = tuple(inner_tensor(tensor).shape)
-    return (-(-tensor.shape[0] // num_shards), *shape[1:]) if num_shards else shape
-
-
-def _allocate(
-    module: nn.Module,
-    device: torch.device,
-    memory: Mapping[torch.Tensor, torch.Tensor],
-    only: Container[int] | None,
-    replaced: list[tuple[dict[str, Any], str, torch.Tensor]],
-) -> None:
-    """Put new tensors into the module's tables; what they replace is appended to `replaced`."""
-    new: dict[torch.Tensor, torch.Tensor] = {}
-    shard_device = torch.device("cpu") if is_offloaded(module) else device
-    for tensors in _registries(module):
-        for name, tensor in tensors.items():
-            if tensor is None or not tensor.is_meta or (only is not None and id(tensor) not in only):
-                continue
-            if tensor not in new:
-                new[tensor] = _filled_like(tensor, shard_device if isinstance(tensor, DTensor) else device, memory)
-            replaced.append((tensors, name, tensor))
-            tensors[name] = new[tensor]
-
-
-def _registries(module: nn.Module) -> Iterator[dict[str, Any]]:
-    """The parameter and buffer tables of every submodule."""
-    for _, submodule in named_submodules(module):
-        yield submodule._parameters
-        yield submodule._buffers
-
-
 def _filled_like(
-    tensor: torch.Tensor, device: torch.device, memory: Mapping[torch.Tensor, torch.Tensor]
+    tensor: torch.Tensor, device: torch.device, memory: Mapping[torch.Tensor, torch.Tensor] | None = None
 ) -> torch.Tensor:
     """A tensor as `tensor`, of the memory that there is for it, or of new memory on `device`."""
-    shape = _longest_shard(tensor) if isinstance(tensor, DTensor) else tuple(tensor.shape)
-    value = memory.get(tensor)
+    shape = tuple(inner_tensor(tensor).shape)
+    if num_shards := tensor_layout("", tensor).num_shards:
+        # FSDP2 wants the length of the longest shard on any rank.
+        shape = (-(-tensor.shape[0] // num_shards), *shape[1:])
+    value = (memory or {}).get(tensor)
     if value is None:
         value = torch.empty(shape, dtype=tensor.dtype, device=device)  # empty_like of meta takes 50 times as long
     if isinstance(tensor, DTensor):

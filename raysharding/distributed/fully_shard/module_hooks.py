@@ -167,7 +167,8 @@ def set_prefetching(module: nn.Module, groups: Sequence[tuple[str, ...]], shardi
         groups: What `wrap_groups` chose.
         sharding: Its two fields are read.
     """
-    heads = [_fsdp_module(module.get_submodule(names[0])) for names in groups] + [_fsdp_module(module)]
+    first = [*(module.get_submodule(names[0]) for names in groups), module]
+    heads = [head for head in first if isinstance(head, FSDPModule)]  # all of them
     when = sharding.backward_prefetch
     name = (when.name if isinstance(when, Enum) else when or "").lower()
     if name == "backward_post":
@@ -180,29 +181,17 @@ def set_prefetching(module: nn.Module, groups: Sequence[tuple[str, ...]], shardi
             # An empty list means FSDP2's own choice; a group that is gathered already costs nothing.
             head.set_modules_to_backward_prefetch([head])
     if sharding.forward_prefetch and groups:
-        _Ahead(module, heads, int(sharding.forward_prefetch)).install()
+        _prefetch_after_first_forward(module, heads, int(sharding.forward_prefetch))
 
 
-def _fsdp_module(module: nn.Module) -> FSDPModule:
-    assert isinstance(module, FSDPModule), "fully_shard made it one"
-    return module
+def _prefetch_after_first_forward(module: nn.Module, heads: Sequence[FSDPModule], num_ahead: int) -> None:
+    """Set what each group prefetches in forward, once the first forward of the root has shown the order."""
 
-
-class _Ahead:
-    """Sets what each group prefetches in forward once the first forward has shown the order."""
-
-    def __init__(self, module: nn.Module, heads: Sequence[FSDPModule], num_ahead: int) -> None:
-        self._module = module
-        self._heads = heads
-        self._num_ahead = num_ahead
-
-    def install(self) -> None:
-        """Wait for the first forward of the root to end."""
-        self._handle = self._module.register_forward_hook(self._after_forward)
-
-    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._handle.remove()
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        handle.remove()
         order = list(dict.fromkeys(last_execution_order(module)))
         for place, index in enumerate(order):
-            ahead = order[place + 1 : place + 1 + self._num_ahead]
-            self._heads[index].set_modules_to_forward_prefetch([self._heads[other] for other in ahead])
+            ahead = order[place + 1 : place + 1 + num_ahead]
+            heads[index].set_modules_to_forward_prefetch([heads[other] for other in ahead])
+
+    handle = module.register_forward_hook(after)

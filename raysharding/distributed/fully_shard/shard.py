@@ -38,7 +38,7 @@ from raysharding.distributed.fully_shard.gradients import (
     reduce_after_backward,
 )
 from raysharding.distributed.fully_shard.internals import offloaded, reshard, summoned
-from raysharding.distributed.fully_shard.layout import named_submodules, unwrapped
+from raysharding.distributed.fully_shard.layout import mesh_device, named_submodules, unwrapped
 from raysharding.distributed.fully_shard.materialize import FirstValues
 from raysharding.distributed.fully_shard.module_hooks import (
     compile_blocks,
@@ -115,7 +115,7 @@ def shard_groups(
         unfreed: Groups that keep their full parameters from forward to backward, whatever `sharding` says.
     """
     _require_unsharded(module, groups)
-    device = _device_of(mesh)
+    device = mesh_device(mesh)
     ignored = ignored_modules(module, sharding)
     make_contiguous(module)  # a shard must be contiguous in memory
     compile_blocks(module, groups, sharding)
@@ -133,7 +133,8 @@ def shard_groups(
         if values is not None:
             values.settle(members, kept)
             kept = _kept_whole(module, ignored)
-        policy = _policy_of(members, sharding)
+        in_full = all(map(stays_in_full_precision, members))
+        policy = MixedPrecisionPolicy() if in_full else mixed_precision_policy(sharding)
         options["reshard_after_forward"] = False if names in unfreed else sharding.reshard_after_forward
         fully_shard(members if len(members) > 1 else members[0], mp_policy=policy, ignored_params=kept, **options)
     _move(kept, device)
@@ -163,11 +164,6 @@ def _require_unsharded(module: nn.Module, groups: Sequence[tuple[str, ...]]) -> 
         )
 
 
-def _device_of(mesh: DeviceMesh) -> torch.device:
-    kind = mesh.device_type
-    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-
-
 def _kept_whole(module: nn.Module, ignored: set[nn.Module]) -> set[nn.Parameter]:
     """Return the parameters that no group includes.
 
@@ -179,12 +175,6 @@ def _kept_whole(module: nn.Module, ignored: set[nn.Module]) -> set[nn.Parameter]
         for parameter in module.parameters()
         if not isinstance(parameter, DTensor) and (parameter in inside or not is_cut(parameter))
     }
-
-
-def _policy_of(members: Sequence[nn.Module], sharding: Sharding) -> MixedPrecisionPolicy:
-    if all(stays_in_full_precision(member) for member in members):
-        return MixedPrecisionPolicy()
-    return mixed_precision_policy(sharding)
 
 
 def _keep_full_precision(module: nn.Module) -> None:

@@ -51,14 +51,17 @@ def meta_like(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.T
         tensor: A DTensor or any other.
         dtype: dtype of the result. Default: that of the tensor.
     """
-    if not isinstance(tensor, DTensor):
-        empty = torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device="meta")
-        return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-    local = torch.empty(inner_tensor(tensor).shape, dtype=dtype or tensor.dtype, device="meta")
-    result = DTensor.from_local(
-        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
+    result = torch.empty(inner_tensor(tensor).shape, dtype=dtype or tensor.dtype, device="meta")
+    if isinstance(tensor, DTensor):
+        result = _with_shard(result, tensor)
     return nn.Parameter(result, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else result
+
+
+def _with_shard(local: torch.Tensor, like: DTensor) -> DTensor:
+    """Return a DTensor of a shard, which may have another dtype than `like`."""
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
 
 
 def cut(value: torch.Tensor, like: DTensor) -> DTensor:
@@ -76,11 +79,4 @@ def cut(value: torch.Tensor, like: DTensor) -> DTensor:
     part = value.detach().reshape(-1)[start:stop].view(local.shape)
     # A shard on meta has no device to copy to.
     device = torch.device(like.device_mesh.device_type) if local.is_meta else local.device
-    return DTensor.from_local(
-        part.to(device, copy=True),
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
+    return _with_shard(part.to(device, copy=True), like)
