@@ -9,9 +9,10 @@ from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from typing import Any, Final
 
-from raysharding.checkpoint.storage.interface import Found, Item, Result
-from raysharding.checkpoint.storage.requests import Job, RemoteOptions, Requests
-from raysharding.checkpoint.storage.uri import join_path, split_path
+from raysharding.checkpoint.storage.interface import Found, Item, Result, Storage
+from raysharding.checkpoint.storage.local import LocalStorage
+from raysharding.checkpoint.storage.requests import DEFAULT_REMOTE, Job, RemoteOptions, Requests
+from raysharding.checkpoint.storage.uri import is_remote, join_path, split_path
 from raysharding.errors import CheckpointError
 
 
@@ -258,6 +259,11 @@ def _unless_missing(remove: Callable[[str], None], inside: str) -> None:
 def remote_storage(options: RemoteOptions) -> RemoteStorage:
     """Return this process's storage of URIs with these options."""
     return RemoteStorage(options)
+
+
+def storage_of(path: str, remote: RemoteOptions = DEFAULT_REMOTE) -> Storage:
+    """Return the storage of a normal path, as `uri.normal_path` returns it."""
+    return remote_storage(remote) if is_remote(path) else LocalStorage()
 
 
 def cut_views(views: Sequence[memoryview], part_bytes: int) -> list[list[memoryview]]:
