@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -76,45 +75,35 @@ def _shown(value: Any) -> str:
     return f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"{type(value).__name__} {value!r:.40}"
 
 
-@dataclass(frozen=True)
-class Collator:
-    """Makes this rank's part of a call from its rows of a step."""
+def rank_batch(collate: Collate, rank: int, rows: list[Any], counts: tuple[int, ...]) -> RankBatch:
+    """Make this rank's part of a call from its rows of a step.
 
-    collate: Collate
-    """The user's function, or `default_collate`."""
-    rank: int
-    """This rank."""
+    Args:
+        collate: The user's function, or `default_collate`.
+        rank: This rank.
+        rows: Rows of this rank; a row of another rank if it has none.
+        counts: Number of rows of each rank.
 
-    def batch(self, rows: list[Any], counts: tuple[int, ...]) -> RankBatch:
-        """Return the batch.
-
-        Args:
-            rows: Rows of this rank; a row of another rank if it has none.
-            counts: Number of rows of each rank.
-
-        Raises:
-            ValueError: The collate function returned another number of rows, or no tensors.
-        """
-        made = self.collate(rows)
-        args: tuple[Any, ...] = ()
-        kwargs: Mapping[str, Any] = {}
-        if isinstance(made, Mapping):
-            kwargs = {str(name): _split(value) for name, value in made.items()}
-        elif isinstance(made, tuple | list):
-            args = tuple(_split(value) for value in made)
-        else:
-            args = (_split(made),)
-        found = {name: one.num_rows(name) for name, one in [*_named(args), *kwargs.items()] if isinstance(one, Split)}
-        if not found:
-            raise ValueError(f"collate returned a {type(made).__name__} without a tensor: nothing for the model")
-        wrong = {name: number for name, number in found.items() if number != len(rows)}
-        if wrong:
-            raise ValueError(f"collate made {wrong} rows of {len(rows)}: every tensor needs one row for each row given")
-        return RankBatch(args, kwargs, num_rows=counts[self.rank], rows=counts)
-
-
-def _named(args: Sequence[Any]) -> list[tuple[str, Any]]:
-    return [(f"args[{index}]", value) for index, value in enumerate(args)]
+    Raises:
+        ValueError: The collate function returned another number of rows, or no tensors.
+    """
+    made = collate(rows)
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = {}
+    if isinstance(made, Mapping):
+        kwargs = {str(name): _split(value) for name, value in made.items()}
+    elif isinstance(made, tuple | list):
+        args = tuple(_split(value) for value in made)
+    else:
+        args = (_split(made),)
+    named = {f"args[{index}]": value for index, value in enumerate(args)} | kwargs
+    found = {name: one.num_rows(name) for name, one in named.items() if isinstance(one, Split)}
+    if not found:
+        raise ValueError(f"collate returned a {type(made).__name__} without a tensor: nothing for the model")
+    wrong = {name: number for name, number in found.items() if number != len(rows)}
+    if wrong:
+        raise ValueError(f"collate made {wrong} rows of {len(rows)}: every tensor needs one row for each row given")
+    return RankBatch(args, kwargs, num_rows=counts[rank], rows=counts)
 
 
 def _split(value: Any) -> Any:

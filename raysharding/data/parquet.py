@@ -65,8 +65,8 @@ class ParquetFiles(BlockSource):
         names: list[str] | None = None
         first: dict[str, str] = {}
         for file in found.files:
-            metadata = found._metadata(file)
-            groups.append(tuple(metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)))
+            metadata = found._footer(file)
+            groups.append(_group_rows(metadata))
             schema = metadata.schema.to_arrow_schema()
             here = schema.names
             names = here if names is None else names
@@ -109,8 +109,7 @@ class ParquetFiles(BlockSource):
         Raises:
             DataError: The first file is missing or differs.
         """
-        metadata = self._metadata(self.files[0])
-        rows = tuple(metadata.row_group(index).num_rows for index in range(metadata.num_row_groups))
+        rows = _group_rows(self._footer(self.files[0]))
         if rows != self.groups[0]:
             raise DataError(
                 f"has row groups of {rows} rows here, and of {self.groups[0]} on rank 0", path=self.files[0]
@@ -137,30 +136,25 @@ class ParquetFiles(BlockSource):
         """Return a `pyarrow.parquet.ParquetFile`, whose footer and descriptor all readers of the file share."""
         import pyarrow.parquet as parquet
 
+        footer = self._footer(file)
         with _said(file):
-            opened = self._handle(file)
             # Buffered: otherwise a reader holds whole column chunks, and there is a reader per row of a batch.
-            return parquet.ParquetFile(
-                opened, metadata=self._footer(file, opened), pre_buffer=False, buffer_size=_BUFFER_BYTES
-            )
+            return parquet.ParquetFile(self._handle(file), metadata=footer, pre_buffer=False, buffer_size=_BUFFER_BYTES)
 
-    def _footer(self, file: str, opened: Any) -> Any:
+    def _footer(self, file: str) -> Any:
         import pyarrow.parquet as parquet
 
         if file not in self._opened:
-            self._opened[file] = parquet.read_metadata(opened)
+            with _said(file):
+                self._opened[file] = parquet.read_metadata(self._handle(file))
         return self._opened[file]
-
-    def _metadata(self, file: str) -> Any:
-        with _said(file):
-            return self._footer(file, self._handle(file))
 
     def _handle(self, file: str) -> Any:
         """Return an open file that readers share; it is closed with its last reader."""
         if file not in self._handles:
             while len(self._handles) >= _HANDLES:
                 self._handles.pop(next(iter(self._handles)))
-            self._handles[file] = _system(self.directory).open_input_file(file)
+            self._handles[file] = _connected(self.directory)[0].open_input_file(file)
         return self._handles[file]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -206,13 +200,16 @@ class _GroupReader(Reader):
         self._opened.close()
 
 
+def _group_rows(footer: Any) -> tuple[int, ...]:
+    return tuple(footer.row_group(index).num_rows for index in range(footer.num_row_groups))
+
+
 def _list(directory: str) -> tuple[str, ...]:
     """Return the paths of the Parquet files, sorted."""
     import pyarrow.fs as arrow_fs
 
-    inside = _inside(directory)
     with _said(directory):
-        system = _system(directory)
+        system, inside = _connected(directory)
         info = system.get_file_info(inside)
         if info.type == arrow_fs.FileType.File:
             return (inside,)
@@ -228,16 +225,13 @@ def _list(directory: str) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=8)
-def _system(directory: str) -> Any:
+def _connected(directory: str) -> tuple[Any, str]:
+    """Return the file system of a directory, and the path inside the file system."""
     if is_remote(directory):
-        return connect(directory, DEFAULT_REMOTE)[0]
+        return connect(directory, DEFAULT_REMOTE)
     import pyarrow.fs as arrow_fs
 
-    return arrow_fs.LocalFileSystem()
-
-
-def _inside(directory: str) -> str:
-    return str(connect(directory, DEFAULT_REMOTE)[1]) if is_remote(directory) else directory
+    return arrow_fs.LocalFileSystem(), directory
 
 
 @contextmanager

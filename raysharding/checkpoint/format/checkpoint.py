@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Self
 
-from raysharding.checkpoint.format.header import Header, header_sha256, read_header, read_header_bytes
+from raysharding.checkpoint.format.header import Header, header_sha256, parse_header, read_header_bytes
 from raysharding.checkpoint.format.index import (
     FileSet,
     list_sidecar_files,
@@ -192,11 +192,7 @@ def identify(path: str, *, remote: RemoteOptions = DEFAULT_REMOTE) -> Checkpoint
     Raises:
         CheckpointError: The file is missing, or no header can be read from it.
     """
-    storage = storage_of(path, remote)
-    with closing(storage.open(path)) as file:
-        found = file.found
-        data = read_header_bytes(path, found.num_bytes, partial(read_bytes, file))
-    return CheckpointFile(path, found.num_bytes, found.mtime_ns, header_sha256(data), found.etag)
+    return _identify(storage_of(path, remote), path)[0]
 
 
 def identify_files(paths: Sequence[str], *, remote: RemoteOptions = DEFAULT_REMOTE) -> tuple[CheckpointFile, ...]:
@@ -228,11 +224,16 @@ def _read_checkpoint(storage: Storage, given: str) -> Checkpoint:
 
 
 def _read_file(storage: Storage, path: str, number: int) -> tuple[CheckpointFile, Header]:
-    """Read one file's header. Size and mtime come from the open file that the header is read from."""
+    file, data = _identify(storage, path)
+    return file, parse_header(path, number, file.num_bytes, data)
+
+
+def _identify(storage: Storage, path: str) -> tuple[CheckpointFile, bytes]:
+    """Read the bytes of one file's header. Size and mtime come from the open file that they are read from."""
     with closing(storage.open(path)) as file:
         found = file.found
-        header = read_header(path, number, found.num_bytes, partial(read_bytes, file))
-    return CheckpointFile(path, found.num_bytes, found.mtime_ns, header.sha256, found.etag), header
+        data = read_header_bytes(path, found.num_bytes, partial(read_bytes, file))
+    return CheckpointFile(path, found.num_bytes, found.mtime_ns, header_sha256(data), found.etag), data
 
 
 def _merge(files: list[CheckpointFile], headers: list[Header]) -> dict[str, TensorInfo]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Final
 
@@ -25,18 +25,14 @@ Pieces = Mapping[str, Sequence[Sequence[int]]]
 def crc32_combine(crc1: int, crc2: int, length2: int) -> int:
     """Return the CRC-32 of two concatenated byte strings from the CRC-32 of each, as zlib's function of that name does.
 
-    Takes about 2 µs for a `length2` seen before, up to 0.2 ms for a new one.
+    Takes about 3 µs for a `length2` seen before, up to 0.2 ms for a new one.
 
     Args:
         crc1: CRC-32 of the first.
         crc2: CRC-32 of the second.
         length2: Bytes in the second.
     """
-    for column in _operator(length2):
-        if crc1 & 1:
-            crc2 ^= column
-        crc1 >>= 1
-    return crc2
+    return _multiply(crc1, _factor(length2)) ^ crc2
 
 
 class Checksums:
@@ -135,41 +131,23 @@ class Checksums:
         return prefix[num_bytes], ""
 
 
-def _times_x(value: int) -> int:
-    """Return a polynomial times x, modulo that of CRC-32."""
-    return value >> 1 ^ (_POLYNOMIAL if value & 1 else 0)
-
-
 def _multiply(left: int, right: int) -> int:
     """Return the product of two polynomials over GF(2), modulo that of CRC-32."""
     product = 0
     for bit in range(31, -1, -1):
         if left >> bit & 1:
             product ^= right
-        right = _times_x(right)
+        right = right >> 1 ^ (_POLYNOMIAL if right & 1 else 0)  # times x
     return product
 
 
-def _squares(first: int, count: int) -> Iterable[int]:
-    for _ in range(count):
-        yield first
-        first = _multiply(first, first)
-
-
-_BYTES: Final = tuple(_squares(1 << 23, 64))
-"""x**(8 * 2**k), the factor of a CRC-32 for 2**k more bytes."""
-
-
 @lru_cache(maxsize=1024)
-def _operator(num_bytes: int) -> tuple[int, ...]:
-    """Return what each bit of a CRC-32, lowest first, becomes when `num_bytes` more bytes follow."""
-    assert 0 <= num_bytes < 1 << 64, f"num_bytes={num_bytes}"
-    factor = 1 << 31
-    for power, square in enumerate(_BYTES):
-        if num_bytes >> power & 1:
+def _factor(num_bytes: int) -> int:
+    """Return x**(8 * num_bytes), the factor of a CRC-32 when `num_bytes` more bytes follow."""
+    factor, square = 1 << 31, 1 << 23  # 1 and x**8
+    while num_bytes:
+        if num_bytes & 1:
             factor = _multiply(factor, square)
-    columns = []
-    for _ in range(32):
-        columns.append(factor)
-        factor = _times_x(factor)
-    return tuple(reversed(columns))
+        square = _multiply(square, square)
+        num_bytes >>= 1
+    return factor

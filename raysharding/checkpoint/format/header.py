@@ -113,8 +113,6 @@ class Header:
     """In file order."""
     metadata: dict[str, str]
     """`__metadata__`; empty where there is none."""
-    sha256: str
-    """SHA-256, in hex, of the 8 length bytes and the header, as they are in the file."""
 
 
 def read_header(path: str, file: int, num_bytes: int, read: Callable[[int, int], bytes]) -> Header:
@@ -169,7 +167,7 @@ def parse_header(path: str, file: int, num_bytes: int, data: bytes) -> Header:
         key=lambda info: (info.offset, info.num_bytes),
     )
     _check_tiling(path, tensors, start, num_bytes)
-    return Header(tuple(tensors), metadata, header_sha256(data))
+    return Header(tuple(tensors), metadata)
 
 
 def _read_exactly(path: str, read: Callable[[int, int], bytes], offset: int, length: int) -> bytes:

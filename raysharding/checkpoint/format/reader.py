@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import closing
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -127,9 +126,7 @@ class FileReader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, error_type: object, error: BaseException | None, traceback: object) -> None:
         self.close()
 
     def _acquire(self, file: int) -> StoredFile:

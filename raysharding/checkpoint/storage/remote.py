@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from functools import lru_cache
 from typing import Any, Final
 
-from raysharding.checkpoint.storage.interface import Found, Item, Result
-from raysharding.checkpoint.storage.requests import Job, RemoteOptions, Requests
-from raysharding.checkpoint.storage.uri import join_path, split_path
+from raysharding.checkpoint.storage.interface import Found, Item, Result, Storage
+from raysharding.checkpoint.storage.local import LocalStorage
+from raysharding.checkpoint.storage.requests import DEFAULT_REMOTE, Job, RemoteOptions, Requests
+from raysharding.checkpoint.storage.uri import is_remote, join_path, split_path
 from raysharding.errors import CheckpointError
 
 
@@ -58,23 +59,6 @@ def found_in(info: Any) -> Found:
     if info.type == arrow_fs.FileType.Directory:
         return Found("directory")
     return Found("missing" if info.type == arrow_fs.FileType.NotFound else "other")
-
-
-def version_in(metadata: Mapping[Any, Any]) -> tuple[str | None, int | None]:
-    """Return the etag and the mtime (ns) in an open object's metadata; `None` for what is missing."""
-    texts = {_text(key).lower(): _text(value) for key, value in metadata.items()}
-    changed = texts.get("last-modified")
-    try:
-        moment = datetime.fromisoformat(changed) if changed else None
-    except ValueError:
-        moment = None  # another format: the caller asks `FileInfo`
-    if moment is None:
-        return texts.get("etag"), None
-    return texts.get("etag"), round(moment.replace(tzinfo=moment.tzinfo or UTC).timestamp()) * 10**9
-
-
-def _text(value: Any) -> str:
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 
 _MIN_PART_BYTES: Final = 1 << 20
@@ -173,10 +157,9 @@ class RemoteStorage:
 
         def send() -> tuple[Any, Found]:
             handle = system.open_input_file(inside)
-            etag, mtime_ns = version_in(handle.metadata() or {})
-            if mtime_ns is None:
-                mtime_ns = found_in(system.get_file_info(inside)).mtime_ns
-            return handle, Found("file", handle.size(), mtime_ns, etag)
+            metadata = {key.lower(): value for key, value in (handle.metadata() or {}).items()}  # the values are bytes
+            etag = metadata.get("etag", b"").decode() or None
+            return handle, Found("file", handle.size(), found_in(system.get_file_info(inside)).mtime_ns, etag)
 
         handle, found = self._requests.call(path, "opening it", send)
         return RemoteFile(path, handle, found, self._requests)
@@ -258,6 +241,11 @@ def _unless_missing(remove: Callable[[str], None], inside: str) -> None:
 def remote_storage(options: RemoteOptions) -> RemoteStorage:
     """Return this process's storage of URIs with these options."""
     return RemoteStorage(options)
+
+
+def storage_of(path: str, remote: RemoteOptions = DEFAULT_REMOTE) -> Storage:
+    """Return the storage of a normal path, as `uri.normal_path` returns it."""
+    return remote_storage(remote) if is_remote(path) else LocalStorage()
 
 
 def cut_views(views: Sequence[memoryview], part_bytes: int) -> list[list[memoryview]]:

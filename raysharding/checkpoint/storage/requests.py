@@ -14,9 +14,9 @@ import math
 import random
 import re
 import threading
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, ThreadPoolExecutor, as_completed, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -79,7 +79,7 @@ _CREDENTIALS: Final = {
 }
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
 class Job:
     """One request, to be sent until it succeeds."""
 
@@ -88,11 +88,7 @@ class Job:
     send: Callable[[], Any]
     """Sends the request and waits for the answer, in a thread of its own. An `OSError` is retried, others are not."""
     take: Callable[[Any], None]
-    """Takes the answer, in the caller's thread and never after the request was abandoned. Its `OSError` is retried."""
-    num_tries: int = 0
-    """How often the request was sent."""
-    due: float = 0.0
-    """In flight: the deadline of this try. Not in flight: the earliest time of the next one."""
+    """Takes the answer, never after the request was abandoned. Its `OSError` is retried."""
 
 
 class Requests:
@@ -125,50 +121,44 @@ class Requests:
         Raises:
             CheckpointError: A request was refused, or failed `num_tries` times; names URI, request and cure.
         """
-        waiting, in_flight = list(jobs), dict[Future[Any], Job]()
-        never: Future[Any] = Future()  # `wait` returns at once where it has no future to wait for
-        try:
-            while waiting or in_flight:
-                now = time.monotonic()
-                self._send_due(waiting, in_flight, now)
-                dues = [job.due for job in in_flight.values()] + [job.due for job in waiting if job.due > now]
-                wait({never, *in_flight}, max(0.0, min(dues, default=now) - time.monotonic()), FIRST_COMPLETED)
-                for future, job in list(in_flight.items()):
-                    if future.done() or job.due <= time.monotonic():
-                        waiting[:0] = self._settle(path, job, future)
-                        del in_flight[future]
-                        self._permits.release()
-        finally:
-            for _ in in_flight:  # abandoned
-                self._permits.release()
+        stop: Future[None] = Future()
+        with ThreadPoolExecutor(self.options.max_in_flight, thread_name_prefix="raysharding-requests") as pool:
+            try:
+                for sent in as_completed([pool.submit(self._send, path, job, stop) for job in jobs]):
+                    sent.result()
+            finally:
+                _end(stop)
 
-    def _send_due(self, waiting: list[Job], in_flight: dict[Future[Any], Job], now: float) -> None:
-        for job in [job for job in waiting if job.due <= now]:
-            # Only a caller that holds no permit may wait for one: two that hold some would wait for each other.
-            if not self._permits.acquire(timeout=0.0 if in_flight else self.options.request_s):
-                return
-            waiting.remove(job)
-            job.num_tries += 1
-            job.due = time.monotonic() + self.options.request_s
-            future: Future[Any] = Future()
-            in_flight[future] = job
-            threading.Thread(target=_carry_out, args=(job.send, future), name="raysharding-fetch", daemon=True).start()
-
-    def _settle(self, path: str, job: Job, future: Future[Any]) -> list[Job]:
-        """Take the answer; return the job where it has to be sent again."""
+    def _send(self, path: str, job: Job, stop: Future[None]) -> None:
+        """Send a request until it succeeds or fails for good; return early where another one of the caller's failed."""
         options = self.options
-        try:
-            if not future.done():
-                raise TimeoutError(f"no full answer within {options.request_s:g} s")
-            job.take(future.result())
-        except (OSError, ValueError, NotImplementedError) as error:
-            if _is_permanent(error) or job.num_tries >= options.num_tries:
-                raise _as_checkpoint_error(path, job, error) from error
-            pause_s = min(options.max_backoff_s, options.backoff_s * 2 ** (job.num_tries - 1))
+        for num_tries in range(1, options.num_tries + 1):
+            with self._permits:
+                if stop.done():
+                    return
+                answer: Future[Any] = Future()
+                threading.Thread(
+                    target=_carry_out, args=(job.send, answer), name="raysharding-fetch", daemon=True
+                ).start()
+                wait((answer, stop), options.request_s, FIRST_COMPLETED)
+                if stop.done():
+                    return
+                try:
+                    if not answer.done():
+                        raise TimeoutError(f"no full answer within {options.request_s:g} s")
+                    return job.take(answer.result())
+                except (OSError, ValueError, NotImplementedError) as error:
+                    if _is_permanent(error) or num_tries == options.num_tries:
+                        _end(stop)  # here, so that no other thread sends meanwhile
+                        raise _as_checkpoint_error(path, job.what, num_tries, error) from error
+            pause_s = min(options.max_backoff_s, options.backoff_s * 2 ** (num_tries - 1))
             # Jitter, so that ranks that failed together do not send again together.
-            job.due = time.monotonic() + pause_s * random.uniform(0.5, 1.5)
-            return [job]
-        return []
+            wait((stop,), pause_s * random.uniform(0.5, 1.5))
+
+
+def _end(stop: Future[None]) -> None:
+    with suppress(InvalidStateError):  # already ended
+        stop.set_result(None)
 
 
 def _carry_out(send: Callable[[], Any], future: Future[Any]) -> None:
@@ -193,7 +183,7 @@ def _is_permanent(error: BaseException) -> bool:
     return any(pattern.search(text) for pattern in (_REFUSED, _MISSING, _PERMANENT))
 
 
-def _as_checkpoint_error(path: str, job: Job, error: BaseException) -> CheckpointError:
+def _as_checkpoint_error(path: str, what: str, num_tries: int, error: BaseException) -> CheckpointError:
     said = first_line(error)
     if isinstance(error, PermissionError) or _REFUSED.search(said):
         variables = _CREDENTIALS.get(scheme_of(path) or "", "the store's credentials")
@@ -204,5 +194,5 @@ def _as_checkpoint_error(path: str, job: Job, error: BaseException) -> Checkpoin
         cure = "the store refused the request: check the URI and its query (region=..., endpoint_override=...)"
     else:
         cure = "check the network and the store, and load again"
-    times = "once" if job.num_tries == 1 else f"{job.num_tries} times"
-    return CheckpointError(f"{job.what} failed, tried {times}: {said}; {cure}", path=path)
+    times = "once" if num_tries == 1 else f"{num_tries} times"
+    return CheckpointError(f"{what} failed, tried {times}: {said}; {cure}", path=path)

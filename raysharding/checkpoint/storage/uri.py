@@ -46,29 +46,22 @@ def normal_path(path: str) -> str:
         raise CheckpointError(what, path=f"{scheme}://***@{parts.netloc.rpartition('@')[2]}{parts.path}")
     if "#" in path:
         raise CheckpointError("the URI has a fragment: write %23 for a # in a name", path=path)
-    return _with_path(path, _path_part(path).rstrip("/"))
+    return _with_path(path, urlsplit(path).path.rstrip("/"))
 
 
 def join_path(directory: str, name: str) -> str:
     """Return the path of the file `name` in `directory`, a normal path; in a URI the name is percent-encoded."""
     if not is_remote(directory):
         return os.path.join(directory, name)
-    return _with_path(directory, f"{_path_part(directory)}/{quote(name, safe='')}")
+    return _with_path(directory, f"{urlsplit(directory).path}/{quote(name, safe='')}")
 
 
 def split_path(path: str) -> tuple[str, str]:
     """Return the directory and the name of a normal path. The inverse of `join_path`."""
     if not is_remote(path):
         return os.path.split(path)
-    directory, _, name = _path_part(path).rpartition("/")
+    directory, _, name = urlsplit(path).path.rpartition("/")
     return _with_path(path, directory), unquote(name)
-
-
-def _path_part(uri: str) -> str:
-    """Return the path of a URI, still percent-encoded."""
-    rest = uri.partition("?")[0].partition("://")[2]
-    _, slash, path = rest.partition("/")
-    return slash + path
 
 
 def _with_path(uri: str, path: str) -> str:

@@ -48,9 +48,9 @@ def exchange(first: str, second: str) -> bool:
     raise OSError(code, os.strerror(code), first, None, second)
 
 
-def sync_directory(path: str) -> None:
-    """Sync a directory's entries to disk; without this a loss of power may undo a rename."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+def sync(path: str) -> None:
+    """Sync a file, or a directory's entries, to disk; without this a loss of power may undo a rename."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -226,7 +226,7 @@ def _link_present(source: str, target: str) -> None:
             shutil.copystat(source, target)
             with suppress(PermissionError):
                 os.chown(target, status.st_uid, status.st_gid)
-        sync_directory(target)
+        sync(target)
         return
     try:
         os.link(source, target, follow_symlinks=False)

@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Final, Self
 
 from raysharding.checkpoint.format import (
@@ -51,7 +50,7 @@ from raysharding.checkpoint.writing.carry_over import (
     hand_back,
     keep_sidecars,
     swap_directories,
-    sync_directory,
+    sync,
     user_entries,
 )
 from raysharding.checkpoint.writing.save_files import save_files
@@ -198,7 +197,7 @@ def commit_staging(staging: str, final: str | os.PathLike[str], *, overwrite: bo
         else:
             _sync_tree(staging)
             _rename_new(staging, path)
-        sync_directory(os.path.dirname(path))
+        sync(os.path.dirname(path))
     unlock(staging)
     if replaced is not None:
         try:
@@ -262,7 +261,7 @@ def make_directory(path: str) -> None:
         made.append(parent)
     os.makedirs(path, exist_ok=True)
     for parent in made:
-        sync_directory(parent)
+        sync(parent)
 
 
 def commit_files(staging: str, directory: str, names: Sequence[str], *, remove: Sequence[str] = ()) -> None:
@@ -288,7 +287,7 @@ def commit_files(staging: str, directory: str, names: Sequence[str], *, remove: 
             with suppress(FileNotFoundError):
                 os.unlink(os.path.join(directory, name))
         os.rmdir(staging)
-        sync_directory(directory)
+        sync(directory)
 
 
 def remove_staging(staging: str) -> None:
@@ -341,9 +340,7 @@ class StagedDirectory:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, error_type: object, error: BaseException | None, traceback: object) -> None:
         try:
             self.abort()
         except CheckpointError as failure:
@@ -367,7 +364,7 @@ class _Replaced:
 def _replace(staging: str, path: str) -> _Replaced:
     """Replace a directory by `staging` and carry the user's entries over; `_remove_replaced` must follow."""
     carried = carry_over(path, staging)
-    sync_directory(staging)
+    sync(staging)
     # The old directory gets the name of a staging directory: without a lock, another save would remove it.
     lock(path)
     try:
@@ -427,12 +424,8 @@ def _sync_tree(directory: str) -> None:
     """Sync every file and directory below `directory` to disk. Cheap where their writers have done so already."""
     for parent, _, names in os.walk(directory, onerror=_raise):
         for name in names:
-            descriptor = os.open(os.path.join(parent, name), os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-        sync_directory(parent)
+            sync(os.path.join(parent, name))
+        sync(parent)
 
 
 def _raise(error: OSError) -> None:

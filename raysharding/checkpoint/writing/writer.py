@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Mapping, Sequence
-from types import TracebackType
+from dataclasses import replace
 from typing import Any, Final, Self
 
 import torch
@@ -139,9 +139,7 @@ class FileWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, error_type: object, error: BaseException | None, traceback: object) -> None:
         if error is None:
             self.close()
         else:
@@ -166,7 +164,7 @@ def _lay_out(
 ) -> tuple[bytes, dict[str, TensorInfo]]:
     """Return the header with its length in front, and the place of each tensor."""
     entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-    begins: list[tuple[TensorInfo, int]] = []
+    infos = []
     position = 0
     for name, dtype, shape in sorted(tensors, key=lambda tensor: -tensor[1].itemsize):  # as `file_plan.file_order`
         if name in entries or name == "__metadata__" or not is_text(name):
@@ -174,10 +172,10 @@ def _lay_out(
         if dtype not in NAME_OF_DTYPE:
             what = f"safetensors has no {dtype}: convert it, or leave the tensor out"
             raise CheckpointError(what, path=path, tensor=name)
-        info = TensorInfo(name, dtype, tuple(shape), 0, 0)
+        info = TensorInfo(name, dtype, tuple(shape), 0, position)
         end = position + info.num_bytes
         entries[name] = {"dtype": NAME_OF_DTYPE[dtype], "shape": info.shape, "data_offsets": (position, end)}
-        begins.append((info, position))
+        infos.append(info)
         position = end
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
     text += b" " * (-len(text) % _ALIGNMENT)
@@ -185,5 +183,4 @@ def _lay_out(
         what = f"{len(tensors)} tensors make a header of {len(text)} bytes, over the cap of {MAX_HEADER_BYTES}"
         raise CheckpointError(f"{what}: save into more files", path=path)
     header = len(text).to_bytes(8, "little") + text
-    infos = {info.name: TensorInfo(info.name, info.dtype, info.shape, 0, len(header) + b) for info, b in begins}
-    return header, infos
+    return header, {info.name: replace(info, offset=len(header) + info.offset) for info in infos}

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import io
-import mmap
 import os
-import pickle
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import IO, Any, Final, cast
+from typing import IO, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -35,8 +33,8 @@ from raysharding.checkpoint import (
     write_manifest,
 )
 from raysharding.checkpoint.format import make_staging
-from raysharding.checkpoint.storage import LocalOutput, disk_error
-from raysharding.checkpoint.torch_formats import METADATA_NAME, PIECE_BYTES, DcpMetadata
+from raysharding.checkpoint.storage import LocalOutput
+from raysharding.checkpoint.torch_formats import METADATA_NAME, PIECE_BYTES, DcpMetadata, Path
 from raysharding.checkpoint.writing import is_weight_name
 from raysharding.distributed.comm import agree, broadcast_json
 from raysharding.distributed.saving.file_writers import MAX_FILE_BYTES
@@ -46,8 +44,6 @@ HEARTBEAT_S = 5.0
 """Seconds between two messages of the merging rank to the waiting ranks."""
 TORCH_NAME = "pytorch_model.bin"
 _STAGED = "raysharding-merge"
-_ALIGNMENT: Final = 64
-"""Alignment of tensors in the mapped file, in bytes."""
 
 Progress = Callable[[int, int], None]
 """Called as `progress(bytes_done, bytes_total)`; tensors of a `.bin` are written, and counted, twice."""
@@ -143,7 +139,9 @@ def merge_checkpoint(
 
     def run(tell: Progress) -> MergeReport:
         _check_removal(source, output, remove_checkpoint_dir)
-        report = _merge(source, output, safe_serialization, tell)
+        write = _write_safetensors if safe_serialization else _write_torch_file
+        with DcpReader(source) as reader, _staging_in(output) as staging:
+            report = write(reader, staging, output, tell)
         if remove_checkpoint_dir:
             _remove(source, output)
         return report
@@ -207,39 +205,28 @@ def _remove(source: str, output: str) -> None:
         raise CheckpointError(what, path=source) from error
 
 
-def _merge(source: str, output: str, safe_serialization: bool, tell: Progress) -> MergeReport:
-    write = _write_safetensors if safe_serialization else _write_torch_file
-    with DcpReader(source) as reader, _Staging(output) as staging:
-        return write(reader, staging, output, tell)
-
-
-class _Staging:
-    """A temporary directory within the output directory, so on the same file system; removed at the end."""
-
-    def __init__(self, output: str) -> None:
-        self._output = output
-        self._is_new = not os.path.isdir(output)
-        self.path = ""
-
-    def __enter__(self) -> str:
-        target = os.path.join(self._output, _STAGED)
+@contextmanager
+def _staging_in(output: str) -> Iterator[str]:
+    """Make a temporary directory within the output directory, so on the same file system; remove it at the end."""
+    is_new = not os.path.isdir(output)
+    target = os.path.join(output, _STAGED)
+    try:
+        make_directory(output)
+        remove_left_overs(target)
+        path = make_staging(target, new_token())
+    except OSError as error:
+        raise CheckpointError(f"cannot make a directory: {error.strerror}", path=target) from error
+    try:
+        yield path
+    except BaseException as error:
         try:
-            make_directory(self._output)
-            remove_left_overs(target)
-            self.path = make_staging(target, new_token())
-        except OSError as error:
-            raise CheckpointError(f"cannot make a directory: {error.strerror}", path=target) from error
-        return self.path
-
-    def __exit__(self, error_type: object, error: BaseException | None, traceback: object) -> None:
-        try:
-            remove_staging(self.path)
-            if error is not None and self._is_new:
-                os.rmdir(self._output)
+            remove_staging(path)
+            if is_new:
+                os.rmdir(output)
         except (CheckpointError, OSError) as left:
-            if error is None:
-                raise
             error.add_note(str(left))  # the first error is the one that is raised
+        raise
+    remove_staging(path)
 
 
 class _Counted:
@@ -278,18 +265,14 @@ def _write_safetensors(reader: DcpReader, staging: str, output: str, tell: Progr
             writer.close()
     manifest = Manifest.of_files(writers)
     write_manifest(staging, manifest)
-    index: tuple[str, ...] = ()
+    committed = [*files, MANIFEST_NAME]
     if len(files) > 1:
-        write_index(
-            staging,
-            {name: file for names, file in zip(parts, files, strict=True) for name in names},
-            manifest.num_bytes,
-        )
-        index = (INDEX_NAME,)
+        weight_map = {name: file for names, file in zip(parts, files, strict=True) for name in names}
+        write_index(staging, weight_map, manifest.num_bytes)
+        committed.append(INDEX_NAME)
     # Older files under the standard names would be opened instead, or stay forever.
-    names = (*files, MANIFEST_NAME, *index)
-    stale = [name for name in os.listdir(output) if is_weight_name(name) and name not in names]
-    commit_files(staging, output, names, remove=stale)
+    stale = [name for name in os.listdir(output) if is_weight_name(name) and name not in committed]
+    commit_files(staging, output, committed, remove=stale)
     return _report(output, files, reader.metadata, reader.metadata.values)
 
 
@@ -332,59 +315,45 @@ def _write_torch_file(reader: DcpReader, staging: str, output: str, tell: Progre
 
 
 def _map_tensors(reader: DcpReader, path: str, counted: _Counted) -> dict[str, torch.Tensor]:
-    """Write all tensors into an unlinked file and map it, so that they take no anonymous memory."""
-    places: dict[str, int] = {}
-    end = _ALIGNMENT  # an empty file cannot be mapped
-    file = LocalOutput(path, join=False)
-    try:
-        for key, tensor in reader.metadata.tensors.items():
-            places[key] = end
-            reader.read_tensor(key, counted.into(partial(_write_at, file, end, key)))
-            end += -(-tensor.num_bytes // _ALIGNMENT) * _ALIGNMENT
-        os.truncate(path, end)
-        # Shared, because torch warns about read-only memory. Nothing writes to it.
-        with open(path, "r+b") as opened:
-            pages = memoryview(mmap.mmap(opened.fileno(), 0))
-    except OSError as error:
-        raise disk_error(error, path, None) from error
-    finally:
-        file.abort()
-    return {key: _view(pages[places[key] :], tensor) for key, tensor in reader.metadata.tensors.items()}
+    """Write each tensor into an unlinked file and map it, so that the tensors take no anonymous memory."""
+    mapped = {}
+    for key, info in reader.metadata.tensors.items():
+        file = LocalOutput(path, join=False)
+        try:
+            reader.read_tensor(key, counted.into(partial(_write_at, file, key)))
+            if info.num_bytes:
+                flat = torch.from_file(path, size=info.num_elements, dtype=info.dtype)
+            else:
+                flat = torch.empty(0, dtype=info.dtype)  # an empty file cannot be mapped
+            mapped[key] = flat.view(info.shape)
+        finally:
+            file.abort()
+    return mapped
 
 
-def _write_at(file: LocalOutput, begin: int, key: str | None, offset: int, piece: memoryview) -> None:
-    file.write(piece, begin + offset, key)
-
-
-def _view(pages: memoryview, tensor: TensorInfo) -> torch.Tensor:
-    if not tensor.num_bytes:
-        return torch.empty(tensor.shape, dtype=tensor.dtype)
-    return torch.frombuffer(pages, dtype=tensor.dtype, count=tensor.num_elements).view(tensor.shape)
+def _write_at(file: LocalOutput, key: str | None, offset: int, piece: memoryview) -> None:
+    file.write(piece, offset, key)
 
 
 def _torch_save(state: Mapping[str, Any], path: str, counted: _Counted) -> None:
     """Write a file for `torch.load(weights_only=True)`."""
-    file = _TorchFile(path, counted)
+    output = LocalOutput(path, join=False)
+    file = _TorchFile(counted.into(partial(_write_at, output, None)))
     try:
         torch.save(state, cast(IO[bytes], file))
-    except (RuntimeError, pickle.PicklingError, TypeError, CheckpointError) as error:
-        file.output.abort()
-        what = f"its state cannot be pickled: {error}"
-        raise file.error or CheckpointError(what, path=path) from error
-    except BaseException:
-        file.output.abort()
-        raise
-    file.output.finish()
+    except BaseException as error:
+        output.abort()
+        raise file.error or error from error
+    output.finish()
 
 
 class _TorchFile(io.RawIOBase):
-    """File object for `torch.save`, which writes each storage in one call; writes it in pieces and counts them."""
+    """File object for `torch.save`, which writes each storage in one call; writes it in pieces."""
 
-    def __init__(self, path: str, counted: _Counted) -> None:
-        self.output = LocalOutput(path, join=False)
+    def __init__(self, write: Write) -> None:
         self.error: CheckpointError | None = None
         """Error of a write; torch raises an error of its own."""
-        self._write = counted.into(partial(_write_at, self.output, 0, None))
+        self._write = write
         self._position = 0
 
     def write(self, data: Any) -> int:
@@ -402,35 +371,29 @@ class _TorchFile(io.RawIOBase):
 
 def _nest(leaves: Mapping[str, Any], metadata: DcpMetadata) -> dict[str, Any]:
     """Return the nested dicts and lists of the saved state, from the value of each key."""
-    root = _Node()
-    for key, value in leaves.items():
-        path, node = metadata.paths[key], root
-        for part in path[:-1]:
-            child = node.setdefault(part, _Node())
-            if not isinstance(child, _Node):
-                what = f"holds both a value at {path[:-1]} and values below it"
-                raise CheckpointError(what, path=metadata.directory)
-            node = child
-        if path[-1] in node:
-            raise CheckpointError(f"holds two values at {path}", path=metadata.directory)
-        node[path[-1]] = value
-    nested = root.built(metadata.directory)
+    values = {metadata.paths[key]: value for key, value in leaves.items()}
+    if len(values) != len(leaves):
+        raise CheckpointError("holds two values at one place of the saved state", path=metadata.directory)
+    nested = _nested(values, metadata.directory)
     assert isinstance(nested, dict), "a path begins with a key"
     return nested
 
 
-class _Node(dict[str | int, Any]):
-    """A dict or list under construction."""
-
-    def built(self, directory: str) -> dict[str, Any] | list[Any]:
-        """Return a dict if the keys are names, a list if they are indices."""
-        values = {part: value.built(directory) if isinstance(value, _Node) else value for part, value in self.items()}
-        if all(isinstance(part, str) for part in values):
-            return {str(part): value for part, value in values.items()}
-        if values.keys() != set(range(len(values))):
-            what = f"holds a list with the positions {sorted(map(str, values))[:8]}: one is missing"
-            raise CheckpointError(what, path=directory)
-        return [values[position] for position in range(len(values))]
+def _nested(values: Mapping[Path, Any], directory: str) -> Any:
+    """Return a dict if the paths begin with names, a list if they begin with indices; at an empty path, the value."""
+    below: dict[str | int, dict[Path, Any]] = {}
+    for path, value in values.items():
+        if not path:
+            if len(values) > 1:
+                raise CheckpointError(f"holds both a value and, below it, {list(values)[:8]}", path=directory)
+            return value
+        below.setdefault(path[0], {})[path[1:]] = value
+    if all(isinstance(part, str) for part in below):
+        return {part: _nested(inner, directory) for part, inner in below.items()}
+    if below.keys() != set(range(len(below))):
+        what = f"holds a list with the positions {sorted(map(str, below))[:8]}: one is missing"
+        raise CheckpointError(what, path=directory)
+    return [_nested(below[position], directory) for position in range(len(below))]
 
 
 def _report(output: str, files: Sequence[str], metadata: DcpMetadata, skipped: Sequence[str]) -> MergeReport:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import sha256
 from typing import Any
 
@@ -14,7 +15,6 @@ from raysharding.batch import RankBatch
 from raysharding.data import (
     BlockSource,
     Collate,
-    Collator,
     ParquetFiles,
     ParquetPath,
     Position,
@@ -23,6 +23,7 @@ from raysharding.data import (
     StepBatch,
     default_collate,
     epoch_batches,
+    rank_batch,
 )
 from raysharding.distributed.comm import agree, from_rank_0, metadata_device, wait_for
 from raysharding.distributed.fully_shard import move_inputs
@@ -121,7 +122,7 @@ class DistributedDataLoader:
         layout = _layout(self._source) if plan.shuffle else ""
         begun = Position(0, 0, 0, plan.batch_size, plan.shuffle, plan.seed, num_rows, layout, plan.run)
         self.position = begun if position is None else _checked(position, begun)
-        self._collator = Collator(plan.collate or default_collate, dist.get_rank())
+        self._rank_batch = partial(rank_batch, plan.collate or default_collate, dist.get_rank())
         self._ahead: Prefetch[StepBatch | RankBatch | None] | None = None
         # One more batch is held between the steps.
         self._depth = plan.prefetch if plan.collate is not None else max(1, plan.prefetch - 1)
@@ -193,7 +194,7 @@ class DistributedDataLoader:
                 return _Taken(None)
             if item is None:
                 return None
-            batch = item if isinstance(item, RankBatch) else self._collator.batch(item.rows, item.counts)
+            batch = item if isinstance(item, RankBatch) else self._rank_batch(item.rows, item.counts)
             self._bounds.check(batch, dist.get_rank(), "data")
         except Exception as raised:  # noqa: BLE001 - the other ranks wait for the outcome
             return _Taken(None, raised)
@@ -245,7 +246,7 @@ class DistributedDataLoader:
             if batch is None or self._plan.collate is not None:
                 yield batch
             else:
-                yield self._collator.batch(batch.rows, batch.counts)
+                yield self._rank_batch(batch.rows, batch.counts)
 
 
 def _opened(source: Rows | ParquetPath, whole: Sequence[str] | None) -> Rows:
