@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from raysharding.distributed.comm import agree
+from raysharding.distributed.comm import agreeing, all_gather_json
 from raysharding.distributed.fully_shard import local_tensor, meta_like, reshard
 from raysharding.distributed.optim.factories import schedule_of
 from raysharding.errors import PlanError
@@ -325,18 +325,18 @@ def agreed_snapshot(
     """
     snapshot: OptimizerSnapshot | None = None
     digest = ""
-    error: Exception | None = None
-    try:
-        if optimizer is not None:
-            snapshot = OptimizerSnapshot.of(module, optimizer, state_dict)
-            outline = snapshot.outline()
-            held = {fqn: sorted(values) for fqn, values in outline.pop("values").items()}
-            digest = sha256(repr((outline, held)).encode()).hexdigest()
-    except Exception as raised:  # noqa: BLE001 - the other ranks wait for the outcome
-        error = PlanError(str(raised)) if isinstance(raised, ValueError) else raised
     # Before any data collective, on ranks without an optimizer too: ranks with different state would run different
     # collectives, and hang.
-    digests = agree(error, digest)
+    with agreeing():
+        if optimizer is not None:
+            try:
+                snapshot = OptimizerSnapshot.of(module, optimizer, state_dict)
+                outline = snapshot.outline()
+            except ValueError as error:
+                raise PlanError(str(error)) from error
+            held = {fqn: sorted(values) for fqn, values in outline.pop("values").items()}
+            digest = sha256(repr((outline, held)).encode()).hexdigest()
+    digests = all_gather_json(digest)
     differing = [str(rank) for rank, other in enumerate(digests) if other != digests[0]]
     if differing:
         raise PlanError(
