@@ -13,16 +13,15 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import CodeType, FunctionType, MethodType
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from raysharding.batch import RankBatch, Split
-from raysharding.distributed.comm import metadata_device
+from raysharding.distributed.comm import all_gather_ints, any_rank
 from raysharding.distributed.fully_shard import not_finite, recover, without_trace
 from raysharding.distributed.training.index_checks import IndexChecks
 from raysharding.distributed.training.labels import (
@@ -47,41 +46,24 @@ def identity(value: Any, depth: int = _MAX_DEPTH) -> object:
     Settings, which select a reduction or a mask, are integers, strings and flags. Floats and tensors (weights, an
     annealed smoothing) count by type only, so that a loss with a new one in each call stays the same.
     """
-    kind = type(value)
-    if value is None or isinstance(value, bool | int | str | bytes | enum.Enum | type):
-        return kind, value
-    if depth == 0:
-        return kind
-    inner = functools.partial(identity, depth=depth - 1)
+    if value is None or isinstance(value, bool | int | str | bytes | enum.Enum | type | CodeType):
+        return type(value), value
+    parts: list[Any] = []
     if isinstance(value, functools.partial):
-        return kind, inner(value.func), inner(value.args), inner(value.keywords)
-    if isinstance(value, FunctionType):
-        return value.__code__, inner(value.__defaults__), inner(value.__kwdefaults__), _closure(value, inner)
-    if isinstance(value, MethodType):
-        return inner(value.__func__), inner(value.__self__)
-    if isinstance(value, Mapping):
-        return kind, tuple((inner(key), inner(item)) for key, item in value.items())
-    if isinstance(value, list | tuple):
-        return kind, tuple(inner(item) for item in value)
-    return kind, getattr(value, "__qualname__", None), _state(value, inner)
-
-
-def _closure(function: FunctionType, inner: Any) -> object:
-    cells: list[object] = []
-    for cell in function.__closure__ or ():
-        try:
-            cells.append(inner(cell.cell_contents))
-        except ValueError:
-            # an unbound name
-            cells.append(None)
-    return tuple(cells)
-
-
-def _state(value: Any, inner: Any) -> object:
-    """Return the identity of the attributes of a callable object; other objects (tensors, arrays) count by type."""
-    if not callable(value) or isinstance(value, CodeType):
-        return None
-    return inner(getattr(value, "__dict__", None))
+        parts = [value.func, value.args, value.keywords]
+    elif isinstance(value, FunctionType):
+        # An empty cell, of a name without a value, has no contents.
+        cells = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
+        parts = [value.__code__, value.__defaults__, value.__kwdefaults__, cells]
+    elif isinstance(value, MethodType):
+        parts = [value.__func__, value.__self__]
+    elif isinstance(value, Mapping):
+        parts = [*value.keys(), *value.values()]
+    elif isinstance(value, list | tuple):
+        parts = list(value)
+    elif callable(value):
+        parts = [getattr(value, "__qualname__", None), getattr(value, "__dict__", None)]
+    return type(value), *(identity(part, depth - 1) for part in parts if depth)
 
 
 class LossReduction(enum.Enum):
@@ -205,10 +187,8 @@ class ReductionProbe:
 
 def all_ranks(flags: list[bool]) -> list[bool]:
     """Return, for each flag, whether it is True on every rank; collective."""
-    votes = torch.tensor(flags, dtype=torch.int32, device=metadata_device())
     # Ranks with different flags would run different forwards, and hang.
-    dist.all_reduce(votes, op=dist.ReduceOp.MIN)
-    return [bool(vote) for vote in votes.tolist()]
+    return [all(votes) for votes in zip(*all_gather_ints(flags), strict=True)]
 
 
 def _splits(batch: RankBatch) -> list[Split]:
@@ -238,14 +218,14 @@ def _cut(batch: RankBatch, rows: list[int]) -> RankBatch:
         if not isinstance(leaf, Split):
             return leaf
         dim = leaf.dim
-        return Split(map_leaves(lambda _, item: item.index_select(dim, _index(rows, item)), leaf.value), dim)
+
+        def chosen(_: str, item: torch.Tensor) -> torch.Tensor:
+            return item.index_select(dim, torch.tensor(rows, device=item.device))
+
+        return Split(map_leaves(chosen, leaf.value), dim)
 
     cut = batch.replaced(lambda value: map_leaves(take, value, leaf=Split))
     return replace(cut, num_rows=len(rows))
-
-
-def _index(rows: list[int], tensor: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(rows, device=tensor.device)
 
 
 def _unevenly_masked(batch: RankBatch, labels: Labels, valid: int, half: int) -> RankBatch:
@@ -414,7 +394,8 @@ class _Probe:
             first_only = torch.full_like(labels, IGNORED_LABEL)
             first_only.narrow(self.labels.position_dim, 0, 1).fill_(valid)
             return self._is_empty(first_only), False
-        pixels = kind is LabelKind.PIXELS and self._anywhere(labels == IGNORED_PIXEL)
+        # The next forward is collective: all ranks run it, or none.
+        pixels = kind is LabelKind.PIXELS and any_rank(bool((labels == IGNORED_PIXEL).any()))
         return False, pixels and self._is_empty(torch.full_like(labels, IGNORED_PIXEL))
 
     def _is_empty(self, labels: torch.Tensor) -> bool:
@@ -428,12 +409,6 @@ class _Probe:
             recover(self.module, in_backward=False)
             return isinstance(error, ZeroDivisionError)
         return math.isnan(value) or value == 0
-
-    def _anywhere(self, found: torch.Tensor) -> bool:
-        votes = found.any().to(dtype=torch.int32, device=metadata_device())
-        # The next forward is collective: all ranks run it, or none.
-        dist.all_reduce(votes, op=dist.ReduceOp.MAX)
-        return bool(votes.item())
 
     def _evaluate(self, labels: torch.Tensor, **extra: int) -> float:
         return _number(self._run(labels, **extra))
