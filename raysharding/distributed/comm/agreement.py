@@ -103,17 +103,14 @@ def from_rank_0(make: Callable[[], Any], group: dist.ProcessGroup | None = None)
     return broadcast_json(value, group)
 
 
-def wait_for(work: dist.Work, timeout: timedelta | None = None) -> None:
+def wait_for(work: dist.Work, timeout: timedelta = timedelta(0)) -> None:
     """Wait for an asynchronous collective, in a frame that `waits_for_others` recognises.
 
     Args:
         work: The collective.
-        timeout: Longest wait. Default: the timeout of the process group.
+        timeout: Longest wait. Default: 0, by which torch means the timeout of the process group.
     """
-    if timeout is None:
-        work.wait()
-    else:
-        work.wait(timeout)
+    work.wait(timeout)
 
 
 def waits_for_others(frame: FrameType) -> bool:

@@ -71,7 +71,8 @@ class OptimizerSnapshot:
         state: dict[str, Mapping[str, Any]] = {}
         for group, held in zip(optimizer.param_groups, given, strict=True):
             fqns = [_name_of(names, parameter) for parameter in group["params"]]
-            groups.append({**_hyperparameters(held), "params": fqns})
+            hyperparameters = {key: value for key, value in held.items() if key not in _NOT_HYPER}
+            groups.append({**hyperparameters, "params": fqns})
             for fqn, key in zip(fqns, held["params"], strict=True):
                 if key in held_state:
                     state[fqn] = held_state[key]
@@ -243,10 +244,6 @@ def _name_of(names: Mapping[torch.Tensor, str], parameter: torch.Tensor) -> str:
     return names[parameter]
 
 
-def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in _NOT_HYPER}
-
-
 def state_like(parameter: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor on meta for state of `parameter`: sharded like it if the shape is equal, else replicated."""
     if isinstance(parameter, DTensor) and tuple(shape) == tuple(parameter.shape):
@@ -308,8 +305,6 @@ def decode(value: Any, tensors: Sequence[torch.Tensor] = ()) -> Any:
         return {key: decode(item, tensors) for key, item in value["items"].items()}
     if value[_KIND] == "place":
         return tensors[value["item"]]
-    if value[_KIND] != "tensor":
-        raise ValueError(f"no kind of value is called {value[_KIND]!r}")
     device = value["device"] if value["device"] == "cpu" or torch.cuda.is_available() else "cpu"
     return torch.tensor(decode(value["item"]), dtype=getattr(torch, value["dtype"]), device=device)
 
