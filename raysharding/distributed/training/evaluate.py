@@ -103,10 +103,7 @@ class Evaluation:
             share = loss_share(module, batch, self._plan.loss, may_be_empty=True)
         finally:
             hook.remove()
-        total = share.value.detach().clone()
-        # Every rank calls this, ranks without rows with a zero: the others would wait.
-        dist.all_reduce(total)
-        self._loss.add(float(total), share.weight, is_reduced=True)
+        self._loss.add(share.total(), share.weight, is_reduced=True)
         return seen[-1]
 
 

@@ -2,8 +2,8 @@
 
 A signature does not show that: BERT, T5, BART and ResNet accept `num_items_in_batch` and ignore it.
 
-`identity` compares loss functions that are pickled anew for each call. `ReductionProbe` runs a loss on parts of a batch
-to find whether it is a mean over counted labels, a mean over rows, or a sum.
+`identity` compares loss functions that are pickled anew for each call. `_Probe` also runs a loss on parts of a batch to
+find whether it is a mean over counted labels, a mean over rows, or a sum.
 """
 
 from __future__ import annotations
@@ -111,78 +111,6 @@ def fits(whole: Part, parts: list[Part], reduction: LossReduction) -> bool:
     size = max(abs(want), sum(abs(value) for value in have), 1e-6)
     # False for NaN or infinity: a loss that is finite if all labels count, and here is not, has a mask of its own.
     return abs(want - sum(have)) <= max(part.tolerance for part in (whole, *parts)) * size
-
-
-@dataclass(frozen=True)
-class ReductionProbe:
-    """Runs a loss on all rows of this rank and on both halves. Every rank runs the same forwards."""
-
-    module: nn.Module
-    loss: LossFunction | None
-    item: str
-    """Field of `Counts` that the loss is a mean over."""
-
-    def find(self, batch: RankBatch, labels: Labels, valid: int) -> LossReduction:
-        """Return the reduction of the loss; collective. `valid` is a label that counts.
-
-        Raises:
-            ValueError: On every rank, if the loss fits no known reduction on some rank, or is not finite there.
-        """
-        if not all_ranks([_can_cut(batch, labels)])[0]:
-            return LossReduction.ITEMS
-        votes, value = [True] * len(LossReduction), 0.0
-        for synthetic in (False, True) if labels.kind in INTEGER_KINDS else (False,):
-            whole, parts = self._evaluate(batch, labels, valid if synthetic else None)
-            votes = [
-                vote and fits(whole, parts, reduction) for vote, reduction in zip(votes, LossReduction, strict=True)
-            ]
-            if not synthetic and whole.items and whole.value is not None:
-                value = whole.value
-        is_finite, *votes = all_ranks([math.isfinite(value), *votes])
-        if not is_finite:
-            raise not_finite(self.module, batch, value)
-        found = [reduction for reduction, vote in zip(LossReduction, votes, strict=True) if vote]
-        if not found:
-            raise ValueError(
-                "the loss of this batch is neither the mean over labels that are not -100, nor the mean over rows, nor "
-                "a sum, so the ranks' losses do not make up one process's; pass the labels as labels=, masked by -100, "
-                "or pass loss= a function that returns (sum, count)"
-            )
-        return found[0]
-
-    def _evaluate(self, batch: RankBatch, labels: Labels, valid: int | None) -> tuple[Part, list[Part]]:
-        num_rows = _num_rows(batch)
-        rows = list(range(num_rows)) if num_rows > 1 else [0, 0]
-        half = len(rows) // 2
-        whole = _cut(batch, rows)
-        if valid is not None:
-            whole = _unevenly_masked(whole, find_labels(self.module, whole, self.loss), valid, half)
-        indices = list(range(len(rows)))
-        parts = [_cut(whole, indices[:half]), _cut(whole, indices[half:])]
-        # The unchanged batch raises as the real forward would; errors on changed batches are ignored.
-        is_own = valid is None and num_rows > 1
-        return self._part(whole, lenient=not is_own), [self._part(part, lenient=True) for part in parts]
-
-    def _part(self, batch: RankBatch, *, lenient: bool) -> Part:
-        counts = count_items(batch, find_labels(self.module, batch, self.loss))
-        try:
-            output, value = run_loss(self.module, batch.args, batch.kwargs, self.loss, compiled=False)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:
-            # A rank that raised here alone would leave the others waiting in the next forward.
-            if not lenient:
-                raise
-            recover(self.module, in_backward=False)
-            return Part(None, 0, 0, 0.0)
-        usable = isinstance(value, torch.Tensor) and value.numel() == 1
-        tolerance = LOW_PRECISION_TOLERANCE if self._is_low_precision((output, value)) else TOLERANCE
-        return Part(float(value.float()) if usable else None, getattr(counts, self.item), counts.rows, tolerance)
-
-    def _is_low_precision(self, output: Any) -> bool:
-        tensors = [leaf for _, leaf in leaves(output) if isinstance(leaf, torch.Tensor)]
-        floats = [item for item in (*tensors, *self.module.parameters()) if item.is_floating_point()]
-        return any(item.itemsize < 4 for item in floats)
 
 
 def all_ranks(flags: list[bool]) -> list[bool]:
@@ -303,8 +231,7 @@ def find_traits(module: nn.Module, batch: RankBatch, loss: LossFunction | None, 
         labels: Labels of the call, of the same kind on every rank.
 
     Raises:
-        ValueError: On every rank, if the losses of the ranks do not make up that of one process (see
-            `ReductionProbe`), or are not finite.
+        ValueError: On every rank, if the losses of the ranks do not make up that of one process, or are not finite.
     """
     # The probe makes up labels that a loss may take for classes, e.g. -100 if its mask is 255.
     with without_trace(module), IndexChecks():  # type: ignore[no-untyped-call]
@@ -348,8 +275,8 @@ class _Probe:
         traits = LossTraits(honours, shifts, pixels)
         if traits.honours_count or all_lack:
             return traits, not all_lack
-        probe = ReductionProbe(self.module, self.loss, counted_field(self.labels.kind, traits))
-        return replace(traits, reduction=probe.find(self.batch, self.labels, valid or 0)), True
+        reduction = self._reduction(counted_field(self.labels.kind, traits), valid or 0)
+        return replace(traits, reduction=reduction), True
 
     def _counted(self) -> torch.Tensor:
         """Return which labels are no masks, as far as is known."""
@@ -418,6 +345,72 @@ class _Probe:
         if labels is not None:
             args, kwargs = self.labels.put(args, kwargs, labels)
         return run_loss(self.module, args, {**kwargs, **extra}, self.loss, compiled=False)[1]
+
+    def _reduction(self, field: str, valid: int) -> LossReduction:
+        """Run the loss on all rows of this rank and on both halves; return its reduction. Collective.
+
+        Args:
+            field: Field of `Counts` that the loss is a mean over.
+            valid: A label that counts.
+
+        Raises:
+            ValueError: On every rank, if the loss fits no known reduction on some rank, or is not finite there.
+        """
+        if not all_ranks([_can_cut(self.batch, self.labels)])[0]:
+            return LossReduction.ITEMS
+        votes, value = [True] * len(LossReduction), 0.0
+        for synthetic in (False, True) if self.labels.kind in INTEGER_KINDS else (False,):
+            whole, parts = self._whole_and_halves(field, valid if synthetic else None)
+            votes = [
+                vote and fits(whole, parts, reduction) for vote, reduction in zip(votes, LossReduction, strict=True)
+            ]
+            if not synthetic and whole.items and whole.value is not None:
+                value = whole.value
+        is_finite, *votes = all_ranks([math.isfinite(value), *votes])
+        if not is_finite:
+            raise not_finite(self.module, self.batch, value)
+        found = [reduction for reduction, vote in zip(LossReduction, votes, strict=True) if vote]
+        if not found:
+            raise ValueError(
+                "the loss of this batch is neither the mean over labels that are not -100, nor the mean over rows, nor "
+                "a sum, so the ranks' losses do not make up one process's; pass the labels as labels=, masked by -100, "
+                "or pass loss= a function that returns (sum, count)"
+            )
+        return found[0]
+
+    def _whole_and_halves(self, field: str, valid: int | None) -> tuple[Part, list[Part]]:
+        num_rows = _num_rows(self.batch)
+        rows = list(range(num_rows)) if num_rows > 1 else [0, 0]
+        half = len(rows) // 2
+        whole = _cut(self.batch, rows)
+        if valid is not None:
+            whole = _unevenly_masked(whole, find_labels(self.module, whole, self.loss), valid, half)
+        indices = list(range(len(rows)))
+        parts = [_cut(whole, indices[:half]), _cut(whole, indices[half:])]
+        # The unchanged batch raises as the real forward would; errors on changed batches are ignored.
+        is_own = valid is None and num_rows > 1
+        return self._part(whole, field, lenient=not is_own), [self._part(part, field, lenient=True) for part in parts]
+
+    def _part(self, batch: RankBatch, field: str, *, lenient: bool) -> Part:
+        counts = count_items(batch, find_labels(self.module, batch, self.loss))
+        try:
+            output, value = run_loss(self.module, batch.args, batch.kwargs, self.loss, compiled=False)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:
+            # A rank that raised here alone would leave the others waiting in the next forward.
+            if not lenient:
+                raise
+            recover(self.module, in_backward=False)
+            return Part(None, 0, 0, 0.0)
+        usable = isinstance(value, torch.Tensor) and value.numel() == 1
+        tolerance = LOW_PRECISION_TOLERANCE if self._is_low_precision((output, value)) else TOLERANCE
+        return Part(float(value.float()) if usable else None, getattr(counts, field), counts.rows, tolerance)
+
+    def _is_low_precision(self, output: Any) -> bool:
+        tensors = [leaf for _, leaf in leaves(output) if isinstance(leaf, torch.Tensor)]
+        floats = [item for item in (*tensors, *self.module.parameters()) if item.is_floating_point()]
+        return any(item.itemsize < 4 for item in floats)
 
 
 def _number(value: Any) -> float:

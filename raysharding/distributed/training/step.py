@@ -208,10 +208,7 @@ def forward_backward(
         with gradient_sync(module, sync):
             # FSDP averages gradients over the ranks; the shares of the loss are to be summed.
             torch.autograd.backward(share.value * (scale * dist.get_world_size()))
-        total = share.value.detach().clone()
-        # Every rank calls this, ranks without rows with a zero: the others would wait in the all-reduce.
-        dist.all_reduce(total)
-        value = float(total)
+        value = share.total()
     done.add(value, share.weight, is_reduced=sync)
     return {"loss": float("nan") if share.weight == 0 else value}
 
