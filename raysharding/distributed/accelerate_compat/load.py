@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from raysharding.distributed.comm import on_every_rank
+from raysharding.distributed.comm import agreeing
 from raysharding.distributed.fully_shard import mark_offloaded, materialize, message_device, reshard
 from raysharding.distributed.loading import distribute_state_dict
 from raysharding.distributed.transfer import saved_tensors, tied_names
@@ -53,7 +53,8 @@ def fsdp2_load_full_state_dict(
     if cpu_offload:
         mark_offloaded(model)
     # A rank that raised alone would leave the others in the load.
-    values = on_every_rank(lambda: _by_own_names(model, full_sd) if dist.get_rank() == 0 else {})
+    with agreeing():
+        values = _by_own_names(model, full_sd) if dist.get_rank() == 0 else {}
     fill(model, saved_tensors, values, timeout_s)
     return model
 
@@ -79,7 +80,8 @@ def fill(
     wanted = {id(tensor) for tensor in collect(model).values()}
     with ExitStack() as on_error:
         # A rank without memory must not leave the others in the load.
-        on_every_rank(lambda: on_error.callback(materialize(model, message_device(model), only=wanted)))
+        with agreeing():
+            on_error.callback(materialize(model, message_device(model), only=wanted))
         distribute_state_dict(values, collect(model), timeout_s=timeout_s)
         on_error.pop_all()
 

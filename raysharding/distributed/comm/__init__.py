@@ -5,9 +5,8 @@ from raysharding.distributed.comm.agreement import (
     BUCKETS_PER_CHECK,
     FailureFlag,
     agree,
-    agree_all_went_well,
+    agreeing,
     from_rank_0,
-    on_every_rank,
     wait_for,
     waits_for_others,
 )
@@ -15,6 +14,7 @@ from raysharding.distributed.comm.device_mesh import REPLICATE_AXIS, init_mesh
 from raysharding.distributed.comm.json_collectives import (
     all_gather_ints,
     all_gather_json,
+    any_rank,
     broadcast_json,
     metadata_device,
 )

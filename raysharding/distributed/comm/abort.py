@@ -48,24 +48,16 @@ def between(by_rank: Mapping[int, Collection[Connection]]) -> dict[int, list[Con
     return {rank: [one for one in some if ends.get(one[::-1], rank) != rank] for rank, some in by_rank.items()}
 
 
-def cut(chosen: Collection[Connection]) -> int:
+def cut(chosen: Collection[Connection]) -> None:
     """Shut down connections of this process in both directions; threads that wait on them fail. Thread-safe.
 
     Args:
         chosen: A subset of the result of `connections` on this rank. Connections that have since closed are skipped.
-
-    Returns:
-        Number of connections that were shut down.
     """
-    wanted, num_cut = set(chosen), 0
     for own, connection in _open_sockets():
-        if connection in wanted:
-            try:
+        if connection in chosen:
+            with suppress(OSError):  # the remote end closed it first
                 own.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                continue  # the remote end closed it first
-            num_cut += 1
-    return num_cut
 
 
 @contextmanager

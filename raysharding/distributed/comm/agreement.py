@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from raysharding import errors
-from raysharding.distributed.comm.json_collectives import all_gather_json, broadcast_json, metadata_device
+from raysharding.distributed.comm.json_collectives import (
+    all_gather_json,
+    any_rank,
+    broadcast_json,
+    metadata_device,
+)
 from raysharding.errors import RayshardingError
-
-T = TypeVar("T")
 
 
 def _describe(error: BaseException) -> dict[str, Any]:
@@ -64,69 +68,49 @@ def agree(error: BaseException | None, value: Any = None, group: dist.ProcessGro
     return [outcome["value"] for outcome in outcomes]
 
 
-def agree_all_went_well(error: BaseException | None) -> None:
-    """Like `agree`, without values; collective over the default group. Costs one all-reduce of a byte without errors.
+@contextmanager
+def agreeing(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Run a block on every rank, and raise on all ranks if it raises on one; collective over `group` at the end.
 
-    Args:
-        error: Error of this rank, or `None`.
+    The block itself must not be collective. Costs one small all-reduce without errors.
 
     Raises:
         Exception: As from `agree`.
     """
-    failed = torch.tensor([error is not None], dtype=torch.uint8, device=metadata_device())
-    # Every rank calls this, with an error too: the others would wait in the all-reduce.
-    dist.all_reduce(failed, op=dist.ReduceOp.MAX)
-    if failed.item():
-        agree(error)
-
-
-def on_every_rank(make: Callable[[], T]) -> T:
-    """Return what `make` returns on this rank, after it succeeded on every rank; collective over the default group.
-
-    Raises:
-        Exception: As from `agree`, with the error of `make`.
-    """
-    results: list[T] = []
     error: Exception | None = None
     try:
-        results.append(make())
+        yield
     except Exception as raised:  # noqa: BLE001 - `agree` raises it on all ranks
         error = raised
-    agree(error)
-    return results[0]
+    # Every rank calls this, with an error too: the others would wait in the all-reduce.
+    if any_rank(error is not None, group):
+        agree(error, group=group)
 
 
-def from_rank_0(make: Callable[[], Any]) -> Any:
-    """Make a JSON value on rank 0 and broadcast it; collective over the default group.
+def from_rank_0(make: Callable[[], Any], group: dist.ProcessGroup | None = None) -> Any:
+    """Make a JSON value on rank 0 and broadcast it; collective over `group`.
 
     Args:
         make: Called on rank 0 only.
+        group: Process group of all ranks. Default: the default group.
 
     Raises:
         Exception: On rank 0: the error of `make`. On the other ranks: as from `agree`.
     """
     value: Any = None
-    error: Exception | None = None
-    if dist.get_rank() == 0:
-        try:
-            value = make()
-        except Exception as raised:  # noqa: BLE001 - `agree` raises it on all ranks
-            error = raised
-    agree(error)
-    return broadcast_json(value)
+    with agreeing(group):
+        value = make() if dist.get_rank() == 0 else None
+    return broadcast_json(value, group)
 
 
-def wait_for(work: dist.Work, timeout: timedelta | None = None) -> None:
+def wait_for(work: dist.Work, timeout: timedelta = timedelta(0)) -> None:
     """Wait for an asynchronous collective, in a frame that `waits_for_others` recognises.
 
     Args:
         work: The collective.
-        timeout: Longest wait. Default: the timeout of the process group.
+        timeout: Longest wait. Default: 0, by which torch means the timeout of the process group.
     """
-    if timeout is None:
-        work.wait()
-    else:
-        work.wait(timeout)
+    work.wait(timeout)
 
 
 def waits_for_others(frame: FrameType) -> bool:

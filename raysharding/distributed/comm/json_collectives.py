@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 
 def metadata_device(group: dist.ProcessGroup | None = None) -> torch.device:
@@ -18,34 +19,12 @@ def metadata_device(group: dist.ProcessGroup | None = None) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-_LENGTH_BYTES = 8
-_GATHER_BYTES = 4 << 10
-_BROADCAST_BYTES = 64 << 10
-"""Length of the first message, in bytes. A longer value needs a second message."""
+def _encode(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value, separators=(",", ":")).encode()), dtype=torch.uint8)
 
 
-def _encode(value: Any) -> bytes:
-    text = json.dumps(value, separators=(",", ":")).encode()
-    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
-
-
-def _tensor(data: bytes, num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Return `data` truncated or padded to `num_bytes`, the same size on every rank."""
-    return torch.frombuffer(bytearray(data[:num_bytes].ljust(num_bytes, b"\0")), dtype=torch.uint8).to(device)
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    data: bytes = tensor.cpu().numpy().tobytes()
-    return data
-
-
-def _length(first: bytes) -> int:
-    """Return the length of a whole message, which its first bytes state."""
-    return _LENGTH_BYTES + int.from_bytes(first[:_LENGTH_BYTES], "little")
-
-
-def _decode(data: bytes) -> Any:
-    return json.loads(data[_LENGTH_BYTES : _length(data)])
+def _decode(data: torch.Tensor) -> Any:
+    return json.loads(data.cpu().numpy().tobytes())
 
 
 def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -56,41 +35,39 @@ def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[
         group: Process group. Default: the default group.
 
     Returns:
-        The values in rank order, on every rank. Wire: from each rank to each, 4 KiB, and the longest value's length if
-        that is more than 4 KiB.
+        The values in rank order, on every rank. Wire: from each rank to each, the length of the longest value.
     """
-    device = metadata_device(group)
     data = _encode(value)
-    # The first message has a fixed size and states the length: all_gather hangs or fails if sizes differ between ranks.
-    found = _all_gather(_tensor(data, _GATHER_BYTES, device), group)
-    longest = max(map(_length, found))
-    if longest > _GATHER_BYTES:
-        found = _all_gather(_tensor(data, longest, device), group)
-    return list(map(_decode, found))
-
-
-def _all_gather(mine: torch.Tensor, group: dist.ProcessGroup | None) -> list[bytes]:
-    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    # The lengths first: all_gather hangs or fails if sizes differ between ranks.
+    lengths = [length for (length,) in all_gather_ints([data.numel()], group)]
+    mine = nn.functional.pad(data, (0, max(lengths) - data.numel())).to(metadata_device(group))
+    gathered = [torch.empty_like(mine) for _ in lengths]
     dist.all_gather(gathered, mine, group=group)
-    return list(map(_bytes, gathered))
+    return [_decode(one[:length]) for one, length in zip(gathered, lengths, strict=True)]
 
 
-def all_gather_ints(values: Sequence[int]) -> list[list[int]]:
-    """Gather a few integers from every rank; collective over the default group, cheap enough for every step.
+def all_gather_ints(values: Sequence[int], group: dist.ProcessGroup | None = None) -> list[list[int]]:
+    """Gather a few integers from every rank; collective over `group`, cheap enough for every step.
 
     Args:
         values: The same number of values on every rank, each below 2^63.
+        group: Process group. Default: the default group.
 
     Returns:
         The values of each rank, in rank order, on every rank. Wire: an all-reduce of 8 bytes per value and rank.
     """
-    table = torch.zeros(dist.get_world_size(), len(values), dtype=torch.int64, device=metadata_device())
-    table[dist.get_rank()] = torch.tensor(values)
+    table = torch.zeros(dist.get_world_size(group), len(values), dtype=torch.int64, device=metadata_device(group))
+    table[dist.get_rank(group)] = torch.tensor(values)
     # Every rank calls this, without rows too: the others would wait in the all-reduce. A sum in which each rank fills
     # its own row, because an all-gather over four ranks takes gloo five times as long as an all-reduce.
-    dist.all_reduce(table)
+    dist.all_reduce(table, group=group)
     rows: list[list[int]] = table.tolist()
     return rows
+
+
+def any_rank(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
+    """Return True if `flag` is True on a rank; collective over `group`, with the same result on every rank."""
+    return any(one for (one,) in all_gather_ints([flag], group))
 
 
 def broadcast_json(value: Any, group: dist.ProcessGroup | None = None, source: int = 0) -> Any:
@@ -105,14 +82,11 @@ def broadcast_json(value: Any, group: dist.ProcessGroup | None = None, source: i
         The value of `source`, on every rank.
     """
     device = metadata_device(group)
-    data = _encode(value if dist.get_rank(group) == source else None)
-    found = _broadcast(_tensor(data, _BROADCAST_BYTES, device), group, source)
-    if (length := _length(found)) > _BROADCAST_BYTES:
-        # Every rank needs a buffer of exactly the source's length, or the second broadcast never completes.
-        found = _broadcast(_tensor(data, length, device), group, source)
-    return _decode(found)
-
-
-def _broadcast(mine: torch.Tensor, group: dist.ProcessGroup | None, source: int) -> bytes:
-    dist.broadcast(mine, group_src=source, group=group)
-    return _bytes(mine)
+    data = _encode(value if dist.get_rank(group) == source else None).to(device)
+    length = torch.tensor([data.numel()], device=device)
+    # Every rank needs a buffer of exactly the source's length, or the second broadcast never completes.
+    dist.broadcast(length, group_src=source, group=group)
+    if dist.get_rank(group) != source:
+        data = torch.empty(int(length), dtype=torch.uint8, device=device)
+    dist.broadcast(data, group_src=source, group=group)
+    return _decode(data)

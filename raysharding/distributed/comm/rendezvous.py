@@ -11,13 +11,13 @@ names the nodes if not.
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import fcntl
 import ipaddress
 import json
 import os
 import secrets
-import selectors
 import socket
 import struct
 import time
@@ -103,37 +103,21 @@ def check_reachable(store: Store, rank: int, addresses: Sequence[Address], timeo
 
 def _unreachable(targets: Mapping[str, int], timeout_s: float) -> dict[str, str]:
     """Connect to all targets at once. Return unreachable host → reason."""
-    until = time.monotonic() + timeout_s
-    failed: dict[str, str] = {}
-    with selectors.DefaultSelector() as waiting:
-        for host, port in targets.items():
-            probe = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-            probe.setblocking(False)
-            try:
-                probe.connect((host, port))
-            except BlockingIOError:
-                pass
-            except OSError as error:  # no route
-                failed[host] = error.strerror or str(error)
-                probe.close()
-                continue
-            waiting.register(probe, selectors.EVENT_WRITE, host)
-        while waiting.get_map() and time.monotonic() < until:
-            for key, _ in waiting.select(until - time.monotonic()):
-                code = _close(waiting, key.fileobj)
-                if code:
-                    failed[key.data] = os.strerror(code)
-        for key in list(waiting.get_map().values()):
-            failed[key.data] = f"no answer within {timeout_s:.0f} s"
-            _close(waiting, key.fileobj)
-    return failed
 
+    async def connect(host: str, port: int) -> str:
+        try:
+            _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), timeout_s)
+        except OSError as error:
+            # The TimeoutError of `wait_for` has no number.
+            return os.strerror(error.errno) if error.errno else f"no answer within {timeout_s:.0f} s"
+        writer.close()
+        return ""
 
-def _close(waiting: selectors.BaseSelector, probe: Any) -> int:
-    """Close a connection attempt. Return its errno; 0 if it succeeded."""
-    waiting.unregister(probe)
-    with probe:
-        return int(probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
+    async def connect_to_all() -> list[str]:
+        return await asyncio.gather(*(connect(host, port) for host, port in targets.items()))
+
+    reasons = zip(targets, asyncio.run(connect_to_all()), strict=True)
+    return {host: why for host, why in reasons if why}
 
 
 def _error(found: Mapping[str, Mapping[str, str]], addresses: Sequence[Address]) -> RendezvousError:
@@ -322,13 +306,10 @@ def _await_ranks(
         raise RendezvousError(message, missing_ranks=(0,)) from error
 
 
-def choose_interface(node_ip: str) -> str | None:
+def choose_interface(node_ip: str) -> None:
     """Make gloo and NCCL use the interface that owns `node_ip`, unless the user chose one by environment variable.
 
     Otherwise gloo resolves the host name, often to 127.0.0.1, and ranks of two hosts cannot connect.
-
-    Returns:
-        Name of the interface, `None` if no interface owns the address.
     """
     name = interface_of(node_ip)
     if name is not None:
@@ -336,7 +317,6 @@ def choose_interface(node_ip: str) -> str | None:
         # NCCL refuses the loopback interface unless it is the only one named, and needs none on a single node.
         if name != "lo":
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
-    return name
 
 
 def interface_of(address: str) -> str | None:

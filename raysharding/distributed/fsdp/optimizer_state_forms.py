@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import OptimStateKeyType, StateDictType
 from torch.distributed.tensor import DTensor
 
-from raysharding.distributed.comm import on_every_rank
+from raysharding.distributed.comm import agreeing
 from raysharding.distributed.fsdp.optim_state_dict import (
     gathered,
     rekey_optim_state_dict,
@@ -107,11 +107,13 @@ def optim_state_dict_to_load(
     require_default_group(group)
     settings = get_state_dict_type(model)
     if settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
-        result = on_every_rank(lambda: _checked_by_id(optim_state_dict, model, optim))
+        with agreeing():
+            result = _checked_by_id(optim_state_dict, model, optim)
     elif getattr(settings.optim_state_dict_config, "rank0_only", False):
         result = scatter_full_optim_state_dict(optim_state_dict, model, optim=optim)
     else:
-        result = on_every_rank(lambda: shard_full_optim_state_dict(optim_state_dict, model, optim=optim))
+        with agreeing():
+            result = shard_full_optim_state_dict(optim_state_dict, model, optim=optim)
     if is_named_optimizer:
         result = rekey_optim_state_dict(result, OptimStateKeyType.PARAM_NAME, model, optim=optim)
     if load_directly:

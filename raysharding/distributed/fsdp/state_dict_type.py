@@ -26,7 +26,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from raysharding.distributed.comm import agree, on_every_rank
+from raysharding.distributed.comm import agree, agreeing
 from raysharding.distributed.fully_shard import (
     local_tensor,
     message_device,
@@ -224,7 +224,8 @@ class _Form:
         is_wanted = not rank0_only or not dist.is_initialized() or dist.get_rank() == 0
         if sharded:
             # A rank without memory must not leave the others in the gather.
-            full = on_every_rank(lambda: self._allocate(sharded if is_wanted else {}))
+            with agreeing():
+                full = self._allocate(sharded if is_wanted else {})
             ranks = (0,) if rank0_only else range(dist.get_world_size())
             gather_into(full, sharded, ranks, message_device(module))
         for key, value in found.items():
@@ -279,7 +280,8 @@ class _Form:
         keys = [key for key in state_dict if key.startswith(prefix)]
         incoming = {clean_name(key.removeprefix(prefix)): state_dict.pop(key) for key in keys}
         # As in `state_dict`; a rank inside summon_full_params must not leave the others in the next exchange.
-        on_every_rank(lambda: reshard(self._root() or module))
+        with agreeing():
+            reshard(self._root() or module)
         found: dict[str, Any] = incoming
         if self._is_full:
             result, extra = load_full_tensors(module, incoming, strict=strict, assign=assign)

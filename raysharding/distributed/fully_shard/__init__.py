@@ -54,6 +54,7 @@ from raysharding.distributed.fully_shard.recovery import (
     module_mode,
     recover,
     recover_after,
+    recovering,
     rejoin,
     reset,
     without_trace,

@@ -155,6 +155,25 @@ def mark_recovery(error: BaseException, usable: bool, *, torn: bool) -> None:
     error.raysharding_torn = torn  # type: ignore[attr-defined]
 
 
+class CallProgress:
+    """Progress of a call, which decides whether the module is usable after a failure."""
+
+    in_backward = False
+    in_optimizer = False
+
+
+@contextmanager
+def recovering(module: nn.Module) -> Iterator[CallProgress]:
+    """Reset the module after an exception, and mark on the exception whether that succeeded. Not collective."""
+    progress = CallProgress()
+    try:
+        yield progress
+    except BaseException as error:
+        usable = recover_after(error, module, in_backward=progress.in_backward) and not progress.in_optimizer
+        mark_recovery(error, usable, torn=progress.in_optimizer)
+        raise
+
+
 def is_recoverable(error: BaseException) -> bool:
     """Return True if a group can continue after this exception, provided that every rank raised it."""
     return bool(getattr(error, "raysharding_recovered", True)) and not is_device_error(error)

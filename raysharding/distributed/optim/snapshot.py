@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from raysharding.distributed.comm import agree
+from raysharding.distributed.comm import agreeing, all_gather_json
 from raysharding.distributed.fully_shard import local_tensor, meta_like, reshard
 from raysharding.distributed.optim.factories import schedule_of
 from raysharding.errors import PlanError
@@ -71,7 +71,8 @@ class OptimizerSnapshot:
         state: dict[str, Mapping[str, Any]] = {}
         for group, held in zip(optimizer.param_groups, given, strict=True):
             fqns = [_name_of(names, parameter) for parameter in group["params"]]
-            groups.append({**_hyperparameters(held), "params": fqns})
+            hyperparameters = {key: value for key, value in held.items() if key not in _NOT_HYPER}
+            groups.append({**hyperparameters, "params": fqns})
             for fqn, key in zip(fqns, held["params"], strict=True):
                 if key in held_state:
                     state[fqn] = held_state[key]
@@ -243,10 +244,6 @@ def _name_of(names: Mapping[torch.Tensor, str], parameter: torch.Tensor) -> str:
     return names[parameter]
 
 
-def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in _NOT_HYPER}
-
-
 def state_like(parameter: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor on meta for state of `parameter`: sharded like it if the shape is equal, else replicated."""
     if isinstance(parameter, DTensor) and tuple(shape) == tuple(parameter.shape):
@@ -308,8 +305,6 @@ def decode(value: Any, tensors: Sequence[torch.Tensor] = ()) -> Any:
         return {key: decode(item, tensors) for key, item in value["items"].items()}
     if value[_KIND] == "place":
         return tensors[value["item"]]
-    if value[_KIND] != "tensor":
-        raise ValueError(f"no kind of value is called {value[_KIND]!r}")
     device = value["device"] if value["device"] == "cpu" or torch.cuda.is_available() else "cpu"
     return torch.tensor(decode(value["item"]), dtype=getattr(torch, value["dtype"]), device=device)
 
@@ -325,18 +320,18 @@ def agreed_snapshot(
     """
     snapshot: OptimizerSnapshot | None = None
     digest = ""
-    error: Exception | None = None
-    try:
-        if optimizer is not None:
-            snapshot = OptimizerSnapshot.of(module, optimizer, state_dict)
-            outline = snapshot.outline()
-            held = {fqn: sorted(values) for fqn, values in outline.pop("values").items()}
-            digest = sha256(repr((outline, held)).encode()).hexdigest()
-    except Exception as raised:  # noqa: BLE001 - the other ranks wait for the outcome
-        error = PlanError(str(raised)) if isinstance(raised, ValueError) else raised
     # Before any data collective, on ranks without an optimizer too: ranks with different state would run different
     # collectives, and hang.
-    digests = agree(error, digest)
+    with agreeing():
+        if optimizer is not None:
+            try:
+                snapshot = OptimizerSnapshot.of(module, optimizer, state_dict)
+                outline = snapshot.outline()
+            except ValueError as error:
+                raise PlanError(str(error)) from error
+            held = {fqn: sorted(values) for fqn, values in outline.pop("values").items()}
+            digest = sha256(repr((outline, held)).encode()).hexdigest()
+    digests = all_gather_json(digest)
     differing = [str(rank) for rank, other in enumerate(digests) if other != digests[0]]
     if differing:
         raise PlanError(

@@ -50,15 +50,6 @@ class FilePlan:
     writers: tuple[int, ...]
     """File → rank that writes it."""
 
-    @property
-    def has_index(self) -> bool:
-        """True if there is an index of the files."""
-        return SINGLE_NAME not in self.files and ADAPTER_NAME not in self.files
-
-    def of_rank(self, rank: int) -> list[int]:
-        """Return the numbers of the files that a rank writes."""
-        return [index for index, writer in enumerate(self.writers) if writer == rank]
-
     def destinations(self) -> dict[int, list[str]]:
         """Return rank → tensors that the rank needs."""
         wanted: dict[int, list[str]] = {}
@@ -142,7 +133,7 @@ class Written:
         """
         manifest = Manifest.of_parts(Manifest.from_dict(part, directory) for part in self.parts)
         write_manifest(directory, manifest)
-        if self.plan.has_index:
+        if SINGLE_NAME not in self.plan.files and ADAPTER_NAME not in self.plan.files:
             pairs = zip(self.plan.names, self.plan.files, strict=True)
             write_index(directory, {name: file for names, file in pairs for name in names}, manifest.num_bytes)
 
@@ -213,7 +204,9 @@ class _Writers:
         self._file_of: dict[str, FileWriter] = {}
         self._runs: dict[str, list[tuple[Run, str]]] = {}
         try:
-            self._files = {index: self._open(index) for index in plan.of_rank(self._rank)}
+            self._files = {
+                index: self._open(index) for index, writer in enumerate(plan.writers) if writer == self._rank
+            }
         except CheckpointError as error:
             self.error = error
 

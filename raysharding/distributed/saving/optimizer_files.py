@@ -22,15 +22,15 @@ from raysharding.checkpoint import make_folder, write_file
 from raysharding.checkpoint.format import MAX_JSON_BYTES, OPTIMIZER_FOLDER, OPTIMIZER_NAME, parse_object, read_beside
 from raysharding.checkpoint.storage import join_path, normal_path, split_path, storage_of
 from raysharding.config import Loading
-from raysharding.distributed.comm import agree, from_rank_0
+from raysharding.distributed.comm import agreeing, from_rank_0
 from raysharding.distributed.fully_shard import TensorTable
 from raysharding.distributed.loading import LoadReport, Progress, load_checkpoint
 from raysharding.distributed.optim import OptimizerSnapshot
 from raysharding.distributed.saving.file_writers import write_tensors
-from raysharding.errors import CheckpointError, PlanError
+from raysharding.errors import CheckpointError, PlanError, RayshardingError
 
 FORMAT_VERSION = 1
-"""The only version so far."""
+"""Of the optimizer's and the training state's JSON files; the only version so far."""
 
 
 def write_optimizer(
@@ -41,7 +41,7 @@ def write_optimizer(
     stall_s: float,
     on_round: Callable[[int], None],
     group: dist.ProcessGroup | None = None,
-) -> Exception | None:
+) -> None:
     """Write optimizer state into a save; collective.
 
     Args:
@@ -53,30 +53,16 @@ def write_optimizer(
         on_round: Called with the bytes written so far.
         group: Process group of all ranks.
 
-    Returns:
-        Error of this rank after the tensors were written, which the caller exchanges.
-
     Raises:
         CheckpointError: On every rank, if the disk is full or failed.
     """
-    directory = join_path(staging, OPTIMIZER_FOLDER)
-    error: Exception | None = None
-    if dist.get_rank() == 0:
-        try:
-            make_folder(staging, OPTIMIZER_FOLDER)
-        except CheckpointError as raised:
-            error = raised
-    agree(error, group=group)
+    directory = str(from_rank_0(partial(make_folder, staging, OPTIMIZER_FOLDER), group))
     written = write_tensors(tensors, directory, device, stall_s, on_round, group)
-    if dist.get_rank() != 0:
-        return None
-    try:
-        written.finish(directory)
-        found = {"format_version": FORMAT_VERSION, "outline": outline}
-        write_file(directory, OPTIMIZER_NAME, json.dumps(found).encode("ascii"))
-    except Exception as raised:  # noqa: BLE001 - the other ranks wait for the outcome
-        return raised
-    return None
+    with agreeing(group):
+        if dist.get_rank() == 0:
+            written.finish(directory)
+            found = {"format_version": FORMAT_VERSION, "outline": outline}
+            write_file(directory, OPTIMIZER_NAME, json.dumps(found).encode("ascii"))
 
 
 def has_optimizer_state(checkpoint: str | os.PathLike[str]) -> bool:
@@ -144,13 +130,14 @@ class OptimizerLoad:
         """Read and compare all but the tensors; collective. Raises as `load_optimizer_state`."""
         directory = beside(checkpoint, OPTIMIZER_FOLDER)
         target = OptimizerSnapshot.from_outline(from_rank_0(partial(_read_outline, module, directory)), module)
-        misfit: PlanError | None = None
-        try:
-            misfit = target.misfit(OptimizerSnapshot.of(module, optimizer), "saved")
-        except ValueError as error:
-            misfit = PlanError(str(error))
         # Optimizers may differ between ranks: all raise, so that no rank waits in the load.
-        agree(misfit)
+        with agreeing():
+            try:
+                misfit = target.misfit(OptimizerSnapshot.of(module, optimizer), "saved")
+            except ValueError as error:
+                raise PlanError(str(error)) from error
+            if misfit is not None:
+                raise misfit
         return cls(module, optimizer, directory, target)
 
     def table(self) -> TensorTable:
@@ -172,20 +159,41 @@ def beside(checkpoint: str | os.PathLike[str], folder: str) -> str:
     return join_path(split_path(path)[0] if path.endswith((".safetensors", ".json")) else path, folder)
 
 
-def _read_outline(module: nn.Module, directory: str) -> Any:
-    path = join_path(directory, OPTIMIZER_NAME)
-    data = read_beside(storage_of(directory), directory, OPTIMIZER_NAME, MAX_JSON_BYTES)
+def read_own_json(directory: str, name: str, check: Callable[[dict[str, Any]], Any]) -> dict[str, Any] | None:
+    """Read a JSON file of a save, of the format of this package; `None` if it is missing.
+
+    Args:
+        directory: Directory of the file.
+        name: Name of the file.
+        check: Called with the fields; raises if they are not what this package writes.
+
+    Raises:
+        CheckpointError: The file is unreadable, or has another format.
+        PlanError: From `check`.
+    """
+    data = read_beside(storage_of(directory), directory, name, MAX_JSON_BYTES)
     if data is None:
-        what = "holds no optimizer state: save with an optimizer, or load the model alone"
-        raise CheckpointError(what, path=split_path(directory)[0])
+        return None
+    path = join_path(directory, name)
     try:
         fields = parse_object(data)
         if fields.get("format_version") != FORMAT_VERSION:
             what = f"has format_version {fields.get('format_version')!r}, this raysharding reads {FORMAT_VERSION}"
             raise CheckpointError(what, path=path)
-        OptimizerSnapshot.from_outline(fields["outline"], module)
-    except (PlanError, CheckpointError):
+        check(fields)
+    except RayshardingError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise CheckpointError(f"is not what raysharding writes ({error!r})", path=path) from error
+    return fields
+
+
+def _read_outline(module: nn.Module, directory: str) -> Any:
+    def check(fields: dict[str, Any]) -> None:
+        OptimizerSnapshot.from_outline(fields["outline"], module)
+
+    fields = read_own_json(directory, OPTIMIZER_NAME, check)
+    if fields is None:
+        what = "holds no optimizer state: save with an optimizer, or load the model alone"
+        raise CheckpointError(what, path=split_path(directory)[0])
     return fields["outline"]

@@ -325,8 +325,8 @@ class Save:
             names: dict[str, Any] = {"layout": contents.layout, "file_name": contents.file_name}
             written = write_tensors(contents.tensors, *options, **names)
             self._write_state(on_round)
-            agree(self._on_rank_0(partial(self._finish, written)), group=self.group)
-            agree(self._on_rank_0(self._commit), group=self.group)
+            from_rank_0(partial(self._finish, written), self.group)
+            from_rank_0(self._commit, self.group)
         except BaseException as error:
             self.discard(error)
             raise
@@ -347,17 +347,8 @@ class Save:
         if contents.outline is None or contents.training is None:
             return
         options = (self.staging, self.device, self.stall_s, lambda done: on_round(first + done), self.group)
-        agree(write_optimizer(contents.state, contents.outline, *options), group=self.group)
-        agree(self._on_rank_0(partial(write_training, self.staging, contents.training)), group=self.group)
-
-    def _on_rank_0(self, do: Callable[[], None]) -> Exception | None:
-        """Call `do` on rank 0. Return its error, which all ranks exchange."""
-        if dist.get_rank() == 0:
-            try:
-                do()
-            except Exception as error:  # noqa: BLE001 - the other ranks wait for the outcome
-                return error
-        return None
+        write_optimizer(contents.state, contents.outline, *options)
+        from_rank_0(partial(write_training, self.staging, contents.training), self.group)
 
     def _finish(self, written: Written) -> None:
         """Write config, small files, manifest, and last the index, which makes objects of a store a checkpoint."""
@@ -401,8 +392,7 @@ def begin_save(
     reshard(module)
     contents = SaveContents.of(module, optimizer, position)
     # Rank 0 makes the directory, and broadcasts its path.
-    where = destination
-    make = partial(create_staging, where.path, overwrite=where.overwrite, token=where.token)
+    make = partial(create_staging, destination.path, overwrite=destination.overwrite, token=destination.token)
     staging = str(from_rank_0(make))
     return Save(module, destination, contents, staging, message_device(module), stall_s, begun)
 

@@ -22,11 +22,11 @@ import torch
 import torch.distributed as dist
 
 from raysharding.checkpoint import make_folder, write_file
-from raysharding.checkpoint.format import MAX_JSON_BYTES, TRAINING_FOLDER, TRAINING_NAME, parse_object, read_beside
-from raysharding.checkpoint.storage import join_path, storage_of
+from raysharding.checkpoint.format import TRAINING_FOLDER, TRAINING_NAME
+from raysharding.checkpoint.storage import join_path
 from raysharding.data import Position
-from raysharding.distributed.comm import agree, from_rank_0
-from raysharding.distributed.saving.optimizer_files import beside
+from raysharding.distributed.comm import agree, agreeing, from_rank_0
+from raysharding.distributed.saving.optimizer_files import FORMAT_VERSION, beside, read_own_json
 from raysharding.errors import CheckpointError
 
 
@@ -75,10 +75,6 @@ def _tensor(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8)
 
 
-FORMAT_VERSION = 1
-"""The only version so far."""
-
-
 def training_state(position: Position | None) -> dict[str, Any]:
     """Return the training state of a save, as a JSON value; collective.
 
@@ -119,17 +115,17 @@ def load_training(checkpoint: str | os.PathLike[str]) -> Position | None:
     if found is None:
         return None
     states, rank = found["random"], dist.get_rank()
-    error: Exception | None = None
-    try:
-        if len(states) == dist.get_world_size():
-            restore_random_state(states[rank])
-        elif states:
-            seed_apart(states[0], rank)
-    except (ValueError, KeyError, TypeError, RuntimeError, OverflowError) as raised:
-        path = join_path(beside(checkpoint, TRAINING_FOLDER), TRAINING_NAME)
-        error = CheckpointError(f"holds no state of random generators that torch takes ({raised!r})", path=path)
-    # Every rank calls this: the others would go on without a rank whose state is damaged.
-    agree(error)
+    # Otherwise the other ranks would go on without a rank whose state is damaged.
+    with agreeing():
+        try:
+            if len(states) == dist.get_world_size():
+                restore_random_state(states[rank])
+            elif states:
+                seed_apart(states[0], rank)
+        except (ValueError, KeyError, TypeError, RuntimeError, OverflowError) as error:
+            path = join_path(beside(checkpoint, TRAINING_FOLDER), TRAINING_NAME)
+            what = f"holds no state of random generators that torch takes ({error!r})"
+            raise CheckpointError(what, path=path) from error
     return None if found["position"] is None else Position.from_dict(found["position"])
 
 
@@ -145,22 +141,11 @@ def run_of(checkpoint: str | os.PathLike[str]) -> str | None:
 
 
 def _read(checkpoint: str | os.PathLike[str]) -> dict[str, Any] | None:
-    directory = beside(checkpoint, TRAINING_FOLDER)
-    path = join_path(directory, TRAINING_NAME)
-    data = read_beside(storage_of(directory), directory, TRAINING_NAME, MAX_JSON_BYTES)
-    if data is None:
-        return None
-    try:
-        found = parse_object(data)
-        if found.get("format_version") != FORMAT_VERSION:
-            what = f"has format_version {found.get('format_version')!r}, this raysharding reads {FORMAT_VERSION}"
-            raise CheckpointError(what, path=path)
-        if found["position"] is not None:
-            Position.from_dict(found["position"])
-        if not isinstance(found["random"], list):
-            raise ValueError("random is no list")
-    except CheckpointError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"is not what raysharding writes ({error!r})", path=path) from error
-    return {"position": found["position"], "random": found["random"]}
+    return read_own_json(beside(checkpoint, TRAINING_FOLDER), TRAINING_NAME, _check)
+
+
+def _check(fields: Mapping[str, Any]) -> None:
+    if fields["position"] is not None:
+        Position.from_dict(fields["position"])
+    if not isinstance(fields["random"], list):
+        raise ValueError("random is no list")

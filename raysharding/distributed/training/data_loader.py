@@ -25,7 +25,14 @@ from raysharding.data import (
     epoch_batches,
     rank_batch,
 )
-from raysharding.distributed.comm import agree, from_rank_0, metadata_device, wait_for
+from raysharding.distributed.comm import (
+    agree,
+    agreeing,
+    all_gather_ints,
+    from_rank_0,
+    metadata_device,
+    wait_for,
+)
 from raysharding.distributed.fully_shard import move_inputs
 from raysharding.errors import DataError
 from raysharding.models import InputBounds
@@ -254,13 +261,8 @@ def _opened(source: Rows | ParquetPath, whole: Sequence[str] | None) -> Rows:
     if not isinstance(source, ParquetPath):
         return source
     files = ParquetFiles.from_dict(from_rank_0(lambda: ParquetFiles.open(source, whole).as_dict()))
-    error: Exception | None = None
-    try:
+    with agreeing():  # the others would wait in the first step for a rank that cannot read the files
         files.check_seen()
-    except DataError as raised:
-        error = raised
-    # Every rank calls this: the others would wait in the first step for a rank that cannot read the files.
-    agree(error)
     return files
 
 
@@ -297,10 +299,8 @@ class _Vote:
 
 def _all_have_one(batch: RankBatch | None, error: Exception | None) -> bool:
     """Return True if every rank has a batch, False if none has."""
-    flags = torch.tensor([batch is not None, error is not None], dtype=torch.int32, device=metadata_device())
     # Every rank calls this, without a batch too: the others would wait in the forward.
-    dist.all_reduce(flags)
-    have, failed = flags.tolist()
+    have, failed = map(sum, zip(*all_gather_ints([batch is not None, error is not None]), strict=True))
     if failed:
         agree(error)
     if have not in (0, dist.get_world_size()):

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from raysharding.batch import RankBatch
-from raysharding.distributed.comm import agree_all_went_well, metadata_device
-from raysharding.distributed.fully_shard import mark_recovery, module_mode, recover_after, reshard, unwrapped
+from raysharding.distributed.comm import agreeing, metadata_device
+from raysharding.distributed.fully_shard import module_mode, recovering, reshard, unwrapped
 from raysharding.distributed.training.data_loader import DataPlan, DistributedDataLoader
 from raysharding.distributed.training.loss import loss_share
 from raysharding.distributed.training.loss_call import LossFunction, call_loss
@@ -66,20 +66,11 @@ class Evaluation:
         if batch is None:
             return False
         module = unwrapped(module)
-        try:
-            with torch.no_grad(), module_mode(module, training=False):
-                output = self._forward(module, batch)
-        except BaseException as error:
-            mark_recovery(error, recover_after(error, module, in_backward=False), torn=False)
-            raise
-        failed: Exception | None = None
-        try:
+        with recovering(module), torch.no_grad(), module_mode(module, training=False):
+            output = self._forward(module, batch)
+        with agreeing():
             if not batch.is_dummy:
                 self._add(output, batch)
-        except Exception as error:  # noqa: BLE001 - the other ranks wait for the outcome
-            failed = error
-        if self._plan.metrics:
-            agree_all_went_well(failed)
         self.data_loader.advance()
         return True
 
@@ -112,10 +103,7 @@ class Evaluation:
             share = loss_share(module, batch, self._plan.loss, may_be_empty=True)
         finally:
             hook.remove()
-        total = share.value.detach().clone()
-        # Every rank calls this, ranks without rows with a zero: the others would wait.
-        dist.all_reduce(total)
-        self._loss.add(float(total), share.weight, is_reduced=True)
+        self._loss.add(share.total(), share.weight, is_reduced=True)
         return seen[-1]
 
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from raysharding.batch import RankBatch
-from raysharding.distributed.comm import metadata_device
+from raysharding.distributed.comm import any_rank
 from raysharding.distributed.fully_shard import (
     check_execution_order,
-    mark_recovery,
     module_mode,
-    recover_after,
+    recovering,
     without_trace,
 )
 from raysharding.distributed.training.loss import reduce_loss
@@ -53,18 +51,15 @@ class Forwarding:
         Raises:
             Exception: Any error of the module; if all ranks raise the same, later calls are correct.
         """
-        try:
+        reduced: tuple[str, ...] = ()
+        local: tuple[str, ...] = ()
+        with recovering(self._module):
             with torch.no_grad(), module_mode(self._module, training=training):
                 value = map_leaves(_whole, without_caches(self._module(*batch.args, **batch.kwargs)))
             check_execution_order(self._module)
-            reduced: tuple[str, ...] = ()
-            local: tuple[str, ...] = ()
             if batch.rows:
                 value, reduced = self._reduce(value, batch)
                 local = self._settle(value, batch)
-        except BaseException as error:
-            mark_recovery(error, recover_after(error, self._module, in_backward=False), torn=False)
-            raise
         return RankOutput(map_leaves(_to_cpu, value) if keep else None, reduced, local)
 
     def _reduce(self, value: Any, batch: RankBatch) -> tuple[Any, tuple[str, ...]]:
@@ -89,7 +84,8 @@ class Forwarding:
         num_rows = counts.pop()
         found = dict(leaves(value))
         keys = {path: (path, found[path].ndim, batch.dim) for path in ambiguous_leaves(value, num_rows, batch.dim)}
-        if self._any_rank(any(key not in self._holds_rows for key in keys.values())):
+        # The extra forward is collective: a rank that ran it alone would wait in its first all-gather.
+        if any_rank(any(key not in self._holds_rows for key in keys.values())):
             other = 1 if num_rows > 1 else 2
             with without_trace(self._module):
                 again = without_caches(self._module(*(probe := batch.resized(other)).args, **probe.kwargs))
@@ -97,13 +93,6 @@ class Forwarding:
             for path, key in keys.items():
                 self._holds_rows[key] = follows_rows(found[path], after.get(path), other, batch.dim)
         return tuple(path for path, key in keys.items() if not self._holds_rows[key])
-
-    @staticmethod
-    def _any_rank(flag: bool) -> bool:
-        votes = torch.tensor([int(flag)], dtype=torch.int32, device=metadata_device())
-        # The extra forward is collective: a rank that ran it alone would wait in its first all-gather.
-        dist.all_reduce(votes, op=dist.ReduceOp.MAX)
-        return bool(votes.item())
 
 
 def _whole(_: str, leaf: Any) -> Any:

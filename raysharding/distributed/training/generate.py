@@ -9,14 +9,13 @@ import torch.distributed as dist
 from torch import nn
 
 from raysharding.batch import RankBatch
-from raysharding.distributed.comm import from_rank_0, metadata_device
+from raysharding.distributed.comm import all_gather_ints, from_rank_0
 from raysharding.distributed.fully_shard import (
     fsdp_modules,
     generator_devices,
     init_roots,
-    mark_recovery,
     module_mode,
-    recover_after,
+    recovering,
     reshard,
     unwrapped,
 )
@@ -52,7 +51,7 @@ def generate(module: nn.Module, batch: RankBatch, *, training: bool = False, kee
         Exception: Any error of the module; if all ranks raise the same, later calls are correct.
     """
     module = unwrapped(module)
-    try:
+    with recovering(module):
         check_generation(batch.kwargs)
         run = getattr(module, "generate", None)
         if not callable(run):
@@ -69,9 +68,6 @@ def generate(module: nn.Module, batch: RankBatch, *, training: bool = False, kee
             ids = run(*batch.args, **batch.kwargs, synced_gpus=dist.get_world_size() > 1)
         reshard(module)
         ids = _padded(ids, _pad_id(module, batch.kwargs))
-    except BaseException as error:
-        mark_recovery(error, recover_after(error, module, in_backward=False), torn=False)
-        raise
     num_rows = max(batch.num_rows, 1) if batch.num_rows is not None else len(ids)
     several = ids.unflatten(0, (num_rows, -1)) if len(ids) != num_rows else ids
     return RankOutput(several.cpu() if keep else None)
@@ -90,10 +86,9 @@ def check_generation(kwargs: dict[str, Any]) -> None:
 
 def _padded(ids: torch.Tensor, pad_id: int) -> torch.Tensor:
     """Pad rows to the length of the longest on any rank; collective."""
-    longest = torch.tensor([ids.shape[1]], dtype=torch.int64, device=metadata_device())
     # Every rank calls this, with a dummy row too: the others would wait in the all-reduce.
-    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
-    return nn.functional.pad(ids, (0, int(longest.item()) - ids.shape[1]), value=pad_id)
+    longest = max(length for (length,) in all_gather_ints([ids.shape[1]]))
+    return nn.functional.pad(ids, (0, longest - ids.shape[1]), value=pad_id)
 
 
 def _pad_id(module: nn.Module, kwargs: dict[str, Any]) -> int:

@@ -103,6 +103,13 @@ class LossShare(NamedTuple):
     """Weight of the batch's loss among other batches: its number of counted items, which may be 0, the same on every
     rank. `None` if the loss is a sum; such losses are added."""
 
+    def total(self) -> float:
+        """Return the loss of the batch; collective."""
+        value = self.value.detach().clone()
+        # Every rank calls this, ranks without rows with a zero: the others would wait in the all-reduce.
+        dist.all_reduce(value)
+        return float(value)
+
 
 def _weight(agreed: _Agreed, is_dummy: bool, may_be_empty: bool) -> LossWeight:
     """Return the weight of this rank in the loss of the batch.

@@ -2,8 +2,8 @@
 
 A signature does not show that: BERT, T5, BART and ResNet accept `num_items_in_batch` and ignore it.
 
-`identity` compares loss functions that are pickled anew for each call. `ReductionProbe` runs a loss on parts of a batch
-to find whether it is a mean over counted labels, a mean over rows, or a sum.
+`identity` compares loss functions that are pickled anew for each call. `_Probe` also runs a loss on parts of a batch to
+find whether it is a mean over counted labels, a mean over rows, or a sum.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import CodeType, FunctionType, MethodType
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from raysharding.batch import RankBatch, Split
-from raysharding.distributed.comm import metadata_device
+from raysharding.distributed.comm import all_gather_ints, any_rank
 from raysharding.distributed.fully_shard import not_finite, recover, without_trace
 from raysharding.distributed.training.index_checks import IndexChecks
 from raysharding.distributed.training.labels import (
@@ -47,41 +46,24 @@ def identity(value: Any, depth: int = _MAX_DEPTH) -> object:
     Settings, which select a reduction or a mask, are integers, strings and flags. Floats and tensors (weights, an
     annealed smoothing) count by type only, so that a loss with a new one in each call stays the same.
     """
-    kind = type(value)
-    if value is None or isinstance(value, bool | int | str | bytes | enum.Enum | type):
-        return kind, value
-    if depth == 0:
-        return kind
-    inner = functools.partial(identity, depth=depth - 1)
+    if value is None or isinstance(value, bool | int | str | bytes | enum.Enum | type | CodeType):
+        return type(value), value
+    parts: list[Any] = []
     if isinstance(value, functools.partial):
-        return kind, inner(value.func), inner(value.args), inner(value.keywords)
-    if isinstance(value, FunctionType):
-        return value.__code__, inner(value.__defaults__), inner(value.__kwdefaults__), _closure(value, inner)
-    if isinstance(value, MethodType):
-        return inner(value.__func__), inner(value.__self__)
-    if isinstance(value, Mapping):
-        return kind, tuple((inner(key), inner(item)) for key, item in value.items())
-    if isinstance(value, list | tuple):
-        return kind, tuple(inner(item) for item in value)
-    return kind, getattr(value, "__qualname__", None), _state(value, inner)
-
-
-def _closure(function: FunctionType, inner: Any) -> object:
-    cells: list[object] = []
-    for cell in function.__closure__ or ():
-        try:
-            cells.append(inner(cell.cell_contents))
-        except ValueError:
-            # an unbound name
-            cells.append(None)
-    return tuple(cells)
-
-
-def _state(value: Any, inner: Any) -> object:
-    """Return the identity of the attributes of a callable object; other objects (tensors, arrays) count by type."""
-    if not callable(value) or isinstance(value, CodeType):
-        return None
-    return inner(getattr(value, "__dict__", None))
+        parts = [value.func, value.args, value.keywords]
+    elif isinstance(value, FunctionType):
+        # An empty cell, of a name without a value, has no contents.
+        cells = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
+        parts = [value.__code__, value.__defaults__, value.__kwdefaults__, cells]
+    elif isinstance(value, MethodType):
+        parts = [value.__func__, value.__self__]
+    elif isinstance(value, Mapping):
+        parts = [*value.keys(), *value.values()]
+    elif isinstance(value, list | tuple):
+        parts = list(value)
+    elif callable(value):
+        parts = [getattr(value, "__qualname__", None), getattr(value, "__dict__", None)]
+    return type(value), *(identity(part, depth - 1) for part in parts if depth)
 
 
 class LossReduction(enum.Enum):
@@ -131,84 +113,10 @@ def fits(whole: Part, parts: list[Part], reduction: LossReduction) -> bool:
     return abs(want - sum(have)) <= max(part.tolerance for part in (whole, *parts)) * size
 
 
-@dataclass(frozen=True)
-class ReductionProbe:
-    """Runs a loss on all rows of this rank and on both halves. Every rank runs the same forwards."""
-
-    module: nn.Module
-    loss: LossFunction | None
-    item: str
-    """Field of `Counts` that the loss is a mean over."""
-
-    def find(self, batch: RankBatch, labels: Labels, valid: int) -> LossReduction:
-        """Return the reduction of the loss; collective. `valid` is a label that counts.
-
-        Raises:
-            ValueError: On every rank, if the loss fits no known reduction on some rank, or is not finite there.
-        """
-        if not all_ranks([_can_cut(batch, labels)])[0]:
-            return LossReduction.ITEMS
-        votes, value = [True] * len(LossReduction), 0.0
-        for synthetic in (False, True) if labels.kind in INTEGER_KINDS else (False,):
-            whole, parts = self._evaluate(batch, labels, valid if synthetic else None)
-            votes = [
-                vote and fits(whole, parts, reduction) for vote, reduction in zip(votes, LossReduction, strict=True)
-            ]
-            if not synthetic and whole.items and whole.value is not None:
-                value = whole.value
-        is_finite, *votes = all_ranks([math.isfinite(value), *votes])
-        if not is_finite:
-            raise not_finite(self.module, batch, value)
-        found = [reduction for reduction, vote in zip(LossReduction, votes, strict=True) if vote]
-        if not found:
-            raise ValueError(
-                "the loss of this batch is neither the mean over labels that are not -100, nor the mean over rows, nor "
-                "a sum, so the ranks' losses do not make up one process's; pass the labels as labels=, masked by -100, "
-                "or pass loss= a function that returns (sum, count)"
-            )
-        return found[0]
-
-    def _evaluate(self, batch: RankBatch, labels: Labels, valid: int | None) -> tuple[Part, list[Part]]:
-        num_rows = _num_rows(batch)
-        rows = list(range(num_rows)) if num_rows > 1 else [0, 0]
-        half = len(rows) // 2
-        whole = _cut(batch, rows)
-        if valid is not None:
-            whole = _unevenly_masked(whole, find_labels(self.module, whole, self.loss), valid, half)
-        indices = list(range(len(rows)))
-        parts = [_cut(whole, indices[:half]), _cut(whole, indices[half:])]
-        # The unchanged batch raises as the real forward would; errors on changed batches are ignored.
-        is_own = valid is None and num_rows > 1
-        return self._part(whole, lenient=not is_own), [self._part(part, lenient=True) for part in parts]
-
-    def _part(self, batch: RankBatch, *, lenient: bool) -> Part:
-        counts = count_items(batch, find_labels(self.module, batch, self.loss))
-        try:
-            output, value = run_loss(self.module, batch.args, batch.kwargs, self.loss, compiled=False)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:
-            # A rank that raised here alone would leave the others waiting in the next forward.
-            if not lenient:
-                raise
-            recover(self.module, in_backward=False)
-            return Part(None, 0, 0, 0.0)
-        usable = isinstance(value, torch.Tensor) and value.numel() == 1
-        tolerance = LOW_PRECISION_TOLERANCE if self._is_low_precision((output, value)) else TOLERANCE
-        return Part(float(value.float()) if usable else None, getattr(counts, self.item), counts.rows, tolerance)
-
-    def _is_low_precision(self, output: Any) -> bool:
-        tensors = [leaf for _, leaf in leaves(output) if isinstance(leaf, torch.Tensor)]
-        floats = [item for item in (*tensors, *self.module.parameters()) if item.is_floating_point()]
-        return any(item.itemsize < 4 for item in floats)
-
-
 def all_ranks(flags: list[bool]) -> list[bool]:
     """Return, for each flag, whether it is True on every rank; collective."""
-    votes = torch.tensor(flags, dtype=torch.int32, device=metadata_device())
     # Ranks with different flags would run different forwards, and hang.
-    dist.all_reduce(votes, op=dist.ReduceOp.MIN)
-    return [bool(vote) for vote in votes.tolist()]
+    return [all(votes) for votes in zip(*all_gather_ints(flags), strict=True)]
 
 
 def _splits(batch: RankBatch) -> list[Split]:
@@ -238,14 +146,14 @@ def _cut(batch: RankBatch, rows: list[int]) -> RankBatch:
         if not isinstance(leaf, Split):
             return leaf
         dim = leaf.dim
-        return Split(map_leaves(lambda _, item: item.index_select(dim, _index(rows, item)), leaf.value), dim)
+
+        def chosen(_: str, item: torch.Tensor) -> torch.Tensor:
+            return item.index_select(dim, torch.tensor(rows, device=item.device))
+
+        return Split(map_leaves(chosen, leaf.value), dim)
 
     cut = batch.replaced(lambda value: map_leaves(take, value, leaf=Split))
     return replace(cut, num_rows=len(rows))
-
-
-def _index(rows: list[int], tensor: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(rows, device=tensor.device)
 
 
 def _unevenly_masked(batch: RankBatch, labels: Labels, valid: int, half: int) -> RankBatch:
@@ -323,8 +231,7 @@ def find_traits(module: nn.Module, batch: RankBatch, loss: LossFunction | None, 
         labels: Labels of the call, of the same kind on every rank.
 
     Raises:
-        ValueError: On every rank, if the losses of the ranks do not make up that of one process (see
-            `ReductionProbe`), or are not finite.
+        ValueError: On every rank, if the losses of the ranks do not make up that of one process, or are not finite.
     """
     # The probe makes up labels that a loss may take for classes, e.g. -100 if its mask is 255.
     with without_trace(module), IndexChecks():  # type: ignore[no-untyped-call]
@@ -368,8 +275,8 @@ class _Probe:
         traits = LossTraits(honours, shifts, pixels)
         if traits.honours_count or all_lack:
             return traits, not all_lack
-        probe = ReductionProbe(self.module, self.loss, counted_field(self.labels.kind, traits))
-        return replace(traits, reduction=probe.find(self.batch, self.labels, valid or 0)), True
+        reduction = self._reduction(counted_field(self.labels.kind, traits), valid or 0)
+        return replace(traits, reduction=reduction), True
 
     def _counted(self) -> torch.Tensor:
         """Return which labels are no masks, as far as is known."""
@@ -414,7 +321,8 @@ class _Probe:
             first_only = torch.full_like(labels, IGNORED_LABEL)
             first_only.narrow(self.labels.position_dim, 0, 1).fill_(valid)
             return self._is_empty(first_only), False
-        pixels = kind is LabelKind.PIXELS and self._anywhere(labels == IGNORED_PIXEL)
+        # The next forward is collective: all ranks run it, or none.
+        pixels = kind is LabelKind.PIXELS and any_rank(bool((labels == IGNORED_PIXEL).any()))
         return False, pixels and self._is_empty(torch.full_like(labels, IGNORED_PIXEL))
 
     def _is_empty(self, labels: torch.Tensor) -> bool:
@@ -429,12 +337,6 @@ class _Probe:
             return isinstance(error, ZeroDivisionError)
         return math.isnan(value) or value == 0
 
-    def _anywhere(self, found: torch.Tensor) -> bool:
-        votes = found.any().to(dtype=torch.int32, device=metadata_device())
-        # The next forward is collective: all ranks run it, or none.
-        dist.all_reduce(votes, op=dist.ReduceOp.MAX)
-        return bool(votes.item())
-
     def _evaluate(self, labels: torch.Tensor, **extra: int) -> float:
         return _number(self._run(labels, **extra))
 
@@ -443,6 +345,72 @@ class _Probe:
         if labels is not None:
             args, kwargs = self.labels.put(args, kwargs, labels)
         return run_loss(self.module, args, {**kwargs, **extra}, self.loss, compiled=False)[1]
+
+    def _reduction(self, field: str, valid: int) -> LossReduction:
+        """Run the loss on all rows of this rank and on both halves; return its reduction. Collective.
+
+        Args:
+            field: Field of `Counts` that the loss is a mean over.
+            valid: A label that counts.
+
+        Raises:
+            ValueError: On every rank, if the loss fits no known reduction on some rank, or is not finite there.
+        """
+        if not all_ranks([_can_cut(self.batch, self.labels)])[0]:
+            return LossReduction.ITEMS
+        votes, value = [True] * len(LossReduction), 0.0
+        for synthetic in (False, True) if self.labels.kind in INTEGER_KINDS else (False,):
+            whole, parts = self._whole_and_halves(field, valid if synthetic else None)
+            votes = [
+                vote and fits(whole, parts, reduction) for vote, reduction in zip(votes, LossReduction, strict=True)
+            ]
+            if not synthetic and whole.items and whole.value is not None:
+                value = whole.value
+        is_finite, *votes = all_ranks([math.isfinite(value), *votes])
+        if not is_finite:
+            raise not_finite(self.module, self.batch, value)
+        found = [reduction for reduction, vote in zip(LossReduction, votes, strict=True) if vote]
+        if not found:
+            raise ValueError(
+                "the loss of this batch is neither the mean over labels that are not -100, nor the mean over rows, nor "
+                "a sum, so the ranks' losses do not make up one process's; pass the labels as labels=, masked by -100, "
+                "or pass loss= a function that returns (sum, count)"
+            )
+        return found[0]
+
+    def _whole_and_halves(self, field: str, valid: int | None) -> tuple[Part, list[Part]]:
+        num_rows = _num_rows(self.batch)
+        rows = list(range(num_rows)) if num_rows > 1 else [0, 0]
+        half = len(rows) // 2
+        whole = _cut(self.batch, rows)
+        if valid is not None:
+            whole = _unevenly_masked(whole, find_labels(self.module, whole, self.loss), valid, half)
+        indices = list(range(len(rows)))
+        parts = [_cut(whole, indices[:half]), _cut(whole, indices[half:])]
+        # The unchanged batch raises as the real forward would; errors on changed batches are ignored.
+        is_own = valid is None and num_rows > 1
+        return self._part(whole, field, lenient=not is_own), [self._part(part, field, lenient=True) for part in parts]
+
+    def _part(self, batch: RankBatch, field: str, *, lenient: bool) -> Part:
+        counts = count_items(batch, find_labels(self.module, batch, self.loss))
+        try:
+            output, value = run_loss(self.module, batch.args, batch.kwargs, self.loss, compiled=False)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:
+            # A rank that raised here alone would leave the others waiting in the next forward.
+            if not lenient:
+                raise
+            recover(self.module, in_backward=False)
+            return Part(None, 0, 0, 0.0)
+        usable = isinstance(value, torch.Tensor) and value.numel() == 1
+        tolerance = LOW_PRECISION_TOLERANCE if self._is_low_precision((output, value)) else TOLERANCE
+        return Part(float(value.float()) if usable else None, getattr(counts, field), counts.rows, tolerance)
+
+    def _is_low_precision(self, output: Any) -> bool:
+        tensors = [leaf for _, leaf in leaves(output) if isinstance(leaf, torch.Tensor)]
+        floats = [item for item in (*tensors, *self.module.parameters()) if item.is_floating_point()]
+        return any(item.itemsize < 4 for item in floats)
 
 
 def _number(value: Any) -> float:

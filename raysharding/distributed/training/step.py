@@ -10,9 +10,6 @@ multiplied by the share of the first weight. A single pass is not scaled.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -23,10 +20,9 @@ from raysharding.distributed.fully_shard import (
     clip_grad_norm_,
     drop_unreduced_gradients,
     gradient_sync,
-    mark_recovery,
     module_mode,
     note_update,
-    recover_after,
+    recovering,
     reshard,
     scale_gradients,
     unwrapped,
@@ -105,13 +101,6 @@ class Accumulation:
             )
         if self.num_passes > 1 and not self._is_sum:
             scale_gradients(module, self._first / self._weight)
-
-
-class _Progress:
-    """Progress of a step, which decides whether the module is usable after a failure."""
-
-    in_backward = False
-    in_optimizer = False
 
 
 def train_step(
@@ -209,8 +198,7 @@ def forward_backward(
         Exception: Any error of the model or the loss. The gradients of all passes are dropped.
     """
     module = unwrapped(module)
-    progress = _Progress()
-    with _recovering(module, progress), module_mode(module, training=training):
+    with recovering(module) as progress, module_mode(module, training=training):
         if not done.num_passes:
             reshard(module)  # gradients belong to the shards
         share = loss_share(module, batch, loss, may_be_empty=may_be_empty)
@@ -220,10 +208,7 @@ def forward_backward(
         with gradient_sync(module, sync):
             # FSDP averages gradients over the ranks; the shares of the loss are to be summed.
             torch.autograd.backward(share.value * (scale * dist.get_world_size()))
-        total = share.value.detach().clone()
-        # Every rank calls this, ranks without rows with a zero: the others would wait in the all-reduce.
-        dist.all_reduce(total)
-        value = float(total)
+        value = share.total()
     done.add(value, share.weight, is_reduced=sync)
     return {"loss": float("nan") if share.weight == 0 else value}
 
@@ -250,8 +235,7 @@ def optim_step(
     """
     check_max_grad_norm(max_grad_norm)
     module = unwrapped(module)
-    progress = _Progress()
-    with _recovering(module, progress):
+    with recovering(module) as progress:
         done.finish(module)
         loss = done.loss() if done.num_passes else None
         check_schedule_has_loss(optimizer, loss)
@@ -274,14 +258,3 @@ def check_max_grad_norm(max_grad_norm: float | None) -> None:
     """
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm={max_grad_norm!r}: give a positive number, or None to only measure")
-
-
-@contextlib.contextmanager
-def _recovering(module: nn.Module, progress: _Progress) -> Iterator[None]:
-    """Reset the module after an exception, and mark on the exception whether that succeeded."""
-    try:
-        yield
-    except BaseException as error:
-        usable = recover_after(error, module, in_backward=progress.in_backward) and not progress.in_optimizer
-        mark_recovery(error, usable, torn=progress.in_optimizer)
-        raise
