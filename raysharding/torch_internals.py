@@ -4,6 +4,7 @@ Seen in torch 2.13. torch has no public name for any of them, so there is no fal
 fails at import, here.
 """
 
+from torch._C import _current_graph_task_id as current_graph_task_id
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     ActivationWrapper,
     checkpoint_wrapper,

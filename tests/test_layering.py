@@ -297,7 +297,7 @@ PRIVATE = {
     "raysharding.distributed.fully_shard.layout": re.compile(r"\b_local_tensor\b"),
     "raysharding.tree": re.compile(r"\b_pytree\b"),
     "raysharding.torch_internals": re.compile(
-        r"\b(_checkpoint\.checkpoint_wrapper|modules\.batchnorm|_python_dispatch|_IncompatibleKeys)\b"
+        r"\b(_current_graph_task_id|_checkpoint\.checkpoint_wrapper|modules\.batchnorm|_python_dispatch|_IncompatibleKeys)\b"
     ),
     "raysharding.group.cluster.ray_internals": re.compile(r"\bray\._(private|raylet)\b|\b_actor_id\b"),
 }

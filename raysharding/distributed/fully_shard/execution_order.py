@@ -19,6 +19,7 @@ from torch import nn
 
 from raysharding.distributed.comm import all_gather_json, metadata_device
 from raysharding.errors import PlanError
+from raysharding.torch_internals import current_graph_task_id
 
 _MODULUS = (1 << 61) - 1
 _FACTOR = 1_000_003
@@ -48,7 +49,7 @@ class _Order:
     def add(self, index: int, *_: object) -> None:
         """Forward pre-hook of the modules of group `index`: record the start of the forward."""
         # Activation checkpointing runs forwards again in backward, possibly after the check.
-        if torch._C._current_graph_task_id() != -1:
+        if current_graph_task_id() != -1:
             return
         if index == len(self.labels) - 1:
             # A forward that did not end has raised: its record is irrelevant to the next.

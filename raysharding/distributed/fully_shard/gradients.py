@@ -39,6 +39,7 @@ from raysharding.distributed.fully_shard.internals import (
     syncs_gradients,
 )
 from raysharding.models import class_name, clean_name
+from raysharding.torch_internals import current_graph_task_id
 from raysharding.tree import leaves
 
 
@@ -207,7 +208,7 @@ class _Reduction:
             )
 
     def _queue(self, grad: torch.Tensor) -> None:
-        graph_task = torch._C._current_graph_task_id()
+        graph_task = current_graph_task_id()
         if graph_task != self._graph_task:
             self._graph_task = graph_task
             # Runs after FSDP2's own callback, which was queued first and registers the shards again.

@@ -11,6 +11,7 @@ Note: how `param_init_fn` is called.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from raysharding.config import Sharding
-from raysharding.distributed.comm import agree, all_gather_json
+from raysharding.distributed.comm import agreeing, all_gather_json
 from raysharding.distributed.fully_shard.internals import is_offloaded, tell_fsdp
 from raysharding.distributed.fully_shard.layout import (
     inner_tensor,
@@ -74,17 +75,10 @@ class FirstValues:
                 only for rank 0's.
             Exception: What `param_init_fn` raised; under `sync_module_states` on every rank.
         """
-        error: Exception | None = None
         submodules = list(_own_submodules(modules))
-        try:
+        # A rank whose function failed, or that has no memory, must not leave the others in the broadcasts.
+        with agreeing() if self._syncs else nullcontext():
             self._initialise(submodules, kept)
-        except Exception as raised:  # noqa: BLE001 - the other ranks wait for the outcome
-            error = raised
-        if self._syncs:
-            # A rank whose function failed, or that has no memory, must not leave the others in the broadcasts.
-            agree(error)
-        if error is not None:
-            raise error
         if self._syncs:
             self._broadcast(submodules, kept)
 

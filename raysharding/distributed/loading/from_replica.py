@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from raysharding.distributed.comm import REPLICATE_AXIS, agree, broadcast_json
+from raysharding.distributed.comm import REPLICATE_AXIS, agree, agreeing, broadcast_json
 from raysharding.distributed.fully_shard import (
     TensorTable,
     compare_before_forward,
@@ -85,12 +85,8 @@ def copy_replicas(
     if copy.source is not None:
         # All ranks of a replicate group call this, new or not: its broadcasts need every rank.
         outline = broadcast_json(outline, copy.group, copy.source)
-    try:
+    with agreeing():  # the others would wait in the broadcasts for a new rank that failed
         copy.prepare(outline, factory)
-    except Exception as raised:  # noqa: BLE001 - the other ranks wait for the outcome
-        error = raised
-    # Every rank calls this: the others would wait in the broadcasts for a new rank that failed.
-    agree(error)
     try:
         if outline is not None:
             copy.stream(outline["num_bytes"], progress, bucket_bytes)

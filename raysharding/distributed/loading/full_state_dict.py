@@ -16,7 +16,7 @@ from torch import nn
 
 from raysharding.checkpoint.format import EXTRA_STATE_NAME
 from raysharding.config import Loading
-from raysharding.distributed.comm import agree, from_rank_0, metadata_device
+from raysharding.distributed.comm import agree, agreeing, from_rank_0, metadata_device
 from raysharding.distributed.fully_shard import (
     TensorTable,
     is_fsdp_hook,
@@ -273,14 +273,10 @@ class ExtraState:
         """
         if not self.values:
             return
-        error: Exception | None = None
-        try:
+        with agreeing():
             owners = extra_state_owners(module)
             for key, value in self.values.items():
                 owners[key].set_extra_state(value)
-        except Exception as raised:  # noqa: BLE001 - the other ranks wait for the outcome
-            error = raised
-        agree(error)
 
 
 def distribute_extra_state(module: nn.Module, state_dict: Mapping[str, Any]) -> ExtraState:

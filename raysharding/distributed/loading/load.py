@@ -9,7 +9,7 @@ import gc
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -23,7 +23,7 @@ from torch import nn
 from raysharding.checkpoint import Checkpoint, Checksums, FileReader
 from raysharding.checkpoint.storage import is_remote
 from raysharding.config import Loading
-from raysharding.distributed.comm import BUCKETS_PER_CHECK, agree
+from raysharding.distributed.comm import BUCKETS_PER_CHECK, agree, agreeing
 from raysharding.distributed.fully_shard import (
     ShardMap,
     local_tensor,
@@ -267,18 +267,10 @@ def _make_ring(context: LoadContext, plan: LoadPlan, slot_bytes: int, rings: Sha
     One rank alone can run out of memory for its ring: the others would wait for it in the stream.
     """
     shared = None if rings is None else rings.rings.get(context.shards.rank)
-    slots: list[Slot] = []
-    error: Exception | None = None
-    try:
+    with nullcontext() if plan.is_straight else agreeing():
         if shared is not None:
-            slots = [Slot(buffer, buffer) for buffer in shared.slots]
-        else:
-            slots = make_ring(slot_bytes, context.device, reads=plan.files is not None)
-    except (RuntimeError, MemoryError) as raised:
-        error = raised
-    if not plan.is_straight:
-        agree(error)
-    return slots
+            return [Slot(buffer, buffer) for buffer in shared.slots]
+        return make_ring(slot_bytes, context.device, reads=plan.files is not None)
 
 
 def _slot_bytes(plan: LoadPlan, routes: Routes, local_shards: LocalShards) -> tuple[int, bool]:

@@ -1,4 +1,6 @@
-"""Leases of ranks: a rank exits unless its driver renews its lease, by `LeaseRenewal`; `RankLease` counts down.
+"""Leases of ranks: a rank exits unless its driver renews its lease, by `LeaseRenewal`.
+
+`RankLease`, in `actors/ownership.py`, counts down on the rank.
 
 Note [Lease]: Ray frees the ranks of a driver that died, but not the ranks of a frozen driver (SIGSTOP, a debugger, a
 paused machine) or of a named group. A lease frees these. The driver renews it by a control call, which does not wait
