@@ -309,7 +309,10 @@ def _run(stream: BucketStream, context: LoadContext, plan: LoadPlan) -> tuple[Ex
     if plan.files and is_remote(plan.files[0].path):
         num_threads = READ_THREADS  # a store needs several requests in flight per rank
     with FileReader(plan.files) as reader, ExitStack() as stack:
-        pool = stack.enter_context(ThreadPool(num_threads)) if num_threads > 1 else None
+        pool = ThreadPool(num_threads) if num_threads > 1 else None
+        if pool is not None:
+            # Not terminated: a read that stalls would never end the thread that waits for it, which holds the shards.
+            stack.callback(pool.close)
         targets = plan.match.keys.targets if plan.match is not None else {}
         cache_bytes = context.loading.bucket_bytes or BUCKET_BYTES
         source = make_source(plan.match, reader, plan.extents, targets, cache_bytes, context.checksums, pool)

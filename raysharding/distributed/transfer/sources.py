@@ -5,6 +5,7 @@ Several threads read at a time: one thread reaches neither the rate of a fast di
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -231,11 +232,22 @@ class CheckpointSource(TensorSource):
                 num_bytes = 0
             jobs[-1].append(found)
             num_bytes += sum(piece[2].nbytes for piece in found)
+        failed = threading.Event()
+
+        def read(job: list[Sequence[_Piece]]) -> None:
+            if failed.is_set():
+                return  # after an error no further read begins: each may be retried for minutes
+            try:
+                self._read_ranges(job)
+            except Exception:
+                failed.set()
+                raise
+
         if self.pool is not None:
-            self.pool.map(self._read_ranges, jobs, chunksize=1)
+            self.pool.map(read, jobs, chunksize=1)
             return
         for job in jobs:
-            self._read_ranges(job)
+            read(job)
 
     def _ranges(self, pieces: Sequence[_Piece]) -> Iterator[tuple[int, Sequence[_Piece]]]:
         """Yield (file, pieces that are close in it), each of up to `JOB_BYTES`."""

@@ -26,6 +26,8 @@ from raysharding.distributed.transfer.transport import BucketTransfer, BucketTra
 
 _LOOK_S = 1.0
 """Seconds between two checks for progress of a slow disk."""
+_END_S = 5.0
+"""Longest wait for the reading thread to end."""
 
 
 @dataclass
@@ -66,7 +68,7 @@ class ReadAhead:
         self._stopped = True
         self._free.release()
         # A read of a local file ends by itself; the timeout is for a file system that hangs.
-        self._thread.join(timeout=5.0)
+        self._thread.join(_END_S)
         if self._stream is not None:
             self._stream.synchronize()  # all shards that this stream fills are complete
 

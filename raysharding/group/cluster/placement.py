@@ -222,7 +222,7 @@ def choose_ranks(device: str | None, world_size: int | None, placement: Placemen
         world_size = int(placement.placement_group.bundle_count)
     if world_size is None:
         if device_type == "cpu" or not num_gpus:
-            why = "this group runs on CPUs" if device_type == "cpu" else "there is no GPU"
+            why = "this group runs on CPUs" if device_type == "cpu" else "no GPU is available"
             raise ValueError(f"world_size=None means one rank per GPU, but {why}: give world_size")
         world_size = num_gpus
     return device_type, world_size

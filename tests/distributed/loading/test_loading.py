@@ -29,6 +29,7 @@ CHECKS = {
         "loading.verify_checks.check_mapping",
         "loading.verify_checks.check_digests",
         "loading.load_checks.check_dtypes",
+        "transfer.stall_checks.check_threads_end_after_a_stall",
         "loading.load_checks.check_training",
     ),
     2: (

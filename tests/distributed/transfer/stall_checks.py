@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,28 @@ def check_a_slow_disk(root: Path) -> None:
     assert report.stream_s > 1.5, "not slow enough to show anything"
     assert len(set(told)) > report.num_buckets, told
     assert told == sorted(told), told
+
+
+def check_threads_end_after_a_stall(root: Path) -> None:
+    """The threads of a load that failed, which hold its shards, end when the disk answers again."""
+    read, answers = FileReader.read_ranges, threading.Event()
+
+    def stalls(self: FileReader, file: int, ranges: Any) -> None:
+        answers.wait(60)
+        read(self, file, ranges)
+
+    before = set(threading.enumerate())
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setattr(FileReader, "read_ranges", stalls)
+        changed.setattr(read_ahead, "_END_S", 0.1)
+        with pytest.raises(TimeoutError, match="nothing was read"):
+            load_checkpoint(sharded(root / ODD), root / ODD, loading=Loading("local"), stall_s=0.5)
+        assert {thread.name for thread in threading.enumerate()} >= {"raysharding-read-ahead"}, "it waits for the disk"
+        answers.set()
+        until = time.monotonic() + 20.0
+        while left := set(threading.enumerate()) - before:
+            assert time.monotonic() < until, left
+            time.sleep(0.05)
 
 
 def check_no_memory_for_a_ring(root: Path) -> None:

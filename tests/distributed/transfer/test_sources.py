@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
@@ -50,13 +51,18 @@ def test_reads_run_at_once(source: CheckpointSource, monkeypatch: pytest.MonkeyP
     assert torch.equal(read(source), VALUES)
 
 
-def test_an_error_comes_out_and_the_threads_go_on(source: CheckpointSource) -> None:
-    with pytest.MonkeyPatch.context() as changed:
+def test_after_an_error_no_read_begins_and_the_threads_go_on(source: CheckpointSource) -> None:
+    begun: list[int] = []
+    with pytest.MonkeyPatch.context() as changed, ThreadPool(1) as pool:
 
         def fail(self: FileReader, file: int, ranges: Any) -> None:
+            begun.append(file)
             raise OSError("a dead disk")
 
         changed.setattr(FileReader, "read_ranges", fail)
-        with pytest.raises(OSError, match="a dead disk"):
-            read(source)
+        for own in (source, replace(source, pool=pool)):
+            begun.clear()
+            with pytest.raises(OSError, match="a dead disk"):
+                read(own)
+    assert len(begun) == 1, "of three, by the one thread"
     assert torch.equal(read(source), VALUES)
