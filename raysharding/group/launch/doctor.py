@@ -94,4 +94,6 @@ def _await(actors: Sequence[Any], addresses: Sequence[str]) -> tuple[Started, li
         late = isinstance(answer, ray.exceptions.GetTimeoutError)
         why = f"did not start within {_TIMEOUTS.start_s:g} s" if late else f"could not start: {answer}"
         findings.append(Finding(True, "node", f"node {addresses[index]}: a process without resources {why}"))
-    return number_actors([actors[index] for index in answered], list(answered.values()), "cpu", Lifetime()), findings
+    alive = sorted(answered)  # in the order of the nodes, whoever answered first
+    started = number_actors([actors[index] for index in alive], [answered[index] for index in alive], "cpu", Lifetime())
+    return started, findings
