@@ -132,8 +132,6 @@ def _plan(options: argparse.Namespace) -> bool:
             optimizer=None if options.optimizer is None else getattr(torch.optim, options.optimizer),
             nodes=_imagined_nodes(options),
         )
-    except RayshardingError:
-        raise
     except ValueError as error:
         raise UsageError(str(error)) from error
     print(plan)

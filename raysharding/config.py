@@ -153,7 +153,8 @@ class Sharding:
         is_used = not self.activation_checkpointing_offload or chosen is not False
         cure = "moves the inputs that activation_checkpointing keeps: set activation_checkpointing too"
         _require(self, "activation_checkpointing_offload", is_used, cure)
-        is_backend = isinstance(self.compile, bool | str) and self.compile != ""
+        backend: object = self.compile
+        is_backend = isinstance(backend, bool | str) and backend != ""
         _require(self, "compile", is_backend, "give True, False, or the name of a backend of torch.compile")
 
     def _check_prefetch(self) -> None:
@@ -276,7 +277,8 @@ class Loading:
         _require(self, "verify", self.verify in ("header", "finite", "full"), "use 'header', 'finite' or 'full'")
         mapped = not self.mmap or self.transport in ("auto", "local")
         _require(self, "transport", mapped, "mmap=True takes 'auto' or 'local': every rank maps its own part")
-        is_floating = self.dtype is None or (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point)
+        dtype: object = self.dtype
+        is_floating = dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
         _require(self, "dtype", is_floating, "give a floating dtype such as torch.bfloat16")
         _require(self, "seed", _is_int(self.seed), "give a whole number")
         is_map = self.key_mapping is None or _is_text_map(self.key_mapping)

@@ -133,15 +133,9 @@ class Trainer:
         """
         if self._status.optimizer is None:
             return None
-        holds, error = False, None
-        if self._status.rank == 0:
-            try:
-                holds = has_optimizer_state(checkpoint)
-            except CheckpointError as raised:
-                error = raised
         # Only rank 0 needs to see the files. Without this exchange the others would not know whether a load follows,
         # and rank 0 would wait in it for them.
-        if not agree(error, holds)[0]:
+        if not from_rank_0(lambda: has_optimizer_state(checkpoint)):
             return None
         return OptimizerLoad.plan(self._status.module, self._status.optimizer, checkpoint)
 
