@@ -239,7 +239,7 @@ def _joined(runs: Sequence[Run]) -> tuple[Run, ...]:
     return tuple(joined)
 
 
-def _cat(tensors: Sequence[BlockTensor], dim: int = 0) -> BlockTensor:
+def _cat(tensors: Sequence[Any], dim: int = 0) -> BlockTensor:
     if not all(isinstance(tensor, BlockTensor) and tensor.dtype == tensors[0].dtype for tensor in tensors):
         raise UnsupportedOperationError("some parts have different dtypes, or hold data")
     meta = torch.cat([tensor.meta for tensor in tensors], dim)

@@ -299,7 +299,7 @@ def parameters_on_meta() -> Iterator[None]:
             twins[param] = _meta_twin(param)
         return twins[param]
 
-    with register_module_parameter_registration_hook(to_meta):
+    with register_module_parameter_registration_hook(to_meta):  # type: ignore[arg-type]
         yield
 
 
