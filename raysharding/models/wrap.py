@@ -237,21 +237,15 @@ class _Tree:
         self.ignored = ignored
         self.modules: dict[str, nn.Module] = dict(root.named_modules())
         self.name_of: dict[int, str] = {id(module): name for name, module in self.modules.items()}
-        self._unreached = {
-            f"{name}.{child}" if name else child
-            for name, module in self.modules.items()
-            if isinstance(module, nn.MultiheadAttention)
-            for child, _ in module.named_children()
-        }
 
     def wrappable(self, names: Iterable[str]) -> tuple[str, ...]:
         """Return the names whose modules run their own forward and have a parameter to shard."""
         return tuple(name for name in dict.fromkeys(names) if name in self.modules and self._runs_forward(name))
 
     def _runs_forward(self, name: str) -> bool:
-        module = self.modules[name]
+        module, parent = self.modules[name], self.modules[name.rpartition(".")[0]]
         # MultiheadAttention reads the weight of its out_proj without a call of out_proj.
-        if name == "" or name in self._unreached or type(module).forward is nn.Module.forward:
+        if name == "" or isinstance(parent, nn.MultiheadAttention) or type(module).forward is nn.Module.forward:
             return False
         containers = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
         return not isinstance(module, containers) and any(map(self.is_cut, module.parameters()))
