@@ -6,7 +6,6 @@ Only this module imports peft, and only for a model with adapters.
 from __future__ import annotations
 
 import copy
-import importlib
 import json
 import re
 import sys
@@ -145,7 +144,10 @@ class Adapted:
             PlanError: peft is missing, or cannot add adapters to this model.
             ValueError: The configuration requests an unsupported feature.
         """
-        peft = _peft()
+        try:
+            import peft
+        except ImportError as exc:
+            raise PlanError("a model with LoRA adapters needs peft: pip install 'raysharding[lora]'") from exc
         if self.fields.get("peft_type") != "LORA":
             what = f"adapters of peft_type={self.fields.get('peft_type')!r}: only LORA is supported"
             raise PlanError(f"{self.origin}: {what}")
@@ -269,13 +271,6 @@ def _differing(own: Mapping[str, Any], others: Mapping[str, Any]) -> str:
     """Return the fields that give adapters different scales, as text; empty if there are none."""
     pairs = ((key, own.get(key, default), others.get(key, default)) for key, default in _SCALE.items())
     return ", ".join(f"{key}={mine!r} for {theirs!r}" for key, mine, theirs in pairs if mine != theirs)
-
-
-def _peft() -> Any:
-    try:
-        return importlib.import_module("peft")
-    except ImportError as exc:
-        raise PlanError("a model with LoRA adapters needs peft: pip install 'raysharding[lora]'") from exc
 
 
 def _check_supported(config: Any, where: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -90,21 +89,17 @@ def make_contiguous(module: nn.Module) -> nn.Module:
     return module
 
 
-def _transformers() -> Any:
+# --- from config.json -----------------------------------------------------------------------------------------------
+
+
+def _build_from_config(auto: str | None, checkpoint: Checkpoint, dtype: torch.dtype | None) -> nn.Module:
     try:
-        return importlib.import_module("transformers")
+        import transformers
     except ImportError as exc:
         raise PlanError(
             "building a model from config.json needs transformers: pip install 'raysharding[hf]', or pass as model= a "
             "callable that returns an nn.Module"
         ) from exc
-
-
-# --- from config.json -----------------------------------------------------------------------------------------------
-
-
-def _build_from_config(auto: str | None, checkpoint: Checkpoint, dtype: torch.dtype | None) -> nn.Module:
-    transformers = _transformers()
     fields = _config_fields(checkpoint)
     if auto is None:
         cls = _architecture(transformers, fields, checkpoint.path)
