@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -177,12 +178,12 @@ class RankBatch:
     @property
     def args(self) -> tuple[Any, ...]:
         """Positional arguments as the model takes them."""
-        return tuple(_unwrap(value, Split) for value in self.wrapped_args)
+        return tuple(_map_marks(_value_of, value, Split) for value in self.wrapped_args)
 
     @property
     def kwargs(self) -> dict[str, Any]:
         """Keyword arguments as the model takes them."""
-        return {key: _unwrap(value, Split) for key, value in self.wrapped_kwargs.items()}
+        return {key: _map_marks(_value_of, value, Split) for key, value in self.wrapped_kwargs.items()}
 
     @property
     def is_dummy(self) -> bool:
@@ -212,20 +213,16 @@ class RankBatch:
         return parts
 
     def _part(self, start: int, num_rows: int, rows: tuple[int, ...]) -> RankBatch:
-        def take(_: str, leaf: Any) -> Any:
-            return leaf.rows(start, max(num_rows, 1)) if isinstance(leaf, Split) else leaf
-
-        part = self.replaced(lambda value: map_leaves(take, value, leaf=Split))
+        part = self._with_splits(lambda split: split.rows(start, max(num_rows, 1)))
         return replace(part, num_rows=num_rows, rows=rows)
 
     def resized(self, num_rows: int) -> RankBatch:
         """Return the same call on this rank's first `num_rows` rows (row 0 repeated if the rank has fewer)."""
-
-        def resize(_: str, leaf: Any) -> Any:
-            return leaf.resized(num_rows) if isinstance(leaf, Split) else leaf
-
-        batch = self.replaced(lambda value: map_leaves(resize, value, leaf=Split))
+        batch = self._with_splits(lambda split: split.resized(num_rows))
         return replace(batch, num_rows=num_rows, rows=(num_rows,) * len(self.rows))
+
+    def _with_splits(self, change: Callable[[Split], Split]) -> RankBatch:
+        return self.replaced(lambda value: _map_marks(change, value, Split))
 
     def replaced(self, change: Callable[[Any], Any]) -> RankBatch:
         """Return the same call with `change(value)` in place of each argument; a `Split` must remain a `Split`."""
@@ -318,24 +315,24 @@ def deal(
     found = [(name, below, leaf) for name, value in named for below, leaf in leaves(value, leaf=_MARKS)]
     splits = {name + below: leaf for name, below, leaf in found if isinstance(leaf, Split)}
     for name, below, leaf in found:
-        if isinstance(leaf, _MARKS):
-            _check_nesting(name + below, leaf)
+        _check_mark(name + below, leaf, world_size)
     counts = {path: split.num_rows(path) for path, split in splits.items()}
     _check_counts(counts)
-    _check_per_rank({name + below: leaf for name, below, leaf in found if isinstance(leaf, PerRank)}, world_size)
     rows = split_rows(next(iter(counts.values())), world_size) if counts else ()
     _check_whole(found, [split.dim for split in splits.values()], sum(rows), positions)
     dims = {dim for split in splits.values() for dim in split.dims()}
     dim = dims.pop() if len(dims) == 1 else 0
-    args, kwargs = [_unwrap(value, Same) for value in args], {key: _unwrap(kwargs[key], Same) for key in kwargs}
+    args = [_map_marks(_value_of, value, Same) for value in args]
+    kwargs = {key: _map_marks(_value_of, value, Same) for key, value in kwargs.items()}
     batches = []
     for rank in range(world_size):
         start = sum(rows[:rank]) if rows and rows[rank] else 0
         taken = max(rows[rank], 1) if rows else 0
+        part = partial(_part_of, rank=rank, start=start, num_rows=taken)
         batches.append(
             RankBatch(
-                wrapped_args=tuple(_for_rank(value, rank, start, taken) for value in args),
-                wrapped_kwargs={key: _for_rank(value, rank, start, taken) for key, value in kwargs.items()},
+                wrapped_args=tuple(_map_marks(part, value, Split, PerRank) for value in args),
+                wrapped_kwargs={key: _map_marks(part, value, Split, PerRank) for key, value in kwargs.items()},
                 num_rows=rows[rank] if rows else None,
                 rows=rows,
                 dim=dim,
@@ -344,32 +341,32 @@ def deal(
     return batches
 
 
-def _for_rank(value: Any, rank: int, start: int, num_rows: int) -> Any:
-    """Return one rank's part of an argument; the argument itself if it contains no `Split` and no `PerRank`."""
-    if not any(isinstance(leaf, Split | PerRank) for _, leaf in leaves(value, leaf=(Split, PerRank))):
+def _part_of(mark: Split | PerRank, rank: int, start: int, num_rows: int) -> Any:
+    return mark.rows(start, num_rows) if isinstance(mark, Split) else mark[rank]
+
+
+def _value_of(mark: Split | Same) -> Any:
+    return mark.value
+
+
+def _map_marks(change: Callable[[Any], Any], value: Any, *kinds: type) -> Any:
+    """Return a value with `change(mark)` in place of its marks; the same object, to be sent once, if it has none."""
+    if not any(isinstance(leaf, kinds) for _, leaf in leaves(value, leaf=_MARKS)):
         return value
-
-    def pick(_: str, leaf: Any) -> Any:
-        if isinstance(leaf, Split):
-            return leaf.rows(start, num_rows)
-        return leaf[rank] if isinstance(leaf, PerRank) else leaf
-
-    return map_leaves(pick, value, leaf=(Split, PerRank))
+    return map_leaves(lambda _, leaf: change(leaf) if isinstance(leaf, kinds) else leaf, value, leaf=_MARKS)
 
 
-def _unwrap(value: Any, mark: type[Split] | type[Same]) -> Any:
-    """Return the value without marks of one kind; the same object if there are none, because it is then sent once."""
-    if not any(isinstance(leaf, mark) for _, leaf in leaves(value, leaf=_MARKS)):
-        return value
-    return map_leaves(lambda _, leaf: leaf.value if isinstance(leaf, mark) else leaf, value, leaf=_MARKS)
-
-
-def _check_nesting(path: str, mark: Split | Same | PerRank) -> None:
+def _check_mark(path: str, mark: Any, world_size: int) -> None:
+    """Raise ValueError for a mark inside another mark, and for a `PerRank` of the wrong length."""
+    if not isinstance(mark, _MARKS):
+        return
     inside = mark.values if isinstance(mark, PerRank) else mark.value
     for where, leaf in leaves(inside, path, _MARKS):
         if isinstance(leaf, _MARKS):
             one, other = type(leaf).__name__, type(mark).__name__
             raise ValueError(f"{where}: a {one} inside a {other}; each says how its value is distributed: remove one")
+    if isinstance(mark, PerRank) and len(mark) != world_size:
+        raise ValueError(f"{path}: PerRank holds {len(mark)} values, but the group has {world_size} ranks")
 
 
 def _check_whole(
@@ -407,12 +404,6 @@ def _check_counts(counts: Mapping[str, int]) -> None:
         raise ValueError(f"all Splits of one call need the same number of rows, but {listed}")
     if counts and not any(counts.values()):
         raise ValueError(f"{', '.join(counts)}: 0 rows, so nothing to compute; skip the call for an empty batch")
-
-
-def _check_per_rank(found: Mapping[str, PerRank], world_size: int) -> None:
-    for path, leaf in found.items():
-        if len(leaf) != world_size:
-            raise ValueError(f"{path}: PerRank holds {len(leaf)} values, but the group has {world_size} ranks")
 
 
 def _check_dim(what: str, dim: Any) -> None:

@@ -132,8 +132,6 @@ def _plan(options: argparse.Namespace) -> bool:
             optimizer=None if options.optimizer is None else getattr(torch.optim, options.optimizer),
             nodes=_imagined_nodes(options),
         )
-    except RayshardingError:
-        raise
     except ValueError as error:
         raise UsageError(str(error)) from error
     print(plan)
@@ -311,12 +309,10 @@ def describe(checkpoint: Checkpoint, *, all_tensors: bool = False) -> list[str]:
         lines.append(f"  {file.name}: {held[index]} tensors, {format_bytes(file.num_bytes)}")
     if all_tensors:
         width = max((len(name) for name in checkpoint.tensors), default=0)
-        lines += [f"    {name:<{width}}  {_row(info)}" for name, info in checkpoint.tensors.items()]
+        for name, info in checkpoint.tensors.items():
+            size = format_bytes(info.num_bytes)
+            lines.append(f"    {name:<{width}}  {_dtype(info):<10} {size:>10}  {list(info.shape)}")
     return lines
-
-
-def _row(info: TensorInfo) -> str:
-    return f"{_dtype(info):<10} {format_bytes(info.num_bytes):>10}  {list(info.shape)}"
 
 
 def _dtype(info: TensorInfo) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from math import isfinite
@@ -16,9 +16,9 @@ Transport = Literal["auto", "broadcast", "scatter", "local"]
 Verify = Literal["header", "finite", "full"]
 
 
-def _require(condition: bool, name: str, value: object, cure: str) -> None:
-    if not condition:
-        raise ValueError(f"{name}={value!r}: {cure}")
+def _require(config: object, name: str, is_valid: bool, cure: str) -> None:
+    if not is_valid:
+        raise ValueError(f"{name}={getattr(config, name)!r}: {cure}")
 
 
 def _is_int(value: object) -> TypeGuard[int]:
@@ -27,10 +27,6 @@ def _is_int(value: object) -> TypeGuard[int]:
 
 def _is_finite(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
-
-
-def _is_floating(value: object) -> bool:
-    return isinstance(value, torch.dtype) and value.is_floating_point
 
 
 def _is_port_range(value: object) -> bool:
@@ -43,8 +39,13 @@ def _is_text_map(value: object) -> bool:
     return isinstance(value, Mapping) and all(isinstance(text, str) for pair in value.items() for text in pair)
 
 
-def _require_bool(name: str, value: object) -> None:
-    _require(isinstance(value, bool), name, value, "give True or False")
+def _require_bools(config: object, *names: str) -> None:
+    for name in names:
+        _require(config, name, isinstance(getattr(config, name), bool), "give True or False")
+
+
+def _is_at_least(lowest: int, value: object) -> bool:
+    return _is_int(value) and value >= lowest
 
 
 @dataclass(frozen=True)
@@ -118,61 +119,52 @@ class Sharding:
     ranks' may be on meta. Default no. As in FSDP1. A load gives all ranks equal values in any case."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.wrap, str):
-            is_wrap = self.wrap in ("auto", "size", "none")
-        else:
-            is_list = isinstance(self.wrap, Sequence) and all(isinstance(name, str) for name in self.wrap)
-            is_wrap = is_list or callable(self.wrap)
-        _require(is_wrap, "wrap", self.wrap, "use 'auto', 'size', 'none', a list of class names, or a callable")
-        is_number = _is_int(self.min_num_params) and self.min_num_params > 0
-        _require(is_number, "min_num_params", self.min_num_params, "give a positive whole number")
-        resharded = self.reshard_after_forward
-        is_resharded = resharded is None or isinstance(resharded, bool) or (_is_int(resharded) and resharded >= 1)
-        _require(is_resharded, "reshard_after_forward", resharded, "give True, False, None, or a smaller world size")
-        is_size = _is_int(self.replicate_size) and self.replicate_size >= 1
-        _require(is_size, "replicate_size", self.replicate_size, "give 1 (no replicas) or more")
+        flags = ("keep_low_precision_grads", "cpu_offload", "average_ignored_gradients", "sync_module_states")
+        _require_bools(self, *flags, "activation_checkpointing_offload")
+        is_name = isinstance(self.wrap, str) and self.wrap in ("auto", "size", "none")
+        is_wrap = is_name or _are_names(self.wrap) or callable(self.wrap)
+        _require(self, "wrap", is_wrap, "use 'auto', 'size', 'none', a list of class names, or a callable")
+        _require(self, "min_num_params", _is_at_least(1, self.min_num_params), "give a positive whole number")
+        reshard = self.reshard_after_forward
+        is_reshard = reshard is None or isinstance(reshard, bool) or _is_at_least(1, reshard)
+        _require(self, "reshard_after_forward", is_reshard, "give True, False, None, or a smaller world size")
+        _require(self, "replicate_size", _is_at_least(1, self.replicate_size), "give 1 (no replicas) or more")
         cure = "use 'bf16', 'fp16', a torch.distributed.fsdp.MixedPrecisionPolicy, or None"
-        _require(_is_precision(self.mixed_precision), "mixed_precision", self.mixed_precision, cure)
-        _require_bool("keep_low_precision_grads", self.keep_low_precision_grads)
+        _require(self, "mixed_precision", _is_precision(self.mixed_precision), cure)
         is_low = not self.keep_low_precision_grads or self.mixed_precision is not None
         cure = "without mixed_precision there are no such gradients: set mixed_precision too"
-        _require(is_low, "keep_low_precision_grads", self.keep_low_precision_grads, cure)
-        _require_bool("cpu_offload", self.cpu_offload)
+        _require(self, "keep_low_precision_grads", is_low, cure)
+        is_function = self.param_init_fn is None or callable(self.param_init_fn)
+        _require(self, "param_init_fn", is_function, "give a function of one module, or None")
         self._check_modules()
         self._check_prefetch()
-        is_function = self.param_init_fn is None or callable(self.param_init_fn)
-        _require(is_function, "param_init_fn", self.param_init_fn, "give a function of one module, or None")
-        _require_bool("sync_module_states", self.sync_module_states)
 
     def _check_modules(self) -> None:
         ignored = self.ignored_modules
+        items = ignored if isinstance(ignored, Sequence) and not isinstance(ignored, str) else [ignored]
+        is_choice = callable(ignored) or all(isinstance(item, str | nn.Module) for item in items)
         cure = "give regular expressions on module names, modules, or a predicate over modules"
-        _require(_are_modules(ignored) or callable(ignored), "ignored_modules", ignored, cure)
-        for pattern in [ignored] if isinstance(ignored, str) else ignored if isinstance(ignored, Sequence) else ():
-            if isinstance(pattern, str):
-                _require_pattern("ignored_modules", pattern)
-        _require_bool("average_ignored_gradients", self.average_ignored_gradients)
+        _require(self, "ignored_modules", is_choice, cure)
+        _require_patterns("ignored_modules", (item for item in items if isinstance(item, str)))
         chosen = self.activation_checkpointing
         is_choice = isinstance(chosen, bool) or callable(chosen) or _are_names(chosen)
         cure = "give True, False, a list of class names, or a predicate over modules"
-        _require(is_choice, "activation_checkpointing", chosen, cure)
-        _require_bool("activation_checkpointing_offload", self.activation_checkpointing_offload)
+        _require(self, "activation_checkpointing", is_choice, cure)
         is_used = not self.activation_checkpointing_offload or chosen is not False
-        backend: object = self.compile
-        is_backend = isinstance(backend, bool) or (isinstance(backend, str) and backend != "")
-        _require(is_backend, "compile", backend, "give True, False, or the name of a backend of torch.compile")
         cure = "moves the inputs that activation_checkpointing keeps: set activation_checkpointing too"
-        _require(is_used, "activation_checkpointing_offload", self.activation_checkpointing_offload, cure)
+        _require(self, "activation_checkpointing_offload", is_used, cure)
+        backend: object = self.compile
+        is_backend = isinstance(backend, bool | str) and backend != ""
+        _require(self, "compile", is_backend, "give True, False, or the name of a backend of torch.compile")
 
     def _check_prefetch(self) -> None:
-        ahead = self.forward_prefetch
-        is_number = isinstance(ahead, bool) or (_is_int(ahead) and ahead >= 0)
-        _require(is_number, "forward_prefetch", ahead, "give True, False, or a number of groups")
+        is_number = isinstance(self.forward_prefetch, bool) or _is_at_least(0, self.forward_prefetch)
+        _require(self, "forward_prefetch", is_number, "give True, False, or a number of groups")
         when = self.backward_prefetch
         name = when.name if isinstance(when, Enum) else when
         is_known = name is None or str(name).lower() in ("backward_pre", "backward_post")
         cure = "use 'backward_pre', 'backward_post', a torch.distributed.fsdp.BackwardPrefetch, or None"
-        _require(is_known, "backward_prefetch", when, cure)
+        _require(self, "backward_prefetch", is_known, cure)
 
     @classmethod
     def from_strategy(
@@ -195,15 +187,18 @@ class Sharding:
                 not divide `world_size`.
         """
         name = (strategy.name if isinstance(strategy, Enum) else str(strategy)).upper()
-        _require(name in _STRATEGIES, "strategy", strategy, f"use one of {', '.join(_STRATEGIES)}")
-        is_size = _is_int(world_size) and world_size >= 1
-        _require(is_size, "world_size", world_size, "give the number of ranks")
+        if name not in _STRATEGIES:
+            raise ValueError(f"strategy={strategy!r}: use one of {', '.join(_STRATEGIES)}")
+        if not _is_at_least(1, world_size):
+            raise ValueError(f"world_size={world_size!r}: give the number of ranks")
         replicate_size = world_size if name == "NO_SHARD" else 1
         if "HYBRID" in name:
-            is_divisor = _is_int(ranks_per_node) and ranks_per_node >= 1 and world_size % ranks_per_node == 0
-            cure = f"{name} needs the number of ranks on each node, a divisor of world_size={world_size}"
-            _require(is_divisor, "ranks_per_node", ranks_per_node, cure)
-            replicate_size = world_size // (ranks_per_node or 1)
+            if not _is_int(ranks_per_node) or ranks_per_node < 1 or world_size % ranks_per_node:
+                raise ValueError(
+                    f"ranks_per_node={ranks_per_node!r}: {name} needs the number of ranks on each node, a divisor of "
+                    f"world_size={world_size}"
+                )
+            replicate_size = world_size // ranks_per_node
         fields = {"reshard_after_forward": _STRATEGIES[name], "replicate_size": replicate_size} | fields
         return cls(**fields)
 
@@ -220,12 +215,6 @@ _STRATEGIES = {
 
 def _are_names(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(name, str) for name in value)
-
-
-def _are_modules(value: object) -> bool:
-    if isinstance(value, str | nn.Module):
-        return True
-    return isinstance(value, Sequence) and all(isinstance(item, str | nn.Module) for item in value)
 
 
 def _is_precision(value: object) -> bool:
@@ -276,38 +265,35 @@ class Loading:
     """After the load, compare the ranks' values, and put a digest of all values into the report. Default no."""
 
     def __post_init__(self) -> None:
+        _require_bools(self, "mmap", "digest", "strict", "shared_memory")
         known = self.transport in ("auto", "broadcast", "scatter", "local")
-        _require(known, "transport", self.transport, "use 'auto', 'broadcast', 'scatter' or 'local'")
-        is_number = self.num_readers is None or (_is_int(self.num_readers) and self.num_readers >= 1)
-        _require(is_number, "num_readers", self.num_readers, "give None, or 1 or more")
+        _require(self, "transport", known, "use 'auto', 'broadcast', 'scatter' or 'local'")
+        is_number = self.num_readers is None or _is_at_least(1, self.num_readers)
+        _require(self, "num_readers", is_number, "give None, or 1 or more")
         unmixed = self.num_readers is None or self.transport != "local"
-        _require(unmixed, "num_readers", self.num_readers, "leave it out under transport='local': every rank reads")
-        is_size = self.bucket_bytes is None or (_is_int(self.bucket_bytes) and self.bucket_bytes >= 4096)
-        _require(is_size, "bucket_bytes", self.bucket_bytes, "give None, or at least 4096 bytes, such as 32 << 20")
-        known = self.verify in ("header", "finite", "full")
-        _require(known, "verify", self.verify, "use 'header', 'finite' or 'full'")
-        _require_bool("mmap", self.mmap)
+        _require(self, "num_readers", unmixed, "leave it out under transport='local': every rank reads")
+        is_size = self.bucket_bytes is None or _is_at_least(4096, self.bucket_bytes)
+        _require(self, "bucket_bytes", is_size, "give None, or at least 4096 bytes, such as 32 << 20")
+        _require(self, "verify", self.verify in ("header", "finite", "full"), "use 'header', 'finite' or 'full'")
         mapped = not self.mmap or self.transport in ("auto", "local")
-        _require(mapped, "transport", self.transport, "mmap=True takes 'auto' or 'local': every rank maps its own part")
-        _require_bool("digest", self.digest)
-        if self.dtype is not None:
-            _require(_is_floating(self.dtype), "dtype", self.dtype, "give a floating dtype such as torch.bfloat16")
-        _require_bool("strict", self.strict)
-        _require_bool("shared_memory", self.shared_memory)
-        _require(_is_int(self.seed), "seed", self.seed, "give a whole number")
-        if self.key_mapping is not None:
-            cure = "give a dict of regular expressions on checkpoint keys and their replacements"
-            _require(_is_text_map(self.key_mapping), "key_mapping", self.key_mapping, cure)
-            for pattern in self.key_mapping:
-                _require_pattern("key_mapping", pattern)
+        _require(self, "transport", mapped, "mmap=True takes 'auto' or 'local': every rank maps its own part")
+        dtype: object = self.dtype
+        is_floating = dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
+        _require(self, "dtype", is_floating, "give a floating dtype such as torch.bfloat16")
+        _require(self, "seed", _is_int(self.seed), "give a whole number")
+        is_map = self.key_mapping is None or _is_text_map(self.key_mapping)
+        cure = "give a dict of regular expressions on checkpoint keys and their replacements"
+        _require(self, "key_mapping", is_map, cure)
+        _require_patterns("key_mapping", self.key_mapping or ())
 
 
-def _require_pattern(name: str, pattern: str) -> None:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        message = f"{name}={pattern!r}: not a regular expression ({error}); escape a literal part with re.escape"
-        raise ValueError(message) from error
+def _require_patterns(name: str, patterns: Iterable[str]) -> None:
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            message = f"{name}={pattern!r}: not a regular expression ({error}); escape a literal part with re.escape"
+            raise ValueError(message) from error
 
 
 @dataclass(frozen=True)
@@ -334,15 +320,15 @@ class Placement:
 
     def __post_init__(self) -> None:
         known = self.strategy in ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
-        _require(known, "strategy", self.strategy, "use PACK, SPREAD, STRICT_PACK or STRICT_SPREAD")
+        _require(self, "strategy", known, "use PACK, SPREAD, STRICT_PACK or STRICT_SPREAD")
         is_amount = _is_finite(self.cpus_per_rank) and self.cpus_per_rank >= 0
-        _require(is_amount, "cpus_per_rank", self.cpus_per_rank, "give 0 or more")
+        _require(self, "cpus_per_rank", is_amount, "give 0 or more")
         is_labels = self.labels is None or _is_text_map(self.labels)
-        _require(is_labels, "labels", self.labels, "give a dict of label names and values, both str")
+        _require(self, "labels", is_labels, "give a dict of label names and values, both str")
         is_environment = self.runtime_env is None or isinstance(self.runtime_env, Mapping)
-        _require(is_environment, "runtime_env", self.runtime_env, "give a dict, as Ray's runtime_env")
+        _require(self, "runtime_env", is_environment, "give a dict, as Ray's runtime_env")
         is_range = self.port_range is None or _is_port_range(self.port_range)
-        _require(is_range, "port_range", self.port_range, "give None, or (first, last) out of 1 to 65535")
+        _require(self, "port_range", is_range, "give None, or (first, last) out of 1 to 65535")
 
 
 @dataclass(frozen=True)
@@ -375,8 +361,8 @@ class Timeouts:
         for name in ("place_s", "start_s", "rendezvous_s", "load_stall_s", "call_s", "drain_s"):
             value = getattr(self, name)
             is_deadline = _is_finite(value) and value > 0
-            _require(is_deadline, name, value, "give a positive number of seconds; a deadline is finite")
+            _require(self, name, is_deadline, "give a positive number of seconds; a deadline is finite")
         is_lease = self.lease_s is None or (_is_finite(self.lease_s) and self.lease_s >= 1)
-        _require(is_lease, "lease_s", self.lease_s, "give None, or 1 second or more, such as 60")
+        _require(self, "lease_s", is_lease, "give None, or 1 second or more, such as 60")
         is_time = _is_finite(self.keep_s) and self.keep_s >= 0
-        _require(is_time, "keep_s", self.keep_s, "give a number of seconds, 0 or more")
+        _require(self, "keep_s", is_time, "give a number of seconds, 0 or more")

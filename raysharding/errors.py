@@ -21,9 +21,9 @@ An error that users would catch by a builtin type also inherits from that type.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 FailureKind = Literal["raised", "died", "hung", "collateral"]
 
@@ -50,23 +50,13 @@ def shown(value: object) -> str:
 class RayshardingError(Exception):
     """Base class of every error that raysharding raises on purpose.
 
-    Subclasses store their constructor's arguments in attributes of the same names. `__reduce__` rebuilds an error from
-    these attributes, because `Exception`'s own pickling would call the constructor with the message alone.
+    The constructor of each subclass takes the message by position, and all else by keyword, with defaults:
+    `Exception`'s own pickling calls the constructor with the message alone, and then sets the attributes.
     """
-
-    _fields: tuple[str, ...] = ("message",)
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
         self.message = message
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return _rebuild, (type(self), {name: getattr(self, name) for name in self._fields})
-
-
-def _rebuild(cls: type[RayshardingError], fields: dict[str, Any]) -> RayshardingError:
-    """Unpickle an error from the fields that `RayshardingError.__reduce__` stored."""
-    return cls(**fields)
 
 
 class CheckpointError(RayshardingError, ValueError):
@@ -77,8 +67,6 @@ class CheckpointError(RayshardingError, ValueError):
         path: File or directory at fault, if any.
         tensor: Name of the tensor at fault, if any.
     """
-
-    _fields = ("message", "path", "tensor")
 
     def __init__(self, message: str, *, path: str | None = None, tensor: str | None = None) -> None:
         super().__init__(message)
@@ -97,8 +85,6 @@ class DataError(RayshardingError, ValueError):
         message: What is wrong, with the value found and the value expected.
         path: File or directory at fault, if any.
     """
-
-    _fields = ("message", "path")
 
     def __init__(self, message: str, *, path: str | None = None) -> None:
         super().__init__(message)
@@ -123,8 +109,6 @@ class PlanError(RayshardingError, ValueError):
         problems: One line for each mismatch, naming the tensor.
     """
 
-    _fields = ("message", "problems")
-
     def __init__(self, message: str, *, problems: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.problems = tuple(problems)
@@ -141,8 +125,6 @@ class PlacementError(RayshardingError, TimeoutError):
         need: Resources of one rank, under Ray's names.
         have: Node IP → resources available now.
     """
-
-    _fields = ("message", "need", "have")
 
     def __init__(
         self,
@@ -164,8 +146,6 @@ class PreflightError(RayshardingError, RuntimeError):
         problems: One line for each finding, naming the nodes and the cure; warnings come last.
     """
 
-    _fields = ("message", "problems")
-
     def __init__(self, message: str, *, problems: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.problems = tuple(problems)
@@ -182,8 +162,6 @@ class RendezvousError(RayshardingError, TimeoutError):
         missing_ranks: Ranks that did not arrive, ascending.
     """
 
-    _fields = ("message", "missing_ranks")
-
     def __init__(self, message: str, *, missing_ranks: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.missing_ranks = tuple(missing_ranks)
@@ -197,8 +175,6 @@ class OutputTooLargeError(RayshardingError, ValueError):
         num_bytes: Size of this rank's output, in bytes.
         max_output_bytes: The cap that the output exceeds, in bytes.
     """
-
-    _fields = ("message", "num_bytes", "max_output_bytes")
 
     def __init__(self, message: str, *, num_bytes: int = 0, max_output_bytes: int = 0) -> None:
         super().__init__(message)
@@ -245,8 +221,6 @@ class GroupError(RayshardingError, RuntimeError):
         primary: The first failure; the others followed from this failure or repeat it.
         failures: Rank → failure, `primary` included.
     """
-
-    _fields = ("message", "primary", "failures")
 
     def __init__(
         self,

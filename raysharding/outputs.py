@@ -65,14 +65,37 @@ def gather_outputs(outputs: Sequence[RankOutput], rows: Sequence[int], dim: int 
     live = [rank for rank, num_rows in enumerate(rows) if num_rows]
     if len(live) <= 1:
         return outputs[0].value
-    merge = _Merge(
-        rows=tuple(rows),
-        live=tuple(live),
-        dim=dim,
-        reduced=frozenset(outputs[0].reduced),
-        local=frozenset(path for output in outputs for path in output.local),
-    )
-    return merge.join("", [outputs[rank].value for rank in live])
+    reduced, local = outputs[0].reduced, {path for output in outputs for path in output.local}
+    live_rows = [rows[rank] for rank in live]
+
+    def join(path: str, values: list[Any]) -> Any:
+        """Join one subtree; `values` holds each live rank's copy of the subtree."""
+        if path in reduced:
+            return values[0]
+        nodes = [children(value) for value in values]
+        names = [None if node is None else [name for name, _ in node] for node in nodes]
+        same_type = all(type(value) is type(values[0]) for value in values)
+        if same_type and nodes[0] is not None and all(found == names[0] for found in names):
+            columns = zip(*(node or [] for node in nodes), strict=True)
+            return rebuild(values[0], [join(path + column[0][0], [item for _, item in column]) for column in columns])
+        if all(value is None for value in values):
+            return None
+        if path not in local and _are_rows(values, live_rows, dim):
+            return torch.cat(values, dim=dim)
+        by_rank = dict(zip(live, values, strict=True))
+        return PerRank([by_rank.get(rank) for rank in range(len(rows))])
+
+    return join("", [outputs[rank].value for rank in live])
+
+
+def _are_rows(values: Sequence[Any], rows: Sequence[int], dim: int) -> bool:
+    """Return True if the ranks' values are tensors with `rows` in `dim` that agree in everything else."""
+    if not all(isinstance(value, torch.Tensor) and _has_dim(value, dim) for value in values):
+        return False
+    others = {
+        (value.dtype, *value.shape[: dim % value.ndim], None, *value.shape[dim % value.ndim + 1 :]) for value in values
+    }
+    return len(others) == 1 and [value.shape[dim] for value in values] == list(rows)
 
 
 def ambiguous_leaves(value: Any, num_rows: int, dim: int) -> list[str]:
@@ -108,60 +131,21 @@ def _has_dim(leaf: torch.Tensor, dim: int) -> bool:
     return -leaf.ndim <= dim < leaf.ndim
 
 
-def without_caches(value: Any) -> Any:
-    """Return the output with `None` in place of key-value caches, which stay on the rank."""
-    return _drop_caches("", value)
+def without_caches(value: Any, name: str = "") -> Any:
+    """Return the output with `None` in place of key-value caches, which stay on the rank.
 
-
-def _drop_caches(name: str, value: Any) -> Any:
+    Args:
+        value: The output, or the part of it that `name` names.
+        name: As in `children`.
+    """
     if any(name in (f"[{cache!r}]", f".{cache}") for cache in _CACHE_NAMES) or _is_cache(value):
         return None
     nodes = children(value)
     if not nodes:
         return value
-    return rebuild(value, [_drop_caches(child, item) for child, item in nodes])
+    return rebuild(value, [without_caches(item, child) for child, item in nodes])
 
 
 def _is_cache(value: Any) -> bool:
     """Return True if a value is a transformers `Cache`; checks base-class names, so transformers is not imported."""
     return any(base.__name__ == "Cache" and base.__module__.startswith("transformers") for base in type(value).__mro__)
-
-
-@dataclass(frozen=True)
-class _Merge:
-    """Join of the outputs of the ranks that had rows, leaf by leaf."""
-
-    rows: tuple[int, ...]
-    live: tuple[int, ...]
-    dim: int
-    reduced: frozenset[str]
-    local: frozenset[str]
-
-    def join(self, path: str, values: list[Any]) -> Any:
-        """Join one subtree; `values` holds each live rank's copy of the subtree."""
-        if path in self.reduced:
-            return values[0]
-        nodes = [children(value) for value in values]
-        names = [None if node is None else [name for name, _ in node] for node in nodes]
-        same_type = all(type(value) is type(values[0]) for value in values)
-        if same_type and nodes[0] is not None and all(found == names[0] for found in names):
-            columns = zip(*(node or [] for node in nodes), strict=True)
-            joined = [self.join(path + column[0][0], [item for _, item in column]) for column in columns]
-            return rebuild(values[0], joined)
-        if all(value is None for value in values):
-            return None
-        if path not in self.local and self._are_rows(values):
-            return torch.cat(values, dim=self.dim)
-        by_rank = dict(zip(self.live, values, strict=True))
-        return PerRank([by_rank.get(rank) for rank in range(len(self.rows))])
-
-    def _are_rows(self, values: list[Any]) -> bool:
-        if not all(isinstance(value, torch.Tensor) and _has_dim(value, self.dim) for value in values):
-            return False
-        dims = [self.dim % value.ndim for value in values]
-        others = {
-            (value.dtype, *value.shape[:dim], None, *value.shape[dim + 1 :])
-            for value, dim in zip(values, dims, strict=True)
-        }
-        counts = [value.shape[self.dim] for value in values]
-        return len(others) == 1 and counts == [self.rows[rank] for rank in self.live]

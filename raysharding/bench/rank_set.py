@@ -229,9 +229,7 @@ class ArmError(BenchError):
         arm: Name of the arm.
     """
 
-    _fields = ("message", "arm")
-
-    def __init__(self, message: str, *, arm: str) -> None:
+    def __init__(self, message: str, *, arm: str = "") -> None:
         super().__init__(message)
         self.arm = arm
 

@@ -7,12 +7,11 @@ from raysharding.models.adapters import Adapted, AdapterNames, adapter_files
 from raysharding.models.blocks import Run
 from raysharding.models.build import build_module, make_contiguous, parameters_on_meta
 from raysharding.models.config_files import config_files
-from raysharding.models.conversion import class_name
 from raysharding.models.initial import Initialiser, missing_rules
 from raysharding.models.inputs import InputBounds
 from raysharding.models.key_mapping import KeyMap, Target, differing_ties, map_keys, misfit
-from raysharding.models.names import clean_name
 from raysharding.models.saved_names import SavedTensor, saved_layout
+from raysharding.models.stand_in import class_name, clean_name
 from raysharding.models.wrap import (
     ignored_modules,
     ignored_parameters,

@@ -6,12 +6,12 @@ Only this module imports peft, and only for a model with adapters.
 from __future__ import annotations
 
 import copy
-import importlib
 import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
@@ -19,8 +19,7 @@ from torch import nn
 
 from raysharding.errors import PlanError
 from raysharding.models.config_files import written_files
-from raysharding.models.names import clean_name
-from raysharding.models.stand_in import original_class
+from raysharding.models.stand_in import clean_name, original_class
 
 if TYPE_CHECKING:
     from raysharding.checkpoint import Checkpoint
@@ -145,7 +144,10 @@ class Adapted:
             PlanError: peft is missing, or cannot add adapters to this model.
             ValueError: The configuration requests an unsupported feature.
         """
-        peft = _peft()
+        try:
+            import peft
+        except ImportError as exc:
+            raise PlanError("a model with LoRA adapters needs peft: pip install 'raysharding[lora]'") from exc
         if self.fields.get("peft_type") != "LORA":
             what = f"adapters of peft_type={self.fields.get('peft_type')!r}: only LORA is supported"
             raise PlanError(f"{self.origin}: {what}")
@@ -154,7 +156,9 @@ class Adapted:
         except _PEFT_ERRORS as error:
             raise PlanError(f"{self.origin}: not a LoraConfig: {type(error).__name__}: {error}") from error
         _check_supported(config, self.origin)
-        _add_heads(config)
+        # Train and save a task's new head, as peft's own model classes do; these classes are not used here.
+        if heads := _HEADS.get(config.task_type):
+            config.modules_to_save = list(dict.fromkeys([*(config.modules_to_save or ()), *heads]))
         config.base_model_name_or_path = where
         module = build(self.model)
         try:
@@ -185,7 +189,7 @@ class AdapterNames:
     """FQN of a trained copy (`modules_to_save`) → FQN of the original tensor."""
 
     @classmethod
-    def of(cls, module: nn.Module) -> Self | None:
+    def of(cls, module: Any) -> Self | None:
         """Return the names for a module, sharded or not; `None` if the module has no adapters."""
         peft: Any = sys.modules.get("peft")  # if peft is not imported, there are no adapters
         if peft is None or _NAME not in (getattr(module, "peft_config", None) or {}):
@@ -193,7 +197,8 @@ class AdapterNames:
         base: dict[str, str] = {}
         added: set[str] = set()
         copies: dict[str, str] = {}
-        names = list(dict.fromkeys(_tensor_names(module)))
+        tensors = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+        names = list(dict.fromkeys(clean_name(name) for name, _ in tensors))
         for prefix, inner, beside in _wrappers(module):
             for name in (name for name in names if name.startswith(prefix)):
                 part, _, rest = name.removeprefix(prefix).partition(".")
@@ -207,7 +212,7 @@ class AdapterNames:
         # peft's own function assigns the keys, given names in place of tensors.
         held = peft.get_peft_model_state_dict(module, state_dict=marks, adapter_name=_NAME, save_embedding_layers=False)
         files = {name: ADAPTER_PREFIX + key for key, name in held.items()}
-        return cls(_config_of(module), files, base, frozenset(added), copies)
+        return cls(module.peft_config[_NAME], files, base, frozenset(added), copies)
 
     def check(self, checkpoint: Checkpoint) -> None:
         """Check that a checkpoint's adapters have the scale of the model's; else their values would differ in effect.
@@ -256,37 +261,16 @@ def holder_of_adapter(root: nn.Module, fqn: str) -> Any:
     return None
 
 
-def apply_adapter_reset(root: nn.Module, fqn: str) -> None:
+def apply_adapter_reset(root: Any, fqn: str) -> None:
     """Set peft's own initial values: A as in a Linear, B zeros, unless `init_lora_weights` says otherwise."""
     layer: Any = holder_of_adapter(root, fqn)
-    layer.reset_lora_parameters(_NAME, _config_of(root).init_lora_weights)
-
-
-def _config_of(module: nn.Module) -> Any:
-    """Return the `LoraConfig` that peft stored on a module with adapters."""
-    configs: Any = module.peft_config
-    return configs[_NAME]
+    layer.reset_lora_parameters(_NAME, root.peft_config[_NAME].init_lora_weights)
 
 
 def _differing(own: Mapping[str, Any], others: Mapping[str, Any]) -> str:
     """Return the fields that give adapters different scales, as text; empty if there are none."""
     pairs = ((key, own.get(key, default), others.get(key, default)) for key, default in _SCALE.items())
     return ", ".join(f"{key}={mine!r} for {theirs!r}" for key, mine, theirs in pairs if mine != theirs)
-
-
-def _add_heads(config: Any) -> None:
-    """Train and save the new head of a task, as peft's own model classes do; these classes are not used here."""
-    heads = _HEADS.get(config.task_type, ())
-    if heads:
-        given = list(config.modules_to_save or ())
-        config.modules_to_save = given + [name for name in heads if name not in given]
-
-
-def _peft() -> Any:
-    try:
-        return importlib.import_module("peft")
-    except ImportError as exc:
-        raise PlanError("a model with LoRA adapters needs peft: pip install 'raysharding[lora]'") from exc
 
 
 def _check_supported(config: Any, where: str) -> None:
@@ -320,14 +304,6 @@ def _widen(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         if name in names.added and name not in names.copies and parameter.dtype in (torch.float16, torch.bfloat16):
             parameter.data = parameter.data.float()
-
-
-def _tensor_names(module: nn.Module) -> Iterator[str]:
-    """Yield the FQNs of all parameters and buffers, including every name of shared tensors."""
-    for name, _ in module.named_parameters(remove_duplicate=False):
-        yield clean_name(name)
-    for name, _ in module.named_buffers(remove_duplicate=False):
-        yield clean_name(name)
 
 
 def _wrappers(module: nn.Module) -> Iterator[tuple[str, str, frozenset[str]]]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -62,21 +62,26 @@ class BlockTensor:
     """A tensor without data, defined by the sources of its elements.
 
     Args:
-        shape: Shape of the tensor.
-        dtype: dtype of all sources.
+        meta: Tensor on meta, on which torch checks each operation and computes the result's shape.
         blocks: Boxes that fill the tensor without overlap.
     """
 
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype, blocks: Sequence[Block]) -> None:
-        self.shape = torch.Size(shape)
-        self.dtype = dtype
+    def __init__(self, meta: torch.Tensor, blocks: Iterable[Block]) -> None:
+        self.meta = meta
+        self.shape = meta.shape
+        self.dtype = meta.dtype
         self.blocks = tuple(blocks)
 
     @classmethod
     def of_source(cls, name: str, shape: Sequence[int], dtype: torch.dtype) -> BlockTensor:
         """Return a tensor that is one whole source tensor."""
-        shape = tuple(shape)
-        return cls(shape, dtype, (Block(name, 0, (0,) * len(shape), shape, row_major_strides(shape)),))
+        return cls._of_range(name, 0, torch.empty(shape, dtype=dtype, device="meta"))
+
+    @classmethod
+    def _of_range(cls, name: str, start: int, meta: torch.Tensor) -> BlockTensor:
+        """Return a tensor that one contiguous range of a source fills, from element `start`."""
+        shape = tuple(meta.shape)
+        return cls(meta, [Block(name, start, (0,) * len(shape), shape, row_major_strides(shape))])
 
     @classmethod
     def __torch_function__(
@@ -121,7 +126,8 @@ class BlockTensor:
 
     def narrow(self, dim: int, start: int, length: int) -> BlockTensor:
         """Keep `length` positions of `dim`, from `start`."""
-        dim = self._dim(dim)
+        meta = self.meta.narrow(dim, start, length)
+        dim %= self.ndim
         blocks = []
         for block in self.blocks:
             first = max(block.start[dim], start)
@@ -131,62 +137,56 @@ class BlockTensor:
                 at, size = list(block.start), list(block.size)
                 at[dim], size[dim] = first - start, stop - first
                 blocks.append(Block(block.source, offset, tuple(at), tuple(size), block.strides))
-        shape = list(self.shape)
-        shape[dim] = length
-        return BlockTensor(shape, self.dtype, blocks)
+        return BlockTensor(meta, blocks)
 
-    def split(self, split_size: int | Sequence[int], dim: int = 0) -> tuple[BlockTensor, ...]:
+    def split(self, split_size: Any, dim: int = 0) -> tuple[BlockTensor, ...]:
         """Split as `torch.split` does."""
-        length = self.shape[self._dim(dim)]
-        if isinstance(split_size, int):
-            sizes = [min(split_size, length - start) for start in range(0, length, split_size)]
-        else:
-            sizes = list(split_size)
-        if sum(sizes) != length:
-            raise ValueError(f"split sizes {sizes} do not add up to {length}, the length of dim {dim}")
-        starts = itertools.accumulate(sizes, initial=0)
-        return tuple(self.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=False))
+        return self._parted(self.meta.split(split_size, dim), dim)
 
     def chunk(self, chunks: int, dim: int = 0) -> tuple[BlockTensor, ...]:
         """Chunk as `torch.chunk` does: the last chunk may be shorter, and there may be fewer than `chunks`."""
-        return self.split(max(1, -(-self.shape[self._dim(dim)] // chunks)), dim)
+        return self._parted(self.meta.chunk(chunks, dim), dim)
+
+    def _parted(self, parts: Sequence[torch.Tensor], dim: int) -> tuple[BlockTensor, ...]:
+        sizes = [part.shape[dim] for part in parts]
+        starts = itertools.accumulate(sizes, initial=0)
+        return tuple(self.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=False))
 
     def squeeze(self, dim: int) -> BlockTensor:
         """Drop `dim` if its length is 1."""
-        dim = self._dim(dim)
-        return self if self.shape[dim] != 1 else self._without(dim)
+        meta = self.meta.squeeze(dim)
+        dim %= self.ndim
+        return self if self.shape[dim] != 1 else self._moved(meta, lambda sizes, _: sizes[:dim] + sizes[dim + 1 :])
 
     def unbind(self, dim: int = 0) -> tuple[BlockTensor, ...]:
         """Unbind as `torch.unbind` does."""
-        return tuple(self.narrow(dim, index, 1).squeeze(dim) for index in range(self.shape[self._dim(dim)]))
+        return tuple(part.squeeze(dim) for part in self.split(1, dim))
 
     def unsqueeze(self, dim: int) -> BlockTensor:
         """Insert a dim of length 1."""
-        dim = dim + self.ndim + 1 if dim < 0 else dim
+        meta = self.meta.unsqueeze(dim)
+        dim %= meta.ndim
+        return self._moved(meta, lambda sizes, new: (*sizes[:dim], new, *sizes[dim:]))
 
-        def put(values: Shape, value: int) -> Shape:
-            return (*values[:dim], value, *values[dim:])
-
-        blocks = [
-            Block(block.source, block.offset, put(block.start, 0), put(block.size, 1), put(block.strides, 0))
-            for block in self.blocks
-        ]
-        return BlockTensor(put(tuple(self.shape), 1), self.dtype, blocks)
+    def _moved(self, meta: torch.Tensor, move: Callable[[Shape, int], Shape]) -> BlockTensor:
+        """Return the tensor with `move(sizes, value of a new dim)` in place of each box's corner, sizes and strides."""
+        return BlockTensor(
+            meta,
+            [
+                Block(block.source, block.offset, move(block.start, 0), move(block.size, 1), move(block.strides, 0))
+                for block in self.blocks
+            ],
+        )
 
     def reshape(self, *shape: Any) -> BlockTensor:
         """Reshape as `Tensor.reshape` does, if the tensor is one contiguous range of one source."""
-        wanted = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else tuple(shape)
-        known = math.prod(length for length in wanted if length != -1)
-        wanted = tuple(self.numel() // max(known, 1) if length == -1 else length for length in wanted)
-        if math.prod(wanted) != self.numel():
-            raise ValueError(f"shape {tuple(self.shape)} cannot become {wanted}")
-        if wanted == tuple(self.shape):
+        meta = self.meta.reshape(*shape)
+        if meta.shape == self.shape:
             return self
         runs = self.runs(max_runs=1)
         if runs is None or len(runs) != 1:
             raise UnsupportedOperationError("cannot reshape more than one contiguous range")
-        block = Block(runs[0].source, runs[0].source_start, (0,) * len(wanted), wanted, row_major_strides(wanted))
-        return BlockTensor(wanted, self.dtype, (block,))
+        return self._of_range(runs[0].source, runs[0].source_start, meta)
 
     view = reshape
 
@@ -221,21 +221,6 @@ class BlockTensor:
                 break
         return outer, length
 
-    def _dim(self, dim: int) -> int:
-        if not -self.ndim <= dim < self.ndim:
-            raise ValueError(f"dim {dim} is out of range for shape {tuple(self.shape)}")
-        return dim % self.ndim
-
-    def _without(self, dim: int) -> BlockTensor:
-        def drop(values: Shape) -> Shape:
-            return values[:dim] + values[dim + 1 :]
-
-        blocks = [
-            Block(block.source, block.offset, drop(block.start), drop(block.size), drop(block.strides))
-            for block in self.blocks
-        ]
-        return BlockTensor(drop(tuple(self.shape)), self.dtype, blocks)
-
 
 def _joined(runs: Sequence[Run]) -> tuple[Run, ...]:
     """Join runs that are adjacent in both source and target."""
@@ -255,38 +240,23 @@ def _joined(runs: Sequence[Run]) -> tuple[Run, ...]:
 
 
 def _cat(tensors: Sequence[Any], dim: int = 0) -> BlockTensor:
-    first = _same_kind(tensors)
-    dim = first._dim(dim)
+    if not all(isinstance(tensor, BlockTensor) and tensor.dtype == tensors[0].dtype for tensor in tensors):
+        raise UnsupportedOperationError("some parts have different dtypes, or hold data")
+    meta = torch.cat([tensor.meta for tensor in tensors], dim)
+    dim %= meta.ndim
     blocks: list[Block] = []
     length = 0
     for tensor in tensors:
-        rest = [extent for index, extent in enumerate(tensor.shape) if index != dim]
-        if tensor.ndim != first.ndim or rest != [extent for index, extent in enumerate(first.shape) if index != dim]:
-            raise ValueError(f"shapes {tuple(first.shape)} and {tuple(tensor.shape)} differ outside dim {dim}")
         for block in tensor.blocks:
             start = list(block.start)
             start[dim] += length
-            blocks.append(Block(block.source, block.offset, tuple(start), block.size, block.strides))
+            blocks.append(replace(block, start=tuple(start)))
         length += tensor.shape[dim]
-    shape = list(first.shape)
-    shape[dim] = length
-    return BlockTensor(shape, first.dtype, blocks)
+    return BlockTensor(meta, blocks)
 
 
-def _stack(tensors: Sequence[Any], dim: int = 0) -> BlockTensor:
-    first = _same_kind(tensors)
-    for tensor in tensors:
-        if tensor.shape != first.shape:
-            raise ValueError(f"shapes {tuple(first.shape)} and {tuple(tensor.shape)} cannot be stacked")
+def _stack(tensors: Sequence[BlockTensor], dim: int = 0) -> BlockTensor:
     return _cat([tensor.unsqueeze(dim) for tensor in tensors], dim)
-
-
-def _same_kind(tensors: Sequence[Any]) -> BlockTensor:
-    first = tensors[0]
-    if not all(isinstance(tensor, BlockTensor) and tensor.dtype == first.dtype for tensor in tensors):
-        raise UnsupportedOperationError("some parts have different dtypes, or hold data")
-    assert isinstance(first, BlockTensor)
-    return first
 
 
 _MOVES: dict[Callable[..., Any], Callable[..., Any]] = {

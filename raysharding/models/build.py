@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from raysharding.checkpoint.format import SINGLE_NAME
@@ -26,7 +26,6 @@ ModelSource = str | Callable[[], nn.Module] | Adapted | None
 
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """dtypes that torch accepts as its default dtype, and so can build a model in."""
-_REGISTER_LOCK = threading.RLock()
 
 
 def build_module(model: ModelSource, checkpoint: Checkpoint, dtype: torch.dtype | None) -> nn.Module:
@@ -90,21 +89,17 @@ def make_contiguous(module: nn.Module) -> nn.Module:
     return module
 
 
-def _transformers() -> Any:
+# --- from config.json -----------------------------------------------------------------------------------------------
+
+
+def _build_from_config(auto: str | None, checkpoint: Checkpoint, dtype: torch.dtype | None) -> nn.Module:
     try:
-        return importlib.import_module("transformers")
+        import transformers
     except ImportError as exc:
         raise PlanError(
             "building a model from config.json needs transformers: pip install 'raysharding[hf]', or pass as model= a "
             "callable that returns an nn.Module"
         ) from exc
-
-
-# --- from config.json -----------------------------------------------------------------------------------------------
-
-
-def _build_from_config(auto: str | None, checkpoint: Checkpoint, dtype: torch.dtype | None) -> nn.Module:
-    transformers = _transformers()
     fields = _config_fields(checkpoint)
     if auto is None:
         cls = _architecture(transformers, fields, checkpoint.path)
@@ -288,27 +283,19 @@ def parameters_on_meta() -> Iterator[None]:
     A tensor is allocated in full and freed when it is registered, so the peak is one parameter. Other threads may build
     modules at the same time and are not affected.
     """
-    original = nn.Module.register_parameter
     owner = threading.get_ident()
     # real parameter → its meta twin, so that a parameter registered twice has one twin; weak, so that memory is freed
     twins: MutableMapping[nn.Parameter, nn.Parameter] = WeakIdKeyDictionary()
 
-    def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if threading.get_ident() != owner or param is None or param.device.type == "meta":
-            original(self, name, param)
-            return
-        original(self, name, param)  # checks name and type
-        twin = twins.get(param)
-        if twin is None:
-            twin = twins[param] = _meta_twin(param)
-        self._parameters[name] = twin
+    def to_meta(_module: nn.Module, _name: str, param: nn.Parameter) -> nn.Parameter | None:
+        if threading.get_ident() != owner or param.is_meta:
+            return None
+        if param not in twins:
+            twins[param] = _meta_twin(param)
+        return twins[param]
 
-    with _REGISTER_LOCK:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            nn.Module.register_parameter = original  # type: ignore[method-assign]
+    with register_module_parameter_registration_hook(to_meta):  # type: ignore[arg-type]
+        yield
 
 
 def _meta_twin(param: nn.Parameter) -> nn.Parameter:

@@ -13,19 +13,7 @@ from torch import nn
 
 from raysharding.errors import PlanError
 from raysharding.models.adapters import AdapterNames
-from raysharding.models.stand_in import original_class, stand_in
-
-CONVERSION_ERRORS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    NotImplementedError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
-"""Errors of a conversion operation or an initialisation rule on tensors that it does not support."""
+from raysharding.models.stand_in import stand_in
 
 
 @dataclass
@@ -114,11 +102,6 @@ def route(
     Raises:
         PlanError: A pattern or replacement of `key_mapping` is malformed.
     """
-    for pattern in key_mapping or ():
-        try:
-            re.compile(pattern)
-        except re.error as exc:
-            raise PlanError(f"key_mapping: {pattern!r} is not a regular expression: {exc}") from exc
     adapters = AdapterNames.of(module)
     if adapters is None:
         return _route_base(module, held, keys, key_mapping)
@@ -229,8 +212,3 @@ def _any_of(patterns: set[str] | list[str] | None) -> re.Pattern[str] | None:
 def declared_ties(module: nn.Module) -> dict[str, str]:
     """Return FQN → FQN of the tensor that a transformers model declares it tied to; empty for other modules."""
     return dict(getattr(module, "all_tied_weights_keys", None) or {}) if is_transformers_model(module) else {}
-
-
-def class_name(module: nn.Module) -> str:
-    """Return the name of the module's class before FSDP changed the class."""
-    return original_class(module).__name__

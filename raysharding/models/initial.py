@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,8 @@ from torch import nn
 
 from raysharding.errors import PlanError
 from raysharding.models.adapters import apply_adapter_reset, holder_of_adapter
-from raysharding.models.conversion import CONVERSION_ERRORS, class_name, is_transformers_model
-from raysharding.models.stand_in import stand_in
+from raysharding.models.conversion import is_transformers_model
+from raysharding.models.stand_in import class_name, stand_in
 from raysharding.torch_internals import TorchDispatchMode
 
 _SETTERS = frozenset(
@@ -145,7 +145,7 @@ class Initialiser:
 
     def _settled(self, fqn: str, rule: Rule) -> torch.Tensor | None:
         """Return the value that `rule` sets; `None` if the rule leaves an element unset."""
-        target = lookup(owner_of(self._tree, fqn), fqn)
+        target = lookup(self._tree, fqn)
         if target.is_floating_point() or target.is_complex():
             value = self._run(fqn, rule, fill=float("nan"))
             return None if value is None or bool(value.isnan().any()) else value
@@ -154,17 +154,17 @@ class Initialiser:
         return first if first is not None and second is not None and torch.equal(first, second) else None
 
     def _run(self, fqn: str, rule: Rule, fill: float) -> torch.Tensor | None:
-        target = lookup(owner_of(self._tree, fqn), fqn)
+        target = lookup(self._tree, fqn)
         real = torch.full(tuple(target.shape), fill, dtype=target.dtype)
         copy = self._copy_with(target, real)
         try:
             with _seeded(self._seed, fqn), torch.no_grad(), Writes() as writes:
                 rule(copy, fqn)
-        except CONVERSION_ERRORS as exc:
+        except Exception as exc:
             raise self._unusable_rule(fqn, f"raised {type(exc).__name__}: {exc}") from exc
         if writes.spoiled(real):
             raise self._unusable_rule(fqn, "computes it from another tensor's values")
-        result = lookup(owner_of(copy, fqn), fqn).detach()
+        result = lookup(copy, fqn).detach()
         # A rule may replace the tensor by a new one.
         if result.device.type == "meta" or result.shape != real.shape:
             return None
@@ -209,14 +209,9 @@ def _path(module: nn.Module, fqn: str) -> list[nn.Module]:
     return [module.get_submodule(".".join(names[:depth])) for depth in range(len(names) + 1)]
 
 
-def inside_transformers(module: nn.Module, fqn: str) -> bool:
-    """Return True if a transformers model contains or is the owner of `fqn`."""
-    return any(is_transformers_model(part) for part in _path(module, fqn))
-
-
-def lookup(owner: nn.Module, fqn: str) -> torch.Tensor:
-    """Return the parameter or buffer of `owner` that the last part of `fqn` names."""
-    name = fqn.rpartition(".")[2]
+def lookup(module: nn.Module, fqn: str) -> torch.Tensor:
+    """Return the parameter or buffer that `fqn` names."""
+    owner, name = owner_of(module, fqn), fqn.rpartition(".")[2]
     parameter = owner._parameters.get(name)
     tensor = owner._buffers.get(name) if parameter is None else parameter
     assert tensor is not None, f"{fqn} is neither parameter nor buffer"
@@ -236,7 +231,7 @@ def rules_for(root: nn.Module, fqn: str) -> tuple[Rule, ...]:
     """Return the rules that may set a tensor, in the order to try them."""
     if holder_of_adapter(root, fqn) is not None:
         return apply_adapter_reset, apply_reset
-    if is_transformers_model(root) or inside_transformers(root, fqn):
+    if any(map(is_transformers_model, _path(root, fqn))):
         return apply_init_weights, apply_reset
     return (apply_reset,)
 
@@ -281,45 +276,39 @@ def missing_rules(module: nn.Module, names: Sequence[str], seed: int) -> tuple[s
         own `names`, and the memory of the largest tensor that a dry run does not prove.
     """
     proven = _proven(module, names)
-    unproven = [name for name in names if name not in proven]
-    if not unproven:
-        return ()
     initialiser = Initialiser(module, seed)
     problems = []
-    for name in unproven:
+    for name in names:
         try:
-            initialiser.value(name)
+            if name not in proven:
+                initialiser.value(name)
         except PlanError as error:
             problems.append(str(error))
     return tuple(problems)
 
 
-def _proven(module: nn.Module, names: Iterable[str]) -> set[str]:
+def _proven(module: nn.Module, names: Sequence[str]) -> set[str]:
     """Return the names whose whole tensors are set by their owners' rules."""
     owners: dict[str, list[str]] = {}
     for name in names:
         owners.setdefault(name.rpartition(".")[0], []).append(name)
-    if not owners:
-        return set()
-    wanted = {id(lookup(owner_of(module, name), name)) for held in owners.values() for name in held}
-
+    wanted = {id(lookup(module, name)) for name in names}
     copy = stand_in(module, lambda _, tensor: placeholder_of(tensor, is_settled=id(tensor) not in wanted))
     return {name for held in owners.values() for name in _proven_of_owner(copy, held)}
 
 
 def _proven_of_owner(root: nn.Module, names: Sequence[str]) -> set[str]:
     """Return the proven names of one module of the stand-in; all its tensors have the same rules."""
-    owner = owner_of(root, names[0])
     proven: set[str] = set()
     for rule in rules_for(root, names[0]):
-        before = {name: lookup(owner, name) for name in names}
+        before = {name: lookup(root, name) for name in names}
         with torch.random.fork_rng(devices=[]), torch.no_grad(), Writes() as writes:
             try:
                 rule(root, names[0])
-            except CONVERSION_ERRORS:
+            except Exception:  # noqa: BLE001 - a rule may be a user's code
                 # The rule may need values, which this dry run lacks; the run on a real tensor decides.
                 return proven
-        proven |= {name for name in names if writes.cover(before[name]) or _replaced(before[name], lookup(owner, name))}
+        proven |= {name for name in names if writes.cover(before[name]) or _replaced(before[name], lookup(root, name))}
     return proven
 
 

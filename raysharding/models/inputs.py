@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from raysharding.batch import RankBatch
+from raysharding.models.wrap import input_and_output
 
 MASKED_LABEL = -100
 """Label that losses ignore."""
@@ -32,27 +33,24 @@ class InputBounds:
         Args:
             module: The root module, on meta or loaded.
         """
-        positions = tuple(
-            name
-            for name, parameter in inspect.signature(module.forward).parameters.items()
-            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-        )
+        parameters = inspect.signature(module.forward).parameters
+        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        positions = tuple(name for name, parameter in parameters.items() if parameter.kind in positional)
         config: Any = getattr(module, "config", None)
-        if not hasattr(module, "get_input_embeddings") or config is None:
+        if config is None or not hasattr(module, "get_input_embeddings"):
             return cls(positions)
         num_ids: dict[str, int] = {}
-        embedding = _base(_asked(module, "get_input_embeddings"))
+        embedding, head = map(_base, input_and_output(module))
         if isinstance(embedding, nn.Embedding):
             num_ids["input_ids"] = embedding.num_embeddings
             if getattr(config, "is_encoder_decoder", False):
                 num_ids["decoder_input_ids"] = embedding.num_embeddings
-        head = _base(_asked(module, "get_output_embeddings"))
         if isinstance(head, nn.Linear):
             num_ids["labels"] = head.out_features
         for name, submodule in module.named_modules():
             if isinstance(submodule, nn.Embedding) and name.rpartition(".")[2] == "token_type_embeddings":
                 num_ids["token_type_ids"] = submodule.num_embeddings
-        return cls(positions, {name: number for name, number in num_ids.items() if name in _names(module)})
+        return cls(positions, {name: number for name, number in num_ids.items() if name in parameters})
 
     def check(self, batch: RankBatch, rank: int, what: str, seen: set[int] | None = None) -> None:
         """Check that a batch's ids are in range. Reads each tensor of ids on the CPU once, and skips those on a GPU.
@@ -84,23 +82,11 @@ class InputBounds:
                 raise ValueError(f"{what}: {name} holds {problem}: is it another model's tokenizer?")
 
 
-def _asked(module: nn.Module, method: str) -> Any:
-    """Return the result of a model's method; `None` if its class does not implement the method."""
-    try:
-        return getattr(module, method)()
-    except (NotImplementedError, AttributeError):
-        return None
-
-
 def _base(module: Any) -> Any:
     """Return the module that a peft layer wraps; `module` if it is no peft layer."""
     for inner in ("base_layer", "original_module"):
         module = getattr(module, inner, module)
     return module
-
-
-def _names(module: nn.Module) -> set[str]:
-    return set(inspect.signature(module.forward).parameters)
 
 
 def _holds_ids(value: Any) -> bool:

@@ -16,8 +16,8 @@ from torch import nn
 
 from raysharding.errors import PlanError
 from raysharding.models.blocks import BlockTensor, Run
-from raysharding.models.conversion import CONVERSION_ERRORS, Conversion, Routing, declared_ties, route
-from raysharding.models.names import clean_name
+from raysharding.models.conversion import Conversion, Routing, declared_ties, route
+from raysharding.models.stand_in import clean_name
 
 if TYPE_CHECKING:
     from raysharding.checkpoint.format import TensorInfo
@@ -130,8 +130,8 @@ class _Feed:
 
     sources: tuple[str, ...]
     conversion: Conversion | None = None
-    blocks: BlockTensor | None = None
-    shape: tuple[int, ...] = ()
+    result: BlockTensor | torch.Tensor | None = None
+    """Result of the conversion; a tensor on meta, if the conversion takes more than boxes."""
 
 
 def map_keys(module: nn.Module, tensors: Mapping[str, TensorInfo], key_mapping: Mapping[str, str] | None) -> KeyMap:
@@ -208,12 +208,12 @@ class _Mapper:
         infos = {key: self._tensors[key] for key in conversion.sources}
         try:
             results = conversion.run(lambda key: BlockTensor.of_source(key, infos[key].shape, infos[key].dtype))
-        except CONVERSION_ERRORS:
+        except Exception:  # noqa: BLE001 - transformers' operations raise any type
             # Not an error yet: the operations may need tensors. A failure on meta tensors is reported as a problem.
             wide = _widest([info.dtype for info in infos.values()])
             try:
                 results = conversion.run(lambda key: torch.empty(infos[key].shape, dtype=wide, device="meta"))
-            except CONVERSION_ERRORS as exc:
+            except Exception as exc:  # noqa: BLE001 - transformers' operations raise any type
                 listed = ", ".join(f"{key!r} {tuple(info.shape)}" for key, info in list(infos.items())[:4])
                 self._problems.append(
                     f"{conversion.layer_name}: {conversion.operations} of {len(infos)} checkpoint tensors fails "
@@ -224,8 +224,7 @@ class _Mapper:
             if fqn not in self._entries:
                 self._problems.append(f"{fqn}: a result of {conversion.operations}, but the model has no such tensor")
                 continue
-            blocks = value if isinstance(value, BlockTensor) else None
-            self._feed(fqn, _Feed(conversion.sources, conversion, blocks, tuple(value.shape)))
+            self._feed(fqn, _Feed(conversion.sources, conversion, value))
 
     def _sort_unmatched(self) -> None:
         """Collect unexpected keys, and as ignored those that the model declares unneeded."""
@@ -282,7 +281,7 @@ class _Mapper:
     def _target(self, fqn: str, entry: _Entry, feed: _Feed) -> Target | None:
         infos = [self._tensors[key] for key in feed.sources]
         wanted, wide = tuple(entry.tensor.shape), _widest([info.dtype for info in infos])
-        found = feed.shape if feed.conversion is not None else infos[0].shape
+        found = infos[0].shape if feed.result is None else tuple(feed.result.shape)
         operations = feed.conversion.operations if feed.conversion is not None else ""
         if found != wanted or _category(wide) != _category(entry.tensor.dtype):
             self._problems.append(_misfit_of(fqn, entry, feed, found, wide))
@@ -364,11 +363,11 @@ def _category(dtype: torch.dtype) -> str:
 
 def _runs(feed: _Feed, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Run, ...] | None:
     num_elements = math.prod(shape)
-    if feed.conversion is None:
+    if feed.result is None:
         return (Run(feed.sources[0], 0, 0, num_elements),) if num_elements else ()
-    if feed.blocks is None:
+    if isinstance(feed.result, torch.Tensor):
         return None
-    runs = feed.blocks.runs(max(FEW_RUNS, num_elements * dtype.itemsize // MIN_RUN_BYTES))
+    runs = feed.result.runs(max(FEW_RUNS, num_elements * dtype.itemsize // MIN_RUN_BYTES))
     if runs is not None:
         assert sum(run.num_elements for run in runs) == num_elements, "boxes of equal shape fill the target"
     return runs

@@ -2,6 +2,8 @@
 
 `fully_shard` replaces a module's class by a class named `FSDP...`. transformers looks classes up by name, and its
 initialisers write to all tensors that they find. A stand-in supports both without a change to the live module.
+
+`class_name`, `clean_name`: names as they were before modules were wrapped.
 """
 
 from __future__ import annotations
@@ -14,6 +16,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+_WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
+"""Names under which FSDP1, activation checkpointing and torch.compile hold the wrapped module."""
+
 TensorMap = Callable[[str, torch.Tensor], torch.Tensor]
 """(FQN, tensor of the module) → tensor of the stand-in."""
 
@@ -24,6 +29,16 @@ def original_class(module: nn.Module) -> type[nn.Module]:
     while FSDPModule in cls.__bases__:
         cls = next(base for base in cls.__bases__ if base is not FSDPModule)
     return cls
+
+
+def class_name(module: nn.Module) -> str:
+    """Return the name of the module's class before FSDP changed the class."""
+    return original_class(module).__name__
+
+
+def clean_name(name: str) -> str:
+    """Return the FQN that a parameter or module had before modules were wrapped."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def _keep(fqn: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,8 @@ from torch import nn
 
 from raysharding.config import Sharding
 from raysharding.errors import PlanError
-from raysharding.models.conversion import class_name, is_transformers_model
+from raysharding.models.conversion import is_transformers_model
+from raysharding.models.stand_in import class_name
 from raysharding.torch_internals import BatchNorm
 
 
@@ -74,22 +75,26 @@ def _split(
     root: nn.Module, names: tuple[str, ...], members: set[str], ignored: AbstractSet[nn.Parameter]
 ) -> Iterator[str]:
     """Yield the modules that must leave a group."""
-    held: dict[str, dict[str, nn.Parameter]] = {}
-    for name in names:
-        held |= dict(_own_parameters(root, name, members, ignored))
+    held = dict(item for name in names for item in _own_parameters(root, name, members, ignored))
+    every = {fqn: parameter for parameters in held.values() for fqn, parameter in parameters.items()}
     num_elements: Counter[torch.dtype] = Counter()
-    for parameters in held.values():
-        for parameter in parameters.values():
-            num_elements[parameter.dtype] += parameter.numel()
+    for parameter in every.values():
+        num_elements[parameter.dtype] += parameter.numel()
     if len(num_elements) < 2:
         return
     main = max(num_elements, key=lambda dtype: (num_elements[dtype], -dtype.itemsize))
+    kept = [fqn for fqn, parameter in every.items() if parameter.dtype == main]
     for name, parameters in held.items():
-        others = [fqn for fqn, parameter in parameters.items() if parameter.dtype != main]
-        if not others:
+        other = next((fqn for fqn, parameter in parameters.items() if parameter.dtype != main), None)
+        if other is None:
             continue
-        if name in names or len(others) < len(parameters) or _holds(held, name, main):
-            raise _mixed(held, name, others[0], main)
+        inside = [fqn for fqn in kept if fqn.startswith(f"{name}.")]  # would leave the group together with `name`
+        if name in names or inside:
+            raise PlanError(
+                f"{other} is {every[other].dtype} and {(inside or kept)[0]} is {main}, but both would be in one FSDP "
+                "group, which must have one dtype: load with dtype=torch.float32 (or another that the model keeps "
+                "throughout), or freeze one"
+            )
         yield name
 
 
@@ -109,27 +114,6 @@ def _own_parameters(
     for child, _ in module.named_children():
         if dot + child not in members:
             yield from _own_parameters(root, dot + child, members, ignored)
-
-
-def _holds(held: Mapping[str, Mapping[str, nn.Parameter]], name: str, dtype: torch.dtype) -> bool:
-    """Return True if modules inside `name` hold parameters of `dtype`, which would leave together with `name`."""
-    return any(
-        parameter.dtype == dtype
-        for inner, parameters in held.items()
-        if inner.startswith(name + ".")
-        for parameter in parameters.values()
-    )
-
-
-def _mixed(held: Mapping[str, Mapping[str, nn.Parameter]], name: str, fqn: str, main: torch.dtype) -> PlanError:
-    everything = {key: parameter for parameters in held.values() for key, parameter in parameters.items()}
-    near = [key for key in everything if key.startswith(name + ".")] or list(everything)
-    other = next((key for key in near if everything[key].dtype == main), None)
-    other = other or next(key for key, parameter in everything.items() if parameter.dtype == main)
-    return PlanError(
-        f"{fqn} is {everything[fqn].dtype} and {other} is {main}, but both would be in one FSDP group, which must "
-        "have one dtype: load with dtype=torch.float32 (or another that the model keeps throughout), or freeze one"
-    )
 
 
 def ignored_modules(root: nn.Module, sharding: Sharding) -> set[nn.Module]:
@@ -198,8 +182,13 @@ def wrap_groups(module: nn.Module, sharding: Sharding, candidates: Iterable[tupl
     tree = _Tree(module, ignored_parameters(module, sharding))
     wanted = _candidates(tree, sharding) if candidates is None else candidates
     wanted = [*_in_full_precision(tree, sharding), *wanted]
-    groups = [group for names in wanted if (group := tree.wrappable(names))]
-    groups = _settle_shared(tree, _without_repeats(groups))
+    groups: list[tuple[str, ...]] = []
+    seen: set[str] = set()
+    for names in wanted:
+        group = tree.wrappable(name for name in names if name not in seen)
+        seen.update(group)
+        groups += [group] if group else []
+    groups = _settle_shared(tree, groups)
     groups = split_by_dtype(module, groups, tree.ignored)
     order = {name: index for index, name in enumerate(tree.modules)}
     # A module must be sharded before the module that contains it.
@@ -248,21 +237,15 @@ class _Tree:
         self.ignored = ignored
         self.modules: dict[str, nn.Module] = dict(root.named_modules())
         self.name_of: dict[int, str] = {id(module): name for name, module in self.modules.items()}
-        self._unreached = {
-            f"{name}.{child}" if name else child
-            for name, module in self.modules.items()
-            if isinstance(module, nn.MultiheadAttention)
-            for child, _ in module.named_children()
-        }
 
     def wrappable(self, names: Iterable[str]) -> tuple[str, ...]:
         """Return the names whose modules run their own forward and have a parameter to shard."""
         return tuple(name for name in dict.fromkeys(names) if name in self.modules and self._runs_forward(name))
 
     def _runs_forward(self, name: str) -> bool:
-        module = self.modules[name]
+        module, parent = self.modules[name], self.modules[name.rpartition(".")[0]]
         # MultiheadAttention reads the weight of its out_proj without a call of out_proj.
-        if name == "" or name in self._unreached or type(module).forward is nn.Module.forward:
+        if name == "" or isinstance(parent, nn.MultiheadAttention) or type(module).forward is nn.Module.forward:
             return False
         containers = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
         return not isinstance(module, containers) and any(map(self.is_cut, module.parameters()))
@@ -308,8 +291,10 @@ def _fsdp_plan(tree: _Tree) -> list[tuple[str, ...]]:
         return []
     freed = [name for name, style in styles.items() if style == "free_full_weight"]
     kept = [name for name, style in styles.items() if style == "keep_full_weight"]
-    embedding, head = (tree.name_of.get(id(module)) for module in input_and_output(tree.root))
-    if _share_a_parameter(tree, embedding, head):
+    modules = input_and_output(tree.root)
+    embedding, head = (tree.name_of.get(id(module)) for module in modules)
+    held = [set(module.parameters()) for module in modules if module is not None and id(module) in tree.name_of]
+    if len(held) == 2 and held[0] & held[1]:
         # The root keeps its gathered parameters until the end of backward, as the plan requests here.
         freed = [name for name in freed if name != embedding]
         kept = []
@@ -335,13 +320,6 @@ def input_and_output(root: nn.Module) -> tuple[nn.Module | None, nn.Module | Non
         except (AttributeError, NotImplementedError):
             found.append(None)  # a model without embeddings, such as one for images
     return found[0], found[1]
-
-
-def _share_a_parameter(tree: _Tree, one: str | None, other: str | None) -> bool:
-    if one is None or other is None:
-        return False
-    parameters = {id(parameter) for parameter in tree.modules[one].parameters()}
-    return any(id(parameter) in parameters for parameter in tree.modules[other].parameters())
 
 
 def _no_split_modules(tree: _Tree) -> list[tuple[str, ...]]:
@@ -396,27 +374,14 @@ def _by_class(tree: _Tree, wanted: Sequence[str]) -> list[tuple[str, ...]]:
     return [(name,) for name, module in tree.modules.items() if name and class_name(module) in wanted]
 
 
-def _without_repeats(groups: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    seen: set[str] = set()
-    result: list[tuple[str, ...]] = []
-    for names in groups:
-        fresh = tuple(name for name in names if name not in seen)
-        seen.update(fresh)
-        if fresh:
-            result.append(fresh)
-    return result
-
-
 # --- shared parameters ----------------------------------------------------------------------------------------------
 
 
 def _settle_shared(tree: _Tree, groups: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """Merge groups that share a parameter; drop a group that shares a parameter with a module that contains it."""
-    while True:
-        changed = _settle_once(tree, groups)
-        if changed is None:
-            return groups
+    while (changed := _settle_once(tree, groups)) is not None:
         groups = changed
+    return groups
 
 
 def _settle_once(tree: _Tree, groups: list[tuple[str, ...]]) -> list[tuple[str, ...]] | None:

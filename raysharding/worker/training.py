@@ -20,8 +20,6 @@ from raysharding.distributed.saving import (
     OptimizerLoad,
     has_optimizer_state,
     load_training,
-    random_state,
-    restore_random_state,
     run_of,
 )
 from raysharding.distributed.training import (
@@ -326,18 +324,6 @@ class Trainer:
                 yield values
         finally:
             run.data_loader.close()
-
-    def generators(self) -> dict[str, Any]:
-        """Return the state of this rank's random generators, in the form of `random_state`."""
-        return random_state()
-
-    def restore_generators(self, state: Mapping[str, Any]) -> None:
-        """Restore the random generators.
-
-        Args:
-            state: Result of `generators` on this rank.
-        """
-        restore_random_state(state)
 
     def fit_end(self) -> None:
         """Release the run's data. No collective."""

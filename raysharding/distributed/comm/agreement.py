@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ from raysharding.errors import RayshardingError
 def _describe(error: BaseException) -> dict[str, Any]:
     """Return an error as JSON: our own errors with their fields, all others as type and message."""
     if isinstance(error, RayshardingError):
-        fields = {name: getattr(error, name) for name in error._fields}
+        fields = {name: getattr(error, name) for name in inspect.signature(type(error)).parameters}
         try:
             json.dumps(fields)
         except TypeError:

@@ -22,6 +22,7 @@ from raysharding.distributed.comm import (
     serve_store,
 )
 from raysharding.distributed.footprint import MemoryNeed, memory_need
+from raysharding.distributed.saving import random_state, restore_random_state
 from raysharding.distributed.training import EvaluationPlan, FitPlan
 from raysharding.errors import GroupError, RayshardingError, said
 from raysharding.group.cluster import NodeFacts, facts_here
@@ -244,11 +245,11 @@ class RankCommands:
 
     def generators(self) -> dict[str, Any]:
         """Return the state of the rank's random generators."""
-        return self._worker.trainer.generators()
+        return random_state()
 
     def restore_generators(self, state: Mapping[str, Any]) -> None:
         """Restore the random generators."""
-        self._worker.trainer.restore_generators(state)
+        restore_random_state(state)
 
     def fit_steps(self, num_steps: int) -> FitSteps:
         """Take steps of the run; collective."""
