@@ -149,6 +149,8 @@ def accumulates_with_one_reduction(replicate_size: int) -> None:
     module, oracle, twin = sharded(build(), replicate_size=replicate_size), fsdp1(build()), build()
     twin(batch).square().mean().backward()
     accumulate(oracle, parts, oracle.no_sync)
+    with torch.no_grad():
+        module(batch)  # before the first forward the ranks compare their parameters, which takes an all-reduce as well
     with counted() as calls:
         accumulate(module, parts, lambda: no_sync(module))
     num_groups = len(fsdp_groups(module))
