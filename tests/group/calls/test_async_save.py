@@ -122,7 +122,7 @@ def test_a_failure_is_raised_by_the_next_call_once(trained: ShardedModelGroup, s
 
     with pytest.raises(CheckpointError, match=r"cannot be (made|written)") as caught:
         train_on()
-    assert f"save to {target}" in "".join(caught.value.__notes__)
+    assert f"from the save to {target}, in the background" in "".join(caught.value.__notes__)
     train(trained)
     assert trained.state is GroupState.READY
     assert sorted(os.listdir(small_disk)) == ["filler", "saved"]
