@@ -13,7 +13,6 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from multiprocessing.pool import ThreadPool
 from time import perf_counter
 from typing import Any
 
@@ -55,10 +54,12 @@ from raysharding.distributed.transfer import (
     BucketTransport,
     LocalShards,
     MemoryPeak,
+    ReadThreads,
     Routes,
     Scatter,
     SharedRings,
     Slot,
+    is_fresh,
     make_ring,
     prefault,
     share_rings,
@@ -152,7 +153,8 @@ def _load(module: nn.Module, origin: Origin, loading: Loading, progress: Progres
         if is_early:
             tensors, error = _allocate(context, tensors, None, undo)
         memory = [local_tensor(tensor) for tensor in tensors.values()] if is_early else []
-        with prefault(memory):
+        fresh = is_fresh(memory)
+        with prefault(memory if fresh else []):
             plan = agree_on_plan(proposal, error, loading, shards, device)
             if shards.rank == 0:
                 reads = plan.read_plan
@@ -160,7 +162,7 @@ def _load(module: nn.Module, origin: Origin, loading: Loading, progress: Progres
             if not is_early:
                 tensors, error = _allocate(context, tensors, plan, undo)
                 agree(error)  # every rank calls this: the others would wait in the stream for a rank that failed
-            error, measured = _stream(context, plan, tensors)
+            error, measured = _stream(context, plan, tensors, fresh)
         per_rank = finish(context, plan, tensors, error, measured)
         undo.pop_all()
     note_load(module)
@@ -198,7 +200,7 @@ def _allocate(
 
 
 def _stream(
-    context: LoadContext, plan: LoadPlan, tensors: Mapping[str, torch.Tensor]
+    context: LoadContext, plan: LoadPlan, tensors: Mapping[str, torch.Tensor], fresh: bool
 ) -> tuple[Exception | None, dict[str, Any]]:
     """Transfer all buckets of a plan; collective.
 
@@ -206,11 +208,12 @@ def _stream(
         context: This load.
         plan: What moves.
         tensors: FQN → tensor of the module, with memory.
+        fresh: True if that memory was never touched.
 
     Returns:
         This rank's own error, which the others have not heard of; and what it measured, by field of the report.
     """
-    stream = _make_stream(context, plan, tensors)
+    stream = _make_stream(context, plan, tensors, fresh)
     started = perf_counter()
     # From here on what was there may be overwritten, also before the first bucket is told of.
     context.progress("stream", 0, 0, "")
@@ -226,7 +229,9 @@ def _stream(
     }
 
 
-def _make_stream(context: LoadContext, plan: LoadPlan, tensors: Mapping[str, torch.Tensor]) -> BucketStream:
+def _make_stream(
+    context: LoadContext, plan: LoadPlan, tensors: Mapping[str, torch.Tensor], fresh: bool
+) -> BucketStream:
     """Set up transport and ring of this rank; collective, unless no rank needs a ring."""
     buckets = plan.buckets.buckets
     ends = list(accumulate(map(buckets.payload_bytes, range(len(buckets))), initial=0))
@@ -235,7 +240,7 @@ def _make_stream(context: LoadContext, plan: LoadPlan, tensors: Mapping[str, tor
         done = min(ends[index] + num_bytes, ends[index + 1])
         context.progress("stream", done, ends[-1], buckets.last_tensor(index).layout.fqn)
 
-    local_shards = LocalShards(plan.buckets, tensors, context.shards)
+    local_shards = LocalShards(plan.buckets, tensors, context.shards, fresh)
     transport, slots = _make_transport(context, plan, local_shards)
     return BucketStream(
         plan.buckets, transport, local_shards, slots, context.device, context.stall_s, context.peak, progress
@@ -309,13 +314,10 @@ def _run(stream: BucketStream, context: LoadContext, plan: LoadPlan) -> tuple[Ex
     if plan.files and is_remote(plan.files[0].path):
         num_threads = READ_THREADS  # a store needs several requests in flight per rank
     with FileReader(plan.files) as reader, ExitStack() as stack:
-        pool = ThreadPool(num_threads) if num_threads > 1 else None
-        if pool is not None:
-            # Not terminated: a read that stalls would never end the thread that waits for it, which holds the shards.
-            stack.callback(pool.close)
+        threads = stack.enter_context(ReadThreads(num_threads))
         targets = plan.match.keys.targets if plan.match is not None else {}
         cache_bytes = context.loading.bucket_bytes or BUCKET_BYTES
-        source = make_source(plan.match, reader, plan.extents, targets, cache_bytes, context.checksums, pool)
+        source = make_source(plan.match, reader, plan.extents, targets, cache_bytes, context.checksums, threads)
         error = stream.run(source)
         if error is None:
             try:

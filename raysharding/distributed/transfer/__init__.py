@@ -22,6 +22,7 @@ from raysharding.distributed.transfer.memory import (
     available_bytes,
     back,
     host_memory_bytes,
+    is_fresh,
     prefault,
     resident_bytes,
 )
@@ -30,6 +31,7 @@ from raysharding.distributed.transfer.sources import (
     CheckpointSource,
     Extent,
     Extents,
+    ReadThreads,
     Request,
     TensorSource,
     as_bytes,

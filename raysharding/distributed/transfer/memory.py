@@ -41,6 +41,17 @@ def back(tensor: torch.Tensor) -> None:
                 return
 
 
+_NUM_LOOKS = 8
+"""`is_fresh` checks the first page of at least so many tensors, and of less than twice as many."""
+
+
+def is_fresh(tensors: Iterable[torch.Tensor]) -> bool:
+    """Return True if host memory was never touched; checks a sample, because most loads have all or none touched."""
+    ranges = [_page_range(item) for item in tensors if _is_large_host_memory(item)]
+    step = max(1, len(ranges) // _NUM_LOOKS)
+    return any(not _is_backed(first) for first, _ in ranges[::step])
+
+
 @contextlib.contextmanager
 def prefault(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     """Back fresh host tensors by pages, in a thread, while the context is open. Contents do not change.

@@ -5,15 +5,17 @@ Several threads read at a time: one thread reaches neither the rate of a fast di
 
 from __future__ import annotations
 
+import queue
 import threading
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from math import prod
-from multiprocessing.pool import ThreadPool
 from operator import attrgetter
+from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +23,87 @@ import torch
 from raysharding.checkpoint import Checkpoint, Checksums, FileReader, TensorInfo
 from raysharding.checkpoint.storage import is_remote
 from raysharding.models import Target
+
+Job = Callable[[], None]
+
+
+class _Batch:
+    """Jobs of one `ReadThreads.run`."""
+
+    def __init__(self, num_jobs: int) -> None:
+        self._left = num_jobs
+        self._lock = threading.Lock()
+        self.done = threading.Event()
+        self.error: Exception | None = None
+
+    def run(self, job: Job) -> None:
+        try:
+            if self.error is None:
+                job()
+        except Exception as error:  # noqa: BLE001 - raised again in the thread that waits
+            self.error = self.error or error
+        with self._lock:
+            self._left -= 1
+            if not self._left:
+                self.done.set()
+
+
+class ReadThreads:
+    """Runs jobs in a few threads, including the caller's; a context manager that ends the other threads.
+
+    The threads are daemons: a read that hangs on a dead file system must not prevent the exit of the process.
+
+    Args:
+        num_threads: Number of jobs that run at once.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        self._jobs: queue.SimpleQueue[tuple[_Batch, Job] | None] = queue.SimpleQueue()
+        self._num_others = num_threads - 1
+        for number in range(self._num_others):
+            threading.Thread(target=self._work, name=f"raysharding-read-{number}", daemon=True).start()
+
+    def run(self, jobs: Sequence[Job]) -> None:
+        """Run all jobs and wait for them; raises the first error of a job."""
+        if not self._num_others:
+            for job in jobs:
+                job()
+            return
+        batch = _Batch(len(jobs))
+        for job in jobs[1:]:
+            self._jobs.put((batch, job))
+        for job in jobs[:1]:
+            batch.run(job)
+            self._help()
+            batch.done.wait()
+        if batch.error is not None:
+            raise batch.error
+
+    def _help(self) -> None:
+        """Run jobs until none is left."""
+        while True:
+            try:
+                item = self._jobs.get_nowait()
+            except queue.Empty:
+                return
+            if item is None:  # closed while it ran, after a read that stalled: the end of another thread
+                self._jobs.put(None)
+                return
+            item[0].run(item[1])
+
+    def _work(self) -> None:
+        while (item := self._jobs.get()) is not None:
+            item[0].run(item[1])
+
+    def __enter__(self) -> ReadThreads:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for _ in range(self._num_others):
+            self._jobs.put(None)
+
 
 JOB_BYTES = 4 << 20
 """Bytes per job; a read call, and a job of several calls, ends when it reaches this."""
@@ -195,9 +278,8 @@ class CheckpointSource(TensorSource):
     """Reads the files."""
     checksums: Checksums | None = None
     """Receives all bytes that are read."""
-    pool: ThreadPool | None = None
-    """Threads that read at once; daemons, so that a read that hangs on a dead file system does not prevent the exit of
-    the process. Default: one read at a time."""
+    threads: ReadThreads = field(default_factory=lambda: ReadThreads(1))
+    """Run the reads. Default: one read at a time."""
 
     def __post_init__(self) -> None:
         self._remote = [is_remote(file.path) for file in self.reader.files]
@@ -232,22 +314,7 @@ class CheckpointSource(TensorSource):
                 num_bytes = 0
             jobs[-1].append(found)
             num_bytes += sum(piece[2].nbytes for piece in found)
-        failed = threading.Event()
-
-        def read(job: list[Sequence[_Piece]]) -> None:
-            if failed.is_set():
-                return  # after an error no further read begins: each may be retried for minutes
-            try:
-                self._read_ranges(job)
-            except Exception:
-                failed.set()
-                raise
-
-        if self.pool is not None:
-            self.pool.map(read, jobs, chunksize=1)
-            return
-        for job in jobs:
-            read(job)
+        self.threads.run([partial(self._read_ranges, job) for job in jobs])
 
     def _ranges(self, pieces: Sequence[_Piece]) -> Iterator[tuple[int, Sequence[_Piece]]]:
         """Yield (file, pieces that are close in it), each of up to `JOB_BYTES`."""

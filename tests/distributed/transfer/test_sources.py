@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from safetensors.torch import save_file
 
 from raysharding.checkpoint import FileReader, open_checkpoint
 from raysharding.distributed.transfer import sources
-from raysharding.distributed.transfer.sources import CheckpointSource, Extent, Request, as_memory
+from raysharding.distributed.transfer.sources import CheckpointSource, Extent, ReadThreads, Request, as_memory
 
 VALUES = torch.arange(3000)
 
@@ -29,8 +28,8 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Checkpoi
     checkpoint = open_checkpoint(tmp_path)
     offset = checkpoint.tensors["values"].offset
     extents = {"values": (Extent(0, 3000, 0, offset, "values", offset, torch.int64),)}
-    with FileReader(checkpoint.files) as reader, ThreadPool(3) as pool:
-        yield CheckpointSource({}, extents, {}, 0, reader, pool=pool)
+    with FileReader(checkpoint.files) as reader, ReadThreads(3) as threads:
+        yield CheckpointSource({}, extents, {}, 0, reader, threads=threads)
 
 
 def read(source: CheckpointSource) -> torch.Tensor:
@@ -53,14 +52,14 @@ def test_reads_run_at_once(source: CheckpointSource, monkeypatch: pytest.MonkeyP
 
 def test_after_an_error_no_read_begins_and_the_threads_go_on(source: CheckpointSource) -> None:
     begun: list[int] = []
-    with pytest.MonkeyPatch.context() as changed, ThreadPool(1) as pool:
+    with pytest.MonkeyPatch.context() as changed:
 
         def fail(self: FileReader, file: int, ranges: Any) -> None:
             begun.append(file)
             raise OSError("a dead disk")
 
         changed.setattr(FileReader, "read_ranges", fail)
-        for own in (source, replace(source, pool=pool)):
+        for own in (source, replace(source, threads=ReadThreads(1))):
             begun.clear()
             with pytest.raises(OSError, match="a dead disk"):
                 read(own)
