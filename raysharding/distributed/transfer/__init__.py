@@ -39,7 +39,6 @@ from raysharding.distributed.transfer.sources import (
     extents_from_json,
     extents_of,
     extents_to_json,
-    overlaps,
     wire_dtype,
 )
 from raysharding.distributed.transfer.stream import BucketStream
