@@ -1,15 +1,16 @@
 """`patch_accelerate`: accelerate's checkpoint loading, with rank 0 as the only reader.
 
 Note: what is patched.
-    `accelerate.load_checkpoint_in_model`, which knows the module: for a `DistModule` it runs with another reader, for
-    any other module as it is. Its code is replaced, not its name: `from accelerate import load_checkpoint_in_model` may
-    have run before.
+    `accelerate.load_checkpoint_in_model`. For a `DistModule` it runs with another function to read files; for any other
+    module it runs unchanged. The patch replaces the function's code, not the name: a user may have imported the
+    function before (`from accelerate import load_checkpoint_in_model`).
 
-Note: why the other reader returns a dict of a class of its own.
-    `load_checkpoint_in_model` reads file by file and hands each to `set_model_state_dict` of torch, which leaves at
-    once where the dict is empty (the ranks that read nothing), and slices tensors itself where it is not. So on every
-    rank the reader's dict has rank 0's keys, and values that torch passes on untouched, because they are no tensors;
-    `DistModule.load_state_dict`, at the end of that road, takes the tensors from rank 0's.
+Note: why files are read into a `FileStateDict`.
+    `load_checkpoint_in_model` reads one file at a time and passes the state dict to torch's `set_model_state_dict`.
+    That function returns at once if the dict is empty, as it would be on the ranks that read nothing, and slices
+    tensors itself if there are any. Therefore the dict has rank 0's keys on every rank, and its values are not tensors,
+    so that torch passes them on unchanged. `DistModule.load_state_dict`, which torch calls last, takes the tensors from
+    rank 0's dict.
 """
 
 from __future__ import annotations

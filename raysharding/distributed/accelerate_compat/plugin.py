@@ -103,12 +103,11 @@ class FullyShardedDataParallelPlugin:
     for 2. The model is sharded with FSDP2 either way; `to_sharding` says how. A field that is left out is read from
     `FSDP_<FIELD>` (see each field), as accelerate's launcher sets it. Not collective.
 
-    A setting without meaning in FSDP2 becomes `None` under `fsdp_version=2`, with one UserWarning that lists all.
+    Settings without a meaning in FSDP2 become `None` under `fsdp_version=2`, with one UserWarning that lists them.
 
-    Where accelerate lets a mistake pass or fails on a good value, this class differs: numbers are taken for
-    enums beside digits in text; names that no enum has are ValueErrors, not KeyErrors; a `param_init_fn` of the
-    user's is kept under `sync_module_states`, which works without a GPU too; `set_state_dict_type` replaces a
-    configuration that belongs to another type; class names may have blanks around them.
+    Differences from accelerate: an enum may be given as a number, not only as digits in a string; an unknown enum name
+    is a ValueError, not a KeyError; `sync_module_states` keeps the user's `param_init_fn`, and works without a GPU;
+    `set_state_dict_type` replaces a config that belongs to another type; class names may be surrounded by blanks.
 
     Raises:
         ValueError: A value that the version does not take, naming the field, the value, and the cure.
@@ -117,53 +116,56 @@ class FullyShardedDataParallelPlugin:
     fsdp_version: int | None = None
     """1 or 2. Default: `FSDP_VERSION`, else 1."""
     sharding_strategy: str | int | ShardingStrategy | None = None
-    """FSDP1's, by name, number or member. Version 1 only. Default: `FSDP_SHARDING_STRATEGY`, else FULL_SHARD."""
+    """FSDP1's enum, by name, number or member. Version 1 only. Default: `FSDP_SHARDING_STRATEGY`, else FULL_SHARD."""
     reshard_after_forward: str | int | ShardingStrategy | bool | None = None
-    """Version 2: free full parameters after forward, a bool or a text for one. Version 1: a `sharding_strategy`, and
-    where given the one that counts. Default in version 2: `FSDP_RESHARD_AFTER_FORWARD`, else yes."""
+    """Version 2: True to free full parameters after forward; a bool, or a string for one. Version 1: a
+    `sharding_strategy`, which replaces that field. Default in version 2: `FSDP_RESHARD_AFTER_FORWARD`, else True."""
     backward_prefetch: str | int | BackwardPrefetch | None = None
-    """FSDP1's. FSDP2 prefetches in backward by itself. Default: `FSDP_BACKWARD_PREFETCH`, else none."""
+    """FSDP1's enum; unused in version 2, since FSDP2 always prefetches in backward. Default:
+    `FSDP_BACKWARD_PREFETCH`, else None."""
     mixed_precision_policy: dict[str, Any] | str | MixedPrecision | MixedPrecisionPolicy | None = None
     """`"bf16"`, `"fp16"`, `"fp32"`, `"fp8"` (parameters in bf16), a dict of dtypes (`param_dtype`, `reduce_dtype`, and
-    `buffer_dtype` in version 1 or `output_dtype` in version 2), or torch's object of the version. Default: none."""
+    `buffer_dtype` in version 1 or `output_dtype` in version 2), or torch's policy of the version. Default: None."""
     auto_wrap_policy: Callable[..., Any] | _Policy | str | None = None
     """`"transformer_based_wrap"`, `"size_based_wrap"`, `"no_wrap"`, or a policy; see `fsdp2_prepare_auto_wrap_policy`
     for which. Default: `FSDP_AUTO_WRAP_POLICY`, else `"no_wrap"`."""
     cpu_offload: bool | CPUOffload | OffloadPolicy | None = None
-    """Keep shards in host memory. Default: `FSDP_OFFLOAD_PARAMS`, else no."""
+    """True to keep shards in host memory. Default: `FSDP_OFFLOAD_PARAMS`, else False."""
     ignored_modules: Iterable[nn.Module] | str | None = None
-    """Modules that are left out of sharding, or a regular expression that their whole FQN matches. Default:
-    `FSDP_IGNORED_MODULES`, else none."""
+    """Modules that are not sharded, or a regular expression that matches the whole of their FQNs. Default:
+    `FSDP_IGNORED_MODULES`, else None."""
     state_dict_type: str | int | StateDictType | None = None
     """Default: `FSDP_STATE_DICT_TYPE`, else FULL_STATE_DICT in version 1 and SHARDED_STATE_DICT in version 2."""
     state_dict_config: FullStateDictConfig | ShardedStateDictConfig | None = None
-    """Default: of `state_dict_type`, offloaded to the CPU; a full one on rank 0 only."""
+    """Default: the config of `state_dict_type` with `offload_to_cpu`, and `rank0_only` if it is a full one."""
     optim_state_dict_config: FullOptimStateDictConfig | ShardedOptimStateDictConfig | None = None
-    """Default: as `state_dict_config`'s."""
+    """Default: as for `state_dict_config`."""
     limit_all_gathers: bool = True
-    """FSDP1's. FSDP2 always limits them. Default yes."""
+    """FSDP1's; unused in version 2, since FSDP2 always limits them."""
     use_orig_params: bool | None = None
-    """FSDP1's. FSDP2 always keeps the parameters. Default in version 1: `FSDP_USE_ORIG_PARAMS`, else no."""
+    """FSDP1's; unused in version 2, since FSDP2 always keeps the parameters. Default in version 1:
+    `FSDP_USE_ORIG_PARAMS`, else False."""
     param_init_fn: Callable[[nn.Module], Any] | None = None
-    """Gives the parameters of one module on meta memory or values. Default with `sync_module_states`: `to_empty`."""
+    """Called with a module whose parameters are on meta, to allocate or initialise them. Default with
+    `sync_module_states`: `to_empty`."""
     sync_module_states: bool | None = None
-    """Rank 0's values for all. Default in version 1: `FSDP_SYNC_MODULE_STATES`, else no."""
+    """True to broadcast rank 0's values. Default in version 1: `FSDP_SYNC_MODULE_STATES`, else False."""
     forward_prefetch: bool | None = None
-    """Version 1 only, as accelerate's. Default: `FSDP_FORWARD_PREFETCH`, else no."""
+    """Version 1 only. Default: `FSDP_FORWARD_PREFETCH`, else False."""
     activation_checkpointing: bool | None = None
-    """Default: `FSDP_ACTIVATION_CHECKPOINTING`, else no."""
+    """Default: `FSDP_ACTIVATION_CHECKPOINTING`, else False."""
     activation_checkpointing_offload: bool | None = None
-    """Keep what the checkpoints save in host memory. Version 2 only. Default:
-    `FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD`, else no."""
+    """True to keep the inputs of checkpointed modules in host memory. Version 2 only. Default:
+    `FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD`, else False."""
     cpu_ram_efficient_loading: bool | None = None
-    """Only rank 0 holds the values before sharding. Given, it is also put into the environment, where transformers
-    reads it. Default: `FSDP_CPU_RAM_EFFICIENT_LOADING`, else no."""
+    """True if only rank 0 holds the values before sharding. A given value is also put into the environment, from
+    which transformers reads it. Default: `FSDP_CPU_RAM_EFFICIENT_LOADING`, else False."""
     transformer_cls_names_to_wrap: list[str] | str | None = None
-    """Class names for `"transformer_based_wrap"`, one text with commas too. Default:
+    """Class names for `"transformer_based_wrap"`: a list, or a string with commas. Default:
     `FSDP_TRANSFORMER_CLS_TO_WRAP`, else the model's `_no_split_modules`."""
     min_num_params: int | None = None
-    """For `"size_based_wrap"`: modules with more parameters than this. Default: `FSDP_MIN_NUM_PARAMS`, else 0, which
-    wraps nothing."""
+    """For `"size_based_wrap"`: wrap modules with more parameters than this. Default: `FSDP_MIN_NUM_PARAMS`, else 0,
+    which wraps nothing."""
 
     def __post_init__(self) -> None:
         obsolete: list[str] = []

@@ -1,10 +1,10 @@
 """accelerate's and FSDP1's wrap policies as predicates over modules.
 
-Note: which policies mean what.
-    accelerate on FSDP2 knows two policies by identity, torch's `transformer_auto_wrap_policy` and
-    `size_based_auto_wrap_policy`; its answers to those are kept here. Any other callable it drops without a word, and
-    the model becomes one group. Here such a callable is walked over the model once, as FSDP1 does, and the modules
-    that it picked make the predicate.
+Note: supported policies.
+    With FSDP2, accelerate supports two policies, which it compares by identity: torch's `transformer_auto_wrap_policy`
+    and `size_based_auto_wrap_policy`. For those the predicates here equal accelerate's. accelerate ignores any other
+    callable without a warning, and the model becomes one FSDP group. Here such a callable is applied to the model once,
+    as FSDP1 does, and the predicate is True for the modules that it selected.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ def _is_larger_than(num_params: int, module: nn.Module) -> bool:
 def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: nn.Module) -> Predicate | None:
     """A plugin's wrap policy as a predicate over the modules of a model. Not collective.
 
-    As accelerate's function of this name, and with its answers where that has any: instances of the named classes
-    (`transformer_based_wrap`; without names, the model's `_no_split_modules`), or modules with more than
-    `min_num_params` parameters (`size_based_wrap`). It goes further where accelerate gives up: FSDP1's callables
-    `policy(module, recurse, nonwrapped_numel)` (partials of them, `lambda_auto_wrap_policy`), `ModuleWrapPolicy`,
-    `CustomPolicy`, and plain predicates `policy(module)` are asked as FSDP1 asks them.
+    As accelerate's function of this name, with the same result for accelerate's two policies: instances of the named
+    classes (`transformer_based_wrap`; without names, the model's `_no_split_modules`), or modules with more than
+    `min_num_params` parameters (`size_based_wrap`). accelerate has no others for FSDP2. This function also applies
+    FSDP1's callables `policy(module, recurse, nonwrapped_numel)` (partials of them, `lambda_auto_wrap_policy`),
+    `ModuleWrapPolicy`, `CustomPolicy`, and predicates `policy(module)`, each as FSDP1 calls it.
 
     Args:
         fsdp2_plugin: accelerate's plugin or this library's; `auto_wrap_policy`, `transformer_cls_names_to_wrap`,
@@ -53,7 +53,7 @@ def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: nn.Module) -> Predi
         model: The root, before it is sharded, on meta or real.
 
     Returns:
-        The predicate, or `None` where the plugin has no policy. It can be pickled unless the policy picked modules.
+        The predicate, or `None` if the plugin has no policy. It can be pickled unless the policy selected modules.
 
     Raises:
         PlanError: (a ValueError) A class that was asked for is in no module of the model.
@@ -143,7 +143,7 @@ def ignored_modules(ignored: Iterable[nn.Module] | str | None, model: nn.Module)
 
 
 def _picked(policy: Any, model: nn.Module, ignored: set[nn.Module]) -> set[nn.Module]:
-    """Return the modules that a policy object or callable picks."""
+    """Return the modules that a policy object or callable selects."""
     if isinstance(policy, _Policy):
         targets = policy._run_policy(model, ignored, {})
         if any(targets.values()):
@@ -173,7 +173,7 @@ def _is_fsdp1_callable(policy: Callable[..., Any]) -> bool:
 
 
 def _walk(module: nn.Module, policy: Callable[..., Any], ignored: set[nn.Module], found: set[nn.Module]) -> int:
-    """FSDP1's descent: children first, then the module itself by what they left; parameters in groups are returned."""
+    """Apply an FSDP1 policy, children first; returns the number of parameters in groups from `module` on down."""
     own = {parameter for other in ignored for parameter in other.parameters()}
     num_params = sum(parameter.numel() for parameter in module.parameters() if parameter not in own)
     if not policy(module=module, recurse=True, nonwrapped_numel=num_params):
