@@ -13,6 +13,7 @@ from torch import nn
 
 from raysharding import Loading, Placement, ShardedModelGroup, Split, Timeouts
 from raysharding.group import Call
+from raysharding.group.cluster.ray_internals import free_resources
 from raysharding.group.ranks import RankInfo
 from tests.clock import now
 from tests.forking import runtime_env
@@ -28,11 +29,16 @@ def join() -> dict[str, str]:
 
 
 def await_nodes(number: int) -> None:
-    """Wait until Ray knows so many nodes that are alive and free."""
-    until = now() + 60
-    while len([node for node in ray.nodes() if node["Alive"]]) != number:
-        assert now() < until, f"not {number} nodes: {ray.nodes()}"
+    """Wait until Ray knows so many nodes that are alive, and all their CPUs are free."""
+    until = now() + 30
+    while sum(_is_free(node) for node in ray.nodes() if node["Alive"]) != number:
+        assert now() < until, f"not {number} free nodes: {ray.nodes()}; free: {free_resources()}"
         time.sleep(0.1)
+
+
+def _is_free(node: dict[str, Any]) -> bool:
+    free = free_resources().get(node["NodeID"], {})
+    return free.get("CPU") == node["Resources"]["CPU"]
 
 
 def make_mlp(width: int = 16) -> Callable[[], nn.Module]:

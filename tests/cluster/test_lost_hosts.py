@@ -27,9 +27,18 @@ def lost(rays: RayHosts, driver: Driver, checkpoint: Path) -> Iterator[int]:
     driver.run(jobs.stop)
     host = rays.hosts[2]
     host.mend()
-    host.kill()
+    try:
+        _start_again(rays, driver)
+    except AssertionError as error:
+        # Seen once in CI with Ray 2.60: the node that came back was alive, and its CPUs stayed taken for two minutes.
+        print(f"{host.name} is started once more: {error}")
+        _start_again(rays, driver)
+
+
+def _start_again(rays: RayHosts, driver: Driver) -> None:
+    rays.hosts[2].kill()
     driver.run(jobs.await_nodes, 2)
-    rays.start(host)
+    rays.start(rays.hosts[2])
     driver.run(jobs.await_nodes, 3)
 
 
