@@ -35,6 +35,9 @@ ROOT = Path(__file__).resolve().parents[1]
 VARIABLE = "RAYSHARDING_TESTS_WORKER_PYTHON"
 """Tells drivers in processes of their own which Python their workers are to have."""
 
+DEVICE = "RAYSHARDING_TESTS_DEVICE"
+"""Variable of a worker's environment: `sim` for workers that have the simulated device."""
+
 LATER = ("pydantic.v1", "pyarrow", "numpy.random", "zoneinfo", "colorama")
 """What a worker imports on its way, after its start, beside what ranks do."""
 
@@ -169,6 +172,10 @@ def _take_over(order: dict[str, Any], files: list[int]) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, tuple(order["nofile"]))
     os.environ.clear()
     os.environ.update(order["environment"])
+    if os.environ.get(DEVICE) == "sim":
+        from tests.accelerator.device import register
+
+        register()
     own = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[1:] = list(dict.fromkeys([*own, *sys.path[1:]]))
 

@@ -40,9 +40,15 @@ class RanksFailedError(AssertionError):
 
 
 def run_ranks(
-    world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0, fresh: bool = False
+    world_size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 60.0,
+    fresh: bool = False,
+    device: str = "cpu",
+    gloo: bool = True,
 ) -> list[Any]:
-    """Call `fn(*args)` on `world_size` new processes inside one gloo group; return the results by rank.
+    """Call `fn(*args)` on `world_size` new processes inside one process group; return the results by rank.
 
     `fn` must be a module-level function and, like `args` and the results, picklable. Inside it `torch.distributed` is
     initialised (ask it for rank and world size) and torch uses one thread. No process outlives the call.
@@ -54,6 +60,9 @@ def run_ranks(
         timeout_s: Deadline for all ranks together, process start included; also the gloo group's own timeout.
         fresh: Start new interpreters, slower by seconds, for what is fixed when a process starts (malloc's settings),
             or where memory is measured.
+        device: `cpu`, or `sim` for ranks on simulated devices of their own, see `tests.accelerator`.
+
+        gloo: False for the device's own backend alone, without gloo for tensors in host memory.
 
     Raises:
         RanksFailedError: A rank raised, died or missed the deadline; names each, with traceback or stacks.
@@ -65,7 +74,9 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="raysharding-ranks-") as folder:
         processes = [
             context.Process(  # type: ignore[attr-defined]  # typeshed gives it to the contexts themselves
-                target=_rank_main, args=(rank, world_size, folder, timeout_s, environment, fn, args), daemon=True
+                target=_rank_main,
+                args=(rank, world_size, folder, timeout_s, environment, (device, gloo), fn, args),
+                daemon=True,
             )
             for rank in range(world_size)
         ]
@@ -85,6 +96,7 @@ def _rank_main(
     folder: str,
     timeout_s: float,
     environment: Mapping[str, str],
+    device: tuple[str, bool],
     fn: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
@@ -105,16 +117,44 @@ def _rank_main(
     try:
         store = FileStore(str(Path(folder, "store")), world_size)
         deadline = timedelta(seconds=timeout_s)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=deadline)
+        backend, device_id = _use(*device, rank)
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, timeout=deadline, device_id=device_id
+        )
         result = (True, fn(*args))
-        # Without this a rank that is done early would close sockets that its peers still use.
-        dist.barrier()
+        # Without this a rank that is done early would close sockets that its peers still use. Not on the device, which
+        # may be dead.
+        store.set(f"done/{rank}", "")
+        store.wait([f"done/{other}" for other in range(world_size)])
         dist.destroy_process_group()
     except BaseException:
         result = (False, traceback.format_exc())
     _write_result(folder, rank, result)
     # Skips interpreter teardown: a failed group's threads may block it, and the result is already on disk.
     os._exit(0 if result[0] else 1)
+
+
+_device = "cpu"
+
+
+def device_type() -> str:
+    """The type of this rank's device, as `run_ranks` was told."""
+    return _device
+
+
+def _use(device: str, gloo: bool, rank: int) -> tuple[str, Any]:
+    """Make a rank's device its current one; returns backend and `device_id` of the process group."""
+    global _device
+    _device = device
+    if device == "cpu":
+        return "gloo", None
+    import torch
+
+    from tests.accelerator.device import register
+
+    register()
+    torch.get_device_module(device).set_device(rank)
+    return f"cpu:gloo,{device}:simccl" if gloo else "simccl", torch.device(device, rank)
 
 
 def _write_result(folder: str, rank: int, result: tuple[bool, Any]) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from raysharding.config import Loading, Sharding
+from raysharding.distributed.comm import device_module, is_accelerator
 from raysharding.distributed.fully_shard import (
     ShardMap,
     TensorLayout,
@@ -231,10 +232,10 @@ def memory_need(
     shard = footprint.resident_bytes - real
     ring = load_bytes(loading, shards.num_shards, checkpoint_bytes, reads=shards.rank == 0)
     free = available_bytes()
-    if device.type != "cuda":
+    if not is_accelerator(device):
         # Mapped pages of files are page cache.
         return MemoryNeed(0 if loading.mmap else shard + ring, footprint.training_bytes, free, 0, 0, None)
-    device_free = torch.cuda.mem_get_info(device)[0]
+    device_free = device_module(device).mem_get_info(device)[0]
     if is_offloaded(module):
         return MemoryNeed(shard + ring, footprint.training_bytes, free, ring, 0, device_free)
     return MemoryNeed(ring, 0, free, shard + ring, footprint.training_bytes, device_free)

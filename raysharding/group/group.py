@@ -126,7 +126,7 @@ class ShardedModelGroup:
         model: str | Callable[[], nn.Module] | None = None,
         peft_config: Any = None,
         world_size: int | None = None,
-        device: Literal["cuda", "cpu"] | None = None,
+        device: str | None = None,
         sharding: Sharding | None = None,
         loading: Loading | None = None,
         placement: Placement | None = None,
@@ -155,7 +155,8 @@ class ShardedModelGroup:
                 peft does. Default: no adapters, or those of `checkpoint` if it is a directory of adapters, which names
                 its base.
             world_size: Number of ranks. Default: one per GPU of the cluster.
-            device: Device type of the ranks. Default: `cuda` if the cluster has GPUs, else `cpu`.
+            device: Device type of the ranks: `cuda`, `cpu`, or another for which torch has collectives, which takes one
+                of Ray's GPUs for each rank. Default: `cuda` if the cluster has GPUs, else `cpu`.
             sharding: Options of the sharding. Default `Sharding()`.
             loading: Options of the load. Default `Loading()`.
             placement: Options of the ranks' placement. Default `Placement()`.
@@ -237,7 +238,7 @@ class ShardedModelGroup:
         model: str | Callable[[], nn.Module] | None = None,
         peft_config: Any = None,
         world_size: int | None = None,
-        device: Literal["cuda", "cpu"] | None = None,
+        device: str | None = None,
         sharding: Sharding | None = None,
         loading: Loading | None = None,
         placement: Placement | None = None,

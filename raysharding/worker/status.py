@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from raysharding.batch import RankBatch
 from raysharding.config import Loading, Sharding
-from raysharding.distributed.comm import collective_counters, exists
+from raysharding.distributed.comm import collective_counters, device_module, exists, is_accelerator
 from raysharding.distributed.fully_shard import is_not_gathered, is_recoverable, is_torn, move_inputs
 from raysharding.distributed.saving import AsyncSaver
 from raysharding.distributed.training import Accumulation
@@ -130,9 +130,9 @@ class RankStatus:
 
         Keys: `rank`, `pid`, `device`, `phase`, `bytes_done`, `bytes_total`, `last_tensor`, `last_call`, `usable`
         (True if later steps will be correct), and in bytes `host_bytes` (resident now), `peak_host_bytes`,
-        `device_bytes` and `peak_device_bytes` (0 without CUDA).
+        `device_bytes` and `peak_device_bytes` (0 on CPUs).
         """
-        on_cuda = self.device.type == "cuda"
+        device = device_module(self.device) if is_accelerator(self.device) else None
         return {
             "rank": self.rank,
             "pid": os.getpid(),
@@ -145,8 +145,8 @@ class RankStatus:
             "usable": self.usable,
             "host_bytes": resident_bytes(),
             "peak_host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-            "device_bytes": torch.cuda.memory_allocated(self.device) if on_cuda else 0,
-            "peak_device_bytes": torch.cuda.max_memory_allocated(self.device) if on_cuda else 0,
+            "device_bytes": device.memory_allocated(self.device) if device else 0,
+            "peak_device_bytes": device.max_memory_allocated(self.device) if device else 0,
         }
 
     def num_collectives(self) -> int:
@@ -184,9 +184,9 @@ class RankStatus:
         Raises:
             RuntimeError: The call has destroyed a process group of the ranks.
         """
-        if self.device.type == "cuda":
+        if is_accelerator(self.device):
             # The current device is thread-local, and the worker's owner may use another thread than for `build`.
-            torch.cuda.set_device(self.device)
+            device_module(self.device).set_device(self.device)
         self.phase, self.last_call, self.seen = phase, name, None
         try:
             yield

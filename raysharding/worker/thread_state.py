@@ -8,8 +8,6 @@ from contextlib import contextmanager
 
 import torch
 
-_AUTOCAST_DEVICES = ("cpu", "cuda")
-
 
 @contextmanager
 def thread_state_restored() -> Iterator[None]:
@@ -20,7 +18,9 @@ def thread_state_restored() -> Iterator[None]:
     process stay.
     """
     dtype, caches = torch.get_default_dtype(), torch.is_autocast_cache_enabled()
-    casts = {device: torch.get_autocast_dtype(device) for device in _AUTOCAST_DEVICES}
+    accelerator = torch.accelerator.current_accelerator()
+    devices = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+    casts = {device: torch.get_autocast_dtype(device) for device in devices}
     directory = os.open(".", os.O_PATH)  # it may be removed or renamed meanwhile
     try:
         # On exit, `inference_mode` restores the grad, inference and autocast modes, however the body changed them.

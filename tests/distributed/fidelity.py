@@ -28,6 +28,7 @@ from raysharding.distributed.training.step import train_step
 from raysharding.models import build_module
 from tests.distributed.checks import outcome_of
 from tests.models.architectures import ARCHITECTURES, Architecture
+from tests.spawn import device_type
 
 NUM_STEPS = 10
 
@@ -110,7 +111,7 @@ def check_case(directory: Path, case: Case) -> None:
     loading = Loading(**case.loading)
     checkpoint = open_checkpoint(directory)
     module = build_module(case.model, checkpoint, None)
-    shard_module(module, init_mesh("cpu"), Sharding())
+    shard_module(module, init_mesh(device_type()), Sharding())
     report = load_checkpoint(module, checkpoint, loading=loading)
     assert report.read_bytes <= 1.02 * checkpoint.num_bytes
     full = {name: tensor for part in gather_state_dict(module) for name, tensor in part.items()}
@@ -146,8 +147,8 @@ def check_forward(module: nn.Module, reference: nn.Module, batch: dict[str, torc
         ours = module.eval()(**batch)
         theirs = reference.eval()(**batch)
     reshard(module)
-    torch.testing.assert_close(ours.logits, theirs.logits, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(ours.loss, theirs.loss, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours.logits.cpu(), theirs.logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours.loss.cpu(), theirs.loss, rtol=1e-5, atol=1e-5)
 
 
 def check_training(module: nn.Module, reference: nn.Module, batch: dict[str, torch.Tensor], *, training: bool) -> None:

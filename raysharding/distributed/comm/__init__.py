@@ -7,8 +7,14 @@ from raysharding.distributed.comm.agreement import (
     agree,
     agreeing,
     from_rank_0,
-    wait_for,
-    waits_for_others,
+)
+from raysharding.distributed.comm.device import (
+    accelerator_in_use,
+    check_device_type,
+    current_device,
+    device_module,
+    is_accelerator,
+    is_available,
 )
 from raysharding.distributed.comm.device_mesh import REPLICATE_AXIS, init_mesh
 from raysharding.distributed.comm.json_collectives import (
@@ -29,3 +35,4 @@ from raysharding.distributed.comm.rendezvous import (
     listen,
     serve_store,
 )
+from raysharding.distributed.comm.waiting import to_host, wait_for, waits_for_others, waits_for_ranks

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from types import FrameType
 from typing import Any
 
 import torch
@@ -21,6 +19,7 @@ from raysharding.distributed.comm.json_collectives import (
     broadcast_json,
     metadata_device,
 )
+from raysharding.distributed.comm.waiting import to_host, wait_for
 from raysharding.errors import RayshardingError
 
 
@@ -104,21 +103,6 @@ def from_rank_0(make: Callable[[], Any], group: dist.ProcessGroup | None = None)
     return broadcast_json(value, group)
 
 
-def wait_for(work: dist.Work, timeout: timedelta = timedelta(0)) -> None:
-    """Wait for an asynchronous collective, in a frame that `waits_for_others` recognises.
-
-    Args:
-        work: The collective.
-        timeout: Longest wait. Default: 0, by which torch means the timeout of the process group.
-    """
-    work.wait(timeout)
-
-
-def waits_for_others(frame: FrameType) -> bool:
-    """Return True if a thread whose innermost Python frame is `frame` waits in a collective for other ranks."""
-    return frame.f_code is wait_for.__code__ or f"torch{os.sep}distributed" in frame.f_code.co_filename
-
-
 BUCKETS_PER_CHECK = 8
 """Number of buckets between two checks for failures on other ranks."""
 
@@ -149,7 +133,7 @@ class FailureFlag:
         if (index + 1) % BUCKETS_PER_CHECK or index + 1 == self._num_buckets:
             return False
         self.close()
-        if self._flag.item():
+        if to_host(self._flag).item():
             return True
         self._flag.fill_(failed)
         # Every rank starts this at the same buckets, failed or not: the others would wait for one that stopped early.

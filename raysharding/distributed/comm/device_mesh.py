@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from raysharding.config import Sharding
 from raysharding.distributed.comm.abort import nobody_connects_later
+from raysharding.distributed.comm.device import check_device_type
 
 SHARD_AXIS = "shard"
 REPLICATE_AXIS = "replicate"
@@ -18,7 +19,7 @@ def init_mesh(device_type: str, sharding: Sharding | None = None) -> DeviceMesh:
     """Make the device mesh over all ranks of the default process group; collective.
 
     Args:
-        device_type: `"cpu"` or `"cuda"`.
+        device_type: `"cpu"`, `"cuda"`, or another type for which torch has a backend of collectives.
         sharding: Its `replicate_size` is the number of replicas. Default: one.
 
     Returns:
@@ -26,8 +27,10 @@ def init_mesh(device_type: str, sharding: Sharding | None = None) -> DeviceMesh:
         all-gathers of a replica stay on one node if the ranks are ordered by node.
 
     Raises:
-        ValueError: On every rank, if `replicate_size` does not divide the world size.
+        ValueError: On every rank, if torch has no collectives for the type, or `replicate_size` does not divide the
+            world size.
     """
+    check_device_type(device_type)
     replicate_size = (sharding or Sharding()).replicate_size
     world_size = dist.get_world_size()
     if world_size % replicate_size:

@@ -37,6 +37,7 @@ from torch.distributed import (
 )
 
 from raysharding.distributed.comm.abort import nobody_connects_later
+from raysharding.distributed.comm.device import backends_of, is_accelerator
 from raysharding.errors import RendezvousError
 
 _BACKLOG = 2048
@@ -196,13 +197,14 @@ def join_process_group(
 ) -> None:
     """Wait for the other ranks and initialise the default process group; collective.
 
-    CUDA ranks get NCCL, and gloo for tensors in host memory; CPU ranks get gloo.
+    Ranks on accelerators get the backend of their device (NCCL on GPUs), and gloo for tensors in host memory; CPU ranks
+    get gloo.
 
     Args:
         address: Result of `serve_store` on rank 0.
         rank: This rank.
         world_size: Number of ranks.
-        device: Device of this rank; a CUDA device with its index.
+        device: Device of this rank; an accelerator with its index.
         node_ip: Address of this node. gloo and NCCL use its interface unless the user chose another.
         rendezvous_s: Longest wait for the other ranks.
         timeout_s: Timeout of every later collective.
@@ -220,16 +222,16 @@ def join_process_group(
     with _listen_as_gloo(rank, node_ip) as listener:
         addresses = _await_ranks(store, address, rank, world_size, listener.getsockname(), rendezvous_s)
         check_reachable(store, rank, addresses, max(1.0, until - time.monotonic()))
-    is_cuda = device.type == "cuda"
+    on_accelerator = is_accelerator(device)
     try:
-        with nullcontext() if is_cuda else nobody_connects_later():
+        with nullcontext() if on_accelerator else nobody_connects_later():
             dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
+                backends_of(device),
                 store=store,
                 rank=rank,
                 world_size=world_size,
                 timeout=timedelta(seconds=timeout_s),
-                device_id=device if is_cuda else None,
+                device_id=device if on_accelerator else None,
             )
     except RuntimeError as error:  # `DistError`, and errors of gloo itself
         message = f"rank {rank} met all ranks at {address.host}:{address.port} but cannot connect to them: {error}"

@@ -20,6 +20,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from raysharding.config import Sharding
+from raysharding.distributed.comm import is_accelerator
 from raysharding.errors import PlanError
 from raysharding.models import class_name
 from raysharding.torch_internals import NormBase
@@ -30,13 +31,16 @@ _CACHES = ("past_key_values", "past_key_value", "layer_past")
 _log = logging.getLogger("raysharding")
 
 
-def checkpoint_activations(module: nn.Module, groups: Sequence[tuple[str, ...]], sharding: Sharding) -> None:
+def checkpoint_activations(
+    module: nn.Module, groups: Sequence[tuple[str, ...]], sharding: Sharding, device: torch.device
+) -> None:
     """Checkpoint the modules that `Sharding.activation_checkpointing` selects. Not collective.
 
     Args:
         module: The root, before `fully_shard`, which changes classes.
         groups: Result of `wrap_groups`.
         sharding: Its `activation_checkpointing` and `activation_checkpointing_offload` are read.
+        device: Device of the mesh.
 
     Raises:
         PlanError: No module has the class name.
@@ -48,7 +52,7 @@ def checkpoint_activations(module: nn.Module, groups: Sequence[tuple[str, ...]],
         _log.warning("activation_checkpointing: no module of %s is checkpointed", type(module).__name__)
     for name in chosen:
         submodule = module.get_submodule(name)
-        forward = _Checkpointed(submodule, sharding.activation_checkpointing_offload)
+        forward = _Checkpointed(submodule, sharding.activation_checkpointing_offload, device)
         # The signature stays: callers inspect it for the arguments of a module.
         submodule.forward = functools.update_wrapper(forward, submodule.forward)
 
@@ -77,10 +81,11 @@ def _outermost(names: Sequence[str]) -> list[str]:
 class _Checkpointed:
     """Replacement of a module's `forward`."""
 
-    def __init__(self, module: nn.Module, offload: bool) -> None:
+    def __init__(self, module: nn.Module, offload: bool, device: torch.device) -> None:
         self._module = module
         self._forward: Callable[..., Any] = module.forward
         self._offload = offload
+        self._pins = is_accelerator(device)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # transformers' own option does the same; both together would run the forward a third time.
@@ -97,7 +102,7 @@ class _Checkpointed:
             return self._forward(*values[:num_args], **dict(zip(names, values[num_args:], strict=True)))
 
         # All as positional arguments: only those pass through the hooks that move inputs to host memory.
-        with save_on_cpu(pin_memory=torch.cuda.is_available()) if self._offload else nullcontext():
+        with save_on_cpu(pin_memory=self._pins) if self._offload else nullcontext():
             contexts = functools.partial(contexts_of, self._module)
             return checkpoint(run, *args, *kwargs.values(), use_reentrant=False, context_fn=contexts)
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from raysharding.distributed.comm import all_gather_json, metadata_device
+from raysharding.distributed.comm import all_gather_json, metadata_device, to_host
 from raysharding.errors import PlanError
 from raysharding.torch_internals import current_graph_task_id
 
@@ -124,7 +124,7 @@ def check_execution_order(module: nn.Module) -> None:
     except RuntimeError as error:
         error.add_note(f"raysharding: a rank that runs other FSDP groups than this one never arrives here: {_CURE}")
         raise
-    highest, lowest = bounds.tolist()
+    highest, lowest = to_host(bounds).tolist()
     if highest == -lowest:
         return
     every: list[list[int]] = all_gather_json(last)

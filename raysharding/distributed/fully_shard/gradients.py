@@ -28,7 +28,7 @@ from torch import nn
 from torch.autograd import Variable
 from torch.distributed.tensor import DTensor, Replicate
 
-from raysharding.distributed.comm import metadata_device
+from raysharding.distributed.comm import is_accelerator, metadata_device, to_host
 from raysharding.distributed.fully_shard.internals import (
     fsdp_modules,
     gradient_sync,
@@ -166,7 +166,7 @@ def _average(parameters: list[nn.Parameter]) -> None:
     # Every rank calls this with the same size, with zeros for missing gradients: the others would wait here.
     dist.all_reduce(flat)
     start = 0
-    for parameter, count in zip(parameters, flat[-len(parameters) :].tolist(), strict=True):
+    for parameter, count in zip(parameters, to_host(flat[-len(parameters) :]).tolist(), strict=True):
         piece = flat[start : start + parameter.numel()] / dist.get_world_size()
         start += parameter.numel()
         if count:
@@ -175,9 +175,9 @@ def _average(parameters: list[nn.Parameter]) -> None:
 
 def group_device(device: torch.device) -> torch.device:
     """Where a tensor that lives on `device` can be reduced: there, or on the group's own device (CPU-offloaded shards
-    under NCCL alone).
+    without gloo).
     """  # noqa: D205
-    return device if device.type == "cuda" else metadata_device()
+    return device if is_accelerator(device) else metadata_device()
 
 
 class _Reduction:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from raysharding.distributed.comm import current_device
 from raysharding.models import clean_name
 
 _ROWS = Shard(0)
@@ -156,9 +157,8 @@ def message_device(module: nn.Module) -> torch.device:
 
 
 def mesh_device(mesh: DeviceMesh) -> torch.device:
-    """Return the device of this process in a mesh, with its index on GPUs."""
-    kind = mesh.device_type
-    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+    """Return the device of this process in a mesh, with its index on accelerators."""
+    return current_device(mesh.device_type)
 
 
 def compute_device(module: nn.Module) -> torch.device:
@@ -167,15 +167,6 @@ def compute_device(module: nn.Module) -> torch.device:
     if not parameters or any(isinstance(parameter, DTensor) for parameter in parameters):
         return message_device(module)
     return parameters[0].device
-
-
-def computes_on_cuda(module: nn.Module) -> bool:
-    """Return True if a module computes on a GPU; its shards and metadata may be in host memory."""
-    kinds = (
-        parameter.device_mesh.device_type if isinstance(parameter, DTensor) else parameter.device.type
-        for parameter in module.parameters()
-    )
-    return "cuda" in kinds
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from raysharding.config import Sharding
-from raysharding.distributed.comm import init_mesh
+from raysharding.distributed.comm import device_module, init_mesh, is_accelerator
 from raysharding.distributed.fully_shard.execution_order import forget_execution_order
 from raysharding.distributed.fully_shard.internals import (
     drop_unreduced_gradients,
@@ -22,7 +22,7 @@ from raysharding.distributed.fully_shard.internals import (
     renew_process_groups,
     reshard,
 )
-from raysharding.distributed.fully_shard.layout import computes_on_cuda
+from raysharding.distributed.fully_shard.layout import compute_device
 from raysharding.distributed.fully_shard.same_parameters import compare_before_forward
 
 
@@ -52,8 +52,9 @@ def recover(module: nn.Module, *, in_backward: bool) -> bool:
     reshard(module)
     module.zero_grad(set_to_none=True)
     drop_unreduced_gradients(module)
-    if computes_on_cuda(module):
-        torch.cuda.synchronize()  # raises if the CUDA context is unusable
+    device = compute_device(module)
+    if is_accelerator(device):
+        device_module(device).synchronize(device)  # raises if the device is unusable
     return has_reset or not in_backward
 
 
@@ -107,13 +108,16 @@ def module_mode(module: nn.Module, *, training: bool) -> Iterator[None]:
 @contextmanager
 def without_trace(module: nn.Module) -> Iterator[None]:
     """Run forwards in eval mode, without gradients, and restore modes and random-number state."""
-    with module_mode(module, training=False), torch.random.fork_rng(devices=generator_devices(module)), torch.no_grad():
+    with module_mode(module, training=False), generators_restored(module), torch.no_grad():
         yield
 
 
-def generator_devices(module: nn.Module) -> list[int]:
-    """Return the GPUs whose random generators a module's forward uses, for `fork_rng`."""
-    return [torch.cuda.current_device()] if computes_on_cuda(module) else []
+def generators_restored(module: nn.Module) -> AbstractContextManager[None]:
+    """Restore on exit the state of the generators that a module's forward uses: the CPU's, and its accelerator's."""
+    device = compute_device(module)
+    if not is_accelerator(device):
+        return torch.random.fork_rng(devices=[])
+    return torch.random.fork_rng(devices=[device.index], device_type=device.type)
 
 
 def rejoin(module: nn.Module, mesh: DeviceMesh, sharding: Sharding) -> None:

@@ -30,6 +30,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from raysharding.config import Sharding
+from raysharding.distributed.comm import is_accelerator
 from raysharding.distributed.fully_shard.activation_checkpointing import checkpoint_activations
 from raysharding.distributed.fully_shard.execution_order import record_execution_order
 from raysharding.distributed.fully_shard.gradients import (
@@ -119,13 +120,13 @@ def shard_groups(
     ignored = ignored_modules(module, sharding)
     make_contiguous(module)  # a shard must be contiguous in memory
     compile_blocks(module, groups, sharding)
-    checkpoint_activations(module, groups, sharding)
+    checkpoint_activations(module, groups, sharding, device)
     values = None
     if sharding.param_init_fn is not None or sharding.sync_module_states:
         values = FirstValues(module, device, sharding)
     options: dict[str, Any] = {"mesh": mesh}
     if sharding.cpu_offload:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=is_accelerator(device))
         offloaded.add(module)
     kept = _kept_whole(module, ignored)
     for names in (*groups, ("",)):

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from raysharding.distributed.comm import agreeing, all_gather_json
+from raysharding.distributed.comm import agreeing, all_gather_json, is_available
 from raysharding.distributed.fully_shard import local_tensor, meta_like, reshard
 from raysharding.distributed.optim.factories import schedule_of
 from raysharding.errors import PlanError
@@ -305,7 +305,7 @@ def decode(value: Any, tensors: Sequence[torch.Tensor] = ()) -> Any:
         return {key: decode(item, tensors) for key, item in value["items"].items()}
     if value[_KIND] == "place":
         return tensors[value["item"]]
-    device = value["device"] if value["device"] == "cpu" or torch.cuda.is_available() else "cpu"
+    device = value["device"] if is_available(value["device"]) else "cpu"
     return torch.tensor(decode(value["item"]), dtype=getattr(torch, value["dtype"]), device=device)
 
 

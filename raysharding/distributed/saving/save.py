@@ -34,7 +34,7 @@ from raysharding.checkpoint.format import ADAPTER_CONFIG_NAME, list_sidecar_file
 from raysharding.checkpoint.storage import is_remote, normal_path, storage_of
 from raysharding.checkpoint.writing import is_save_name, own_sidecars
 from raysharding.data import Position
-from raysharding.distributed.comm import agree, from_rank_0
+from raysharding.distributed.comm import agree, device_module, from_rank_0, is_accelerator
 from raysharding.distributed.fully_shard import (
     local_tensor,
     message_device,
@@ -174,8 +174,10 @@ class HostMemory:
             Name → tensor of the same layout, on the CPU.
         """
         copied = {name: self._copy((kind, name), tensor) for name, tensor in tensors.items()}
-        if any(local_tensor(tensor).is_cuda for tensor in tensors.values()):
-            torch.cuda.synchronize()  # the copies are asynchronous, and the shards may change after this returns
+        for device in {local_tensor(tensor).device for tensor in tensors.values()}:
+            if is_accelerator(device):
+                # The copies are asynchronous, and the shards may change after this returns.
+                device_module(device).current_stream(device).synchronize()
         return copied
 
     def reserve(self, tensors: Mapping[str, torch.Tensor], kind: str) -> None:
@@ -186,8 +188,9 @@ class HostMemory:
     def _buffer(self, key: tuple[str, str], local: torch.Tensor) -> torch.Tensor:
         buffer = self._buffers.get(key)
         if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
-            buffer = torch.empty(local.shape, dtype=local.dtype, device="cpu", pin_memory=local.is_cuda)
-            if not local.is_cuda:
+            pin = is_accelerator(local.device)
+            buffer = torch.empty(local.shape, dtype=local.dtype, device="cpu", pin_memory=pin)
+            if not pin:
                 back(buffer)  # page faults during the copy take longer
             self._buffers[key] = buffer
         return buffer

@@ -25,13 +25,13 @@ from raysharding.checkpoint import make_folder, write_file
 from raysharding.checkpoint.format import TRAINING_FOLDER, TRAINING_NAME
 from raysharding.checkpoint.storage import join_path
 from raysharding.data import Position
-from raysharding.distributed.comm import agree, agreeing, from_rank_0
+from raysharding.distributed.comm import accelerator_in_use, agree, agreeing, device_module, from_rank_0
 from raysharding.distributed.saving.optimizer_files import FORMAT_VERSION, beside, read_own_json
 from raysharding.errors import CheckpointError
 
 
 def random_state() -> dict[str, Any]:
-    """Return the state of this process's generators, including the current CUDA device's; 20 KB of JSON."""
+    """Return the state of this process's generators, including the current accelerator's; 20 KB of JSON."""
     version, words, gauss = random.getstate()
     legacy: dict[str, Any] = np.random.get_state(legacy=False)
     state = {
@@ -39,7 +39,8 @@ def random_state() -> dict[str, Any]:
         "python": [version, list(words), gauss],
         "numpy": [legacy["state"]["key"].tolist(), legacy["state"]["pos"], legacy["has_gauss"], legacy["gauss"]],
     }
-    return state | ({"cuda": _text(torch.cuda.get_rng_state())} if torch.cuda.is_initialized() else {})
+    device = accelerator_in_use()
+    return state if device is None else state | {device.type: _text(device_module(device).get_rng_state(device))}
 
 
 def restore_random_state(state: Mapping[str, Any]) -> None:
@@ -55,14 +56,15 @@ def restore_random_state(state: Mapping[str, Any]) -> None:
     random.setstate((version, tuple(words), gauss))
     key, position, has_gauss, value = state["numpy"]
     np.random.set_state(("MT19937", np.array(key, dtype=np.uint32), position, has_gauss, value))
-    if torch.cuda.is_initialized() and "cuda" in state:
-        torch.cuda.set_rng_state(_tensor(state["cuda"]))
+    device = accelerator_in_use()
+    if device is not None and device.type in state:
+        device_module(device).set_rng_state(_tensor(state[device.type]), device)
 
 
 def seed_apart(state: Mapping[str, Any], rank: int) -> None:
     """Seed the generators of a rank without saved state, deterministically from a saved state and the rank."""
     seed = zlib.crc32(f"{state['torch']}, rank {rank}".encode())
-    torch.manual_seed(seed)  # CUDA's, too
+    torch.manual_seed(seed)  # an accelerator's, too
     random.seed(seed)
     np.random.seed(seed)
 

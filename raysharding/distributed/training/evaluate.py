@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from raysharding.batch import RankBatch
-from raysharding.distributed.comm import agreeing, metadata_device
+from raysharding.distributed.comm import agreeing, metadata_device, to_host
 from raysharding.distributed.fully_shard import module_mode, recovering, reshard, unwrapped
 from raysharding.distributed.training.data_loader import DataPlan, DistributedDataLoader
 from raysharding.distributed.training.loss import loss_share
@@ -79,7 +79,7 @@ class Evaluation:
         sums = self._sums.to(metadata_device(), copy=True)
         # Every rank calls this, ranks without rows with zeros: the others would wait in the all-reduce.
         dist.all_reduce(sums)
-        found = sums.tolist()
+        found = to_host(sums).tolist()
         values = {"loss": self._loss.loss()} if self._plan.with_loss else {}
         for index, name in enumerate(self._plan.metrics):
             total, count = found[2 * index : 2 * index + 2]

@@ -12,7 +12,7 @@ from raysharding.batch import RankBatch
 from raysharding.distributed.comm import all_gather_ints, from_rank_0
 from raysharding.distributed.fully_shard import (
     fsdp_modules,
-    generator_devices,
+    generators_restored,
     init_roots,
     module_mode,
     recovering,
@@ -57,8 +57,7 @@ def generate(module: nn.Module, batch: RankBatch, *, training: bool = False, kee
         if not callable(run):
             raise ValueError(f"a {type(module).__name__} has no generate(): it is for transformers' generative models")
         seed = from_rank_0(lambda: int(torch.randint(0, 1 << 62, ()).item()))
-        devices = generator_devices(module)
-        with torch.no_grad(), module_mode(module, training=training), torch.random.fork_rng(devices=devices):
+        with torch.no_grad(), module_mode(module, training=training), generators_restored(module):
             # All ranks start with the same seed, and would draw the same samples.
             torch.manual_seed(seed + dist.get_rank())
             init_roots(module)

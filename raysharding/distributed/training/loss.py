@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from raysharding.batch import RankBatch
-from raysharding.distributed.comm import all_gather_ints, metadata_device
+from raysharding.distributed.comm import all_gather_ints, metadata_device, to_host
 from raysharding.distributed.fully_shard import compute_device, move_inputs
 from raysharding.distributed.training.labels import Counts, LabelKind, Labels, count_items, find_labels, has_own_count
 from raysharding.distributed.training.loss_call import LossFunction, find_loss, loss_of, run_loss
@@ -108,7 +108,7 @@ class LossShare(NamedTuple):
         value = self.value.detach().clone()
         # Every rank calls this, ranks without rows with a zero: the others would wait in the all-reduce.
         dist.all_reduce(value)
-        return float(value)
+        return float(to_host(value))
 
 
 def _weight(agreed: _Agreed, is_dummy: bool, may_be_empty: bool) -> LossWeight:
@@ -210,7 +210,7 @@ def _share_of(
     mine = torch.tensor([float(is_pair), count], dtype=torch.float64, device=metadata_device())
     # Every rank calls this, whatever its loss returned: the ranks must agree on mean or pair before they scale.
     dist.all_reduce(mine)
-    num_pairs, total = mine.tolist()
+    num_pairs, total = to_host(mine).tolist()
     if num_pairs not in (0, dist.get_world_size()):
         raise ValueError(
             "the loss returned (sum, count) on some ranks and a mean on others; return one kind everywhere"

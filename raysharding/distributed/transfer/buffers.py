@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from raysharding.distributed.comm import is_accelerator
 from raysharding.distributed.fully_shard import ShardMap, local_tensor
 from raysharding.distributed.transfer.bucket_plan import BucketPlan, PlannedTensor, Segment
 from raysharding.distributed.transfer.memory import back
@@ -24,13 +25,13 @@ class Slot:
     """One buffer. On the CPU `host` and `wire` are the same tensor."""
 
     host: torch.Tensor
-    """uint8 in host memory, filled by reads; pinned if there is a GPU, and then empty on ranks that do not read."""
+    """uint8 in host memory, filled by reads. On an accelerator pinned, and empty on ranks that do not read."""
     wire: torch.Tensor
     """uint8 on the message device, sent and received."""
-    copied: torch.cuda.Event | None = None
-    """On a GPU: the copy from `host` to `wire`, or to the shards, is done."""
-    sent: torch.cuda.Event | None = None
-    """On a GPU: the messages and copies out of `wire` are done."""
+    copied: torch.Event | None = None
+    """On an accelerator: the copy from `host` to `wire`, or to the shards, is done."""
+    sent: torch.Event | None = None
+    """On an accelerator: the messages and copies out of `wire` are done."""
 
     def __post_init__(self) -> None:
         self.memory = as_memory(self.host)
@@ -38,7 +39,7 @@ class Slot:
 
 def make_ring(num_bytes: int, device: torch.device, reads: bool) -> list[Slot]:
     """Make a ring of buffers of `num_bytes` each; CPU buffers take memory on first touch."""
-    if device.type == "cpu":
+    if not is_accelerator(device):
         buffers = torch.empty(RING_SIZE, num_bytes, dtype=torch.uint8).unbind()
         return [Slot(buffer, buffer) for buffer in buffers]
     return [

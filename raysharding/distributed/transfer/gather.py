@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from raysharding.distributed.comm import wait_for
 from raysharding.distributed.fully_shard import (
     ShardMap,
     by_mesh,
@@ -121,7 +122,7 @@ class Gather:
                     self._hand_over(rank, plan.buckets[index])
             # One batch per round, in the same order on all ranks, so that every send has a posted receive.
             for work in dist.batch_isend_irecv(ops) if ops else []:
-                work.wait(timedelta(seconds=self.timeout_s))
+                wait_for(work, timedelta(seconds=self.timeout_s))
             if own is not None and index < len(own.buckets):
                 self._deliver(own.buckets[index], buffer)
             delivered += sum(

@@ -22,6 +22,8 @@ from pathlib import Path
 
 import torch
 
+from raysharding.distributed.comm import device_module, is_accelerator
+
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; `mmap` has no name for it
 _NICE = 5
 """Nice value of the thread, a little below normal priority; per thread on Linux."""
@@ -176,9 +178,9 @@ class MemoryPeak:
         self._device = device
         self._host_start = self._host_peak = host_memory_bytes()
         self._device_start = 0
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-            self._device_start = torch.cuda.memory_allocated(device)
+        if is_accelerator(device):
+            device_module(device).reset_peak_memory_stats(device)
+            self._device_start = device_module(device).memory_allocated(device)
 
     def sample(self) -> None:
         """Take one sample; costs about 30 µs."""
@@ -192,6 +194,6 @@ class MemoryPeak:
     @property
     def device_bytes(self) -> int:
         """Peak device memory of torch's allocator above the start, in bytes; 0 on the CPU."""
-        if self._device.type != "cuda":
+        if not is_accelerator(self._device):
             return 0
-        return torch.cuda.max_memory_allocated(self._device) - self._device_start
+        return int(device_module(self._device).max_memory_allocated(self._device)) - self._device_start

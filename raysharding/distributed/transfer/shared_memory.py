@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from raysharding.distributed.comm import agree, all_gather_json
+from raysharding.distributed.comm import agree, all_gather_json, waits_for_ranks
 from raysharding.distributed.transfer.buffers import RING_SIZE
 
 _FUTEX = {"x86_64": 202, "aarch64": 98}
@@ -72,6 +72,7 @@ class Counters:
             self._words[index] = value
         self._call(index, _WAKE, 0x7FFFFFFF, None)
 
+    @waits_for_ranks
     def wait(self, index: int, value: int, timeout_s: float, pid: int) -> None:
         """Wait until a counter has reached `value`.
 
@@ -96,6 +97,7 @@ class Counters:
         with self._fence:
             return
 
+    @waits_for_ranks
     def _call(self, index: int, operation: int, value: int, timeout_s: float | None) -> None:
         address = ctypes.c_void_p(self._address + index * WORD_BYTES)
         timeout = None

@@ -17,7 +17,7 @@ from types import TracebackType
 
 import torch
 
-from raysharding.distributed.comm import FailureFlag
+from raysharding.distributed.comm import FailureFlag, device_module, is_accelerator
 from raysharding.distributed.transfer.bucket_plan import Bucket, BucketPlan, Segment
 from raysharding.distributed.transfer.buffers import LocalShards, Slot
 from raysharding.distributed.transfer.memory import MemoryPeak
@@ -49,7 +49,7 @@ class ReadAhead:
     """Seconds of reading."""
 
     def __post_init__(self) -> None:
-        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._stream = device_module(self.device).Stream(self.device) if is_accelerator(self.device) else None
         self._free = threading.Semaphore(len(self.slots))
         self._filled: queue.Queue[int] = queue.Queue()
         self._stopped = False
@@ -58,7 +58,7 @@ class ReadAhead:
     def __enter__(self) -> ReadAhead:
         if self._stream is not None:
             # Wait for kernels that still write to the shards.
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+            self._stream.wait_stream(device_module(self.device).current_stream(self.device))
         self._thread.start()
         return self
 
@@ -85,7 +85,7 @@ class ReadAhead:
         index = self._wait(timeout_s, reading)
         copied = self.slots[index % len(self.slots)].copied
         if copied is not None:
-            torch.cuda.current_stream().wait_event(copied)
+            device_module(self.device).current_stream(self.device).wait_event(copied)
 
     def _wait(self, timeout_s: float, reading: Callable[[int], None]) -> int:
         first = seen = self.source.num_bytes_read
@@ -106,11 +106,14 @@ class ReadAhead:
         if self._stream is not None:
             # On NCCL a completed wait means stream-ordered, not done: the copy of the next bucket waits for this event.
             slot = self.slots[index % len(self.slots)]
-            slot.sent = torch.cuda.Event()
+            slot.sent = device_module(self.device).Event()
             slot.sent.record()
         self._free.release()
 
     def _run(self) -> None:
+        if self._stream is not None:
+            # The current device is thread-local: the first use of device 0 by this thread would make a context there.
+            device_module(self.device).set_device(self.device)
         for index, bucket in enumerate(self.plan.buckets):
             self._free.acquire()
             if self._stopped:
@@ -157,18 +160,18 @@ class ReadAhead:
 
     def _copy_to_device(
         self,
-        stream: torch.cuda.Stream,
+        stream: torch.Stream,
         slot: Slot,
         sent: Sequence[slice],
         staged: Sequence[tuple[Segment, torch.Tensor]],
     ) -> None:
-        with torch.cuda.stream(stream):
+        with device_module(self.device).stream(stream):
             if slot.sent is not None:
                 stream.wait_event(slot.sent)
             for part in sent:
                 slot.wire[part].copy_(slot.host[part], non_blocking=True)
             self._place(staged)
-            slot.copied = torch.cuda.Event()
+            slot.copied = device_module(self.device).Event()
             slot.copied.record(stream)
 
     def _request(self, segment: Segment, memory: memoryview) -> Request:
@@ -233,8 +236,8 @@ class BucketStream:
             if flag.check(index, failed=error is not None):
                 break
         flag.close()
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()  # the host reads offloaded shards next
+        if is_accelerator(self.device):
+            device_module(self.device).current_stream(self.device).synchronize()  # the host reads offloaded shards next
         return error
 
     def _start(self, index: int, ahead: ReadAhead | None) -> BucketTransfer:

@@ -24,6 +24,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from raysharding.distributed.comm import wait_for
 from raysharding.distributed.fully_shard import ShardMap
 from raysharding.distributed.transfer.bucket_plan import REPLICATED, Bucket, Buckets, Section, Segment
 from raysharding.distributed.transfer.buffers import RING_SIZE
@@ -248,7 +249,7 @@ class Scatter:
     def _wait(self, works: Sequence[dist.Work]) -> None:
         """Wait for messages, with a timeout, so that a stopped peer does not block this rank forever."""
         for work in works:
-            work.wait(timedelta(seconds=self._timeout_s))
+            wait_for(work, timedelta(seconds=self._timeout_s))
 
 
 class Broadcast:
@@ -288,7 +289,7 @@ class Broadcast:
     def arrive(self, transfer: BucketTransfer) -> None:
         """Wait for the broadcast, with a timeout, so that a stopped peer does not block this rank forever."""
         for work in transfer.incoming:
-            work.wait(self._timeout)
+            wait_for(work, self._timeout)
 
     def received(self, transfer: BucketTransfer) -> Iterator[tuple[Section, torch.Tensor]]:
         """As `Scatter.received`."""

@@ -16,6 +16,8 @@ from raysharding.data import Position
 from raysharding.distributed.comm import (
     LinkTimes,
     StoreAddress,
+    device_module,
+    is_accelerator,
     join_process_group,
     leave_process_group,
     measure_link,
@@ -53,9 +55,9 @@ class Assignment:
     world_size: int
     """Number of ranks."""
     local_rank: int
-    """Number of the rank on its node, and index of its CUDA device."""
+    """Number of the rank on its node, and index of its accelerator."""
     device: str
-    """`cpu` or `cuda:<local_rank>`."""
+    """`cpu`, or type and index of an accelerator, such as `cuda:<local_rank>`."""
     node_ip: str
     """Address of the rank's node."""
     visible_gpus: str
@@ -135,10 +137,11 @@ class RankCommands:
         """
         leave_process_group()
         device = torch.device(place.device)
-        if device.type == "cuda":
-            # Before the first CUDA call of this process, after which the variable has no effect.
-            os.environ["CUDA_VISIBLE_DEVICES"] = place.visible_gpus
-            torch.cuda.set_device(device)
+        # Before the first CUDA call of this process, after which the variable has no effect. For CPU ranks it is empty:
+        # since Ray 2.60 they would see every GPU of the node, and code that asks for one would make a context there.
+        os.environ["CUDA_VISIBLE_DEVICES"] = place.visible_gpus
+        if is_accelerator(device):
+            device_module(device).set_device(device)
         else:
             torch.set_num_threads(place.num_threads)
         join_process_group(

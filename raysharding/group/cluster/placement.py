@@ -35,6 +35,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raysharding.config import Placement
+from raysharding.distributed.comm import check_device_type
 from raysharding.errors import PlacementError
 from raysharding.group.cluster.ray_internals import dead_jobs, free_resources, is_worker
 
@@ -204,7 +205,7 @@ def cluster_gpus() -> int:
 
 
 def choose_ranks(device: str | None, world_size: int | None, placement: Placement, num_gpus: int) -> tuple[str, int]:
-    """Return the device type (`cuda` or `cpu`) and the number of ranks.
+    """Return the device type and the number of ranks.
 
     Args:
         device: The caller's choice. Default: `cuda` if there are GPUs.
@@ -215,9 +216,8 @@ def choose_ranks(device: str | None, world_size: int | None, placement: Placemen
     Raises:
         ValueError: The device type is unknown, or no number is given, and there are no bundles or GPUs to count.
     """
-    if device not in ("cuda", "cpu", None):
-        raise ValueError(f"device={device!r}: use 'cuda', 'cpu', or None for cuda if there are GPUs")
     device_type = device or ("cuda" if num_gpus else "cpu")
+    check_device_type(device_type)
     if world_size is None and placement.placement_group is not None:
         world_size = int(placement.placement_group.bundle_count)
     if world_size is None:
@@ -245,7 +245,7 @@ def reserve(world_size: int, device_type: str, placement: Placement, place_s: fl
 
     Args:
         world_size: Number of ranks.
-        device_type: `cuda` adds one GPU to each bundle.
+        device_type: Any but `cpu` adds one GPU to each bundle.
         placement: Strategy, CPUs, labels; or an existing placement group.
         place_s: Deadline.
         lifetime: What ends the placement group.
@@ -311,7 +311,7 @@ def rank_need(device_type: str, placement: Placement) -> dict[str, float]:
         ValueError: The rank would need no resources.
     """
     need = {"CPU": float(placement.cpus_per_rank)} if placement.cpus_per_rank else {}
-    if device_type == "cuda":
+    if device_type != "cpu":
         need["GPU"] = 1.0
     if not need:
         raise ValueError("cpus_per_rank=0 on CPUs reserves nothing: give a positive number, such as 0.5")

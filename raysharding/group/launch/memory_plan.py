@@ -85,7 +85,7 @@ class GroupPlan:
     world_size: int
     """Number of ranks."""
     device: str
-    """`cuda` or `cpu`."""
+    """Device type of the ranks."""
     num_replicas: int
     """Number of replicas of the model; 1 without HSDP."""
     num_parameters: int
@@ -161,7 +161,7 @@ def rank_plan(
     load_bytes: int,
     gathered_bytes: int,
     *,
-    on_cuda: bool,
+    on_accelerator: bool,
     offload: bool,
     reads: bool,
 ) -> RankPlan:
@@ -173,12 +173,12 @@ def rank_plan(
         footprint: Memory of the rank's part of the module and the optimizer.
         load_bytes: Memory of its ring of buckets.
         gathered_bytes: Memory of full parameters during compute.
-        on_cuda: True if the rank computes on a GPU.
+        on_accelerator: True if the rank computes on one.
         offload: `Sharding.cpu_offload`; if True, shards, gradients and optimizer state are in host memory.
         reads: True if the rank reads files for others; on GPUs its ring is then also in host memory.
     """
     shards = footprint.parameter_bytes + footprint.training_bytes
-    if not on_cuda:
+    if not on_accelerator:
         # There are no gradients during the load, and there is no ring during compute.
         busiest = max(load_bytes, footprint.training_bytes + gathered_bytes)
         host = RANK_BYTES + footprint.resident_bytes + busiest
@@ -260,7 +260,7 @@ def _ranks(
                 held[rank % num_shards],
                 ring,
                 gathered,
-                on_cuda=device_type == "cuda",
+                on_accelerator=device_type != "cpu",
                 offload=spec.sharding.cpu_offload,
                 reads=rank == 0 or spec.loading.transport == "local",
             )
@@ -305,14 +305,14 @@ def _notes(spec: GroupSpec, ranks: Sequence[RankPlan], nodes: Sequence[NodePlan]
         what = f"the state of {_name(spec.optimizer)} is unknown and left out: its step needs real values"
         notes.append(what)
     notes.append(
-        "estimates: the process of each rank, gathered parameters" + ", a CUDA context" * (device_type == "cuda")
+        "estimates: the process of each rank, gathered parameters" + ", a device context" * (device_type != "cpu")
     )
     if spec.loading.mmap:
         notes.append("mmap=True: parameters are pages of the files until they are written, and may take less")
     for node in nodes:
         if node.room.host_bytes is None:
             notes.append(f"{node.room.name}: free host memory is unknown")
-        if device_type == "cuda" and node.ranks and node.room.gpu_bytes is None:
+        if device_type != "cpu" and node.ranks and node.room.gpu_bytes is None:
             notes.append(f"{node.room.name}: free GPU memory is unknown")
     return notes
 

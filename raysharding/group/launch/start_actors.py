@@ -40,7 +40,7 @@ def start_actors(
         reservation: A ready placement group.
         spec: The group's spec.
         world_size: Number of ranks.
-        device_type: `cuda` or `cpu`.
+        device_type: Device type of the ranks.
         checkpoint_path: Local path that rank 0's node must see; `None` if rank 0 may run on any node.
 
     Raises:
@@ -108,10 +108,12 @@ def _member(described: RankInfo, actor: Any, info: ActorInfo, bundle: int, lifet
 
 def _start(reservation: Reservation, bundle: int, device_type: str, spec: GroupSpec) -> Any:
     lifetime, environment = spec.lifetime, dict(spec.placement.runtime_env or {})
-    if device_type == "cuda":
+    if device_type != "cpu":
         # Every rank of a node sees all of the group's GPUs on the node: NCCL between processes that see one GPU each
         # is slow or hangs on NVSwitch machines. Ray must not mask GPUs; `RankCommands.join` sets the group's own mask.
-        variables = {**environment.get("env_vars", {}), "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+        # On ROCm the mask of CUDA holds as well, and Ray sets one of its own.
+        noset = {f"RAY_EXPERIMENTAL_NOSET_{kind}_VISIBLE_DEVICES": "1" for kind in ("CUDA", "HIP")}
+        variables = {**environment.get("env_vars", {}), **noset}
         environment["env_vars"] = variables
     options: dict[str, Any] = {
         "num_cpus": reservation.need.get("CPU", 0),
@@ -204,11 +206,11 @@ def number_actors(actors: Sequence[Any], infos: Sequence[ActorInfo], device_type
         info, local_rank = infos[index], taken[infos[index].node_id]
         taken[info.node_id] += 1
         gpus.setdefault(info.node_id, []).extend(info.gpu_ids)
-        device = f"cuda:{local_rank}" if device_type == "cuda" else "cpu"
+        device = "cpu" if device_type == "cpu" else f"{device_type}:{local_rank}"
         described = RankInfo(rank, info.node_id, info.node_ip, info.pid, local_rank, device)
         members.append(_member(described, actors[index], info, index, lifetime))
-    is_cuda = device_type == "cuda"
-    visible = tuple(",".join(gpus[member.info.node_id]) if is_cuda else "" for member in members)
+    on_cpu = device_type == "cpu"
+    visible = tuple("" if on_cpu else ",".join(gpus[member.info.node_id]) for member in members)
     return Started(tuple(members), visible)
 
 

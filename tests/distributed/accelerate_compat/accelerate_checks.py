@@ -21,6 +21,7 @@ from raysharding.distributed import (
     init_mesh,
     shard_module,
 )
+from tests.spawn import device_type
 
 LLAMA = "llama"
 """Directory of a tiny checkpoint."""
@@ -114,7 +115,7 @@ def switched(model: nn.Module, optimizer: torch.optim.Optimizer, switch: Any, st
     before = addresses(model)
     if stand_ins:
         put_stand_ins(optimizer)
-    shard_module(model, init_mesh("cpu", SHARDING), SHARDING)
+    shard_module(model, init_mesh(device_type(), SHARDING), SHARDING)
     switch(optimizer, {before[name]: parameter for name, parameter in model.named_parameters()})
 
 
@@ -177,7 +178,7 @@ def check_optimizer_without_partner(root: Path) -> None:
         groups = [list(group["params"]) for group in optimizer.param_groups]
         states = dict(optimizer.state)
         del before["second.weight"]
-        shard_module(model, init_mesh("cpu"), SHARDING)
+        shard_module(model, init_mesh(device_type()), SHARDING)
         mapping = {address: model.get_parameter(name) for name, address in before.items()}
         with pytest.raises(KeyError) as caught:
             switch(optimizer, mapping)
@@ -203,7 +204,7 @@ def check_optimizer_bad_state(root: Path) -> None:
     kept = [parameter.data for parameter in model.parameters()]  # so that no address is used again
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()  # as the cast to fp32 under mixed precision does
-    shard_module(model, init_mesh("cpu"), SHARDING)
+    shard_module(model, init_mesh(device_type()), SHARDING)
     mapping = {before[name]: parameter for name, parameter in model.named_parameters()}
     with pytest.raises(ValueError, match=r"exp_avg.*shape \(7, 4\) whose sharded partner is not known"):
         fsdp2_switch_optimizer_parameters(optimizer, mapping)
@@ -224,7 +225,7 @@ def check_optimizer_dtype(root: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.5)
     model.weight.grad, model.bias.grad = model.weight.detach().clone(), model.bias.detach().clone()
     optimizer.step()
-    sharded = shard_module(nn.Linear(3, 5), init_mesh("cpu"))
+    sharded = shard_module(nn.Linear(3, 5), init_mesh(device_type()))
     mapping = {model.get_parameter(name).data_ptr(): parameter for name, parameter in sharded.named_parameters()}
     fsdp2_switch_optimizer_parameters(optimizer, mapping)
     for name, cut in sharded.named_parameters():

@@ -43,6 +43,7 @@ from tests.distributed.accelerate_compat.accelerate_checks import full
 from tests.distributed.fully_shard.sharding_checks import on_meta, require_equal
 from tests.distributed.loading.load_checks import full_state
 from tests.distributed.models import Odd, filled, saved
+from tests.spawn import device_type
 
 
 @contextmanager
@@ -104,7 +105,9 @@ def check_rank_0_values(root: Path) -> None:
 
 def odd_on_meta() -> Any:
     with torch.device("meta"):
-        return shard_module(Odd(), init_mesh("cpu", HYBRID if is_hybrid() else None), HYBRID if is_hybrid() else None)
+        return shard_module(
+            Odd(), init_mesh(device_type(), HYBRID if is_hybrid() else None), HYBRID if is_hybrid() else None
+        )
 
 
 HYBRID = Sharding(replicate_size=2)
@@ -211,7 +214,7 @@ def check_patched_accelerate(root: Path) -> None:
     )
     for load, make, options in cases:
         model = DistModule(make())
-        apply_fsdp2(model, init_mesh("cpu"))
+        apply_fsdp2(model, init_mesh(device_type()))
         with patch_accelerate():
             load(model=model, checkpoint=folder, **options)
         require_equal(model, filled(8).state_dict())

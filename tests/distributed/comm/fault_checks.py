@@ -24,11 +24,12 @@ from raysharding.distributed import (
 )
 from raysharding.errors import PlanError, RayshardingError
 from tests.distributed.models import Odd, filled
+from tests.spawn import device_type
 
 
 def sharded(seed: int = 0) -> Odd:
     model = filled(seed)
-    shard_module(model, init_mesh("cpu"))
+    shard_module(model, init_mesh(device_type()))
     return model
 
 
@@ -84,7 +85,7 @@ def check_apply_that_changes_a_shape(root: Path) -> None:
 def check_a_parameter_that_is_trained_later(root: Path) -> None:
     model = filled()
     model.scale.requires_grad_(False)
-    shard_module(model, init_mesh("cpu"))
+    shard_module(model, init_mesh(device_type()))
     model.scale.requires_grad_(True)
     ids = torch.tensor([[dist.get_rank(), 3, 5]])
     model(ids).square().mean().backward()
@@ -115,7 +116,7 @@ def check_ties_of_distributed_state_dicts(root: Path) -> None:
     """An optimizer made after `load_state_dict(assign=True)` holds each parameter once."""
     with torch.device("meta"):
         model = Odd()
-    apply_fsdp2(model, init_mesh("cpu"))
+    apply_fsdp2(model, init_mesh(device_type()))
     spec = model.state_dict()
     found: dict[str, torch.Tensor] = {}
     if dist.get_rank() == 0:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from raysharding.config import Sharding
 from raysharding.distributed.comm.device_mesh import init_mesh
-from tests.spawn import run_ranks
+from tests.spawn import device_type, run_ranks
 
 
 def listening(pid: int) -> set[tuple[str, int]]:
@@ -33,7 +33,7 @@ def gets_in(end: tuple[str, int]) -> bool:
 def meet() -> tuple[bool, int, list[tuple[str, int]]]:
     """On every rank: a mesh of two axes; what it sums up, where that made the rank listen, and who gets in there."""
     before = listening(os.getpid())
-    mesh = init_mesh("cpu", Sharding(replicate_size=2))
+    mesh = init_mesh(device_type(), Sharding(replicate_size=2))
     new = listening(os.getpid()) - before
     dist.barrier()
     open_to_all = [end for end in new if gets_in(end)]

@@ -28,6 +28,7 @@ from raysharding.distributed.comm.json_collectives import all_gather_json
 from tests.distributed.fsdp.full_params_checks import require_equal, require_shards, summon_theirs
 from tests.distributed.fully_shard.fsdp1 import ours, outcomes, own_rows, same, shardings, theirs, theirs_named
 from tests.distributed.models import Odd, filled
+from tests.spawn import device_type
 
 
 def initialise(module: nn.Module) -> None:
@@ -132,7 +133,7 @@ def check_names(root: Path) -> None:
     plain = filled()
     model.blocks[1] = checkpoint_wrapper(model.blocks[1])
     model.blocks[2] = torch.compile(model.blocks[2], backend="eager")
-    shard_module(model, init_mesh("cpu"))
+    shard_module(model, init_mesh(device_type()))
     oracle = theirs()
     found = dict(named_parameters(model))
     assert list(found) == [name for name, _ in plain.named_parameters()]

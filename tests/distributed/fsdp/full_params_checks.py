@@ -43,6 +43,7 @@ from tests.distributed.fully_shard.fsdp1 import (
     theirs_named,
 )
 from tests.distributed.models import Odd, filled
+from tests.spawn import device_type
 
 summon_theirs = FullyShardedDataParallel.summon_full_params
 
@@ -239,7 +240,7 @@ def check_parts_of_several_strategies(root: Path) -> None:
     for rank0_only in (False, True):
         module, expected = filled(), filled()
         for inner, sharding in ((module.blocks[0], whole), (module, Sharding(wrap="none"))):
-            shard_module(inner, init_mesh("cpu", sharding), sharding)
+            shard_module(inner, init_mesh(device_type(), sharding), sharding)
         for each in (module, expected):
             each(IDS).square().mean().backward()
         with summon_full_params(module, rank0_only=rank0_only, with_grads=True):
@@ -438,7 +439,7 @@ def check_ranks_that_differ(root: Path) -> None:
     require_shards(module)
     with torch.device("meta"):
         empty = Odd()
-    shard_module(empty, init_mesh("cpu"))
+    shard_module(empty, init_mesh(device_type()))
     assert all(text.startswith("ValueError") and "materialize" in text for text in outcomes(lambda: summon(empty)))
 
 
@@ -466,7 +467,7 @@ def check_after_a_part_of_a_group(root: Path) -> None:
     torch.manual_seed(0)
     module: Any = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3), nn.Linear(3, 3))
     reference = deepcopy(module)
-    mesh = init_mesh("cpu")
+    mesh = init_mesh(device_type())
     fully_shard([module[1], module[2]], mesh=mesh)
     fully_shard(module, mesh=mesh)
     module(torch.ones(4, 5))  # FSDP2 finds its root by the first forward
@@ -490,7 +491,7 @@ def check_a_group_of_several_modules(root: Path) -> None:
     module: Any = nn.Sequential(nn.LSTM(8, 5), nn.Linear(5, 3), nn.Linear(3, 3))
     torch.manual_seed(0)
     reference: Any = nn.Sequential(nn.LSTM(8, 5), nn.Linear(5, 3), nn.Linear(3, 3))
-    mesh = init_mesh("cpu")
+    mesh = init_mesh(device_type())
     ignored = module[1].bias
     fully_shard([module[1], module[2]], mesh=mesh, ignored_params={ignored})
     fully_shard(module, mesh=mesh, ignored_params={ignored})

@@ -46,6 +46,7 @@ from raysharding.distributed import (
 from raysharding.distributed.fully_shard.materialize import materialize
 from raysharding.distributed.saving.optimizer_files import OptimizerLoad
 from raysharding.errors import CheckpointError, PlanError
+from tests.spawn import device_type
 
 FULL = StateDictType.FULL_STATE_DICT
 
@@ -79,7 +80,7 @@ def made(dtype: torch.dtype = torch.float32) -> Uneven:
 
 def sharded(replicate_size: int = 1, dtype: torch.dtype = torch.float32) -> nn.Module:
     sharding = Sharding(replicate_size=replicate_size)
-    return shard_module(made(dtype), init_mesh("cpu", sharding), sharding)
+    return shard_module(made(dtype), init_mesh(device_type(), sharding), sharding)
 
 
 def adamw(module: nn.Module) -> torch.optim.Optimizer:
@@ -214,7 +215,7 @@ def check_against_fsdp1(root: Path) -> None:
             optimizer.step()
         return optimizer
 
-    module = shard_module(plain(), init_mesh("cpu"))
+    module = shard_module(plain(), init_mesh(device_type()))
     optimizer = steps(module)
     ours = full_optim_state_dict(module, optimizer, rank0_only=False)
     cpu = torch.device("cpu")
@@ -277,7 +278,7 @@ def check_forms(root: Path) -> None:
             torch.manual_seed(0)
             models.append(nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4)))
         models = [
-            shard_module(models[0], init_mesh("cpu")),
+            shard_module(models[0], init_mesh(device_type())),
             fsdp1(models[1], device_id=torch.device("cpu"), device_mesh=mesh),
         ]
         optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01 * num_steps) for model in models]
@@ -483,7 +484,7 @@ def check_offloaded(root: Path) -> None:
     """State that is brought back lies where its parameter does; `meta` stands for the device that computes."""
     for offload in (False, True):
         sharding = Sharding(cpu_offload=offload)
-        module = shard_module(made(), init_mesh("cpu", sharding), sharding)
+        module = shard_module(made(), init_mesh(device_type(), sharding), sharding)
         optimizer = adamw(module)
         for parameter in module.parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -496,7 +497,7 @@ def check_offloaded(root: Path) -> None:
         assert {shard._local_tensor.device.type for shard in shards} == {"cpu" if offload else "meta"}
     # State of another shape than its parameter's is whole on every rank, and comes through the other device.
     with torch.device("meta"):
-        skeleton = shard_module(Uneven(), init_mesh("cpu", Sharding()), Sharding())
+        skeleton = shard_module(Uneven(), init_mesh(device_type(), Sharding()), Sharding())
     optimizer = adamw(skeleton)
     load.target.apply(skeleton, optimizer, {f"{load.target.names[0]}/row": torch.zeros(3)})
     assert [state["row"].device.type for state in optimizer.state.values() if "row" in state] == ["meta"]

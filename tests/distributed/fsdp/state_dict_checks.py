@@ -41,6 +41,7 @@ from tests.distributed.fsdp.full_params_checks import rank, require_equal, requi
 from tests.distributed.fully_shard.fsdp1 import IDS, bumped, ours, outcomes, same, shardings, theirs
 from tests.distributed.fully_shard.sharding_checks import Scaled
 from tests.distributed.models import Odd, filled
+from tests.spawn import device_type
 
 FULL, SHARDED, LOCAL = (
     StateDictType.FULL_STATE_DICT,
@@ -80,7 +81,7 @@ def check_full(root: Path) -> None:
     model: Any = filled()
     model.blocks[1] = checkpoint_wrapper(model.blocks[1])
     model.blocks[2] = torch.compile(model.blocks[2], backend="eager")
-    shard_module(model, init_mesh("cpu"))
+    shard_module(model, init_mesh(device_type()))
     for kind in (FULL, SHARDED, LOCAL):
         with state_dict_type(model, kind):
             found = model.state_dict()
@@ -111,7 +112,7 @@ def check_full_load(root: Path) -> None:
     with torch.device("meta"):
         empty = Odd()
     empty.positions = torch.arange(5).expand(2, 5).clone()
-    shard_module(empty, init_mesh("cpu"))
+    shard_module(empty, init_mesh(device_type()))
     with state_dict_type(empty, FULL):
         empty.load_state_dict(state if rank() == 0 else {})
     require_equal(empty.eval(), bumped())
@@ -242,7 +243,7 @@ def check_local(root: Path) -> None:
             assert all(text.startswith("PlanError") and key in text and word in text for text in errors), errors
     with torch.device("meta"):
         empty = Odd()
-    fully_shard(empty, mesh=init_mesh("cpu"), ignored_params={empty.scale})
+    fully_shard(empty, mesh=init_mesh(device_type()), ignored_params={empty.scale})
     assert all("materialize" in text for text in outcomes(lambda: _load(empty, LOCAL, found)))
 
 
@@ -298,9 +299,9 @@ def check_inner_modules(root: Path) -> None:
 def check_a_wrapped_root(root: Path) -> None:
     """A root that is a checkpoint wrapper loads what it gave, and what the module that it wraps gave."""
     for kind, outer in itertools.product((FULL, SHARDED, LOCAL), (False, True)):
-        module: Any = shard_module(checkpoint_wrapper(filled()), init_mesh("cpu"))
+        module: Any = shard_module(checkpoint_wrapper(filled()), init_mesh(device_type()))
         compiled: Any = torch.compile(filled(1), backend="eager")
-        other: Any = shard_module(checkpoint_wrapper(compiled), init_mesh("cpu"))
+        other: Any = shard_module(checkpoint_wrapper(compiled), init_mesh(device_type()))
         with state_dict_type(module, kind), state_dict_type(other, kind):
             found = module.state_dict()
             assert list(found) == list(filled().state_dict())
@@ -314,9 +315,9 @@ def check_a_wrapped_root(root: Path) -> None:
 def check_extra_state(root: Path) -> None:
     """In the full form rank 0's, once on every rank; in the others each rank's own."""
     states = ({"step": 3}, torch.arange(3), 5)
-    module: Any = shard_module(nn.Sequential(*map(Scaled, states)), init_mesh("cpu"))
+    module: Any = shard_module(nn.Sequential(*map(Scaled, states)), init_mesh(device_type()))
     for kind in (FULL, SHARDED):
-        other: Any = shard_module(nn.Sequential(*(Scaled() for _ in states)), init_mesh("cpu"))
+        other: Any = shard_module(nn.Sequential(*(Scaled() for _ in states)), init_mesh(device_type()))
         with state_dict_type(module, kind), state_dict_type(other, kind):
             state = module.state_dict()
             result = other.load_state_dict(_on_rank_0(state) if kind is FULL else state)

@@ -18,6 +18,7 @@ from raysharding.config import Sharding
 from raysharding.distributed import init_mesh, shard_module
 from raysharding.distributed.comm.json_collectives import all_gather_json
 from tests.distributed.models import Odd, filled
+from tests.spawn import device_type
 
 IDS = torch.arange(24).view(6, 4)
 """Token ids."""
@@ -32,7 +33,7 @@ def shardings() -> list[Sharding]:
 def ours(sharding: Sharding | None = None, seed: int = 0) -> Any:
     """`filled(seed)`, sharded; the root and each block are groups."""
     sharding = sharding or Sharding()
-    return shard_module(filled(seed), init_mesh("cpu", sharding), sharding)
+    return shard_module(filled(seed), init_mesh(device_type(), sharding), sharding)
 
 
 def theirs(sharding: Sharding | None = None, seed: int = 0) -> Any:

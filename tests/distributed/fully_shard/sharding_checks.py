@@ -28,12 +28,13 @@ from raysharding.distributed import (
 )
 from raysharding.errors import CheckpointError, PlanError, RayshardingError
 from tests.distributed.models import Odd, filled, saved
+from tests.spawn import device_type
 
 
 def meshes() -> list[Any]:
     """1-D, and HSDP where the ranks make it."""
     sizes = [1] + ([2] if dist.get_world_size() in (2, 4) else [])
-    return [init_mesh("cpu", Sharding(replicate_size=size)) for size in sizes]
+    return [init_mesh(device_type(), Sharding(replicate_size=size)) for size in sizes]
 
 
 def on_meta() -> Odd:
@@ -171,7 +172,7 @@ def check_assign(root: Path) -> None:
         model.load_state_dict(filled(4).half().state_dict() if rank == 0 else {}, assign=True)
         require_equal(model, half)
     model = DistModule(Odd())
-    apply_fsdp2(model, init_mesh("cpu"))
+    apply_fsdp2(model, init_mesh(device_type()))
     before = model.embed.weight
     mixed = filled().state_dict() | {"narrow": torch.zeros(2, 64, dtype=torch.bfloat16)}
     with pytest.raises(PlanError, match="the FSDP group of the root"):
@@ -187,7 +188,7 @@ def check_mismatches(root: Path) -> None:
     rank = dist.get_rank()
     good = filled(5).state_dict()
     model = DistModule(filled(6))
-    apply_fsdp2(model, init_mesh("cpu"))
+    apply_fsdp2(model, init_mesh(device_type()))
     before = filled(6).state_dict()
     cases = {
         "missing from the checkpoint: narrow": {k: v for k, v in good.items() if k != "narrow"},
@@ -275,13 +276,13 @@ def check_extra_state(root: Path) -> None:
 
 
 def apply_to(module: nn.Module) -> Any:
-    apply_fsdp2(module, init_mesh("cpu"))
+    apply_fsdp2(module, init_mesh(device_type()))
     return module
 
 
 def check_an_item_that_fails(root: Path) -> None:
     model = DistModule(on_meta())
-    apply_fsdp2(model, init_mesh("cpu"))
+    apply_fsdp2(model, init_mesh(device_type()))
     expected = (OSError, "the disk is gone") if dist.get_rank() == 0 else (RayshardingError, "the disk is gone")
     with pytest.raises(expected[0], match=expected[1]):
         model.load_state_dict(Failing(filled().state_dict()) if dist.get_rank() == 0 else {})
@@ -363,7 +364,7 @@ def check_files(root: Path) -> None:
             load_state_dict(files[0], "nowhere")
     expected = filled(8).state_dict()
     model = DistModule(on_meta())
-    apply_fsdp2(model, init_mesh("cpu"))
+    apply_fsdp2(model, init_mesh(device_type()))
     first = model.load_state_dict(load_state_dict(files[0]), strict=False)
     assert set(first.missing_keys) == set(names[1::2])
     assert all(tensor.is_meta for name, tensor in model.named_parameters() if name in names[1::2])
@@ -374,7 +375,7 @@ def check_files(root: Path) -> None:
 def check_that_the_same_engine_moves_it(root: Path) -> None:
     """Rank 0 sends each shard once, through shared memory on one host, and loads each lazy item twice."""
     model = on_meta()
-    apply_fsdp2(model, init_mesh("cpu"))
+    apply_fsdp2(model, init_mesh(device_type()))
     lazy = Lazy(saved(filled(9)))
     load_full_state_dict(model, lazy if dist.get_rank() == 0 else {})
     assert lazy.num_loads == (2 * len(lazy) if dist.get_rank() == 0 else 0)

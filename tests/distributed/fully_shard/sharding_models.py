@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from raysharding.config import Sharding
 from raysharding.distributed import init_mesh, shard_module
+from tests.spawn import device_type
 
 
 class Block(nn.Module):
@@ -70,7 +71,7 @@ def meshes(*, all_of_them: bool = False) -> list[int]:
 
 def sharded(module: nn.Module, sharding: Sharding | None = None, **fields: Any) -> Any:
     sharding = sharding or Sharding(**{"wrap": ["Block"], **fields})
-    return shard_module(copy.deepcopy(module), init_mesh("cpu", sharding), sharding)
+    return shard_module(copy.deepcopy(module), init_mesh(device_type(), sharding), sharding)
 
 
 def fsdp1(module: nn.Module, wrap: Iterable[type[nn.Module]] = (Block,), **overrides: Any) -> Any:

@@ -16,7 +16,7 @@ from raysharding.distributed.fully_shard.execution_order import check_execution_
 from raysharding.distributed.fully_shard.recovery import recover
 from raysharding.distributed.fully_shard.shard import shard_module
 from raysharding.errors import PlanError
-from tests.spawn import run_ranks
+from tests.spawn import device_type, run_ranks
 
 
 class Experts(nn.Module):
@@ -46,7 +46,7 @@ def recorded(wrap: str) -> Any:
     """`Experts`, cut over all ranks."""
     torch.manual_seed(0)
     sharding = Sharding(wrap=wrap)
-    return shard_module(Experts(), init_mesh("cpu", sharding), sharding)
+    return shard_module(Experts(), init_mesh(device_type(), sharding), sharding)
 
 
 def run_mixed_experts() -> None:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from raysharding.config import Sharding
 from raysharding.distributed import clip_grad_norm_, init_mesh, reduce_replicated_gradients, shard_module
-from tests.spawn import run_ranks
+from tests.spawn import device_type, run_ranks
 
 
 class Uneven(nn.Module):
@@ -41,7 +41,7 @@ def run_norms(replicate_size: int) -> None:
     sharding = Sharding(replicate_size=replicate_size)
     for norm_type in (0.5, 1.0, 2.0, 3.0, math.inf):
         torch.manual_seed(0)
-        module = shard_module(Uneven(), init_mesh("cpu", sharding), sharding)
+        module = shard_module(Uneven(), init_mesh(device_type(), sharding), sharding)
         rows = torch.rand(world_size, 3, generator=torch.Generator().manual_seed(1))
         module(rows[rank : rank + 1]).backward()
         before = full_gradients(module)
@@ -58,7 +58,7 @@ def run_norms(replicate_size: int) -> None:
 
 def run_replicated() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    module = shard_module(Uneven(), init_mesh("cpu"))
+    module = shard_module(Uneven(), init_mesh(device_type()))
     scale, wide, idle = (module.get_parameter(name) for name in ("scale", "wide", "idle"))
     if rank == 1:  # the others have no gradient: they count as zeros
         scale.grad = torch.tensor(6.0)
@@ -74,7 +74,7 @@ def run_replicated() -> None:
 
 def run_nothing() -> None:
     """No gradient on any rank, then on one rank alone: a zero norm and no deadlock."""
-    module = shard_module(Uneven(), init_mesh("cpu"))
+    module = shard_module(Uneven(), init_mesh(device_type()))
     assert clip_grad_norm_(module, 1.0).item() == 0.0
     assert clip_grad_norm_(module, 1.0, math.inf).item() == 0.0
     if dist.get_rank() == 1:

@@ -38,7 +38,7 @@ from tests.distributed.fully_shard.sharding_models import (
 )
 from tests.distributed.models import Odd, filled, saved
 from tests.distributed.training.training_cases import llama
-from tests.spawn import run_ranks
+from tests.spawn import device_type, run_ranks
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 
@@ -84,7 +84,7 @@ def measure(strategy: str) -> dict[str, tuple[float, float]]:
     world_size = dist.get_world_size()
     ranks_per_node = world_size // 2 if "HYBRID" in strategy else None
     sharding = Sharding.from_strategy(strategy, world_size, ranks_per_node, wrap=["Block"])
-    mesh = init_mesh("cpu", sharding)
+    mesh = init_mesh(device_type(), sharding)
     total = sum(item.nbytes for item in build(Wide).parameters())
     module = shard_module(build(Wide), mesh, sharding)
     options: dict[str, Any] = {"device_mesh": mesh} if "HYBRID" in strategy else {}
@@ -131,7 +131,7 @@ def load_train_save(root: Path) -> None:
     for strategy, ranks_per_node in (("NO_SHARD", None), ("hybrid_shard", world_size // 2 or 1)):
         sharding = Sharding.from_strategy(strategy, world_size, ranks_per_node)
         module: Any = build_module(Odd, open_checkpoint(root / "odd.safetensors"), None)
-        shard_module(module, init_mesh("cpu", sharding), sharding)
+        shard_module(module, init_mesh(device_type(), sharding), sharding)
         load_checkpoint(module, root / "odd.safetensors")
         if strategy == "NO_SHARD":
             assert all(torch.equal(local_tensor(item), expected[name]) for name, item in module.named_parameters())
@@ -146,7 +146,7 @@ def load_train_save(root: Path) -> None:
         assert_same(gradients(module), gradients(twin), rtol=1e-4)
         folder = root / f"{strategy}-{world_size}"
         save_checkpoint(module, folder)
-        again: Any = shard_module(build_module(Odd, open_checkpoint(folder), None), init_mesh("cpu"))
+        again: Any = shard_module(build_module(Odd, open_checkpoint(folder), None), init_mesh(device_type()))
         load_checkpoint(again, folder)
         before, after = (dict(item.named_parameters()) for item in (module, again))
         assert all(torch.equal(before[name].full_tensor(), after[name].full_tensor()) for name in ("large", "narrow"))

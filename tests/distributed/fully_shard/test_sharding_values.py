@@ -42,7 +42,7 @@ from tests.distributed.fully_shard.sharding_models import (
 )
 from tests.distributed.models import Odd
 from tests.grid import world_sizes
-from tests.spawn import run_ranks
+from tests.spawn import device_type, run_ranks
 
 IGNORED = [r"blocks\.1", "head"]
 INSIDE = {f"blocks.1.{part}.{kind}" for part in ("up", "down") for kind in ("weight", "bias")} | {
@@ -101,7 +101,7 @@ def fsdp1_ignores_the_same() -> None:
     module_copy = build()
     ours: Any = shard_module(
         module_copy,
-        init_mesh("cpu"),
+        init_mesh(device_type()),
         Sharding(wrap=["Block"], ignored_modules=[module_copy.blocks[1], module_copy.head]),
     )
     batch = mine(rows(24))
@@ -213,7 +213,7 @@ def ignored_load(root: Path) -> None:
     sharding = Sharding(wrap=["Block"], ignored_modules=IGNORED, mixed_precision=None)
     path = root / "net.safetensors"
     module: Any = build_module(Net, open_checkpoint(path), None)
-    shard_module(module, init_mesh("cpu"), sharding)
+    shard_module(module, init_mesh(device_type()), sharding)
     load_checkpoint(module, path)
     assert_same(parameters(module), parameters(build(seed=7)), rtol=0, atol=0)
 
@@ -228,7 +228,7 @@ def bad_ignored() -> None:
     ]
     for value, message in cases:
         with pytest.raises(PlanError, match=message):
-            shard_module(net, init_mesh("cpu"), Sharding(ignored_modules=value))
+            shard_module(net, init_mesh(device_type()), Sharding(ignored_modules=value))
 
 
 class Normed(nn.Sequential):
@@ -237,7 +237,7 @@ class Normed(nn.Sequential):
 
 
 def what_is_sharded_already_is_refused() -> None:
-    mesh = init_mesh("cpu")
+    mesh = init_mesh(device_type())
     cases: tuple[tuple[Callable[[], Any], Callable[[Any], nn.Module], Sharding, list[str]], ...] = (
         (Normed, lambda module: module, Sharding(wrap="none"), ["the root"]),
         (Normed, lambda module: module[1], Sharding(wrap="none", mixed_precision="bf16"), ["1"]),
@@ -292,7 +292,7 @@ def one_group_at_a_time(replicate_size: int) -> None:
         sharding = Sharding(
             wrap=["Block"] if make is Net else "auto", param_init_fn=rule, replicate_size=replicate_size
         )
-        module: Any = shard_module(meta, init_mesh("cpu", sharding), sharding)
+        module: Any = shard_module(meta, init_mesh(device_type(), sharding), sharding)
         assert_same(parameters(module), parameters(expected), rtol=0, atol=0)
         assert_same(dict(module.named_buffers()), dict(expected.named_buffers()), rtol=0, atol=0)
         assert len(called) == len(set(called)), "each module once with memory"

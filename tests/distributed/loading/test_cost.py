@@ -23,7 +23,7 @@ from raysharding.distributed.loading.state_dict_source import Rank0StateDict
 from raysharding.distributed.transfer.buffers import RING_SIZE
 from raysharding.models import build_module
 from raysharding.units import MIB
-from tests.spawn import run_ranks
+from tests.spawn import device_type, run_ranks
 
 WORLD_SIZE = 4
 NUM_BYTES = 192 * MIB
@@ -61,7 +61,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def measure(path: Path, loading: Loading) -> list[dict[str, Any]]:
     """On every rank: one load, and what it cost each rank."""
     opened = open_checkpoint(path)
-    module = shard_module(build_module(Wide, opened, None), init_mesh("cpu"))
+    module = shard_module(build_module(Wide, opened, None), init_mesh(device_type()))
     # The first messages connect the pairs, which is not the load's memory.
     dist.all_reduce(torch.ones(1))
     with MemorySampler() as memory:
@@ -120,7 +120,7 @@ class Generated(Mapping[str, torch.Tensor]):
 def measure_state_dict() -> list[dict[str, Any]]:
     """On every rank: what it costs to distribute a state dict that rank 0 does not hold."""
     with torch.device("meta"):
-        module = shard_module(Wide(), init_mesh("cpu"))
+        module = shard_module(Wide(), init_mesh(device_type()))
     dist.all_reduce(torch.ones(1))
     with MemorySampler() as memory:
         report = load_from_rank_0(
@@ -152,7 +152,7 @@ def test_a_state_dict_larger_than_memory(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def ring_of(path: Path, loading: Loading) -> int:
     """On every rank: bytes of the ring of a load of `Whole`."""
-    module = shard_module(build_module(Whole, open_checkpoint(path), None), init_mesh("cpu"))
+    module = shard_module(build_module(Whole, open_checkpoint(path), None), init_mesh(device_type()))
     return load_checkpoint(module, path, loading=loading).ring_bytes
 
 

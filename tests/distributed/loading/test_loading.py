@@ -20,6 +20,7 @@ from tests.distributed.loading import load_checks, verify_checks
 from tests.distributed.models import filled, saved
 from tests.distributed.saving import save_checks
 from tests.distributed.transfer import reader_checks
+from tests.grid import needs_sim
 from tests.models.architectures import ARCHITECTURES
 from tests.spawn import run_ranks
 
@@ -65,6 +66,19 @@ CHECKS = {
         "loading.load_checks.check_training",
     ),
 }
+
+SIM_CHECKS = (
+    "loading.load_checks.check_odd_shapes",
+    "loading.load_checks.check_dtypes",
+    "loading.verify_checks.check_digests",
+    "transfer.reader_checks.check_broken_stream",
+    "transfer.reader_checks.check_readers",
+    "saving.save_checks.check_saves",
+    "saving.save_checks.check_small_files",
+    "loading.load_checks.check_training",
+    "loading.load_checks.check_a_reload",
+)
+"""What also runs on three ranks on the simulated device."""
 
 
 def write_checkpoints(root: Path) -> None:
@@ -130,3 +144,28 @@ def test_on_ranks(world_size: int, name: str, root: Path) -> None:
         pytest.skip("hiding a directory from some ranks takes root")
     for rank, outcome in enumerate(outcomes(world_size, root)):
         assert not outcome[name], f"rank {rank} of {world_size}:\n{outcome[name]}"
+
+
+@cache
+def outcomes_on_sim(root: Path) -> list[dict[str, str]]:
+    """As `outcomes`, on the simulated device, whose copies and collectives are slow."""
+    return run_ranks(3, run_slowly, SIM_CHECKS, root, timeout_s=100, device="sim")
+
+
+def run_slowly(names: tuple[str, ...], root: Path) -> dict[str, str]:
+    """On every rank: the checks, where each asynchronous copy and each collective takes a millisecond longer."""
+    from tests.accelerator.build import load_extension
+
+    load_extension().set_copy_delay_us(1000)
+    load_extension().set_collective_delay_us(1000)
+    return run_checks(names, root)
+
+
+@needs_sim
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", SIM_CHECKS)
+def test_on_the_simulated_device(name: str, root: Path) -> None:
+    if name == "transfer.reader_checks.check_readers" and os.geteuid() != 0:
+        pytest.skip("hiding a directory from some ranks takes root")
+    for rank, outcome in enumerate(outcomes_on_sim(root)):
+        assert not outcome[name], f"rank {rank} of 3:\n{outcome[name]}"

@@ -20,7 +20,7 @@ from raysharding.distributed.loading.from_replica import copy_replicas
 from raysharding.distributed.optim.factories import make_optimizer
 from raysharding.distributed.training.step import train_step
 from raysharding.errors import PlanError
-from tests.spawn import run_ranks
+from tests.spawn import device_type, run_ranks
 
 ROWS = torch.randn(8, 6, generator=torch.Generator().manual_seed(3))
 
@@ -100,7 +100,7 @@ def plain(value: Any) -> Any:
 def train_on(replicate_size: int, sources: dict[int, int], bucket_bytes: int) -> None:
     """Two steps, ranks are replaced, two more steps: as four steps of the same ranks."""
     sharding = Sharding(replicate_size=replicate_size, wrap="none")
-    mesh = init_mesh("cpu", sharding)
+    mesh = init_mesh(device_type(), sharding)
     module, optimizer = prepared(mesh, sharding)
     expected = [train(module, optimizer) for _ in range(2)]
     before = contents(module, optimizer)
@@ -145,7 +145,7 @@ def test_a_new_rank_goes_on_as_the_lost_one_would(
 def refuse(change: str) -> None:
     """A source whose module or optimizer is not what a new rank makes: an error on all ranks, and nothing has moved."""
     sharding = Sharding(replicate_size=2, wrap="none")
-    mesh = init_mesh("cpu", sharding)
+    mesh = init_mesh(device_type(), sharding)
     module, optimizer = prepared(mesh, sharding)
     message = CHANGES[change](module)
     factory: Any = adam

@@ -20,7 +20,7 @@ from raysharding.distributed.optim.snapshot import OptimizerSnapshot
 from raysharding.distributed.training.step import train_step
 from tests.distributed.training.test_training import Pair, batch_of
 from tests.distributed.training.training_cases import CASES
-from tests.spawn import run_ranks
+from tests.spawn import device_type, run_ranks
 
 ADAM = partial(torch.optim.AdamW, eps=1e-5)
 
@@ -65,7 +65,7 @@ def test_a_step_equals_one_with_groups_made_by_hand() -> None:
 def wrapped() -> None:
     case = CASES["llama"]
     sharding = Sharding(activation_checkpointing=True)
-    module = shard_module(case.build(), init_mesh("cpu", sharding), sharding)
+    module = shard_module(case.build(), init_mesh(device_type(), sharding), sharding)
     optimizer = make_optimizer(module, ParamGroups(ADAM, {r"layers\.0\.self_attn\.q_proj": {"lr": 1.0}}))
     assert [len(group["params"]) for group in optimizer.param_groups] == [1, len(list(module.parameters())) - 1]
     train_step(module, optimizer, batch_of(case.rows()))
@@ -78,7 +78,7 @@ def test_names_are_those_before_anything_was_wrapped() -> None:
 
 def count() -> list[int | None]:
     sharding = Sharding()
-    module = shard_module(CASES["token_mean"].build(), init_mesh("cpu", sharding), sharding)
+    module = shard_module(CASES["token_mean"].build(), init_mesh(device_type(), sharding), sharding)
     tensors = tensor_footprints(module)
     factories = ADAM, ParamGroups(ADAM, RULES), ParamGroups(torch.optim.SGD, {"bias": {"momentum": 0.9}})
     return [footprints(tensors, [0], factory)[0].optimizer_bytes for factory in factories]

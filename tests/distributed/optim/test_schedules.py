@@ -22,7 +22,7 @@ from raysharding.distributed.training.step import Accumulation, optim_step, trai
 from raysharding.errors import PlanError
 from tests.distributed.training.test_training import Pair, batch_of, full
 from tests.distributed.training.training_cases import CASES
-from tests.spawn import run_ranks
+from tests.spawn import device_type, run_ranks
 
 ADAM = partial(torch.optim.AdamW, lr=1e-2, eps=1e-5)
 
@@ -78,7 +78,7 @@ def train(kind: str, folder: str) -> None:
 
 def resumed(kind: str, folder: str, num_steps: int) -> list[dict[str, float]]:
     case = CASES["token_mean"]
-    module = shard_module(case.build(), init_mesh("cpu", Sharding()), Sharding())
+    module = shard_module(case.build(), init_mesh(device_type(), Sharding()), Sharding())
     load_checkpoint(module, f"{folder}/{kind}")
     optimizer = make_optimizer(module, Scheduled(bound(ADAM, {"lr": 5.0}), SCHEDULES[kind]))
     load_optimizer_state(module, optimizer, f"{folder}/{kind}")

@@ -24,6 +24,7 @@ from tests.distributed.loading.load_checks import (
     sharded,
 )
 from tests.distributed.models import filled
+from tests.spawn import device_type
 
 SMALL_DISK = "small"
 """A file system of 3 MiB."""
@@ -34,7 +35,7 @@ def check_a_save_that_fails_late(root: Path) -> None:
     import transformers
 
     module: Any = build_module(None, open_checkpoint(root / "llama"), torch.bfloat16)
-    shard_module(module, init_mesh("cpu"))
+    shard_module(module, init_mesh(device_type()))
     load_checkpoint(module, root / "llama", loading=Loading(dtype=torch.bfloat16))
     module.config.max_length = 12
     try:

@@ -22,7 +22,7 @@ from tests.distributed.models import filled
 from tests.distributed.transfer.test_plan import ranges_of, tensors
 from tests.faulty_proxy import Fault
 from tests.s3 import S3Server, s3, s3_server
-from tests.spawn import run_ranks
+from tests.spawn import device_type, run_ranks
 
 __all__ = ["s3", "s3_server"]
 
@@ -57,14 +57,14 @@ def test_buckets_lie_end_to_end(case: tuple[int, list[PlannedTensor]], bucket_by
 def save_and_train(root: Path, uri: str) -> list[str]:
     """Save to a disk and to a URI, files for every rank, with an optimizer; then what fails, fails everywhere."""
     file_writing.SMALL_BYTES = 0
-    module = shard_module(filled(), init_mesh("cpu"))
+    module = shard_module(filled(), init_mesh(device_type()))
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
     for parameter in module.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     for target in (root / "saved", join_path(uri, "saved")):
         save_checkpoint(module, target, optimizer=optimizer)
-    again = shard_module(filled(seed=2), init_mesh("cpu"))
+    again = shard_module(filled(seed=2), init_mesh(device_type()))
     load_checkpoint(again, join_path(uri, "saved"))
     for mine, loaded in zip(module.parameters(), again.parameters(), strict=True):
         assert torch.equal(local_tensor(mine), local_tensor(loaded))

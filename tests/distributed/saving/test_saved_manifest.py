@@ -16,7 +16,7 @@ from raysharding.checkpoint import check_manifest, open_checkpoint, read_manifes
 from raysharding.distributed import init_mesh, save_checkpoint, shard_module
 from raysharding.distributed.saving import file_writers as file_writing
 from tests.distributed.models import filled
-from tests.spawn import run_ranks
+from tests.spawn import device_type, run_ranks
 
 NAME = "raysharding.manifest.json"
 
@@ -33,7 +33,7 @@ def save_on_ranks(root: Path) -> None:
 
 def save(root: Path) -> None:
     """`one`: a single file. `many`: a file for each rank, other values, and copied sidecars."""
-    mesh = init_mesh("cpu")
+    mesh = init_mesh(device_type())
     folder = root / str(dist.get_world_size())
     file_writing.SMALL_BYTES = 256 << 20
     save_checkpoint(shard_module(filled(seed=1), mesh), folder / "one")

@@ -15,7 +15,7 @@ from raysharding.distributed.saving import file_writers as file_writing
 from raysharding.distributed.transfer import gather as gathering
 from raysharding.models import build_module, saved_layout
 from tests.models.architectures import ARCHITECTURES
-from tests.spawn import run_ranks
+from tests.spawn import device_type, run_ranks
 
 NAMES = ("mixtral", "qwen2-vl", "swin")
 
@@ -27,7 +27,7 @@ def save_on_ranks(root: Path, in_order: bool) -> None:
         setattr(file_writing, "Gather", lambda *args, **options: made(*args, **options | {"in_order": True}))  # noqa: B010 - mypy
     for name in NAMES:
         opened = open_checkpoint(root / name)
-        module = shard_module(build_module(None, opened, None), init_mesh("cpu"))
+        module = shard_module(build_module(None, opened, None), init_mesh(device_type()))
         load_checkpoint(module, opened)
         for kind, small in (("one", 256 << 20), ("many", 0)):
             file_writing.SMALL_BYTES = small

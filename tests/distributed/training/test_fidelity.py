@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.fidelity import CASES, make_checkpoint, run_grid
-from tests.grid import world_sizes
+from tests.grid import device_grid
 from tests.spawn import run_ranks
 
 
@@ -22,14 +22,14 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @cache
-def outcomes(world_size: int, root: Path) -> list[dict[str, str]]:
-    """The whole grid in one gloo group: starting processes costs more than the checks."""
-    return run_ranks(world_size, run_grid, str(root), timeout_s=240)
+def outcomes(device: str, world_size: int, root: Path) -> list[dict[str, str]]:
+    """The whole grid in one process group: starting processes costs more than the checks."""
+    return run_ranks(world_size, run_grid, str(root), timeout_s=240, device=device)
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("world_size", world_sizes(2, full=(1, 3)))
-def test_equals_one_process(world_size: int, name: str, checkpoints: Path) -> None:
-    for rank, outcome in enumerate(outcomes(world_size, checkpoints)):
+@pytest.mark.parametrize(("device", "world_size"), device_grid(2, full=(1, 3)))
+def test_equals_one_process(device: str, world_size: int, name: str, checkpoints: Path) -> None:
+    for rank, outcome in enumerate(outcomes(device, world_size, checkpoints)):
         assert not outcome[name], f"rank {rank} of {world_size}:\n{outcome[name]}"

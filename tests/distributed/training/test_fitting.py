@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,7 +20,6 @@ from raysharding.config import Sharding
 from raysharding.data import Prefetch, SequenceRows, Stream
 from raysharding.data.position import Position
 from raysharding.data.source import Columns
-from raysharding.distributed.comm.agreement import wait_for, waits_for_others
 from raysharding.distributed.saving.save import save_checkpoint
 from raysharding.distributed.saving.training_state import load_training
 from raysharding.distributed.training import data_loader
@@ -335,33 +333,6 @@ def ask_while_computing() -> None:
     assert len(found[0]) == 50
 
 
-def is_seen_to_wait() -> None:
-    """A rank whose question another has not answered waits for others, whoever looks at its stack."""
-    seen: list[bool] = []
-
-    def look(waiting: int) -> None:
-        deadline = time.monotonic() + 20
-        while not seen and time.monotonic() < deadline:
-            if waits_for_others(sys._current_frames()[waiting]):
-                seen.append(True)
-                return
-            time.sleep(0.01)
-
-    count = torch.ones(1)
-    if dist.get_rank() == 1:
-        time.sleep(1)
-        dist.all_reduce(count)
-        return
-    thread = threading.Thread(target=look, args=(threading.get_ident(),))
-    work = dist.all_reduce(count, async_op=True)
-    assert work is not None
-    thread.start()
-    wait_for(work)
-    thread.join(30)
-    assert seen
-    assert count.item() == 2
-
-
 def read_ahead() -> None:
     """Rows are taken for the batches that `prefetch` says, two at least, and one in the making."""
     for prefetch in (1, 2, 3):
@@ -387,7 +358,7 @@ def read_ahead() -> None:
 
 
 def test_ranks_ask_each_other_while_they_compute() -> None:
-    for check in (ask_while_computing, is_seen_to_wait, read_ahead):
+    for check in (ask_while_computing, read_ahead):
         run_ranks(2, check)
 
 

@@ -23,7 +23,7 @@ from raysharding.distributed.fully_shard.recovery import is_recoverable, recover
 from raysharding.distributed.fully_shard.shard import shard_module
 from raysharding.distributed.training.step import train_step
 from tests.distributed.training.training_cases import CASES, Case, Scaled, bert_classifier, llama, t5, token_mean
-from tests.spawn import run_ranks
+from tests.spawn import device_type, run_ranks
 
 TOLERANCE = 1e-5
 
@@ -52,7 +52,7 @@ class Pair:
         torch.manual_seed(0)
         self.twin = build()
         sharding = sharding or Sharding()
-        self.module = shard_module(copy.deepcopy(self.twin), init_mesh("cpu", sharding), sharding)
+        self.module = shard_module(copy.deepcopy(self.twin), init_mesh(device_type(), sharding), sharding)
         self.optimizer = OPTIMIZERS[optimizer](self.module.parameters())
         self.twin_optimizer = OPTIMIZERS[optimizer](self.twin.parameters())
 

@@ -1,0 +1,59 @@
+"""Devices: torch's generic interface to them. No other module names the module of a device type, such as torch.cuda.
+
+CUDA is the accelerator that is meant, and ROCm is `cuda` to torch. Any other type works that torch has registered with
+a module (`torch.get_device_module`) and a backend of collectives.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Return True if a device has streams and memory of its own: neither `cpu` nor `meta`."""
+    return device.type not in ("cpu", "meta")
+
+
+def device_module(device: torch.device) -> Any:
+    """Return torch's module of an accelerator's type, such as `torch.cuda`."""
+    return torch.get_device_module(device)
+
+
+def current_device(device_type: str) -> torch.device:
+    """Return this thread's current device of a type, with its index on accelerators."""
+    device = torch.device(device_type)
+    return torch.device(device_type, device_module(device).current_device()) if is_accelerator(device) else device
+
+
+def is_available(device_type: str) -> bool:
+    """Return True if this process has a device of a type, which torch need not know."""
+    try:
+        return device_type == "cpu" or bool(torch.get_device_module(device_type).is_available())
+    except RuntimeError:  # torch knows no such type
+        return False
+
+
+def accelerator_in_use() -> torch.device | None:
+    """Return the current device of the accelerator that this process has used; `None` without one."""
+    device = torch.accelerator.current_accelerator()
+    if device is None or not device_module(device).is_initialized():
+        return None
+    return current_device(device.type)
+
+
+def check_device_type(device_type: str) -> None:
+    """Raise a ValueError for a device type without a backend of collectives in this process's torch."""
+    known = dist.Backend.default_device_backend_map
+    if device_type not in known:
+        names = ", ".join(map(repr, known))
+        raise ValueError(f"device={device_type!r}: use one of {names}, for which torch has collectives here")
+
+
+def backends_of(device: torch.device) -> str:
+    """Return the `backend` of `init_process_group`: the device's own, and gloo for tensors in host memory."""
+    if not is_accelerator(device):
+        return "gloo"
+    return f"cpu:gloo,{device.type}:{dist.Backend.default_device_backend_map[device.type]}"

@@ -1,0 +1,48 @@
+"""Waits for other ranks, in functions that tell a rank that waits from one that hangs.
+
+A collective may return before it has run: an asynchronous one always, and on an accelerator every one, since it is
+queued on a stream. The rank then waits where it needs the result, which is in no frame of torch.distributed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from types import CodeType, FrameType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_waits: set[CodeType] = set()
+
+
+def waits_for_ranks(function: Function) -> Function:
+    """Mark a function: a thread whose innermost Python frame is its frame waits for other ranks."""
+    _waits.add(function.__code__)
+    return function
+
+
+def waits_for_others(frame: FrameType) -> bool:
+    """Return True if a thread whose innermost Python frame is `frame` waits in a collective for other ranks."""
+    return frame.f_code in _waits or f"torch{os.sep}distributed" in frame.f_code.co_filename
+
+
+@waits_for_ranks
+def wait_for(work: dist.Work, timeout: timedelta = timedelta(0)) -> None:
+    """Wait for an asynchronous collective.
+
+    Args:
+        work: The collective.
+        timeout: Longest wait. Default: 0, by which torch means the timeout of the process group.
+    """
+    work.wait(timeout)
+
+
+@waits_for_ranks
+def to_host(result: torch.Tensor) -> torch.Tensor:
+    """Return the result of a collective in host memory."""
+    return result.cpu()

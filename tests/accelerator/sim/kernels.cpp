@@ -1,0 +1,250 @@
+// Operators of the simulated device: memory, views and copies here, all others on the CPU.
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/native/CPUFallback.h>
+#include <ATen/native/Resize.h>
+#include <ATen/ops/_local_scalar_dense_native.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/as_strided_cpu_dispatch.h>
+#include <ATen/ops/set_cpu_dispatch.h>
+#include <ATen/ops/set_native.h>
+#include <ATen/ops/unfold_native.h>
+#include <ATen/ops/view_native.h>
+#include <torch/library.h>
+
+#include "generator.h"
+
+namespace sim {
+
+at::Tensor as_cpu(const at::Tensor& tensor) {
+  auto options = tensor.options().device(c10::kCPU).requires_grad(false);
+  return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), options);
+}
+
+namespace {
+
+at::Tensor empty(
+    at::IntArrayRef size,
+    std::optional<at::ScalarType> dtype,
+    std::optional<at::Layout>,
+    std::optional<c10::Device> device,
+    std::optional<bool>,
+    std::optional<at::MemoryFormat> format) {
+  c10::DeviceGuard guard(c10::device_or_default(device));
+  return at::detail::empty_generic(
+      size,
+      c10::GetAllocator(c10::DeviceType::PrivateUse1),
+      c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+      c10::dtype_or_default(dtype),
+      format);
+}
+
+at::Tensor empty_strided(
+    at::IntArrayRef size,
+    at::IntArrayRef stride,
+    std::optional<at::ScalarType> dtype,
+    std::optional<at::Layout>,
+    std::optional<c10::Device> device,
+    std::optional<bool>) {
+  c10::DeviceGuard guard(c10::device_or_default(device));
+  return at::detail::empty_strided_generic(
+      size, stride, c10::GetAllocator(c10::DeviceType::PrivateUse1), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(dtype));
+}
+
+// Asynchronous within a device, and with `non_blocking` between it and pinned memory; else the host waits.
+at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool non_blocking) {
+  const at::Tensor& on_device = target.is_privateuseone() ? target : source;
+  c10::DeviceGuard guard(on_device.device());
+  Queue& queue = current_queue(on_device.device().index());
+  if (source.device() == target.device()) {
+    queue.push([from = as_cpu(source), to = as_cpu(target)]() mutable { to.copy_(from); });
+    return target;
+  }
+  const at::Tensor& other = target.is_privateuseone() ? source : target;
+  if (other.is_cpu() && non_blocking && other.is_pinned()) {
+    // The storage of the host tensor is held, as CUDA's host allocator waits for the copy before it reuses memory.
+    queue.push([from = as_cpu(source), to = as_cpu(target), held = other.storage()]() mutable {
+      delay(copy_delay_us);
+      to.copy_(from);
+    });
+    return target;
+  }
+  if (other.is_privateuseone()) {
+    synchronize(current_queue(other.device().index()));
+  }
+  // Copied to a layout that both sides have here, on the host: one that a user could not see on a GPU.
+  synchronize(queue);
+  at::Tensor from = source.is_cpu() ? source : as_cpu(source);
+  at::Tensor to = target.is_cpu() ? target : as_cpu(target);
+  at::NoGradGuard no_grad;
+  to.copy_(from);
+  return target;
+}
+
+at::Tensor copy_from_and_resize(const at::Tensor& source, const at::Tensor& target) {
+  target.resize_(source.sizes());
+  return copy_from(source, target, false);
+}
+
+at::Scalar local_scalar_dense(const at::Tensor& self) {
+  synchronize(current_queue(self.device().index()));
+  return at::native::_local_scalar_dense_cpu(as_cpu(self));
+}
+
+at::Tensor as_strided(
+    const at::Tensor& self,
+    c10::SymIntArrayRef size,
+    c10::SymIntArrayRef stride,
+    std::optional<c10::SymInt> offset) {
+  return at::cpu::as_strided_symint(self, size, stride, std::move(offset));
+}
+
+const at::Tensor& resize_(
+    const at::Tensor& self, c10::SymIntArrayRef size, std::optional<at::MemoryFormat> format) {
+  c10::DeviceGuard guard(self.device());
+  synchronize(current_queue(self.device().index()));
+  return at::native::resize_(self, C10_AS_INTARRAYREF_SLOW(size), format);
+}
+
+at::Tensor reshape_alias(const at::Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
+  return at::native::_reshape_alias(self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
+}
+
+at::Tensor view(const at::Tensor& self, c10::SymIntArrayRef size) {
+  return at::native::view(self, C10_AS_INTARRAYREF_SLOW(size));
+}
+
+at::Tensor unfold(const at::Tensor& self, int64_t dimension, int64_t size, int64_t step) {
+  return at::native::unfold(self, dimension, size, step);
+}
+
+at::Tensor& set_source_tensor(at::Tensor& self, const at::Tensor& source) {
+  return at::native::set_tensor_(self, source);
+}
+
+at::Tensor& set_source_storage(at::Tensor& self, at::Storage source) {
+  return at::native::set_(self, source);
+}
+
+at::Tensor& set_source_storage_offset(
+    at::Tensor& self, at::Storage source, int64_t offset, at::IntArrayRef size, at::IntArrayRef stride) {
+  return at::cpu::set_(self, source, offset, size, stride);
+}
+
+at::Tensor convolution(
+    const at::Tensor& input,
+    const at::Tensor& weight,
+    const std::optional<at::Tensor>& bias,
+    at::IntArrayRef stride,
+    at::IntArrayRef padding,
+    at::IntArrayRef dilation,
+    bool transposed,
+    at::IntArrayRef output_padding,
+    int64_t groups) {
+  auto on_cpu = bias.has_value() && bias->defined() ? bias->cpu() : at::Tensor();
+  return at::convolution(
+             input.cpu(), weight.cpu(), on_cpu, stride, padding, dilation, transposed, output_padding, groups)
+      .to(input.device());
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
+    const at::Tensor& gradient,
+    const at::Tensor& input,
+    const at::Tensor& weight,
+    at::IntArrayRef stride,
+    at::IntArrayRef padding,
+    at::IntArrayRef dilation,
+    bool transposed,
+    at::IntArrayRef output_padding,
+    int64_t groups,
+    std::array<bool, 3> mask) {
+  std::array<int64_t, 1> bias{weight.size(transposed ? 1 : 0) * (transposed ? groups : 1)};
+  auto [input_grad, weight_grad, bias_grad] = at::convolution_backward(
+      gradient.cpu(), input.cpu(), weight.cpu(), at::OptionalIntArrayRef(bias), stride, padding, dilation, transposed,
+      output_padding, groups, mask);
+  auto back = [&](const at::Tensor& tensor) { return tensor.defined() ? tensor.to(input.device()) : tensor; };
+  return {back(input_grad), back(weight_grad), back(bias_grad)};
+}
+
+// A GPU has it for integers, too.
+at::Tensor histc(const at::Tensor& self, int64_t bins, const at::Scalar& low, const at::Scalar& high) {
+  return at::histc(self.cpu().to(at::kDouble), bins, low, high).to(self.scalar_type()).to(self.device());
+}
+
+bool is_out_of_range(const c10::Error& error) {
+  std::string text = error.what_without_backtrace();
+  return dynamic_cast<const c10::IndexError*>(&error) != nullptr || text.find("out of bounds") != std::string::npos ||
+      text.find("out of range") != std::string::npos;
+}
+
+SimGenerator& generator_of(const torch::jit::Stack& stack) {
+  auto index = current_device();
+  for (const auto& value : stack) {
+    if (value.isTensor() && value.toTensor().defined() && value.toTensor().is_privateuseone()) {
+      index = value.toTensor().device().index();
+    }
+  }
+  return *at::globalContext().defaultGenerator(device_at(index)).get<SimGenerator>();
+}
+
+// Runs an operator on the CPU. Random numbers come from the device's generator, and an index that is out of range is
+// not an error of the host: it kills the device, as CUDA's assert in a kernel does.
+void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  touch(current_device());
+  const auto& arguments = op.schema().arguments();
+  bool takes_generator = false;
+  at::Generator cpu = at::detail::getDefaultCPUGenerator();
+  SimGenerator& mine = generator_of(*stack);
+  for (size_t index = 0; index < arguments.size(); ++index) {
+    auto& value = (*stack)[stack->size() - arguments.size() + index];
+    if (arguments[index].name() == "generator") {
+      takes_generator = true;
+      value = value.isNone() ? mine.cpu : value.toGenerator().get<SimGenerator>()->cpu;
+    }
+  }
+  const auto tags = op.getTags();
+  // Fused kernels such as dropout's take the default generator of the CPU.
+  bool is_random = !takes_generator && std::count(tags.begin(), tags.end(), at::Tag::nondeterministic_seeded) > 0;
+  at::Tensor before = is_random ? cpu.get_state() : at::Tensor();
+  if (is_random) {
+    cpu.set_state(mine.cpu.get_state());
+  }
+  try {
+    at::native::cpu_fallback(op, stack);
+  } catch (const c10::Error& error) {
+    if (!is_out_of_range(error)) {
+      throw;
+    }
+    die(c10::str(" in ", op.schema().name(), ": ", error.what_without_backtrace()));
+  }
+  if (is_random) {
+    mine.cpu.set_state(cpu.get_state());
+    cpu.set_state(before);
+  }
+}
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("empty.memory_format", empty);
+  m.impl("empty_strided", empty_strided);
+  m.impl("_copy_from", copy_from);
+  m.impl("_copy_from_and_resize", copy_from_and_resize);
+  m.impl("_local_scalar_dense", local_scalar_dense);
+  m.impl("as_strided", as_strided);
+  m.impl("resize_", resize_);
+  m.impl("_reshape_alias", reshape_alias);
+  m.impl("view", view);
+  m.impl("unfold", unfold);
+  m.impl("set_.source_Tensor", set_source_tensor);
+  m.impl("set_.source_Storage", set_source_storage);
+  m.impl("set_.source_Storage_storage_offset", set_source_storage_offset);
+  m.impl("histc", histc);
+  m.impl("convolution_overrideable", convolution);
+  m.impl("convolution_backward_overrideable", convolution_backward);
+}
+
+} // namespace
+} // namespace sim
