@@ -36,7 +36,7 @@ def _library() -> Path:
 
 @functools.cache
 def load_extension() -> Any:
-    """Load the extension; the first process builds it, which takes half a minute, while others wait."""
+    """Load the extension; the first process builds it, in one to two minutes, while others wait."""
     library = _library()
     if not library.exists():
         library.parent.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,6 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return found
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("check", [check.__name__ for check in CHECKS])
 def test_group(check: str, outcomes: dict[str, str]) -> None:
     assert not outcomes[check], outcomes[check]
