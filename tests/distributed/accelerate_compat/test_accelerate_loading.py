@@ -10,7 +10,7 @@ import pytest
 from tests.distributed.accelerate_compat.accelerate_loading_checks import show_where_accelerate_waits
 from tests.distributed.checks import run_checks
 from tests.grid import world_sizes
-from tests.spawn import RanksFailedError, run_ranks
+from tests.spawn import run_ranks
 
 CHECKS = (
     "check_full_state_dict",
@@ -34,8 +34,7 @@ def test_on_ranks(world_size: int, tmp_path: Path) -> None:
 @pytest.mark.timeout(60)
 def test_where_accelerate_is_wrong_or_waits(tmp_path: Path) -> None:
     """Values of another dtype than the model's, and a key that is missing on rank 0."""
-    with pytest.raises(RanksFailedError):  # accelerate's function leaves the group in no state to end in
-        run_ranks(2, show_where_accelerate_waits, tmp_path, timeout_s=50)
+    run_ranks(2, show_where_accelerate_waits, tmp_path, timeout_s=50)
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
     said = [[what for what, _ in outcomes] for outcomes in ranks]
     assert [what[0] for what in said] == ["right", "right"]
