@@ -60,8 +60,8 @@ def run_ranks(
         timeout_s: Deadline for all ranks together, process start included; also the gloo group's own timeout.
         fresh: Start new interpreters, slower by seconds, for what is fixed when a process starts (malloc's settings),
             or where memory is measured.
-        device: `cpu`, or `sim` for ranks on simulated devices of their own, see `tests.accelerator`.
-
+        device: `cpu`; `cuda` for ranks on GPUs of their own; or `sim` for ranks on simulated devices, see
+            `tests.accelerator`.
         gloo: False for the device's own backend alone, without gloo for tensors in host memory.
 
     Raises:
@@ -149,12 +149,15 @@ def _use(device: str, gloo: bool, rank: int) -> tuple[str, Any]:
     if device == "cpu":
         return "gloo", None
     import torch
+    import torch.distributed as dist
 
-    from tests.accelerator.device import register
+    if device == "sim":
+        from tests.accelerator.device import register
 
-    register()
+        register()
     torch.get_device_module(device).set_device(rank)
-    return f"cpu:gloo,{device}:simccl" if gloo else "simccl", torch.device(device, rank)
+    backend = dist.Backend.default_device_backend_map[device]
+    return f"cpu:gloo,{device}:{backend}" if gloo else backend, torch.device(device, rank)
 
 
 def _write_result(folder: str, rank: int, result: tuple[bool, Any]) -> None:

@@ -112,7 +112,7 @@ def test_plan(bert: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "4 ranks on cuda, AdamW" in told
     assert "node 1  2      2          2" in told
     assert "fits, as far as is known" in told
-    assert "activations, the batch and its outputs are left out" in told
+    assert "activations, the batch and its outputs, and a background save's copies of the shards are left out" in told
     assert main([*words, "--gpu-memory", "1MiB"]) == 1
     assert "node 0: GPU memory: a rank needs 512." in capsys.readouterr().out
 

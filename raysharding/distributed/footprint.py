@@ -3,10 +3,11 @@
 Note: exactness.
     Bytes of parameters, buffers and gradients are exact. (FSDP2 pads a shard that is shorter than the longest, by at
     most one row per tensor.) Optimizer state is the state that the factory's optimizer makes in one step on meta
-    tensors of these shapes and dtypes, which is exact for AdamW and SGD, and unknown if a step needs values. Buckets
-    of a load are an upper bound. Full parameters of running groups are an estimate: the root's group, groups that are
-    not freed after forward, and two others, one of which is prefetched. Activations depend on the batch and are left
-    out.
+    tensors of these shapes and dtypes, which is exact for AdamW and SGD, and unknown if a step needs values. Buffers
+    of a load are within 2 % of shards and buffers together, and an upper bound under `transport="auto"`, which is
+    decided once the ranks have looked for the files. Full parameters of running groups are an estimate: the root's
+    group, groups that are not freed after forward, and two others, one of which is prefetched. Activations depend on
+    the batch and are left out.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -30,7 +32,18 @@ from raysharding.distributed.fully_shard import (
     tensor_layout,
 )
 from raysharding.distributed.optim import OptimizerFactory, call_factory
-from raysharding.distributed.transfer import BUCKET_BYTES, RING_SIZE, available_bytes
+from raysharding.distributed.transfer import (
+    BUCKET_BYTES,
+    GATHER_BUCKET_BYTES,
+    PlannedTensor,
+    Routes,
+    Segment,
+    SlotBytes,
+    available_bytes,
+    pinned_bytes,
+    plan_buckets,
+    ring_bytes,
+)
 from raysharding.errors import PlanError
 from raysharding.models import ignored_parameters, is_cut, stays_in_full_precision, unfreed_groups
 from raysharding.tree import leaves
@@ -63,6 +76,8 @@ class Footprint:
     """Gradients of the shards; 0 without an optimizer."""
     optimizer_bytes: int | None
     """Optimizer state after the first step; 0 without an optimizer, `None` if unknown before a real step."""
+    pinned_bytes: int
+    """Shards in pinned host memory, where each takes the next power of two; for `Sharding(cpu_offload=True)`."""
 
     @property
     def resident_bytes(self) -> int:
@@ -124,14 +139,21 @@ def footprints(
     found = {}
     for index in shard_indexes:
         parameters, buffers, trained = _sums(tensors, index)
+        pinned = _pinned(tensors)
         if optimizer is None:
-            found[index] = Footprint(parameters, buffers, 0, 0)
+            found[index] = Footprint(parameters, buffers, 0, 0, pinned)
             continue
         if trained not in states:
             states[trained] = _optimizer_bytes(optimizer, trained)
         gradients = sum(torch.Size(shape).numel() * dtype.itemsize for _, shape, dtype in trained)
-        found[index] = Footprint(parameters, buffers, gradients, states[trained])
+        found[index] = Footprint(parameters, buffers, gradients, states[trained], pinned)
     return found
+
+
+def _pinned(tensors: Sequence[TensorFootprint]) -> int:
+    """Return the pinned memory of one rank's shards; FSDP2 gives every rank the length of the longest."""
+    shards = [tensor.layout for tensor in tensors if tensor.layout.num_shards]
+    return sum(pinned_bytes(layout.local_range(0)[1] * layout.dtype.itemsize) for layout in shards)
 
 
 def _sums(tensors: Sequence[TensorFootprint], shard_index: int) -> tuple[int, int, Trained]:
@@ -179,18 +201,103 @@ def _optimizer_bytes(factory: OptimizerFactory, trained: Trained) -> int | None:
     return sum(value.nbytes for _, value in values if isinstance(value, torch.Tensor))
 
 
-def load_bytes(loading: Loading, num_shards: int, checkpoint_bytes: int, *, reads: bool) -> int:
-    """Return the largest size of a rank's ring of buffers; 0 if ranks read directly into their shards.
+def load_rings(
+    loading: Loading,
+    tensors: Sequence[TensorFootprint],
+    shards: Sequence[ShardMap],
+    checkpoint_bytes: int,
+    device_type: str,
+    *,
+    offload: bool,
+) -> list[tuple[int, int]]:
+    """Return the host memory and the device memory of the ring of buffers of ranks. Not collective.
 
     Args:
-        loading: `auto` counts as `scatter`, which takes more than `local` if shards are whole rows.
-        num_shards: Ranks of one replica.
-        checkpoint_bytes: Bytes of all tensors.
-        reads: True if the rank reads for others, as rank 0 does; else it receives its part.
+        loading: Options of the load. `auto` takes what `local` or `scatter` takes, whichever is more.
+        tensors: From `tensor_footprints` or `planned_tensors`.
+        shards: Which rank holds which shard, as seen by each of the ranks.
+        checkpoint_bytes: Bytes of all tensors in the files.
+        device_type: Device type of the ranks.
+        offload: `Sharding.cpu_offload`.
     """
-    bucket = min(loading.bucket_bytes or BUCKET_BYTES, checkpoint_bytes)
-    is_part = not reads and loading.transport in ("auto", "scatter")
-    return RING_SIZE * (-(-bucket // num_shards) if is_part else bucket)
+    module_bytes = sum(tensor.layout.num_elements * tensor.layout.dtype.itemsize for tensor in tensors)
+    # A narrower dtype halves the bytes at least; tensors that the files lack are few.
+    share = checkpoint_bytes / max(module_bytes, 1)
+    converts = share < _NARROWER
+    planned = [PlannedTensor(one.layout, _on_the_wire(one.layout.dtype, share if converts else 1.0)) for one in tensors]
+    planned.sort(key=lambda one: not one.layout.num_shards)  # as in a load
+    where = _Where(converts, (device_type != "cpu" and not offload, device_type != "cpu"))
+    rings = []
+    for transport in ("local", "scatter") if loading.transport == "auto" else (loading.transport,):
+        slots = _slots(transport, loading, planned, shards, where)
+        rings.append([ring_bytes(slot, device_type) for slot in slots])
+    return [(max(host for host, _ in ring), max(device for _, device in ring)) for ring in zip(*rings, strict=True)]
+
+
+_NARROWER = 0.75
+
+
+class _Where(NamedTuple):
+    """Where the tensors of a plan are, of which the first is sharded and the second replicated."""
+
+    converts: bool
+    """True if the module's dtype is wider than that of the files."""
+    on_device: tuple[bool, bool]
+    """True for a tensor on an accelerator."""
+
+    def in_place(self, segment: Segment) -> bool:
+        return not self.converts and not self.on_device[segment.tensor]
+
+    def converted(self, segment: Segment) -> bool:
+        return self.converts and self.on_device[segment.tensor]
+
+
+def _on_the_wire(dtype: torch.dtype, share: float) -> torch.dtype:
+    """Return a dtype of the width that a tensor has on the wire."""
+    return {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32}.get(round(dtype.itemsize * share), dtype)
+
+
+def _slots(
+    transport: str,
+    loading: Loading,
+    planned: Sequence[PlannedTensor],
+    shards: Sequence[ShardMap],
+    where: _Where,
+) -> list[SlotBytes]:
+    """Return each rank's size of a buffer, from a plan of buckets that are all as large as the largest."""
+    num_shards, is_local = shards[0].num_shards, transport == "local"
+    readers = tuple(range(shards[0].world_size if is_local else loading.num_readers or 1))
+    bucket = loading.bucket_bytes or BUCKET_BYTES
+    first, num_first = bucket * num_shards if is_local else bucket, sum(bool(one.layout.num_shards) for one in planned)
+    sharded = plan_buckets(planned[:num_first], num_shards, first, wanted=()).max_bucket_bytes
+    replicated = plan_buckets(planned[num_first:], num_shards, bucket, wanted=()).max_bucket_bytes
+    if transport == "broadcast":
+        whole = max(sharded, replicated)
+        return [SlotBytes(whole if one.rank in readers else 0, whole) for one in shards]
+    # Readers take turns.
+    layouts = [TensorLayout("", (sharded * len(readers),), torch.uint8, num_shards)]
+    layouts.append(TensorLayout("", (replicated,), torch.uint8, 0))
+    largest = [PlannedTensor(layout, torch.uint8) for layout in layouts]
+    found = []
+    for one in shards:
+        plan = plan_buckets(largest, num_shards, sharded, 1, (one.shard_index,), replicated)
+        routes = Routes(one, readers, plan.num_first_buckets)
+        found.append(routes.slot_bytes(plan.buckets, one.rank, where.in_place, where.converted))
+    return found
+
+
+def save_buffers(num_bytes: int, device_type: str) -> tuple[int, int]:
+    """Return the host memory and the device memory of a save's buffers on a rank, at most. Not collective.
+
+    Of a checkpoint of several files each rank gathers its own, in a part of these buffers. Ranks on the host of a
+    file's writer write what they hold themselves, from host memory.
+
+    Args:
+        num_bytes: Bytes of the full tensors.
+        device_type: Device type of the ranks.
+    """
+    bucket = min(GATHER_BUCKET_BYTES, num_bytes)
+    return (bucket, 0) if device_type == "cpu" else (pinned_bytes(bucket), bucket)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,18 +334,22 @@ def memory_need(
     tensors = module_tensors(module)
     shards = ShardMap.of(tensors)
     index = shards.shard_index
-    footprint = footprints(tensor_footprints(module), [index], optimizer if _is_class(optimizer) else None)[index]
-    real = sum(local_tensor(tensor).nbytes for tensor in tensors.values() if not tensor.is_meta)
-    shard = footprint.resident_bytes - real
-    ring = load_bytes(loading, shards.num_shards, checkpoint_bytes, reads=shards.rank == 0)
-    free = available_bytes()
+    layouts = tensor_footprints(module)
+    footprint = footprints(layouts, [index], optimizer if _is_class(optimizer) else None)[index]
+    real = [tensor for tensor in tensors.values() if not tensor.is_meta]
+    new = footprint.resident_bytes - sum(local_tensor(tensor).nbytes for tensor in real)
+    offload = is_offloaded(module)
+    ring, device_ring = load_rings(loading, layouts, [shards], checkpoint_bytes, device.type, offload=offload)[0]
+    free, training = available_bytes(), footprint.training_bytes
     if not is_accelerator(device):
         # Mapped pages of files are page cache.
-        return MemoryNeed(0 if loading.mmap else shard + ring, footprint.training_bytes, free, 0, 0, None)
+        return MemoryNeed(0 if loading.mmap else new + ring, training, free, 0, 0, None)
     device_free = device_module(device).mem_get_info(device)[0]
-    if is_offloaded(module):
-        return MemoryNeed(shard + ring, footprint.training_bytes, free, ring, 0, device_free)
-    return MemoryNeed(ring, 0, free, shard + ring, footprint.training_bytes, device_free)
+    if offload:
+        buffers = footprint.buffer_bytes - sum(tensor.nbytes for tensor in real if not isinstance(tensor, nn.Parameter))
+        on_device = buffers + device_ring
+        return MemoryNeed(footprint.pinned_bytes + ring, training, free, on_device, 0, device_free)
+    return MemoryNeed(ring, 0, free, new + device_ring, training, device_free)
 
 
 def _is_class(factory: OptimizerFactory | None) -> bool:

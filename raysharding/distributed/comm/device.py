@@ -36,6 +36,21 @@ def is_available(device_type: str) -> bool:
         return False
 
 
+def use_device(device: torch.device) -> None:
+    """Make an accelerator's device the current one of this process.
+
+    Raises:
+        RuntimeError: This process's torch does not see the device.
+    """
+    count = device_module(device).device_count() if is_available(device.type) else 0
+    if device.index >= count:
+        raise RuntimeError(
+            f"{device} is not there for torch {torch.__version__}, which sees {count} devices of type {device.type} on "
+            "this node: install torch's build for them there (a +cpu build has none), or give device='cpu'"
+        )
+    device_module(device).set_device(device)
+
+
 def accelerator_in_use() -> torch.device | None:
     """Return the current device of the accelerator that this process has used; `None` without one."""
     device = torch.accelerator.current_accelerator()

@@ -43,6 +43,11 @@ def wait_for(work: dist.Work, timeout: timedelta = timedelta(0)) -> None:
 
 
 @waits_for_ranks
-def to_host(result: torch.Tensor) -> torch.Tensor:
-    """Return the result of a collective in host memory."""
-    return result.cpu()
+def to_host(result: torch.Tensor, memory: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the result of a collective in host memory.
+
+    Args:
+        result: The result.
+        memory: Pinned memory of its shape and dtype, into which copies are faster. Default: new memory.
+    """
+    return result.cpu() if memory is None else memory.copy_(result)

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from raysharding.config import Sharding
-from raysharding.distributed.comm import agreeing, all_gather_json
+from raysharding.distributed.comm import agreeing, all_gather_json, is_accelerator
 from raysharding.distributed.fully_shard.internals import is_offloaded, tell_fsdp
 from raysharding.distributed.fully_shard.layout import (
     inner_tensor,
@@ -280,7 +280,7 @@ def materialize(
 
     Unlike `Module.to_empty` this keeps ties (a parameter that two modules share stays one), leaves tensors alone that
     are real already, and allocates each tensor once. The values are garbage until a load writes them. Shards of a
-    module under `Sharding(cpu_offload=True)` are allocated in host memory.
+    module under `Sharding(cpu_offload=True)` are allocated in host memory, pinned where `device` is an accelerator.
 
     Args:
         module: A module, sharded or not.
@@ -300,12 +300,18 @@ def materialize(
 
     try:
         new: dict[torch.Tensor, torch.Tensor] = {}
-        shard_device = torch.device("cpu") if is_offloaded(module) else device
+        offloaded = is_offloaded(module)
+        shard_device = torch.device("cpu") if offloaded else device
+        # FSDP2 would pin copies of shards that are not pinned.
+        pins = offloaded and is_accelerator(device)
         for tensors, name, tensor in _slots(submodule for _, submodule in named_submodules(module)):
             if not tensor.is_meta or (only is not None and id(tensor) not in only):
                 continue
             if tensor not in new:
-                new[tensor] = _filled_like(tensor, shard_device if isinstance(tensor, DTensor) else device, memory)
+                if isinstance(tensor, DTensor):
+                    new[tensor] = _filled_like(tensor, shard_device, memory, pins=pins)
+                else:
+                    new[tensor] = _filled_like(tensor, device, memory)
             replaced.append((tensors, name, tensor))
             tensors[name] = new[tensor]
         tell_fsdp(module)
@@ -333,7 +339,11 @@ def _cut_padding(replaced: Iterable[_Slot]) -> None:
 
 
 def _filled_like(
-    tensor: torch.Tensor, device: torch.device, memory: Mapping[torch.Tensor, torch.Tensor] | None = None
+    tensor: torch.Tensor,
+    device: torch.device,
+    memory: Mapping[torch.Tensor, torch.Tensor] | None = None,
+    *,
+    pins: bool = False,
 ) -> torch.Tensor:
     """A tensor as `tensor`, of the memory that there is for it, or of new memory on `device`."""
     shape = tuple(inner_tensor(tensor).shape)
@@ -342,7 +352,8 @@ def _filled_like(
         shape = (-(-tensor.shape[0] // num_shards), *shape[1:])
     value = (memory or {}).get(tensor)
     if value is None:
-        value = torch.empty(shape, dtype=tensor.dtype, device=device)  # empty_like of meta takes 50 times as long
+        # empty_like of meta takes 50 times as long.
+        value = torch.empty(shape, dtype=tensor.dtype, device=device, pin_memory=pins)
     if isinstance(tensor, DTensor):
         value = with_layout(value, tensor, requires_grad=tensor.requires_grad)
     elif isinstance(tensor, nn.Parameter):

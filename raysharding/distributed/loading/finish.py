@@ -60,14 +60,15 @@ def finish(
         digest = digest_module(tensors, plan.outline.checkpoint)
     peak = context.peak
     peak.sample()
-    shard_bytes = sum(local_tensor(tensor).nbytes for tensor in tensors.values())
+    held = [local_tensor(tensor) for tensor in tensors.values()]
+    in_host = sum(tensor.nbytes for tensor in held if tensor.device.type == "cpu")
     # Every rank calls `agree`, failed or not: the others would wait in it.
     own = {
         **measured,
         "digest": digest,
         "initialise_s": initialise_s,
-        "shard_bytes": shard_bytes,
-        "peak_extra_bytes": max(0, peak.host_bytes - (0 if peak.device_bytes else shard_bytes)),
+        "shard_bytes": sum(tensor.nbytes for tensor in held),
+        "peak_extra_bytes": max(0, peak.host_bytes - in_host),
         "peak_device_bytes": peak.device_bytes,
         "seconds": perf_counter() - context.started,
     }

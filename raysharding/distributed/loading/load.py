@@ -59,8 +59,10 @@ from raysharding.distributed.transfer import (
     Scatter,
     SharedRings,
     Slot,
+    SlotBytes,
     is_fresh,
     make_ring,
+    meet,
     prefault,
     share_rings,
 )
@@ -224,7 +226,7 @@ def _stream(
         "read_bytes": read_bytes,
         "wire_bytes": stream.transport.wire_bytes,
         "shared_bytes": stream.transport.shared_bytes,
-        "ring_bytes": sum(slot.wire.numel() for slot in stream.slots),
+        "ring_bytes": sum(max(slot.host.numel(), slot.wire.numel()) for slot in stream.slots),
         **vars(stream.times),
     }
 
@@ -253,20 +255,27 @@ def _make_transport(
     """Make transport and ring of the plan; collective, unless no rank needs a ring."""
     routes = Routes(context.shards, plan.read_plan.readers, plan.buckets.num_first_buckets)
     if plan.read_plan.transport == "broadcast":
-        return Broadcast(routes, context.stall_s), _make_ring(context, plan, plan.buckets.max_bucket_bytes)
+        whole = plan.buckets.max_bucket_bytes
+        slot = SlotBytes(whole if plan.files is not None else 0, whole)
+        return Broadcast(routes, context.stall_s), _make_ring(context, plan, slot)
     # Only for host memory; NCCL uses shared memory itself.
     is_host = context.device.type == "cpu"
-    shares = context.loading.shared_memory and is_host and routes.any_travels(plan.buckets.buckets)
-    slot_bytes, sends = _slot_bytes(plan, routes, local_shards)
-    rings = share_rings(slot_bytes if sends else 0) if shares else SharedRings({}, {}, ())
+    travels = routes.any_travels(plan.buckets.buckets)
+    if travels:
+        meet(context.device)
+    shares = context.loading.shared_memory and is_host and travels
+    in_place = partial(local_shards.takes_wire_bytes, device_type="cpu")
+    slot = routes.slot_bytes(plan.buckets.buckets, context.shards.rank, in_place, local_shards.converts_on_device)
+    sends = shares and routes.any_travels(plan.buckets.buckets, context.shards.rank)
+    rings = share_rings(max(slot) if sends else 0) if shares else SharedRings({}, {}, ())
     # Ranks that read for themselves wait for each other only in `FailureFlag.check`, every so many buckets.
     patience = 2 * BUCKETS_PER_CHECK if plan.read_plan.transport == "local" else 1
     memory_of = partial(local_shards.memory, device_type=context.device.type)
     transport = Scatter(replace(routes, shared=rings.peers), rings, memory_of, context.stall_s * patience)
-    return transport, _make_ring(context, plan, slot_bytes, rings)
+    return transport, _make_ring(context, plan, slot, rings)
 
 
-def _make_ring(context: LoadContext, plan: LoadPlan, slot_bytes: int, rings: SharedRings | None = None) -> list[Slot]:
+def _make_ring(context: LoadContext, plan: LoadPlan, slot: SlotBytes, rings: SharedRings | None = None) -> list[Slot]:
     """Return this rank's ring, after all ranks have made theirs; collective, unless no rank needs a ring.
 
     One rank alone can run out of memory for its ring: the others would wait for it in the stream.
@@ -275,31 +284,7 @@ def _make_ring(context: LoadContext, plan: LoadPlan, slot_bytes: int, rings: Sha
     with nullcontext() if plan.is_straight else agreeing():
         if shared is not None:
             return [Slot(buffer, buffer) for buffer in shared.slots]
-        return make_ring(slot_bytes, context.device, reads=plan.files is not None)
-
-
-def _slot_bytes(plan: LoadPlan, routes: Routes, local_shards: LocalShards) -> tuple[int, bool]:
-    """Return the largest bytes of a bucket in this rank's buffer, and True if other ranks need any of them.
-
-    Args:
-        plan: The plan.
-        routes: Readers and paths.
-        local_shards: Knows which segments are received directly into the shard.
-    """
-    largest, sends = 0, False
-    rank = routes.shards.rank
-    for index, bucket in enumerate(plan.buckets.buckets):
-        travelling = routes.travelling(index, bucket, rank)
-        sends = sends or any(routes.path(index, section.shard_index)[0] == rank for section in travelling)
-        staged = [
-            section
-            for section in routes.alone(index, bucket, rank)
-            if not all(local_shards.takes_wire_bytes(segment, "cpu") for segment in section.segments)
-        ]
-        offsets = routes.offsets(index, bucket, rank)
-        ends = [offsets[section.shard_index] + section.num_bytes for section in (*travelling, *staged)]
-        largest = max([largest, *ends])
-    return largest, sends
+        return make_ring(slot, context.device)
 
 
 def _run(stream: BucketStream, context: LoadContext, plan: LoadPlan) -> tuple[Exception | None, int]:

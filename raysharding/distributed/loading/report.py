@@ -59,7 +59,7 @@ class LoadReport:
     bucket_bytes: int
     """Size of the largest bucket."""
     ring_bytes: int = field(metadata=_LARGEST)
-    """Largest buffers of a rank: twice its part of the largest bucket."""
+    """Largest buffers of a rank, in one memory: twice its part of the largest bucket."""
     transport: str
     """`local`, `scatter` or `broadcast`; see `Loading`."""
     transport_reason: str

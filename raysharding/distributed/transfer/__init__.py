@@ -5,10 +5,19 @@ from raysharding.distributed.transfer.bucket_plan import (
     STRAIGHT_BYTES,
     BucketPlan,
     PlannedTensor,
+    Segment,
     plan_buckets,
 )
-from raysharding.distributed.transfer.buffers import RING_SIZE, LocalShards, Slot, make_ring
+from raysharding.distributed.transfer.buffers import (
+    LocalShards,
+    Slot,
+    SlotBytes,
+    make_ring,
+    pinned_bytes,
+    ring_bytes,
+)
 from raysharding.distributed.transfer.gather import (
+    GATHER_BUCKET_BYTES,
     Gather,
     gather_into,
     gather_state_dict,
@@ -42,4 +51,4 @@ from raysharding.distributed.transfer.sources import (
     wire_dtype,
 )
 from raysharding.distributed.transfer.stream import BucketStream
-from raysharding.distributed.transfer.transport import Broadcast, BucketTransport, Routes, Scatter
+from raysharding.distributed.transfer.transport import Broadcast, BucketTransport, Routes, Scatter, meet

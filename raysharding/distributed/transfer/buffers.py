@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -20,6 +21,15 @@ RING_SIZE = 2
 """Number of buffers: one is filled while the other is sent. Bucket k uses buffer k modulo this."""
 
 
+class SlotBytes(NamedTuple):
+    """Bytes of one buffer of a rank."""
+
+    host: int
+    """What is read into the buffer."""
+    wire: int
+    """What is sent, received or converted there."""
+
+
 @dataclass
 class Slot:
     """One buffer. On the CPU `host` and `wire` are the same tensor."""
@@ -27,7 +37,7 @@ class Slot:
     host: torch.Tensor
     """uint8 in host memory, filled by reads. On an accelerator pinned, and empty on ranks that do not read."""
     wire: torch.Tensor
-    """uint8 on the message device, sent and received."""
+    """uint8 on the message device, sent and received; on an accelerator empty where every rank reads for itself."""
     copied: torch.Event | None = None
     """On an accelerator: the copy from `host` to `wire`, or to the shards, is done."""
     sent: torch.Event | None = None
@@ -37,18 +47,30 @@ class Slot:
         self.memory = as_memory(self.host)
 
 
-def make_ring(num_bytes: int, device: torch.device, reads: bool) -> list[Slot]:
-    """Make a ring of buffers of `num_bytes` each; CPU buffers take memory on first touch."""
+def make_ring(slot: SlotBytes, device: torch.device) -> list[Slot]:
+    """Make a ring of buffers; CPU buffers take memory on first touch."""
     if not is_accelerator(device):
-        buffers = torch.empty(RING_SIZE, num_bytes, dtype=torch.uint8).unbind()
+        buffers = torch.empty(RING_SIZE, max(slot), dtype=torch.uint8).unbind()
         return [Slot(buffer, buffer) for buffer in buffers]
     return [
         Slot(
-            torch.empty(num_bytes if reads else 0, dtype=torch.uint8, pin_memory=reads),
-            torch.empty(num_bytes, dtype=torch.uint8, device=device),
+            torch.empty(slot.host, dtype=torch.uint8, pin_memory=slot.host > 0),
+            torch.empty(slot.wire, dtype=torch.uint8, device=device),
         )
         for _ in range(RING_SIZE)
     ]
+
+
+def ring_bytes(slot: SlotBytes, device_type: str) -> tuple[int, int]:
+    """Return the host memory and the device memory of a ring."""
+    if device_type == "cpu":
+        return RING_SIZE * max(slot), 0
+    return RING_SIZE * pinned_bytes(slot.host), RING_SIZE * slot.wire
+
+
+def pinned_bytes(num_bytes: int) -> int:
+    """Return the memory that torch's allocator of pinned memory takes: the next power of two."""
+    return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
 
 
 class LocalShards:
@@ -81,6 +103,14 @@ class LocalShards:
         """Return True if a segment's wire bytes can be written into the shard unchanged by `device_type`."""
         flat = self._flat[segment.tensor]
         return flat.dtype == self._planned[segment.tensor].wire_dtype and flat.device.type == device_type
+
+    def converts_on_device(self, segment: Segment) -> bool:
+        """Return True if an accelerator converts a segment's wire bytes to the dtype of the shard.
+
+        A copy from the host that converts would do so on the host, and copy from pageable memory.
+        """
+        flat = self._flat[segment.tensor]
+        return flat.dtype != self._planned[segment.tensor].wire_dtype and is_accelerator(flat.device)
 
     def values(self, segment: Segment) -> torch.Tensor:
         """Return the elements of a segment in this process, 1-D, in the module's dtype."""

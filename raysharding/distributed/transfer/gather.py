@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from raysharding.distributed.comm import wait_for
+from raysharding.distributed.comm import is_accelerator, to_host, wait_for
 from raysharding.distributed.fully_shard import (
     ShardMap,
     by_mesh,
@@ -30,6 +30,7 @@ from raysharding.distributed.transfer.bucket_plan import (
 )
 from raysharding.distributed.transfer.buffers import LocalShards
 from raysharding.distributed.transfer.sources import as_bytes
+from raysharding.distributed.transfer.transport import meet
 from raysharding.models import clean_name
 from raysharding.units import MIB
 
@@ -113,18 +114,20 @@ class Gather:
         own = self._plans.get(self._shards.rank)
         size = own.max_bucket_bytes if own is not None and self._receives() else 0
         buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
+        pinned = self._pinned_memory()
+        meet(self.device, self.group)
         for index in range(rounds):
             staged: list[torch.Tensor] = []
             ops: list[dist.P2POp] = []
             for rank, plan in self._plans.items():
                 if index < len(plan.buckets):
                     ops += self._messages(rank, plan.buckets[index], buffer, staged)
-                    self._hand_over(rank, plan.buckets[index])
+                    self._hand_over(rank, plan.buckets[index], pinned)
             # One batch per round, in the same order on all ranks, so that every send has a posted receive.
             for work in dist.batch_isend_irecv(ops) if ops else []:
                 wait_for(work, timedelta(seconds=self.timeout_s))
             if own is not None and index < len(own.buckets):
-                self._deliver(own.buckets[index], buffer)
+                self._deliver(own.buckets[index], buffer, pinned)
             delivered += sum(
                 plan.buckets[index].payload_bytes for plan in self._plans.values() if index < len(plan.buckets)
             )
@@ -140,7 +143,17 @@ class Gather:
         senders = {self._sender(section) for bucket in self._plans[rank].buckets for section in bucket.sections}
         return any(not self._is_beside(sender, rank) for sender in senders)
 
-    def _hand_over(self, destination: int, bucket: Bucket) -> None:
+    def _pinned_memory(self) -> torch.Tensor | None:
+        """Make pinned memory for a bucket that goes to this rank's sink; `None` on CPUs."""
+        if not is_accelerator(self.device):
+            return None
+        sizes = [
+            plan.max_bucket_bytes for rank, plan in self._plans.items() if self._is_beside(self._shards.rank, rank)
+        ]
+        size = max(sizes, default=0)
+        return torch.empty(size, dtype=torch.uint8, pin_memory=size > 0)
+
+    def _hand_over(self, destination: int, bucket: Bucket, pinned: torch.Tensor | None) -> None:
         """Pass this rank's segments of a bucket to its sink, if it is beside the destination."""
         if not self._is_beside(self._shards.rank, destination):
             return
@@ -148,7 +161,9 @@ class Gather:
         for section in bucket.sections:
             if self._sender(section) == self._shards.rank:
                 for segment in section.segments:
-                    values = local_shards.values(segment).cpu()
+                    values = local_shards.values(segment)
+                    if pinned is not None and is_accelerator(values.device):
+                        values = pinned[: values.nbytes].view(values.dtype).copy_(values)
                     self.sink(plan.tensors[segment.tensor].layout.fqn, segment.start, values)
 
     def _sender(self, section: Section) -> int:
@@ -192,8 +207,9 @@ class Gather:
             pieces.append(packed)
         return pieces
 
-    def _deliver(self, bucket: Bucket, buffer: torch.Tensor) -> None:
-        host = buffer[: bucket.num_bytes].cpu()  # empty, where nothing is received
+    def _deliver(self, bucket: Bucket, buffer: torch.Tensor, pinned: torch.Tensor | None) -> None:
+        received = buffer[: bucket.num_bytes]  # empty, where nothing is received
+        host = to_host(received, None if pinned is None else pinned[: len(received)])
         plan = self._plans[self._shards.rank]
         for section in bucket.sections:
             if self._is_beside(self._sender(section), self._shards.rank):

@@ -172,19 +172,20 @@ def _left_in_container() -> list[int]:
 
 
 class MemoryPeak:
-    """Peak memory of host and device over all calls of `sample`."""
+    """Peak memory of host and device over all calls of `sample`.
+
+    The peak of torch's allocator is the user's: it is not reset.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._host_start = self._host_peak = host_memory_bytes()
-        self._device_start = 0
-        if is_accelerator(device):
-            device_module(device).reset_peak_memory_stats(device)
-            self._device_start = device_module(device).memory_allocated(device)
+        self._device_start = self._device_peak = self._allocated()
 
     def sample(self) -> None:
         """Take one sample; costs about 30 µs."""
         self._host_peak = max(self._host_peak, host_memory_bytes())
+        self._device_peak = max(self._device_peak, self._allocated())
 
     @property
     def host_bytes(self) -> int:
@@ -194,6 +195,9 @@ class MemoryPeak:
     @property
     def device_bytes(self) -> int:
         """Peak device memory of torch's allocator above the start, in bytes; 0 on the CPU."""
+        return self._device_peak - self._device_start
+
+    def _allocated(self) -> int:
         if not is_accelerator(self._device):
             return 0
-        return int(device_module(self._device).max_memory_allocated(self._device)) - self._device_start
+        return int(device_module(self._device).memory_allocated(self._device))

@@ -132,7 +132,7 @@ class ReadAhead:
             slot.copied.synchronize()  # the last copy to the device may still read this buffer
         offsets = self.transport.offsets(index, bucket)
         requests: list[Request] = []
-        staged: list[tuple[Segment, torch.Tensor]] = []
+        staged: list[tuple[Segment, slice]] = []
         sent: list[slice] = []
         for section in self.transport.reads(index, bucket):
             first = offsets[section.shard_index]
@@ -147,30 +147,31 @@ class ReadAhead:
                 part = slice(first + segment.offset, first + segment.offset + segment.num_bytes)
                 requests.append(self._request(segment, slot.memory[part]))
                 if alone:
-                    staged.append((segment, slot.host[part]))
+                    staged.append((segment, part))
         self.source.read(requests)
         if self._stream is None:
-            self._place(staged)
+            for segment, part in staged:
+                self.local_shards.place(segment, slot.host[part])
         else:
             self._copy_to_device(self._stream, slot, sent, staged)
-
-    def _place(self, staged: Sequence[tuple[Segment, torch.Tensor]]) -> None:
-        for segment, data in staged:
-            self.local_shards.place(segment, data)
 
     def _copy_to_device(
         self,
         stream: torch.Stream,
         slot: Slot,
         sent: Sequence[slice],
-        staged: Sequence[tuple[Segment, torch.Tensor]],
+        staged: Sequence[tuple[Segment, slice]],
     ) -> None:
         with device_module(self.device).stream(stream):
             if slot.sent is not None:
                 stream.wait_event(slot.sent)
             for part in sent:
                 slot.wire[part].copy_(slot.host[part], non_blocking=True)
-            self._place(staged)
+            for segment, part in staged:
+                data = slot.host[part]
+                if self.local_shards.converts_on_device(segment):
+                    data = slot.wire[part].copy_(data, non_blocking=True)
+                self.local_shards.place(segment, data)
             slot.copied = device_module(self.device).Event()
             slot.copied.record(stream)
 

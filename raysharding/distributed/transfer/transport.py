@@ -24,10 +24,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from raysharding.distributed.comm import wait_for
+from raysharding.distributed.comm import is_accelerator, wait_for
 from raysharding.distributed.fully_shard import ShardMap
 from raysharding.distributed.transfer.bucket_plan import REPLICATED, Bucket, Buckets, Section, Segment
-from raysharding.distributed.transfer.buffers import RING_SIZE
+from raysharding.distributed.transfer.buffers import RING_SIZE, SlotBytes
 from raysharding.distributed.transfer.shared_memory import SharedRings
 
 
@@ -96,13 +96,52 @@ class Routes:
             position += section.num_bytes
         return offsets
 
-    def any_travels(self, buckets: Buckets) -> bool:
-        """Return True if a rank needs a section that another rank reads."""
-        return any(
-            len(self.path(index, section.shard_index)) > 1
-            for index, bucket in enumerate(buckets)
-            for section in bucket.sections
-        )
+    def slot_bytes(
+        self, buckets: Buckets, rank: int, in_place: Callable[[Segment], bool], converted: Callable[[Segment], bool]
+    ) -> SlotBytes:
+        """Return the largest bytes of a bucket in `rank`'s buffer.
+
+        Args:
+            buckets: The buckets of a plan.
+            rank: The rank.
+            in_place: True for a segment that is read directly into the shard, if no other rank needs it.
+            converted: True for a segment that an accelerator converts.
+        """
+        host = wire = 0
+        for index, bucket in enumerate(buckets):
+            offsets = self.offsets(index, bucket, rank)
+            for section in self.travelling(index, bucket, rank):
+                end = offsets[section.shard_index] + section.num_bytes
+                wire = max(wire, end)
+                if self.path(index, section.shard_index)[0] == rank:
+                    host = max(host, end)
+            for section in self.alone(index, bucket, rank):
+                end = offsets[section.shard_index] + section.num_bytes
+                if not all(map(in_place, section.segments)):
+                    host = max(host, end)
+                if any(map(converted, section.segments)):
+                    wire = max(wire, end)
+        return SlotBytes(host, wire)
+
+    def any_travels(self, buckets: Buckets, reader: int | None = None) -> bool:
+        """Return True if a rank needs a section that another rank, or `reader`, reads."""
+        paths = (self.path(index, part.shard_index) for index, bucket in enumerate(buckets) for part in bucket.sections)
+        return any(len(path) > 1 and reader in (None, path[0]) for path in paths)
+
+
+def meet(device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+    """Let all ranks take part in one operation, before messages between some of them; collective on accelerators.
+
+    NCCL connects the ranks of a group in its first operation, unless the group is bound to a device. If that is a batch
+    of messages in which some ranks have no part, the result is undefined: see the note on `batch_isend_irecv` in
+    torch's documentation.
+
+    Args:
+        device: Device of the messages.
+        group: Process group of all ranks. Default: the default group.
+    """
+    if is_accelerator(device):
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 SegmentMemory = Callable[[Segment], torch.Tensor | None]

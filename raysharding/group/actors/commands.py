@@ -16,12 +16,12 @@ from raysharding.data import Position
 from raysharding.distributed.comm import (
     LinkTimes,
     StoreAddress,
-    device_module,
     is_accelerator,
     join_process_group,
     leave_process_group,
     measure_link,
     serve_store,
+    use_device,
 )
 from raysharding.distributed.footprint import MemoryNeed, memory_need
 from raysharding.distributed.saving import random_state, restore_random_state
@@ -141,7 +141,7 @@ class RankCommands:
         # since Ray 2.60 they would see every GPU of the node, and code that asks for one would make a context there.
         os.environ["CUDA_VISIBLE_DEVICES"] = place.visible_gpus
         if is_accelerator(device):
-            device_module(device).set_device(device)
+            use_device(device)
         else:
             torch.set_num_threads(place.num_threads)
         join_process_group(

@@ -50,7 +50,7 @@ class NodeFacts:
     available_bytes: int
     """Host memory that a process can still allocate."""
     gpu_free_bytes: tuple[int, ...] = field(default=())
-    """Free memory of each GPU, by nvidia-smi's number; empty without GPUs."""
+    """Free memory of each GPU that the process or its group may use; empty without GPUs."""
 
 
 def facts_here(node_ip: str, with_gpus: bool = True) -> NodeFacts:
@@ -78,8 +78,13 @@ def versions_here() -> dict[str, str]:
 
 
 def _gpu_free_bytes() -> tuple[int, ...]:
-    """Return the free memory of all GPUs of the machine, even those Ray hides from this process; no CUDA context."""
+    """Return the free memory of the GPUs that CUDA_VISIBLE_DEVICES leaves, by nvidia-smi; makes no CUDA context."""
     command = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible == "":
+        return ()
+    if visible is not None:
+        command.append(f"--id={visible}")
     try:
         output = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_S, check=True).stdout
     except (OSError, subprocess.SubprocessError):

@@ -14,7 +14,15 @@ from typing import Any
 from torch import nn
 
 from raysharding.checkpoint import Checkpoint
-from raysharding.distributed.footprint import Footprint, footprints, gathered_bytes, load_bytes, planned_tensors
+from raysharding.distributed.footprint import (
+    Footprint,
+    footprints,
+    gathered_bytes,
+    load_rings,
+    planned_tensors,
+    save_buffers,
+)
+from raysharding.distributed.fully_shard import ShardMap
 from raysharding.distributed.transfer import RANK_BYTES
 from raysharding.group.cluster import (
     NodeCapacity,
@@ -53,7 +61,7 @@ class RankPlan:
     footprint: Footprint
     """Parameters, buffers, gradients and optimizer state."""
     load_bytes: int
-    """Upper bound on the ring of buckets, which a load needs beside the shards."""
+    """The ring of buckets, which a load needs beside the shards: in the GPU's memory, and in host memory on CPUs."""
     gathered_bytes: int
     """Full parameters of the groups that compute at one time; an estimate."""
     host_bytes: int
@@ -158,12 +166,12 @@ def rank_plan(
     rank: int,
     node: str,
     footprint: Footprint,
-    load_bytes: int,
+    ring: tuple[int, int],
     gathered_bytes: int,
+    saves: tuple[int, int],
     *,
     on_accelerator: bool,
     offload: bool,
-    reads: bool,
 ) -> RankPlan:
     """Sum up the host and GPU memory of one rank.
 
@@ -171,24 +179,24 @@ def rank_plan(
         rank: Global rank.
         node: Name of its node.
         footprint: Memory of the rank's part of the module and the optimizer.
-        load_bytes: Memory of its ring of buckets.
+        ring: Host and device memory of its ring of buckets.
         gathered_bytes: Memory of full parameters during compute.
+        saves: Host and device memory of the buffers of a save.
         on_accelerator: True if the rank computes on one.
         offload: `Sharding.cpu_offload`; if True, shards, gradients and optimizer state are in host memory.
-        reads: True if the rank reads files for others; on GPUs its ring is then also in host memory.
     """
-    shards = footprint.parameter_bytes + footprint.training_bytes
+    # There are no gradients during the load, and there is no ring during compute.
+    training = footprint.training_bytes
     if not on_accelerator:
-        # There are no gradients during the load, and there is no ring during compute.
-        busiest = max(load_bytes, footprint.training_bytes + gathered_bytes)
+        busiest = max(ring[0], training + max(gathered_bytes, saves[0]))
         host = RANK_BYTES + footprint.resident_bytes + busiest
-        return RankPlan(rank, node, footprint, load_bytes, gathered_bytes, host, 0)
-    ring = load_bytes if reads else 0
-    host = RANK_BYTES + ring + (shards if offload else 0)
-    work = gathered_bytes + (0 if offload else footprint.training_bytes)
-    stays = footprint.buffer_bytes + (0 if offload else footprint.parameter_bytes)
-    device = CONTEXT_BYTES + stays + max(load_bytes, work)
-    return RankPlan(rank, node, footprint, load_bytes, gathered_bytes, host, device)
+        return RankPlan(rank, node, footprint, ring[0], gathered_bytes, host, 0)
+    in_host = (footprint.pinned_bytes, training) if offload else (0, 0)
+    on_device = (0, 0) if offload else (footprint.parameter_bytes, training)
+    host = RANK_BYTES + in_host[0] + max(ring[0], in_host[1] + saves[0])
+    busiest = max(ring[1], on_device[1] + max(gathered_bytes, saves[1]))
+    device = CONTEXT_BYTES + footprint.buffer_bytes + on_device[0] + busiest
+    return RankPlan(rank, node, footprint, ring[1], gathered_bytes, host, device)
 
 
 _ANSWER_S = 15.0
@@ -249,9 +257,14 @@ def _ranks(
     held = footprints(tensors, range(num_shards), spec.optimizer)
     gathered = gathered_bytes(module, spec.sharding, wrap_groups(module, spec.sharding))
     ranks = []
-    for rank in range(world_size):
-        # Neighbouring ranks share a replica: `distributed/comm/device_mesh.py`.
-        ring = load_bytes(spec.loading, num_shards, opened.num_bytes, reads=rank == 0)
+    offload = spec.sharding.cpu_offload
+    # Neighbouring ranks share a replica: `distributed/comm/device_mesh.py`.
+    holders = tuple(tuple(range(index, world_size, num_shards)) for index in range(num_shards))
+    num_bytes = sum(tensor.layout.num_elements * tensor.layout.dtype.itemsize for tensor in tensors)
+    saves = save_buffers(num_bytes, device_type)
+    shards = [ShardMap(holders, rank) for rank in range(world_size)]
+    rings = load_rings(spec.loading, tensors, shards, opened.num_bytes, device_type, offload=offload)
+    for rank, ring in enumerate(rings):
         node = placed[rank] if rank < len(placed) else ""
         ranks.append(
             rank_plan(
@@ -260,9 +273,9 @@ def _ranks(
                 held[rank % num_shards],
                 ring,
                 gathered,
+                saves,
                 on_accelerator=device_type != "cpu",
-                offload=spec.sharding.cpu_offload,
-                reads=rank == 0 or spec.loading.transport == "local",
+                offload=offload,
             )
         )
     return ranks
@@ -298,7 +311,8 @@ def _short(node: NodePlan) -> list[str]:
 
 
 def _notes(spec: GroupSpec, ranks: Sequence[RankPlan], nodes: Sequence[NodePlan], device_type: str) -> list[str]:
-    notes = ["activations, the batch and its outputs are left out: they depend on what you run"]
+    left_out = "activations, the batch and its outputs, and a background save's copies of the shards"
+    notes = [f"{left_out} are left out: they depend on what you run"]
     if spec.optimizer is None:
         notes.append("no optimizer: forward only; give optimizer= to count gradients and optimizer state")
     elif any(one.footprint.optimizer_bytes is None for one in ranks):

@@ -17,7 +17,7 @@ import ipaddress
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from raysharding.distributed.comm import LinkTimes
@@ -279,10 +279,12 @@ class Preflight:
             arguments = [(optimizer,)] * len(self.client.ranks)
             deadline_s = self.client.timeouts.start_s
             call = self.client.submit_each("memory_need", arguments, deadline_s=deadline_s, collect=collect_all)
-            findings = list(check_memory(self.client.ranks, call.result()))
+            needs: list[MemoryNeed] = call.result()
+            findings = list(check_memory(self.client.ranks, needs))
             if not any(finding.is_error for finding in findings):
                 break
         self._findings += findings
+        self._nodes = _with_gpus(self._nodes, self.client.ranks, needs)
         self._seconds += time.monotonic() - begun
         self.report().raise_if_wrong()
 
@@ -300,6 +302,15 @@ class Preflight:
         for finding in report.warnings:
             _log.warning("preflight: %s: %s", finding.subject, finding.message)
         return report
+
+
+def _with_gpus(nodes: Sequence[NodeFacts], ranks: Sequence[RankInfo], needs: Sequence[MemoryNeed]) -> list[NodeFacts]:
+    """Return the nodes with the free memory of the GPUs of a group on them."""
+    free: dict[str, list[int]] = {}
+    for info, need in zip(ranks, needs, strict=True):
+        if need.device_free_bytes is not None:
+            free.setdefault(info.node_ip, []).append(need.device_free_bytes)
+    return [replace(node, gpu_free_bytes=tuple(free.get(node.node_ip, ()))) for node in nodes]
 
 
 def check_memory(ranks: Sequence[RankInfo], needs: Sequence[MemoryNeed]) -> Iterable[Finding]:

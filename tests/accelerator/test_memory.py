@@ -1,0 +1,112 @@
+"""What the preflight counts is what a load takes, for every transport, dtype and offload; and what a save takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
+
+from raysharding.checkpoint import open_checkpoint
+from raysharding.config import Loading, Sharding, Transport
+from raysharding.distributed import init_mesh, load_checkpoint, save_checkpoint, shard_module
+from raysharding.distributed.footprint import MemoryNeed, memory_need, save_buffers
+from raysharding.models import build_module
+from tests.accelerator.build import load_extension
+from tests.spawn import run_ranks
+
+TRANSPORTS: tuple[Transport, ...] = ("local", "scatter", "broadcast")
+CASES = [
+    (transport, dtype, offload)
+    for transport in TRANSPORTS
+    for dtype in (torch.float32, torch.bfloat16)
+    for offload in (False, True)
+]
+
+
+class Model(nn.Module):
+    """Layers whose rows two ranks divide, and a buffer."""
+
+    def __init__(self) -> None:
+        """Make 12 MB of parameters in fp32."""
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(512, 512) for _ in range(12)))
+        self.register_buffer("table", torch.zeros(256, 256))
+
+
+def sim() -> Any:
+    """`torch.sim`."""
+    return torch.get_device_module("sim")
+
+
+def taken_by(work: Callable[[], object]) -> tuple[int, int]:
+    """Pinned and device bytes of this rank at the peak of `work`, above those before it."""
+    extension = load_extension()
+    extension.reset_peak_pinned()
+    sim().reset_peak_memory_stats()
+    pinned, device = extension.pinned_allocated(), sim().memory_allocated()
+    work()
+    return extension.max_pinned_allocated() - pinned, sim().max_memory_allocated() - device
+
+
+def sharded(path: Path, dtype: torch.dtype, sharding: Sharding) -> nn.Module:
+    """The module on meta, sharded."""
+    return shard_module(build_module(Model, open_checkpoint(path), dtype), init_mesh("sim", sharding), sharding)
+
+
+def loads(path: Path, replicate_size: int, bucket_bytes: int | None) -> list[tuple[str, tuple[int, int], MemoryNeed]]:
+    """(case, pinned and device bytes of a load, what the preflight counts)."""
+    found = []
+    device = torch.device("sim", dist.get_rank())
+    for transport, dtype, offload in CASES:
+        module = sharded(path, dtype, Sharding(replicate_size=replicate_size, cpu_offload=offload))
+        loading = Loading(transport, dtype=dtype, bucket_bytes=bucket_bytes)
+        need = memory_need(module, device, loading, open_checkpoint(path).num_bytes, None)
+        taken = taken_by(partial(load_checkpoint, module, path, loading=loading))
+        found.append((f"{transport} {dtype} offload={offload}", taken, need))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world_size", "replicate_size", "bucket_bytes"),
+    [(2, 1, None), pytest.param(3, 1, 1 << 20, marks=pytest.mark.full)],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_load_takes_what_the_preflight_counts(
+    tmp_path: Path, world_size: int, replicate_size: int, bucket_bytes: int | None, dtype: torch.dtype
+) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file(Model().to(dtype).state_dict(), path)
+    for rank, cases in enumerate(run_ranks(world_size, loads, path, replicate_size, bucket_bytes, device="sim")):
+        for case, (pinned, device), need in cases:
+            assert pinned == pytest.approx(need.host_bytes, rel=0.02), f"rank {rank}: {case}: host"
+            assert device == pytest.approx(need.device_bytes, rel=0.02), f"rank {rank}: {case}: device"
+
+
+def saves(path: Path, offload: bool) -> tuple[tuple[int, int], int, int]:
+    """Pinned and device bytes of a save, the peak of the load as it tells it, and the peak of torch's allocator."""
+    module = sharded(path, torch.float32, Sharding(cpu_offload=offload))
+    torch.empty(64 << 20, device="sim")  # a peak of the user's own
+    report = load_checkpoint(module, path)
+    peak = sim().max_memory_allocated()
+    taken = taken_by(partial(save_checkpoint, module, path.parent / "saved"))
+    return taken, report.peak_device_bytes[dist.get_rank()], peak
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_save_takes_what_the_plan_counts(tmp_path: Path, offload: bool) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file(Model().state_dict(), path)
+    full_bytes = sum(tensor.nbytes for tensor in Model().state_dict().values())
+    shards = sum(parameter.nbytes for parameter in Model().parameters()) // 2
+    for (pinned, device), peak_of_load, peak in run_ranks(2, saves, path, offload, device="sim"):
+        assert pinned == save_buffers(full_bytes, "sim")[0]
+        assert device < 1024, "both ranks are on the writer's host"
+        assert peak_of_load == pytest.approx(0 if offload else shards, rel=0.02, abs=1 << 20)
+        assert peak >= 64 << 20, "the load has reset the user's peak"
