@@ -20,10 +20,11 @@ from raysharding import GroupBrokenError, Placement, PreflightError, ShardedMode
 from raysharding.cli import main
 from raysharding.distributed.footprint import MemoryNeed
 from raysharding.distributed.transfer.memory import available_bytes
-from raysharding.group.cluster.nodes import NodeFacts
+from raysharding.group.cluster.nodes import NodeFacts, facts_here
 from raysharding.group.launch import preflight as preflight_run
 from raysharding.group.launch.preflight import Preflight, check_interfaces, check_memory, check_security, check_versions
 from raysharding.group.ranks import RankInfo
+from raysharding.units import MIB
 from tests.clock import now
 from tests.group.conftest import make_group
 
@@ -213,3 +214,23 @@ def test_memory_is_compared_node_by_node_and_gpu_by_gpu() -> None:
     )
     assert not training.is_error
     assert training.message.startswith("GPU memory of rank 3 (cuda:0 of node 10.0.0.1): 23 B are needed with gradients")
+
+
+def test_gpus_that_a_mask_hides_are_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(
+        "#!/bin/bash\nfree=(10 11 12 13)\n"
+        'case "${!#}" in --id=*) ids=${!#};; *) ids=0,1,2,3;; esac\n'
+        "ids=${ids#--id=}\n"
+        'for id in ${ids//,/ }; do echo "${free[id]}"; done\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    found = {}
+    for mask in (None, "1,3", ""):
+        if mask is None:
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        else:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
+        found[mask] = facts_here("127.0.0.1").gpu_free_bytes
+    assert found == {None: (10 * MIB, 11 * MIB, 12 * MIB, 13 * MIB), "1,3": (11 * MIB, 13 * MIB), "": ()}
