@@ -48,6 +48,10 @@ class _Batch:
                 self.done.set()
 
 
+_END_S = 0.2
+"""Longest wait for the end of a thread, in seconds; it may hang in a read."""
+
+
 class ReadThreads:
     """Runs jobs in a few threads, including the caller's; a context manager that ends the other threads.
 
@@ -59,13 +63,14 @@ class ReadThreads:
 
     def __init__(self, num_threads: int) -> None:
         self._jobs: queue.SimpleQueue[tuple[_Batch, Job] | None] = queue.SimpleQueue()
-        self._num_others = num_threads - 1
-        for number in range(self._num_others):
-            threading.Thread(target=self._work, name=f"raysharding-read-{number}", daemon=True).start()
+        names = [f"raysharding-read-{number}" for number in range(num_threads - 1)]
+        self._others = [threading.Thread(target=self._work, name=name, daemon=True) for name in names]
+        for thread in self._others:
+            thread.start()
 
     def run(self, jobs: Sequence[Job]) -> None:
         """Run all jobs and wait for them; raises the first error of a job."""
-        if not self._num_others:
+        if not self._others:
             for job in jobs:
                 job()
             return
@@ -101,8 +106,10 @@ class ReadThreads:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for _ in range(self._num_others):
+        for _ in self._others:
             self._jobs.put(None)
+        for thread in self._others:
+            thread.join(_END_S)  # it holds the memory that it read into last
 
 
 JOB_BYTES = 4 << 20
