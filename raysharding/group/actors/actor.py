@@ -113,7 +113,7 @@ class RankActor:
             node_id=context.get_node_id(),
             node_ip=ray.util.get_node_ip_address(),
             pid=os.getpid(),
-            gpu_ids=tuple(map(str, context.get_accelerator_ids().get("GPU", ()))),
+            gpu_ids=tuple(str(number) for ids in context.get_accelerator_ids().values() for number in ids),
             sees_checkpoint=checkpoint_path is None or os.path.exists(checkpoint_path),
             stacks_descriptor=self._stacks_descriptor,
             log_paths=_log_paths(),

@@ -27,7 +27,7 @@ from raysharding.distributed.footprint import MemoryNeed, memory_need
 from raysharding.distributed.saving import random_state, restore_random_state
 from raysharding.distributed.training import EvaluationPlan, FitPlan
 from raysharding.errors import GroupError, RayshardingError, said
-from raysharding.group.cluster import NodeFacts, facts_here
+from raysharding.group.cluster import NodeFacts, accelerator_names, facts_here
 from raysharding.group.rpc import NEXT_STEP, Command, Mode, Packed, SaveStatus, Shared, StateChange
 from raysharding.models import InputBounds
 from raysharding.worker import FitStart, FitSteps, Worker, thread_state_restored
@@ -139,7 +139,7 @@ class RankCommands:
         device = torch.device(place.device)
         # Before the first CUDA call of this process, after which the variable has no effect. For CPU ranks it is empty:
         # since Ray 2.60 they would see every GPU of the node, and code that asks for one would make a context there.
-        os.environ["CUDA_VISIBLE_DEVICES"] = place.visible_gpus
+        os.environ[accelerator_names(device.type).visible_devices] = place.visible_gpus
         if is_accelerator(device):
             use_device(device)
         else:

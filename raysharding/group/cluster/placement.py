@@ -37,7 +37,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raysharding.config import Placement
 from raysharding.distributed.comm import check_device_type
 from raysharding.errors import PlacementError
-from raysharding.group.cluster.ray_internals import dead_jobs, free_resources, is_worker
+from raysharding.group.cluster.ray_internals import accelerator_names, dead_jobs, free_resources, is_worker, may_grow
 
 Resources = Mapping[str, float]
 
@@ -199,9 +199,9 @@ class Reservation:
             ray.kill(self.reaper)
 
 
-def cluster_gpus() -> int:
-    """Return the number of GPUs in the cluster, used or not."""
-    return int(ray.cluster_resources().get("GPU", 0))
+def cluster_gpus(device_type: str = "cuda") -> int:
+    """Return the number of accelerators of a type in the cluster, used or not."""
+    return int(ray.cluster_resources().get(accelerator_names(device_type).resource, 0))
 
 
 def choose_ranks(device: str | None, world_size: int | None, placement: Placement, num_gpus: int) -> tuple[str, int]:
@@ -245,14 +245,15 @@ def reserve(world_size: int, device_type: str, placement: Placement, place_s: fl
 
     Args:
         world_size: Number of ranks.
-        device_type: Any but `cpu` adds one GPU to each bundle.
+        device_type: Any but `cpu` adds one accelerator to each bundle.
         placement: Strategy, CPUs, labels; or an existing placement group.
         place_s: Deadline.
         lifetime: What ends the placement group.
 
     Raises:
         PlacementError: The placement group is not ready at the deadline (the error lists need against have, per node),
-            or Ray does not create it. Nothing stays reserved.
+            or Ray does not create it; at once if the cluster has too few accelerators, and no further nodes are to be
+            expected. Nothing stays reserved.
         ValueError: The bundles of an existing placement group do not fit the ranks.
     """
     need = rank_need(device_type, placement)
@@ -260,6 +261,7 @@ def reserve(world_size: int, device_type: str, placement: Placement, place_s: fl
         _check_bundles(placement.placement_group, world_size, need)
         reservation = Reservation(placement.placement_group, need, is_ours=False)
     else:
+        _refuse_too_few_accelerators(world_size, need, placement)
         reservation = _create(world_size, need, placement, lifetime)
     try:
         wait_placed(reservation, world_size, placement, place_s)
@@ -312,7 +314,7 @@ def rank_need(device_type: str, placement: Placement) -> dict[str, float]:
     """
     need = {"CPU": float(placement.cpus_per_rank)} if placement.cpus_per_rank else {}
     if device_type != "cpu":
-        need["GPU"] = 1.0
+        need[accelerator_names(device_type).resource] = 1.0
     if not need:
         raise ValueError("cpus_per_rank=0 on CPUs reserves nothing: give a positive number, such as 0.5")
     return need
@@ -333,14 +335,54 @@ def _check_bundles(existing: Any, world_size: int, need: Resources) -> None:
             )
 
 
+def _accelerator(need: Resources) -> str | None:
+    return next((name for name in need if name != "CPU"), None)
+
+
+def _refuse_too_few_accelerators(world_size: int, need: Resources, placement: Placement) -> None:
+    """Raise if the cluster has too few accelerators, used or not, and no further nodes are to be expected.
+
+    Where a node has died, the same node or another may come in its place: `restart` waits for it until `place_s`.
+    """
+    name, nodes = _accelerator(need), ray.nodes()
+    if name is None or not all(node["Alive"] for node in nodes):
+        return
+    has = sum(int(node["Resources"].get(name, 0)) for node in nodes if labels_match(node, placement.labels))
+    if has >= world_size or may_grow():
+        return
+    where = f"the nodes with labels {dict(placement.labels)} have" if placement.labels else "the cluster has"
+    fewer = f"world_size={has} or fewer, " if has else ""
+    what = f"{world_size} ranks need {show_resources(need)} each, but {where} {has} {name} in all, free or not"
+    cures = f'give {fewer}device="cpu" for ranks that need no {name}, or wait until more nodes have joined'
+    lines, have, _ = _room(need, placement)
+    raise PlacementError("\n  ".join((f"{what}: {cures}", *lines)), need=need, have=have)
+
+
 def _placement_error(world_size: int, need: Resources, placement: Placement, place_s: float) -> PlacementError:
     """Return an error that compares need and have; a pending placement group holds nothing of the free resources."""
-    nodes = [node for node in ray.nodes() if node["Alive"]]
+    lines, have, fits_empty = _room(need, placement)
+    if placement.placement_group is not None:
+        verdict = "the given placement group is not ready"
+    elif fits_empty < world_size:
+        verdict = f"infeasible: even when idle, the cluster has space for {fits_empty} ranks; use fewer, or add nodes"
+    else:
+        verdict = (
+            f"busy: when idle, the cluster has space for {fits_empty} ranks; free resources, raise "
+            f"Timeouts.place_s, or relax strategy={placement.strategy!r}"
+        )
+    if (name := _accelerator(need)) is not None:
+        verdict += f'; with device="cpu" ranks need no {name}'
+    message = f"{world_size} ranks of {show_resources(need)} each were not placed within {place_s:g} s; {verdict}"
+    return PlacementError("\n  ".join((message, *lines)), need=need, have=have)
+
+
+def _room(need: Resources, placement: Placement) -> tuple[list[str], dict[str, dict[str, float]], int]:
+    """Return a line for each node, what is free there, and the number of ranks that fit into the idle cluster."""
     free = free_resources()
     have: dict[str, dict[str, float]] = {}
     lines = []
     fits_empty = 0
-    for node in nodes:
+    for node in (node for node in ray.nodes() if node["Alive"]):
         matches = labels_match(node, placement.labels)
         total = {name: node["Resources"].get(name, 0.0) for name in need}
         now = {name: free.get(node["NodeID"], {}).get(name, 0.0) for name in need}
@@ -353,17 +395,7 @@ def _placement_error(world_size: int, need: Resources, placement: Placement, pla
         lines.append(
             f"node {address}: free {show_resources(now)} of {show_resources(total)}, space for {fits} ranks now{note}"
         )
-    if placement.placement_group is not None:
-        verdict = "the given placement group is not ready"
-    elif fits_empty < world_size:
-        verdict = f"infeasible: even when idle, the cluster has space for {fits_empty} ranks; use fewer, or add nodes"
-    else:
-        verdict = (
-            f"busy: when idle, the cluster has space for {fits_empty} ranks; free resources, raise "
-            f"Timeouts.place_s, or relax strategy={placement.strategy!r}"
-        )
-    message = f"{world_size} ranks of {show_resources(need)} each were not placed within {place_s:g} s; {verdict}"
-    return PlacementError("\n  ".join((message, *lines)), need=need, have=have)
+    return lines, have, fits_empty
 
 
 def labels_match(node: Mapping[str, Any], labels: Mapping[str, str] | None) -> bool:

@@ -5,13 +5,60 @@ The public state API (`ray.util.state`) queries the dashboard, which may not be 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray._private import state
+from ray._private import accelerators, state, worker
+from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
 from ray._private.worker import WORKER_MODE, get_dashboard_url
 from ray._raylet import AuthenticationMode, get_authentication_mode  # type: ignore[attr-defined]
+from ray.experimental.internal_kv import _internal_kv_get
+
+_MANAGERS = {
+    "xpu": accelerators.IntelGPUAcceleratorManager,
+    "npu": accelerators.NPUAcceleratorManager,
+    "hpu": accelerators.HPUAcceleratorManager,
+}
+"""torch's device type → what Ray knows of such accelerators; of any other type, what it knows of CUDA's."""
+
+
+@dataclass(frozen=True, slots=True)
+class AcceleratorNames:
+    """Ray's names for accelerators of one device type."""
+
+    resource: str
+    """The resource, such as `GPU`."""
+    visible_devices: str
+    """The variable by which a process sees only some of its node's accelerators."""
+    noset: tuple[str, ...]
+    """The variables that keep Ray from masking a worker's accelerators."""
+
+
+def accelerator_names(device_type: str) -> AcceleratorNames:
+    """Return Ray's names for accelerators of one of torch's device types; those of CUDA for a type unknown to Ray."""
+    manager = _MANAGERS.get(device_type, accelerators.NvidiaGPUAcceleratorManager)
+    mask = manager.get_visible_accelerator_ids_env_var()
+    # ROCm's device type is `cuda` as well, and CUDA's mask holds there, but Ray sets one of its own beside it.
+    masks = (mask,) if device_type in _MANAGERS else (mask, "HIP_VISIBLE_DEVICES")
+    noset = tuple(f"RAY_EXPERIMENTAL_NOSET_{name}" for name in masks)
+    return AcceleratorNames(manager.get_resource_name(), mask, noset)
+
+
+def may_grow() -> bool:
+    """Return False if nothing adds nodes to the cluster by itself; True if an autoscaler does, or Ray does not say.
+
+    A cluster that `ray.init()` started in this process has no autoscaler. Elsewhere, Ray's monitor publishes the type
+    of each node every 5 s: without an autoscaler, it makes a type of its own for each node. Autoscaler v2 publishes
+    none.
+    """
+    if worker._global_node is not None and worker._global_node.head:
+        return False
+    status = json.loads(_internal_kv_get(DEBUG_AUTOSCALING_STATUS) or b"{}")
+    types = (status.get("autoscaler_report") or {}).get("node_type_mapping") or {}
+    return not types or any(node_type != f"node_{node_id}" for node_id, node_type in types.items())
 
 
 def free_resources() -> Mapping[str, Mapping[str, float]]:

@@ -177,7 +177,9 @@ def launch(spec: GroupSpec) -> RunningGroup:
     connect()
     if spec.name is not None:
         check_free(spec.name)
-    device_type, world_size = choose_ranks(spec.device, spec.world_size, spec.placement, cluster_gpus())
+    device_type, world_size = choose_ranks(
+        spec.device, spec.world_size, spec.placement, cluster_gpus(spec.device or "cuda")
+    )
     if opened is None:
         opened = opened_on_a_node(spec, spec.timeouts.start_s)
         check_fit(opened, spec.sharding, spec.loading)

@@ -292,7 +292,7 @@ def _unplaced(
     if len(placed) >= world_size:
         return []
     free = "; ".join(
-        f"{node.name} has {show_resources({key: node.resources()[key] for key in need})}" for node in nodes
+        f"{node.name} has {show_resources({key: node.resources().get(key, 0.0) for key in need})}" for node in nodes
     )
     what = f"{world_size} ranks need {show_resources(need)} each, but there is space for {len(placed)}"
     return [f"{what} under strategy={strategy!r} ({free or 'there is no node'}): use fewer ranks, or add nodes"]

@@ -142,6 +142,16 @@ def _release(name: str, version: str) -> str:
     return ".".join(version.split(".")[:2]) if name == "python" else version.partition("+")[0]
 
 
+def check_builds(device: str, nodes: Sequence[NodeFacts]) -> list[Finding]:
+    """Return a finding for each node where ranks are to run on CUDA, and torch is a build for CPUs."""
+    cpu = [node for node in nodes if device.startswith("cuda") and node.versions.get("torch", "").endswith("+cpu")]
+    cure = "install torch's build for the GPUs there, or give device='cpu'"
+    return [
+        Finding(True, "versions", f"torch {node.versions['torch']} on node {node.node_ip} knows no GPU: {cure}")
+        for node in cpu
+    ]
+
+
 def check_interfaces(nodes: Sequence[NodeFacts]) -> list[Finding]:
     """Return a finding for each node whose ranks would send messages over an interface that reaches no other node."""
     if len({node.node_ip for node in nodes}) < 2:
@@ -241,6 +251,7 @@ class Preflight:
         first_of_node = {info.node_id: info.rank for info in reversed(ranks)}
         self._nodes = [facts[rank] for rank in sorted(first_of_node.values())]
         self._findings += [*check_versions(versions_here(), facts), *check_interfaces(self._nodes)]
+        self._findings += check_builds(ranks[0].device, self._nodes)
         if self._thorough:
             self._findings += check_security(self._nodes, dashboard_url())
         self._seconds += time.monotonic() - begun

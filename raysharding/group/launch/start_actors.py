@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raysharding.errors import CallTimeoutError, CheckpointError, FailureKind, GroupError, RankFailure
 from raysharding.group.actors import REMOTE_RANK_ACTOR, ActorInfo
-from raysharding.group.cluster import Lifetime, Reservation, name_taken, replies, tell
+from raysharding.group.cluster import Lifetime, Reservation, accelerator_names, name_taken, replies, tell
 from raysharding.group.launch.spec import GroupSpec, local_path
 from raysharding.group.ranks import Member, RankInfo
 
@@ -111,13 +111,12 @@ def _start(reservation: Reservation, bundle: int, device_type: str, spec: GroupS
     if device_type != "cpu":
         # Every rank of a node sees all of the group's GPUs on the node: NCCL between processes that see one GPU each
         # is slow or hangs on NVSwitch machines. Ray must not mask GPUs; `RankCommands.join` sets the group's own mask.
-        # On ROCm the mask of CUDA holds as well, and Ray sets one of its own.
-        noset = {f"RAY_EXPERIMENTAL_NOSET_{kind}_VISIBLE_DEVICES": "1" for kind in ("CUDA", "HIP")}
-        variables = {**environment.get("env_vars", {}), **noset}
+        variables = {**environment.get("env_vars", {}), **dict.fromkeys(accelerator_names(device_type).noset, "1")}
         environment["env_vars"] = variables
     options: dict[str, Any] = {
         "num_cpus": reservation.need.get("CPU", 0),
         "num_gpus": reservation.need.get("GPU", 0),
+        "resources": {name: one for name, one in reservation.need.items() if name not in ("CPU", "GPU")},
         "max_restarts": 0,
         "max_task_retries": 0,
         "scheduling_strategy": PlacementGroupSchedulingStrategy(

@@ -7,22 +7,27 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import ray
 import torch
+from ray.autoscaler._private.monitor import BASE_READONLY_CONFIG
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from safetensors.torch import save_file
 
-from raysharding import CheckpointError, GroupError, Placement, PlacementError, Timeouts
+from raysharding import CheckpointError, GroupError, Placement, PlacementError, ShardedModelGroup, Timeouts
 from raysharding.group.actors.actor import ActorInfo
 from raysharding.group.cluster.nodes import replies
 from raysharding.group.cluster.placement import choose_num_threads
 from raysharding.group.launch.start_actors import probe, rank_order
+from tests import forking
 from tests.clock import now
-from tests.group.conftest import NUM_CPUS, make_group
+from tests.group.conftest import NUM_CPUS, make_group, make_mlp
+from tests.group.supervision.standing import Driver, standing_cluster
 
+ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
@@ -69,6 +74,124 @@ def test_a_given_placement_group_is_used_and_kept(checkpoint: Path) -> None:
         assert placement_group_table(given)["state"] == "CREATED"
     finally:
         remove_placement_group(given)
+
+
+def test_gpus_that_the_cluster_has_not_are_refused_at_once(checkpoint: Path) -> None:
+    waits, begun = Timeouts(place_s=5), now()
+    with pytest.raises(PlacementError, match=r'cluster has 0 GPU in all.*: give device="cpu"') as caught:
+        ShardedModelGroup.from_checkpoint(checkpoint, model=make_mlp(), world_size=2, device="cuda", timeouts=waits)
+    assert now() - begun < 1
+    assert caught.value.need == {"CPU": 1.0, "GPU": 1.0}
+    assert [node["GPU"] for node in caught.value.have.values()] == [0.0]
+
+
+CHOICES = """
+import json, re, sys
+from pathlib import Path
+import ray
+from raysharding import Placement, PlacementError, ShardedModelGroup
+from raysharding.group.cluster import choose_ranks, cluster_gpus
+from tests.forking import runtime_env
+from tests.group.conftest import make_mlp
+
+ray.init("local", num_cpus=9, num_gpus=int(sys.argv[1]), include_dashboard=False, runtime_env=runtime_env())
+found = {}
+for path in ("README.md", "examples/finetune.py", "examples/quickstart.py"):
+    (line,) = re.findall(r"^ *world_size = (.*)$", Path(path).read_text(), re.MULTILINE)
+    found[path] = choose_ranks(None, eval(line), Placement(), cluster_gpus())
+for options in (dict(world_size=None), dict(world_size=int(sys.argv[1]) + 1, device="cuda")):
+    try:
+        with ShardedModelGroup.from_checkpoint(sys.argv[2], model=make_mlp(), **options):
+            raise AssertionError("there is no such GPU")
+    except Exception as error:
+        found[str(options["world_size"])] = f"{type(error).__name__}: {error}"
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.usefixtures("worker_python")
+@pytest.mark.parametrize("num_gpus", [1, *(pytest.param(number, marks=pytest.mark.full) for number in (0, 2, 8))])
+def test_what_a_cluster_with_so_many_gpus_gets(num_gpus: int, checkpoint: Path) -> None:
+    command = [sys.executable, "-c", CHOICES, str(num_gpus), str(checkpoint)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    device = "cuda" if num_gpus else "cpu"
+    assert found["README.md"] == found["examples/finetune.py"] == [device, num_gpus or 2]
+    assert found["examples/quickstart.py"] == [device, min(num_gpus or 2, 2)]
+    # The GPUs are there for Ray, but not for this machine's torch.
+    default = "knows no GPU" if num_gpus else "runs on CPUs: give world_size"
+    assert default in found["None"]
+    assert f"PlacementError: {num_gpus + 1} ranks need 1 CPU, 1 GPU each" in found[str(num_gpus + 1)]
+
+
+NODES = """
+import json, time
+import ray
+from ray.cluster_utils import Cluster
+from raysharding import Placement, PlacementError
+from raysharding.group.cluster import Lifetime, reserve
+from raysharding.group.cluster.ray_internals import may_grow
+
+def reserved(world_size, place_s):
+    begun = time.monotonic()
+    try:
+        reserve(world_size, "cuda", Placement(), place_s, Lifetime()).release()
+        return "placed"
+    except PlacementError as error:
+        assert time.monotonic() - begun < place_s + 1
+        return str(error)
+
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "num_gpus": 1, "include_dashboard": False})
+second = cluster.add_node(num_cpus=4, num_gpus=1)
+ray.init(cluster.address, log_to_driver=False)
+until = time.monotonic() + 30
+while may_grow() and time.monotonic() < until:  # until Ray has published what it sees
+    time.sleep(0.1)
+found = [reserved(3, 0), reserved(2, 30)]
+cluster.remove_node(second)
+while all(node["Alive"] for node in ray.nodes()):
+    time.sleep(0.1)
+print(json.dumps([*found, reserved(2, 1)]))
+"""
+
+
+@pytest.mark.full
+def test_a_node_that_was_lost_may_come_back() -> None:
+    done = subprocess.run([sys.executable, "-c", NODES], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    refused, placed, waited = json.loads(done.stdout.splitlines()[-1])
+    assert "the cluster has 2 GPU in all" in refused
+    assert placed == "placed"
+    assert "were not placed within 1 s; infeasible" in waited
+    assert 'with device="cpu" ranks need no GPU' in waited
+
+
+PLACED_LATER = """
+from ray.experimental.internal_kv import _internal_kv_get
+until = now() + 30
+while not _internal_kv_get("__autoscaling_status") and now() < until:
+    time.sleep(0.1)
+try:
+    make(device="cuda", timeouts=Timeouts(place_s=1))
+except PlacementError as error:
+    tell(error=str(error))
+"""
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("worker_python")
+def test_a_cluster_with_an_autoscaler_is_waited_for(checkpoint: Path, tmp_path: Path) -> None:
+    autoscaler = BASE_READONLY_CONFIG | {"provider": {"type": "fake_multinode"}}
+    (tmp_path / "autoscaler.yaml").write_text(json.dumps(autoscaler))
+    start = f'RAY_FAKE_CLUSTER=1 exec {Path(sys.executable).with_name("ray")} "$@"'
+    (tmp_path / "ray").write_text(f"#!/bin/sh\n{start} --autoscaling-config={tmp_path}/autoscaler.yaml\n")
+    (tmp_path / "ray").chmod(0o755)
+    with ExitStack() as stack:
+        with forking.ray_starts_with(tmp_path / "python"):  # the program `ray` beside it starts the cluster
+            cluster = stack.enter_context(standing_cluster())
+        driver = stack.enter_context(Driver(cluster, checkpoint, PLACED_LATER))
+        assert "were not placed within 1 s; infeasible" in driver.hear()["error"]
 
 
 @pytest.mark.usefixtures("cluster")
@@ -166,9 +289,8 @@ def test_what_the_driver_can_see_is_refused_before_ray_is_started(tmp_path: Path
     fields = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
     config = {"architectures": ["BertForSequenceClassification"], "model_type": "bert", "vocab_size": 8, **fields}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    root = Path(__file__).resolve().parents[3]
     command = [sys.executable, "-c", BEFORE_RAY, str(tmp_path)]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
 
 

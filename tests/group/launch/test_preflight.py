@@ -22,7 +22,14 @@ from raysharding.distributed.footprint import MemoryNeed
 from raysharding.distributed.transfer.memory import available_bytes
 from raysharding.group.cluster.nodes import NodeFacts, facts_here
 from raysharding.group.launch import preflight as preflight_run
-from raysharding.group.launch.preflight import Preflight, check_interfaces, check_memory, check_security, check_versions
+from raysharding.group.launch.preflight import (
+    Preflight,
+    check_builds,
+    check_interfaces,
+    check_memory,
+    check_security,
+    check_versions,
+)
 from raysharding.group.ranks import RankInfo
 from raysharding.units import MIB
 from tests.clock import now
@@ -171,6 +178,16 @@ def test_builds_and_micro_versions_may_differ() -> None:
     (finding,) = check_versions(VERSIONS, [replace(NODE, versions={**VERSIONS, "transformers": "5.23.0"})])
     assert not finding.is_error
     assert "transformers differs: absent on the driver; 5.23.0 on 10.0.0.1" in finding.message
+
+
+def test_a_build_for_cpus_is_found_before_ranks_on_gpus_meet() -> None:
+    nodes = [NODE, replace(NODE, node_ip="10.0.0.2", versions=VERSIONS | {"torch": "2.13.0+cu128"})]
+    (finding,) = check_builds("cuda:0", nodes)
+    assert finding.is_error
+    assert finding.message == (
+        "torch 2.13.0+cpu on node 10.0.0.1 knows no GPU: install torch's build for the GPUs there, or give device='cpu'"
+    )
+    assert check_builds("cpu", nodes) == check_builds("sim:0", nodes) == []
 
 
 @pytest.mark.parametrize(
