@@ -21,10 +21,17 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from raysharding import GroupError, Placement, PlacementError, ShardedModelGroup, Sharding, Split, Timeouts
+from raysharding import Placement, PlacementError, ShardedModelGroup, Sharding, Split, Timeouts
 from raysharding.group.cluster import accelerator_names, rank_need
 from tests import forking
 from tests.accelerator.device import register
+from tests.accelerator.fit_checks import check_fit
+from tests.accelerator.memory_checks import (
+    check_out_of_memory_in_a_forward,
+    check_out_of_memory_in_a_load,
+    check_out_of_memory_in_a_step,
+    check_plan_and_preflight,
+)
 from tests.distributed.checks import outcome_of
 
 RUNTIME_ENV = {"env_vars": {forking.DEVICE: "sim"}}
@@ -89,40 +96,6 @@ def check_offload_and_restart(path: Path) -> None:
         assert found == expected, (found, expected)
 
 
-def check_out_of_memory(path: Path) -> None:
-    """Out of memory on one rank is told as such, and the memory is back."""
-    with group_of(path, world_size=2) as group:
-        rows = torch.randn(8, 8)
-        expected = group.forward(Split(rows))
-        used = group.call(allocated)
-        group.call(limit_to_what_is_used)
-        with pytest.raises(GroupError, match="OutOfMemoryError"):
-            group.forward(Split(rows))
-        assert group.state.value == "ready", group.state
-        group.call(no_limit)
-        assert torch.equal(group.forward(Split(rows)), expected)
-        assert list(group.call(allocated)) == list(used)
-
-
-def allocated() -> int:
-    """Bytes of the rank's device."""
-    return int(torch.get_device_module("sim").memory_allocated())
-
-
-def limit_to_what_is_used() -> None:
-    """No further allocation succeeds."""
-    from tests.accelerator.build import load_extension
-
-    load_extension().set_limit(torch.get_device_module("sim").current_device(), allocated())
-
-
-def no_limit() -> None:
-    """Undo it."""
-    from tests.accelerator.build import load_extension
-
-    load_extension().set_limit(torch.get_device_module("sim").current_device(), None)
-
-
 def check_masks(path: Path) -> None:
     """Ray masks nothing, on ROCm neither: each rank of a node sees the group's GPUs on it, in the order of ranks."""
     with group_of(path, world_size=2) as group:
@@ -177,6 +150,13 @@ def check_names_of_other_accelerators(path: Path) -> None:
 AS_A_PROGRAM = """
 import runpy, sys
 from tests.accelerator.device import register
+from tests.accelerator.fit_checks import check_fit
+from tests.accelerator.memory_checks import (
+    check_out_of_memory_in_a_forward,
+    check_out_of_memory_in_a_load,
+    check_out_of_memory_in_a_step,
+    check_plan_and_preflight,
+)
 
 register()
 sys.argv = sys.argv[1:]
@@ -208,7 +188,11 @@ def check_finetune(path: Path) -> None:
 CHECKS = (
     check_placement_and_training,
     check_offload_and_restart,
-    check_out_of_memory,
+    check_fit,
+    check_out_of_memory_in_a_load,
+    check_out_of_memory_in_a_forward,
+    check_out_of_memory_in_a_step,
+    check_plan_and_preflight,
     check_masks,
     check_cpu_ranks_see_no_gpu,
     check_too_few_gpus,

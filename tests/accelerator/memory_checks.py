@@ -84,6 +84,22 @@ def check_out_of_memory_in_a_load(path: Path) -> None:
         assert torch.equal(group.forward(Split(rows)), expected)
 
 
+def check_out_of_memory_in_a_forward(path: Path) -> None:
+    """A forward that fails leaves the group ready, and gives its memory back."""
+    path = path.with_name("layers.safetensors")
+    save_file(make_layers().state_dict(), path)
+    rows = torch.randn(8, 512)
+    with group_of(path) as group:
+        expected, used = group.forward(Split(rows)), list(group.call(allocated))
+        group.call(limit_memory, 0)
+        with pytest.raises(GroupError, match="OutOfMemoryError"):
+            group.forward(Split(rows))
+        assert group.state.value == "ready"
+        group.call(limit_memory, None)
+        assert torch.equal(group.forward(Split(rows)), expected)
+        assert list(group.call(allocated)) == used
+
+
 def check_out_of_memory_in_a_step(path: Path) -> None:
     """A step that fails may have changed weights on some ranks: the group is broken, until a restart."""
     path = path.with_name("layers.safetensors")
