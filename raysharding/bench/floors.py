@@ -19,6 +19,7 @@ from torch import nn
 from raysharding.bench.case import Case, Run, host_tensor_bytes
 from raysharding.checkpoint import Checkpoint, open_checkpoint
 from raysharding.distributed import materialize
+from raysharding.distributed.comm import current_device, device_module, is_accelerator, is_available
 from raysharding.distributed.fully_shard import ShardMap, local_tensor, module_tensors, tensor_layout
 from raysharding.models import Target, map_keys
 
@@ -186,9 +187,9 @@ def prepare_scatter_floor(case: Case, module: nn.Module) -> Run:
 
 def prepare_pinned_floor(case: Case, module: nn.Module) -> Run:
     """Prepare copies of as many bytes as this rank's shards hold, from one page-locked buffer to the rank's GPU."""
-    if not torch.cuda.is_available():
+    if not is_accelerator(torch.device(case.device_type)) or not is_available(case.device_type):
         raise ValueError("pinned_floor: torch sees no GPU here: leave it out")
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = current_device(case.device_type)
     materialize(module, device)
     targets = [local_tensor(tensor) for tensor in module_tensors(module).values()]
     parts = [part for item in targets for part in item.reshape(-1).view(torch.uint8).split(PINNED_BYTES)]
@@ -197,6 +198,6 @@ def prepare_pinned_floor(case: Case, module: nn.Module) -> Run:
     def run() -> None:
         for part in parts:
             part.copy_(source[: part.numel()], non_blocking=True)
-        torch.cuda.synchronize(device)
+        device_module(device).synchronize(device)
 
     return run

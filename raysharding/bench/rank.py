@@ -33,6 +33,7 @@ from raysharding.bench.case import Arm, Case, Run, host_tensor_bytes, shard_byte
 from raysharding.bench.counters import Counters, MemorySampler, back_free_pages, count_operations, fill_page_cache
 from raysharding.bench.network import join_network
 from raysharding.distributed import LoadReport, init_mesh, reshard, shard_module
+from raysharding.distributed.comm import device_module, is_accelerator
 from raysharding.distributed.fully_shard import local_tensor
 from raysharding.errors import RayshardingError
 
@@ -135,8 +136,9 @@ class Session:
         dist.barrier()
         start_s = time.monotonic()
         result = run()
-        if self.case.device_type == "cuda":
-            torch.cuda.synchronize()
+        device = torch.device(self.case.device_type)
+        if is_accelerator(device):
+            device_module(device).synchronize()
         dist.barrier()
         end_s = time.monotonic()
         counted = Counters.now().since(before)
@@ -175,11 +177,12 @@ def _read_commands(finished: threading.Event) -> queue.SimpleQueue[Command | Non
 
 def _start_process_group(spec: Spec, device_type: str) -> None:
     torch.set_num_threads(1)
-    is_cuda = device_type == "cuda"
-    if is_cuda:
-        torch.cuda.set_device(spec.rank % torch.cuda.device_count())
+    device, backend = torch.device(device_type), "gloo"
+    if is_accelerator(device):
+        devices = device_module(device)
+        devices.set_device(spec.rank % devices.device_count())
+        backend = f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device)}"
     store = dist.FileStore(spec.store, spec.world_size)
-    backend = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
     timeout = timedelta(seconds=spec.timeout_s)
     dist.init_process_group(backend, store=store, rank=spec.rank, world_size=spec.world_size, timeout=timeout)
 

@@ -13,7 +13,7 @@ from raysharding.batch import RankBatch
 from raysharding.checkpoint import is_checkpoint, is_left_over
 from raysharding.checkpoint.storage import join_path, storage_of
 from raysharding.data import Position
-from raysharding.distributed.comm import agree, from_rank_0
+from raysharding.distributed.comm import agree, from_rank_0, to_host
 from raysharding.distributed.fully_shard import clip_grad_norm_
 from raysharding.distributed.optim import Schedule, attach_schedule, make_optimizer
 from raysharding.distributed.saving import (
@@ -230,7 +230,7 @@ class Trainer:
             norm_type: p of the p-norm.
         """
         with self._status.running("call", "clip_grad_norm_"):
-            return float(clip_grad_norm_(self._status.module, max_norm, norm_type))
+            return float(to_host(clip_grad_norm_(self._status.module, max_norm, norm_type)))
 
     def fit_begin(
         self,

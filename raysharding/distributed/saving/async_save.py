@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 from raysharding.data import Position
-from raysharding.distributed.comm import nobody_connects_later
-from raysharding.distributed.fully_shard import reshard, unwrapped
+from raysharding.distributed.comm import device_module, is_accelerator, nobody_connects_later
+from raysharding.distributed.fully_shard import compute_device, reshard, unwrapped
 from raysharding.distributed.optim import OptimizerSnapshot
 from raysharding.distributed.saving.save import Destination, HostMemory, Save, SaveReport, begin_save, model_contents
 
@@ -125,7 +125,12 @@ class AsyncSaver:
         except ValueError:
             return  # the save raises on every rank
 
+        device = compute_device(module)
+
         def run() -> None:
+            if is_accelerator(device):
+                # The current device is thread-local, and memory is pinned in its context.
+                device_module(device).set_device(device)
             with suppress(RuntimeError):  # the save raises if memory is short
                 self._memory.reserve(held, "model")
                 self._memory.reserve(state, "optimizer")

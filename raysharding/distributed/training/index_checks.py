@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from raysharding.distributed.comm import to_host
 from raysharding.torch_internals import TorchDispatchMode
 
 _aten = torch.ops.aten
@@ -20,7 +21,7 @@ def _check(what: str, index: torch.Tensor, size: int, *, ignored: int | None = N
     wrong = (index < least) | (index >= size)
     if ignored is not None:
         wrong &= index != ignored
-    if bool(wrong.any()):
+    if to_host(wrong.any()).item():  # behind what is queued, such as FSDP's collectives
         besides = "" if ignored is None else f", or {ignored} for what it leaves out"
         raise IndexError(f"{what} was given the index {int(index[wrong][0])}, and takes {least} to {size - 1}{besides}")
 
@@ -41,6 +42,26 @@ def _check_rows(what: str, table: torch.Tensor, index: torch.Tensor, *_: Any) ->
     _check(what, index, table.shape[0])
 
 
+def _check_anywhere(what: str, tensor: torch.Tensor, index: torch.Tensor, *_: Any) -> None:
+    _check(what, index, tensor.numel(), least=-tensor.numel())
+
+
+def _check_fill(what: str, tensor: torch.Tensor, dim: int, index: torch.Tensor, *_: Any) -> None:
+    size = tensor.shape[dim] if tensor.ndim else 1
+    _check(what, index, size, least=-size)
+
+
+def _check_multilabel(what: str, scores: torch.Tensor, target: torch.Tensor, *_: Any) -> None:
+    _check(what, target, scores.shape[-1], least=-1)  # -1 ends a row
+
+
+def _check_ctc(what: str, scores: torch.Tensor, targets: torch.Tensor, _: Any, lengths: Any, *rest: Any) -> None:
+    if targets.ndim == 2:  # what follows a row's length is padding, of any value
+        counted = torch.as_tensor(lengths, device=targets.device)[:, None]
+        targets = targets[torch.arange(targets.shape[1], device=targets.device) < counted]
+    _check(what, targets, scores.shape[-1])
+
+
 def _check_each_dim(what: str, tensor: torch.Tensor, indices: Sequence[torch.Tensor | None], *_: Any) -> None:
     dim = 0
     for index in indices:
@@ -50,7 +71,7 @@ def _check_each_dim(what: str, tensor: torch.Tensor, indices: Sequence[torch.Ten
         dim += index.ndim if index is not None and is_mask else 1
 
 
-_ALONG_DIM = ("gather", "index_select", "scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce")
+_ALONG_DIM = ("gather", "index_select", "scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy")
 
 _CHECKS: Mapping[Any, Callable[..., None]] = {
     _aten.nll_loss_forward: _check_targets,
@@ -60,7 +81,14 @@ _CHECKS: Mapping[Any, Callable[..., None]] = {
     _aten.index: _check_each_dim,
     _aten.index_put: _check_each_dim,
     _aten.index_put_: _check_each_dim,
+    _aten.multilabel_margin_loss_forward: _check_multilabel,
+    _aten.take: _check_anywhere,
+    _aten.index_fill: _check_fill,
+    _aten.index_fill_: _check_fill,
+    # These read whatever lies at the index: no device raises.
+    **{getattr(_aten, name): _check_ctc for name in ("_ctc_loss", "_cudnn_ctc_loss")},
     **{getattr(_aten, name): _check_along_dim for name in _ALONG_DIM},
+    **{getattr(_aten, f"{name}_"): _check_along_dim for name in _ALONG_DIM[2:]},
 }
 """Operations by which losses read labels, e.g. `cross_entropy`, `one_hot` and `scores[rows, labels]`."""
 

@@ -102,14 +102,22 @@ def run_loss(
         args: Positional arguments of the call.
         kwargs: Keyword arguments of the call.
         loss: The caller's loss function, or `None` for the model's own.
-        compiled: False to run a loss function of `torch.compile` without compilation. Default True.
+        compiled: False to run a loss that `torch.compile` has compiled, alone or with the whole module, without
+            compilation. Default True.
     """
     if loss is None:
-        output = module(*args, **kwargs)
+        # Blocks compiled one by one stay so: some, such as flex attention, take far more memory without.
+        is_inside = getattr(module, "_compiled_call_impl", None) is not None
+        with _stance(compiled or not is_inside):
+            output = module(*args, **kwargs)
         return output, find_loss(output)
     output = call_model(module, args, kwargs, loss)
-    with contextlib.nullcontext() if compiled else torch.compiler.set_stance("force_eager"):
+    with _stance(compiled):
         return output, call_loss(loss, output, args, kwargs)
+
+
+def _stance(compiled: bool) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext() if compiled else torch.compiler.set_stance("force_eager")
 
 
 def find_loss(output: Any) -> Any:

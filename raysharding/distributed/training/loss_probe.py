@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from raysharding.batch import RankBatch, Split
-from raysharding.distributed.comm import all_gather_ints, any_rank
+from raysharding.distributed.comm import all_gather_ints, any_rank, to_host
 from raysharding.distributed.fully_shard import not_finite, recover, without_trace
 from raysharding.distributed.training.index_checks import IndexChecks
 from raysharding.distributed.training.labels import (
@@ -405,7 +405,7 @@ class _Probe:
             return Part(None, 0, 0, 0.0)
         usable = isinstance(value, torch.Tensor) and value.numel() == 1
         tolerance = LOW_PRECISION_TOLERANCE if self._is_low_precision((output, value)) else TOLERANCE
-        return Part(float(value.float()) if usable else None, getattr(counts, field), counts.rows, tolerance)
+        return Part(float(to_host(value)) if usable else None, getattr(counts, field), counts.rows, tolerance)
 
     def _is_low_precision(self, output: Any) -> bool:
         tensors = [leaf for _, leaf in leaves(output) if isinstance(leaf, torch.Tensor)]
@@ -416,4 +416,4 @@ class _Probe:
 def _number(value: Any) -> float:
     """Return a loss; 1, a finite constant, without one."""
     usable = isinstance(value, torch.Tensor) and value.numel() == 1
-    return float(value.float()) if usable else 1.0
+    return float(to_host(value)) if usable else 1.0

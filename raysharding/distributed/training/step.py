@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from raysharding.batch import RankBatch
+from raysharding.distributed.comm import to_host
 from raysharding.distributed.fully_shard import (
     check_execution_order,
     clip_grad_norm_,
@@ -241,7 +242,7 @@ def optim_step(
         check_schedule_has_loss(optimizer, loss)
         # The all-reduce completes on no rank before all ranks have reached it: after an earlier failure or death of a
         # rank, no other rank is updated.
-        grad_norm = float(clip_grad_norm_(module, max_grad_norm))
+        grad_norm = float(to_host(clip_grad_norm_(module, max_grad_norm)))
         progress.in_optimizer = True
         optimizer.step()
         if loss is not None:

@@ -1,0 +1,458 @@
+"""Faults that show on an accelerator only: each check runs on every rank of one group of two.
+
+Those of groups through Ray need a driver of their own: `python -m tests.accelerator.fault_checks FOLDER`.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import nn
+
+from raysharding import CallTimeoutError, GroupError
+from raysharding.batch import RankBatch, Split, deal
+from raysharding.config import Loading, Sharding, Timeouts
+from raysharding.distributed import (
+    init_mesh,
+    load_checkpoint,
+    load_optimizer_state,
+    save_checkpoint,
+    shard_module,
+    train_step,
+)
+from raysharding.distributed.comm import waits_for_others
+from raysharding.distributed.fully_shard import is_recoverable
+from raysharding.distributed.training import Accumulation, forward_backward, generate, optim_step
+from raysharding.distributed.training.index_checks import IndexChecks
+from tests import forking
+from tests.accelerator import group_checks
+from tests.accelerator.build import load_extension
+from tests.accelerator.device import register
+from tests.distributed.checks import outcome_of
+from tests.distributed.training.test_probe_targets import gathering, images, segformer, tagger_ignoring, tags
+from tests.distributed.training.training_cases import Scaled, bert_questions, llama
+from tests.spawn import device_type
+
+
+def make_model() -> nn.Module:
+    """The model of the checkpoint."""
+    return nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+
+
+def sharded(module: nn.Module, **options: Any) -> nn.Module:
+    """Cut a module over the ranks' devices."""
+    if not any(parameter.is_meta for parameter in module.parameters()):
+        module = module.to(device_type())
+    return shard_module(module, init_mesh(device_type(), sharding := Sharding(**options)), sharding)
+
+
+def batch_of(rows: dict[str, torch.Tensor]) -> RankBatch:
+    """This rank's rows, in host memory."""
+    return deal((), {key: Split(value) for key, value in rows.items()}, dist.get_world_size())[dist.get_rank()]
+
+
+def is_alive() -> bool:
+    """Return True if this rank's device still computes."""
+    try:
+        torch.get_device_module(device_type()).synchronize()
+    except torch.AcceleratorError:
+        return False
+    return True
+
+
+# --- losses, which a probe runs on labels of its own ----------------------------------------------------------------
+
+
+def tags_above_0() -> dict[str, torch.Tensor]:
+    """Tags of which a tagger that ignores 0 leaves out none."""
+    return {**tags(), "labels": tags()["labels"] % 8 + 1}
+
+
+def questions() -> dict[str, torch.Tensor]:
+    """Answers of which one lies behind its text: the loss leaves out the length of the text."""
+    ids = torch.arange(24).view(4, 6)
+    return {
+        "input_ids": ids,
+        "start_positions": torch.tensor([1, 2, 6, 0]),
+        "end_positions": torch.tensor([1, 3, 6, 5]),
+    }
+
+
+class Tagger(nn.Module):
+    """Returns a loss of its own, which leaves out the label 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Scaled()
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the loss."""
+        return {"loss": tagger_ignoring(0)(self.inner(tokens), labels)}
+
+
+def by_position(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the mean log-likelihood of one label for each row."""
+    return -logits[:, 0].log_softmax(-1).gather(1, labels[:, None]).mean()
+
+
+def ctc(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """transformers' loss for speech, as a sum."""
+    from transformers.loss.loss_utils import LOSS_MAPPING
+
+    lengths = torch.full((len(labels),), logits.shape[1], device=logits.device)
+    function = LOSS_MAPPING["ForCTC"]
+    return function(logits, labels, lengths, blank_token_id=0, reduction="sum", zero_infinity=True), len(labels)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A model, its rows, and a loss function or the model's own."""
+
+    build: Callable[[], nn.Module]
+    rows: Callable[[], dict[str, torch.Tensor]]
+    function: Callable[..., Any] | None = None
+    refused: str = ""
+    """What the first step says where the parts of such a loss do not make up the whole."""
+
+    def expected(self, module: nn.Module) -> float:
+        """Return the loss of one process on the CPU."""
+        rows = self.rows()
+        if self.function is None:
+            output = module(**rows)
+            return float(output["loss"].detach())
+        found = self.function(module(rows["tokens"]), rows["labels"])
+        return float(found[0].detach()) / found[1] if isinstance(found, tuple) else float(found.detach())
+
+
+UNEVEN = "neither the mean over labels"
+LOSSES = {
+    "SegFormer ignores 255": Loss(segformer, images),
+    "tagger ignores 0, and there are none": Loss(Tagger, tags_above_0),
+    "tagger ignores 0": Loss(Tagger, tags, refused=UNEVEN),
+    "loss function ignores 0": Loss(Scaled, tags, tagger_ignoring(0), refused=UNEVEN),
+    "gathers by label": Loss(Scaled, tags, gathering),
+    "gathers by row": Loss(Scaled, lambda: {**tags(), "labels": tags()["labels"][:, 0]}, by_position),
+    "answers ignore the length": Loss(bert_questions, questions),
+    "CTC": Loss(Scaled, tags_above_0, ctc),
+}
+
+
+def check_loss(name: str) -> None:
+    """The first step leaves the device alive, and its loss is the CPU's."""
+    torch.manual_seed(0)
+    case = LOSSES[name]
+    module = case.build().eval()
+    expected = case.expected(copy.deepcopy(module))
+    sharded(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    step = partial(train_step, module, optimizer, batch_of(case.rows()), loss=case.function, training=False)
+    if case.refused:
+        with pytest.raises(ValueError, match=case.refused):
+            step()
+    else:
+        found = step()["loss"]
+        assert abs(found - expected) < 1e-4 * abs(expected), (found, expected)
+    assert is_alive()
+
+
+def check_compiled_model(root: Path) -> None:
+    """A model compiled with its loss runs as written in the probe: nobody sees the indices inside its kernels."""
+    given: list[torch.Tensor] = []
+
+    def noting(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., Any]:
+        def run(*inputs: Any) -> Any:
+            given.extend(one for one in inputs if isinstance(one, torch.Tensor) and not one.is_floating_point())
+            return graph.forward(*inputs)
+
+        return run
+
+    module = Tagger()
+    module.compile(backend=noting)
+    train_step(module, torch.optim.SGD(module.parameters(), lr=0.0), batch_of(tags_above_0()))
+    assert given, "it is compiled in the step itself"
+    assert all(bool((indices >= 0).all()) for indices in given)
+
+
+def check_unseen_indices(root: Path) -> None:
+    """Of an index that no device refuses, such as CTC's, the checks say so; padding behind a row's length is none."""
+    scores, targets = torch.zeros(7, 2, 5).log_softmax(-1), torch.tensor([[1, 2, -100], [3, -100, -100]])
+    lengths = torch.tensor([7, 7])
+    with IndexChecks():  # type: ignore[no-untyped-call]
+        assert F.ctc_loss(scores, targets, lengths, torch.tensor([2, 1])).isfinite()
+        with pytest.raises(IndexError, match="ctc_loss was given the index -100"):
+            F.ctc_loss(scores, targets, lengths, torch.tensor([2, 2]))
+
+
+# --- devices, state and generators ----------------------------------------------------------------------------------
+
+
+def check_reader_threads(root: Path) -> None:
+    """The thread that reads files uses its rank's device alone. The first check of a process: it counts from there."""
+    module = sharded(make_model().to("meta"))
+    load_checkpoint(module, root / "model.safetensors", loading=Loading("local"))
+    touched = load_extension().touched()
+    assert set(touched) == {dist.get_rank()}, touched
+
+
+def check_offloaded_state(root: Path) -> None:
+    """Under offload the restored state of an optimizer is in host memory, and the next step is that of the first."""
+    module = sharded(make_model().to("meta"), cpu_offload=True)
+    load_checkpoint(module, root / "model.safetensors")
+    batch, losses = batch_of({"input": torch.ones(4, 64)}), []
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    train_step(module, optimizer, batch, loss=mean_square)
+    save_checkpoint(module, root / "offloaded", optimizer=optimizer)
+    for source in (None, root / "offloaded"):
+        if source is not None:
+            load_checkpoint(module, source)
+            optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+            load_optimizer_state(module, optimizer, source)
+            devices = {state["exp_avg"].device.type for state in optimizer.state.values()}
+            assert devices == {"cpu"}, devices
+        losses.append([train_step(module, optimizer, batch, loss=mean_square)["loss"] for _ in range(2)])
+    assert losses[0] == losses[1]
+
+
+def mean_square(output: torch.Tensor) -> torch.Tensor:
+    """A loss without labels."""
+    return output.square().mean()
+
+
+def check_labels_of_a_loss_function(root: Path) -> None:
+    """Labels that only the loss function takes come to the device of the output."""
+    seen = []
+
+    def loss(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        seen.append((output.device, labels.device))
+        return (output - labels).square().mean()
+
+    module = sharded(make_model())
+    rows = {"input": torch.ones(4, 64), "labels": torch.zeros(4, 64)}
+    train_step(module, torch.optim.SGD(module.parameters(), lr=0.0), batch_of(rows), loss=loss)
+    assert {device.type for both in seen for device in both} == {device_type()}, seen
+
+
+def check_generator_after_generate(root: Path) -> None:
+    """Drop-out after `generate` is as without it."""
+    module = sharded(llama())
+    prompts = batch_of({"input_ids": torch.arange(3, 11).view(4, 2)})
+    masks = []
+    for generates in (False, True):
+        torch.manual_seed(7)
+        if generates:
+            generate(module, prompts, training=False)
+        masks.append(F.dropout(torch.ones(64, device=device_type())).tolist())
+    assert masks[0] == masks[1]
+
+
+def check_dead_device(root: Path) -> None:
+    """A group does not go on with a device that has died, whatever is raised. The last check of a process."""
+    module = sharded(make_model())
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    batch = batch_of({"input": torch.ones(4, 64)})
+    train_step(module, optimizer, batch, loss=mean_square)  # from here on the loss is known, and nothing is checked
+    hook = module.register_forward_pre_hook(die_and_say_something_else)
+    for error in (ValueError, torch.AcceleratorError):
+        with pytest.raises(error) as caught:
+            train_step(module, optimizer, batch, loss=mean_square)
+        hook.remove()
+        assert not is_alive()
+        assert not is_recoverable(caught.value), caught.value
+
+
+def kill_device() -> None:
+    """Use an index out of range, and wait for it."""
+    device = torch.accelerator.current_accelerator()
+    F.embedding(torch.tensor([7], device=device), torch.zeros(3, 2, device=device)).sum().item()
+
+
+def die_and_say_something_else(*_: Any) -> None:
+    """On a GPU the host learns of a death later, and may raise another error first."""
+    with suppress(torch.AcceleratorError):
+        kill_device()
+    raise ValueError("a row is wrong")
+
+
+CHECKS = (
+    check_reader_threads,
+    check_compiled_model,
+    check_unseen_indices,
+    check_offloaded_state,
+    check_labels_of_a_loss_function,
+    check_generator_after_generate,
+    check_dead_device,
+)
+
+
+def run_all(root: Path) -> dict[str, str]:
+    """All checks of a rank; name → traceback."""
+    first, *others = CHECKS
+    outcomes = {first.__name__: outcome_of(lambda: first(root))}
+    outcomes |= {name: outcome_of(lambda name=name: check_loss(name)) for name in LOSSES}  # type: ignore[misc]
+    return outcomes | {check.__name__: outcome_of(lambda check=check: check(root)) for check in others}  # type: ignore[misc]
+
+
+# --- hangs ----------------------------------------------------------------------------------------------------------
+
+HANG_S = 0.9
+
+
+class Hang:
+    """Stops rank 1 for a while, in a call of its own, and looks at what every rank does meanwhile."""
+
+    def __init__(self, sign: Path) -> None:
+        self.sign = sign
+        self.looks: list[bool] = []
+        self._waits = threading.get_ident()
+
+    def strike(self, *_: Any) -> None:
+        """Hang, once, on rank 1."""
+        if dist.get_rank() == 1 and not self.sign.exists():
+            self.sign.touch()
+            time.sleep(HANG_S)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Look, from the sign on, at the frame of the thread that runs the call."""
+        thread = threading.Thread(target=self._look)
+        thread.start()
+        yield
+        thread.join()
+
+    def _look(self) -> None:
+        while not self.sign.exists():
+            time.sleep(0.01)
+        time.sleep(HANG_S / 3)
+        until = time.monotonic() + HANG_S / 3
+        while time.monotonic() < until:
+            self.looks.append(waits_for_others(sys._current_frames()[self._waits]))
+            time.sleep(0.01)
+
+
+def hang_in_first_step(hang: Hang, root: Path) -> None:
+    """Rank 1 does not come to a block while the loss is found out."""
+    step(hang, num_steps=0)
+
+
+def hang_in_step(hang: Hang, root: Path) -> None:
+    """Rank 1 does not come to a block of a later step."""
+    step(hang, num_steps=1)
+
+
+def step(hang: Hang, num_steps: int) -> None:
+    """Hang in a forward after some steps."""
+    module = sharded(make_model())
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    batch = batch_of({"input": torch.ones(4, 64)})
+    for _ in range(num_steps):
+        train_step(module, optimizer, batch, loss=mean_square)
+    module.get_submodule("2").register_forward_pre_hook(hang.strike)
+    with hang.watched():
+        train_step(module, optimizer, batch, loss=mean_square)
+
+
+def hang_in_update(hang: Hang, root: Path) -> None:
+    """Rank 1 does not come to the norm of the gradients."""
+    module, done = sharded(make_model()), Accumulation()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    forward_backward(module, batch_of({"input": torch.ones(4, 64)}), done, loss=mean_square)
+    with hang.watched():
+        hang.strike()
+        optim_step(module, optimizer, done)
+
+
+def hang_in_load(hang: Hang, root: Path) -> None:
+    """Rank 1 stops amid a load."""
+    module = sharded(make_model().to("meta"))
+    with hang.watched():
+        loading = Loading("scatter", bucket_bytes=4096, shared_memory=False)
+        load_checkpoint(module, root / "model.safetensors", loading=loading, progress=hang.strike)
+
+
+def hang_in_save(hang: Hang, root: Path) -> None:
+    """Rank 1 stops amid a save."""
+    module = sharded(make_model())
+    with hang.watched():
+        save_checkpoint(module, root / f"saved-{device_type()}", progress=hang.strike)
+
+
+HANGS = (hang_in_first_step, hang_in_step, hang_in_update, hang_in_load, hang_in_save)
+# Its kernels run on the host: it waits in the first that takes the norm, and not where the host reads that.
+SIM_HANGS = tuple(call for call in HANGS if call is not hang_in_update)
+
+
+def run_hangs(root: Path) -> dict[str, float]:
+    """What share of the looks saw this rank wait for others."""
+    shares = {}
+    for call in SIM_HANGS if device_type() == "sim" else HANGS:
+        hang = Hang(root / f"{call.__name__}-{device_type()}")
+        call(hang, root)
+        shares[call.__name__] = sum(hang.looks) / len(hang.looks)
+    return shares
+
+
+# --- groups ---------------------------------------------------------------------------------------------------------
+
+
+def hang_on_rank_1(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """A loss that rank 1 never comes to the end of."""
+    if dist.get_rank() == 1:
+        time.sleep(60)
+    return (output - targets).square().mean()
+
+
+def check_group_of_dead_devices(path: Path) -> None:
+    """Every rank raised alike; the group is broken nevertheless."""
+    with group_checks.group_of(path, world_size=2) as group:
+        with pytest.raises(GroupError, match="device-side assert") as caught:
+            group.call(kill_device)
+        assert group.state.value == "broken", group.state
+        assert set(caught.value.failures) == {0, 1}
+
+
+def check_group_that_hangs(path: Path) -> None:
+    """The rank that hangs is named, and the other one is said to wait for it."""
+    with group_checks.group_of(path, world_size=2, timeouts=Timeouts(call_s=3.0, keep_s=0.0)) as group:
+        group.set_optimizer(torch.optim.SGD, lr=0.0)
+        with pytest.raises(CallTimeoutError) as caught:
+            group.train_step(Split(torch.ones(4, 8)), targets=Split(torch.zeros(4, 4)), loss=hang_on_rank_1)
+        waits = {rank: "waits in a collective" in one.message for rank, one in caught.value.failures.items()}
+        assert waits == {0: True, 1: False}
+        assert caught.value.primary == caught.value.failures[1]
+
+
+GROUP_CHECKS = (check_group_of_dead_devices, check_group_that_hangs)
+
+
+def main(folder: Path) -> None:
+    """Run the checks of groups on one cluster; print check → traceback as JSON."""
+    register()
+    path = folder / "model.safetensors"
+    save_file(group_checks.make_model().state_dict(), path)
+    with forking.worker_python() as program:
+        with forking.ray_starts_with(program):
+            options: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False}
+            ray.init("local", num_cpus=4, num_gpus=2, runtime_env=forking.runtime_env(), **options)
+        outcomes = {check.__name__: outcome_of(partial(check, path)) for check in GROUP_CHECKS}
+        ray.shutdown()
+    print(json.dumps(outcomes))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

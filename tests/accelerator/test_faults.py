@@ -1,0 +1,73 @@
+"""Faults that show on an accelerator only, on the simulated device."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import save_file
+
+from tests.accelerator.fault_checks import (
+    CHECKS,
+    GROUP_CHECKS,
+    HANGS,
+    LOSSES,
+    make_model,
+    run_all,
+    run_hangs,
+)
+from tests.spawn import run_ranks
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a checkpoint."""
+    folder = tmp_path_factory.mktemp("faults")
+    save_file(make_model().state_dict(), folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def outcomes(root: Path) -> list[dict[str, str]]:
+    """Every rank's check → traceback."""
+    return run_ranks(2, run_all, root, timeout_s=100, device="sim")
+
+
+@pytest.mark.parametrize("name", [check.__name__ for check in CHECKS] + list(LOSSES))
+def test_fault(name: str, outcomes: list[dict[str, str]]) -> None:
+    for rank, outcome in enumerate(outcomes):
+        assert not outcome[name], f"rank {rank}:\n{outcome[name]}"
+
+
+@pytest.fixture(scope="module", params=["cpu", "sim"])
+def shares(request: pytest.FixtureRequest, root: Path) -> list[dict[str, float]]:
+    """Every rank's hang → how often it was seen to wait for others."""
+    return run_ranks(2, run_hangs, root, device=request.param)
+
+
+@pytest.mark.parametrize("name", [call.__name__ for call in HANGS])
+def test_of_two_ranks_the_one_that_hangs_is_known(name: str, shares: list[dict[str, float]]) -> None:
+    if name not in shares[0]:
+        pytest.skip("the simulated device waits inside a kernel")
+    waits, hangs = (share[name] for share in shares)
+    assert hangs == 0
+    assert waits > 0.8
+
+
+@pytest.fixture(scope="module")
+def groups(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Check → traceback, of one driver that ran them all."""
+    command = [sys.executable, "-m", "tests.accelerator.fault_checks", str(tmp_path_factory.mktemp("groups"))]
+    driver = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert driver.returncode == 0, driver.stderr
+    found: dict[str, str] = json.loads(driver.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [check.__name__ for check in GROUP_CHECKS])
+def test_group(name: str, groups: dict[str, str]) -> None:
+    assert not groups[name], groups[name]

@@ -1,0 +1,1 @@
+"""What only real GPUs can show; on the simulated device the same checks show that they are sound."""
