@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -37,7 +36,6 @@ from raysharding.distributed.transfer import (
     GATHER_BUCKET_BYTES,
     PlannedTensor,
     Routes,
-    Segment,
     SlotBytes,
     available_bytes,
     pinned_bytes,
@@ -226,30 +224,17 @@ def load_rings(
     converts = share < _NARROWER
     planned = [PlannedTensor(one.layout, _on_the_wire(one.layout.dtype, share if converts else 1.0)) for one in tensors]
     planned.sort(key=lambda one: not one.layout.num_shards)  # as in a load
-    where = _Where(converts, (device_type != "cpu" and not offload, device_type != "cpu"))
+    on_device = (device_type != "cpu" and not offload, device_type != "cpu")  # sharded and replicated tensors
+    in_place = [not (converts or on_it) for on_it in on_device]
+    converted = [converts and on_it for on_it in on_device]
     rings = []
     for transport in ("local", "scatter") if loading.transport == "auto" else (loading.transport,):
-        slots = _slots(transport, loading, planned, shards, where)
+        slots = _slots(transport, loading, planned, shards, in_place, converted)
         rings.append([ring_bytes(slot, device_type) for slot in slots])
     return [(max(host for host, _ in ring), max(device for _, device in ring)) for ring in zip(*rings, strict=True)]
 
 
 _NARROWER = 0.75
-
-
-class _Where(NamedTuple):
-    """Where the tensors of a plan are, of which the first is sharded and the second replicated."""
-
-    converts: bool
-    """True if the module's dtype is wider than that of the files."""
-    on_device: tuple[bool, bool]
-    """True for a tensor on an accelerator."""
-
-    def in_place(self, segment: Segment) -> bool:
-        return not self.converts and not self.on_device[segment.tensor]
-
-    def converted(self, segment: Segment) -> bool:
-        return self.converts and self.on_device[segment.tensor]
 
 
 def _on_the_wire(dtype: torch.dtype, share: float) -> torch.dtype:
@@ -262,7 +247,8 @@ def _slots(
     loading: Loading,
     planned: Sequence[PlannedTensor],
     shards: Sequence[ShardMap],
-    where: _Where,
+    in_place: Sequence[bool],
+    converted: Sequence[bool],
 ) -> list[SlotBytes]:
     """Return each rank's size of a buffer, from a plan of buckets that are all as large as the largest."""
     num_shards, is_local = shards[0].num_shards, transport == "local"
@@ -283,7 +269,8 @@ def _slots(
     for one in shards:
         plan = plan_buckets(largest, num_shards, sharded, 1, (one.shard_index,), replicated)
         routes = Routes(one, readers, plan.num_first_buckets)
-        found.append(routes.slot_bytes(plan.buckets, one.rank, where.in_place, where.converted))
+        predicates = (lambda part: in_place[part.tensor], lambda part: converted[part.tensor])
+        found.append(routes.slot_bytes(plan.buckets, one.rank, *predicates))
     return found
 
 

@@ -1,7 +1,6 @@
 """Atomic saves: planned files in a staging directory, a manifest, one rename, and the removal of older saves."""
 
 from raysharding.checkpoint.writing.commit import (
-    StagedDirectory,
     check_destination,
     commit_files,
     commit_staging,

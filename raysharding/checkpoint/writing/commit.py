@@ -1,7 +1,7 @@
 """Atomic commits of a save: write into a staging directory, fsync, rename last.
 
 In a group, rank 0 calls `create_staging` and sends the path to the other ranks, which only write files into the
-directory; after all ranks are done, rank 0 calls `commit_staging`. A single process uses `StagedDirectory`.
+directory; after all ranks are done, rank 0 calls `commit_staging`.
 
 An object store has no rename, and so no staging directory: the file that makes the others a checkpoint is written last.
 That file is the index, which a save into a store always has, or adapter_config.json: without it neither transformers
@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Final, Self
+from typing import Final
 
 from raysharding.checkpoint.format import (
     ADAPTER_CONFIG_NAME,
@@ -304,49 +304,6 @@ def remove_staging(staging: str) -> None:
             _remove_tree(staging)
     finally:
         unlock(staging)
-
-
-class StagedDirectory:
-    """A save by one process. Leaving the `with` block without `commit` removes the written files.
-
-    Args:
-        final: The destination directory.
-        overwrite: Allow a checkpoint there.
-
-    Raises:
-        CheckpointError: As `create_staging`.
-    """
-
-    def __init__(self, final: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        self.final = os.path.realpath(final)
-        """Absolute path of the destination."""
-        self.path = create_staging(final, overwrite=overwrite)
-        """Absolute path of the directory to write files into."""
-        self._overwrite = overwrite
-        self._open = True
-
-    def commit(self) -> None:
-        """Commit the written files to `final`; see `commit_staging`."""
-        assert self._open, "commit after commit or abort"
-        commit_staging(self.path, self.final, overwrite=self._overwrite)
-        self._open = False
-
-    def abort(self) -> None:
-        """Remove the written files. Does nothing after `commit`, or a second time."""
-        if self._open:
-            self._open = False
-            remove_staging(self.path)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, error_type: object, error: BaseException | None, traceback: object) -> None:
-        try:
-            self.abort()
-        except CheckpointError as failure:
-            if error is None:
-                raise
-            error.add_note(str(failure))  # the first error is the one that is raised
 
 
 @dataclass(frozen=True)

@@ -20,25 +20,12 @@ def metadata_device(group: dist.ProcessGroup | None = None) -> torch.device:
     return current_device("cpu" if "cpu" in types else types[0])
 
 
-_LENGTH_BYTES = 8
-_HEAD_BYTES = 1016
-"""Bytes of a value that travel with its length. Nearly all values are shorter, and take one collective."""
-
-
-def _encode(value: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a value as bytes, and its head: its length and its first bytes, of the same size for every value."""
-    data = torch.frombuffer(bytearray(json.dumps(value, separators=(",", ":")).encode()), dtype=torch.uint8)
-    length = torch.tensor([data.numel()]).view(torch.uint8)
-    head = torch.cat([length, data[:_HEAD_BYTES]])
-    return data, nn.functional.pad(head, (0, _LENGTH_BYTES + _HEAD_BYTES - head.numel()))
-
-
-def _length(head: torch.Tensor) -> int:
-    return int(head[:_LENGTH_BYTES].view(torch.int64))
+def _encode(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value, separators=(",", ":")).encode()), dtype=torch.uint8)
 
 
 def _decode(data: torch.Tensor) -> Any:
-    return json.loads(data.numpy().tobytes())
+    return json.loads(to_host(data).numpy().tobytes())
 
 
 def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -49,26 +36,15 @@ def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[
         group: Process group. Default: the default group.
 
     Returns:
-        The values in rank order, on every rank. Wire: from each rank to each 1 KiB, and the length of the longest value
-        if one is longer.
+        The values in rank order, on every rank. Wire: from each rank to each, the length of the longest value.
     """
-    data, head = _encode(value)
-    heads = _all_gather(head, group)
-    lengths = [_length(one) for one in heads]
-    # All ranks know all lengths: either each takes part in the second all-gather, with the same size, or none does.
-    if max(lengths) > _HEAD_BYTES:
-        whole = _all_gather(nn.functional.pad(data, (0, max(lengths) - data.numel())), group)
-    else:
-        whole = [one[_LENGTH_BYTES:] for one in heads]
-    return [_decode(one[:length]) for one, length in zip(whole, lengths, strict=True)]
-
-
-def _all_gather(data: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
-    """Gather bytes, of which every rank has the same number; collective."""
-    mine = data.to(metadata_device(group))
-    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    data = _encode(value)
+    # The lengths first: all_gather hangs or fails if sizes differ between ranks.
+    lengths = [length for (length,) in all_gather_ints([data.numel()], group)]
+    mine = nn.functional.pad(data, (0, max(lengths) - data.numel())).to(metadata_device(group))
+    gathered = [torch.empty_like(mine) for _ in lengths]
     dist.all_gather(gathered, mine, group=group)
-    return [to_host(one) for one in gathered]
+    return [_decode(one[:length]) for one, length in zip(gathered, lengths, strict=True)]
 
 
 def all_gather_ints(values: Sequence[int], group: dist.ProcessGroup | None = None) -> list[list[int]]:
@@ -106,17 +82,12 @@ def broadcast_json(value: Any, group: dist.ProcessGroup | None = None, source: i
     Returns:
         The value of `source`, on every rank.
     """
-    data, head = _encode(value if dist.get_rank(group) == source else None)
-    head = _broadcast(head, source, group)
-    # Every rank knows the source's length: all take part in the second broadcast, with a buffer of that size, or none.
-    if (length := _length(head)) <= _HEAD_BYTES:
-        return _decode(head[_LENGTH_BYTES:][:length])
-    is_source = dist.get_rank(group) == source
-    return _decode(_broadcast(data if is_source else torch.empty(length, dtype=torch.uint8), source, group))
-
-
-def _broadcast(data: torch.Tensor, source: int, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Broadcast bytes to tensors of the same size; collective."""
-    data = data.to(metadata_device(group))
+    device = metadata_device(group)
+    data = _encode(value if dist.get_rank(group) == source else None).to(device)
+    # Every rank needs a buffer of exactly the source's length, or the second broadcast never completes.
+    length = torch.tensor([data.numel()], device=device)
+    dist.broadcast(length, group_src=source, group=group)
+    if dist.get_rank(group) != source:
+        data = torch.empty(int(to_host(length)), dtype=torch.uint8, device=device)
     dist.broadcast(data, group_src=source, group=group)
-    return to_host(data)
+    return _decode(data)

@@ -5,7 +5,6 @@ from raysharding.distributed.transfer.bucket_plan import (
     STRAIGHT_BYTES,
     BucketPlan,
     PlannedTensor,
-    Segment,
     plan_buckets,
 )
 from raysharding.distributed.transfer.buffers import (

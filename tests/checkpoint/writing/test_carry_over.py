@@ -20,7 +20,6 @@ import torch
 
 from raysharding.checkpoint import (
     SaveRecord,
-    StagedDirectory,
     commit_staging,
     create_staging,
     open_checkpoint,
@@ -32,6 +31,7 @@ from raysharding.checkpoint import (
 from raysharding.checkpoint.writing.carry_over import carry_over, hand_back, swap_directories
 from raysharding.errors import CheckpointError
 from tests.checkpoint.build import save
+from tests.checkpoint.staged import StagedDirectory
 
 OURS = {
     "config.json": b"{}",

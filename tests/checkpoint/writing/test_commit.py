@@ -16,7 +16,6 @@ import torch
 
 from raysharding.checkpoint import (
     FileReader,
-    StagedDirectory,
     check_destination,
     commit_staging,
     create_staging,
@@ -32,6 +31,7 @@ from raysharding.checkpoint.storage.interface import Storage
 from raysharding.checkpoint.writing import commit
 from raysharding.errors import CheckpointError
 from tests.checkpoint.build import save
+from tests.checkpoint.staged import StagedDirectory
 
 
 def save_value(final: Path, value: int, *, overwrite: bool = False) -> None:

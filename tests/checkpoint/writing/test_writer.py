@@ -166,8 +166,9 @@ def test_a_write_that_the_kernel_refuses_names_file_and_tensor(tmp_path: Path) -
 
 FULL_DISK = """
 import sys, torch
-from raysharding.checkpoint import FileWriter, StagedDirectory, open_checkpoint
+from raysharding.checkpoint import FileWriter, open_checkpoint
 from raysharding.errors import CheckpointError
+from tests.checkpoint.staged import StagedDirectory
 out = sys.argv[1] + "/ckpt"
 def save(size, overwrite):
     with StagedDirectory(out, overwrite=overwrite) as staged:
