@@ -336,7 +336,8 @@ class Timeouts:
     """Deadlines in seconds. Every wait has a deadline."""
 
     place_s: float = 120.0
-    """Time for Ray to reserve every rank's resources. Default 120."""
+    """Time for Ray to reserve every rank's resources. Default 120. A cluster with too few accelerators, used or not,
+    that no autoscaler enlarges is an error at once."""
     start_s: float = 180.0
     """Time for every actor process to start and finish its imports. Default 180."""
     rendezvous_s: float = 120.0

@@ -118,7 +118,7 @@ class PlanError(RayshardingError, ValueError):
 
 
 class PlacementError(RayshardingError, TimeoutError):
-    """The cluster could not place the group before the deadline.
+    """The cluster could not place the group before the deadline, or has too few accelerators for it.
 
     Args:
         message: What was requested, and the resources needed and available on each node.

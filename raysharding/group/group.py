@@ -155,8 +155,9 @@ class ShardedModelGroup:
                 peft does. Default: no adapters, or those of `checkpoint` if it is a directory of adapters, which names
                 its base.
             world_size: Number of ranks. Default: one per GPU of the cluster.
-            device: Device type of the ranks: `cuda`, `cpu`, or another for which torch has collectives, which takes one
-                of Ray's GPUs for each rank. Default: `cuda` if the cluster has GPUs, else `cpu`.
+            device: Device type of the ranks: `cuda`, `cpu`, or another for which torch has collectives. Any but `cpu`
+                takes one of Ray's accelerators of that type for each rank: a `GPU`, unless Ray's resource has another
+                name. Default: `cuda` if the cluster has GPUs, else `cpu`.
             sharding: Options of the sharding. Default `Sharding()`.
             loading: Options of the load. Default `Loading()`.
             placement: Options of the ranks' placement. Default `Placement()`.
@@ -178,8 +179,8 @@ class ShardedModelGroup:
         Raises:
             ValueError: An argument is invalid, or the name is taken.
             CheckpointError: The checkpoint cannot be found or trusted.
-            PlacementError: The cluster lacks resources (the error lists need against have), or the cluster that Ray
-                would join is gone.
+            PlacementError: The cluster lacks resources (the error lists need against have; it comes at once where there
+                are too few accelerators, and no autoscaler), or the cluster that Ray would join is gone.
             PreflightError: The group cannot work with the nodes or links; the error lists all findings.
             RendezvousError: The ranks did not form a process group.
             PlanError: Model and checkpoint do not fit together; the error lists every mismatch.
