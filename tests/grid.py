@@ -11,6 +11,8 @@ from tests.accelerator.build import why_unavailable
 
 needs_sim = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
 """Mark of tests on the simulated device."""
+DEVICES = ["cpu", pytest.param("sim", marks=needs_sim)]
+"""Values for `parametrize`."""
 
 
 def world_sizes(*quick: int, full: tuple[int, ...]) -> list[Any]:
@@ -18,13 +20,21 @@ def world_sizes(*quick: int, full: tuple[int, ...]) -> list[Any]:
     return [pytest.param(size, marks=pytest.mark.full if size in full else ()) for size in sorted({*quick, *full})]
 
 
-def device_grid(*quick: int, full: tuple[int, ...]) -> list[Any]:
-    """Values for `parametrize` of (device, world size): `cpu` as by `world_sizes`, `sim` for the quick ones."""
-    sim = [pytest.param("sim", size, marks=needs_sim) for size in quick]
-    return [*(pytest.param("cpu", *size.values, marks=size.marks) for size in world_sizes(*quick, full=full)), *sim]
+def device_grid(*quick: int, full: tuple[int, ...], sim: tuple[int, ...] = (2,)) -> list[Any]:
+    """Values for `parametrize` of (device, world size): `cpu` as by `world_sizes`, and the sizes in `sim` on that."""
+    on_sim = [pytest.param("sim", size, marks=needs_sim) for size in sim]
+    return [*(pytest.param("cpu", *size.values, marks=size.marks) for size in world_sizes(*quick, full=full)), *on_sim]
 
 
-def grid_of(checks: Mapping[int, Sequence[str]], *, full: tuple[int, ...]) -> list[Any]:
-    """Values for `parametrize` of (world size, check); those of the sizes in `full` only where all is asked for."""
-    marks = {size: pytest.mark.full if size in full else () for size in checks}
-    return [pytest.param(size, name, marks=marks[size]) for size, names in checks.items() for name in names]
+def grid_of(checks: Mapping[tuple[str, int], Sequence[str]], *, full: tuple[int, ...]) -> list[Any]:
+    """Values for `parametrize` of (device, world size, check).
+
+    Args:
+        checks: (device, world size) → checks.
+        full: World sizes for where the whole grid is asked for.
+    """
+    marks = {
+        key: [*([needs_sim] if key[0] == "sim" else []), *([pytest.mark.full] if key[1] in full else [])]
+        for key in checks
+    }
+    return [pytest.param(*key, name, marks=marks[key]) for key, names in checks.items() for name in names]

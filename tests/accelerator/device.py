@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp._fully_shard import _fsdp_init
 
 from tests.accelerator.build import load_extension
 
@@ -86,6 +84,7 @@ def _make_module(extension: Any) -> ModuleType:
         "Event": Event,
         "is_available": lambda: True,
         "is_initialized": lambda: bool(extension.touched()),
+        "_initialized": True,
         "_is_in_bad_fork": lambda: False,
         "_lazy_init": lambda: None,
         "device_count": lambda: NUM_DEVICES,
@@ -112,16 +111,7 @@ def _make_module(extension: Any) -> ModuleType:
 
 
 def _create_backend(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-    return load_extension().Simccl(dist.ProcessGroupGloo(store, rank, size, timeout))
-
-
-def _move_to_device(params: list[nn.Parameter], buffers: list[torch.Tensor], device: torch.device) -> None:
-    """Take the place of fully_shard's function, which assigns `tensor.data`: torch refuses that for PrivateUse1."""
-    for tensor in (*params, *buffers):
-        if tensor.device != device and not tensor.is_meta:
-            moved = tensor.detach().to(device)
-            is_parameter = isinstance(tensor, nn.Parameter)
-            torch.utils.swap_tensors(tensor, nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved)
+    return load_extension().Simccl(dist.ProcessGroupGloo(store, rank, size, timeout), _create_backend)
 
 
 def register() -> None:
@@ -138,6 +128,5 @@ def register() -> None:
     sys.modules["torch.sim"] = torch.get_device_module(DEVICE)
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     dist.Backend.register_backend(BACKEND, _create_backend, devices=[DEVICE])
-    _fsdp_init._move_states_to_device = _move_to_device
     # gloo takes part in groups that are bound to a device: `new_group("gloo")` asks for the device's own backend else.
     dist.Backend.backend_capability["gloo"].append(DEVICE)

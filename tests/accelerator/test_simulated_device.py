@@ -94,10 +94,22 @@ def check_random_numbers() -> None:
     assert torch.equal(torch.rand(4, device="sim"), first)
 
 
+def check_devices_do_not_mix() -> None:
+    """An operation of tensors on several devices is refused; a parameter moves by its `data`."""
+    weight = nn.Parameter(torch.ones(2, 2))
+    with pytest.raises(RuntimeError, match="same device"):
+        torch.ones(2, 2, device="sim") @ weight
+    weight.data = weight.data.to("sim")
+    assert (torch.ones(2, 2, device="sim") @ weight).tolist() == [[2.0, 2.0]] * 2
+
+
 def check_collectives() -> None:
     """A collective blocks the stream that waits for it, not the host; the backend has NCCL's conditions."""
     load_extension().set_collective_delay_us(DELAY_US)
     rank = dist.get_rank()
+    message = [dist.P2POp(dist.irecv if rank else dist.isend, torch.zeros(1, device="sim"), 1 - rank)]
+    with pytest.raises(ValueError, match="the first operation of a group"):
+        dist.batch_isend_irecv(message)
     tensor = torch.full((4,), float(rank + 1), device="sim")
     work = dist.all_reduce(tensor, op=dist.ReduceOp.AVG, async_op=True)
     assert not work.is_completed()
@@ -127,6 +139,7 @@ ALONE = (
     check_fresh_memory_is_garbage,
     check_memory_is_counted,
     check_random_numbers,
+    check_devices_do_not_mix,
     check_an_index_out_of_range_kills_the_device,
 )
 

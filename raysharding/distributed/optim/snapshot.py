@@ -188,7 +188,7 @@ class OptimizerSnapshot:
             parameter = parameters[fqn]
             device = local_tensor(parameter).device
             # Replicated state arrived on the device of the mesh, and is needed on the device of its parameter.
-            whole = {name: value.to(device) for name, value in held.items() if _is_whole(value)}
+            whole = {name: value.to(device) for name, value in held.items() if _is_whole(name, value, parameter)}
             optimizer.state[parameter] = {**held, **whole}
         for old, group in zip(self.groups, optimizer.param_groups, strict=True):
             for key, value in old.items():
@@ -203,9 +203,10 @@ class OptimizerSnapshot:
             schedule.load_state_dict(dict(self.schedule[1]))
 
 
-def _is_whole(value: Any) -> bool:
-    """Return True if a value is replicated state of 1 dim or more; torch keeps 0-dim state in host memory."""
-    return isinstance(value, torch.Tensor) and value.ndim > 0 and not isinstance(value, DTensor)
+def _is_whole(name: str, value: Any, parameter: torch.Tensor) -> bool:
+    """Return True for replicated state beside its parameter. torch keeps counts, which are 0-dim, in host memory."""
+    is_count = name == "step" or parameter.ndim > 0
+    return isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and (value.ndim > 0 or not is_count)
 
 
 def split_state(

@@ -2,6 +2,9 @@
 
 #include <c10/core/Event.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <pybind11/chrono.h>
+#include <pybind11/functional.h>
 #include <torch/extension.h>
 
 #include "device.h"
@@ -17,7 +20,14 @@ class Work final : public c10d::Work {
     std::exception_ptr error;
   };
 
-  Work(int rank, c10d::OpType type, c10::DeviceIndex device, Queue& queue, uint64_t position, std::vector<at::Tensor> outputs, std::shared_ptr<Result> result)
+  Work(
+      int rank,
+      c10d::OpType type,
+      c10::DeviceIndex device,
+      Queue& queue,
+      uint64_t position,
+      std::vector<at::Tensor> outputs,
+      std::shared_ptr<Result> result)
       : c10d::Work(rank, type),
         device_(device),
         queue_(queue),
@@ -80,8 +90,11 @@ class Simccl final : public c10d::Backend {
     std::function<void()> finish;
   };
 
-  explicit Simccl(c10::intrusive_ptr<c10d::Backend> gloo)
-      : Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)) {}
+  using Create = std::function<c10::intrusive_ptr<c10d::Backend>(
+      c10::intrusive_ptr<c10d::Store>, int, int, std::chrono::milliseconds)>;
+
+  Simccl(c10::intrusive_ptr<c10d::Backend> gloo, Create create)
+      : Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)), create_(std::move(create)) {}
 
   const std::string getBackendName() const override { return "simccl"; }
   bool supportsCoalescing() const override { return true; }
@@ -97,13 +110,18 @@ class Simccl final : public c10d::Backend {
     gloo_->shutdown();
   }
 
-  bool supportsSplitting() const override { return gloo_->supportsSplitting(); }
+  bool supportsSplitting() const override { return true; }
   c10::intrusive_ptr<Backend> split(
       const c10::intrusive_ptr<c10d::Store>& store,
       const std::vector<int>& ranks,
       const c10::intrusive_ptr<Options>& options) override {
-    auto part = gloo_->split(store, ranks, options);
-    return part ? c10::make_intrusive<Simccl>(part) : nullptr;
+    auto found = std::find(ranks.begin(), ranks.end(), getRank());
+    if (found == ranks.end()) {
+      return nullptr;
+    }
+    // The host's backend is split over the same store.
+    auto own = c10::make_intrusive<c10d::PrefixStore>("simccl", store);
+    return create_(own, found - ranks.begin(), ranks.size(), options->timeout);
   }
 
   void startCoalescing() override { is_coalescing_ = true; }
@@ -234,7 +252,9 @@ class Simccl final : public c10d::Backend {
   }
 
   c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& options) override {
-    return enqueue(c10d::OpType::BARRIER, {}, {[gloo = gloo_] { return Started{gloo->barrier(c10d::BarrierOptions())}; }});
+    return enqueue(c10d::OpType::BARRIER, {}, {[gloo = gloo_] {
+                     return Started{gloo->barrier(c10d::BarrierOptions())};
+                   }});
   }
 
  private:
@@ -256,7 +276,8 @@ class Simccl final : public c10d::Backend {
   std::pair<double, double> factors(const c10d::ReduceOp& op) const {
     if (op.op_ == c10d::ReduceOp::PREMUL_SUM) {
       auto* supplement = dynamic_cast<const c10d::PreMulSumSupplement*>(op.supplement_.get());
-      return {supplement->tensor_factor.defined() ? supplement->tensor_factor.item<double>() : supplement->double_factor, 1};
+      const at::Tensor& factor = supplement->tensor_factor;
+      return {factor.defined() ? factor.item<double>() : supplement->double_factor, 1};
     }
     return {1, op.op_ == c10d::ReduceOp::AVG ? 1.0 / getSize() : 1};
   }
@@ -275,18 +296,28 @@ class Simccl final : public c10d::Backend {
     }
   }
 
-  c10::intrusive_ptr<c10d::Work> enqueue(c10d::OpType type, const std::vector<at::Tensor>& tensors, Operation operation) {
+  c10::intrusive_ptr<c10d::Work> enqueue(
+      c10d::OpType type, const std::vector<at::Tensor>& tensors, Operation operation) {
     check(tensors);
     if (!is_coalescing_) {
       return submit(type, tensors, {std::move(operation)});
     }
+    coalesces_messages_ = coalesces_messages_ || is_message(type);
     coalesced_.push_back(std::move(operation));
     coalesced_tensors_.insert(coalesced_tensors_.end(), tensors.begin(), tensors.end());
     return nullptr;
   }
 
+  static bool is_message(c10d::OpType type) {
+    return type == c10d::OpType::SEND || type == c10d::OpType::RECV;
+  }
+
   c10::intrusive_ptr<c10d::Work> submit(
       c10d::OpType type, std::vector<at::Tensor> tensors, std::vector<Operation> operations) {
+    bool is_messages = std::exchange(coalesces_messages_, false) || is_message(type);
+    TORCH_CHECK_VALUE(
+        sequence_ > 0 || !is_messages || getSize() == 1,
+        "simccl: the first operation of a group is one of all its ranks, not messages: NCCL leaves that undefined");
     auto index = tensors.empty() ? getBoundDeviceId().value_or(device_at(current_device())).index()
                                  : tensors[0].device().index();
     if (queue_ == nullptr) {
@@ -338,11 +369,13 @@ class Simccl final : public c10d::Backend {
   }
 
   c10::intrusive_ptr<c10d::Backend> gloo_;
+  Create create_;
   std::optional<c10::Stream> stream_;
   Queue* queue_ = nullptr;
   uint64_t sequence_ = 0;
   std::shared_ptr<std::atomic<bool>> has_failed_ = std::make_shared<std::atomic<bool>>(false);
   bool is_coalescing_ = false;
+  bool coalesces_messages_ = false;
   std::vector<Operation> coalesced_;
   std::vector<at::Tensor> coalesced_tensors_;
 };
@@ -351,7 +384,9 @@ class Simccl final : public c10d::Backend {
 
 void bind_collectives(py::module& m) {
   py::class_<Simccl, c10::intrusive_ptr<Simccl>, c10d::Backend>(m, "Simccl")
-      .def(py::init<c10::intrusive_ptr<c10d::Backend>>());
+      .def(py::init<c10::intrusive_ptr<c10d::Backend>, Simccl::Create>())
+      // What torch hands to a split; without them each backend takes its own.
+      .def_property_readonly("options", [](const Simccl&) { return py::none(); });
 }
 
 } // namespace sim

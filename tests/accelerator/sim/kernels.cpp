@@ -48,7 +48,11 @@ at::Tensor empty_strided(
     std::optional<bool>) {
   c10::DeviceGuard guard(c10::device_or_default(device));
   return at::detail::empty_strided_generic(
-      size, stride, c10::GetAllocator(c10::DeviceType::PrivateUse1), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(dtype));
+      size,
+      stride,
+      c10::GetAllocator(c10::DeviceType::PrivateUse1),
+      c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+      c10::dtype_or_default(dtype));
 }
 
 // Asynchronous within a device, and with `non_blocking` between it and pinned memory; else the host waits.
@@ -171,6 +175,43 @@ at::Tensor histc(const at::Tensor& self, int64_t bins, const at::Scalar& low, co
   return at::histc(self.cpu().to(at::kDouble), bins, low, high).to(self.scalar_type()).to(self.device());
 }
 
+// Lets `parameter.data = other` change the device, as for the devices in torch's own tree.
+bool has_compatible_shallow_copy_type(const at::Tensor& self, const at::Tensor& from) {
+  auto is_ours = [](const at::Tensor& tensor) {
+    return tensor.layout() == at::kStrided && (tensor.is_cpu() || tensor.is_privateuseone());
+  };
+  return is_ours(self) && is_ours(from);
+}
+
+// Kernels of a GPU take tensors of one device, and from the host scalars and indices only.
+void check_devices(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  const std::string& name = op.schema().name();
+  static const std::set<std::string> kTakeIndices{
+      "aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"};
+  if (kTakeIndices.count(name) != 0 || name.rfind("aten::_foreach_", 0) == 0) {
+    return; // a list's items are an operation each
+  }
+  std::optional<c10::Device> first;
+  auto check = [&](const at::Tensor& tensor) {
+    if (!tensor.defined() || tensor.dim() == 0) {
+      return;
+    }
+    first = first.value_or(tensor.device());
+    TORCH_CHECK(
+        tensor.device() == *first, "Expected all tensors to be on the same device, but found at least two devices, ",
+        *first, " and ", tensor.device(), "! (", name, ")");
+  };
+  for (size_t index = stack.size() - op.schema().arguments().size(); index < stack.size(); ++index) {
+    if (stack[index].isTensor()) {
+      check(stack[index].toTensor());
+    } else if (stack[index].isTensorList()) {
+      for (const at::Tensor& tensor : stack[index].toTensorVector()) {
+        check(tensor);
+      }
+    }
+  }
+}
+
 bool is_out_of_range(const c10::Error& error) {
   std::string text = error.what_without_backtrace();
   return dynamic_cast<const c10::IndexError*>(&error) != nullptr || text.find("out of bounds") != std::string::npos ||
@@ -191,6 +232,7 @@ SimGenerator& generator_of(const torch::jit::Stack& stack) {
 // not an error of the host: it kills the device, as CUDA's assert in a kernel does.
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   touch(current_device());
+  check_devices(op, *stack);
   const auto& arguments = op.schema().arguments();
   bool takes_generator = false;
   at::Generator cpu = at::detail::getDefaultCPUGenerator();
@@ -241,6 +283,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Tensor", set_source_tensor);
   m.impl("set_.source_Storage", set_source_storage);
   m.impl("set_.source_Storage_storage_offset", set_source_storage_offset);
+  m.impl("_has_compatible_shallow_copy_type", has_compatible_shallow_copy_type);
   m.impl("histc", histc);
   m.impl("convolution_overrideable", convolution);
   m.impl("convolution_backward_overrideable", convolution_backward);

@@ -111,7 +111,7 @@ def check_write_back(root: Path) -> None:
                 assert not same(wanted["narrow"], module.narrow)
         if sharding.mixed_precision is None:
             with torch.no_grad():
-                torch.testing.assert_close(module(IDS), expected(IDS))
+                torch.testing.assert_close(module(IDS).cpu(), expected(IDS))
         torch.optim.SGD(module.parameters(), lr=1.0).step()
 
 
@@ -123,6 +123,9 @@ def check_rank_0_only(root: Path) -> None:
             kinds = {isinstance(parameter, DTensor) for parameter in module.parameters() if parameter.ndim}
             assert kinds == {rank() != 0}
             if rank() == 0:
+                assert {parameter.device.type for parameter in module.parameters()} == {
+                    "cpu" if offload else device_type()
+                }
                 bump(module)
         require_shards(module)
         require_equal(module, bumped())
@@ -149,7 +152,9 @@ def check_gradients(root: Path) -> None:
                     grad = wanted[name].grad
                     assert grad is not None, name
                     size = grad.abs().max().item() * (1e-5 if sharding.mixed_precision is None else 2e-2)
-                    torch.testing.assert_close(parameter.grad, grad.reshape(parameter.shape), rtol=1e-4, atol=size)
+                    torch.testing.assert_close(
+                        parameter.grad.cpu(), grad.reshape(parameter.shape), rtol=1e-4, atol=size
+                    )
                     parameter.grad.fill_(3.0)
                 module.narrow.grad = None
         assert module.narrow.grad is None
@@ -160,10 +165,11 @@ def check_gradients(root: Path) -> None:
         with summon_full_params(module, offload_to_cpu=True, **options):
             assert all(parameter.grad is None for parameter in module.parameters())
             if rank() == 0 or not rank0_only:
-                module.large.grad = torch.arange(float(module.large.numel())).view_as(module.large)
+                rows = torch.arange(float(module.large.numel()), device=module.large.device)
+                module.large.grad = rows.view_as(module.large)
         assert [name for name, p in module.named_parameters() if p.grad is not None] == ["large"]
-        full = module.large.grad.full_tensor()
-        assert torch.equal(full.flatten(), torch.arange(float(full.numel())))
+        large = module.large.grad.full_tensor().cpu()
+        assert torch.equal(large.flatten(), torch.arange(float(large.numel())))
     with pytest.raises(NotImplementedError), summon_theirs(oracle, with_grads=True, offload_to_cpu=True):
         pass
 
@@ -203,7 +209,7 @@ def check_one_group(root: Path) -> None:
     bump(expected.blocks[1])
     require_equal(module, expected)
     with torch.no_grad():
-        torch.testing.assert_close(module(IDS), expected(IDS))
+        torch.testing.assert_close(module(IDS).cpu(), expected(IDS))
 
 
 class Pair(nn.Module):
@@ -345,7 +351,7 @@ def check_load_inside(root: Path) -> None:
     # FSDP2 takes a new shard only in its hook.
     module.load_state_dict({"narrow": torch.zeros_like(module.narrow)}, strict=False, assign=True)
     with torch.no_grad():
-        torch.testing.assert_close(module(IDS), _zeroed(bumped())(IDS))
+        torch.testing.assert_close(module(IDS).cpu(), _zeroed(bumped())(IDS))
 
 
 def _zeroed(model: Odd) -> Odd:
@@ -387,7 +393,7 @@ def _check_refusals(module: Any, reference: Odd, rank0_only: bool) -> None:
         pass
     loss.backward()
     reference(IDS).mean().backward()
-    torch.testing.assert_close(module.narrow.grad.full_tensor(), reference.narrow.grad, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(module.narrow.grad.full_tensor().cpu(), reference.narrow.grad, rtol=1e-4, atol=1e-6)
     assert module.float() is module
 
 

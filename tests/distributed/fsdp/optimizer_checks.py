@@ -78,8 +78,7 @@ def made(dtype: torch.dtype = torch.float32) -> Uneven:
     return Uneven().to(dtype)
 
 
-def sharded(replicate_size: int = 1, dtype: torch.dtype = torch.float32) -> nn.Module:
-    sharding = Sharding(replicate_size=replicate_size)
+def sharded(sharding: Sharding | None = None, dtype: torch.dtype = torch.float32) -> nn.Module:
     return shard_module(made(dtype), init_mesh(device_type(), sharding), sharding)
 
 
@@ -118,8 +117,11 @@ def take_steps(module: nn.Module, optimizer: torch.optim.Optimizer, num_steps: i
         optimizer.step()
 
 
-def sizes() -> tuple[int, ...]:
-    return (1, 2) if dist.get_world_size() in (2, 4) else (1,)
+def shardings() -> list[Sharding]:
+    """1-D, HSDP where the ranks make it, and shards in host memory where another device computes."""
+    sizes = (1, 2) if dist.get_world_size() in (2, 4) else (1,)
+    offloaded = [] if device_type() == "cpu" else [Sharding(cpu_offload=True)]
+    return [*(Sharding(replicate_size=size) for size in sizes), *offloaded]
 
 
 def same(one: Any, other: Any, exact: bool = True) -> bool:
@@ -128,6 +130,7 @@ def same(one: Any, other: Any, exact: bool = True) -> bool:
     if isinstance(one, torch.Tensor):
         if one.dtype != other.dtype or one.shape != other.shape:
             return False
+        one, other = one.cpu(), other.cpu()
         return torch.equal(one, other) if exact else torch.allclose(one, other, rtol=1e-4, atol=1e-7)
     return bool(one == other)
 
@@ -145,8 +148,8 @@ def check_full_against_one_process(root: Path) -> None:
         expected_optimizer = make(alone)
         take_steps(alone, expected_optimizer, 3)
         expected = local_full(expected_optimizer, alone)
-        for size in sizes():
-            module = sharded(size)
+        for sharding in shardings():
+            module = sharded(sharding)
             optimizer = make(module)
             assert full_optim_state_dict(module, optimizer, rank0_only=False)["state"] == {}, "no step was taken yet"
             take_steps(module, optimizer, 3)
@@ -173,9 +176,9 @@ def check_shards_continue(root: Path) -> None:
     full = copy.deepcopy(local_full(expected_optimizer, alone))
     weights = {name: value.clone() for name, value in alone.state_dict().items()}
     take_steps(alone, expected_optimizer, 2, first=3)
-    for size in sizes():
+    for sharding in shardings():
         for scatter in (False, True):
-            module = sharded(size)
+            module = sharded(sharding)
             load_full_state_dict(module, weights if rank == 0 else {})
             optimizer = adamw(module)
             if scatter:
@@ -189,11 +192,12 @@ def check_shards_continue(root: Path) -> None:
             assert isinstance(moment, DTensor)
             assert isinstance(weight, DTensor)
             assert moment.placements == weight.placements
+            assert moment.to_local().device.type == ("cpu" if sharding.cpu_offload else device_type())
             assert optimizer.param_groups[0]["lr"] == 0.02
             take_steps(module, optimizer, 2, first=3)
             for name, parameter in module.named_parameters():
-                value = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-                assert torch.allclose(value, alone.get_parameter(name), atol=1e-6), (name, scatter, size)
+                is_equal = torch.allclose(whole(parameter), alone.get_parameter(name), atol=1e-6)
+                assert is_equal, (name, scatter, sharding)
             again = full_optim_state_dict(module, optimizer)
             if rank == 0:
                 assert same(again["state"], local_full(expected_optimizer, alone)["state"], exact=False)
@@ -303,6 +307,10 @@ def check_forms(root: Path) -> None:
             wanted = fsdp1.optim_state_dict(flat, flat_optimizer)
             assert found.keys() == wanted.keys() == (set() if rank0_only and rank else {"state", "param_groups"})
             if found:
+                devices = {
+                    value.device.type for held in found["state"].values() for value in held.values() if value.ndim
+                }
+                assert devices == {"cpu" if offload else device_type()}
                 assert same(found["state"], wanted["state"], exact=False)
             given = optimizer.state_dict()
             given["param_groups"][0]["lr"] = 9.0
@@ -344,7 +352,7 @@ def check_forms(root: Path) -> None:
 
 
 def whole(value: torch.Tensor) -> torch.Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    return (value.full_tensor() if isinstance(value, DTensor) else value).cpu()
 
 
 def check_mistakes(root: Path) -> None:
@@ -406,8 +414,8 @@ def load_all(root: Path, names: tuple[str, ...], save_as: str | None) -> None:
     """Load what other world sizes saved, compare it bit for bit, and save it again."""
     for key, dtype in CASES:
         for name in names:
-            for size in sizes():
-                module = sharded(size, dtype=dtype)
+            for sharding in shardings():
+                module = sharded(sharding, dtype)
                 optimizer = OPTIMIZERS[key](module)
                 for group in optimizer.param_groups:
                     group["lr"] = torch.tensor(5.0) if isinstance(group["lr"], torch.Tensor) else 5.0
@@ -417,9 +425,9 @@ def load_all(root: Path, names: tuple[str, ...], save_as: str | None) -> None:
                 full = full_optim_state_dict(module, optimizer)
                 if dist.get_rank() == 0:
                     expected = torch.load(root / f"{key}-{dtype}.reference", weights_only=True)
-                    assert same(full["state"], expected["state"]), (key, dtype, size)
-                    assert full["param_groups"] == expected["param_groups"], (key, dtype, size)
-                if save_as is not None and size == 1:
+                    assert same(full["state"], expected["state"]), (key, dtype, sharding)
+                    assert full["param_groups"] == expected["param_groups"], (key, dtype, sharding)
+                if save_as is not None and sharding == Sharding():
                     save_checkpoint(module, root / f"{key}-{dtype}-{save_as}", optimizer=optimizer)
                 take_steps(module, optimizer, 1)
 

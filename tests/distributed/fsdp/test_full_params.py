@@ -1,4 +1,4 @@
-"""`summon_full_params`, `apply`, `fsdp_modules`, `params_with_grad` and names on real gloo groups, beside FSDP1."""
+"""`summon_full_params`, `apply`, `fsdp_modules`, `params_with_grad` and names on real groups, beside FSDP1."""
 
 from __future__ import annotations
 
@@ -38,26 +38,28 @@ ONCE = (
     "fsdp.fsdp_checks.check_params_with_grad",
 )
 CHECKS = {
-    1: (*EVERYWHERE, "fsdp.full_params_checks.check_refusals"),
-    2: (
+    ("cpu", 1): (*EVERYWHERE, "fsdp.full_params_checks.check_refusals"),
+    ("cpu", 2): (
         "fsdp.full_params_checks.check_write_back",
         "fsdp.full_params_checks.check_rank_0_only",
         "fsdp.full_params_checks.check_gradients",
         "fsdp.full_params_checks.check_replicas",
     ),
-    3: (*EVERYWHERE, *ONCE),
-    4: (*EVERYWHERE, "fsdp.full_params_checks.check_exceptions"),
+    ("cpu", 3): (*EVERYWHERE, *ONCE),
+    ("cpu", 4): (*EVERYWHERE, "fsdp.full_params_checks.check_exceptions"),
+    ("sim", 2): (*EVERYWHERE, "fsdp.full_params_checks.check_refusals", "fsdp.fsdp_checks.check_params_with_grad"),
+    ("sim", 4): EVERYWHERE,
 }
 
 
 @cache
-def outcomes(world_size: int) -> list[dict[str, str]]:
+def outcomes(device: str, world_size: int) -> list[dict[str, str]]:
     """Every rank's check → traceback."""
-    return run_ranks(world_size, run_checks, CHECKS[world_size], Path(), timeout_s=100)
+    return run_ranks(world_size, run_checks, CHECKS[device, world_size], Path(), timeout_s=100, device=device)
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("world_size", "name"), grid_of(CHECKS, full=(4,)))
-def test_on_ranks(world_size: int, name: str) -> None:
-    for rank, outcome in enumerate(outcomes(world_size)):
+@pytest.mark.parametrize(("device", "world_size", "name"), grid_of(CHECKS, full=(4,)))
+def test_on_ranks(device: str, world_size: int, name: str) -> None:
+    for rank, outcome in enumerate(outcomes(device, world_size)):
         assert not outcome[name], f"rank {rank} of {world_size}:\n{outcome[name]}"

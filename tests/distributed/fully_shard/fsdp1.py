@@ -66,8 +66,8 @@ def theirs_named(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Equal, whether a scalar has 0 dims or 1."""
-    return one.dtype == other.dtype and torch.equal(one.reshape(other.shape), other)
+    """Equal, on whatever devices, whether a scalar has 0 dims or 1."""
+    return one.dtype == other.dtype and torch.equal(one.cpu().reshape(other.shape), other.cpu())
 
 
 def own_rows() -> torch.Tensor:
@@ -89,7 +89,8 @@ def bump(module: nn.Module, by: float = 1.0) -> None:
     """Change every parameter, each row by another amount."""
     with torch.no_grad():
         for parameter in module.parameters():
-            parameter.add_(torch.arange(float(parameter.numel())).reshape(parameter.shape).mul_(1e-3).add_(by))
+            rows = torch.arange(float(parameter.numel()), device=parameter.device)
+            parameter.add_(rows.reshape(parameter.shape).mul_(1e-3).add_(by))
 
 
 def bumped(by: float = 1.0, seed: int = 0) -> Odd:

@@ -144,10 +144,10 @@ def check_load_state_dict(root: Path) -> None:
             require_equal(model, {k: v.to(dtype) if v.is_floating_point() else v for k, v in expected.items()})
             ids = torch.arange(6).reshape(2, 3)
             with torch.no_grad():
-                assert torch.allclose(model.eval()(ids).to(torch.float32), source(ids), atol=1e-5)
+                assert torch.allclose(model.eval()(ids).cpu().to(torch.float32), source(ids), atol=1e-5)
     plain = DistModule(on_meta())
     plain.load_state_dict(expected if rank == 0 else {})  # not sharded: every rank gets all
-    assert all(torch.equal(plain.state_dict()[name], value) for name, value in expected.items())
+    assert all(torch.equal(plain.state_dict()[name].cpu(), value) for name, value in expected.items())
 
 
 def check_assign(root: Path) -> None:
@@ -321,7 +321,7 @@ def check_halves(root: Path) -> None:
         for name, value in sharded.items():
             assert isinstance(value, DTensor) == isinstance(spec[name], DTensor), name
             whole = value.full_tensor() if isinstance(value, DTensor) else value
-            assert torch.equal(whole, source.state_dict()[name]), name
+            assert torch.equal(whole.cpu(), source.state_dict()[name]), name
         assert all(value.is_meta for value in spec.values())
         model.load_state_dict(sharded, assign=True)
         model.head.weight = model.embed.weight

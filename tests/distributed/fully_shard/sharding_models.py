@@ -88,7 +88,8 @@ def fsdp1(module: nn.Module, wrap: Iterable[type[nn.Module]] = (Block,), **overr
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
+    """The full tensor, in host memory."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()).cpu()
 
 
 def gradients(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Rows A1 to A8 on real gloo groups: `DistModule` and the distribution of rank 0's tensors."""
+"""Rows A1 to A8 on real groups: `DistModule` and the distribution of rank 0's tensors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.checks import run_checks
-from tests.grid import world_sizes
+from tests.grid import device_grid
 from tests.spawn import run_ranks
 
 CHECKS = (
@@ -27,11 +27,14 @@ CHECKS = (
     "comm.fault_checks.check_state_dict_forms_after_a_forward",
     "comm.fault_checks.check_ties_of_distributed_state_dicts",
 )
+SIM_CHECKS = [name for name in CHECKS if name.startswith("fully_shard")]
+"""What also runs on two ranks on the simulated device."""
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("world_size", world_sizes(3, full=(1, 2, 4)))
-def test_distribution(world_size: int, tmp_path: Path) -> None:
-    for outcomes in run_ranks(world_size, run_checks, CHECKS, tmp_path, timeout_s=110):
+@pytest.mark.parametrize(("device", "world_size"), device_grid(3, full=(1, 2, 4)))
+def test_distribution(device: str, world_size: int, tmp_path: Path) -> None:
+    checks = CHECKS if device == "cpu" else SIM_CHECKS
+    for outcomes in run_ranks(world_size, run_checks, checks, tmp_path, timeout_s=110, device=device):
         failed = "\n".join(f"{name}\n{text}" for name, text in outcomes.items() if text)
         assert not failed, failed

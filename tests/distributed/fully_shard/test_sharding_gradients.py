@@ -27,7 +27,7 @@ from tests.distributed.fully_shard.sharding_models import (
     rows,
     sharded,
 )
-from tests.grid import world_sizes
+from tests.grid import device_grid
 from tests.spawn import RanksFailedError, run_ranks
 
 NUM_ROWS = 72
@@ -48,7 +48,7 @@ def clips_as_fsdp1(replicate_size: int) -> None:
             bound = share * float(expected)
             oracle.clip_grad_norm_(bound, norm_type)
             norm = clip_grad_norm_(module, bound, norm_type)
-            assert torch.allclose(norm, expected, rtol=1e-5), (norm_type, norm, expected)
+            assert torch.allclose(norm.cpu(), expected, rtol=1e-5), (norm_type, norm, expected)
             assert_same(gradients(module), fsdp1_gradients(oracle), rtol=1e-4)
 
 
@@ -59,7 +59,7 @@ def norms_equal_one_process(replicate_size: int) -> None:
         module(mine(batch)).square().mean().backward()
         twin(batch).square().mean().backward()
         expected = nn.utils.clip_grad_norm_(twin.parameters(), 0.1, norm_type)
-        assert torch.allclose(clip_grad_norm_(module, 0.1, norm_type), expected, rtol=1e-5), norm_type
+        assert torch.allclose(clip_grad_norm_(module, 0.1, norm_type).cpu(), expected, rtol=1e-5), norm_type
         assert_same(gradients(module), gradients(twin), rtol=1e-4)
 
 
@@ -71,7 +71,7 @@ def odd_gradients() -> None:
         for each in (module, oracle):
             (each(batch).square().sum() * factor).backward()
         norm, expected = clip_grad_norm_(module, 1.0), oracle.clip_grad_norm_(1.0)
-        assert torch.allclose(norm, expected, equal_nan=True), (factor, norm, expected)
+        assert torch.allclose(norm.cpu(), expected, equal_nan=True), (factor, norm, expected)
         # FSDP1's flat gradient holds zeros for what was not used, and turns them into NaN.
         used = {name: grad for name, grad in fsdp1_gradients(oracle).items() if not name.startswith("unused")}
         assert_same(gradients(module), used)
@@ -235,12 +235,12 @@ def some_ranks_do_not_use_it() -> None:
     batch = rows(world_size)[rank : rank + 1]
     output = module(batch, use=rank == 0)
     output["second"].sum().backward()
-    seen = [torch.zeros(()) for _ in range(world_size)]
+    seen = [torch.zeros_like(module.scale.grad) for _ in range(world_size)]
     dist.all_gather(seen, module.scale.grad)
     twin = build(Sometimes)
     twin(rows(world_size)[:1], use=True)["second"].sum().backward()
     for value in seen:
-        assert torch.allclose(value, twin.scale.grad / world_size)
+        assert torch.allclose(value.cpu(), twin.scale.grad / world_size)
 
 
 class Sealed:
@@ -277,9 +277,9 @@ def run_all() -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("world_size", world_sizes(3, full=(1, 2, 4)))
-def test_gradients(world_size: int) -> None:
-    run_ranks(world_size, run_all, timeout_s=110)
+@pytest.mark.parametrize(("device", "world_size"), device_grid(3, full=(1, 2, 4)))
+def test_gradients(device: str, world_size: int) -> None:
+    run_ranks(world_size, run_all, timeout_s=110, device=device)
 
 
 @pytest.mark.timeout(60)

@@ -36,7 +36,8 @@ from tests.distributed.fully_shard.sharding_models import (
     sharded,
 )
 from tests.distributed.training.training_cases import CASES, VOCAB, llama
-from tests.spawn import run_ranks
+from tests.grid import device_grid
+from tests.spawn import device_type, run_ranks
 
 
 class Dropped(Block):
@@ -60,7 +61,7 @@ class Deep(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.embed(x)
         for block in self.blocks:
-            x = block(x, 0.5, mask=torch.ones(6))
+            x = block(x, 0.5, mask=torch.ones(6, device=x.device))
         out: torch.Tensor = self.head(x)
         return out
 
@@ -272,7 +273,7 @@ def keeps_what_backward_begins_with() -> None:
 
 def a_forward_in_part_leaves_nothing_behind() -> None:
     """The final norm runs without the head, which is in its group: FSDP2 waits for that one, until it is told."""
-    ids = mine(torch.randint(0, VOCAB, (6, 5), generator=torch.Generator().manual_seed(0)))
+    ids = mine(torch.randint(0, VOCAB, (6, 5), generator=torch.Generator().manual_seed(0))).to(device_type())
     losses = []
     for in_part in (False, True):
         module: Any = sharded(build(llama), wrap="auto")
@@ -315,10 +316,10 @@ def run_all() -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_forward_and_backward(world_size: int) -> None:
+@pytest.mark.parametrize(("device", "world_size"), device_grid(2, 4, full=()))
+def test_forward_and_backward(device: str, world_size: int) -> None:
     pytest.importorskip("transformers")
-    run_ranks(world_size, run_all, timeout_s=110)
+    run_ranks(world_size, run_all, timeout_s=110, device=device)
 
 
 def test_offload_alone_is_refused() -> None:

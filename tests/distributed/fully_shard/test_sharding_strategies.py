@@ -38,6 +38,7 @@ from tests.distributed.fully_shard.sharding_models import (
 )
 from tests.distributed.models import Odd, filled, saved
 from tests.distributed.training.training_cases import llama
+from tests.grid import device_grid
 from tests.spawn import device_type, run_ranks
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
@@ -134,7 +135,9 @@ def load_train_save(root: Path) -> None:
         shard_module(module, init_mesh(device_type(), sharding), sharding)
         load_checkpoint(module, root / "odd.safetensors")
         if strategy == "NO_SHARD":
-            assert all(torch.equal(local_tensor(item), expected[name]) for name, item in module.named_parameters())
+            assert all(
+                torch.equal(local_tensor(item).cpu(), expected[name]) for name, item in module.named_parameters()
+            )
         state = {name: tensor for part in gather_state_dict(module) for name, tensor in part.items()}
         assert rank or all(torch.equal(state[name], tensor) for name, tensor in expected.items())
         ids = torch.arange(8).view(2, 4)
@@ -142,7 +145,7 @@ def load_train_save(root: Path) -> None:
         for each in (module, twin):
             each.train()(ids).square().mean().backward()
         norm = torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
-        assert torch.allclose(clip_grad_norm_(module, 0.5), norm, rtol=1e-5)
+        assert torch.allclose(clip_grad_norm_(module, 0.5).cpu(), norm, rtol=1e-5)
         assert_same(gradients(module), gradients(twin), rtol=1e-4)
         folder = root / f"{strategy}-{world_size}"
         save_checkpoint(module, folder)
@@ -153,10 +156,10 @@ def load_train_save(root: Path) -> None:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("world_size", [1, 4])
-def test_replicas_load_train_and_save(world_size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("device", "world_size"), device_grid(1, 4, full=(), sim=(4,)))
+def test_replicas_load_train_and_save(device: str, world_size: int, tmp_path: Path) -> None:
     save_file(saved(filled()), tmp_path / "odd.safetensors")
-    run_ranks(world_size, load_train_save, tmp_path, timeout_s=50)
+    run_ranks(world_size, load_train_save, tmp_path, timeout_s=50, device=device)
 
 
 def test_names_and_enums_are_taken() -> None:

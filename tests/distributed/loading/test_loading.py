@@ -46,6 +46,7 @@ CHECKS = {
         "transfer.stall_checks.check_no_memory_for_a_ring",
         "saving.save_checks.check_a_save_that_fails_late",
         "saving.save_checks.check_full_disk",
+        "saving.save_checks.check_a_save_in_the_background",
         "loading.load_checks.check_training",
     ),
     3: (
@@ -74,12 +75,13 @@ SIM_CHECKS = (
     "transfer.reader_checks.check_broken_stream",
     "saving.save_checks.check_saves",
     "saving.save_checks.check_small_files",
+    "saving.save_checks.check_a_save_in_the_background",
     "loading.load_checks.check_training",
     "loading.load_checks.check_a_reload",
 )
-"""What also runs on three ranks on the simulated device."""
-ON_SIM = "loading-on-sim"
-"""Directory of its own for that."""
+"""What also runs on three ranks on the simulated device, beside gloo and without it."""
+ON_SIM = ("beside gloo", "alone")
+"""How it has its collectives; names of directories of its own, too."""
 
 
 def write_checkpoints(root: Path) -> None:
@@ -122,7 +124,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The checkpoints, and a small file system where this machine lets us mount one."""
     path = tmp_path_factory.mktemp("loading")
     write_checkpoints(path)
-    shutil.copytree(path, path.with_name(ON_SIM))  # some checks write beside the checkpoints
+    for name in ON_SIM:
+        shutil.copytree(path, path.with_name(name))  # some checks write beside the checkpoints
     small = path / save_checks.SMALL_DISK
     small.mkdir()
     mounts = os.geteuid() == 0 and not subprocess.call(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(small)])
@@ -148,19 +151,11 @@ def test_on_ranks(world_size: int, name: str, root: Path) -> None:
         assert not outcome[name], f"rank {rank} of {world_size}:\n{outcome[name]}"
 
 
-def run_slowly(names: tuple[str, ...], root: Path) -> dict[str, str]:
-    """On every rank: the checks, where each asynchronous copy and each collective takes a millisecond longer."""
-    from tests.accelerator.build import load_extension
-
-    load_extension().set_copy_delay_us(1000)
-    load_extension().set_collective_delay_us(1000)
-    return run_checks(names, root)
-
-
-@pytest.fixture(scope="module")
-def outcomes_on_sim(root: Path) -> list[dict[str, str]]:
+@pytest.fixture(scope="module", params=ON_SIM)
+def outcomes_on_sim(root: Path, request: pytest.FixtureRequest) -> list[dict[str, str]]:
     """Every rank's check → traceback, on the simulated device."""
-    return run_ranks(3, run_slowly, SIM_CHECKS, root.with_name(ON_SIM), timeout_s=100, device="sim")
+    gloo = request.param == "beside gloo"
+    return run_ranks(3, run_checks, SIM_CHECKS, root.with_name(request.param), timeout_s=100, device="sim", gloo=gloo)
 
 
 @needs_sim

@@ -20,6 +20,7 @@ from raysharding.distributed.loading.from_replica import copy_replicas
 from raysharding.distributed.optim.factories import make_optimizer
 from raysharding.distributed.training.step import train_step
 from raysharding.errors import PlanError
+from tests.grid import needs_sim
 from tests.spawn import device_type, run_ranks
 
 ROWS = torch.randn(8, 6, generator=torch.Generator().manual_seed(3))
@@ -128,18 +129,19 @@ def train_on(replicate_size: int, sources: dict[int, int], bucket_bytes: int) ->
 
 
 @pytest.mark.parametrize(
-    ("world_size", "replicate_size", "sources", "bucket_bytes"),
+    ("device", "world_size", "replicate_size", "sources", "bucket_bytes"),
     [
-        (4, 2, {2: 0}, 1 << 20),
-        (4, 2, {0: 2, 1: 3}, 100),  # a whole replica; tensors in several buckets
-        pytest.param(3, 3, {0: 1, 2: 1}, 64, marks=pytest.mark.full),  # one shard, two replicas lost
-        pytest.param(6, 3, {4: 0, 3: 1}, 1 << 10, marks=pytest.mark.full),
+        ("cpu", 4, 2, {2: 0}, 1 << 20),
+        ("cpu", 4, 2, {0: 2, 1: 3}, 100),  # a whole replica; tensors in several buckets
+        pytest.param("cpu", 3, 3, {0: 1, 2: 1}, 64, marks=pytest.mark.full),  # one shard, two replicas lost
+        pytest.param("cpu", 6, 3, {4: 0, 3: 1}, 1 << 10, marks=pytest.mark.full),
+        pytest.param("sim", 4, 2, {0: 2, 1: 3}, 100, marks=needs_sim),
     ],
 )
 def test_a_new_rank_goes_on_as_the_lost_one_would(
-    world_size: int, replicate_size: int, sources: dict[int, int], bucket_bytes: int
+    device: str, world_size: int, replicate_size: int, sources: dict[int, int], bucket_bytes: int
 ) -> None:
-    run_ranks(world_size, train_on, replicate_size, sources, bucket_bytes)
+    run_ranks(world_size, train_on, replicate_size, sources, bucket_bytes, device=device)
 
 
 def refuse(change: str) -> None:

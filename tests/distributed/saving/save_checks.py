@@ -7,14 +7,24 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
 from raysharding.checkpoint import open_checkpoint
 from raysharding.config import Loading
-from raysharding.distributed import init_mesh, load_checkpoint, save_checkpoint, shard_module
+from raysharding.distributed import (
+    full_optim_state_dict,
+    init_mesh,
+    load_checkpoint,
+    load_optimizer_state,
+    save_checkpoint,
+    shard_module,
+)
 from raysharding.distributed.comm.json_collectives import all_gather_json
+from raysharding.distributed.saving.async_save import AsyncSaver
+from raysharding.distributed.saving.save import Destination
 from raysharding.errors import RayshardingError
 from raysharding.models import build_module
 from tests.distributed.loading.load_checks import (
@@ -98,6 +108,39 @@ def check_small_files(root: Path) -> None:
         assert sorted(os.listdir(root / "row")) == ["step-2", "step-3"]
         assert {path.name: path.read_text() for path in (root / "row" / "step-2").iterdir()} == {"vocab.txt": "mine"}
         assert (root / "row" / "step-3" / "vocab.txt").read_text() == "{}"
+
+
+def check_a_save_in_the_background(root: Path) -> None:
+    """It holds weights and optimizer state as they were when it began, while steps change all of them."""
+    module = sharded(root / ODD)
+    load_checkpoint(module, root / ODD)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    ids = torch.arange(20).view(5, 4)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        module.eval()(ids).square().mean().backward()
+        optimizer.step()
+
+    def contents() -> tuple[Any, Any]:
+        held = full_optim_state_dict(module, optimizer)
+        return {name: value.clone() for name, value in full_state(module).items()}, held and held["state"]
+
+    step()
+    before = contents()
+    saver, target = AsyncSaver(), root / "background"
+    saver.save(module, Destination(str(target)), optimizer=optimizer)
+    for _ in range(3):
+        step()
+    saver.wait()
+    after = contents()
+    load_checkpoint(module, target)
+    load_optimizer_state(module, optimizer, target)
+    loaded = contents()
+    for now, then, later in zip(loaded, before, after, strict=True) if dist.get_rank() == 0 else ():
+        torch.testing.assert_close(now, then, rtol=0, atol=0)
+        with pytest.raises(AssertionError):
+            torch.testing.assert_close(later, then)
 
 
 def check_full_disk(root: Path) -> None:

@@ -19,6 +19,7 @@ from raysharding.distributed.fully_shard.recovery import is_recoverable
 from raysharding.distributed.training.step import Accumulation, forward_backward, optim_step, train_step, zero_grad
 from tests.distributed.training.test_training import Pair, batch_of, raise_in_loss
 from tests.distributed.training.training_cases import CASES, Case, Scaled, token_mean
+from tests.grid import needs_sim
 from tests.spawn import run_ranks
 
 Rows = dict[str, torch.Tensor]
@@ -73,17 +74,20 @@ NAMES = ("llama", "t5", "bert_classifier", "token_mean", "sum_and_count", "row_m
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
-    ("world_size", "replicate_size"),
+    ("device", "world_size", "replicate_size"),
     [
-        (2, 1),
-        pytest.param(3, 1, marks=pytest.mark.full),
-        pytest.param(4, 2, marks=pytest.mark.full),
+        ("cpu", 2, 1),
+        pytest.param("cpu", 3, 1, marks=pytest.mark.full),
+        pytest.param("cpu", 4, 2, marks=pytest.mark.full),
+        pytest.param("sim", 2, 1, marks=needs_sim),
+        pytest.param("sim", 4, 2, marks=needs_sim),
     ],
 )
-def test_parts_and_calls_equal_one_process_on_all_rows(world_size: int, replicate_size: int) -> None:
+def test_parts_and_calls_equal_one_process_on_all_rows(device: str, world_size: int, replicate_size: int) -> None:
     pytest.importorskip("transformers")
     names = NAMES if world_size < 4 else ("llama", "token_mean")
-    for rank, failures in enumerate(run_ranks(world_size, accumulate, names, replicate_size, timeout_s=150)):
+    outcomes = run_ranks(world_size, accumulate, names, replicate_size, timeout_s=150, device=device)
+    for rank, failures in enumerate(outcomes):
         assert not failures, f"rank {rank}: {len(failures)} cases\n" + "\n".join(failures)
 
 

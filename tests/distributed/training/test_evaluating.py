@@ -12,15 +12,15 @@ import torch.nn.functional as F
 
 from raysharding.data import SequenceRows, Stream
 from raysharding.data.source import Columns
+from raysharding.distributed.comm.device import current_device
 from raysharding.distributed.training.data_loader import DataPlan
 from raysharding.distributed.training.evaluate import Evaluation, EvaluationPlan
 from raysharding.errors import DataError, RayshardingError
 from tests.distributed.training.test_fitting import BATCH, many_rows
 from tests.distributed.training.test_training import Pair
 from tests.distributed.training.training_cases import CASES
-from tests.spawn import run_ranks
-
-CPU = torch.device("cpu")
+from tests.grid import device_grid
+from tests.spawn import device_type, run_ranks
 
 
 def hits(output: Any, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -30,7 +30,7 @@ def hits(output: Any, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def evaluated(pair: Pair, plan: EvaluationPlan) -> dict[str, float]:
-    run = Evaluation(plan, CPU)
+    run = Evaluation(plan, current_device(device_type()))
     while run.step(pair.module):
         pass
     run.data_loader.close()
@@ -59,10 +59,10 @@ def equal_one_process() -> None:
     assert all(parameter.grad is None for parameter in pair.module.parameters())
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.full)])
-def test_loss_and_metrics_equal_one_process(world_size: int) -> None:
+@pytest.mark.parametrize(("device", "world_size"), device_grid(2, full=(3,)))
+def test_loss_and_metrics_equal_one_process(device: str, world_size: int) -> None:
     pytest.importorskip("transformers")
-    run_ranks(world_size, equal_one_process)
+    run_ranks(world_size, equal_one_process, device=device)
 
 
 def bad_metric(output: Any, labels: torch.Tensor) -> Any:

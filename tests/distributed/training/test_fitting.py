@@ -20,6 +20,7 @@ from raysharding.config import Sharding
 from raysharding.data import Prefetch, SequenceRows, Stream
 from raysharding.data.position import Position
 from raysharding.data.source import Columns
+from raysharding.distributed.comm.device import current_device
 from raysharding.distributed.saving.save import save_checkpoint
 from raysharding.distributed.saving.training_state import load_training
 from raysharding.distributed.training import data_loader
@@ -28,7 +29,8 @@ from raysharding.distributed.training.fit import Fit, FitPlan
 from raysharding.errors import DataError, RayshardingError
 from tests.distributed.training.test_training import Pair
 from tests.distributed.training.training_cases import CASES, Case
-from tests.spawn import run_ranks
+from tests.grid import DEVICES
+from tests.spawn import device_type, run_ranks
 
 CPU = torch.device("cpu")
 NUM_STEPS = 100
@@ -63,7 +65,7 @@ class Curves(Pair):
         self.case, self.rows = case, rows
 
     def fit(self, plan: FitPlan) -> list[dict[str, float]]:
-        run = Fit(plan, CPU)
+        run = Fit(plan, current_device(device_type()))
         steps = []
         while (step_metrics := run.step(self.module, self.optimizer)) is not None:
             steps.append(step_metrics.metrics)
@@ -155,7 +157,7 @@ DATA_PLAN = DataPlan(SequenceRows(numbers()), 8, 3, shuffle=True, seed=4)
 
 
 def fit_of(data_plan: DataPlan, position: Position | None = None) -> Fit:
-    return Fit(FitPlan(data_plan), CPU, position)
+    return Fit(FitPlan(data_plan), current_device(device_type()), position)
 
 
 def small_pair(build: Any = Dropped) -> Pair:
@@ -194,8 +196,9 @@ def resumed(root: Path) -> None:
     assert begun + losses(again, run) == pytest.approx(whole, rel=1e-6, abs=1e-7)
 
 
-def test_a_resume_takes_the_steps_that_were_left(tmp_path: Path) -> None:
-    run_ranks(2, resumed, tmp_path)
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_resume_takes_the_steps_that_were_left(device: str, tmp_path: Path) -> None:
+    run_ranks(2, resumed, tmp_path, device=device)
 
 
 def saved_half(root: Path) -> list[float]:

@@ -23,6 +23,7 @@ from raysharding.distributed.fully_shard.recovery import is_recoverable, recover
 from raysharding.distributed.fully_shard.shard import shard_module
 from raysharding.distributed.training.step import train_step
 from tests.distributed.training.training_cases import CASES, Case, Scaled, bert_classifier, llama, t5, token_mean
+from tests.grid import needs_sim
 from tests.spawn import device_type, run_ranks
 
 TOLERANCE = 1e-5
@@ -42,7 +43,7 @@ def batch_of(rows: dict[str, torch.Tensor]) -> RankBatch:
 
 
 def full(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+    return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()).cpu()
 
 
 class Pair:
@@ -114,7 +115,7 @@ def check(name: str, optimizer: str, num_rows: int, max_grad_norm: float | None,
 
 
 def run_all(names: list[str], fewer: list[int]) -> list[str]:
-    """Every case on 7 rows; the main ones also with AdamW, on fewer rows than ranks, and under HSDP."""
+    """Every case on 7 rows; the main ones also with AdamW, on fewer rows than ranks, under HSDP, and offloaded."""
     plans: list[tuple[str, str, int, float | None, Sharding | None]] = []
     plans += [(name, "sgd", 7, 0.5, None) for name in names]
     plans += [(name, "adamw", 7, None, None) for name in MAIN]
@@ -123,6 +124,8 @@ def run_all(names: list[str], fewer: list[int]) -> list[str]:
     if dist.get_world_size() == 4:
         plans.append(("llama", "sgd", 7, 0.5, Sharding(replicate_size=2)))
         plans.append(("token_mean", "adamw", 7, 0.1, Sharding(replicate_size=2)))
+    if device_type() != "cpu":
+        plans += [(name, "adamw", 7, 0.5, Sharding(cpu_offload=True)) for name in ("llama", "token_mean")]
     failures = []
     for plan in plans:
         try:
@@ -133,20 +136,21 @@ def run_all(names: list[str], fewer: list[int]) -> list[str]:
 
 
 FEWER = [
-    pytest.param(1, [], marks=pytest.mark.full),
-    (2, [1]),
-    pytest.param(3, [], marks=pytest.mark.full),
-    pytest.param(4, [1, 3], marks=pytest.mark.full),
+    pytest.param("cpu", 1, [], marks=pytest.mark.full),
+    ("cpu", 2, [1]),
+    pytest.param("cpu", 3, [], marks=pytest.mark.full),
+    pytest.param("cpu", 4, [1, 3], marks=pytest.mark.full),
+    pytest.param("sim", 2, [1], marks=needs_sim),
 ]
-"""World sizes, and batches with fewer rows than that."""
+"""Devices, world sizes, and batches with fewer rows than that."""
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize(("world_size", "fewer"), FEWER)
-def test_train_step_equals_one_process(world_size: int, fewer: list[int]) -> None:
+@pytest.mark.parametrize(("device", "world_size", "fewer"), FEWER)
+def test_train_step_equals_one_process(device: str, world_size: int, fewer: list[int]) -> None:
     pytest.importorskip("transformers")
     names = list(CASES if world_size < 4 else MAIN)
-    for rank, failures in enumerate(run_ranks(world_size, run_all, names, fewer, timeout_s=150)):
+    for rank, failures in enumerate(run_ranks(world_size, run_all, names, fewer, timeout_s=150, device=device)):
         assert not failures, f"rank {rank}: {len(failures)} cases\n" + "\n".join(failures)
 
 
