@@ -378,11 +378,28 @@ def hang_in_update(hang: Hang, root: Path) -> None:
 
 
 def hang_in_load(hang: Hang, root: Path) -> None:
-    """Rank 1 stops amid a load."""
+    """Rank 1 stops amid a load of many buckets: the thread that reads on rank 0 cannot go on."""
+    load(hang, root, Loading("scatter", bucket_bytes=4096, shared_memory=False))
+
+
+def hang_in_short_load(hang: Hang, root: Path) -> None:
+    """Rank 1 stops amid a load of few buckets, which rank 0 has sent soon."""
+    load(hang, root, Loading("scatter", bucket_bytes=1 << 15, shared_memory=False))
+
+
+def load(hang: Hang, root: Path, loading: Loading) -> None:
+    """Hang in the third bucket, or the last."""
+    calls = []
+
+    def progress(phase: str, *_: Any) -> None:
+        calls.append(phase)
+        if calls.count("stream") == 3:
+            hang.strike()
+
     module = sharded(make_model().to("meta"))
     with hang.watched():
-        loading = Loading("scatter", bucket_bytes=4096, shared_memory=False)
-        load_checkpoint(module, root / "model.safetensors", loading=loading, progress=hang.strike)
+        load_checkpoint(module, root / "model.safetensors", loading=loading, progress=progress)
+    assert hang.sign.exists(), calls
 
 
 def hang_in_save(hang: Hang, root: Path) -> None:
@@ -392,7 +409,7 @@ def hang_in_save(hang: Hang, root: Path) -> None:
         save_checkpoint(module, root / f"saved-{device_type()}", progress=hang.strike)
 
 
-HANGS = (hang_in_first_step, hang_in_step, hang_in_update, hang_in_load, hang_in_save)
+HANGS = (hang_in_first_step, hang_in_step, hang_in_update, hang_in_load, hang_in_short_load, hang_in_save)
 # Its kernels run on the host: it waits in the first that takes the norm, and not where the host reads that.
 SIM_HANGS = tuple(call for call in HANGS if call is not hang_in_update)
 

@@ -36,4 +36,4 @@ from raysharding.distributed.comm.rendezvous import (
     listen,
     serve_store,
 )
-from raysharding.distributed.comm.waiting import to_host, wait_for, waits_for_others, waits_for_ranks
+from raysharding.distributed.comm.waiting import to_host, wait_for, wait_for_event, waits_for_others, waits_for_ranks

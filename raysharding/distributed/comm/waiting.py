@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from datetime import timedelta
+from time import monotonic, sleep
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
@@ -18,6 +19,9 @@ import torch.distributed as dist
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _waits: set[CodeType] = set()
+_POLL_S = 1e-4
+"""Pause between two looks at an event: short beside a copy of a bucket, and in a frame of ours, which `synchronize` of
+torch's own event classes is not."""
 
 
 def waits_for_ranks(function: Function) -> Function:
@@ -40,6 +44,24 @@ def wait_for(work: dist.Work, timeout: timedelta = timedelta(0)) -> None:
         timeout: Longest wait. Default: 0, by which torch means the timeout of the process group.
     """
     work.wait(timeout)
+
+
+@waits_for_ranks
+def wait_for_event(event: torch.Event, timeout_s: float) -> None:
+    """Wait on the host for an event of a stream that has messages of other ranks before it.
+
+    Args:
+        event: The event.
+        timeout_s: Longest wait, in seconds.
+
+    Raises:
+        TimeoutError: The event has not happened.
+    """
+    until = monotonic() + timeout_s
+    while not event.query():
+        if monotonic() >= until:
+            raise TimeoutError(f"messages of other ranks did not come within {timeout_s:g} s")
+        sleep(_POLL_S)
 
 
 @waits_for_ranks

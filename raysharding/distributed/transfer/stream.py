@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from types import TracebackType
 
 import torch
 
-from raysharding.distributed.comm import FailureFlag, device_module, is_accelerator
+from raysharding.distributed.comm import FailureFlag, device_module, is_accelerator, wait_for_event
 from raysharding.distributed.transfer.bucket_plan import Bucket, BucketPlan, Segment
 from raysharding.distributed.transfer.buffers import LocalShards, Slot
 from raysharding.distributed.transfer.memory import MemoryPeak
@@ -50,6 +51,7 @@ class ReadAhead:
 
     def __post_init__(self) -> None:
         self._stream = device_module(self.device).Stream(self.device) if is_accelerator(self.device) else None
+        self._copied: deque[torch.Event] = deque(maxlen=len(self.slots))
         self._free = threading.Semaphore(len(self.slots))
         self._filled: queue.Queue[int] = queue.Queue()
         self._stopped = False
@@ -70,7 +72,8 @@ class ReadAhead:
         # A read of a local file ends by itself; the timeout is for a file system that hangs.
         self._thread.join(_END_S)
         if self._stream is not None:
-            self._stream.synchronize()  # all shards that this stream fills are complete
+            # All shards that this stream fills are complete then.
+            wait_for_event(self._stream.record_event(), _END_S)
 
     def next(self, timeout_s: float, reading: Callable[[int], None]) -> None:
         """Wait until the next bucket was read, or has failed.
@@ -80,11 +83,15 @@ class ReadAhead:
             reading: Called repeatedly while bytes arrive, with their number since the wait began.
 
         Raises:
-            TimeoutError: Nothing was read for `timeout_s`.
+            TimeoutError: Nothing was read for `timeout_s`, or other ranks did not take earlier buckets.
         """
+        if len(self._copied) == len(self.slots):
+            # The thread fills this buffer once the last copy has left it, which waits for messages to other ranks.
+            wait_for_event(self._copied[0], timeout_s)
         index = self._wait(timeout_s, reading)
         copied = self.slots[index % len(self.slots)].copied
         if copied is not None:
+            self._copied.append(copied)
             device_module(self.device).current_stream(self.device).wait_event(copied)
 
     def _wait(self, timeout_s: float, reading: Callable[[int], None]) -> int:
@@ -238,7 +245,8 @@ class BucketStream:
                 break
         flag.close()
         if is_accelerator(self.device):
-            device_module(self.device).current_stream(self.device).synchronize()  # the host reads offloaded shards next
+            # The host reads offloaded shards next.
+            wait_for_event(device_module(self.device).current_stream(self.device).record_event(), self.timeout_s)
         return error
 
     def _start(self, index: int, ahead: ReadAhead | None) -> BucketTransfer:
