@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import nn
 
-from raysharding import CallTimeoutError, GroupError
+from raysharding import CallTimeoutError, GroupError, RayshardingError
 from raysharding.batch import RankBatch, Split, deal
 from raysharding.config import Loading, Sharding, Timeouts
 from raysharding.distributed import (
@@ -173,7 +173,31 @@ def check_loss(name: str) -> None:
 
 def check_compiled_model(root: Path) -> None:
     """A model compiled with its loss runs as written in the probe: nobody sees the indices inside its kernels."""
-    given: list[torch.Tensor] = []
+    for compile_whole in COMPILERS:
+        given: list[torch.Tensor] = []
+        module = compile_whole(Tagger(), backend=noting_in(given))
+        train_step(module, torch.optim.SGD(module.parameters(), lr=0.0), batch_of(tags_above_0()))
+        assert given, "it is compiled in the step itself"
+        assert all(bool((indices >= 0).all()) for indices in given), compile_whole
+
+
+def compile_in_place(module: nn.Module, **options: Any) -> nn.Module:
+    """Compile by torch's method."""
+    module.compile(**options)
+    return module
+
+
+def compile_forward(module: nn.Module, **options: Any) -> nn.Module:
+    """Compile the method."""
+    module.forward = torch.compile(module.forward, **options)
+    return module
+
+
+COMPILERS: tuple[Callable[..., Any], ...] = (compile_in_place, torch.compile, compile_forward)
+
+
+def noting_in(given: list[torch.Tensor]) -> Callable[..., Any]:
+    """A backend of `torch.compile` that notes the integers which its graphs are given."""
 
     def noting(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., Any]:
         def run(*inputs: Any) -> Any:
@@ -182,11 +206,7 @@ def check_compiled_model(root: Path) -> None:
 
         return run
 
-    module = Tagger()
-    module.compile(backend=noting)
-    train_step(module, torch.optim.SGD(module.parameters(), lr=0.0), batch_of(tags_above_0()))
-    assert given, "it is compiled in the step itself"
-    assert all(bool((indices >= 0).all()) for indices in given)
+    return noting
 
 
 def check_unseen_indices(root: Path) -> None:
@@ -282,6 +302,22 @@ def kill_device() -> None:
     F.embedding(torch.tensor([7], device=device), torch.zeros(3, 2, device=device)).sum().item()
 
 
+def check_one_rank_without_memory(root: Path) -> None:
+    """Its buffers fit on all ranks but one: all raise, and none waits for it."""
+    module, rank = sharded(make_model()), dist.get_rank()
+    begun = time.monotonic()
+    for work in (
+        partial(load_checkpoint, module, root / "model.safetensors", loading=Loading("scatter")),
+        partial(save_checkpoint, module, root / "without-memory"),
+    ):
+        load_extension().set_limit(rank, load_extension().memory_allocated(rank) if rank == 1 else None)
+        with pytest.raises((torch.OutOfMemoryError, RayshardingError), match="out of memory"):
+            work()
+        load_extension().set_limit(rank, None)
+    assert time.monotonic() - begun < 20
+    save_checkpoint(module, root / "without-memory")
+
+
 def die_and_say_something_else(*_: Any) -> None:
     """On a GPU the host learns of a death later, and may raise another error first."""
     with suppress(torch.AcceleratorError):
@@ -296,6 +332,7 @@ CHECKS = (
     check_offloaded_state,
     check_labels_of_a_loss_function,
     check_generator_after_generate,
+    check_one_rank_without_memory,
     check_dead_device,
 )
 

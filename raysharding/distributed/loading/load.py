@@ -60,9 +60,9 @@ from raysharding.distributed.transfer import (
     SharedRings,
     Slot,
     SlotBytes,
+    connect_ranks,
     is_fresh,
     make_ring,
-    meet,
     prefault,
     share_rings,
 )
@@ -260,10 +260,7 @@ def _make_transport(
         return Broadcast(routes, context.stall_s), _make_ring(context, plan, slot)
     # Only for host memory; NCCL uses shared memory itself.
     is_host = context.device.type == "cpu"
-    travels = routes.any_travels(plan.buckets.buckets)
-    if travels:
-        meet(context.device)
-    shares = context.loading.shared_memory and is_host and travels
+    shares = context.loading.shared_memory and is_host and routes.any_travels(plan.buckets.buckets)
     in_place = partial(local_shards.takes_wire_bytes, device_type="cpu")
     slot = routes.slot_bytes(plan.buckets.buckets, context.shards.rank, in_place, local_shards.converts_on_device)
     sends = shares and routes.any_travels(plan.buckets.buckets, context.shards.rank)
@@ -282,9 +279,10 @@ def _make_ring(context: LoadContext, plan: LoadPlan, slot: SlotBytes, rings: Sha
     """
     shared = None if rings is None else rings.rings.get(context.shards.rank)
     with nullcontext() if plan.is_straight else agreeing():
-        if shared is not None:
-            return [Slot(buffer, buffer) for buffer in shared.slots]
-        return make_ring(slot, context.device)
+        flag = torch.zeros(1, device=context.device)
+        ring = make_ring(slot, context.device) if shared is None else [Slot(buffer, buffer) for buffer in shared.slots]
+    connect_ranks(flag)
+    return ring
 
 
 def _run(stream: BucketStream, context: LoadContext, plan: LoadPlan) -> tuple[Exception | None, int]:

@@ -107,17 +107,22 @@ def run_loss(
     """
     if loss is None:
         # Blocks compiled one by one stay so: some, such as flex attention, take far more memory without.
-        is_inside = getattr(module, "_compiled_call_impl", None) is not None
-        with _stance(compiled or not is_inside):
+        with _eager_unless(compiled or not _is_compiled(module)):
             output = module(*args, **kwargs)
         return output, find_loss(output)
     output = call_model(module, args, kwargs, loss)
-    with _stance(compiled):
+    with _eager_unless(compiled):
         return output, call_loss(loss, output, args, kwargs)
 
 
-def _stance(compiled: bool) -> contextlib.AbstractContextManager[Any]:
+def _eager_unless(compiled: bool) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if compiled else torch.compiler.set_stance("force_eager")
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Return True after `module.compile()`, `torch.compile(module)` or `module.forward = torch.compile(...)`."""
+    in_place = getattr(module, "_compiled_call_impl", None) is not None
+    return in_place or hasattr(module, "_orig_mod") or hasattr(module.forward, "_torchdynamo_orig_callable")
 
 
 def find_loss(output: Any) -> Any:

@@ -50,4 +50,4 @@ from raysharding.distributed.transfer.sources import (
     wire_dtype,
 )
 from raysharding.distributed.transfer.stream import BucketStream
-from raysharding.distributed.transfer.transport import Broadcast, BucketTransport, Routes, Scatter, meet
+from raysharding.distributed.transfer.transport import Broadcast, BucketTransport, Routes, Scatter, connect_ranks

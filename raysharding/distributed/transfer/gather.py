@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from raysharding.distributed.comm import is_accelerator, to_host, wait_for
+from raysharding.distributed.comm import agreeing, is_accelerator, to_host, wait_for
 from raysharding.distributed.fully_shard import (
     ShardMap,
     by_mesh,
@@ -30,7 +31,7 @@ from raysharding.distributed.transfer.bucket_plan import (
 )
 from raysharding.distributed.transfer.buffers import LocalShards
 from raysharding.distributed.transfer.sources import as_bytes
-from raysharding.distributed.transfer.transport import meet
+from raysharding.distributed.transfer.transport import connect_ranks
 from raysharding.models import clean_name
 from raysharding.units import MIB
 
@@ -113,9 +114,12 @@ class Gather:
         rounds = max((len(plan.buckets) for plan in self._plans.values()), default=0)
         own = self._plans.get(self._shards.rank)
         size = own.max_bucket_bytes if own is not None and self._receives() else 0
-        buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
-        pinned = self._pinned_memory()
-        meet(self.device, self.group)
+        # One rank alone can run out of memory: the others would wait for its messages.
+        with agreeing(self.group) if is_accelerator(self.device) else nullcontext():
+            buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
+            pinned = self._pinned_memory()
+            flag = torch.zeros(1, device=self.device)
+        connect_ranks(flag, self.group)
         for index in range(rounds):
             staged: list[torch.Tensor] = []
             ops: list[dist.P2POp] = []
@@ -163,7 +167,7 @@ class Gather:
                 for segment in section.segments:
                     values = local_shards.values(segment)
                     if pinned is not None and is_accelerator(values.device):
-                        values = pinned[: values.nbytes].view(values.dtype).copy_(values)
+                        values = to_host(values, pinned[: values.nbytes].view(values.dtype))
                     self.sink(plan.tensors[segment.tensor].layout.fqn, segment.start, values)
 
     def _sender(self, section: Section) -> int:

@@ -129,7 +129,7 @@ class Routes:
         return any(len(path) > 1 and reader in (None, path[0]) for path in paths)
 
 
-def meet(device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+def connect_ranks(flag: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
     """Let all ranks take part in one operation, before messages between some of them; collective on accelerators.
 
     NCCL connects the ranks of a group in its first operation, unless the group is bound to a device. If that is a batch
@@ -137,11 +137,11 @@ def meet(device: torch.device, group: dist.ProcessGroup | None = None) -> None:
     torch's documentation.
 
     Args:
-        device: Device of the messages.
+        flag: One element on the device of the messages; all ranks have it, or the others would wait for one.
         group: Process group of all ranks. Default: the default group.
     """
-    if is_accelerator(device):
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
+    if is_accelerator(flag.device):
+        dist.all_reduce(flag, group=group)
 
 
 SegmentMemory = Callable[[Segment], torch.Tensor | None]

@@ -231,6 +231,7 @@ class Preflight:
         self.client = client
         self._thorough = thorough or len({info.node_id for info in client.ranks}) > 1
         self._nodes: list[NodeFacts] = []
+        self._node_ids: list[str] = []
         self._findings: list[Finding] = []
         self._link: LinkTimes | None = None
         self._seconds = 0.0
@@ -248,8 +249,9 @@ class Preflight:
             "node_facts", arguments, deadline_s=self.client.timeouts.start_s, collect=collect_all
         )
         facts: list[NodeFacts] = call.result()
+        self._node_ids = list(dict.fromkeys(info.node_id for info in ranks))
         first_of_node = {info.node_id: info.rank for info in reversed(ranks)}
-        self._nodes = [facts[rank] for rank in sorted(first_of_node.values())]
+        self._nodes = [facts[first_of_node[node_id]] for node_id in self._node_ids]
         self._findings += [*check_versions(versions_here(), facts), *check_interfaces(self._nodes)]
         self._findings += check_builds(ranks[0].device, self._nodes)
         if self._thorough:
@@ -295,7 +297,11 @@ class Preflight:
             if not any(finding.is_error for finding in findings):
                 break
         self._findings += findings
-        self._nodes = _with_gpus(self._nodes, self.client.ranks, needs)
+        for number, node_id in enumerate(self._node_ids):
+            pairs = zip(self.client.ranks, needs, strict=True)
+            free = [need.device_free_bytes for info, need in pairs if info.node_id == node_id]
+            gpus = tuple(one for one in free if one is not None)
+            self._nodes[number] = replace(self._nodes[number], gpu_free_bytes=gpus)
         self._seconds += time.monotonic() - begun
         self.report().raise_if_wrong()
 
@@ -313,15 +319,6 @@ class Preflight:
         for finding in report.warnings:
             _log.warning("preflight: %s: %s", finding.subject, finding.message)
         return report
-
-
-def _with_gpus(nodes: Sequence[NodeFacts], ranks: Sequence[RankInfo], needs: Sequence[MemoryNeed]) -> list[NodeFacts]:
-    """Return the nodes with the free memory of the GPUs of a group on them."""
-    free: dict[str, list[int]] = {}
-    for info, need in zip(ranks, needs, strict=True):
-        if need.device_free_bytes is not None:
-            free.setdefault(info.node_ip, []).append(need.device_free_bytes)
-    return [replace(node, gpu_free_bytes=tuple(free.get(node.node_ip, ()))) for node in nodes]
 
 
 def check_memory(ranks: Sequence[RankInfo], needs: Sequence[MemoryNeed]) -> Iterable[Finding]:
