@@ -12,13 +12,16 @@ Note: exactness.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from raysharding.checkpoint import Checkpoint
 from raysharding.config import Loading, Sharding
 from raysharding.distributed.comm import device_module, is_accelerator
 from raysharding.distributed.fully_shard import (
@@ -41,6 +44,7 @@ from raysharding.distributed.transfer import (
     pinned_bytes,
     plan_buckets,
     ring_bytes,
+    wire_dtype,
 )
 from raysharding.errors import PlanError
 from raysharding.models import ignored_parameters, is_cut, stays_in_full_precision, unfreed_groups
@@ -74,6 +78,9 @@ class Footprint:
     """Gradients of the shards; 0 without an optimizer."""
     optimizer_bytes: int | None
     """Optimizer state after the first step; 0 without an optimizer, `None` if unknown before a real step."""
+    replicated_bytes: int
+    """Of `parameter_bytes`, those of parameters that are not sharded, which `Sharding(cpu_offload=True)` leaves on the
+    device. Their gradients and optimizer state are counted with those of the shards."""
     pinned_bytes: int
     """Shards in pinned host memory, where each takes the next power of two; for `Sharding(cpu_offload=True)`."""
 
@@ -138,13 +145,15 @@ def footprints(
     for index in shard_indexes:
         parameters, buffers, trained = _sums(tensors, index)
         pinned = _pinned(tensors)
+        whole = [one.layout for one in tensors if one.is_parameter and not one.layout.num_shards]
+        replicated = sum(layout.num_elements * layout.dtype.itemsize for layout in whole)
         if optimizer is None:
-            found[index] = Footprint(parameters, buffers, 0, 0, pinned)
+            found[index] = Footprint(parameters, buffers, 0, 0, replicated, pinned)
             continue
         if trained not in states:
             states[trained] = _optimizer_bytes(optimizer, trained)
         gradients = sum(torch.Size(shape).numel() * dtype.itemsize for _, shape, dtype in trained)
-        found[index] = Footprint(parameters, buffers, gradients, states[trained], pinned)
+        found[index] = Footprint(parameters, buffers, gradients, states[trained], replicated, pinned)
     return found
 
 
@@ -203,7 +212,7 @@ def load_rings(
     loading: Loading,
     tensors: Sequence[TensorFootprint],
     shards: Sequence[ShardMap],
-    checkpoint_bytes: int,
+    checkpoint: Checkpoint,
     device_type: str,
     *,
     offload: bool,
@@ -214,19 +223,17 @@ def load_rings(
         loading: Options of the load. `auto` takes what `local` or `scatter` takes, whichever is more.
         tensors: From `tensor_footprints` or `planned_tensors`.
         shards: Which rank holds which shard, as seen by each of the ranks.
-        checkpoint_bytes: Bytes of all tensors in the files.
+        checkpoint: The files.
         device_type: Device type of the ranks.
         offload: `Sharding.cpu_offload`.
     """
-    module_bytes = sum(tensor.layout.num_elements * tensor.layout.dtype.itemsize for tensor in tensors)
-    # A narrower dtype halves the bytes at least; tensors that the files lack are few.
-    share = checkpoint_bytes / max(module_bytes, 1)
-    converts = share < _NARROWER
-    planned = [PlannedTensor(one.layout, _on_the_wire(one.layout.dtype, share if converts else 1.0)) for one in tensors]
-    planned.sort(key=lambda one: not one.layout.num_shards)  # as in a load
-    on_device = (device_type != "cpu" and not offload, device_type != "cpu")  # sharded and replicated tensors
-    in_place = [not (converts or on_it) for on_it in on_device]
-    converted = [converts and on_it for on_it in on_device]
+    planned = _on_the_wire(tensors, checkpoint)
+    converting = {bool(one.layout.num_shards) for one in planned if one.wire_dtype != one.layout.dtype}
+    # Of sharded and of replicated tensors.
+    on_device = (device_type != "cpu" and not offload, device_type != "cpu")
+    converts = (True in converting, False in converting)
+    in_place = [not (one or on_it) for one, on_it in zip(converts, on_device, strict=True)]
+    converted = [one and on_it for one, on_it in zip(converts, on_device, strict=True)]
     rings = []
     for transport in ("local", "scatter") if loading.transport == "auto" else (loading.transport,):
         slots = _slots(transport, loading, planned, shards, in_place, converted)
@@ -234,12 +241,18 @@ def load_rings(
     return [(max(host for host, _ in ring), max(device for _, device in ring)) for ring in zip(*rings, strict=True)]
 
 
-_NARROWER = 0.75
-
-
-def _on_the_wire(dtype: torch.dtype, share: float) -> torch.dtype:
-    """Return a dtype of the width that a tensor has on the wire."""
-    return {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32}.get(round(dtype.itemsize * share), dtype)
+def _on_the_wire(tensors: Sequence[TensorFootprint], checkpoint: Checkpoint) -> list[PlannedTensor]:
+    """Return the tensors in the order of a load, as if all files had the floating dtype of most of their bytes."""
+    num_bytes: Counter[torch.dtype] = Counter()
+    for info in checkpoint.tensors.values():
+        num_bytes[info.dtype] += info.num_bytes if info.dtype.is_floating_point else 0
+    source = max(num_bytes, key=num_bytes.__getitem__, default=torch.float32)
+    layouts = sorted((one.layout for one in tensors), key=lambda layout: not layout.num_shards)
+    dtypes = {
+        dtype: wire_dtype(source, dtype) if dtype.is_floating_point else dtype
+        for dtype in {one.dtype for one in layouts}
+    }
+    return [PlannedTensor(layout, dtypes[layout.dtype]) for layout in layouts]
 
 
 def _slots(
@@ -307,7 +320,11 @@ class MemoryNeed:
 
 
 def memory_need(
-    module: nn.Module, device: torch.device, loading: Loading, checkpoint_bytes: int, optimizer: OptimizerFactory | None
+    module: nn.Module,
+    device: torch.device,
+    loading: Loading,
+    checkpoint: Checkpoint,
+    optimizer: OptimizerFactory | None,
 ) -> MemoryNeed:
     """Return the memory that this rank needs to load a sharded module on meta. Not collective.
 
@@ -315,7 +332,7 @@ def memory_need(
         module: From `shard_module`; real tensors count as allocated.
         device: Device of the module.
         loading: Options of the load.
-        checkpoint_bytes: Bytes of all tensors in the files.
+        checkpoint: The files.
         optimizer: Factory of the optimizer; `None`: no training. Counted only for a class or a `partial` of a class: a
             user's function is called once, after the load.
     """
@@ -327,16 +344,17 @@ def memory_need(
     real = [tensor for tensor in tensors.values() if not tensor.is_meta]
     new = footprint.resident_bytes - sum(local_tensor(tensor).nbytes for tensor in real)
     offload = is_offloaded(module)
-    ring, device_ring = load_rings(loading, layouts, [shards], checkpoint_bytes, device.type, offload=offload)[0]
+    ring, device_ring = load_rings(loading, layouts, [shards], checkpoint, device.type, offload=offload)[0]
     free, training = available_bytes(), footprint.training_bytes
     if not is_accelerator(device):
         # Mapped pages of files are page cache.
         return MemoryNeed(0 if loading.mmap else new + ring, training, free, 0, 0, None)
     device_free = device_module(device).mem_get_info(device)[0]
     if offload:
-        buffers = footprint.buffer_bytes - sum(tensor.nbytes for tensor in real if not isinstance(tensor, nn.Parameter))
-        on_device = buffers + device_ring
-        return MemoryNeed(footprint.pinned_bytes + ring, training, free, on_device, 0, device_free)
+        whole = footprint.buffer_bytes + footprint.replicated_bytes
+        whole -= sum(tensor.nbytes for tensor in real if not isinstance(tensor, DTensor))
+        pinned = _pinned([one for one in layouts if tensors[one.layout.fqn].is_meta])
+        return MemoryNeed(pinned + ring, training, free, whole + device_ring, 0, device_free)
     return MemoryNeed(ring, 0, free, new + device_ring, training, device_free)
 
 

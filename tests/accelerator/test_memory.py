@@ -65,9 +65,11 @@ def loads(path: Path, replicate_size: int, bucket_bytes: int | None) -> list[tup
     found = []
     device = torch.device("sim", dist.get_rank())
     for transport, dtype, offload in CASES:
-        module = sharded(path, dtype, Sharding(replicate_size=replicate_size, cpu_offload=offload))
+        # What is ignored is not sharded, and stays on the device.
+        options = Sharding(replicate_size=replicate_size, cpu_offload=offload, ignored_modules=r"layers\.0")
+        module = sharded(path, dtype, options)
         loading = Loading(transport, dtype=dtype, bucket_bytes=bucket_bytes)
-        need = memory_need(module, device, loading, open_checkpoint(path).num_bytes, None)
+        need = memory_need(module, device, loading, open_checkpoint(path), None)
         taken = taken_by(partial(load_checkpoint, module, path, loading=loading))
         found.append((f"{transport} {dtype} offload={offload}", taken, need))
     return found
@@ -75,9 +77,9 @@ def loads(path: Path, replicate_size: int, bucket_bytes: int | None) -> list[tup
 
 @pytest.mark.parametrize(
     ("world_size", "replicate_size", "bucket_bytes"),
-    [(2, 1, None), pytest.param(3, 1, 1 << 20, marks=pytest.mark.full)],
+    [(2, 1, None), *(pytest.param(*case, 1 << 20, marks=pytest.mark.full) for case in ((3, 1), (4, 2)))],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_load_takes_what_the_preflight_counts(
     tmp_path: Path, world_size: int, replicate_size: int, bucket_bytes: int | None, dtype: torch.dtype
 ) -> None:

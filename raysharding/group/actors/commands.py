@@ -190,7 +190,7 @@ class RankCommands:
         """Return the memory that a load of the built module needs, and the free memory. Not collective."""
         worker = self._worker
         assert worker.checkpoint is not None, "build comes before memory_need"
-        return memory_need(worker.module, worker.device, worker.status.loading, worker.checkpoint.num_bytes, optimizer)
+        return memory_need(worker.module, worker.device, worker.status.loading, worker.checkpoint, optimizer)
 
     def build(self, model: Any, checkpoint: bytes, sharding: Sharding, loading: Loading) -> InputBounds:
         """Build the sharded module on meta, and return the bounds of its inputs; collective."""

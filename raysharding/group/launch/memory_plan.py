@@ -192,7 +192,7 @@ def rank_plan(
         host = RANK_BYTES + footprint.resident_bytes + busiest
         return RankPlan(rank, node, footprint, ring[0], gathered_bytes, host, 0)
     in_host = (footprint.pinned_bytes, training) if offload else (0, 0)
-    on_device = (0, 0) if offload else (footprint.parameter_bytes, training)
+    on_device = (footprint.replicated_bytes, 0) if offload else (footprint.parameter_bytes, training)
     host = RANK_BYTES + in_host[0] + max(ring[0], in_host[1] + saves[0])
     busiest = max(ring[1], on_device[1] + max(gathered_bytes, saves[1]))
     device = CONTEXT_BYTES + footprint.buffer_bytes + on_device[0] + busiest
@@ -263,7 +263,7 @@ def _ranks(
     num_bytes = sum(tensor.layout.num_elements * tensor.layout.dtype.itemsize for tensor in tensors)
     saves = save_buffers(num_bytes, device_type)
     shards = [ShardMap(holders, rank) for rank in range(world_size)]
-    rings = load_rings(spec.loading, tensors, shards, opened.num_bytes, device_type, offload=offload)
+    rings = load_rings(spec.loading, tensors, shards, opened, device_type, offload=offload)
     for rank, ring in enumerate(rings):
         node = placed[rank] if rank < len(placed) else ""
         ranks.append(
