@@ -91,7 +91,7 @@ def run(model_directory: Path, save_directory: Path, device: str | None) -> None
     pairs = tokenizer([text for pair in PAIRS for text in pair], padding=True, return_tensors="pt")
 
     # A rank for each GPU, or two on CPUs. At most two: each rank's part of the pairs must be whole groups.
-    world_size = min(2, int(ray.cluster_resources().get("GPU", 0)) or 2)
+    world_size = min(2, int(device != "cpu" and ray.cluster_resources().get("GPU", 0)) or 2)
     with ShardedModelGroup.from_checkpoint(model_directory, world_size=world_size, device=device) as group:
         output = group.forward(Split(batch))
         embeddings = embed(output.last_hidden_state, mask)

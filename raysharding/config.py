@@ -336,8 +336,8 @@ class Timeouts:
     """Deadlines in seconds. Every wait has a deadline."""
 
     place_s: float = 120.0
-    """Time for Ray to reserve every rank's resources. Default 120. A cluster with too few accelerators, used or not,
-    that no autoscaler enlarges is an error at once."""
+    """Time for Ray to reserve every rank's resources. Default 120. Too few accelerators, used or not, are an error at
+    once, unless an autoscaler may add nodes, or a node has died, which may come back."""
     start_s: float = 180.0
     """Time for every actor process to start and finish its imports. Default 180."""
     rendezvous_s: float = 120.0

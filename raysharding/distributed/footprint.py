@@ -41,9 +41,9 @@ from raysharding.distributed.transfer import (
     Routes,
     SlotBytes,
     available_bytes,
-    pinned_bytes,
     plan_buckets,
     ring_bytes,
+    round_up_pinned,
     wire_dtype,
 )
 from raysharding.errors import PlanError
@@ -160,7 +160,7 @@ def footprints(
 def _pinned(tensors: Sequence[TensorFootprint]) -> int:
     """Return the pinned memory of one rank's shards; FSDP2 gives every rank the length of the longest."""
     shards = [tensor.layout for tensor in tensors if tensor.layout.num_shards]
-    return sum(pinned_bytes(layout.local_range(0)[1] * layout.dtype.itemsize) for layout in shards)
+    return sum(round_up_pinned(layout.local_range(0)[1] * layout.dtype.itemsize) for layout in shards)
 
 
 def _sums(tensors: Sequence[TensorFootprint], shard_index: int) -> tuple[int, int, Trained]:
@@ -298,7 +298,7 @@ def save_buffers(num_bytes: int, device_type: str) -> tuple[int, int]:
         device_type: Device type of the ranks.
     """
     bucket = min(GATHER_BUCKET_BYTES, num_bytes)
-    return (bucket, 0) if device_type == "cpu" else (pinned_bytes(bucket), bucket)
+    return (bucket, 0) if device_type == "cpu" else (round_up_pinned(bucket), bucket)
 
 
 @dataclass(frozen=True, slots=True)

@@ -179,8 +179,8 @@ class ShardedModelGroup:
         Raises:
             ValueError: An argument is invalid, or the name is taken.
             CheckpointError: The checkpoint cannot be found or trusted.
-            PlacementError: The cluster lacks resources (the error lists need against have; it comes at once where there
-                are too few accelerators, and no autoscaler), or the cluster that Ray would join is gone.
+            PlacementError: The cluster lacks resources (the error lists need against have; see
+                `Timeouts.place_s` for when it comes at once), or the cluster that Ray would join is gone.
             PreflightError: The group cannot work with the nodes or links; the error lists all findings.
             RendezvousError: The ranks did not form a process group.
             PlanError: Model and checkpoint do not fit together; the error lists every mismatch.

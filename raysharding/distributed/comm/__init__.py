@@ -15,7 +15,7 @@ from raysharding.distributed.comm.device import (
     device_module,
     is_accelerator,
     is_available,
-    use_device,
+    set_current_device,
 )
 from raysharding.distributed.comm.device_mesh import REPLICATE_AXIS, init_mesh
 from raysharding.distributed.comm.json_collectives import (

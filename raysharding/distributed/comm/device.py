@@ -36,7 +36,7 @@ def is_available(device_type: str) -> bool:
         return False
 
 
-def use_device(device: torch.device) -> None:
+def set_current_device(device: torch.device) -> None:
     """Make an accelerator's device the current one of this process.
 
     Raises:

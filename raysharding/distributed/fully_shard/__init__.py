@@ -47,7 +47,7 @@ from raysharding.distributed.fully_shard.loss_history import not_finite, note_lo
 from raysharding.distributed.fully_shard.materialize import materialize
 from raysharding.distributed.fully_shard.module_hooks import move_inputs, warn_once
 from raysharding.distributed.fully_shard.recovery import (
-    generators_restored,
+    fork_rng_of,
     is_recoverable,
     is_torn,
     mark_recovery,

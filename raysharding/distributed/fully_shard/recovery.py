@@ -108,11 +108,11 @@ def module_mode(module: nn.Module, *, training: bool) -> Iterator[None]:
 @contextmanager
 def without_trace(module: nn.Module) -> Iterator[None]:
     """Run forwards in eval mode, without gradients, and restore modes and random-number state."""
-    with module_mode(module, training=False), generators_restored(module), torch.no_grad():
+    with module_mode(module, training=False), fork_rng_of(module), torch.no_grad():
         yield
 
 
-def generators_restored(module: nn.Module) -> AbstractContextManager[None]:
+def fork_rng_of(module: nn.Module) -> AbstractContextManager[None]:
     """Restore on exit the state of the generators that a module's forward uses: the CPU's, and its accelerator's."""
     device = compute_device(module)
     if not is_accelerator(device):

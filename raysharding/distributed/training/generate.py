@@ -11,8 +11,8 @@ from torch import nn
 from raysharding.batch import RankBatch
 from raysharding.distributed.comm import all_gather_ints, from_rank_0
 from raysharding.distributed.fully_shard import (
+    fork_rng_of,
     fsdp_modules,
-    generators_restored,
     init_roots,
     module_mode,
     recovering,
@@ -57,7 +57,7 @@ def generate(module: nn.Module, batch: RankBatch, *, training: bool = False, kee
         if not callable(run):
             raise ValueError(f"a {type(module).__name__} has no generate(): it is for transformers' generative models")
         seed = from_rank_0(lambda: int(torch.randint(0, 1 << 62, ()).item()))
-        with torch.no_grad(), module_mode(module, training=training), generators_restored(module):
+        with torch.no_grad(), module_mode(module, training=training), fork_rng_of(module):
             # All ranks start with the same seed, and would draw the same samples.
             torch.manual_seed(seed + dist.get_rank())
             init_roots(module)

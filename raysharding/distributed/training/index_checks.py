@@ -82,7 +82,12 @@ _CHECKS: Mapping[Any, Callable[..., None]] = {
     _aten.index_put: _check_each_dim,
     _aten.index_put_: _check_each_dim,
     _aten.multilabel_margin_loss_forward: _check_multilabel,
+    _aten._embedding_bag: _check_rows,
     _aten.take: _check_anywhere,
+    _aten.index_reduce: _check_along_dim,
+    _aten.index_reduce_: _check_along_dim,
+    _aten.put: _check_anywhere,
+    _aten.put_: _check_anywhere,
     _aten.index_fill: _check_fill,
     _aten.index_fill_: _check_fill,
     # These read whatever lies at the index: no device raises.

@@ -12,8 +12,8 @@ from raysharding.distributed.transfer.buffers import (
     Slot,
     SlotBytes,
     make_ring,
-    pinned_bytes,
     ring_bytes,
+    round_up_pinned,
 )
 from raysharding.distributed.transfer.gather import (
     GATHER_BUCKET_BYTES,

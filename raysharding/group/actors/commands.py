@@ -21,7 +21,7 @@ from raysharding.distributed.comm import (
     leave_process_group,
     measure_link,
     serve_store,
-    use_device,
+    set_current_device,
 )
 from raysharding.distributed.footprint import MemoryNeed, memory_need
 from raysharding.distributed.saving import random_state, restore_random_state
@@ -141,7 +141,7 @@ class RankCommands:
         # since Ray 2.60 they would see every GPU of the node, and code that asks for one would make a context there.
         os.environ[accelerator_names(device.type).visible_devices] = place.visible_gpus
         if is_accelerator(device):
-            use_device(device)
+            set_current_device(device)
         else:
             torch.set_num_threads(place.num_threads)
         join_process_group(

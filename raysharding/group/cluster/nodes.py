@@ -24,7 +24,7 @@ from raysharding.config import Placement
 from raysharding.distributed.comm import interface_of
 from raysharding.distributed.transfer import available_bytes
 from raysharding.group.cluster.placement import labels_match, ranks_that_fit
-from raysharding.group.cluster.ray_internals import free_resources, has_token_auth
+from raysharding.group.cluster.ray_internals import free_resources, has_token_auth, is_worker
 from raysharding.units import MIB
 
 PACKAGES = ("torch", "ray", "transformers", "safetensors")
@@ -81,9 +81,9 @@ def _gpu_free_bytes() -> tuple[int, ...]:
     """Return the free memory of the GPUs that CUDA_VISIBLE_DEVICES leaves, by nvidia-smi; makes no CUDA context."""
     command = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible == "":
+    if visible == "" and not is_worker():  # before Ray 2.60 also the mask of a task that asks for no GPU
         return ()
-    if visible is not None:
+    if visible:
         command.append(f"--id={visible}")
     try:
         output = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_S, check=True).stdout

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from raysharding.distributed.comm import check_device_type, use_device
+from raysharding.distributed.comm import check_device_type, set_current_device
 
 
 def test_a_device_type_without_collectives_is_refused_with_the_known_ones() -> None:
@@ -20,4 +20,4 @@ def test_a_device_that_torch_does_not_see_is_refused() -> None:
     count = torch.cuda.device_count()
     said = f"cuda:{count} is not there for torch {torch.__version__}, which sees {count} devices of type cuda"
     with pytest.raises(RuntimeError, match=re.escape(said)):
-        use_device(torch.device("cuda", count))
+        set_current_device(torch.device("cuda", count))

@@ -98,7 +98,7 @@ ray.init("local", num_cpus=9, num_gpus=int(sys.argv[1]), include_dashboard=False
 found = {}
 for path in ("README.md", "examples/finetune.py", "examples/quickstart.py"):
     (line,) = re.findall(r"^ *world_size = (.*)$", Path(path).read_text(), re.MULTILINE)
-    found[path] = choose_ranks(None, eval(line), Placement(), cluster_gpus())
+    found[path] = choose_ranks(None, eval(line, {"ray": ray, "device": None}), Placement(), cluster_gpus())
 for options in (dict(world_size=None), dict(world_size=int(sys.argv[1]) + 1, device="cuda")):
     try:
         with ShardedModelGroup.from_checkpoint(sys.argv[2], model=make_mlp(), **options):
