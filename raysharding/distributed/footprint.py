@@ -287,18 +287,19 @@ def _slots(
     return found
 
 
-def save_buffers(num_bytes: int, device_type: str) -> tuple[int, int]:
+def save_buffers(num_bytes: int, device_type: str, *, is_one_host: bool) -> tuple[int, int]:
     """Return the host memory and the device memory of a save's buffers on a rank, at most. Not collective.
 
-    Of a checkpoint of several files each rank gathers its own, in a part of these buffers. Ranks on the host of a
-    file's writer write what they hold themselves, from host memory.
+    Of a checkpoint of several files each rank gathers its own, in a part of these buffers.
 
     Args:
         num_bytes: Bytes of the full tensors.
         device_type: Device type of the ranks.
+        is_one_host: True if all ranks are on one host, where each writes what it holds.
     """
     bucket = min(GATHER_BUCKET_BYTES, num_bytes)
-    return (bucket, 0) if device_type == "cpu" else (round_up_pinned(bucket), bucket)
+    received = 0 if is_one_host else bucket
+    return (received, 0) if device_type == "cpu" else (round_up_pinned(bucket), received)
 
 
 @dataclass(frozen=True, slots=True)
