@@ -230,13 +230,11 @@ def load_rings(
     planned = _on_the_wire(tensors, checkpoint)
     converting = {bool(one.layout.num_shards) for one in planned if one.wire_dtype != one.layout.dtype}
     # Of sharded and of replicated tensors.
-    on_device = (device_type != "cpu" and not offload, device_type != "cpu")
     converts = (True in converting, False in converting)
-    in_place = [not (one or on_it) for one, on_it in zip(converts, on_device, strict=True)]
-    converted = [one and on_it for one, on_it in zip(converts, on_device, strict=True)]
+    on_device = (device_type != "cpu" and not offload, device_type != "cpu")
     rings = []
     for transport in ("local", "scatter") if loading.transport == "auto" else (loading.transport,):
-        slots = _slots(transport, loading, planned, shards, in_place, converted)
+        slots = _slots(transport, loading, planned, shards, converts, on_device)
         rings.append([ring_bytes(slot, device_type) for slot in slots])
     return [(max(host for host, _ in ring), max(device for _, device in ring)) for ring in zip(*rings, strict=True)]
 
@@ -260,8 +258,8 @@ def _slots(
     loading: Loading,
     planned: Sequence[PlannedTensor],
     shards: Sequence[ShardMap],
-    in_place: Sequence[bool],
-    converted: Sequence[bool],
+    converts: Sequence[bool],
+    on_device: Sequence[bool],
 ) -> list[SlotBytes]:
     """Return each rank's size of a buffer, from a plan of buckets that are all as large as the largest."""
     num_shards, is_local = shards[0].num_shards, transport == "local"
@@ -278,12 +276,15 @@ def _slots(
     layouts = [TensorLayout("", (sharded * num_turns,), torch.uint8, num_shards)]
     layouts.append(TensorLayout("", (replicated,), torch.uint8, 0))
     largest = [PlannedTensor(layout, torch.uint8) for layout in layouts]
+
+    in_place = [not (one or on_it) for one, on_it in zip(converts, on_device, strict=True)]
+    converted = [one and on_it for one, on_it in zip(converts, on_device, strict=True)]
     found = []
     for one in shards:
         plan = plan_buckets(largest, num_shards, sharded, 1, (one.shard_index,), replicated)
-        routes = Routes(one, readers, plan.num_first_buckets)
-        predicates = (lambda part: in_place[part.tensor], lambda part: converted[part.tensor])
-        found.append(routes.slot_bytes(plan.buckets, one.rank, *predicates))
+        found.append(
+            Routes(one, readers, plan.num_first_buckets).slot_bytes(plan.buckets, one.rank, in_place, converted)
+        )
     return found
 
 

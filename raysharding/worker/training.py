@@ -87,7 +87,6 @@ class Trainer:
         self,
         factory: Callable[..., torch.optim.Optimizer],
         kwargs: Mapping[str, Any] | None = None,
-        *,
         restore: bool = False,
     ) -> None:
         """Make the optimizer as `factory(parameters, **kwargs)`, over the parameters that require gradients.
@@ -171,7 +170,7 @@ class Trainer:
             )
 
     def forward_backward(
-        self, batch: RankBatch, loss: LossFunction | None = None, mode: Mode | None = None, *, sync: bool = True
+        self, batch: RankBatch, loss: LossFunction | None = None, mode: Mode | None = None, sync: bool = True
     ) -> dict[str, float]:
         """Add a batch's gradients to those since the last update; see `distributed.training.step`. Collective.
 
@@ -236,7 +235,6 @@ class Trainer:
         self,
         plan: FitPlan,
         position: Position | None,
-        *,
         resume: bool,
         save_to: str | None = None,
         async_save: bool = False,

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
-from raysharding.checkpoint import FileWriter
+from raysharding.checkpoint import Checkpoint, FileWriter
+from raysharding.checkpoint.format.index import list_sidecar_files
 from raysharding.checkpoint.format.tensor_info import DTYPE_OF_NAME
+from raysharding.checkpoint.storage import storage_of
 
 GOOD = {
     "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
@@ -66,3 +68,8 @@ def save_sharded(directory: Path, files: Mapping[str, Mapping[str, torch.Tensor]
     weight_map = {tensor: name for name, tensors in files.items() for tensor in tensors}
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     return directory
+
+
+def sidecar_files(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """The small files beside a checkpoint's weights that a save copies."""
+    return list_sidecar_files(storage_of(checkpoint.directory), checkpoint.directory)

@@ -13,10 +13,8 @@ from typing import Any, Final, Self
 from raysharding.checkpoint.format.header import Header, header_sha256, parse_header, read_header_bytes
 from raysharding.checkpoint.format.index import (
     FileSet,
-    list_sidecar_files,
     read_beside,
     read_config,
-    read_sidecar,
     resolve_files,
 )
 from raysharding.checkpoint.format.names import ADAPTER_CONFIG_NAME, ADAPTER_NAME
@@ -118,25 +116,6 @@ class Checkpoint:
             raise CheckpointError(
                 f"{len(data)} bytes are not an encoded Checkpoint ({error!r}); do all ranks run the same raysharding?"
             ) from error
-
-    def sidecar_files(self) -> tuple[str, ...]:
-        """Return the names of the tokenizer, config and generation files beside the weights, sorted.
-
-        Never weights, never code, never a file over 64 MiB or a symlink that leaves the checkpoint. A save copies
-        these files beside the new weights. Call this on a rank that can read the checkpoint.
-
-        Raises:
-            CheckpointError: The directory cannot be listed.
-        """
-        return list_sidecar_files(storage_of(self.directory), self.directory)
-
-    def read_sidecar(self, name: str) -> bytes:
-        """Read one of `sidecar_files`, on a rank that can read the checkpoint.
-
-        Raises:
-            CheckpointError: The name is not one of them, or the file is gone or cannot be read.
-        """
-        return read_sidecar(storage_of(self.directory), self.directory, name)
 
     def read_beside(self, name: str, max_bytes: int) -> bytes | None:
         """Read a whole file beside the weights, at most `max_bytes`; `None` where there is none.

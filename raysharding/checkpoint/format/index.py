@@ -107,7 +107,14 @@ def read_config(storage: Storage, directory: str, name: str = "config.json") -> 
 
 
 def list_sidecar_files(storage: Storage, directory: str) -> tuple[str, ...]:
-    """Return the names of the tokenizer, config and generation files in `directory`; see `Checkpoint.sidecar_files`."""
+    """Return the names of the tokenizer, config and generation files beside weights, sorted.
+
+    Never weights, never code, never a file over 64 MiB or a symlink that leaves the checkpoint. A save copies these
+    files beside the new weights.
+
+    Raises:
+        CheckpointError: The directory cannot be listed.
+    """
     names = [name for name in storage.list_names(directory) if _is_sidecar_name(name)]
 
     def is_small(name: str) -> bool:
@@ -119,9 +126,13 @@ def list_sidecar_files(storage: Storage, directory: str) -> tuple[str, ...]:
 
 
 def read_sidecar(storage: Storage, directory: str, name: str) -> bytes:
-    """Read one of `list_sidecar_files`; see `Checkpoint.read_sidecar`."""
+    """Read one of `list_sidecar_files`.
+
+    Raises:
+        CheckpointError: The name is not one of them, or the file is gone or cannot be read.
+    """
     if not _is_sidecar_name(name) or "/" in name or "\\" in name or "\0" in name:
-        raise CheckpointError(f"{name!r} is none of sidecar_files()", path=directory)
+        raise CheckpointError(f"{name!r} is no file that a save copies", path=directory)
     data = read_beside(storage, directory, name, _MAX_SIDECAR_BYTES)
     if data is None:
         raise CheckpointError("is gone since the directory was listed", path=join_path(directory, name))

@@ -308,10 +308,8 @@ def materialize(
             if not tensor.is_meta or (only is not None and id(tensor) not in only):
                 continue
             if tensor not in new:
-                if isinstance(tensor, DTensor):
-                    new[tensor] = _filled_like(tensor, shard_device, memory, pins=pins)
-                else:
-                    new[tensor] = _filled_like(tensor, device, memory)
+                place = (shard_device, memory, pins) if isinstance(tensor, DTensor) else (device, memory, False)
+                new[tensor] = _filled_like(tensor, *place)
             replaced.append((tensors, name, tensor))
             tensors[name] = new[tensor]
         tell_fsdp(module)
@@ -342,7 +340,6 @@ def _filled_like(
     tensor: torch.Tensor,
     device: torch.device,
     memory: Mapping[torch.Tensor, torch.Tensor] | None = None,
-    *,
     pins: bool = False,
 ) -> torch.Tensor:
     """A tensor as `tensor`, of the memory that there is for it, or of new memory on `device`."""

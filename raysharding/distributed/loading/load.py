@@ -261,8 +261,9 @@ def _make_transport(
     # Only for host memory; NCCL uses shared memory itself.
     is_host = context.device.type == "cpu"
     shares = context.loading.shared_memory and is_host and routes.any_travels(plan.buckets.buckets)
-    in_place = partial(local_shards.takes_wire_bytes, device_type="cpu")
-    slot = routes.slot_bytes(plan.buckets.buckets, context.shards.rank, in_place, local_shards.converts_on_device)
+    in_place = [local_shards.takes_wire_bytes(index, "cpu") for index in range(len(plan.buckets.tensors))]
+    converted = [local_shards.converts_on_device(index) for index in range(len(plan.buckets.tensors))]
+    slot = routes.slot_bytes(plan.buckets.buckets, context.shards.rank, in_place, converted)
     sends = shares and routes.any_travels(plan.buckets.buckets, context.shards.rank)
     rings = share_rings(max(slot) if sends else 0) if shares else SharedRings({}, {}, ())
     # Ranks that read for themselves wait for each other only in `FailureFlag.check`, every so many buckets.

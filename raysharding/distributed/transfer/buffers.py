@@ -99,18 +99,18 @@ class LocalShards:
         assert local.is_contiguous(), f"{planned.layout.fqn}: the shard is not contiguous"
         return local.view(-1)
 
-    def takes_wire_bytes(self, segment: Segment, device_type: str) -> bool:
-        """Return True if a segment's wire bytes can be written into the shard unchanged by `device_type`."""
-        flat = self._flat[segment.tensor]
-        return flat.dtype == self._planned[segment.tensor].wire_dtype and flat.device.type == device_type
+    def takes_wire_bytes(self, tensor: int, device_type: str) -> bool:
+        """Return True if a tensor's wire bytes can be written into its shard unchanged by `device_type`."""
+        flat = self._flat[tensor]
+        return flat.dtype == self._planned[tensor].wire_dtype and flat.device.type == device_type
 
-    def converts_on_device(self, segment: Segment) -> bool:
-        """Return True if an accelerator converts a segment's wire bytes to the dtype of the shard.
+    def converts_on_device(self, tensor: int) -> bool:
+        """Return True if an accelerator converts wire bytes of a tensor of the plan to the dtype of its shard.
 
         A copy from the host that converts would do so on the host, and copy from pageable memory.
         """
-        flat = self._flat[segment.tensor]
-        return flat.dtype != self._planned[segment.tensor].wire_dtype and is_accelerator(flat.device)
+        flat = self._flat[tensor]
+        return flat.dtype != self._planned[tensor].wire_dtype and is_accelerator(flat.device)
 
     def values(self, segment: Segment) -> torch.Tensor:
         """Return the elements of a segment in this process, 1-D, in the module's dtype."""
@@ -122,7 +122,7 @@ class LocalShards:
 
         `None` means that the bytes must be staged: the shard has another dtype, or is elsewhere.
         """
-        if not self.takes_wire_bytes(segment, device_type):
+        if not self.takes_wire_bytes(segment.tensor, device_type):
             return None
         values = self.values(segment)
         if self._is_fresh:

@@ -63,8 +63,8 @@ class ReadThreads:
 
     def __init__(self, num_threads: int) -> None:
         self._jobs: queue.SimpleQueue[tuple[_Batch, Job] | None] = queue.SimpleQueue()
-        names = [f"raysharding-read-{number}" for number in range(num_threads - 1)]
-        self._others = [threading.Thread(target=self._work, name=name, daemon=True) for name in names]
+        make = partial(threading.Thread, target=self._work, name="raysharding-read", daemon=True)
+        self._others = [make() for _ in range(num_threads - 1)]
         for thread in self._others:
             thread.start()
 

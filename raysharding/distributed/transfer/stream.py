@@ -176,7 +176,7 @@ class ReadAhead:
                 slot.wire[part].copy_(slot.host[part], non_blocking=True)
             for segment, part in staged:
                 data = slot.host[part]
-                if self.local_shards.converts_on_device(segment):
+                if self.local_shards.converts_on_device(segment.tensor):
                     data = slot.wire[part].copy_(data, non_blocking=True)
                 self.local_shards.place(segment, data)
             slot.copied = device_module(self.device).Event()

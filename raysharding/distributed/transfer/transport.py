@@ -96,16 +96,14 @@ class Routes:
             position += section.num_bytes
         return offsets
 
-    def slot_bytes(
-        self, buckets: Buckets, rank: int, in_place: Callable[[Segment], bool], converted: Callable[[Segment], bool]
-    ) -> SlotBytes:
+    def slot_bytes(self, buckets: Buckets, rank: int, in_place: Sequence[bool], converted: Sequence[bool]) -> SlotBytes:
         """Return the largest bytes of a bucket in `rank`'s buffer.
 
         Args:
             buckets: The buckets of a plan.
             rank: The rank.
-            in_place: True for a segment that is read directly into the shard, if no other rank needs it.
-            converted: True for a segment that an accelerator converts.
+            in_place: By tensor: True if it is read directly into the shard, where no other rank needs it.
+            converted: By tensor: True if an accelerator converts it.
         """
         host = wire = 0
         for index, bucket in enumerate(buckets):
@@ -117,9 +115,9 @@ class Routes:
                     host = max(host, end)
             for section in self.alone(index, bucket, rank):
                 end = offsets[section.shard_index] + section.num_bytes
-                if not all(map(in_place, section.segments)):
+                if not all(in_place[segment.tensor] for segment in section.segments):
                     host = max(host, end)
-                if any(map(converted, section.segments)):
+                if any(converted[segment.tensor] for segment in section.segments):
                     wire = max(wire, end)
         return SlotBytes(host, wire)
 

@@ -1,4 +1,4 @@
-"""The commands of a rank's work thread: each public method of `RankCommands` is one command."""
+"""The commands of a rank's work thread: public methods of `RankCommands`, and those of the rank's `Trainer`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 from raysharding.batch import Out, RankBatch
 from raysharding.checkpoint import Checkpoint
 from raysharding.config import Loading, Sharding
-from raysharding.data import Position
 from raysharding.distributed.comm import (
     LinkTimes,
     StoreAddress,
@@ -25,12 +24,12 @@ from raysharding.distributed.comm import (
 )
 from raysharding.distributed.footprint import MemoryNeed, memory_need
 from raysharding.distributed.saving import random_state, restore_random_state
-from raysharding.distributed.training import EvaluationPlan, FitPlan
+from raysharding.distributed.training import EvaluationPlan
 from raysharding.errors import GroupError, RayshardingError, said
 from raysharding.group.cluster import NodeFacts, accelerator_names, facts_here
 from raysharding.group.rpc import NEXT_STEP, Command, Mode, Packed, SaveStatus, Shared, StateChange
 from raysharding.models import InputBounds
-from raysharding.worker import FitStart, FitSteps, Worker, thread_state_restored
+from raysharding.worker import Worker, thread_state_restored
 
 _STREAMING = ("load", "save", "copy_replicas")
 """Commands that report phases."""
@@ -117,7 +116,8 @@ class RankCommands:
         if isinstance(command.shared, Packed):
             values = command.shared.unpack()
             args = tuple(_filled(value, values) for value in args)
-        value = getattr(self, command.method)(*args, **kwargs)
+        method = getattr(self, command.method, None) or getattr(self._worker.trainer, command.method)
+        value = method(*args, **kwargs)
         return (value.more, value.value) if isinstance(value, Step) else (False, value)
 
     def serve_store(
@@ -202,20 +202,6 @@ class RankCommands:
         report = self._worker.load(path)
         return report if self._worker.rank == 0 else None
 
-    def set_optimizer(
-        self, factory: Callable[..., torch.optim.Optimizer], kwargs: Mapping[str, Any], restore: bool
-    ) -> None:
-        """Make the optimizer; collective."""
-        self._worker.trainer.set_optimizer(factory, dict(kwargs), restore=restore)
-
-    def set_scheduler(self, schedule: Callable[..., Any]) -> None:
-        """Set the learning-rate schedule, on all ranks."""
-        self._worker.trainer.set_scheduler(schedule)
-
-    def clip_grad_norm_(self, max_norm: float | None, norm_type: float) -> float:
-        """Clip the gradients and return their norm; collective."""
-        return self._worker.trainer.clip_grad_norm_(max_norm, norm_type)
-
     def forward(self, batch: RankBatch, mode: Mode, out: Out | None) -> Any:
         """Run the model forward; collective."""
         output = self._worker.forward(batch, mode, out)
@@ -226,26 +212,6 @@ class RankCommands:
         output = self._worker.generate(batch, mode, out)
         return output.value if out is not None and out.kind == "refs" else output
 
-    def train_step(
-        self, batch: RankBatch, loss: Any, max_grad_norm: float | None, mode: Mode, gradient_accumulation_steps: int
-    ) -> dict[str, float]:
-        """Take one optimizer step; collective."""
-        return self._worker.trainer.train_step(batch, loss, max_grad_norm, mode, gradient_accumulation_steps)
-
-    def forward_backward(self, batch: RankBatch, loss: Any, mode: Mode, sync: bool) -> dict[str, float]:
-        """Accumulate the gradients of a batch; collective."""
-        return self._worker.trainer.forward_backward(batch, loss, mode, sync=sync)
-
-    def optim_step(self, max_grad_norm: float | None) -> dict[str, float]:
-        """Update the parameters; collective."""
-        return self._worker.trainer.optim_step(max_grad_norm)
-
-    def fit_begin(
-        self, plan: FitPlan, position: Position | None, resume: bool, save_to: str | None, async_save: bool
-    ) -> FitStart:
-        """Open the data of a run, and return where the run begins; collective."""
-        return self._worker.trainer.fit_begin(plan, position, resume=resume, save_to=save_to, async_save=async_save)
-
     def generators(self) -> dict[str, Any]:
         """Return the state of the rank's random generators."""
         return random_state()
@@ -253,10 +219,6 @@ class RankCommands:
     def restore_generators(self, state: Mapping[str, Any]) -> None:
         """Restore the random generators."""
         restore_random_state(state)
-
-    def fit_steps(self, num_steps: int) -> FitSteps:
-        """Take steps of the run; collective."""
-        return self._worker.trainer.fit_steps(num_steps)
 
     def evaluate(self, plan: EvaluationPlan) -> Step:
         """Start to compute loss and metrics over data; collective."""
@@ -268,17 +230,9 @@ class RankCommands:
         values = next(self._evaluation)
         return Step(values, more=values is None)
 
-    def fit_end(self) -> None:
-        """Release the data of the run, on all ranks."""
-        self._worker.trainer.fit_end()
-
     def reset(self) -> None:
         """Reset the module on all ranks, as the ranks did that raised in a call while others did not."""
         self._worker.reset()
-
-    def zero_grad(self) -> None:
-        """Drop the gradients, on all ranks."""
-        self._worker.trainer.zero_grad()
 
     def call(self, batch: RankBatch, fn: Callable[..., Any], out: Out | None) -> Any:
         """Run the user's function on all ranks. A rank with a dummy row returns no result."""

@@ -45,8 +45,18 @@ class _Handler(abc.ABC):
     """Replaces the program's SIGINT handler inside a `with` in the main thread; does nothing in other threads."""
 
     def __init__(self) -> None:
+        """Install nothing; `__enter__` does."""
         self._installed: Any = None
         self._previous: Any = None
+
+    def __enter__(self) -> Self:
+        self._install()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._restore()
 
     def _install(self) -> None:
         # Only the main thread handles signals and may set a handler.
@@ -121,14 +131,7 @@ class MaskedInterrupts(_Handler):
     released.
     """
 
-    def __init__(self) -> None:
-        """Install nothing; `__enter__` does."""
-        super().__init__()
-        self._raised: BaseException | None = None
-
-    def __enter__(self) -> Self:
-        self._install()
-        return self
+    _raised: BaseException | None = None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -147,19 +150,7 @@ class MaskedInterrupts(_Handler):
 class UndoOnInterrupt(_Handler):
     """A context whose code cleans up when Ctrl-C raises in it; a second Ctrl-C does not interrupt the cleanup."""
 
-    def __init__(self) -> None:
-        """Install nothing; `__enter__` does."""
-        super().__init__()
-        self._num_raised = 0
-
-    def __enter__(self) -> Self:
-        self._install()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._restore()
+    _num_raised = 0
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         try:

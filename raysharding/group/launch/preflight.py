@@ -144,12 +144,10 @@ def _release(name: str, version: str) -> str:
 
 def check_builds(device: str, nodes: Sequence[NodeFacts]) -> list[Finding]:
     """Return a finding for each node where ranks are to run on CUDA, and torch is a build for CPUs."""
-    cpu = [node for node in nodes if device.startswith("cuda") and node.versions.get("torch", "").endswith("+cpu")]
-    cure = "install torch's build for the GPUs there, or give device='cpu'"
-    return [
-        Finding(True, "versions", f"torch {node.versions['torch']} on node {node.node_ip} knows no GPU: {cure}")
-        for node in cpu
-    ]
+    cure = "knows no GPU: install torch's build for the GPUs there, or give device='cpu'"
+    builds = {node.node_ip: node.versions.get("torch", "") for node in nodes if device.startswith("cuda")}
+    cpu = {node_ip: build for node_ip, build in builds.items() if build.endswith("+cpu")}
+    return [Finding(True, "versions", f"torch {build} on node {node_ip} {cure}") for node_ip, build in cpu.items()]
 
 
 def check_interfaces(nodes: Sequence[NodeFacts]) -> list[Finding]:
@@ -298,9 +296,8 @@ class Preflight:
                 break
         self._findings += findings
         for number, node_id in enumerate(self._node_ids):
-            pairs = zip(self.client.ranks, needs, strict=True)
-            free = [need.device_free_bytes for info, need in pairs if info.node_id == node_id]
-            gpus = tuple(one for one in free if one is not None)
+            here = [need for info, need in zip(self.client.ranks, needs, strict=True) if info.node_id == node_id]
+            gpus = tuple(need.device_free_bytes for need in here if need.device_free_bytes is not None)
             self._nodes[number] = replace(self._nodes[number], gpu_free_bytes=gpus)
         self._seconds += time.monotonic() - begun
         self.report().raise_if_wrong()

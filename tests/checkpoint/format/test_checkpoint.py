@@ -14,7 +14,7 @@ import torch
 
 from raysharding.checkpoint import Checkpoint, open_checkpoint
 from raysharding.errors import CheckpointError
-from tests.checkpoint.build import random_tensors, save, save_sharded, write_raw
+from tests.checkpoint.build import random_tensors, save, save_sharded, sidecar_files, write_raw
 
 
 def test_json_and_pickle_round_trips_are_exact(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_sidecar_files_are_small_files_of_a_tokenizer_or_a_config(tmp_path: Path
     (tmp_path / "passwd.txt").symlink_to("/etc/passwd")
     (tmp_path / "gone.txt").symlink_to("gone")
     checkpoint = open_checkpoint(tmp_path)
-    assert checkpoint.sidecar_files() == tuple(sorted(wanted))
+    assert sidecar_files(checkpoint) == tuple(sorted(wanted))
     assert checkpoint.directory == str(tmp_path)
 
 

@@ -12,7 +12,7 @@ import torch
 
 from raysharding.checkpoint import new_token, open_checkpoint, staging_path
 from raysharding.errors import CheckpointError
-from tests.checkpoint.build import save, save_sharded
+from tests.checkpoint.build import save, save_sharded, sidecar_files
 
 ONE = {"a": torch.arange(4)}
 TWO = {"b": torch.arange(6.0).reshape(2, 3)}
@@ -224,7 +224,7 @@ def test_the_layout_of_the_hub_cache_is_followed_but_not_out_of_it(sharded: Path
     checkpoint = open_checkpoint(snapshot)
     assert list(checkpoint.tensors) == ["a", "b"]
     assert checkpoint.config == {"model_type": "bert"}
-    assert checkpoint.sidecar_files() == ("config.json",)
+    assert sidecar_files(checkpoint) == ("config.json",)
 
     other = tmp_path / "hub" / "models--org--other"
     other.mkdir()

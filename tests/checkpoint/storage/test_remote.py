@@ -12,13 +12,24 @@ import pytest
 import torch
 
 from raysharding.checkpoint import Checkpoint, FileReader, file_system_type, identify, identify_files, open_checkpoint
+from raysharding.checkpoint.format.index import read_sidecar
+from raysharding.checkpoint.storage import storage_of
 from raysharding.checkpoint.storage.interface import Found
 from raysharding.checkpoint.storage.remote import RemoteFile, connect, cut_views
 from raysharding.checkpoint.storage.requests import RemoteOptions, Requests
 from raysharding.checkpoint.storage.uri import join_path, normal_path, split_path
 from raysharding.cli import main
 from raysharding.errors import CheckpointError
-from tests.checkpoint.build import GOOD, GOOD_PAYLOAD, bits, random_tensors, save, save_sharded, write_raw
+from tests.checkpoint.build import (
+    GOOD,
+    GOOD_PAYLOAD,
+    bits,
+    random_tensors,
+    save,
+    save_sharded,
+    sidecar_files,
+    write_raw,
+)
 from tests.s3 import S3Server, s3, s3_server
 
 __all__ = ["s3", "s3_server"]
@@ -50,15 +61,15 @@ def test_a_directory_an_index_and_a_file_are_what_they_are_locally(local: Path, 
         ]
         assert there.path == s3.uri(key)
         assert there.directory == s3.uri("dir/ckpt")
-        assert there.sidecar_files() == here.sidecar_files() == ("config.json", "tokenizer.json")
-        assert there.read_sidecar("tokenizer.json") == '{"é": 1}'.encode()
+        assert sidecar_files(there) == sidecar_files(here) == ("config.json", "tokenizer.json")
+        assert read_sidecar(storage_of(there.directory), there.directory, "tokenizer.json") == '{"é": 1}'.encode()
         assert there.read_beside("gone.json", 100) is None
         assert Checkpoint.from_json(there.to_json()) == there
         assert identify_files([file.path for file in there.files]) == there.files
         assert identify(there.files[0].path) == there.files[0]
     for name in ("modeling.py", "../ckpt/config.json", "sub/config.json", INDEX):
-        with pytest.raises(CheckpointError, match="none of sidecar_files"):
-            there.read_sidecar(name)
+        with pytest.raises(CheckpointError, match="is no file that a save copies"):
+            read_sidecar(storage_of(there.directory), there.directory, name)
     with pytest.raises(CheckpointError, match="is over the cap of 3 bytes"):
         there.read_beside("config.json", 3)
     assert file_system_type(there.files[0].path) == "s3"

@@ -31,7 +31,7 @@ from raysharding.checkpoint import (
 )
 from raysharding.checkpoint.writing import manifest as manifest_module
 from raysharding.errors import CheckpointError
-from tests.checkpoint.build import bits, random_tensors
+from tests.checkpoint.build import bits, random_tensors, sidecar_files
 from tests.s3 import S3Server, s3, s3_server
 
 __all__ = ["s3", "s3_server"]
@@ -221,7 +221,7 @@ def test_one_in_an_object_store(saved: Path, s3: S3Server) -> None:
 
 def test_it_is_no_sidecar(saved: Path) -> None:
     (saved / "tokenizer.json").write_text("{}")
-    assert open_checkpoint(saved).sidecar_files() == ("tokenizer.json",)
+    assert sidecar_files(open_checkpoint(saved)) == ("tokenizer.json",)
 
 
 FILE = {"num_bytes": 1, "header_sha256": "0" * 64}
