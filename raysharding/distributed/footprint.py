@@ -4,10 +4,10 @@ Note: exactness.
     Bytes of parameters, buffers and gradients are exact. (FSDP2 pads a shard that is shorter than the longest, by at
     most one row per tensor.) Optimizer state is the state that the factory's optimizer makes in one step on meta
     tensors of these shapes and dtypes, which is exact for AdamW and SGD, and unknown if a step needs values. Buffers
-    of a load are within 2 % of shards and buffers together, and an upper bound under `transport="auto"`, which is
-    decided once the ranks have looked for the files. Full parameters of running groups are an estimate: the root's
-    group, groups that are not freed after forward, and two others, one of which is prefetched. Activations depend on
-    the batch and are left out.
+    of a load are within 2 % of shards and buffers together. They are an upper bound with fewer buckets than readers,
+    and under `transport="auto"`, which is decided once the ranks have looked for the files. Full parameters of running
+    groups are an estimate: the root's group, groups that are not freed after forward, and two others, one of which is
+    prefetched. Activations depend on the batch and are left out.
 """
 
 from __future__ import annotations
@@ -140,20 +140,19 @@ def footprints(
     Raises:
         PlanError: The factory raised.
     """
+    whole = [one.layout for one in tensors if one.is_parameter and not one.layout.num_shards]
+    of_all = (sum(layout.num_elements * layout.dtype.itemsize for layout in whole), _pinned(tensors))
     states: dict[Trained, int | None] = {}  # most shards have the same shapes
     found = {}
     for index in shard_indexes:
         parameters, buffers, trained = _sums(tensors, index)
-        pinned = _pinned(tensors)
-        whole = [one.layout for one in tensors if one.is_parameter and not one.layout.num_shards]
-        replicated = sum(layout.num_elements * layout.dtype.itemsize for layout in whole)
         if optimizer is None:
-            found[index] = Footprint(parameters, buffers, 0, 0, replicated, pinned)
+            found[index] = Footprint(parameters, buffers, 0, 0, *of_all)
             continue
         if trained not in states:
             states[trained] = _optimizer_bytes(optimizer, trained)
         gradients = sum(torch.Size(shape).numel() * dtype.itemsize for _, shape, dtype in trained)
-        found[index] = Footprint(parameters, buffers, gradients, states[trained], replicated, pinned)
+        found[index] = Footprint(parameters, buffers, gradients, states[trained], *of_all)
     return found
 
 
@@ -266,25 +265,24 @@ def _slots(
     readers = tuple(range(shards[0].world_size if is_local else loading.num_readers or 1))
     bucket = loading.bucket_bytes or BUCKET_BYTES
     first, num_first = bucket * num_shards if is_local else bucket, sum(bool(one.layout.num_shards) for one in planned)
-    sharded = plan_buckets(planned[:num_first], num_shards, first, wanted=()).max_bucket_bytes
+    cut = plan_buckets(planned[:num_first], num_shards, first, wanted=())
+    sharded = cut.max_bucket_bytes
     replicated = plan_buckets(planned[num_first:], num_shards, bucket, wanted=()).max_bucket_bytes
     if transport == "broadcast":
         whole = max(sharded, replicated)
         return [SlotBytes(whole if one.rank in readers else 0, whole) for one in shards]
     # Readers take turns, unless each reads the only copy of its own shard.
-    num_turns = 1 if is_local and num_shards == len(readers) else len(readers)
-    layouts = [TensorLayout("", (sharded * num_turns,), torch.uint8, num_shards)]
-    layouts.append(TensorLayout("", (replicated,), torch.uint8, 0))
-    largest = [PlannedTensor(layout, torch.uint8) for layout in layouts]
+    num_turns = 1 if is_local and num_shards == len(readers) else min(len(readers), len(cut.buckets))
+    sizes = ((sharded * num_turns, num_shards), (replicated, 0))
+    largest = [PlannedTensor(TensorLayout("", (size,), torch.uint8, parts), torch.uint8) for size, parts in sizes]
 
     in_place = [not (one or on_it) for one, on_it in zip(converts, on_device, strict=True)]
     converted = [one and on_it for one, on_it in zip(converts, on_device, strict=True)]
     found = []
     for one in shards:
         plan = plan_buckets(largest, num_shards, sharded, 1, (one.shard_index,), replicated)
-        found.append(
-            Routes(one, readers, plan.num_first_buckets).slot_bytes(plan.buckets, one.rank, in_place, converted)
-        )
+        routes = Routes(one, readers, plan.num_first_buckets)
+        found.append(routes.slot_bytes(plan.buckets, one.rank, in_place, converted))
     return found
 
 
@@ -294,7 +292,7 @@ def save_buffers(num_bytes: int, device_type: str, *, is_one_host: bool) -> tupl
     Of a checkpoint of several files each rank gathers its own, in a part of these buffers.
 
     Args:
-        num_bytes: Bytes of the full tensors.
+        num_bytes: Bytes of the full weights or of the full optimizer state, whichever are more.
         device_type: Device type of the ranks.
         is_one_host: True if all ranks are on one host, where each writes what it holds.
     """

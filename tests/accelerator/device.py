@@ -130,3 +130,8 @@ def register() -> None:
     dist.Backend.register_backend(BACKEND, _create_backend, devices=[DEVICE])
     # gloo takes part in groups that are bound to a device: `new_group("gloo")` asks for the device's own backend else.
     dist.Backend.backend_capability["gloo"].append(DEVICE)
+
+
+def sim() -> Any:
+    """Return `torch.sim`, which a process has once it has registered the device."""
+    return torch.get_device_module(DEVICE)

@@ -13,10 +13,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from raysharding import FitStep, Placement, ShardedModelGroup
-from tests import forking
-
-PLACEMENT = Placement(runtime_env={"env_vars": {forking.DEVICE: "sim"}})
+from raysharding import FitStep, ShardedModelGroup
+from tests.accelerator.memory_checks import PLACEMENT
 
 
 def make_model() -> nn.Module:

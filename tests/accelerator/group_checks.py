@@ -27,14 +27,13 @@ from tests import forking
 from tests.accelerator.device import register
 from tests.accelerator.fit_checks import check_fit
 from tests.accelerator.memory_checks import (
+    PLACEMENT,
     check_out_of_memory_in_a_forward,
     check_out_of_memory_in_a_load,
     check_out_of_memory_in_a_step,
     check_plan_and_preflight,
 )
 from tests.distributed.checks import outcome_of
-
-RUNTIME_ENV = {"env_vars": {forking.DEVICE: "sim"}}
 
 
 def make_model() -> nn.Module:
@@ -56,7 +55,7 @@ def touched() -> list[int]:
 
 def group_of(path: Path, **options: Any) -> ShardedModelGroup:
     """A group on the simulated device."""
-    options.setdefault("placement", Placement(runtime_env=RUNTIME_ENV))
+    options.setdefault("placement", PLACEMENT)
     return ShardedModelGroup.from_checkpoint(path, model=make_model, device="sim", **options)
 
 
@@ -152,6 +151,7 @@ import runpy, sys
 from tests.accelerator.device import register
 from tests.accelerator.fit_checks import check_fit
 from tests.accelerator.memory_checks import (
+    PLACEMENT,
     check_out_of_memory_in_a_forward,
     check_out_of_memory_in_a_load,
     check_out_of_memory_in_a_step,
@@ -168,7 +168,7 @@ def check_example(path: Path, *arguments: str, ends_with: str) -> None:
     """An example runs to its end on the simulated device, by a driver that joins this cluster."""
     folder = path.parent / Path(arguments[0]).stem
     command = [sys.executable, "-c", AS_A_PROGRAM, *arguments, "--device", "sim", "--out", str(folder)]
-    workers = json.dumps({"runtime_env": {**forking.runtime_env(), **RUNTIME_ENV}})
+    workers = json.dumps({"runtime_env": {**forking.runtime_env(), **(PLACEMENT.runtime_env or {})}})
     address = {"RAY_ADDRESS": ray.get_runtime_context().gcs_address, "RAY_JOB_CONFIG_JSON_ENV_VAR": workers}
     done = subprocess.run(command, env={**os.environ, **address}, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]

@@ -15,13 +15,9 @@ from raysharding import GroupError, Loading, Placement, PreflightError, ShardedM
 from raysharding.group.launch.memory_plan import CONTEXT_BYTES
 from tests import forking
 from tests.accelerator.build import load_extension
+from tests.accelerator.device import sim
 
 PLACEMENT = Placement(runtime_env={"env_vars": {forking.DEVICE: "sim"}})
-
-
-def sim() -> Any:
-    """`torch.sim`."""
-    return torch.get_device_module("sim")
 
 
 def allocated() -> int:

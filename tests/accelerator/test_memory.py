@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from raysharding.distributed import LoadReport, init_mesh, load_checkpoint, save
 from raysharding.distributed.footprint import MemoryNeed, memory_need, save_buffers
 from raysharding.models import build_module
 from tests.accelerator.build import load_extension
+from tests.accelerator.device import sim
 from tests.spawn import run_ranks
 
 TRANSPORTS: tuple[Transport, ...] = ("local", "scatter", "broadcast")
@@ -33,16 +33,11 @@ CASES = [
 class Model(nn.Module):
     """Layers whose rows two ranks divide, and a buffer."""
 
-    def __init__(self) -> None:
-        """Make 24 MB of parameters in fp32."""
+    def __init__(self, num_layers: int = 24) -> None:
+        """Make 1 MB of parameters in fp32 for each layer."""
         super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(512, 512) for _ in range(24)))
+        self.layers = nn.Sequential(*(nn.Linear(512, 512) for _ in range(num_layers)))
         self.register_buffer("table", torch.zeros(256, 256))
-
-
-def sim() -> Any:
-    """`torch.sim`."""
-    return torch.get_device_module("sim")
 
 
 def taken_by(work: Callable[[], object]) -> tuple[int, int]:
@@ -55,9 +50,14 @@ def taken_by(work: Callable[[], object]) -> tuple[int, int]:
     return extension.max_pinned_allocated() - pinned, sim().max_memory_allocated() - device
 
 
-def sharded(path: Path, dtype: torch.dtype, sharding: Sharding) -> nn.Module:
+def small_model() -> nn.Module:
+    """A model of which a save takes less than a bucket, without its optimizer's state."""
+    return Model(num_layers=8)
+
+
+def sharded(path: Path, dtype: torch.dtype, sharding: Sharding, make: Callable[[], nn.Module] = Model) -> nn.Module:
     """The module on meta, sharded."""
-    return shard_module(build_module(Model, open_checkpoint(path), dtype), init_mesh("sim", sharding), sharding)
+    return shard_module(build_module(make, open_checkpoint(path), dtype), init_mesh("sim", sharding), sharding)
 
 
 def loads(path: Path, replicate_size: int, bucket_bytes: int | None) -> list[tuple[str, tuple[int, int], MemoryNeed]]:
@@ -91,23 +91,28 @@ def test_a_load_takes_what_the_preflight_counts(
             assert device == pytest.approx(need.device_bytes, rel=0.02), f"rank {rank}: {case}: device"
 
 
-def saves(path: Path, offload: bool) -> tuple[tuple[int, int], LoadReport, int]:
+def saves(path: Path, offload: bool, trained: bool) -> tuple[tuple[int, int], LoadReport, int]:
     """Pinned and device bytes of a save, the report of the load before it, and the peak of torch's allocator then."""
-    module = sharded(path, torch.float32, Sharding(cpu_offload=offload))
+    module = sharded(path, torch.float32, Sharding(cpu_offload=offload), small_model)
     torch.empty(64 << 20, device="sim")  # a peak of the user's own
     report = load_checkpoint(module, path)
     peak = sim().max_memory_allocated()
-    return taken_by(partial(save_checkpoint, module, path.parent / "saved")), report, peak
+    optimizer = torch.optim.AdamW(module.parameters()) if trained else None
+    if optimizer is not None:
+        for parameter in module.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    return taken_by(partial(save_checkpoint, module, path.parent / "saved", optimizer=optimizer)), report, peak
 
 
-@pytest.mark.parametrize("offload", [False, True])
-def test_a_save_takes_what_the_plan_counts(tmp_path: Path, offload: bool) -> None:
+@pytest.mark.parametrize(("offload", "trained"), [(False, False), (True, False), (False, True)])
+def test_a_save_takes_what_the_plan_counts(tmp_path: Path, offload: bool, trained: bool) -> None:
     path = tmp_path / "model.safetensors"
-    save_file(Model().state_dict(), path)
-    full_bytes = sum(tensor.nbytes for tensor in Model().state_dict().values())
-    shards = sum(parameter.nbytes for parameter in Model().parameters()) // 2
-    for rank, ((pinned, device), report, peak) in enumerate(run_ranks(2, saves, path, offload, device="sim")):
-        planned = save_buffers(full_bytes, "sim", is_one_host=True)
+    save_file(small_model().state_dict(), path)
+    weights = sum(tensor.nbytes for tensor in small_model().state_dict().values())
+    shards = sum(parameter.nbytes for parameter in small_model().parameters()) // 2
+    for rank, ((pinned, device), report, peak) in enumerate(run_ranks(2, saves, path, offload, trained, device="sim")):
+        planned = save_buffers(4 * shards if trained else weights, "sim", is_one_host=True)
         assert pinned == planned[0]
         assert planned[1] <= device < 1024, "the first operation's flag alone"
         # The ring on the device is that of the buffer.

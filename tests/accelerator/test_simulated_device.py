@@ -23,15 +23,11 @@ from raysharding.distributed.saving import save
 from raysharding.distributed.transfer.stream import ReadAhead
 from raysharding.models import build_module
 from tests.accelerator.build import load_extension
+from tests.accelerator.device import sim
 from tests.distributed.checks import outcome_of
 from tests.spawn import run_ranks
 
 DELAY_US = 20_000
-
-
-def sim() -> Any:
-    """`torch.sim`, which a process has once it has registered the device."""
-    return torch.get_device_module("sim")
 
 
 def check_copies_are_asynchronous() -> None:

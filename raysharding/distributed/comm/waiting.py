@@ -66,10 +66,10 @@ def wait_for_event(event: torch.Event, timeout_s: float) -> None:
 
 @waits_for_ranks
 def to_host(result: torch.Tensor, memory: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the result of a collective in host memory.
+    """Return a tensor in host memory that results from a collective, or that a stream computes after one.
 
     Args:
-        result: The result.
+        result: The tensor.
         memory: Pinned memory of its shape and dtype, into which copies are faster. Default: new memory.
     """
     return result.cpu() if memory is None else memory.copy_(result)

@@ -264,7 +264,7 @@ def _make_transport(
     in_place = [local_shards.takes_wire_bytes(index, "cpu") for index in range(len(plan.buckets.tensors))]
     converted = [local_shards.converts_on_device(index) for index in range(len(plan.buckets.tensors))]
     slot = routes.slot_bytes(plan.buckets.buckets, context.shards.rank, in_place, converted)
-    sends = shares and routes.any_travels(plan.buckets.buckets, context.shards.rank)
+    sends = shares and plan.files is not None and routes.any_travels(plan.buckets.buckets, context.shards.rank)
     rings = share_rings(max(slot) if sends else 0) if shares else SharedRings({}, {}, ())
     # Ranks that read for themselves wait for each other only in `FailureFlag.check`, every so many buckets.
     patience = 2 * BUCKETS_PER_CHECK if plan.read_plan.transport == "local" else 1

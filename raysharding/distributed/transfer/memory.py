@@ -183,7 +183,7 @@ class MemoryPeak:
         self._device_start = self._device_peak = self._allocated()
 
     def sample(self) -> None:
-        """Take one sample; costs about 30 µs."""
+        """Take one sample; costs about 30 µs, and on accelerators what torch takes for its statistics."""
         self._host_peak = max(self._host_peak, host_memory_bytes())
         self._device_peak = max(self._device_peak, self._allocated())
 

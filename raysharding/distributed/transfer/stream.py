@@ -10,7 +10,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic, perf_counter
@@ -72,8 +72,9 @@ class ReadAhead:
         # A read of a local file ends by itself; the timeout is for a file system that hangs.
         self._thread.join(_END_S)
         if self._stream is not None:
-            # All shards that this stream fills are complete then.
-            wait_for_event(self._stream.record_event(), _END_S)
+            # All shards that this stream fills are complete then. After an error, that error is the one to raise.
+            with suppress(TimeoutError) if error is not None else nullcontext():
+                wait_for_event(self._stream.record_event(), _END_S)
 
     def next(self, timeout_s: float, reading: Callable[[int], None]) -> None:
         """Wait until the next bucket was read, or has failed.

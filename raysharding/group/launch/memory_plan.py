@@ -260,8 +260,9 @@ def _ranks(
     offload = spec.sharding.cpu_offload
     # Neighbouring ranks share a replica: `distributed/comm/device_mesh.py`.
     holders = tuple(tuple(range(index, world_size, num_shards)) for index in range(num_shards))
-    num_bytes = sum(tensor.layout.num_elements * tensor.layout.dtype.itemsize for tensor in tensors)
-    saves = save_buffers(num_bytes, device_type, is_one_host=len(set(placed)) == 1)
+    weights = sum(tensor.layout.num_elements * tensor.layout.dtype.itemsize for tensor in tensors)
+    state = sum(one.optimizer_bytes or 0 for one in held.values())
+    saves = save_buffers(max(weights, state), device_type, is_one_host=len(set(placed)) == 1)
     shards = [ShardMap(holders, rank) for rank in range(world_size)]
     rings = load_rings(spec.loading, tensors, shards, opened, device_type, offload=offload)
     for rank, ring in enumerate(rings):

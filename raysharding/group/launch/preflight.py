@@ -146,8 +146,8 @@ def check_builds(device: str, nodes: Sequence[NodeFacts]) -> list[Finding]:
     """Return a finding for each node where ranks are to run on CUDA, and torch is a build for CPUs."""
     cure = "knows no GPU: install torch's build for the GPUs there, or give device='cpu'"
     builds = {node.node_ip: node.versions.get("torch", "") for node in nodes if device.startswith("cuda")}
-    cpu = {node_ip: build for node_ip, build in builds.items() if build.endswith("+cpu")}
-    return [Finding(True, "versions", f"torch {build} on node {node_ip} {cure}") for node_ip, build in cpu.items()]
+    cpu = [f"torch {build} on node {node_ip} {cure}" for node_ip, build in builds.items() if build.endswith("+cpu")]
+    return [Finding(True, "versions", message) for message in cpu]
 
 
 def check_interfaces(nodes: Sequence[NodeFacts]) -> list[Finding]:
