@@ -17,6 +17,7 @@ from raysharding.checkpoint.format.index import (
     read_config,
     resolve_files,
 )
+from raysharding.checkpoint.format.locate import locate
 from raysharding.checkpoint.format.names import ADAPTER_CONFIG_NAME, ADAPTER_NAME
 from raysharding.checkpoint.format.tensor_info import DTYPE_OF_NAME, NAME_OF_DTYPE, TensorInfo
 from raysharding.checkpoint.storage import (
@@ -61,7 +62,7 @@ class Checkpoint:
     """A validated checkpoint, read from its headers alone. Takes a few hundred bytes for each tensor."""
 
     path: str
-    """The path as the user gave it."""
+    """The path as the user gave it, or what `locate` found for it."""
     files: tuple[CheckpointFile, ...]
     """The safetensors files, sorted by name."""
     tensors: Mapping[str, TensorInfo]
@@ -131,7 +132,8 @@ def open_checkpoint(path: str | os.PathLike[str], *, remote: RemoteOptions = DEF
 
     Args:
         path: A Hugging Face directory, one `.safetensors` file, or an index JSON: a local path, a `file://` URI, or
-            one that `pyarrow.fs.FileSystem.from_uri` takes (`s3://`, `gs://`, `hdfs://`, `abfs://`), with its query.
+            one that `pyarrow.fs.FileSystem.from_uri` takes (`s3://`, `gs://`, `hdfs://`, `abfs://`), with its query; or
+            a model of the Hugging Face hub, `org/name` or `hf://org/name@revision`, whose commit `path` then names.
         remote: How to read from a remote URI.
 
     Returns:
@@ -142,7 +144,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, remote: RemoteOptions = DEF
     Raises:
         CheckpointError: Nothing is there, or its contents cannot be trusted; names the file and the tensor.
     """
-    given = os.fspath(path)
+    given = locate(os.fspath(path))
     normal = normal_path(given)
     storage = storage_of(normal, remote)
     for _ in range(_MAX_TRIES):

@@ -208,7 +208,7 @@ def _nothing_there(path: str, normal: str) -> CheckpointError:
         return CheckpointError(what, path=path)
     what = "no such file or directory"
     if not os.path.isabs(path) and path.count("/") == 1:
-        what += f"; if it is a model of the Hugging Face hub, give huggingface_hub.snapshot_download({path!r})"
+        what += "; to read a model of the Hugging Face hub: pip install 'raysharding[hf]'"
     return CheckpointError(what, path=path)
 
 

@@ -1,4 +1,4 @@
-"""Files behind a URI that pyarrow.fs takes: S3, Google Cloud Storage, Azure, HDFS."""
+"""Files behind a URI that pyarrow.fs takes (S3, Google Cloud Storage, Azure, HDFS), and models of the hub."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from datetime import timedelta
 from functools import lru_cache
 from typing import Any, Final
 
+from raysharding.checkpoint.storage.hub import HubFileSystem, model_path
 from raysharding.checkpoint.storage.interface import Found, Item, Result, Storage
 from raysharding.checkpoint.storage.local import LocalStorage
 from raysharding.checkpoint.storage.requests import DEFAULT_REMOTE, Job, RemoteOptions, Requests
@@ -17,7 +18,7 @@ from raysharding.errors import CheckpointError
 
 
 def connect(uri: str, options: RemoteOptions, for_writing: bool = False) -> tuple[Any, str]:
-    """Return the `pyarrow.fs.FileSystem` of a URI, and the path inside the file system.
+    """Return the `pyarrow.fs.FileSystem` of a URI, or the `HubFileSystem`, and the path inside the file system.
 
     Args:
         uri: Of a directory.
@@ -30,6 +31,8 @@ def connect(uri: str, options: RemoteOptions, for_writing: bool = False) -> tupl
         NotImplementedError: This pyarrow was built without the store.
         OSError: The store cannot be reached, or a library is missing.
     """
+    if (in_hub := model_path(uri)) is not None:
+        return HubFileSystem(options.request_s), in_hub
     import pyarrow.fs as arrow_fs  # takes half a second
 
     system, inside = arrow_fs.FileSystem.from_uri(uri)
@@ -65,8 +68,8 @@ _MIN_PART_BYTES: Final = 1 << 20
 """Smallest part that a longer range is cut into: below this size, latency dominates."""
 
 
-_WITHOUT_DIRECTORIES: Final = ("s3", "gcs", "abfs")
-"""pyarrow's names of the stores that have no directories."""
+_WITHOUT_DIRECTORIES: Final = ("s3", "gcs", "abfs", "hf")
+"""Type names of the stores in which no directory has to be made."""
 
 
 class RemoteFile:

@@ -86,7 +86,8 @@ class Job:
     what: str
     """What the request does, for errors: `reading 8 bytes at 0`."""
     send: Callable[[], Any]
-    """Sends the request and waits for the answer, in a thread of its own. An `OSError` is retried, others are not."""
+    """Sends the request and waits for the answer, in a thread of its own. An `OSError` is retried, others are not; a
+    `CheckpointError` is raised as it is."""
     take: Callable[[Any], None]
     """Takes the answer, never after the request was abandoned. Its `OSError` is retried."""
 
@@ -147,6 +148,9 @@ class Requests:
                     if not answer.done():
                         raise TimeoutError(f"no full answer within {options.request_s:g} s")
                     return job.take(answer.result())
+                except CheckpointError:  # says all that there is to say
+                    _end(stop)
+                    raise
                 except (OSError, ValueError, NotImplementedError) as error:
                     if _is_permanent(error) or num_tries == options.num_tries:
                         _end(stop)  # here, so that no other thread sends meanwhile
