@@ -31,7 +31,7 @@ from raysharding.bench import (
     table,
     verdict,
 )
-from raysharding.checkpoint import Checkpoint, TensorInfo, open_checkpoint
+from raysharding.checkpoint import Checkpoint, TensorInfo, locate, open_checkpoint
 from raysharding.distributed.saving import merge_checkpoint, skipped_line
 from raysharding.errors import RayshardingError
 from raysharding.units import format_bytes
@@ -69,7 +69,11 @@ class UsageError(ValueError):
 
 
 def _inspect(options: argparse.Namespace) -> None:
-    print("\n".join(describe(open_checkpoint(options.path), all_tensors=options.tensors)))
+    try:
+        path = locate(options.path, options.revision)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    print("\n".join(describe(open_checkpoint(path), all_tensors=options.tensors)))
 
 
 def _bench(options: argparse.Namespace) -> None:
@@ -123,6 +127,7 @@ def _plan(options: argparse.Namespace) -> bool:
     try:
         plan = ShardedModelGroup.plan(
             options.path,
+            revision=options.revision,
             model=options.model,
             world_size=options.world_size,
             device=options.device,
@@ -162,11 +167,15 @@ def _doctor(options: argparse.Namespace) -> bool:
     return not report.errors
 
 
+_PATH = "Hugging Face directory, .safetensors file, index JSON, hub id (org/name), or URI"
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="raysharding", description="Hugging Face checkpoints on a Ray cluster.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     inspect = commands.add_parser("inspect", help="validate headers and index, and show a checkpoint's contents")
-    inspect.add_argument("path", help="Hugging Face directory, .safetensors file, index JSON, or URI (s3://, gs://)")
+    inspect.add_argument("path", help=f"{_PATH} (s3://, gs://)")
+    inspect.add_argument("--revision", help="branch, tag or commit of a hub id; default main")
     inspect.add_argument("--tensors", action="store_true", help="list every tensor")
     inspect.set_defaults(run=_inspect)
     _add_plan(commands.add_parser("plan", help="print each rank's memory in a group, and whether the group fits"))
@@ -182,7 +191,8 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
         "describe; without them, with the nodes of the cluster that RAY_ADDRESS names or that runs on this machine; "
         "without a cluster, with this machine. The exit status is 1 if the group does not fit."
     )
-    plan.add_argument("path", help="Hugging Face directory, .safetensors file, index JSON, or URI")
+    plan.add_argument("path", help=_PATH)
+    plan.add_argument("--revision", help="branch, tag or commit of a hub id; default main")
     plan.add_argument("--world-size", type=_count, help="ranks; default: one per free GPU")
     plan.add_argument("--device", help="device type, such as cuda or cpu; default: cuda if there are GPUs, else cpu")
     plan.add_argument("--model", help="name of a transformers auto class; default: the class that config.json names")

@@ -172,6 +172,8 @@ def _take_over(order: dict[str, Any], files: list[int]) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, tuple(order["nofile"]))
     os.environ.clear()
     os.environ.update(order["environment"])
+    # Read from the environment of the server, at its import.
+    importlib.reload(importlib.import_module("huggingface_hub.constants"))
     if os.environ.get(DEVICE) == "sim":
         from tests.accelerator.device import register
 

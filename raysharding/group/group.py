@@ -123,6 +123,7 @@ class ShardedModelGroup:
         cls,
         checkpoint: str | os.PathLike[str],
         *,
+        revision: str | None = None,
         model: str | Callable[[], nn.Module] | None = None,
         peft_config: Any = None,
         world_size: int | None = None,
@@ -137,6 +138,8 @@ class ShardedModelGroup:
         name: str | None = None,
         max_restarts: int = 0,
         progress: ProgressOption = None,
+        random_weights: bool = False,
+        config_overrides: Mapping[str, Any] | None = None,
     ) -> Self:
         """Place a group on the cluster, load a checkpoint into it, and return it READY.
 
@@ -147,7 +150,11 @@ class ShardedModelGroup:
             checkpoint: A Hugging Face directory, a directory of LoRA adapters, a `.safetensors` file, an index json, or
                 the URI of one of these that `pyarrow.fs` supports (`file://`, `s3://`, `gs://`, ...). A path must be
                 visible on a node that holds ranks; rank 0 runs there. The driver and the ranks open a URI with the
-                credentials of their environments.
+                credentials of their environments. Or a model of the Hugging Face hub, `org/name`, unless such a path
+                exists on the driver: give a path that only nodes see as an absolute one. The driver asks the hub once
+                for the commit; ranks take it from the Hugging Face cache of their nodes, or read their ranges of the
+                files (`hf://org/name@commit`) with the driver's token.
+            revision: Branch, tag or commit of a hub id. Default `main`.
             model: `None`: the class that config.json names; the name of a transformers auto class; or a callable that
                 returns a module, called on every rank with parameters on meta and real buffers.
             peft_config: A `peft.LoraConfig`: adapters are added to the model before it is sharded, and only adapters
@@ -175,6 +182,10 @@ class ShardedModelGroup:
                 Default 0: `fit` raises.
             progress: `None`: a bar in a terminal or notebook; `True` or `False`; or a callable that is called with the
                 bytes done and the bytes in total.
+            random_weights: For a dry run: read config.json only, and initialise all weights as transformers does, by
+                `Loading.seed` and the parameter's name: equal ones at every world size, and after a restart.
+            config_overrides: With `random_weights`: field of config.json → other value, such as
+                `{"num_hidden_layers": 2}`; parts by mappings, `{"text_config": {...}}`.
 
         Raises:
             ValueError: An argument is invalid, or the name is taken.
@@ -202,6 +213,9 @@ class ShardedModelGroup:
             name=name,
             preflight=preflight,
             max_restarts=max_restarts,
+            revision=revision,
+            random_weights=random_weights,
+            config_overrides=config_overrides,
         )
         # No loaded state exists yet that waiting for the next call boundary could preserve: one Ctrl-C undoes all.
         with UndoOnInterrupt():
@@ -236,6 +250,7 @@ class ShardedModelGroup:
     def plan(
         checkpoint: str | os.PathLike[str],
         *,
+        revision: str | None = None,
         model: str | Callable[[], nn.Module] | None = None,
         peft_config: Any = None,
         world_size: int | None = None,
@@ -245,6 +260,8 @@ class ShardedModelGroup:
         placement: Placement | None = None,
         optimizer: Callable[..., torch.optim.Optimizer] | None = None,
         nodes: Sequence[NodeCapacity] | None = None,
+        random_weights: bool = False,
+        config_overrides: Mapping[str, Any] | None = None,
     ) -> GroupPlan:
         """Compute the memory that a group would need, and whether it fits; place nothing and start no actor.
 
@@ -253,6 +270,7 @@ class ShardedModelGroup:
 
         Args:
             checkpoint: As for `from_checkpoint`.
+            revision: As for `from_checkpoint`.
             model: As for `from_checkpoint`.
             peft_config: As for `from_checkpoint`.
             world_size: As for `from_checkpoint`. Default: one rank per free GPU.
@@ -264,6 +282,8 @@ class ShardedModelGroup:
             nodes: Nodes that the group must fit on. Default: the nodes of the cluster that this program is connected to
                 or would join, each queried for its free memory by a task that needs no CPU; without a cluster, this
                 machine. No cluster is started.
+            random_weights: As for `from_checkpoint`: the plan needs config.json only.
+            config_overrides: As for `from_checkpoint`.
 
         Returns:
             The plan; it prints as a table. Activations are not included.
@@ -283,6 +303,9 @@ class ShardedModelGroup:
             loading=Loading() if loading is None else loading,
             placement=Placement() if placement is None else placement,
             optimizer=optimizer,
+            revision=revision,
+            random_weights=random_weights,
+            config_overrides=config_overrides,
         )
         return plan_group(spec, nodes)
 

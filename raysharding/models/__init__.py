@@ -5,7 +5,7 @@ Only this package imports transformers, and only when a model needs it.
 
 from raysharding.models.adapters import Adapted, AdapterNames, adapter_files
 from raysharding.models.blocks import Run
-from raysharding.models.build import build_module, make_contiguous, parameters_on_meta
+from raysharding.models.build import build_module, make_contiguous, override_config, parameters_on_meta
 from raysharding.models.config_files import config_files
 from raysharding.models.initial import Initialiser, missing_rules
 from raysharding.models.inputs import InputBounds

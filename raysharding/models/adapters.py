@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import torch
 from torch import nn
 
+from raysharding.checkpoint.storage import HubPath
 from raysharding.errors import PlanError
 from raysharding.models.config_files import written_files
 from raysharding.models.stand_in import clean_name, original_class
@@ -138,7 +139,8 @@ class Adapted:
 
         Args:
             build: Builds the model without adapters.
-            where: Path of the checkpoint that the base weights come from; saves name this path.
+            where: Path of the checkpoint that the base weights come from. Saves name this path; of a model of the hub,
+                its id and commit.
 
         Raises:
             PlanError: peft is missing, or cannot add adapters to this model.
@@ -159,7 +161,9 @@ class Adapted:
         # Train and save a task's new head, as peft's own model classes do; these classes are not used here.
         if heads := _HEADS.get(config.task_type):
             config.modules_to_save = list(dict.fromkeys([*(config.modules_to_save or ()), *heads]))
-        config.base_model_name_or_path = where
+        hub = HubPath.of_pinned(where)
+        config.base_model_name_or_path = where if hub is None else hub.repo
+        config.revision = config.revision if hub is None else hub.revision
         module = build(self.model)
         try:
             with torch.device("meta"):

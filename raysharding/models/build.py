@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -229,6 +231,54 @@ def _auto_model(transformers: Any, auto: str, fields: dict[str, Any], path: str)
     if text_config is not None and getattr(chosen, "config_class", None) == text_config:
         config = config.get_text_config()
     return chosen, config
+
+
+def override_config(checkpoint: Checkpoint, overrides: Mapping[str, Any]) -> Checkpoint:
+    """Return a checkpoint whose config.json has other values.
+
+    Args:
+        checkpoint: With a config.json; of one with weights, the weights may not fit any more.
+        overrides: Field → value. A mapping changes fields of a part, as of `text_config`. A number of layers also cuts
+            `layer_types`, which lists them.
+
+    Raises:
+        ValueError: The model's configuration has no such field; the error names similar ones.
+        PlanError: There is no config.json, or transformers does not know the model.
+    """
+    try:
+        import transformers
+    except ImportError as exc:
+        raise PlanError("config_overrides needs transformers: pip install 'raysharding[hf]'") from exc
+    fields = _config_fields(checkpoint)
+    model_type = fields.get("model_type")
+    if model_type not in transformers.CONFIG_MAPPING:
+        raise PlanError(
+            f"{checkpoint.path}: transformers {transformers.__version__} knows no model_type {model_type!r}"
+        )
+    config = _make_config(transformers.CONFIG_MAPPING[model_type], fields, checkpoint.path)
+    return replace(checkpoint, config=_overridden(config, fields, overrides, "config_overrides"))
+
+
+def _overridden(config: Any, fields: Mapping[str, Any], overrides: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the fields of a configuration with other values; see `override_config`."""
+    names = dict(config.attribute_map)  # such as num_hidden_layers → n_layer
+    known = {**config.to_dict(), **fields}
+    result = dict(fields)
+    for key, value in overrides.items():
+        if key not in known and key not in names:
+            near = difflib.get_close_matches(key, [*known, *names], 3)
+            parts = [f"{part}={{{key!r}: ...}}" for part in config.sub_configs if hasattr(known.get(part), "keys")]
+            hints = ", ".join([*map(repr, near), *parts]) or ", ".join(sorted(known))
+            raise ValueError(f"{where}: {type(config).__name__} has no field {key!r}; did you mean {hints}?")
+        name = names.get(key, key)
+        if name in config.sub_configs and isinstance(value, Mapping):
+            part, inner = getattr(config, name), result.get(name) or {}
+            result[name] = _overridden(part, inner, value, f"{where}[{name!r}]")
+            continue
+        result[name] = value
+        if key == "num_hidden_layers" and isinstance(value, int) and isinstance(result.get("layer_types"), list):
+            result["layer_types"] = result["layer_types"][:value]
+    return result
 
 
 def _config_dtype(config: Any) -> torch.dtype | None:

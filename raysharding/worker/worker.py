@@ -203,7 +203,8 @@ class Worker:
             try:
                 options: dict[str, Any] = {"progress": self.status.follow(progress), "stall_s": self.status.stall_s}
                 # Before the weights: if the optimizer does not match, the weights must stay unchanged.
-                state = self.trainer.plan_optimizer(path or self.checkpoint.path)
+                is_random = path is None and self.checkpoint.is_random
+                state = None if is_random else self.trainer.plan_optimizer(path or self.checkpoint.path)
                 origin = self.checkpoint if path is None else path
                 self.load_report = load_checkpoint(self.module, origin, loading=self.status.loading, **options)
                 moved, self.status.loaded = True, path or self.checkpoint.path

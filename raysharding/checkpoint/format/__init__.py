@@ -6,6 +6,7 @@ from raysharding.checkpoint.format.checkpoint import (
     identify,
     identify_files,
     open_checkpoint,
+    open_config,
 )
 from raysharding.checkpoint.format.checksum import ALGORITHM, Checksums
 from raysharding.checkpoint.format.header import (
@@ -18,6 +19,7 @@ from raysharding.checkpoint.format.header import (
     read_header,
 )
 from raysharding.checkpoint.format.index import MAX_JSON_BYTES, list_sidecar_files, read_beside, read_sidecar
+from raysharding.checkpoint.format.locate import locate
 from raysharding.checkpoint.format.names import (
     ADAPTER_CONFIG_NAME,
     ADAPTER_NAME,

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, Self
 
@@ -73,6 +73,8 @@ class Checkpoint:
     """`__metadata__` of all files; where two files give a key, the first file's value."""
     adapter: Mapping[str, Any] | None = None
     """Parsed adapter_config.json of a peft adapter_model.safetensors, which holds adapters and no whole model."""
+    is_random: bool = False
+    """True if the weights are not read but initialised; there are no files and no tensors then."""
 
     @property
     def num_bytes(self) -> int:
@@ -82,7 +84,12 @@ class Checkpoint:
     @property
     def directory(self) -> str:
         """Absolute path or URI of the directory that holds the files."""
-        return split_path(self.files[0].path)[0]
+        return split_path(self.files[0].path)[0] if self.files else normal_path(self.path)
+
+    def moved(self, directory: str) -> Self:
+        """Return the checkpoint with the same files in another directory, where another machine sees them."""
+        files = (replace(file, path=join_path(directory, file.name), mtime_ns=None, etag=None) for file in self.files)
+        return replace(self, path=directory, files=tuple(files))
 
     def to_json(self) -> bytes:
         """Encode as JSON (ASCII) for ranks that cannot see the files. `from_json` returns an equal `Checkpoint`."""
@@ -94,6 +101,7 @@ class Checkpoint:
             "config": self.config,
             "metadata": self.metadata,
             "adapter": self.adapter,
+            "is_random": self.is_random,
         }
         return json.dumps(fields, separators=(",", ":")).encode("ascii")
 
@@ -111,7 +119,7 @@ class Checkpoint:
                 for name, dtype, shape, file, offset in fields["tensors"]
             }
             files = tuple(CheckpointFile(*file) for file in fields["files"])
-            rest = (fields["config"], fields["metadata"], fields["adapter"])
+            rest = (fields["config"], fields["metadata"], fields["adapter"], fields["is_random"])
             return cls(fields["path"], files, tensors, *rest)
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
@@ -159,6 +167,25 @@ def open_checkpoint(path: str | os.PathLike[str], *, remote: RemoteOptions = DEF
             return checkpoint
     what = f"was replaced {_MAX_TRIES} times while it was opened: open it when its writer is done"
     raise CheckpointError(what, path=given)
+
+
+def open_config(path: str | os.PathLike[str]) -> Checkpoint:
+    """Read config.json alone, for a model with random weights.
+
+    Args:
+        path: A Hugging Face directory, a URI of one, or a hub id, as for `open_checkpoint`; with or without weights.
+
+    Raises:
+        CheckpointError: Nothing is there, or config.json cannot be read.
+    """
+    given = locate(os.fspath(path), weights=False)
+    normal = normal_path(given)
+    storage = storage_of(normal)
+    found = storage.find(normal)
+    if found.kind != "directory":
+        what = "there is no such directory" if found.kind == "missing" else "is no directory"
+        raise CheckpointError(f"{what}: random weights need one with a config.json", path=given)
+    return Checkpoint(given, (), {}, read_config(storage, normal), {}, is_random=True)
 
 
 def identify(path: str, *, remote: RemoteOptions = DEFAULT_REMOTE) -> CheckpointFile:

@@ -43,8 +43,8 @@ def locate(given: str, revision: str | None = None, *, weights: bool = True) -> 
     is_id = hub is not None and not is_remote(given) and not os.path.lexists(given)
     if revision is not None:
         if not is_id:
-            what = "is a path that exists" if os.path.lexists(given) else "is no hub id"
-            raise ValueError(f"revision={revision!r}, but {given!r} {what}: revisions are those of a hub id, 'org/name'")
+            what = "is a path that exists" if os.path.lexists(given) else "is no hub id, 'org/name'"
+            raise ValueError(f"revision={revision!r}, but {given!r} {what}: leave the revision out")
         if not revision or not isinstance(revision, str):
             raise ValueError(f"revision={revision!r}: give a branch, a tag or a commit")
     if hub is None or not (is_id or is_remote(given)):

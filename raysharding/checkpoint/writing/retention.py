@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from raysharding.checkpoint.format import MANIFEST_NAME, is_abandoned, staged_name, staging_name
-from raysharding.checkpoint.storage import is_remote, join_path, split_path, storage_of
+from raysharding.checkpoint.storage import HubPath, is_remote, join_path, split_path, storage_of
 from raysharding.checkpoint.writing.commit import is_left_over, remove_abandoned, remove_checkpoint, remove_objects
 from raysharding.errors import CheckpointError
 
@@ -116,6 +116,8 @@ def newest_after(path: str) -> str:
     Raises:
         CheckpointError: The store cannot be reached.
     """
+    if HubPath.of_pinned(path) is not None:
+        return path  # of the hub: no save
     parent, name = split_path(path)
     own, storage = _split(name), storage_of(path)
     if own is None or is_checkpoint(path) or storage.find(parent).kind != "directory":

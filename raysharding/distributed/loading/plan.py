@@ -112,7 +112,7 @@ class Outline:
     checkpoint_bytes: int
     """Bytes of the files' tensors."""
     file_locations: Mapping[str, Any] | None
-    """`FileLocations` of rank 0 as JSON; `None` for a state dict in its memory."""
+    """`FileLocations` of rank 0 as JSON; `None` for a state dict in its memory, and for random weights."""
     extents: tuple[Any, ...] | None
     """Extents of the tensors in the files, by `extents_to_json`; `None` if only rank 0 reads."""
     tensors: tuple[tuple[str, str], ...]
@@ -253,7 +253,8 @@ def agree_on_plan(
         PlanError: On every rank, if the checkpoint does not fit, or ranks differ in module or options.
     """
     outline, by_rank, found = _exchange(proposal, proposal.error or error, loading)
-    read_plan = ReadPlan(loading.transport, (0,), "rank 0 holds the state dict")
+    why = "rank 0 holds the state dict" if outline.tensors else "no weights are read"
+    read_plan = ReadPlan(loading.transport, (0,), why)
     if outline.file_locations is not None:
         read_plan = plan_reads(loading, FileLocations.from_json(outline.file_locations), by_rank, found)
     extents = _all_extents(proposal.match, outline)
@@ -390,7 +391,7 @@ def _outline(match: CheckpointMatch, loading: Loading, layouts: Mapping[str, Ten
     return Outline(
         checkpoint=match.checkpoint.path,
         checkpoint_bytes=match.checkpoint.num_bytes,
-        file_locations=asdict(FileLocations.of(match.checkpoint.files)) if match.state_dict is None else None,
+        file_locations=asdict(FileLocations.of(match.checkpoint.files)) if match.checkpoint.files else None,
         extents=extents,
         tensors=tuple((target.fqn, _wire_name(target)) for target in (*ranged, *computed)),
         num_ranged=len(ranged),
@@ -415,11 +416,11 @@ def _file_position(checkpoint: Checkpoint, target: Target) -> tuple[int, int]:
 
 def _problems(module: nn.Module, match: CheckpointMatch, loading: Loading) -> list[str]:
     """Return all problems of the load, a line each."""
-    keys = match.keys
-    problems = keys.mismatches(strict=loading.strict)
-    if loading.strict and match.state_dict is not None:
+    keys, is_strict = match.keys, loading.strict and not match.checkpoint.is_random
+    problems = keys.mismatches(strict=is_strict)
+    if is_strict and match.state_dict is not None:
         problems += match.state_dict.mismatches
-    refused = set(keys.missing) if loading.strict else set()
+    refused = set(keys.missing) if is_strict else set()
     problems += missing_rules(module, [name for name in match.initialise if name not in refused], loading.seed)
     if keys.doubled:
         # Headers do not show whether two tied names have the same value.

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import ray
 from ray.util.placement_group import remove_placement_group
 
+from raysharding.checkpoint.storage import HubAccess, HubPath, adopt_access, is_remote, split_path
 from raysharding.distributed.comm import Connection, connections, cut, waits_for_others
 from raysharding.errors import OutputTooLargeError
 from raysharding.group.actors.commands import RankCommands
@@ -65,11 +66,13 @@ class ActorInfo:
     gpu_ids: tuple[str, ...]
     """GPUs that Ray assigned to it, as CUDA_VISIBLE_DEVICES names them."""
     sees_checkpoint: bool
-    """True if the path of the checkpoint exists on the node."""
+    """True if the checkpoint is one that any node reads, or its files exist on the node."""
     stacks_descriptor: int
     """File descriptor that `stack_dump.dump_stacks` needs."""
     log_paths: tuple[str, ...] = ()
     """Files on the node that receive the actor's stdout and stderr."""
+    snapshot: str | None = None
+    """Directory of the checkpoint in the node's Hugging Face cache, if the checkpoint is a model of the hub."""
 
 
 class KeptRecord(Protocol):
@@ -83,13 +86,19 @@ class KeptRecord(Protocol):
 class RankActor:
     """One rank. `launch.start_actors` creates it with `max_restarts=0`: the group recovers as a whole."""
 
-    def __init__(self, lease_s: float | None = None, owns_placement_group: bool = False) -> None:
+    def __init__(
+        self, lease_s: float | None = None, owns_placement_group: bool = False, hub: HubAccess | None = None
+    ) -> None:
         """Start the work thread and the lease.
 
         Args:
             lease_s: Length of the first lease, in seconds; the driver renews it. `None`: no lease.
             owns_placement_group: True to remove the placement group when the lease expires.
+            hub: The driver's access to the Hugging Face hub, if the checkpoint is there. An argument, since Ray logs
+                the variables of a runtime environment.
         """
+        if hub is not None:
+            adopt_access(hub)
         # The handler of Ray 2.60 waits for running tasks to end, and `lifetime` runs until the process ends.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._commands = RankCommands()
@@ -106,17 +115,19 @@ class RankActor:
         self._work = WorkThread(self._serve)
 
     @ray.method(concurrency_group="control")
-    def probe(self, checkpoint_path: str | None) -> ActorInfo:
-        """Return where this actor runs and whether a local path exists there."""
+    def probe(self, paths: Sequence[str]) -> ActorInfo:
+        """Return where this actor runs and whether it sees these files of a checkpoint; URIs are seen everywhere."""
+        snapshot = _snapshot(paths)
         context = ray.get_runtime_context()
         return ActorInfo(
             node_id=context.get_node_id(),
             node_ip=ray.util.get_node_ip_address(),
             pid=os.getpid(),
             gpu_ids=tuple(str(number) for ids in context.get_accelerator_ids().values() for number in ids),
-            sees_checkpoint=checkpoint_path is None or os.path.exists(checkpoint_path),
+            sees_checkpoint=snapshot is not None or all(is_remote(path) or os.path.exists(path) for path in paths),
             stacks_descriptor=self._stacks_descriptor,
             log_paths=_log_paths(),
+            snapshot=snapshot,
         )
 
     @ray.method(concurrency_group="control")
@@ -307,6 +318,15 @@ class RankActor:
 
 REMOTE_RANK_ACTOR = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(RankActor)
 """Actor class of the ranks, made once: Ray disassembles and exports every class that `ray.remote` makes."""
+
+
+def _snapshot(paths: Sequence[str]) -> str | None:
+    """Return the directory of these files of a hub's model in this node's cache; `None` if one is not there."""
+    hub = HubPath.of_pinned(split_path(paths[0])[0]) if paths else None
+    found = None if hub is None else hub.cached()
+    if found is None or not all(os.path.exists(os.path.join(found, split_path(path)[1])) for path in paths):
+        return None
+    return found
 
 
 def _log_paths() -> tuple[str, ...]:

@@ -53,6 +53,11 @@ class ModelFiles:
         self._lock = threading.Lock()
 
     @property
+    def is_first(self) -> bool:
+        """True if the origin is still the one that this began with."""
+        return self._newest == 0
+
+    @property
     def begun(self) -> tuple[BegunSave, ...]:
         """Saves whose outcome is not known."""
         with self._lock:

@@ -85,7 +85,7 @@ def _await(actors: Sequence[Any], addresses: Sequence[str]) -> tuple[Started, li
     """Wait until the actors report where they run; kill those that do not, and return a finding for each of them."""
     answered: dict[int, ActorInfo] = {}
     findings = []
-    refs = {actor.probe.remote(None): index for index, actor in enumerate(actors)}
+    refs = {actor.probe.remote(()): index for index, actor in enumerate(actors)}
     for index, answer in replies(refs, _TIMEOUTS.start_s):
         if not isinstance(answer, ray.exceptions.RayError):
             answered[index] = answer

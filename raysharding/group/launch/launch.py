@@ -30,7 +30,7 @@ from raysharding.group.cluster import (
     reserve,
 )
 from raysharding.group.launch.preflight import Preflight, PreflightReport
-from raysharding.group.launch.spec import GroupSpec, Opened, check_fit, local_path, opened_here, opened_on_a_node
+from raysharding.group.launch.spec import GroupSpec, Opened, check_fit, opened_here, opened_on_a_node
 from raysharding.group.launch.start_actors import Started, start_actors
 from raysharding.group.rpc import Packed, pack
 from raysharding.group.supervision import Client, Replicas, Supervisor
@@ -170,6 +170,7 @@ def update_record(running: RunningGroup, spec: GroupSpec) -> ray.ObjectRef:
 def launch(spec: GroupSpec) -> RunningGroup:
     """Make a group; see `ShardedModelGroup.from_checkpoint`."""
     spec.check()
+    spec = spec.located()
     opened = opened_here(spec)
     if opened is not None:
         # Before Ray is started: the check does not need Ray.
@@ -184,7 +185,7 @@ def launch(spec: GroupSpec) -> RunningGroup:
         opened = opened_on_a_node(spec, spec.timeouts.start_s)
         check_fit(opened, spec.sharding, spec.loading)
     spec = replace(spec, model=opened.model)
-    running = _place(spec, opened.base, world_size, device_type)
+    running, opened = _place(spec, opened, world_size, device_type)
     supervisor = running.client.supervisor
     try:
         supervisor.connect_ranks(spec.placement.port_range)
@@ -231,14 +232,17 @@ def _load(client: Client, opened: Checkpoint, path: str | None, progress: Progre
     return report
 
 
-def _place(spec: GroupSpec, opened: Checkpoint, world_size: int, device_type: str) -> RunningGroup:
-    """Reserve resources and start the actors."""
+def _place(spec: GroupSpec, opened: Opened, world_size: int, device_type: str) -> tuple[RunningGroup, Opened]:
+    """Reserve resources and start the actors; return the checkpoint where rank 0 sees it."""
     reservation = reserve(world_size, device_type, spec.placement, spec.timeouts.place_s, spec.lifetime)
     try:
-        path = local_path(opened.files[0].path)
-        started = start_actors(reservation, spec, world_size, device_type, path)
+        base = opened.base
+        paths = [file.path for file in base.files]
+        started, seen = start_actors(reservation, spec, world_size, device_type, paths)
+        if seen is not None and seen != base.directory:
+            spec, opened = spec.seen_at(base.path, seen), replace(opened, base=base.moved(seen))
         name = f"group {secrets.token_hex(3)}" if spec.name is None else f"group {spec.name!r}"
-        return RunningGroup.assemble(name, spec, started, reservation)
+        return RunningGroup.assemble(name, spec, started, reservation), opened
     except BaseException:
         reservation.release()
         raise

@@ -206,6 +206,7 @@ _ANSWER_S = 15.0
 def plan_group(spec: GroupSpec, nodes: Sequence[NodeCapacity] | None) -> GroupPlan:
     """Plan a group; see `ShardedModelGroup.plan`."""
     spec.check()
+    spec = spec.located()
     opened = opened_here(spec)
     has_cluster = nodes is None and join_announced()
     if opened is None:

@@ -8,22 +8,23 @@ driver checks the arguments, and compares the model with the headers.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, Self
 
 import ray
 import torch
 from torch import nn
 
-from raysharding.checkpoint import Checkpoint, open_checkpoint
-from raysharding.checkpoint.storage import is_remote, normal_path
+from raysharding.checkpoint import Checkpoint, locate, open_checkpoint, open_config
+from raysharding.checkpoint.storage import HubAccess, HubPath, hub_access, is_remote, normal_path
 from raysharding.config import Loading, Placement, Sharding, Timeouts
 from raysharding.errors import CheckpointError, PlanError, RayshardingError
 from raysharding.group.calls import ProgressOption
 from raysharding.group.cluster import Lifetime, ask_nodes, check_name
 from raysharding.group.rpc import pack
-from raysharding.models import Adapted, AdapterNames, build_module, map_keys, misfit, wrap_groups
+from raysharding.models import Adapted, AdapterNames, build_module, map_keys, misfit, override_config, wrap_groups
 
 
 def check_model(model: Any) -> None:
@@ -72,7 +73,7 @@ class GroupSpec:
     """The arguments of `ShardedModelGroup.from_checkpoint`, with their defaults filled in."""
 
     checkpoint: str
-    """Path or URI, as the user gave it."""
+    """Path, URI or hub id, as the user gave it; after `located`, what any process opens the same files with."""
     model: Any = None
     """`None`, the name of a transformers auto class, or a callable."""
     world_size: int | None = None
@@ -99,6 +100,12 @@ class GroupSpec:
     """True if nodes and links are checked before bytes move."""
     max_restarts: int = 0
     """Largest number of times that `fit` restarts a broken group."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub id; `None` once it is located."""
+    random_weights: bool = False
+    """True if config.json alone is read."""
+    config_overrides: Mapping[str, Any] | None = None
+    """Field of config.json → value in its place; only with random weights."""
 
     @property
     def lifetime(self) -> Lifetime:
@@ -130,10 +137,53 @@ class GroupSpec:
         check_name(self.name)
         if type(self.max_restarts) is not int or self.max_restarts < 0:
             raise ValueError(f"max_restarts={self.max_restarts!r}: give a whole number, 0 or more")
+        self._check_random()
         if self.name is not None and self.placement.placement_group is not None:
             raise ValueError(
                 f"name={self.name!r} with a placement group of your own: it may end before the group does; omit one"
             )
+
+    def _check_random(self) -> None:
+        if type(self.random_weights) is not bool:
+            raise ValueError(f"random_weights={self.random_weights!r}: give True or False")
+        if self.config_overrides is None:
+            return
+        if not self.random_weights:
+            raise ValueError(
+                "config_overrides without random_weights=True: the weights in the files fit the config.json beside them"
+            )
+        if not isinstance(self.config_overrides, Mapping):
+            raise ValueError(f"config_overrides={self.config_overrides!r}: give a mapping, {{'num_hidden_layers': 2}}")
+        source = self.model.model if isinstance(self.model, Adapted) else self.model
+        if source is not None and not isinstance(source, str):
+            raise ValueError("config_overrides with a callable model, which does not read config.json: leave one out")
+
+    def located(self) -> Self:
+        """Return the spec with a hub id resolved, so that later loads read the same commit; needs no cluster.
+
+        Raises:
+            ValueError: A revision for what is no hub id.
+            CheckpointError: As `locate`.
+        """
+        where = locate(self.checkpoint, self.revision, weights=not self.random_weights)
+        return replace(self, checkpoint=where, revision=None)
+
+    def of_files(self, source: str) -> Self:
+        """Return the spec for a reload from other files than the group was made from: those hold weights."""
+        return replace(self, checkpoint=source, revision=None, random_weights=False, config_overrides=None)
+
+    def seen_at(self, base: str, directory: str) -> Self:
+        """Return the spec with the base's files in another directory or URI."""
+        if isinstance(self.model, Adapted) and self.model.base == normal_path(base):
+            model = replace(self.model, base=directory)
+            return replace(self, model=model, checkpoint=directory if self.checkpoint == base else self.checkpoint)
+        return replace(self, checkpoint=directory)
+
+    def hub_access(self) -> HubAccess | None:
+        """Return this process's access to the hub, for the ranks; `None` if they read nothing there."""
+        base = self.model.base if isinstance(self.model, Adapted) else None
+        is_there = any(one is not None and HubPath.of(one) and is_remote(one) for one in (self.checkpoint, base))
+        return hub_access() if is_there else None
 
 
 def local_path(checkpoint: str) -> str | None:
@@ -141,14 +191,18 @@ def local_path(checkpoint: str) -> str | None:
     return None if is_remote(checkpoint) else normal_path(checkpoint)
 
 
-def open_here(checkpoint: str) -> Checkpoint | None:
+Opener = Callable[[str], Checkpoint]
+"""`open_checkpoint`, or `open_config` for random weights."""
+
+
+def open_here(checkpoint: str, opener: Opener) -> Checkpoint | None:
     """Open a checkpoint in this process; return `None` if this machine does not see the path.
 
     Raises:
         CheckpointError: The checkpoint is not valid, or of an unsupported kind.
     """
     path = local_path(checkpoint)
-    return open_checkpoint(checkpoint) if path is None or _is_there(path) else None
+    return opener(checkpoint) if path is None or _is_there(path) else None
 
 
 def _is_there(path: str) -> bool:
@@ -161,11 +215,12 @@ def _is_there(path: str) -> bool:
         return os.path.exists(path)  # an unreadable directory: opening it raises the error
 
 
-def open_on_a_node(checkpoint: str, start_s: float) -> Checkpoint:
+def open_on_a_node(checkpoint: str, opener: Opener, start_s: float) -> Checkpoint:
     """Open a checkpoint on the first node of the cluster that sees its path.
 
     Args:
         checkpoint: A local path or `file://` URI.
+        opener: Opens it there.
         start_s: Deadline for the nodes' answers.
 
     Raises:
@@ -175,7 +230,7 @@ def open_on_a_node(checkpoint: str, start_s: float) -> Checkpoint:
     assert path is not None, "a remote URI is opened on the driver"
     nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
     silent: dict[str, str] = {}
-    for node_id, answer in ask_nodes(_open_if_there, dict.fromkeys(nodes, path), start_s):
+    for node_id, answer in ask_nodes(partial(_open_if_there, opener), dict.fromkeys(nodes, path), start_s):
         if isinstance(answer, ray.exceptions.GetTimeoutError):
             silent[nodes[node_id]] = f"none within {start_s:g} s"
         elif isinstance(answer, ray.exceptions.RayError):
@@ -194,12 +249,12 @@ def open_on_a_node(checkpoint: str, start_s: float) -> Checkpoint:
     )
 
 
-def _open_if_there(path: str) -> bytes | RayshardingError | None:
+def _open_if_there(opener: Opener, path: str) -> bytes | RayshardingError | None:
     """Return the opened checkpoint, the error in it, or `None` if the node does not see it; runs on a node."""
     if not _is_there(path):
         return None
     try:
-        return open_checkpoint(path).to_json()
+        return opener(path).to_json()
     except RayshardingError as error:
         return error
 
@@ -228,7 +283,7 @@ def opened_here(spec: GroupSpec) -> Opened | None:
         CheckpointError: The checkpoint is not valid, or adapters name no base that can be opened.
         ValueError: The adapters in the files differ from `peft_config`.
     """
-    return _opened(spec, open_here)
+    return _opened(spec, partial(open_here, opener=_opener(spec)))
 
 
 def opened_on_a_node(spec: GroupSpec, start_s: float) -> Opened:
@@ -238,22 +293,29 @@ def opened_on_a_node(spec: GroupSpec, start_s: float) -> Opened:
         spec: The group's spec.
         start_s: Deadline for the nodes' answers.
     """
-    opened = _opened(spec, lambda path: open_here(path) or open_on_a_node(path, start_s))
+    opener = _opener(spec)
+    opened = _opened(spec, lambda path: open_here(path, opener) or open_on_a_node(path, opener, start_s))
     assert opened is not None, "open_on_a_node raises if no node sees the path"
     return opened
 
 
 def opened_without_cluster(spec: GroupSpec) -> Opened:
     """Open the checkpoint of a spec in this process, without a cluster whose nodes might see it; see `opened_here`."""
-    opened = _opened(spec, open_checkpoint)
+    opened = _opened(spec, _opener(spec))
     assert opened is not None, "open_checkpoint raises if the path is not there"
     return opened
+
+
+def _opener(spec: GroupSpec) -> Opener:
+    return open_config if spec.random_weights else open_checkpoint
 
 
 def _opened(spec: GroupSpec, open_one: Callable[[str], Checkpoint | None]) -> Opened | None:
     given = open_one(spec.checkpoint)
     if given is None:
         return None
+    if spec.config_overrides is not None:
+        given = override_config(given, spec.config_overrides)
     if given.adapter is None:
         model = spec.model
         if isinstance(model, Adapted):
@@ -266,6 +328,9 @@ def _opened(spec: GroupSpec, open_one: Callable[[str], Checkpoint | None]) -> Op
         what = f"adapter_config.json names no base model (base_model_name_or_path={base!r}): {how}"
         raise CheckpointError(what, path=given.path)
     try:
+        if adapted.base is None:
+            # peft writes the revision of a hub id; of a path it means nothing.
+            base = locate(base, None if os.path.lexists(base) else given.adapter.get("revision"))
         opened = open_one(base)
     except CheckpointError as error:
         error.add_note(f"raysharding: {given.path} names this as its base model; if the base was moved, {how}")
@@ -326,6 +391,8 @@ def fitted_module(model: Any, checkpoint: Checkpoint, loading: Loading) -> nn.Mo
         PlanError: As `check_fit`.
     """
     module = build_module(model, checkpoint, loading.dtype)
+    if checkpoint.is_random:
+        return module
     keys = map_keys(module, checkpoint.tensors, loading.key_mapping)
     if problems := keys.mismatches(strict=loading.strict):
         raise misfit(checkpoint.path, problems)

@@ -12,10 +12,11 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from raysharding.checkpoint.storage import HubPath, normal_path, split_path
 from raysharding.errors import CallTimeoutError, CheckpointError, FailureKind, GroupError, RankFailure
 from raysharding.group.actors import REMOTE_RANK_ACTOR, ActorInfo
 from raysharding.group.cluster import Lifetime, Reservation, accelerator_names, name_taken, replies, tell
-from raysharding.group.launch.spec import GroupSpec, local_path
+from raysharding.group.launch.spec import GroupSpec
 from raysharding.group.ranks import Member, RankInfo
 
 _PID = re.compile(r"\bpid: (\d+)")
@@ -32,8 +33,8 @@ class Started:
 
 
 def start_actors(
-    reservation: Reservation, spec: GroupSpec, world_size: int, device_type: str, checkpoint_path: str | None
-) -> Started:
+    reservation: Reservation, spec: GroupSpec, world_size: int, device_type: str, paths: Sequence[str]
+) -> tuple[Started, str | None]:
     """Start one actor in each bundle and number them.
 
     Args:
@@ -41,23 +42,32 @@ def start_actors(
         spec: The group's spec.
         world_size: Number of ranks.
         device_type: Device type of the ranks.
-        checkpoint_path: Local path that rank 0's node must see; `None` if rank 0 may run on any node.
+        paths: Files of the checkpoint; rank 0 runs on a node that sees them.
+
+    Returns:
+        The actors, and the directory or URI where rank 0 sees the files, if not where `paths` say: a model of the hub
+        is in the cache of rank 0's node, or in no cache of the ranks' nodes.
 
     Raises:
         ValueError: The group's name is taken.
         GroupError: An actor died while it started.
         CallTimeoutError: Actors did not answer in time.
-        CheckpointError: No actor's node sees the path.
+        CheckpointError: No actor's node sees the files, which are not on the hub either.
     """
     actors: list[Any] = []
     try:
         # One by one: if an actor fails to start, the actors before it must be stopped.
         actors.extend(_start(reservation, bundle, device_type, spec) for bundle in range(world_size))
-        infos = probe(actors, spec.timeouts.start_s, checkpoint_path, reservation.node_ip)
-        if not any(info.sees_checkpoint for info in infos):
+        infos = probe(actors, spec.timeouts.start_s, paths, reservation.node_ip)
+        started = number_actors(actors, infos, device_type, spec.lifetime)
+        first = infos[started.members[0].bundle]
+        if first.snapshot is not None or first.sees_checkpoint:
+            return started, first.snapshot
+        hub = HubPath.of_pinned(split_path(paths[0])[0])
+        if hub is None:
             nodes = ", ".join(sorted({info.node_ip for info in infos}))
-            raise CheckpointError(f"not visible on the nodes of the ranks: {nodes}", path=checkpoint_path)
-        return number_actors(actors, infos, device_type, spec.lifetime)
+            raise CheckpointError(f"not visible on the nodes of the ranks: {nodes}", path=paths[0])
+        return started, hub.uri
     except BaseException:
         for actor in actors:
             ray.kill(actor, no_restart=True)
@@ -83,8 +93,8 @@ def start_in_place_of(
     actors: list[Any] = []
     try:
         actors.extend(_start(reservation, bundle, "cpu", spec) for bundle in bundles)
-        path = local_path(spec.checkpoint)
-        infos = probe(actors, spec.timeouts.start_s, path, lambda index: reservation.node_ip(bundles[index]), ranks)
+        path = normal_path(spec.checkpoint)
+        infos = probe(actors, spec.timeouts.start_s, [path], lambda index: reservation.node_ip(bundles[index]), ranks)
     except BaseException:
         for actor in actors:
             ray.kill(actor, no_restart=True)
@@ -127,7 +137,7 @@ def _start(reservation: Reservation, bundle: int, device_type: str, spec: GroupS
         options["runtime_env"] = environment
     try:
         return REMOTE_RANK_ACTOR.options(**options, **lifetime.actor_options(bundle)).remote(
-            lifetime.first_lease_s, reservation.is_ours
+            lifetime.first_lease_s, reservation.is_ours, spec.hub_access()
         )
     except ray.exceptions.ActorAlreadyExistsError as error:
         raise name_taken(str(lifetime.name)) from error
@@ -136,7 +146,7 @@ def _start(reservation: Reservation, bundle: int, device_type: str, spec: GroupS
 def probe(
     actors: Sequence[Any],
     start_s: float,
-    checkpoint_path: str | None,
+    paths: Sequence[str],
     node_ip: Callable[[int], str],
     numbers: Sequence[int] | None = None,
 ) -> list[ActorInfo]:
@@ -145,7 +155,7 @@ def probe(
     Args:
         actors: Actors by bundle.
         start_s: Deadline for all actors together.
-        checkpoint_path: See `start_actors`.
+        paths: See `start_actors`.
         node_ip: Returns the address of an actor's bundle, for actors that did not start and cannot report it.
         numbers: Numbers of the actors in errors: their ranks, if they have ranks already. Default: 0, 1, ...
 
@@ -156,7 +166,7 @@ def probe(
     numbers = range(len(actors)) if numbers is None else numbers
     infos: dict[int, ActorInfo] = {}
     late: dict[int, RankFailure] = {}
-    refs = {actor.probe.remote(checkpoint_path): index for index, actor in enumerate(actors)}
+    refs = {actor.probe.remote(paths): index for index, actor in enumerate(actors)}
     # In the order of the answers: the report of a death must not wait for an earlier actor that hangs.
     for index, answer in replies(refs, start_s):
         number = numbers[index]
@@ -186,7 +196,8 @@ def rank_order(infos: Sequence[ActorInfo], driver_node: str) -> list[int]:
         infos: Infos by actor.
         driver_node: Ray's id of the driver's node, which comes first among the nodes that see the checkpoint.
     """
-    seeing = {info.node_id for info in infos if info.sees_checkpoint}
+    cached = {info.node_id for info in infos if info.snapshot is not None}
+    seeing = cached or {info.node_id for info in infos if info.sees_checkpoint}
 
     def place(index: int) -> tuple[Any, ...]:
         info = infos[index]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from raysharding.checkpoint import newest_after
+from raysharding.checkpoint.storage import normal_path
 from raysharding.errors import GroupTakenOverError, RayshardingError
 from raysharding.group.calls import UndoOnInterrupt
 from raysharding.group.launch import GroupSpec, RunningGroup, launch, rendezvous
@@ -81,14 +82,18 @@ def restart(
     files.settle()  # not earlier: a rank that was still alive might have committed a save after it
     number = files.begin_load()
     source = newest_after(files.origin) if checkpoint is None else checkpoint
+    # Nothing was saved or loaded since the group was made: random weights are made again, equal ones.
+    is_own = checkpoint is None and files.is_first and source == normal_path(spec.checkpoint)
     try:
         with UndoOnInterrupt():
-            fresh = launch(replace(spec, checkpoint=source))
+            fresh = launch(spec if is_own else spec.of_files(source))
     except Exception as error:
         error.add_note(f"raysharding: the restart had to load files: {why}")
         raise
     supervisor.shut_down_soon()  # its ranks are gone; an error here would leave the new ranks without an owner
-    files.loaded(source, number)
+    if not is_own:
+        source = normal_path(fresh.spec.checkpoint)
+        files.loaded(source, number)
     report = RestartReport("reloaded", why, source, len(fresh.client.members), time.monotonic() - begun)
     return replace(fresh, files=files), report
 
