@@ -256,7 +256,9 @@ def agree_on_plan(
     why = "rank 0 holds the state dict" if outline.tensors else "no weights are read"
     read_plan = ReadPlan(loading.transport, (0,), why)
     if outline.file_locations is not None:
-        read_plan = plan_reads(loading, FileLocations.from_json(outline.file_locations), by_rank, found)
+        there = FileLocations.from_json(outline.file_locations)
+        piece_bytes = outline.checkpoint_bytes // max(1, len(outline.tensors) * shards.num_shards)
+        read_plan = plan_reads(loading, there, by_rank, found, piece_bytes)
     extents = _all_extents(proposal.match, outline)
     files = found if proposal.match is None else proposal.match.checkpoint.files
     reads = shards.rank in read_plan.readers

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from raysharding.checkpoint import Checkpoint, CheckpointFile, FileReader, file_system_type, identify_files
-from raysharding.checkpoint.storage import is_remote
+from raysharding.checkpoint.storage import HubPath, is_remote, require_file, split_path, storage_of
 from raysharding.config import Loading
 from raysharding.distributed.comm import agree
-from raysharding.distributed.transfer import host_identity
+from raysharding.distributed.transfer import REMOTE_GAP_BYTES, host_identity
 from raysharding.errors import CheckpointError
 
 _NUM_SAMPLES = 64
@@ -94,12 +94,19 @@ def with_local_files(checkpoint: Checkpoint) -> Checkpoint:
     Raises:
         CheckpointError: A file is missing or differs.
     """
+    if _is_pinned(checkpoint.files):
+        return checkpoint
     found = identify_files([file.path for file in checkpoint.files])
     for there, here in zip(checkpoint.files, found, strict=True):
         if (there.num_bytes, there.header_sha256) != (here.num_bytes, here.header_sha256):
             what = f"is another file on {host_identity()[0]} than where the checkpoint was opened: copy the same one"
             raise CheckpointError(f"{what} to every node, or open it anew", path=here.path)
     return replace(checkpoint, files=tuple(found))
+
+
+def _is_pinned(files: Sequence[CheckpointFile]) -> bool:
+    """Return True for files of a commit of the hub: they are the same everywhere, and do not change."""
+    return bool(files) and is_remote(files[0].path) and HubPath.of_pinned(split_path(files[0].path)[0]) is not None
 
 
 def rank_0_reads(loading: Loading) -> bool:
@@ -114,7 +121,8 @@ def check_visibility(
 
     Returns:
         The visibility, `None` if it is not needed; and the files with this rank's modification times, empty if a file
-        is not visible. Cost: a `stat` of each file on rank 0's host, reading the headers elsewhere.
+        is not visible. Cost: a `stat` of each file on rank 0's host, one listing of a commit of the hub, reading the
+        headers elsewhere.
     """
     if rank_0_reads(loading):
         return None, ()
@@ -122,6 +130,10 @@ def check_visibility(
     if host == there.host and there.inodes and _inodes(there.files) == there.inodes:
         return FileVisibility(host, sees=True, is_same=True, why_not=""), there.files
     try:
+        if _is_pinned(there.files):
+            for file in there.files:  # one request, for the listing
+                require_file(storage_of(file.path).find(file.path), file.path)
+            return FileVisibility(host, sees=True, is_same=True, why_not=""), there.files
         found = tuple(identify_files([file.path for file in there.files]))
         return FileVisibility(host, sees=True, is_same=False, why_not=""), found
     except Exception as error:  # noqa: BLE001 - the other ranks wait for what this one sees
@@ -129,7 +141,11 @@ def check_visibility(
 
 
 def plan_reads(
-    loading: Loading, there: FileLocations, by_rank: Sequence[FileVisibility], found: Sequence[CheckpointFile]
+    loading: Loading,
+    there: FileLocations,
+    by_rank: Sequence[FileVisibility],
+    found: Sequence[CheckpointFile],
+    piece_bytes: int,
 ) -> ReadPlan:
     """Choose transport and readers; collective if ranks see other inodes than rank 0.
 
@@ -139,6 +155,7 @@ def plan_reads(
         by_rank: Visibility on each rank, in rank order; empty if not needed. All ranks decide from the same values,
             because ranks with different decisions would wait for messages that are not sent.
         found: The files as this rank sees them.
+        piece_bytes: Bytes of a rank's part of a tensor, on average.
 
     Raises:
         CheckpointError: On every rank, if ranks see different content under one path, or too few see the files.
@@ -153,6 +170,9 @@ def plan_reads(
     seeing = tuple(rank for rank, item in enumerate(by_rank) if item.sees)
     _require_enough(loading, seeing, by_rank, there.files[0].path)
     wanted = loading.num_readers or len(seeing)
+    if loading.num_readers is None and is_remote(there.files[0].path):
+        # A request takes as long as some bytes: each reader gets whole ones, though it sends parts of them on.
+        wanted = min(wanted, max(1, wanted * piece_bytes // REMOTE_GAP_BYTES))
     readers = _spread(seeing, by_rank)[:wanted] if transport != "local" else seeing
     return _read_plan(transport, tuple(sorted(readers)), seeing, by_rank, there)
 

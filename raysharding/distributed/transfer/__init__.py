@@ -36,6 +36,7 @@ from raysharding.distributed.transfer.memory import (
 )
 from raysharding.distributed.transfer.shared_memory import SharedRings, host_identity, share_rings
 from raysharding.distributed.transfer.sources import (
+    REMOTE_GAP_BYTES,
     CheckpointSource,
     Extent,
     Extents,

@@ -118,6 +118,8 @@ LOCAL_GAP_BYTES = 0
 REMOTE_GAP_BYTES = 256 << 10
 """Ranges of a remote file that are closer than this are read by one request, including the gap, because a request takes
 as long as that many bytes. A local read has no such cost."""
+MAX_OVERREAD = 1.0625
+"""Bytes of a request to a store ÷ bytes wanted of it; gaps that would make it more are not read."""
 PIECE_BYTES = 16 << 20
 """A longer range of a local file is read in pieces, so that a slow disk reports progress."""
 SCRATCH_BYTES = 4 << 20
@@ -330,9 +332,12 @@ class CheckpointSource(TensorSource):
             file, start, memory, _ = pieces[first]
             end, last = start + memory.nbytes, first + 1
             gap = REMOTE_GAP_BYTES if self._remote[file] else LOCAL_GAP_BYTES
+            wanted = memory.nbytes
             while last < len(pieces) and end - start < JOB_BYTES:
                 next_file, offset, memory, _ = pieces[last]
-                if next_file != file or not 0 <= offset - end <= gap:
+                wanted += memory.nbytes
+                is_close = 0 <= offset - end <= gap and offset + memory.nbytes - start <= MAX_OVERREAD * wanted
+                if next_file != file or not is_close:
                     break
                 end = offset + memory.nbytes
                 last += 1

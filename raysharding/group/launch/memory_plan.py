@@ -89,7 +89,7 @@ class GroupPlan:
     """Result of `ShardedModelGroup.plan`."""
 
     checkpoint: str
-    """Path or URI, as the user gave it."""
+    """Path or URI; of a hub id the commit's."""
     world_size: int
     """Number of ranks."""
     device: str
