@@ -18,7 +18,7 @@ from raysharding.errors import CheckpointError
 
 
 def connect(uri: str, options: RemoteOptions, for_writing: bool = False) -> tuple[Any, str]:
-    """Return the `pyarrow.fs.FileSystem` of a URI, or the `HubFileSystem`, and the path inside the file system.
+    """Return the `pyarrow.fs.FileSystem` of a URI, and the path inside the file system.
 
     Args:
         uri: Of a directory.
@@ -31,8 +31,6 @@ def connect(uri: str, options: RemoteOptions, for_writing: bool = False) -> tupl
         NotImplementedError: This pyarrow was built without the store.
         OSError: The store cannot be reached, or a library is missing.
     """
-    if (in_hub := model_path(uri)) is not None:
-        return HubFileSystem(options.request_s), in_hub
     import pyarrow.fs as arrow_fs  # takes half a second
 
     system, inside = arrow_fs.FileSystem.from_uri(uri)
@@ -229,6 +227,8 @@ class RemoteStorage:
         entered = self._directories.get((directory, for_writing))
         if entered is None:
             options = self._requests.options
+            if (in_hub := model_path(directory)) is not None:
+                return HubFileSystem(options.request_s), in_hub
             # Sends a request: where the URI names no region, S3 is asked for the region of the bucket.
             entered = self._requests.call(path, "connecting", lambda: connect(directory, options, for_writing))
             self._directories[directory, for_writing] = entered

@@ -27,10 +27,18 @@ from raysharding.group.cluster import (
     choose_ranks,
     cluster_gpus,
     connect,
+    join_announced,
     reserve,
 )
 from raysharding.group.launch.preflight import Preflight, PreflightReport
-from raysharding.group.launch.spec import GroupSpec, Opened, check_fit, opened_here, opened_on_a_node
+from raysharding.group.launch.spec import (
+    GroupSpec,
+    Opened,
+    check_fit,
+    opened_here,
+    opened_on_a_node,
+    opened_without_cluster,
+)
 from raysharding.group.launch.start_actors import Started, start_actors
 from raysharding.group.rpc import Packed, pack
 from raysharding.group.supervision import Client, Replicas, Supervisor
@@ -170,10 +178,12 @@ def update_record(running: RunningGroup, spec: GroupSpec) -> ray.ObjectRef:
 def launch(spec: GroupSpec) -> RunningGroup:
     """Make a group; see `ShardedModelGroup.from_checkpoint`."""
     spec.check()
+    # Before Ray is started, which these checks do not need.
     spec = spec.located()
     opened = opened_here(spec)
+    if opened is None and not join_announced():
+        opened = opened_without_cluster(spec)  # a cluster of this machine alone would see no more than this process
     if opened is not None:
-        # Before Ray is started: the check does not need Ray.
         check_fit(opened, spec.sharding, spec.loading)
     connect()
     if spec.name is not None:

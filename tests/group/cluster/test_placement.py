@@ -230,7 +230,7 @@ def test_an_actor_that_died_is_reported_while_another_still_starts() -> None:
                 os._exit(1)
             time.sleep(100)
 
-        def probe(self, path: None) -> None:
+        def probe(self, paths: tuple[()]) -> None:
             """Never answers."""
 
     start = ray.remote(num_cpus=1)(Starts).remote
@@ -238,7 +238,7 @@ def test_an_actor_that_died_is_reported_while_another_still_starts() -> None:
     begun = now()
     try:
         with pytest.raises(GroupError, match="could not start") as caught:
-            probe(actors, 60, None, lambda bundle: f"node of {bundle}")
+            probe(actors, 60, (), lambda bundle: f"node of {bundle}")
         assert list(caught.value.failures) == [1]
         assert caught.value.failures[1].node_ip == "node of 1"
         assert now() - begun < 30
