@@ -1,0 +1,72 @@
+"""Runs a notebook from a kernel, as a person does: with an interrupt, and a restart in the middle."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from nbclient import NotebookClient
+from nbformat import NotebookNode
+
+CELL_S = 120
+"""Longest time of one cell, in seconds."""
+
+
+class Notebook(NotebookClient):
+    """A notebook with a kernel.
+
+    Args:
+        path: The notebook.
+        folder: Where its kernel runs.
+        interrupt: (id of a cell, text): the kernel is interrupted in that cell, once an output of any cell has the text.
+        restart: Id of the cell before which the kernel is restarted, which kills its process.
+    """
+
+    def __init__(self, path: Path, folder: Path, *, interrupt: tuple[str, str], restart: str) -> None:
+        nodes = nbformat.read(path, as_version=4)
+        resources = {"metadata": {"path": str(folder)}}
+        super().__init__(nodes, timeout=CELL_S, kernel_name="python3", allow_errors=True, resources=resources)
+        self._interrupt: tuple[str, str] | None = interrupt
+        self._restart = restart
+        self._interrupting: asyncio.Future[Any] | None = None
+
+    def process_message(self, msg: dict[str, Any], cell: NotebookNode, cell_index: int) -> NotebookNode | None:
+        """Take an output, and interrupt the kernel if this is the moment."""
+        done: NotebookNode | None = super().process_message(msg, cell, cell_index)
+        if self._interrupt is not None and cell.id == self._interrupt[0]:
+            if self._interrupt[1] in str(msg["content"].get("data", "")):
+                self._interrupt = None
+                self._interrupting = asyncio.ensure_future(self.km.interrupt_kernel())
+        return done
+
+    async def run(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """Run all cells; return by the id of a code cell its outputs, joined: text, html, and `<png>` for a picture."""
+        async with self.async_setup_kernel(env={**os.environ, **environment}):
+            for index, cell in enumerate(self.nb.cells):
+                if cell.id == self._restart:
+                    await self.km.restart_kernel(now=True)
+                    await self.kc.wait_for_ready(timeout=CELL_S)
+                await self.async_execute_cell(cell, index)
+        return {cell.id: "\n".join(map(_text, cell.outputs)) for cell in self.nb.cells if cell.cell_type == "code"}
+
+
+def _text(output: NotebookNode) -> str:
+    if output.output_type == "stream":
+        return str(output.text)
+    if output.output_type == "error":
+        return f"{output.ename}: {output.evalue}"
+    kinds = {"text/html": str, "text/plain": str, "image/png": lambda _: "<png>"}
+    return "\n".join(show(output.data[kind]) for kind, show in kinds.items() if kind in output.data)
+
+
+if __name__ == "__main__":
+    path, folder = Path(sys.argv[1]), Path(sys.argv[2])
+    notebook = Notebook(path, folder, interrupt=("fit", "fit: step"), restart="attach")
+    for cell, text in asyncio.run(notebook.run({})).items():
+        print(f"== {cell}\n{text}")
+    nbformat.write(notebook.nb, folder / "seen.ipynb")
