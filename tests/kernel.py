@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,25 +22,30 @@ class Notebook(NotebookClient):
     Args:
         path: The notebook.
         folder: Where its kernel runs.
-        interrupt: (id of a cell, text): the kernel is interrupted in that cell, once an output of any cell has the text.
+        replace: (old, new): text of the notebook that is replaced, once.
+        interrupt: (id of a cell, text): the kernel is interrupted in that cell, once an output that comes during it has
+            the text.
         restart: Id of the cell before which the kernel is restarted, which kills its process.
     """
 
-    def __init__(self, path: Path, folder: Path, *, interrupt: tuple[str, str], restart: str) -> None:
-        nodes = nbformat.read(path, as_version=4)
+    def __init__(
+        self, path: Path, folder: Path, *, replace: tuple[str, str], interrupt: tuple[str, str], restart: str
+    ) -> None:
+        text = path.read_text()
+        assert text.count(replace[0]) == 1, replace
+        nodes = nbformat.reads(text.replace(*replace), as_version=4)
         resources = {"metadata": {"path": str(folder)}}
         super().__init__(nodes, timeout=CELL_S, kernel_name="python3", allow_errors=True, resources=resources)
-        self._interrupt: tuple[str, str] | None = interrupt
+        self._interrupt = interrupt
         self._restart = restart
         self._interrupting: asyncio.Future[Any] | None = None
 
     def process_message(self, msg: dict[str, Any], cell: NotebookNode, cell_index: int) -> NotebookNode | None:
         """Take an output, and interrupt the kernel if this is the moment."""
         done: NotebookNode | None = super().process_message(msg, cell, cell_index)
-        if self._interrupt is not None and cell.id == self._interrupt[0]:
-            if self._interrupt[1] in str(msg["content"].get("data", "")):
-                self._interrupt = None
-                self._interrupting = asyncio.ensure_future(self.km.interrupt_kernel())
+        where, what = self._interrupt
+        if self._interrupting is None and cell.id == where and what in str(msg["content"].get("data", "")):
+            self._interrupting = asyncio.ensure_future(self.km.interrupt_kernel())
         return done
 
     async def run(self, environment: Mapping[str, str]) -> dict[str, str]:
@@ -62,11 +66,3 @@ def _text(output: NotebookNode) -> str:
         return f"{output.ename}: {output.evalue}"
     kinds = {"text/html": str, "text/plain": str, "image/png": lambda _: "<png>"}
     return "\n".join(show(output.data[kind]) for kind, show in kinds.items() if kind in output.data)
-
-
-if __name__ == "__main__":
-    path, folder = Path(sys.argv[1]), Path(sys.argv[2])
-    notebook = Notebook(path, folder, interrupt=("fit", "fit: step"), restart="attach")
-    for cell, text in asyncio.run(notebook.run({})).items():
-        print(f"== {cell}\n{text}")
-    nbformat.write(notebook.nb, folder / "seen.ipynb")
