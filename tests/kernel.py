@@ -64,5 +64,5 @@ def _text(output: NotebookNode) -> str:
         return str(output.text)
     if output.output_type == "error":
         return f"{output.ename}: {output.evalue}"
-    kinds = {"text/html": str, "text/plain": str, "image/png": lambda _: "<png>"}
-    return "\n".join(show(output.data[kind]) for kind, show in kinds.items() if kind in output.data)
+    data = {**output.data, **({"image/png": "<png>"} if "image/png" in output.data else {})}
+    return "\n".join(data[kind] for kind in ("text/html", "text/plain", "image/png") if kind in data)

@@ -24,16 +24,16 @@ def test_it_is_committed_without_outputs() -> None:
 @pytest.mark.full
 @pytest.mark.timeout(240)
 def test_it_runs_with_an_interrupt_and_a_restart_of_its_kernel(driver: Driver, rays: RayHosts, tmp_path: Path) -> None:
-    outputs = driver.run(jobs.run_notebook, EXAMPLE, tmp_path, replace=("NUM_STEPS = 200", "NUM_STEPS = 60"))
+    outputs = driver.run(jobs.run_notebook, EXAMPLE, tmp_path, replace=("NUM_STEPS = 200", "NUM_STEPS = 40"))
     print(*(f"== {cell}\n{text}" for cell, text in outputs.items()), sep="\n")  # for a failure
     failed = [cell for cell, text in outputs.items() if re.search(r"^\w+(Error|Interrupt): ", text, re.MULTILINE)]
     assert failed == ["fit"], "the interrupt alone"
     assert "KeyboardInterrupt" in outputs["fit"]
     assert "GroupState.READY" in outputs["state"]
-    report = re.search(r"^step 60, loss (\S+): (\d+) steps", outputs["resume"], re.MULTILINE)
+    report = re.search(r"^step 40, loss (\S+): (\d+) steps", outputs["resume"], re.MULTILINE)
     assert report is not None
-    assert 30 < int(report[2]) < 60, "it went on after the steps that the interrupt let end"
-    assert float(report[1]) < 3.5, "from 5.5"
+    assert 20 < int(report[2]) < 40, "it went on after the steps that the interrupt let end"
+    assert float(report[1]) < 4.0, "from 5.5"
     # The view saw what ran in later cells: steps of both runs.
     assert re.search(r"(last )?fit: step \d+, epoch 0, loss \S+, \S+ tokens/s", outputs["watch"])
     assert outputs["curve"].endswith("<png>")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import html
-import shutil
 import sys
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import chain, repeat
 from typing import Any, Protocol
 
 from tqdm import tqdm
@@ -86,13 +85,12 @@ class _Terminal:
         self._bars: list[Any] = []
 
     def draw(self, picture: Picture) -> None:
-        # A line that the terminal wraps would not be erased; nor the rest of a longer line of another bar.
-        width = shutil.get_terminal_size().columns - 1
         lines = str(picture).splitlines()
         while len(self._bars) < len(lines):
-            self._bars.append(tqdm(total=0, bar_format="{desc}", leave=False, file=sys.stderr))
-        for bar, line in zip_longest(self._bars, lines, fillvalue=""):
-            bar.set_description_str(line[:width].ljust(width))
+            # tqdm trims to the terminal's width; the padding erases a longer line of a bar that stood here.
+            self._bars.append(tqdm(total=0, bar_format="{desc:<999}", dynamic_ncols=True, leave=False, file=sys.stderr))
+        for bar, line in zip(self._bars, chain(lines, repeat("")), strict=False):
+            bar.set_description_str(line)
 
     def close(self, picture: Picture) -> None:
         for bar in reversed(self._bars):

@@ -19,6 +19,7 @@ from raysharding.units import MIB
 
 _STOP_S = STATUS_S + 1.0
 _HEADER = ("rank", "node", "device", "phase", "last call", "host MiB", "peak host MiB", "device MiB", "state")
+_MEMORY = ("host_bytes", "peak_host_bytes", "device_bytes")
 
 
 @dataclass(frozen=True)
@@ -86,28 +87,29 @@ class LiveView:
     def _run(self) -> None:
         try:
             while not self._end:
-                self._refresh()
-                if self._stopping.wait(0 if self._end else self._refresh_s):
-                    self._end = self._end or "stopped"
+                end = self._refresh()
+                if not end and self._stopping.wait(self._refresh_s):
+                    end = "stopped"
+                self._end = end
             self._screen.close(replace(self._picture, title=f"{self._name}: the view has ended: {self._end}"))
         except Exception as error:  # noqa: BLE001 - nobody to raise to; `repr` tells that, say, stderr is closed
             self._end = f"cannot draw: {type(error).__name__}: {error}"
         finally:
             atexit.unregister(self.stop)
 
-    def _refresh(self) -> None:
-        """Look at the group, and draw it if it is there."""
+    def _refresh(self) -> str:
+        """Look at the group and draw it; return why the view ends if the group is gone, else an empty string."""
         try:
             seen = self._look()
             if seen is None or seen.client.supervisor.state is GroupState.CLOSED:
-                self._end = "the group was dropped" if seen is None else "the group was shut down"
-                self._picture = Picture("", _now())
-                return
+                self._picture = Picture(self._name, _now())
+                return "the group was dropped" if seen is None else "the group was shut down"
             self._picture = _picture_of(seen)
         except Exception as error:  # noqa: BLE001 - shown; the next look may succeed
             self._picture = Picture(self._name, _now(), (f"cannot be seen: {type(error).__name__}: {error}",))
         self.num_refreshes += 1
         self._screen.draw(self._picture)
+        return ""
 
 
 def _picture_of(seen: Seen) -> Picture:
@@ -137,9 +139,6 @@ def _row(status: Mapping[str, Any]) -> tuple[str, ...]:
         *memory,
         state,
     )
-
-
-_MEMORY = ("host_bytes", "peak_host_bytes", "device_bytes")
 
 
 def _now() -> str:

@@ -98,12 +98,11 @@ def test_steps_of_a_fit_are_shown_while_it_runs(counting: ShardedModelGroup, cap
 
 
 def test_terminal_has_a_line_for_each_rank(counting: ShardedModelGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "90")
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 90))
     with os.fdopen(theirs, "w") as terminal:
         monkeypatch.setattr(sys, "stderr", terminal)
-        with counting.watch(refresh_s=0.1) as view:
+        with counting.watch(refresh_s=0.5) as view:
             until(lambda: view.num_refreshes >= 2, "two refreshes")
         seen = os.read(ours, 1 << 16).decode()
     os.close(ours)
