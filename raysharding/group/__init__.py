@@ -5,7 +5,7 @@ from raysharding.group.cluster import NodeCapacity
 from raysharding.group.fit import FitReport, FitStep
 from raysharding.group.group import ShardedModelGroup
 from raysharding.group.ranks import RankInfo
-from raysharding.group.supervision import GroupState
+from raysharding.group.supervision import GroupState, LiveView
 
 NodeRoom = NodeCapacity
 """The old name of `NodeCapacity`."""
@@ -16,6 +16,7 @@ __all__ = [
     "FitStep",
     "GroupState",
     "Handle",
+    "LiveView",
     "NodeCapacity",
     "NodeRoom",
     "RankInfo",

@@ -64,16 +64,23 @@ from raysharding.group.launch import (
 from raysharding.group.ranks import RankInfo
 from raysharding.group.recovery import RestartReport, attach, restart
 from raysharding.group.rpc import Mode, is_supervision_thread
-from raysharding.group.supervision import Check, Client, GroupState, Supervisor, probe_all, read_log, read_stacks
+from raysharding.group.supervision import (
+    Check,
+    Client,
+    GroupState,
+    LiveView,
+    Seen,
+    Supervisor,
+    rank_statuses,
+    read_log,
+    read_stacks,
+)
 from raysharding.models import Adapted
 from raysharding.units import GIB
 from raysharding.worker import check_mode
 
 if TYPE_CHECKING:
     from raysharding.distributed import LoadReport
-
-
-_STATUS_S = 2.0
 
 
 class ShardedModelGroup:
@@ -100,6 +107,7 @@ class ShardedModelGroup:
         """
         self._optimizer = running.spec.optimizer
         self._fits = FitLock()
+        self._view: LiveView | None = None
         self._restarting = threading.Lock()
         self._taking = threading.Lock()
         self._is_shut = False
@@ -985,6 +993,35 @@ class ShardedModelGroup:
             "ranks": self._ask_status() if self.state not in (GroupState.BROKEN, GroupState.CLOSED) else [],
         }
 
+    def watch(self, refresh_s: float = 1.0) -> LiveView:
+        """Show a live view of the group: its state, the last step of `fit`, and phase, last call and memory per rank.
+
+        In a notebook, the output of the cell is updated while other cells run. On a terminal, the lines on stderr are
+        drawn again; in a log, there is a line when the state changes or a `fit` reports steps. The ranks are probed
+        (see `status`) once per `refresh_s` while the view lasts, and not otherwise. A group has one view: another
+        `watch` ends the earlier one.
+
+        Args:
+            refresh_s: Seconds between two probes of the ranks.
+
+        Returns:
+            The view. It ends by `stop()` or its `with` block, and when the group is shut down or dropped: it holds no
+            reference to the group.
+
+        Raises:
+            ValueError: `refresh_s` is not a positive number.
+        """
+        if self._view is not None:
+            self._view.stop()
+        group = weakref.ref(self)
+
+        def look() -> Seen | None:
+            owner = group()
+            return None if owner is None else Seen(owner._client, owner._fits.last_step)
+
+        self._view = LiveView(self.name, look, refresh_s)
+        return self._view
+
     @blocking
     def memory_summary(self) -> str:
         """Return a table of the memory that each rank holds, in MiB."""
@@ -1157,10 +1194,4 @@ class ShardedModelGroup:
             update_record(running, replace(running.spec, optimizer=self._optimizer))
 
     def _ask_status(self) -> list[dict[str, Any]]:
-        statuses = probe_all(self._client.members, "status", within_s=_STATUS_S).replies
-        return [
-            # The supervision reports a rank that is dead or stopped.
-            {**statuses.get(info.rank, {}), "rank": info.rank, "node_ip": info.node_ip, "pid": info.pid}
-            | {"answers": info.rank in statuses}
-            for info in self.ranks
-        ]
+        return rank_statuses(self._client.members)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -17,6 +21,7 @@ from raysharding.group.cluster.ray_internals import free_resources
 from raysharding.group.ranks import RankInfo
 from tests.clock import now
 from tests.forking import runtime_env
+from tests.kernel import Notebook
 
 _group: ShardedModelGroup | None = None
 _call: Call | None = None
@@ -188,3 +193,12 @@ def state_within(state: str, seconds: float) -> tuple[float, str]:
     except Exception as error:
         return seen, str(error)
     return seen, ""
+
+
+def run_notebook(notebook: Path, folder: Path, *, replace: tuple[str, str]) -> dict[str, str]:
+    """Run the cells of the example from a kernel on this host; returns the outputs of each, by its id."""
+    # As Ray's jobs pass it: the notebook's own `ray.init` names no environment of workers.
+    job = {"RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"runtime_env": runtime_env()})}
+    path = os.pathsep.join((str(notebook.parent), os.environ["PYTHONPATH"]))
+    playing = Notebook(notebook, folder, replace=replace, interrupt=("fit", "fit: step"), restart="attach")
+    return asyncio.run(playing.run(job | {"PYTHONPATH": path}))

@@ -35,4 +35,5 @@ from raysharding.group.cluster.placement import (
     wait_placed,
 )
 from raysharding.group.cluster.ray_internals import accelerator_names, dashboard_url, has_started
+from raysharding.group.cluster.screens import Picture, open_screen
 from raysharding.group.cluster.stack_dump import ProcessSnapshot, dump_stacks, enable_stack_dumps

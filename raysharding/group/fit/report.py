@@ -29,6 +29,10 @@ class FitStep:
     is_skipped: bool = False
     """True if nothing in the batch counted, so that no update was taken: `loss` and `grad_norm` are NaN."""
 
+    def __str__(self) -> str:
+        rate = f"{self.tokens_per_s:,.0f} tokens/s" if self.num_tokens else f"{self.rows_per_s:,.1f} rows/s"
+        return f"step {self.num_steps}, epoch {self.epoch}, loss {self.metrics['loss']:.4g}, {rate}"
+
 
 @dataclass(frozen=True)
 class FitReport:

@@ -81,6 +81,18 @@ class FitLock:
         self._lock = threading.Lock()
         self._running: object | None = None
         self._is_interrupted = False
+        self._last_step: FitStep | None = None
+
+    @property
+    def last_step(self) -> str:
+        """The last step of the running `fit`, or of the last one, for people; empty before a step."""
+        if self._last_step is None:
+            return ""
+        return f"{'fit' if self.is_running else 'last fit'}: {self._last_step}"
+
+    def note(self, step: FitStep) -> None:
+        """Store the last step; a callback of `FitRun`."""
+        self._last_step = step
 
     @property
     def is_running(self) -> bool:
@@ -105,7 +117,7 @@ class FitLock:
                         f"{group}: fit already runs on it, in another thread or around the callback that made this "
                         "call; a rank has the data of one run at a time: wait for that fit to end, or call interrupt()"
                     )
-                self._running, self._is_interrupted = run, False
+                self._running, self._is_interrupted, self._last_step = run, False, None
             yield
         finally:
             if self._running is run:
@@ -175,7 +187,7 @@ class FitRun:
         self._fits = fits
         self._save_group = save
         self._restart_group = restart
-        self._callbacks: list[Callback] = [RayGauges(running().client.supervisor.name), *options.callbacks]
+        self._callbacks: list[Callback] = [fits.note, RayGauges(running().client.supervisor.name), *options.callbacks]
         self._max_restarts = running().spec.max_restarts
         self._begun: Position | None = None
         self._generators: list[Mapping[str, Any]] = []

@@ -61,6 +61,26 @@ def probe_all(members: Sequence[Member], method: str, *args: Any, within_s: floa
     return ProbeReplies(said, silent)
 
 
+STATUS_S = 2.0
+"""Deadline of the ranks' replies to `rank_statuses`, in seconds."""
+
+
+def rank_statuses(members: Sequence[Member]) -> list[dict[str, Any]]:
+    """Return by rank the items of `Worker.status`, where the rank runs, and `answers`: True if it answered in time.
+
+    Args:
+        members: Members, by rank.
+    """
+    # After ray.shutdown() a probe would start Ray anew.
+    statuses = probe_all(members, "status", within_s=STATUS_S).replies if ray.is_initialized() else {}
+    return [
+        # The supervision reports a rank that is dead or stopped.
+        {**statuses.get(info.rank, {}), "rank": info.rank, "node_ip": info.node_ip, "pid": info.pid}
+        | {"answers": info.rank in statuses}
+        for info in (member.info for member in members)
+    ]
+
+
 POLL_S = 0.2
 """Seconds between two probes for progress."""
 # The error of a late call is raised within 2 s of its deadline: ranks have 0.4 s to reply, other ranks of the node

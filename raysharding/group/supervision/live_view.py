@@ -1,0 +1,145 @@
+"""`LiveView`: a group's state, and its ranks' activity and memory, drawn again and again by a thread of its own."""
+
+from __future__ import annotations
+
+import atexit
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, Self
+
+from raysharding.group.cluster import Picture, open_screen
+from raysharding.group.supervision.client import Client
+from raysharding.group.supervision.group_state import GroupState
+from raysharding.group.supervision.probes import STATUS_S, rank_statuses
+from raysharding.units import MIB
+
+_STOP_S = STATUS_S + 1.0
+_HEADER = ("rank", "node", "device", "phase", "last call", "host MiB", "peak host MiB", "device MiB", "state")
+_MEMORY = ("host_bytes", "peak_host_bytes", "device_bytes")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a view reads of a group; holds no reference to the group."""
+
+    client: Client
+    """The group's ranks and supervision, which a restart replaces."""
+    fit: str
+    """The last step of `fit`; empty without one."""
+
+
+class LiveView:
+    """A live view of a group: its state, the last step of `fit`, and for each rank phase, last call and memory.
+
+    `ShardedModelGroup.watch` makes it. It ends by `stop()`, at the end of its `with` block, when the group is shut down
+    or dropped, and at the exit of the program.
+    """
+
+    def __init__(self, name: str, look: Callable[[], Seen | None], refresh_s: float) -> None:
+        """Draw the first picture, and start the thread that draws the others.
+
+        Args:
+            name: The group's name.
+            look: Returns what there is to see of the group; `None` if the group is gone.
+            refresh_s: Seconds between two probes of the ranks.
+
+        Raises:
+            ValueError: `refresh_s` is not a positive number.
+        """
+        if not (refresh_s > 0 and math.isfinite(refresh_s)):
+            raise ValueError(f"refresh_s={refresh_s!r}: give a number of seconds above 0")
+        self.num_refreshes = 0
+        """Number of times that the group was looked at."""
+        self._name = name
+        self._look = look
+        self._refresh_s = refresh_s
+        self._end = ""
+        self._stopping = threading.Event()
+        self._picture = Picture(f"{name}: watched every {refresh_s:g} s", _now())
+        self._screen = open_screen(self._picture)
+        self._thread = threading.Thread(target=self._run, name=f"watch {name}", daemon=True)
+        # The thread must not write to stderr while Python ends.
+        atexit.register(self.stop)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the view; the last picture stays. Returns when its thread has ended, after 3 s at most. Idempotent."""
+        self._stopping.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_STOP_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def __repr__(self) -> str:
+        how = f"ended: {self._end}" if self._end else f"every {self._refresh_s:g} s until stop()"
+        return f"<LiveView of {self._name}, {how}, refreshed {self.num_refreshes} times>"
+
+    def _run(self) -> None:
+        try:
+            while not self._end:
+                end = self._refresh()
+                if not end and self._stopping.wait(self._refresh_s):
+                    end = "stopped"
+                self._end = end
+            self._screen.close(replace(self._picture, title=f"{self._name}: the view has ended: {self._end}"))
+        except Exception as error:  # noqa: BLE001 - nobody to raise to; `repr` tells that, say, stderr is closed
+            self._end = f"cannot draw: {type(error).__name__}: {error}"
+        finally:
+            atexit.unregister(self.stop)
+
+    def _refresh(self) -> str:
+        """Look at the group and draw it; return why the view ends if the group is gone, else an empty string."""
+        try:
+            seen = self._look()
+            if seen is None or seen.client.supervisor.state is GroupState.CLOSED:
+                self._picture = Picture(self._name, _now())
+                return "the group was dropped" if seen is None else "the group was shut down"
+            self._picture = _picture_of(seen)
+        except Exception as error:  # noqa: BLE001 - shown; the next look may succeed
+            self._picture = Picture(self._name, _now(), (f"cannot be seen: {type(error).__name__}: {error}",))
+        self.num_refreshes += 1
+        self._screen.draw(self._picture)
+        return ""
+
+
+def _picture_of(seen: Seen) -> Picture:
+    supervisor = seen.client.supervisor
+    state, cause = supervisor.state, supervisor.status.cause
+    lines = [seen.fit] if seen.fit else []
+    rows: tuple[tuple[str, ...], ...] = ()
+    if state is GroupState.BROKEN:
+        lines.append(f"cause: {str(cause).partition(chr(10))[0]}")
+    else:
+        rows = tuple(_row(status) for status in rank_statuses(seen.client.members))
+    return Picture(f"{supervisor.name}: {state.value}", _now(), tuple(lines), _HEADER, rows)
+
+
+def _row(status: Mapping[str, Any]) -> tuple[str, ...]:
+    phase, done, total = status.get("phase", ""), status.get("bytes_done", 0), status.get("bytes_total", 0)
+    if done < total:
+        phase = f"{phase} {done / total:.0%}"
+    state = "does not answer" if not status["answers"] else "usable" if status.get("usable", True) else "not usable"
+    memory = (f"{status[name] / MIB:.0f}" if name in status else "" for name in _MEMORY)
+    return (
+        str(status["rank"]),
+        str(status["node_ip"]),
+        str(status.get("device", "")),
+        phase,
+        str(status.get("last_call", "")),
+        *memory,
+        state,
+    )
+
+
+def _now() -> str:
+    return time.strftime("%H:%M:%S")

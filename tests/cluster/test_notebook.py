@@ -1,0 +1,46 @@
+"""`examples/notebook.ipynb` over three hosts, as a person runs it: an interrupt in `fit`, a restart of the kernel."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from cluster.local.ray_hosts import RayHosts
+from tests.cluster import jobs
+from tests.cluster.conftest import assert_released
+from tests.cluster.driver import ROOT, Driver
+
+EXAMPLE = ROOT / "examples/notebook.ipynb"
+
+
+def test_it_is_committed_without_outputs() -> None:
+    cells = [cell for cell in nbformat.read(EXAMPLE, as_version=4).cells if cell.cell_type == "code"]
+    assert [(cell.outputs, cell.execution_count) for cell in cells] == [([], None)] * len(cells)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(240)
+def test_it_runs_with_an_interrupt_and_a_restart_of_its_kernel(driver: Driver, rays: RayHosts, tmp_path: Path) -> None:
+    outputs = driver.run(jobs.run_notebook, EXAMPLE, tmp_path, replace=("NUM_STEPS = 200", "NUM_STEPS = 40"))
+    print(*(f"== {cell}\n{text}" for cell, text in outputs.items()), sep="\n")  # for a failure
+    failed = [cell for cell, text in outputs.items() if re.search(r"^\w+(Error|Interrupt): ", text, re.MULTILINE)]
+    assert failed == ["fit"], "the interrupt alone"
+    assert "KeyboardInterrupt" in outputs["fit"]
+    assert "GroupState.READY" in outputs["state"]
+    report = re.search(r"^step 40, loss (\S+): (\d+) steps", outputs["resume"], re.MULTILINE)
+    assert report is not None
+    assert 20 < int(report[2]) < 40, "it went on after the steps that the interrupt let end"
+    assert float(report[1]) < 4.0, "from 5.5"
+    # The view saw what ran in later cells: steps of both runs.
+    assert re.search(r"(last )?fit: step \d+, epoch 0, loss \S+, \S+ tokens/s", outputs["watch"])
+    assert outputs["curve"].endswith("<png>")
+    assert outputs["picture"].endswith("<png>")
+    made, attached = (re.findall(r"^\d +(10\.77\.0\.\d) +(\d+)", outputs[cell], re.M) for cell in ("load", "attach"))
+    assert [address for address, _ in made] == [host.address for host in rays.hosts]
+    assert attached == made, "the same processes"
+    assert "Return the " in outputs["attached"]
+    assert "CLOSED" in outputs["end"]
+    assert_released(*rays.hosts)
