@@ -53,7 +53,9 @@ FLOORS = {
     ),
     "worker": _floor(4, "torch", "everything that one rank does"),
     "group": _floor(
-        5, "torch ray numpy tqdm matplotlib mlflow wandb", "placement, supervision, calls; the only user of ray"
+        5,
+        "torch ray numpy tqdm typing_extensions matplotlib mlflow wandb",
+        "placement, supervision, calls; the only user of ray",
     ),
     "bench": _floor(5, "torch matplotlib", "times loads beside floors, in processes of its own, without Ray"),
     "__main__": _floor(7, "", "`python -m raysharding`"),

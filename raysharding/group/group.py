@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
+from typing import Any, Literal, NoReturn, Self
 
 import ray
 import torch
@@ -20,9 +20,10 @@ from raysharding.batch import Out, RankBatch, by_name, check_num_parts, check_ou
 from raysharding.checkpoint.storage import normal_path
 from raysharding.config import Loading, Placement, Sharding, Timeouts
 from raysharding.data import Collate
+from raysharding.distributed import LoadReport
 from raysharding.distributed.fully_shard import check_norm
 from raysharding.distributed.optim import Schedule, bound, check_schedule, rescheduled
-from raysharding.distributed.saving import Destination
+from raysharding.distributed.saving import Destination, SaveReport
 from raysharding.distributed.training import (
     DataPlan,
     EvaluationPlan,
@@ -68,10 +69,6 @@ from raysharding.group.supervision import Check, Client, GroupState, Supervisor,
 from raysharding.models import Adapted
 from raysharding.units import GIB
 from raysharding.worker import check_mode
-
-if TYPE_CHECKING:
-    from raysharding.distributed import LoadReport
-
 
 _STATUS_S = 2.0
 
@@ -287,7 +284,7 @@ class ShardedModelGroup:
         return plan_group(spec, nodes)
 
     @handle
-    def forward(self, /, *args: Any, mode: Mode = None, out: Out | None = None, **kwargs: Any) -> Call:
+    def forward(self, /, *args: Any, mode: Mode = None, out: Out | None = None, **kwargs: Any) -> Call[Any]:
         """Run the model on a batch, without gradients and in eval mode.
 
         Args:
@@ -316,7 +313,7 @@ class ShardedModelGroup:
         return call.keep_alive(self)
 
     @handle
-    def generate(self, /, *args: Any, mode: Mode = None, out: Out | None = None, **kwargs: Any) -> Call:
+    def generate(self, /, *args: Any, mode: Mode = None, out: Out | None = None, **kwargs: Any) -> Call[Any]:
         """Generate token ids by transformers' own `generate`, on every rank for its rows.
 
         Each token takes a forward of all ranks, until the last rank has finished its rows. Greedy and beam search
@@ -348,7 +345,7 @@ class ShardedModelGroup:
         return call.keep_alive(self)
 
     @handle
-    def call(self, fn: Callable[..., Any], /, *args: Any, out: Out | None = None, **kwargs: Any) -> Call:
+    def call(self, fn: Callable[..., Any], /, *args: Any, out: Out | None = None, **kwargs: Any) -> Call[Any]:
         """Run `fn(*args, **kwargs)` on every rank inside the process group.
 
         On a rank, `raysharding.current_worker()` gives access to module, mesh and optimizer; the module's parameters
@@ -393,7 +390,7 @@ class ShardedModelGroup:
         mode: Mode = None,
         gradient_accumulation_steps: int = 1,
         **kwargs: Any,
-    ) -> Call:
+    ) -> Call[dict[str, float]]:
         """Take one optimizer step on a batch: the step that one process would take on the same rows.
 
         Args:
@@ -439,7 +436,7 @@ class ShardedModelGroup:
         mode: Mode = None,
         sync: bool = True,
         **kwargs: Any,
-    ) -> Call:
+    ) -> Call[dict[str, float]]:
         """Add a batch's gradients to those since the last update.
 
         `optim_step` then takes the update of one process on the rows of all these batches at once; each batch has the
@@ -468,7 +465,7 @@ class ShardedModelGroup:
         return self._client.submit_batches("forward_backward", batches, *extra, **options).keep_alive(self)
 
     @handle
-    def optim_step(self, *, max_grad_norm: float | None = None) -> Call:
+    def optim_step(self, *, max_grad_norm: float | None = None) -> Call[dict[str, float]]:
         """Update the parameters with the gradients since the last update.
 
         Args:
@@ -489,12 +486,12 @@ class ShardedModelGroup:
         return self._client.submit_same("optim_step", max_grad_norm, check=check).keep_alive(self)
 
     @handle
-    def zero_grad(self) -> Call:
+    def zero_grad(self) -> Call[None]:
         """Drop the gradients since the last update, which `forward_backward` has accumulated."""
         return self._client.submit_same("zero_grad", check=self._unless_fit("zero_grad")).keep_alive(self)
 
     @handle
-    def clip_grad_norm_(self, max_norm: float | None, norm_type: float = 2.0) -> Call:
+    def clip_grad_norm_(self, max_norm: float | None, norm_type: float = 2.0) -> Call[float]:
         """Scale all gradients so that their global norm is at most `max_norm`.
 
         Use it for gradients that a `call(fn)` left; `train_step(max_grad_norm=...)` clips its own gradients.
@@ -696,7 +693,7 @@ class ShardedModelGroup:
         columns: Sequence[str] | None = None,
         collate: Collate | None = None,
         prefetch: int = 2,
-    ) -> Call:
+    ) -> Call[dict[str, float]]:
         """Compute loss and metrics over data in eval mode, without gradients: those of one process on the same rows.
 
         Args:
@@ -752,7 +749,7 @@ class ShardedModelGroup:
         optimizer: bool = True,
         keep_last: int | None = None,
         async_save: bool = False,
-    ) -> Call:
+    ) -> Call[SaveReport | None]:
         """Save the model as a standard Hugging Face directory; each rank writes its own part.
 
         Args:
@@ -797,7 +794,7 @@ class ShardedModelGroup:
         return call.keep_alive(self)
 
     @handle
-    def load(self, path: str | os.PathLike[str]) -> Call:
+    def load(self, path: str | os.PathLike[str]) -> Call[LoadReport]:
         """Load another checkpoint of the same model into the group, in place.
 
         Args:
@@ -821,7 +818,7 @@ class ShardedModelGroup:
         return call.keep_alive(self)
 
     @handle
-    def state_dict(self, keys: str | Sequence[str] | None = None) -> Call:
+    def state_dict(self, keys: str | Sequence[str] | None = None) -> Call[dict[str, torch.Tensor]]:
         """Gather full tensors to the driver, a bucket at a time.
 
         Args:
