@@ -2,8 +2,8 @@
 
 The decorators `handle` and `driver_handle` make handles of methods; `blocking` marks a method that only blocks.
 
-Note [Signatures]: notebooks, `help` and `inspect.signature` show a handle as a function with the method's parameters and
-the type of the result; `remote` has the same parameters, and returns a `Call`. The annotations are objects and not
+Note [Signatures]: notebooks, `help` and `inspect.signature` show a handle as a function with the method's parameters
+and the type of the result; `remote` has the same parameters, and returns a `Call`. The annotations are objects and not
 strings: a name such as `'FitReport'` means nothing where the reader is. mypy sees the same by `P` and `T`.
 """
 
@@ -25,6 +25,9 @@ T = TypeVar("T")
 @runtime_checkable
 class Handle(Protocol[P, T]):
     """A method of the group, run by all ranks: `group.x(...)` blocks, `group.x.remote(...)` returns a `Call`."""
+
+    __name__: str
+    """Name of the method."""
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run on all ranks and return the result."""
