@@ -41,6 +41,7 @@ FLOORS = {
     "errors": _floor(0, "", "the error tree; every class survives pickling"),
     "torch_internals": _floor(0, "torch", "torch's private names that several rooms use"),
     "units": _floor(0, "", "binary units of bytes, and amounts of bytes as text"),
+    "html": _floor(0, "", "reports as HTML, for notebooks: tables, and a curve as SVG"),
     "tree": _floor(0, "torch", "walks over nested dicts, lists, tuples and dataclasses, with the path of each leaf"),
     "config": _floor(1, "torch", "frozen dataclasses: Sharding, Loading, Placement, Timeouts"),
     "batch": _floor(1, "torch numpy", "Split, PerRank, Out; rows dealt out over the ranks"),

@@ -50,7 +50,14 @@ from raysharding.group.calls import (
     driver_handle,
     handle,
 )
-from raysharding.group.cluster import NodeCapacity, html_table, memory_table, ranks_table, refuse_in_fork
+from raysharding.group.cluster import (
+    NodeCapacity,
+    StatusReport,
+    html_table,
+    memory_table,
+    ranks_table,
+    refuse_in_fork,
+)
 from raysharding.group.fit import Callback, DatasetHandle, FitLock, FitOptions, FitReport, FitRun, dataset_handle
 from raysharding.group.launch import (
     GroupPlan,
@@ -680,6 +687,14 @@ class ShardedModelGroup:
             options = FitOptions(target, save_every, keep_last, async_save, resume, callbacks, progress)
             return FitRun(lambda: self._running, plan, dataset, options, self._fits, self.save, self._restart).run()
 
+    @property
+    def last_fit(self) -> FitReport | None:
+        """Report of the last `fit` that has ended, also of one that was interrupted or failed; `None` before any.
+
+        A `fit` that ends before the ranks have opened the data leaves the report of the one before.
+        """
+        return self._fits.last_report
+
     @handle
     def evaluate(
         self,
@@ -944,20 +959,21 @@ class ShardedModelGroup:
 
     @driver_handle
     @blocking
-    def status(self) -> dict[str, Any]:
+    def status(self) -> StatusReport:
         """Probe every rank for its activity and its memory; ranks answer while they work.
 
         Returns:
-            `name`, `state`, `cause` (what broke the group, or `None`), and `ranks`: one dict per rank with where the
-            rank runs, `answers` (`False` if the rank did not answer within 2 s), and the items of `Worker.status`.
+            A dict: `name`, `state`, `cause` (what broke the group, or `None`), and `ranks`: one dict per rank with
+            where the rank runs, `answers` (`False` if the rank did not answer within 2 s), and the items of
+            `Worker.status`.
         """
         cause = self._supervisor.status.cause
-        return {
-            "name": self._supervisor.name,
-            "state": self.state.value,
-            "cause": None if cause is None else str(cause),
-            "ranks": self._ask_status() if self.state not in (GroupState.BROKEN, GroupState.CLOSED) else [],
-        }
+        return StatusReport(
+            name=self._supervisor.name,
+            state=self.state.value,
+            cause=None if cause is None else str(cause),
+            ranks=self._ask_status() if self.state not in (GroupState.BROKEN, GroupState.CLOSED) else [],
+        )
 
     @blocking
     def memory_summary(self) -> str:
