@@ -70,7 +70,7 @@ from raysharding.group.launch import (
     update_record,
 )
 from raysharding.group.ranks import RankInfo
-from raysharding.group.recovery import RestartReport, attach, restart
+from raysharding.group.recovery import RestartReport, attach, claim_name, restart
 from raysharding.group.rpc import Mode, is_supervision_thread
 from raysharding.group.supervision import Check, Client, GroupState, Supervisor, probe_all, read_log, read_stacks
 from raysharding.models import Adapted
@@ -139,6 +139,7 @@ class ShardedModelGroup:
         preflight: bool = True,
         max_output_bytes: int = 2 * GIB,
         name: str | None = None,
+        replace: bool = False,
         max_restarts: int = 0,
         progress: ProgressOption = None,
     ) -> Self:
@@ -174,23 +175,30 @@ class ShardedModelGroup:
             name: Name under which the group outlives this driver and `attach` finds it. A named group ends by
                 `shutdown()`, which the end of a `with` block also calls, or by its lease (`Timeouts.lease_s`); it does
                 not end when its object is dropped or the program exits. Default: no name; the group ends with the
-                driver.
+                driver. On a cluster that this program's own `ray.init()` started, the group ends with the program, too:
+                a UserWarning says so.
+            replace: True to shut down the group that has the name first, once the checkpoint is found valid. A group of
+                this program waits for its background saves; a group of another driver, alive or dead, is taken over
+                as by `attach`, which waits for its running call. Calls of the old group raise `GroupBrokenError`.
+                Default False.
             max_restarts: Largest number of times that `fit` restarts a broken group and continues from its last save.
                 Default 0: `fit` raises.
             progress: `None`: a bar in a terminal or notebook; `True` or `False`; or a callable that is called with the
                 bytes done and the bytes in total.
 
         Raises:
-            ValueError: An argument is invalid, or the name is taken.
+            ValueError: An argument is invalid, or the name is taken; `replace=True` without a name.
             CheckpointError: The checkpoint cannot be found or trusted.
-            PlacementError: The cluster lacks resources (the error lists need against have; see
-                `Timeouts.place_s` for when it comes at once), or the cluster that Ray would join is gone.
+            PlacementError: The cluster lacks resources (the error lists need against have, and this program's own
+                groups; see `Timeouts.place_s` for when it comes at once), or the cluster that Ray would join is gone.
             PreflightError: The group cannot work with the nodes or links; the error lists all findings.
             RendezvousError: The ranks did not form a process group.
             PlanError: Model and checkpoint do not fit together; the error lists every mismatch.
             GroupError: A rank died, hung or raised.
             KeyboardInterrupt: Ctrl-C, after everything is undone.
         """
+        if replace and name is None:
+            raise ValueError("replace=True without name=: give the name of the group to replace, such as name='llama'")
         spec = GroupSpec(
             checkpoint=os.fspath(checkpoint),
             model=model if peft_config is None else Adapted.of(model, peft_config),
@@ -209,17 +217,17 @@ class ShardedModelGroup:
         )
         # No loaded state exists yet that waiting for the next call boundary could preserve: one Ctrl-C undoes all.
         with UndoOnInterrupt():
-            return cls(launch(spec))
+            return cls(launch(spec, partial(claim_name, replace=replace)))
 
     @classmethod
     @blocking
     def attach(cls, name: str, *, timeouts: Timeouts | None = None) -> Self:
         """Attach this driver to a named group that is loaded, for example after a restart of a notebook kernel.
 
-        Calls `ray.init()` if Ray is not initialized; call `ray.init(address=...)` first to choose another cluster. A
-        driver that has the group loses it: the calls of that driver raise `GroupTakenOverError`. A call that is still
-        running, of a driver that may be dead, runs to its end first, under `Timeouts.call_s`, and its result is
-        dropped.
+        Joins the cluster that the environment names if Ray is not initialized, and never starts one; call
+        `ray.init(address=...)` first to choose another cluster. A driver that has the group loses it: the calls of that
+        driver raise `GroupTakenOverError`. A call that is still running, of a driver that may be dead, runs to its end
+        first, under `Timeouts.call_s`, and its result is dropped.
 
         Args:
             name: The name that `from_checkpoint(name=...)` was given.
@@ -232,7 +240,7 @@ class ShardedModelGroup:
             ValueError: There is no group of that name (the error lists the groups), or it is still being made.
             CallTimeoutError: The earlier driver's call did not end, or ranks do not answer: the group was stopped.
             GroupBrokenError: Ranks are gone, or the earlier driver's call broke the group: the group was stopped.
-            PlacementError: The cluster that Ray would join is gone.
+            PlacementError: There is no cluster, or it is gone; the error says where it was looked for.
         """
         return cls(attach(name, timeouts))
 

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import math
-import signal
-import threading
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-import torch
 from IPython.core.formatters import DisplayFormatter
 
-from raysharding import FitReport, FitStep, ShardedModelGroup
-from tests.group.fit.test_fit import few_steps_a_call, fit, fresh, parquet, rows, trained
-
-__all__ = ["few_steps_a_call", "fresh", "parquet", "rows", "trained"]
+from raysharding import FitReport
 
 REPORT = FitReport(
     num_steps=2005,
@@ -73,43 +67,3 @@ def test_the_plot_is_shown_where_it_is_made(tmp_path: Path) -> None:
     assert data["image/png"].startswith(b"\x89PNG")
     REPORT.plot(tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.usefixtures("few_steps_a_call")
-def test_a_run_that_is_interrupted_or_fails_leaves_its_report(fresh: ShardedModelGroup, parquet: Path) -> None:
-    main = threading.main_thread().ident
-    assert main is not None
-
-    def slow(output: torch.Tensor, *, target: torch.Tensor) -> torch.Tensor:
-        import time
-
-        time.sleep(0.02)
-        return (output.mean(dim=1) - target).square().mean()
-
-    def stop(step: FitStep) -> None:
-        if step.num_steps == 4:  # from another thread: it arrives while the ranks take the next steps
-            threading.Timer(0.01, signal.pthread_kill, (main, signal.SIGINT)).start()
-
-    def fail(step: FitStep) -> None:
-        if step.num_steps == last.num_steps + 2:
-            raise RuntimeError("enough")
-
-    with pytest.raises(KeyboardInterrupt):
-        fit(fresh, parquet, epochs=3, callbacks=[stop], loss=slow)
-    last = fresh.last_fit
-    assert last is not None
-    assert 4 <= last.num_steps < 24
-    assert len(last.history["loss"]) == last.num_steps
-    assert all(map(math.isfinite, last.history["loss"][:4]))
-    with pytest.raises(RuntimeError, match="enough"):
-        fit(fresh, parquet, epochs=3, resume=True, callbacks=[fail])
-    failed = fresh.last_fit
-    assert failed is not None
-    assert failed.first_step == last.num_steps, "no step that the ranks took is missing"
-    with pytest.raises(ValueError, match="batch_size"):
-        fit(fresh, parquet, batch_size=0)
-    assert fresh.last_fit is failed
-    report = fit(fresh, parquet, epochs=3, resume=True)
-    assert fresh.last_fit is report
-    whole = last.then(failed).then(report)
-    assert len(whole.history["loss"]) == whole.num_steps == 24
