@@ -41,6 +41,7 @@ FLOORS = {
     "errors": _floor(0, "", "the error tree; every class survives pickling"),
     "torch_internals": _floor(0, "torch", "torch's private names that several rooms use"),
     "units": _floor(0, "", "binary units of bytes, and amounts of bytes as text"),
+    "html": _floor(0, "", "reports as HTML, for notebooks: tables, and a curve as SVG"),
     "tree": _floor(0, "torch", "walks over nested dicts, lists, tuples and dataclasses, with the path of each leaf"),
     "config": _floor(1, "torch", "frozen dataclasses: Sharding, Loading, Placement, Timeouts"),
     "batch": _floor(1, "torch numpy", "Split, PerRank, Out; rows dealt out over the ranks"),
@@ -55,7 +56,9 @@ FLOORS = {
     ),
     "worker": _floor(4, "torch", "everything that one rank does"),
     "group": _floor(
-        5, "torch ray numpy tqdm matplotlib mlflow wandb IPython", "placement, supervision, calls; the only user of ray"
+        5,
+        "torch ray numpy tqdm typing_extensions matplotlib mlflow wandb IPython",
+        "placement, supervision, calls; the only user of ray",
     ),
     "bench": _floor(5, "torch matplotlib", "times loads beside floors, in processes of its own, without Ray"),
     "__main__": _floor(7, "", "`python -m raysharding`"),

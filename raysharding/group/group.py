@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
+from typing import Any, Literal, NoReturn, Self
 
 import ray
 import torch
@@ -20,9 +20,10 @@ from raysharding.batch import Out, RankBatch, by_name, check_num_parts, check_ou
 from raysharding.checkpoint.storage import normal_path
 from raysharding.config import Loading, Placement, Sharding, Timeouts
 from raysharding.data import Collate
+from raysharding.distributed import LoadReport
 from raysharding.distributed.fully_shard import check_norm
 from raysharding.distributed.optim import Schedule, bound, check_schedule, rescheduled
-from raysharding.distributed.saving import Destination
+from raysharding.distributed.saving import Destination, SaveReport
 from raysharding.distributed.training import (
     DataPlan,
     EvaluationPlan,
@@ -49,7 +50,14 @@ from raysharding.group.calls import (
     driver_handle,
     handle,
 )
-from raysharding.group.cluster import NodeCapacity, html_table, memory_table, ranks_table, refuse_in_fork
+from raysharding.group.cluster import (
+    NodeCapacity,
+    StatusReport,
+    html_table,
+    memory_table,
+    ranks_table,
+    refuse_in_fork,
+)
 from raysharding.group.fit import Callback, DatasetHandle, FitLock, FitOptions, FitReport, FitRun, dataset_handle
 from raysharding.group.launch import (
     GroupPlan,
@@ -62,7 +70,7 @@ from raysharding.group.launch import (
     update_record,
 )
 from raysharding.group.ranks import RankInfo
-from raysharding.group.recovery import RestartReport, attach, restart
+from raysharding.group.recovery import RestartReport, attach, claim_name, restart
 from raysharding.group.rpc import Mode, is_supervision_thread
 from raysharding.group.supervision import (
     Check,
@@ -78,9 +86,6 @@ from raysharding.group.supervision import (
 from raysharding.models import Adapted
 from raysharding.units import GIB
 from raysharding.worker import check_mode
-
-if TYPE_CHECKING:
-    from raysharding.distributed import LoadReport
 
 
 class ShardedModelGroup:
@@ -144,6 +149,7 @@ class ShardedModelGroup:
         preflight: bool = True,
         max_output_bytes: int = 2 * GIB,
         name: str | None = None,
+        replace: bool = False,
         max_restarts: int = 0,
         progress: ProgressOption = None,
         random_weights: bool = False,
@@ -185,7 +191,12 @@ class ShardedModelGroup:
             name: Name under which the group outlives this driver and `attach` finds it. A named group ends by
                 `shutdown()`, which the end of a `with` block also calls, or by its lease (`Timeouts.lease_s`); it does
                 not end when its object is dropped or the program exits. Default: no name; the group ends with the
-                driver.
+                driver. On a cluster that this program's own `ray.init()` started, the group ends with the program, too:
+                a UserWarning says so.
+            replace: True to shut down the group that has the name first, once the checkpoint is found valid. A group of
+                this program waits for its background saves; a group of another driver, alive or dead, is taken over
+                as by `attach`, which waits for its running call. Calls of the old group raise `GroupBrokenError`.
+                Default False.
             max_restarts: Largest number of times that `fit` restarts a broken group and continues from its last save.
                 Default 0: `fit` raises.
             progress: `None`: a bar in a terminal or notebook; `True` or `False`; or a callable that is called with the
@@ -196,16 +207,18 @@ class ShardedModelGroup:
                 `{"num_hidden_layers": 2}`; parts by mappings, `{"text_config": {...}}`.
 
         Raises:
-            ValueError: An argument is invalid, or the name is taken.
+            ValueError: An argument is invalid, or the name is taken; `replace=True` without a name.
             CheckpointError: The checkpoint cannot be found or trusted.
-            PlacementError: The cluster lacks resources (the error lists need against have; see
-                `Timeouts.place_s` for when it comes at once), or the cluster that Ray would join is gone.
+            PlacementError: The cluster lacks resources (the error lists need against have, and this program's own
+                groups; see `Timeouts.place_s` for when it comes at once), or the cluster that Ray would join is gone.
             PreflightError: The group cannot work with the nodes or links; the error lists all findings.
             RendezvousError: The ranks did not form a process group.
             PlanError: Model and checkpoint do not fit together; the error lists every mismatch.
             GroupError: A rank died, hung or raised.
             KeyboardInterrupt: Ctrl-C, after everything is undone.
         """
+        if replace and name is None:
+            raise ValueError("replace=True without name=: give the name of the group to replace, such as name='llama'")
         spec = GroupSpec(
             checkpoint=os.fspath(checkpoint),
             model=model if peft_config is None else Adapted.of(model, peft_config),
@@ -227,17 +240,17 @@ class ShardedModelGroup:
         )
         # No loaded state exists yet that waiting for the next call boundary could preserve: one Ctrl-C undoes all.
         with UndoOnInterrupt():
-            return cls(launch(spec))
+            return cls(launch(spec, partial(claim_name, replace=replace)))
 
     @classmethod
     @blocking
     def attach(cls, name: str, *, timeouts: Timeouts | None = None) -> Self:
         """Attach this driver to a named group that is loaded, for example after a restart of a notebook kernel.
 
-        Calls `ray.init()` if Ray is not initialized; call `ray.init(address=...)` first to choose another cluster. A
-        driver that has the group loses it: the calls of that driver raise `GroupTakenOverError`. A call that is still
-        running, of a driver that may be dead, runs to its end first, under `Timeouts.call_s`, and its result is
-        dropped.
+        Joins the cluster that the environment names if Ray is not initialized, and never starts one; call
+        `ray.init(address=...)` first to choose another cluster. A driver that has the group loses it: the calls of that
+        driver raise `GroupTakenOverError`. A call that is still running, of a driver that may be dead, runs to its end
+        first, under `Timeouts.call_s`, and its result is dropped.
 
         Args:
             name: The name that `from_checkpoint(name=...)` was given.
@@ -250,7 +263,7 @@ class ShardedModelGroup:
             ValueError: There is no group of that name (the error lists the groups), or it is still being made.
             CallTimeoutError: The earlier driver's call did not end, or ranks do not answer: the group was stopped.
             GroupBrokenError: Ranks are gone, or the earlier driver's call broke the group: the group was stopped.
-            PlacementError: The cluster that Ray would join is gone.
+            PlacementError: There is no cluster, or it is gone; the error says where it was looked for.
         """
         return cls(attach(name, timeouts))
 
@@ -318,7 +331,7 @@ class ShardedModelGroup:
         return plan_group(spec, nodes)
 
     @handle
-    def forward(self, /, *args: Any, mode: Mode = None, out: Out | None = None, **kwargs: Any) -> Call:
+    def forward(self, /, *args: Any, mode: Mode = None, out: Out | None = None, **kwargs: Any) -> Call[Any]:
         """Run the model on a batch, without gradients and in eval mode.
 
         Args:
@@ -347,7 +360,7 @@ class ShardedModelGroup:
         return call.keep_alive(self)
 
     @handle
-    def generate(self, /, *args: Any, mode: Mode = None, out: Out | None = None, **kwargs: Any) -> Call:
+    def generate(self, /, *args: Any, mode: Mode = None, out: Out | None = None, **kwargs: Any) -> Call[Any]:
         """Generate token ids by transformers' own `generate`, on every rank for its rows.
 
         Each token takes a forward of all ranks, until the last rank has finished its rows. Greedy and beam search
@@ -379,7 +392,7 @@ class ShardedModelGroup:
         return call.keep_alive(self)
 
     @handle
-    def call(self, fn: Callable[..., Any], /, *args: Any, out: Out | None = None, **kwargs: Any) -> Call:
+    def call(self, fn: Callable[..., Any], /, *args: Any, out: Out | None = None, **kwargs: Any) -> Call[Any]:
         """Run `fn(*args, **kwargs)` on every rank inside the process group.
 
         On a rank, `raysharding.current_worker()` gives access to module, mesh and optimizer; the module's parameters
@@ -424,7 +437,7 @@ class ShardedModelGroup:
         mode: Mode = None,
         gradient_accumulation_steps: int = 1,
         **kwargs: Any,
-    ) -> Call:
+    ) -> Call[dict[str, float]]:
         """Take one optimizer step on a batch: the step that one process would take on the same rows.
 
         Args:
@@ -470,7 +483,7 @@ class ShardedModelGroup:
         mode: Mode = None,
         sync: bool = True,
         **kwargs: Any,
-    ) -> Call:
+    ) -> Call[dict[str, float]]:
         """Add a batch's gradients to those since the last update.
 
         `optim_step` then takes the update of one process on the rows of all these batches at once; each batch has the
@@ -499,7 +512,7 @@ class ShardedModelGroup:
         return self._client.submit_batches("forward_backward", batches, *extra, **options).keep_alive(self)
 
     @handle
-    def optim_step(self, *, max_grad_norm: float | None = None) -> Call:
+    def optim_step(self, *, max_grad_norm: float | None = None) -> Call[dict[str, float]]:
         """Update the parameters with the gradients since the last update.
 
         Args:
@@ -520,12 +533,12 @@ class ShardedModelGroup:
         return self._client.submit_same("optim_step", max_grad_norm, check=check).keep_alive(self)
 
     @handle
-    def zero_grad(self) -> Call:
+    def zero_grad(self) -> Call[None]:
         """Drop the gradients since the last update, which `forward_backward` has accumulated."""
         return self._client.submit_same("zero_grad", check=self._unless_fit("zero_grad")).keep_alive(self)
 
     @handle
-    def clip_grad_norm_(self, max_norm: float | None, norm_type: float = 2.0) -> Call:
+    def clip_grad_norm_(self, max_norm: float | None, norm_type: float = 2.0) -> Call[float]:
         """Scale all gradients so that their global norm is at most `max_norm`.
 
         Use it for gradients that a `call(fn)` left; `train_step(max_grad_norm=...)` clips its own gradients.
@@ -714,6 +727,14 @@ class ShardedModelGroup:
             options = FitOptions(target, save_every, keep_last, async_save, resume, callbacks, progress)
             return FitRun(lambda: self._running, plan, dataset, options, self._fits, self.save, self._restart).run()
 
+    @property
+    def last_fit(self) -> FitReport | None:
+        """Report of the last `fit` that has ended, also of one that was interrupted or failed; `None` before any.
+
+        A `fit` that ends before the ranks have opened the data leaves the report of the one before.
+        """
+        return self._fits.last_report
+
     @handle
     def evaluate(
         self,
@@ -727,7 +748,7 @@ class ShardedModelGroup:
         columns: Sequence[str] | None = None,
         collate: Collate | None = None,
         prefetch: int = 2,
-    ) -> Call:
+    ) -> Call[dict[str, float]]:
         """Compute loss and metrics over data in eval mode, without gradients: those of one process on the same rows.
 
         Args:
@@ -783,7 +804,7 @@ class ShardedModelGroup:
         optimizer: bool = True,
         keep_last: int | None = None,
         async_save: bool = False,
-    ) -> Call:
+    ) -> Call[SaveReport | None]:
         """Save the model as a standard Hugging Face directory; each rank writes its own part.
 
         Args:
@@ -828,7 +849,7 @@ class ShardedModelGroup:
         return call.keep_alive(self)
 
     @handle
-    def load(self, path: str | os.PathLike[str]) -> Call:
+    def load(self, path: str | os.PathLike[str]) -> Call[LoadReport]:
         """Load another checkpoint of the same model into the group, in place.
 
         Args:
@@ -852,7 +873,7 @@ class ShardedModelGroup:
         return call.keep_alive(self)
 
     @handle
-    def state_dict(self, keys: str | Sequence[str] | None = None) -> Call:
+    def state_dict(self, keys: str | Sequence[str] | None = None) -> Call[dict[str, torch.Tensor]]:
         """Gather full tensors to the driver, a bucket at a time.
 
         Args:
@@ -978,20 +999,21 @@ class ShardedModelGroup:
 
     @driver_handle
     @blocking
-    def status(self) -> dict[str, Any]:
+    def status(self) -> StatusReport:
         """Probe every rank for its activity and its memory; ranks answer while they work.
 
         Returns:
-            `name`, `state`, `cause` (what broke the group, or `None`), and `ranks`: one dict per rank with where the
-            rank runs, `answers` (`False` if the rank did not answer within 2 s), and the items of `Worker.status`.
+            A dict: `name`, `state`, `cause` (what broke the group, or `None`), and `ranks`: one dict per rank with
+            where the rank runs, `answers` (`False` if the rank did not answer within 2 s), and the items of
+            `Worker.status`.
         """
         cause = self._supervisor.status.cause
-        return {
-            "name": self._supervisor.name,
-            "state": self.state.value,
-            "cause": None if cause is None else str(cause),
-            "ranks": self._ask_status() if self.state not in (GroupState.BROKEN, GroupState.CLOSED) else [],
-        }
+        return StatusReport(
+            name=self._supervisor.name,
+            state=self.state.value,
+            cause=None if cause is None else str(cause),
+            ranks=self._ask_status() if self.state not in (GroupState.BROKEN, GroupState.CLOSED) else [],
+        )
 
     def watch(self, refresh_s: float = 1.0) -> LiveView:
         """Show a live view of the group: its state, the last step of `fit`, and phase, last call and memory per rank.

@@ -170,7 +170,7 @@ def use(phase: str, trap: Trap, checkpoint: Path, target: Path) -> None:
     if phase.startswith("save"):
         target.mkdir()
         (target / "model.safetensors").write_bytes(checkpoint.read_bytes())
-    calls = {
+    calls: dict[str, Callable[[], Any]] = {
         "forward": lambda: group.forward(Split(ROWS)),
         "train_step": lambda: group.train_step(Split(ROWS), loss=lambda output, rows: output.square().mean()),
     }

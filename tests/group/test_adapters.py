@@ -100,6 +100,7 @@ def test_training_equals_peft_in_one_process(base: Path, tmp_path: Path, shardin
     assert ours.keys() == theirs.keys()
     for key, tensor in theirs.items():
         torch.testing.assert_close(ours[key], tensor, rtol=1e-4, atol=1e-5)
+    assert first is not None
     assert first.num_tensors == len(theirs)
     assert first.num_bytes == sum(tensor.nbytes for tensor in theirs.values())
 

@@ -128,6 +128,7 @@ def test_training_saving_and_reopening(
             metrics = group.train_step(Split(rows), loss=mean_square())
             assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-6)
         report = group.save(tmp_path / "saved")
+        assert report is not None
         assert report.num_tensors == 4
         with pytest.raises(CheckpointError, match="overwrite"):
             group.save(tmp_path / "saved")

@@ -125,7 +125,7 @@ def test_what_was_given_up_is_in_no_update(
     ):
         training.forward_backward(half[0], loss=half[1], counts=Split(counts[:4]), sync=False)
         try:
-            give_up()  # type: ignore[no-untyped-call]
+            give_up()
         except (GroupError, CheckpointError):
             assert training.state is GroupState.READY
         with pytest.raises(GroupError, match="no gradients since the last update: call forward_backward first"):

@@ -45,6 +45,7 @@ def test_a_save_holds_the_optimizer(trained: ShardedModelGroup, rows: torch.Tens
     step()
     step()
     report = trained.save(tmp_path / "saved")
+    assert report is not None
     assert report.num_tensors == 4 + 2 * 4
     expected = step()
     weights = trained.state_dict()

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
 
 from raysharding.distributed.loading.plan import LoadPlan
+from raysharding.html import html_report, html_rows
 from raysharding.units import format_bytes
 
 
@@ -125,28 +126,44 @@ class LoadReport:
         return asdict(self) | {"bytes_per_s": self.bytes_per_s}
 
     def __str__(self) -> str:
-        lines = [
-            f"loaded {self.num_tensors} tensors, {format_bytes(self.checkpoint_bytes)}, from {self.checkpoint}",
-            f"  time       {self.seconds:.2f} s, {format_bytes(self.bytes_per_s)}/s (plan {self.plan_s:.2f} s, stream "
-            f"{self.stream_s:.2f} s, initialise {self.initialise_s:.2f} s)",
-            f"  overlap    read {self.read_s:.2f} s, send {self.send_s:.2f} s, place {self.place_s:.2f} s of stream",
-            f"  transport  {self.transport} ({self.transport_reason}) to {self.world_size} ranks, {self.num_buckets} "
-            f"buckets of at most {format_bytes(self.bucket_bytes)}",
-            f"  bytes      read {format_bytes(self.read_bytes)}, sent {format_bytes(self.wire_bytes)}"
-            + (f", {format_bytes(self.shared_bytes)} through shared memory" if self.shared_bytes else "")
-            + (f", {format_bytes(self.mapped_bytes)} mapped" if self.mapped_bytes else ""),
-            f"  memory     shards {self._per_rank(self.shard_bytes)}; peak above them "
-            f"{self._per_rank(self.peak_extra_bytes)}",
+        return "\n".join([self._title(), *(f"  {name:<10} {text}" for name, text in self._rows())])
+
+    def _repr_html_(self) -> str:
+        return html_report(self._title(), html_rows((), self._rows()))
+
+    def _title(self) -> str:
+        return f"loaded {self.num_tensors} tensors, {format_bytes(self.checkpoint_bytes)}, from {self.checkpoint}"
+
+    def _rows(self) -> list[tuple[str, str]]:
+        shared = f", {format_bytes(self.shared_bytes)} through shared memory" if self.shared_bytes else ""
+        mapped = f", {format_bytes(self.mapped_bytes)} mapped" if self.mapped_bytes else ""
+        rows = [
+            (
+                "time",
+                f"{self.seconds:.2f} s, {format_bytes(self.bytes_per_s)}/s (plan {self.plan_s:.2f} s, stream "
+                f"{self.stream_s:.2f} s, initialise {self.initialise_s:.2f} s)",
+            ),
+            ("overlap", f"read {self.read_s:.2f} s, send {self.send_s:.2f} s, place {self.place_s:.2f} s of stream"),
+            (
+                "transport",
+                f"{self.transport} ({self.transport_reason}) to {self.world_size} ranks, {self.num_buckets} "
+                f"buckets of at most {format_bytes(self.bucket_bytes)}",
+            ),
+            ("bytes", f"read {format_bytes(self.read_bytes)}, sent {format_bytes(self.wire_bytes)}{shared}{mapped}"),
+            (
+                "memory",
+                f"shards {self._per_rank(self.shard_bytes)}; peak above them {self._per_rank(self.peak_extra_bytes)}",
+            ),
         ]
         if any(self.peak_device_bytes):
-            lines.append(f"  device     peak {self._per_rank(self.peak_device_bytes)}")
+            rows.append(("device", f"peak {self._per_rank(self.peak_device_bytes)}"))
         if self.digest:
-            lines.append(f"  digest     {self.digest}")
+            rows.append(("digest", self.digest))
         for title in ("missing", "unexpected", "ignored", "initialised", "tied", "converted"):
             names = getattr(self, title)
             if names:
-                lines.append(f"  {title:<10} {len(names)}: {_names(names)}")
-        return "\n".join(lines)
+                rows.append((title, f"{len(names)}: {_names(names)}"))
+        return rows
 
     @staticmethod
     def _per_rank(values: tuple[int, ...]) -> str:

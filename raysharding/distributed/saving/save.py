@@ -51,6 +51,7 @@ from raysharding.distributed.saving.optimizer_files import write_optimizer
 from raysharding.distributed.saving.training_state import training_state, write_training
 from raysharding.distributed.transfer import MemoryPeak, back, saved_tensors
 from raysharding.errors import CheckpointError
+from raysharding.html import html_report, html_rows
 from raysharding.models import AdapterNames, SavedTensor, adapter_files, config_files, saved_layout
 from raysharding.units import format_bytes
 
@@ -89,6 +90,15 @@ class SaveReport:
             f"{self.path}: {self.seconds:.2f} s, {format_bytes(self.bytes_per_s)}/s, peak extra memory "
             f"{format_bytes(max(self.peak_extra_bytes))} a rank"
         )
+
+    def _repr_html_(self) -> str:
+        rows = (
+            ("tensors", f"{self.num_tensors}, {format_bytes(self.num_bytes)}, in {self.num_files} files"),
+            ("time", f"{self.seconds:.2f} s, {format_bytes(self.bytes_per_s)}/s"),
+            ("sent", format_bytes(self.wire_bytes)),
+            ("memory", f"peak above the shards {format_bytes(max(self.peak_extra_bytes))} a rank"),
+        )
+        return html_report(f"saved {self.path}", html_rows((), rows))
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,4 @@
-"""`Call`: a running or finished call of all ranks; `Handle`: a group method that blocks, or returns a `Call`.
-
-The decorators `handle` and `driver_handle` turn a method into a `Handle`; `blocking` marks a method that only blocks.
+"""`Call`: a running or finished call of all ranks; the methods that return one are in `handle.py`.
 
 The collectors, one for each kind of result, turn the ranks' values into the caller's result. `follow` shows the bytes
 of a load; there is no output without a terminal or notebook.
@@ -15,13 +13,12 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial, wraps
-from types import MethodType
-from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, Self, TypeAlias, TypeVar, overload
+from typing import Any, Generic, NoReturn, Self, TypeAlias
 
 import ray
 import torch
 from tqdm.auto import tqdm
+from typing_extensions import TypeVar
 
 from raysharding.batch import Out, PerRank
 from raysharding.errors import CallTimeoutError, GroupError
@@ -30,7 +27,7 @@ from raysharding.group.cluster import refuse_in_fork
 from raysharding.group.rpc import Packed, refuse_to_wait
 from raysharding.outputs import RankOutput, select_output
 
-P = ParamSpec("P")
+T = TypeVar("T", default=Any)  # `Call` alone means `Call[Any]`
 
 
 Sent: TypeAlias = Packed | ray.ObjectRef | None
@@ -64,7 +61,7 @@ class Collect:
     """Returns one rank's part, given the rank and the value it sent; for `per_rank()` and `stream()`."""
 
 
-class Call:
+class Call(Generic[T]):
     """A call that all ranks run together, in the order in which the group's calls were submitted.
 
     `result()`, `per_rank()`, `stream()` and `await` raise a failure, each time the same error. While the `Call` lives,
@@ -93,19 +90,19 @@ class Call:
         self._sent: dict[int, Sent] = {}
         self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._collecting = threading.Lock()
-        self._collected: list[Any] = []
+        self._collected: list[T] = []
         self._owner: object = None
         self.progress: tuple[int, int] = (0, 0)
 
     @classmethod
-    def in_thread(cls, name: str, fn: Callable[[], Any]) -> Call:
+    def in_thread(cls, name: str, fn: Callable[[], T]) -> Self:
         """Run a function of the driver on a thread; it does not wait in the ranks' queue.
 
         Args:
             name: Name of the method, for errors and `repr`.
             fn: The function, bounded by its own deadlines. Its value is the result.
         """
-        values: list[Any] = []
+        values: list[T] = []
         call = cls(name, 0, Collect(lambda _: values[0]), 0.0)
 
         def run() -> None:
@@ -119,7 +116,7 @@ class Call:
         threading.Thread(target=run, name=f"raysharding-{name}", daemon=True).start()
         return call
 
-    def result(self, timeout_s: float | None = None) -> Any:
+    def result(self, timeout_s: float | None = None) -> T:
         """Wait for all ranks and return the result.
 
         Args:
@@ -195,10 +192,10 @@ class Call:
         concurrent.futures.wait([self._end_here()], timeout_s)
         return self.done()
 
-    def __await__(self) -> Generator[Any, None, Any]:
+    def __await__(self) -> Generator[Any, None, T]:
         return self._await().__await__()
 
-    async def _await(self) -> Any:
+    async def _await(self) -> T:
         # Shielded: cancelling the waiting task must not mark the ranks' call as ended.
         await asyncio.shield(asyncio.wrap_future(self._end_here()))
         return await asyncio.get_running_loop().run_in_executor(None, self.result)
@@ -302,103 +299,6 @@ class Call:
 
     def _too_slow(self, timeout_s: float | None) -> TimeoutError:
         return TimeoutError(f"{self.name} has not finished after {timeout_s:g} s; it still runs: call again to wait")
-
-
-class Handle(Generic[P]):
-    """A method of the group, run by all ranks: `group.x(...)` blocks, `group.x.remote(...)` returns a `Call`."""
-
-    def __init__(self, submit: Callable[P, Call], run: Callable[P, Any] | None = None) -> None:
-        """Create a handle; only the decorators of `call.py` do.
-
-        Args:
-            submit: Begins the call.
-            run: Runs the method in the calling thread, instead of waiting for the call that `submit` began.
-        """
-        self._submit = submit
-        self._run = run
-        self.__doc__ = (run or submit).__doc__
-        self.__name__ = getattr(run or submit, "__name__", "call")
-
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Any:
-        """Run on all ranks and return the result."""
-        if self._run is not None:
-            return self._run(*args, **kwargs)
-        refuse_to_wait(f"{self.__name__}()")
-        return self._submit(*args, **kwargs).result()
-
-    def remote(self, *args: P.args, **kwargs: P.kwargs) -> Call:
-        """Submit to all ranks and return a `Call` without waiting for the ranks.
-
-        The arguments are copied now: later changes do not reach the ranks. `remote` waits only while the arguments of
-        the calls in the queue take more than 256 MiB, until an earlier call has begun. The group lives at least until
-        the call has ended.
-        """
-        return self._submit(*args, **kwargs)
-
-    def __repr__(self) -> str:
-        return f"<Handle {self.__name__}: call it, or .remote(...) for a Call>"
-
-
-T = TypeVar("T")
-
-
-def blocking(method: Callable[P, T]) -> Callable[P, T]:
-    """Make a method that is not a `handle` refuse to wait on a supervision thread, as handles do."""
-
-    @wraps(method)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-        refuse_to_wait(f"{method.__name__}()")
-        return method(*args, **kwargs)
-
-    return checked
-
-
-class handle(Generic[P]):
-    """Descriptor: `instance.method` is a `Handle` that blocks when called, with `.remote(...)` beside it."""
-
-    def __init__(self, submit: Callable[Concatenate[Any, P], Call]) -> None:
-        self._submit = submit
-        self.__doc__ = submit.__doc__
-        self.__name__ = submit.__name__
-
-    @overload
-    def __get__(self, instance: None, owner: type) -> Self: ...
-
-    @overload
-    def __get__(self, instance: object, owner: type) -> Handle[P]: ...
-
-    def __get__(self, instance: object | None, owner: type) -> Self | Handle[P]:
-        if instance is None:
-            return self
-        return Handle(MethodType(self._submit, instance))
-
-
-class driver_handle(Generic[P]):
-    """Descriptor for a method outside the ranks' queue: `.remote(...)` runs it on a thread, a plain call does not.
-
-    A plain call therefore also works during interpreter shutdown, when Python starts no new threads.
-    """
-
-    def __init__(self, run: Callable[Concatenate[Any, P], Any]) -> None:
-        self._run = run
-        self.__doc__ = run.__doc__
-        self.__name__ = run.__name__
-
-    @overload
-    def __get__(self, instance: None, owner: type) -> Self: ...
-
-    @overload
-    def __get__(self, instance: object, owner: type) -> Handle[P]: ...
-
-    def __get__(self, instance: object | None, owner: type) -> Self | Handle[P]:
-        if instance is None:
-            return self
-        run = MethodType(self._run, instance)
-
-        def submit(*args: P.args, **kwargs: P.kwargs) -> Call:
-            return Call.in_thread(self.__name__, partial(run, *args, **kwargs))
-
-        return Handle(submit, run)
 
 
 collect_all = Collect(lambda call: call.values())

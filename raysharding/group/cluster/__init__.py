@@ -1,7 +1,7 @@
 """What Ray and its nodes provide: connecting, nodes, placement, names, the GCS monitor, stack dumps."""
 
-from raysharding.group.cluster.connect import connect, join_announced, refuse_in_fork
-from raysharding.group.cluster.display import html_rows, html_table, memory_table, ranks_table, tell, text_table
+from raysharding.group.cluster.connect import connect, join_announced, join_existing, refuse_in_fork
+from raysharding.group.cluster.display import StatusReport, html_table, memory_table, ranks_table, tell, text_table
 from raysharding.group.cluster.gcs_monitor import GCS_GONE_S, GcsMonitor, exit_without_gcs, gcs_address
 from raysharding.group.cluster.nodes import (
     NodeCapacity,
@@ -18,6 +18,7 @@ from raysharding.group.cluster.placement import (
     NAMESPACE,
     Lifetime,
     Reservation,
+    Resources,
     actor_name,
     actor_names,
     check_free,
@@ -34,6 +35,6 @@ from raysharding.group.cluster.placement import (
     show_resources,
     wait_placed,
 )
-from raysharding.group.cluster.ray_internals import accelerator_names, dashboard_url, has_started
+from raysharding.group.cluster.ray_internals import accelerator_names, dashboard_url, has_started, started_cluster
 from raysharding.group.cluster.screens import Picture, open_screen
 from raysharding.group.cluster.stack_dump import ProcessSnapshot, dump_stacks, enable_stack_dumps

@@ -81,6 +81,27 @@ def join_announced() -> bool:
     return bool(ray.is_initialized())
 
 
+def join_existing() -> None:
+    """Join the cluster that this process uses or that the environment names; never start a cluster.
+
+    Raises:
+        PlacementError: There is none, or it does not answer; the error says where it was looked for.
+        GroupError: As `connect`.
+    """
+    try:
+        if join_announced():
+            return
+        why = ""
+    except ConnectionError as error:  # RAY_ADDRESS=auto, and Ray has found nothing
+        why = f" ({str(error).partition('. ')[0]})"
+    named = os.environ.get("RAY_ADDRESS")
+    raise PlacementError(
+        "no Ray cluster to look in: this process has not called ray.init(), RAY_ADDRESS is "
+        f"{'not set' if named is None else repr(named)}{why}, and {_cluster_file()} names none: call "
+        "ray.init(address=...) with the address of the group's cluster, or start one by `ray start --head`"
+    )
+
+
 def _announced() -> tuple[str, str] | None:
     """Return (address, source of the address) of the cluster that `ray.init()` would join.
 
@@ -91,14 +112,18 @@ def _announced() -> tuple[str, str] | None:
         # `local` starts a cluster, `auto` searches for one first; a URI such as ray://host:port has its own client.
         other = address in ("auto", "local") or "://" in address
         return None if other else (address, "RAY_ADDRESS")
-    # Ray itself reads this file.
-    scratch = os.environ.get("RAY_TMPDIR", os.environ.get("TMPDIR", "/tmp"))
-    left = Path(scratch, "ray", "ray_current_cluster")
+    left = _cluster_file()
     try:
         written = left.read_text().strip()
     except OSError:
         return None
     return (written, str(left)) if written else None
+
+
+def _cluster_file() -> Path:
+    """Return the file in which Ray itself looks for the address of this machine's cluster."""
+    scratch = os.environ.get("RAY_TMPDIR", os.environ.get("TMPDIR", "/tmp"))
+    return Path(scratch, "ray", "ray_current_cluster")
 
 
 def _check_that_it_answers(address: str, source: str) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import html
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from raysharding.group.ranks import RankInfo
+from raysharding.html import html_lines, html_report, html_rows
 from raysharding.units import MIB
 
 _MEMORY = ("host", "peak_host", "device", "peak_device")
@@ -31,16 +31,9 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def html_rows(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Format rows of strings as an HTML table."""
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in header)
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table><tr>{head}</tr>{body}</table>"
-
-
 def html_table(title: str, ranks: Sequence[RankInfo]) -> str:
     """Format the ranks as a small HTML table."""
-    return f"<div><b>{html.escape(title)}</b>{html_rows(_COLUMNS, _rows(ranks))}</div>"
+    return html_report(title, html_rows(_COLUMNS, _rows(ranks)))
 
 
 def ranks_table(ranks: Sequence[RankInfo]) -> str:
@@ -53,6 +46,24 @@ def memory_table(statuses: Sequence[Mapping[str, Any]]) -> str:
     header = ("rank", *(f"{name.replace('_', ' ')} MiB" for name in _MEMORY))
     rows = [(str(one["rank"]), *(_mib(one.get(f"{name}_bytes")) for name in _MEMORY)) for one in statuses]
     return text_table(header, rows)
+
+
+class StatusReport(dict[str, Any]):
+    """Result of `ShardedModelGroup.status`: a dict, which a notebook shows as a table."""
+
+    def _repr_html_(self) -> str:
+        ranks = self["ranks"]
+        columns = ("rank", "node_ip", "pid", "phase", *(f"{name}_bytes" for name in _MEMORY), "answers")
+        header = [name.replace("_bytes", " MiB").replace("_", " ") for name in columns]
+        rows = [[_cell(name, one.get(name)) for name in columns] for one in ranks]
+        cause = [] if self["cause"] is None else [html_lines(self["cause"].splitlines())]
+        return html_report(f"{self['name']}: {self['state']}", *([html_rows(header, rows)] if ranks else []), *cause)
+
+
+def _cell(column: str, value: Any) -> str:
+    if column.endswith("_bytes"):
+        return _mib(value)
+    return "?" if value is None else str(value)
 
 
 def _mib(num_bytes: Any) -> str:

@@ -26,7 +26,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,7 +138,7 @@ def name_taken(name: str) -> ValueError:
     """Return the error for a name that is taken."""
     return ValueError(
         f"name={name!r}: a group of that name is on the cluster; ShardedModelGroup.attach({name!r}) gives it to this "
-        "driver (and its shutdown() ends it), or choose another name"
+        "driver (and its shutdown() ends it), replace=True ends it for a new one, or choose another name"
     )
 
 
@@ -240,7 +240,14 @@ def choose_num_threads(placement: Placement) -> int:
     return int(chosen) if chosen.isdecimal() and int(chosen) else max(1, int(placement.cpus_per_rank))
 
 
-def reserve(world_size: int, device_type: str, placement: Placement, place_s: float, lifetime: Lifetime) -> Reservation:
+def reserve(
+    world_size: int,
+    device_type: str,
+    placement: Placement,
+    place_s: float,
+    lifetime: Lifetime,
+    held: Callable[[], Sequence[str]] = tuple,
+) -> Reservation:
     """Reserve one bundle for each rank, and wait until the placement group is ready.
 
     Args:
@@ -249,6 +256,7 @@ def reserve(world_size: int, device_type: str, placement: Placement, place_s: fl
         placement: Strategy, CPUs, labels; or an existing placement group.
         place_s: Deadline.
         lifetime: What ends the placement group.
+        held: Returns lines about what this program itself holds, for the error of a busy cluster.
 
     Raises:
         PlacementError: The placement group is not ready at the deadline (the error lists need against have, per node),
@@ -264,7 +272,7 @@ def reserve(world_size: int, device_type: str, placement: Placement, place_s: fl
         _refuse_too_few_accelerators(world_size, need, placement)
         reservation = _create(world_size, need, placement, lifetime)
     try:
-        wait_placed(reservation, world_size, placement, place_s)
+        wait_placed(reservation, world_size, placement, place_s, held)
     except BaseException:
         reservation.release()
         raise
@@ -286,7 +294,13 @@ def _create(world_size: int, need: Resources, placement: Placement, lifetime: Li
     return Reservation(made, need, is_ours=True, reaper=reaper)
 
 
-def wait_placed(reservation: Reservation, world_size: int, placement: Placement, place_s: float) -> None:
+def wait_placed(
+    reservation: Reservation,
+    world_size: int,
+    placement: Placement,
+    place_s: float,
+    held: Callable[[], Sequence[str]] = tuple,
+) -> None:
     """Wait until all bundles are placed: Ray moves the bundles of a lost node to nodes that have the resources.
 
     Args:
@@ -294,6 +308,7 @@ def wait_placed(reservation: Reservation, world_size: int, placement: Placement,
         world_size: Number of ranks.
         placement: The placement that it was reserved with.
         place_s: Deadline.
+        held: See `reserve`.
 
     Raises:
         PlacementError: No node had the resources before the deadline. The other bundles stay reserved.
@@ -302,7 +317,7 @@ def wait_placed(reservation: Reservation, world_size: int, placement: Placement,
     # In slices, since Ray's own wait does not react to Ctrl-C.
     while not reservation.placement_group.wait(max(0.0, min(_SLICE_S, until - time.monotonic()))):
         if time.monotonic() >= until:
-            raise _placement_error(world_size, reservation.need, placement, place_s)
+            raise _placement_error(world_size, reservation.need, placement, place_s, held)
         time.sleep(_PAUSE_S)  # in case the slice is shorter than Ray's resolution
 
 
@@ -358,7 +373,9 @@ def _refuse_too_few_accelerators(world_size: int, need: Resources, placement: Pl
     raise PlacementError("\n  ".join((f"{what}: {cures}", *lines)), need=need, have=have)
 
 
-def _placement_error(world_size: int, need: Resources, placement: Placement, place_s: float) -> PlacementError:
+def _placement_error(
+    world_size: int, need: Resources, placement: Placement, place_s: float, held: Callable[[], Sequence[str]]
+) -> PlacementError:
     """Return an error that compares need and have; a pending placement group holds nothing of the free resources."""
     lines, have, fits_empty = _room(need, placement)
     if placement.placement_group is not None:
@@ -370,6 +387,7 @@ def _placement_error(world_size: int, need: Resources, placement: Placement, pla
             f"busy: when idle, the cluster has space for {fits_empty} ranks; free resources, raise "
             f"Timeouts.place_s, or relax strategy={placement.strategy!r}"
         )
+        lines += held()
     if (name := _accelerator(need)) is not None:
         verdict += f'; with device="cpu" ranks need no {name}'
     message = f"{world_size} ranks of {show_resources(need)} each were not placed within {place_s:g} s; {verdict}"

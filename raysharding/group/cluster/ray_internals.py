@@ -47,6 +47,11 @@ def accelerator_names(device_type: str) -> AcceleratorNames:
     return AcceleratorNames(manager.get_resource_name(), mask, noset)
 
 
+def started_cluster() -> bool:
+    """Return True if `ray.init()` in this process started the cluster, which ends with this process."""
+    return worker._global_node is not None and bool(worker._global_node.head)
+
+
 def may_grow() -> bool:
     """Return False if nothing adds nodes to the cluster by itself; True if an autoscaler does, or Ray does not say.
 
@@ -54,7 +59,7 @@ def may_grow() -> bool:
     of each node every 5 s: without an autoscaler, it makes a type of its own for each node. Autoscaler v2 publishes
     none.
     """
-    if worker._global_node is not None and worker._global_node.head:
+    if started_cluster():
         return False
     status = json.loads(_internal_kv_get(DEBUG_AUTOSCALING_STATUS) or b"{}")
     types = (status.get("autoscaler_report") or {}).get("node_type_mapping") or {}

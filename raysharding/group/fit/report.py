@@ -5,7 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from io import BytesIO
+from typing import TYPE_CHECKING, Any
+
+from raysharding.html import html_report, html_rows, svg_curve
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_DPI = 130
 
 
 @dataclass(frozen=True)
@@ -112,19 +120,29 @@ class FitReport:
             skipped=(*self.skipped, *later.skipped),
         )
 
-    def plot(self, path: str | os.PathLike[str]) -> None:
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
         """Draw loss, gradient norm and learning rate over the steps.
 
         Args:
-            path: PNG file to write; an existing file is replaced.
+            path: PNG file to write; an existing file is replaced. Default: no file.
+
+        Returns:
+            The figure, which a notebook shows.
 
         Raises:
             ImportError: matplotlib is not installed: `pip install 'raysharding[bench]'`.
         """
         from matplotlib.figure import Figure
 
+        class Shown(Figure):
+            # Without pyplot, nothing has told the notebook how to show a figure.
+            def _repr_png_(self) -> bytes:
+                written = BytesIO()
+                self.savefig(written, dpi=_DPI, format="png")
+                return written.getvalue()
+
         names = [name for name in ("loss", "grad_norm", "lr") if self.history.get(name)]
-        figure = Figure(figsize=(8, 0.6 + 2.2 * max(len(names), 1)), layout="constrained")
+        figure = Shown(figsize=(8, 0.6 + 2.2 * max(len(names), 1)), layout="constrained")
         all_axes = figure.subplots(max(len(names), 1), 1, squeeze=False, sharex=True)[:, 0]
         steps = range(self.first_step + 1, self.first_step + 1 + len(self.history.get("loss", ())))
         for axes, name in zip(all_axes, names, strict=False):
@@ -133,7 +151,26 @@ class FitReport:
             axes.grid(alpha=0.3)
             axes.spines[["top", "right"]].set_visible(False)
         all_axes[-1].set_xlabel("step")
-        figure.savefig(path, dpi=130, format="png")
+        if path is not None:
+            figure.savefig(path, dpi=_DPI, format="png")
+        return figure
+
+    def __repr__(self) -> str:
+        return f"<FitReport: {self}>"
+
+    def _repr_html_(self) -> str:
+        rates = [f"{self.rows_per_s:,.1f} rows/s", *([f"{self.tokens_per_s:,.0f} tokens/s"] if self.num_tokens else [])]
+        rows = [
+            ("steps", f"{self.num_steps - self.first_step}, after step {self.first_step}"),
+            *((name, f"{values[-1]:.4g}") for name, values in self.history.items() if values and name != "loss"),
+            ("time", f"{self.seconds:.1f} s; waited {self.wait_s:.1f} s for data, saved in {self.save_s:.1f} s"),
+            ("rate", ", ".join(rates)),
+            *([("skipped", f"{len(self.skipped)} steps")] if self.skipped else []),
+            *([("restarts", str(self.num_restarts))] if self.num_restarts else []),
+            *([("saved", self.saved)] if self.saved else []),
+        ]
+        curve = svg_curve("loss", self.history.get("loss", ()), self.first_step + 1)
+        return html_report(f"step {self.num_steps}, loss {self.loss:.4g}", html_rows((), rows), curve)
 
     def __str__(self) -> str:
         tokens = f", {self.tokens_per_s:,.0f} tokens/s" if self.num_tokens else ""

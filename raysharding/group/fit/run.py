@@ -81,6 +81,8 @@ class FitLock:
         self._lock = threading.Lock()
         self._running: object | None = None
         self._is_interrupted = False
+        self.last_report: FitReport | None = None
+        """Report of the last run that has ended, complete or not."""
         self._last_step: FitStep | None = None
 
     @property
@@ -189,6 +191,7 @@ class FitRun:
         self._restart_group = restart
         self._callbacks: list[Callback] = [fits.note, RayGauges(running().client.supervisor.name), *options.callbacks]
         self._max_restarts = running().spec.max_restarts
+        self._started = time.monotonic()
         self._begun: Position | None = None
         self._generators: list[Mapping[str, Any]] = []
         self._position: Position | None = None
@@ -205,7 +208,6 @@ class FitRun:
 
     def run(self) -> FitReport:
         """Run all steps; see `ShardedModelGroup.fit`."""
-        started = time.monotonic()
         try:
             self._begin(resume=self._options.resume)
             self._secure_the_beginning()
@@ -215,7 +217,17 @@ class FitRun:
         except BaseException as error:
             self._end(error)
             raise
-        self._end(None)
+        else:
+            self._end(None)
+        finally:
+            if self._begun is not None:
+                self._fits.last_report = self._report()
+        assert self._fits.last_report is not None, "the run has begun"
+        return self._fits.last_report
+
+    def _report(self) -> FitReport:
+        """Return the report of the run so far."""
+        self._align_history()
         committed = [path for path in self._running().files.saves if path in self._paths]
         return FitReport(
             num_steps=self._place.num_steps,
@@ -223,7 +235,7 @@ class FitRun:
             history={name: tuple(values) for name, values in self._history.items()},
             num_rows=self._num_rows,
             num_tokens=self._num_tokens,
-            seconds=time.monotonic() - started,
+            seconds=time.monotonic() - self._started,
             wait_s=self._wait_s,
             save_s=self._save_s,
             num_restarts=self._num_restarts,
@@ -350,13 +362,16 @@ class FitRun:
         self._asked = None
         assert self._begun_in_files, "_secure_the_beginning comes first: the restart may have loaded the beginning"
         self._begin(resume=True)
+        self._align_history()
+        self._skipped = [number for number in self._skipped if number <= self._place.num_steps]
+        tell(f"fit: continues after step {self._place.num_steps} ({done.how}: {done.why})")
+
+    def _align_history(self) -> None:
+        """Make the history as long as the run: steps that were not reported to the driver are NaN."""
         kept = self._place.num_steps - self._first_step
         for values in self._history.values():
             del values[kept:]
-            # Ranks that were kept may have taken steps that were not reported to the driver.
             values.extend([math.nan] * (kept - len(values)))
-        self._skipped = [number for number in self._skipped if number <= self._place.num_steps]
-        tell(f"fit: continues after step {self._place.num_steps} ({done.how}: {done.why})")
 
     def _steps(self, bar: tqdm[NoReturn]) -> None:
         """Run the steps up to the end of the run, and save."""
@@ -364,7 +379,13 @@ class FitRun:
         while not is_over:
             self._fits.check_interrupted(self._place.num_steps)
             begun = time.monotonic()
-            replies: list[FitSteps] = self._submit("fit_steps", self._num_next(), collect=collect_all).result()
+            call: Call[list[FitSteps]] = self._submit("fit_steps", self._num_next(), collect=collect_all)
+            try:
+                replies = call.result()
+            except KeyboardInterrupt:
+                if call.succeeded():  # Ctrl-C has waited for the running steps: a resumed run continues after them
+                    self._position = call.result()[0].position
+                raise
             seconds = time.monotonic() - begun
             is_over, self._position = replies[0].is_over, replies[0].position
             if replies[0].steps:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import ray
@@ -30,6 +30,7 @@ from raysharding.group.cluster import (
     join_announced,
     reserve,
 )
+from raysharding.group.launch.own_groups import note_own_group, own_groups
 from raysharding.group.launch.preflight import Preflight, PreflightReport
 from raysharding.group.launch.spec import (
     GroupSpec,
@@ -106,6 +107,7 @@ class RunningGroup:
             is_loaded=is_loaded,
         )
         client = Client(started.members, supervisor, spec.timeouts, spec.max_output_bytes)
+        note_own_group(client, spec, reservation.need)
         files = ModelFiles(normal_path(spec.checkpoint)) if files is None else files
         return cls(spec, client, started.visible_gpus, reservation, files, spec.optimizer is not None)
 
@@ -175,8 +177,13 @@ def update_record(running: RunningGroup, spec: GroupSpec) -> ray.ObjectRef:
     return kept
 
 
-def launch(spec: GroupSpec) -> RunningGroup:
-    """Make a group; see `ShardedModelGroup.from_checkpoint`."""
+def launch(spec: GroupSpec, claim: Callable[[str], None] = check_free) -> RunningGroup:
+    """Make a group; see `ShardedModelGroup.from_checkpoint`.
+
+    Args:
+        spec: The group's spec.
+        claim: Called with the group's name, if it has one, before anything is placed; raises if the name is taken.
+    """
     spec.check()
     # Before Ray is started, which these checks do not need.
     spec = spec.located()
@@ -187,7 +194,7 @@ def launch(spec: GroupSpec) -> RunningGroup:
         check_fit(opened, spec.sharding, spec.loading)
     connect()
     if spec.name is not None:
-        check_free(spec.name)
+        claim(spec.name)
     device_type, world_size = choose_ranks(
         spec.device, spec.world_size, spec.placement, cluster_gpus(spec.device or "cuda")
     )
@@ -244,7 +251,7 @@ def _load(client: Client, opened: Checkpoint, path: str | None, progress: Progre
 
 def _place(spec: GroupSpec, opened: Opened, world_size: int, device_type: str) -> tuple[RunningGroup, Opened]:
     """Reserve resources and start the actors; return the checkpoint where rank 0 sees it."""
-    reservation = reserve(world_size, device_type, spec.placement, spec.timeouts.place_s, spec.lifetime)
+    reservation = reserve(world_size, device_type, spec.placement, spec.timeouts.place_s, spec.lifetime, own_groups)
     try:
         base = opened.base
         paths = [file.path for file in base.files]

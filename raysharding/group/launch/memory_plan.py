@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -29,7 +28,6 @@ from raysharding.group.cluster import (
     assign,
     choose_ranks,
     cluster_capacity,
-    html_rows,
     join_announced,
     local_capacity,
     rank_need,
@@ -43,6 +41,7 @@ from raysharding.group.launch.spec import (
     opened_on_a_node,
     opened_without_cluster,
 )
+from raysharding.html import html_lines, html_report, html_rows
 from raysharding.models import wrap_groups
 from raysharding.units import format_bytes as size
 
@@ -121,9 +120,8 @@ class GroupPlan:
         return "\n".join(parts)
 
     def _repr_html_(self) -> str:
-        verdict = "<br>".join(html.escape(line) for line in self._verdict())
-        tables = html_rows(*self._ranks()) + html_rows(*self._nodes())
-        return f"<div><b>{html.escape(self._title())}</b>{tables}{verdict}</div>"
+        tables = html_rows(*self._ranks()), html_rows(*self._nodes())
+        return html_report(self._title(), *tables, html_lines(self._verdict()))
 
     def _title(self) -> str:
         copies = f", {self.num_replicas} replicas" if self.num_replicas > 1 else ""

@@ -27,6 +27,7 @@ from raysharding.group.calls import collect_all
 from raysharding.group.cluster import NodeFacts, dashboard_url, text_table, versions_here
 from raysharding.group.ranks import RankInfo
 from raysharding.group.supervision import Client
+from raysharding.html import html_lines, html_report, html_rows
 from raysharding.units import format_bytes as size
 
 Subject = Literal["versions", "interface", "link", "memory", "security", "node"]
@@ -84,8 +85,14 @@ class PreflightReport:
             raise PreflightError(message, problems=[str(finding) for finding in self.findings])
 
     def __repr__(self) -> str:
+        return "\n".join([text_table(*self._table()), *self._lines()])
+
+    def _repr_html_(self) -> str:
+        return html_report("preflight", html_rows(*self._table()), html_lines(self._lines()))
+
+    def _table(self) -> tuple[Sequence[str], list[Sequence[str]]]:
         header = ("node", *_shown(self.nodes), "interface", "free memory", "gpus")
-        rows = [
+        rows: list[Sequence[str]] = [
             (
                 node.node_ip,
                 *(node.versions.get(name, "-") for name in _shown(self.nodes)),
@@ -95,8 +102,10 @@ class PreflightReport:
             )
             for node in self.nodes
         ]
-        findings = [str(finding) for finding in self.findings] or ["nothing is wrong"]
-        return "\n".join([text_table(header, rows), _link_line(self.link), *findings])
+        return header, rows
+
+    def _lines(self) -> list[str]:
+        return [_link_line(self.link), *([str(finding) for finding in self.findings] or ["nothing is wrong"])]
 
 
 def _shown(nodes: Sequence[NodeFacts]) -> list[str]:

@@ -27,9 +27,9 @@ from raysharding.group.cluster import (
     actor_name,
     actor_names,
     check_name,
-    connect,
     group_names,
     has_started,
+    join_existing,
     placement_groups,
     remove_orphans,
 )
@@ -56,7 +56,7 @@ def attach(name: str, timeouts: Timeouts | None) -> RunningGroup:
     if name is None:
         raise ValueError("name=None: give the name of a group")
     check_name(name)
-    connect()
+    join_existing()
     remove_orphans()
     answer_s = _ANSWER_S if timeouts is None else min(_ANSWER_S, timeouts.call_s)
     keeper = _find(name)

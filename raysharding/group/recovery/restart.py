@@ -17,6 +17,7 @@ from raysharding.group.calls import UndoOnInterrupt
 from raysharding.group.launch import GroupSpec, RunningGroup, launch, rendezvous
 from raysharding.group.recovery.replace_ranks import replace_lost
 from raysharding.group.supervision import GroupState, Replicas, probe_all
+from raysharding.html import html_report, html_rows
 
 _ANSWER_S = 5.0
 _SETTLE_GRACE_S = 2.0
@@ -39,6 +40,12 @@ class RestartReport:
     """Number of ranks now."""
     seconds: float
     """Time that the restart took."""
+
+    def _repr_html_(self) -> str:
+        rows = [("why", self.why), ("ranks", str(self.world_size)), ("time", f"{self.seconds:.2f} s")]
+        if self.checkpoint is not None:
+            rows.append(("checkpoint", self.checkpoint))
+        return html_report(f"restarted {self.how}", html_rows((), rows))
 
 
 def restart(

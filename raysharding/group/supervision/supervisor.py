@@ -378,7 +378,7 @@ class Supervisor:
         """Shut down: stop the ranks, after a `close` command if they are idle, and wait until Ray reports their end."""
         if self.status.is_closing:
             return
-        was_idle = self._runner.run is None and self.status.cause is None and self._has_ranks()
+        was_idle = self._runner.run is None and self.status.cause is None and self.has_ranks
         self.status.is_closing = True
         error = GroupBrokenError(f"{self.name} was shut down before this call ended")
         run, self._runner.run = self._runner.run, None
@@ -418,8 +418,9 @@ class Supervisor:
         self._lease_renewal.stop()
         self._teardown.stop(gcs_answers=not self._gcs_monitor.is_silent())
 
-    def _has_ranks(self) -> bool:
-        """Return True if this driver may have ranks left to stop."""
+    @property
+    def has_ranks(self) -> bool:
+        """True if this driver may have ranks left to stop."""
         is_ours = self._teardown.has_ray() and not self._teardown.is_let_go
         return is_ours and len(self.survivors.dead) < len(self.members)
 
@@ -427,5 +428,5 @@ class Supervisor:
         """Stop the ranks, and wait until Ray reports their end."""
         self._stop()
         until = time.monotonic() + _RELEASE_S
-        while self._has_ranks() and time.monotonic() < until:
+        while self.has_ranks and time.monotonic() < until:
             self._loop.run_once(0.1)

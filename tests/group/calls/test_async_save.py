@@ -92,7 +92,9 @@ def test_one_at_a_time_and_in_order(trained: ShardedModelGroup, tmp_path: Path) 
         train(trained)
         weights.append(trained.state_dict())
         trained.save(tmp_path / f"step-{number}", async_save=True, keep_last=2)
-    assert trained.save(tmp_path / "last").num_files == 1
+    report = trained.save(tmp_path / "last")
+    assert report is not None
+    assert report.num_files == 1
     assert sorted(os.listdir(tmp_path)) == ["last", "step-2", "step-3"]
     assert same(tmp_path / "step-2", weights[2])
     assert same(tmp_path / "step-3", weights[3])

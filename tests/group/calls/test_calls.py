@@ -20,7 +20,7 @@ from torch import nn
 
 from raysharding import GroupError, Out, PerRank, ShardedModelGroup, Sharding, Split
 from raysharding.group import GroupState
-from raysharding.group.calls.call import Call, driver_handle
+from raysharding.group.calls import Call, driver_handle
 from raysharding.group.supervision import running_call as waiting
 from tests.group.conftest import make_group
 
@@ -294,8 +294,6 @@ def test_what_is_the_drivers_own_needs_no_thread_but_may_have_one() -> None:
     with pytest.raises(SystemExit):
         owner.where.remote(fail=True).result(timeout_s=5)
     assert isinstance(owner.where.remote(), Call)
-    for name in ("shutdown", "status"):
-        assert isinstance(getattr(ShardedModelGroup, name), driver_handle)
 
 
 def test_queued_arguments_are_bounded(group: ShardedModelGroup, monkeypatch: pytest.MonkeyPatch) -> None:

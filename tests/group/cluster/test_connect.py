@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -31,10 +32,22 @@ def dead_address() -> str:
         return f"127.0.0.1:{listener.getsockname()[1]}"
 
 
-def connect(environment: dict[str, str]) -> str:
+ATTACH = """
+import ray
+from raysharding import PlacementError, ShardedModelGroup
+
+try:
+    ShardedModelGroup.attach("llama")
+except PlacementError as error:
+    assert not ray.is_initialized()
+    print(error)
+"""
+
+
+def connect(environment: dict[str, str], code: str = CONNECT, before: Sequence[str] = ()) -> str:
     """What `connect` says under these variables in place of this process's own."""
     others = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "RAY_TMPDIR", "TMPDIR")}
-    command = [sys.executable, "-c", CONNECT]
+    command = [*before, sys.executable, "-c", code]
     done = subprocess.run(command, cwd=ROOT, env=others | environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -55,3 +68,16 @@ def test_an_address_in_the_environment(dead_address: str) -> None:
     said = connect({"RAY_ADDRESS": dead_address})
     assert f"{dead_address}, which RAY_ADDRESS names" in said
     assert "unset it" in said
+
+
+@pytest.mark.parametrize("address", [None, *(pytest.param(one, marks=pytest.mark.full) for one in ("auto", "local"))])
+def test_attach_starts_no_cluster_and_says_where_it_looked(address: str | None, tmp_path: Path) -> None:
+    if address == "auto" and os.geteuid() != 0:
+        pytest.skip("Ray would find a cluster that somebody runs here: only root can hide their processes")
+    hidden = ["unshare", "--pid", "--fork", "--mount-proc"] if address == "auto" else []
+    named = {} if address is None else {"RAY_ADDRESS": address}
+    said = connect({"RAY_TMPDIR": str(tmp_path), **named}, ATTACH, hidden)
+    assert "has not called ray.init()" in said
+    assert f"RAY_ADDRESS is {'not set' if address is None else repr(address)}" in said
+    assert f"{tmp_path}/ray/ray_current_cluster names none" in said
+    assert not list(tmp_path.glob("ray/session_*"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -226,6 +227,47 @@ def test_ctrl_c_leaves_a_run_that_goes_on(fresh: ShardedModelGroup, parquet: Pat
     report = fit(fresh, parquet, epochs=5, resume=True)
     assert 20 <= report.first_step < report.num_steps == 40
     assert report.history["loss"] == pytest.approx(expected[report.first_step :], abs=1e-4)
+
+
+@pytest.mark.usefixtures("few_steps_a_call")
+def test_a_run_that_is_interrupted_or_fails_leaves_its_report(fresh: ShardedModelGroup, parquet: Path) -> None:
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def slow(output: torch.Tensor, *, target: torch.Tensor) -> torch.Tensor:
+        import time
+
+        time.sleep(0.02)
+        return (output.mean(dim=1) - target).square().mean()
+
+    def stop(step: FitStep) -> None:
+        if step.num_steps == 4:  # from another thread: it arrives while the ranks take the next steps
+            threading.Timer(0.01, signal.pthread_kill, (main, signal.SIGINT)).start()
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(fresh, parquet, epochs=3, callbacks=[stop], loss=slow)
+    last = fresh.last_fit
+    assert last is not None
+    assert 4 <= last.num_steps < 24
+    assert len(last.history["loss"]) == last.num_steps
+    assert all(map(math.isfinite, last.history["loss"][:4]))
+
+    def fail(step: FitStep) -> None:
+        if step.num_steps == last.num_steps + 2:
+            raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"):
+        fit(fresh, parquet, epochs=3, resume=True, callbacks=[fail])
+    failed = fresh.last_fit
+    assert failed is not None
+    assert failed.first_step == last.num_steps, "no step that the ranks took is missing"
+    with pytest.raises(ValueError, match="batch_size"):
+        fit(fresh, parquet, batch_size=0)
+    assert fresh.last_fit is failed
+    report = fit(fresh, parquet, epochs=3, resume=True)
+    assert fresh.last_fit is report
+    whole = last.then(failed).then(report)
+    assert len(whole.history["loss"]) == whole.num_steps == 24
 
 
 def test_a_rank_killed_in_a_run(checkpoint: Path, parquet: Path, undisturbed: list[float], tmp_path: Path) -> None:

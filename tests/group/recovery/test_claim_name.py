@@ -1,0 +1,75 @@
+"""Making a group again, as a notebook's cell does that is run a second time: who has the room, and the name."""
+
+from __future__ import annotations
+
+import os
+import signal
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from raysharding import GroupBrokenError, Placement, PlacementError, ShardedModelGroup, Split, Timeouts
+from raysharding.checkpoint import open_checkpoint
+from tests.conftest import make_mlp
+from tests.group.conftest import make_group
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+ROWS = torch.ones(3, 8)
+
+
+def test_a_full_cluster_names_this_programs_own_groups(checkpoint: Path) -> None:
+    wide, waits = Placement(cpus_per_rank=3), Timeouts(place_s=0.2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        group = make_group(checkpoint, placement=wide)
+    with group:
+        with pytest.raises(PlacementError, match="busy") as caught:
+            make_group(checkpoint, placement=wide, timeouts=waits)
+        own = f"this program's own {group.name} holds 2 x 3 CPU ({checkpoint}, ready)"
+        assert own in str(caught.value)
+        assert "end it by its shutdown()" in str(caught.value)
+        with pytest.raises(PlacementError, match="infeasible") as caught:
+            make_group(checkpoint, world_size=9, timeouts=waits)
+        assert own not in str(caught.value), "it would not help"
+
+
+def test_replace_shuts_this_programs_group_down_first(checkpoint: Path, tmp_path: Path) -> None:
+    wide: dict[str, Any] = {"name": "again", "placement": Placement(cpus_per_rank=3)}
+    with pytest.warns(UserWarning, match=r"name='again': .* `ray start --head`") as caught:
+        first = ShardedModelGroup.from_checkpoint(checkpoint, model=make_mlp(), world_size=2, device="cpu", **wide)
+    assert caught[0].filename == __file__
+    (tmp_path / "model.safetensors").write_bytes(b"none")
+    with first:
+        first.save(tmp_path / "save", async_save=True)
+        for wrong, path, options in (
+            (r"name='again': a group of that name .* replace=True ends it", checkpoint, {"name": "again"}),
+            ("replace=True without name=: give the name", checkpoint, {"replace": True}),
+            (r"model.safetensors", tmp_path / "model.safetensors", {"name": "again", "replace": True}),
+        ):
+            with pytest.raises(ValueError, match=wrong):
+                make_group(path, **options)
+        assert first.forward(Split(ROWS)).shape == (3, 4), "nothing was ended"
+
+        with make_group(checkpoint, replace=True, **wide) as group:
+            assert group.forward(Split(ROWS)).shape == (3, 4)
+            assert {one.pid for one in group.ranks}.isdisjoint(one.pid for one in first.ranks)
+            with pytest.raises(GroupBrokenError, match="group 'again' is shut down"):
+                first.forward(Split(ROWS))
+            assert len(open_checkpoint(str(tmp_path / "save")).tensors) == 4, "the background save was waited for"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_replace_takes_over_what_another_driver_left(checkpoint: Path, is_whole: bool) -> None:
+    first = make_group(checkpoint, name="left")
+    pids = [one.pid for one in first.ranks]
+    first._supervisor.detach()  # what the end of a program does
+    if not is_whole:
+        os.kill(pids[0], signal.SIGKILL)
+    with make_group(checkpoint, name="left", replace=True) as group:
+        assert group.forward(Split(ROWS)).shape == (3, 4)
+        assert {one.pid for one in group.ranks}.isdisjoint(pids)
