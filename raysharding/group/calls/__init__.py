@@ -7,7 +7,6 @@ from raysharding.group.calls.call import (
     FullStateDict,
     Handle,
     LastValue,
-    ProgressOption,
     Sent,
     blocking,
     collect_all,
@@ -16,10 +15,9 @@ from raysharding.group.calls.call import (
     collect_rank0,
     collect_returns,
     driver_handle,
-    follow,
     handle,
-    is_shown,
 )
 from raysharding.group.calls.input_checks import check_batches
 from raysharding.group.calls.interrupts import DeferredInterrupts, MaskedInterrupts, Stopping, UndoOnInterrupt
 from raysharding.group.calls.model_files import BegunSave, ModelFiles
+from raysharding.group.calls.progress import ProgressBar, ProgressOption, follow, progress_bar

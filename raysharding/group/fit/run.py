@@ -15,15 +15,21 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, NoReturn
-
-from tqdm.auto import tqdm
+from typing import Any
 
 from raysharding.checkpoint.storage import join_path
 from raysharding.data import Position
 from raysharding.distributed.training import FitPlan, StepMetrics
 from raysharding.errors import CallCancelledError, CheckpointError, GroupError, GroupTakenOverError, RendezvousError
-from raysharding.group.calls import Call, Collect, MaskedInterrupts, collect_all, collect_rank0, is_shown
+from raysharding.group.calls import (
+    Call,
+    Collect,
+    MaskedInterrupts,
+    ProgressBar,
+    collect_all,
+    collect_rank0,
+    progress_bar,
+)
 from raysharding.group.cluster import tell
 from raysharding.group.fit.callbacks import RayGauges
 from raysharding.group.fit.datasets import DatasetHandle
@@ -197,8 +203,8 @@ class FitRun:
         try:
             self._begin(resume=self._options.resume)
             self._secure_the_beginning()
-            done, is_hidden = self._place.num_steps, not is_shown(self._options.progress)
-            with tqdm(desc="fit", unit="step", total=self._total, initial=done, disable=is_hidden) as bar:
+            done = self._place.num_steps
+            with progress_bar(self._options.progress, "fit", "steps", self._total, done) as bar:
                 self._steps_and_restarts(bar)
         except BaseException as error:
             self._end(error)
@@ -304,7 +310,7 @@ class FitRun:
                 self._submit("fit_end", is_last=True).result()
             self._data.unpin(self._client.members)
 
-    def _steps_and_restarts(self, bar: tqdm[NoReturn]) -> None:
+    def _steps_and_restarts(self, bar: ProgressBar) -> None:
         lost: GroupError | RendezvousError | None = None
         while True:
             try:
@@ -346,7 +352,7 @@ class FitRun:
         self._skipped = [number for number in self._skipped if number <= self._place.num_steps]
         tell(f"fit: continues after step {self._place.num_steps} ({done.how}: {done.why})")
 
-    def _steps(self, bar: tqdm[NoReturn]) -> None:
+    def _steps(self, bar: ProgressBar) -> None:
         """Run the steps up to the end of the run, and save."""
         is_over = False
         while not is_over:
@@ -368,7 +374,7 @@ class FitRun:
         every = self._options.save_every
         return number if every is None else min(number, every - self._place.num_steps % every)
 
-    def _note(self, replies: Sequence[FitSteps], seconds: float, bar: tqdm[NoReturn]) -> None:
+    def _note(self, replies: Sequence[FitSteps], seconds: float, bar: ProgressBar) -> None:
         """Record the results of steps, and report them to the bar and the callbacks."""
         steps = list(zip(*(reply.steps for reply in replies), strict=True))
         first = self._place.num_steps - len(steps)

@@ -233,7 +233,8 @@ def _load(client: Client, opened: Checkpoint, path: str | None, progress: Progre
 
 def _place(spec: GroupSpec, opened: Checkpoint, world_size: int, device_type: str) -> RunningGroup:
     """Reserve resources and start the actors."""
-    reservation = reserve(world_size, device_type, spec.placement, spec.timeouts.place_s, spec.lifetime)
+    tells, place_s = spec.progress is not False, spec.timeouts.place_s
+    reservation = reserve(world_size, device_type, spec.placement, place_s, spec.lifetime, tells=tells)
     try:
         path = local_path(opened.files[0].path)
         started = start_actors(reservation, spec, world_size, device_type, path)

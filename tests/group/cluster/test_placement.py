@@ -176,22 +176,39 @@ try:
     make(device="cuda", timeouts=Timeouts(place_s=1))
 except PlacementError as error:
     tell(error=str(error))
+with make(placement=Placement(cpus_per_rank=2)) as group:
+    tell(nodes=sorted({one.node_id for one in group.ranks} - {ray.get_runtime_context().get_node_id()}))
+"""
+AUTOSCALED = """#!/bin/sh
+for argument in "$@"; do case $argument in --port=*) port=${argument#--port=};; esac; done
+sed "s/PORT/$port/" FOLDER/autoscaler.json > FOLDER/started.json
+AUTOSCALER_UPDATE_INTERVAL_S=1 RAY_FAKE_CLUSTER=1 exec RAY "$@" --autoscaling-config=FOLDER/started.json
 """
 
 
 @pytest.mark.full
 @pytest.mark.usefixtures("worker_python")
 def test_a_cluster_with_an_autoscaler_is_waited_for(checkpoint: Path, tmp_path: Path) -> None:
-    autoscaler = BASE_READONLY_CONFIG | {"provider": {"type": "fake_multinode"}}
-    (tmp_path / "autoscaler.yaml").write_text(json.dumps(autoscaler))
-    start = f'RAY_FAKE_CLUSTER=1 exec {Path(sys.executable).with_name("ray")} "$@"'
-    (tmp_path / "ray").write_text(f"#!/bin/sh\n{start} --autoscaling-config={tmp_path}/autoscaler.yaml\n")
+    nodes = {"worker": {"resources": {"CPU": 4}, "node_config": {}, "max_workers": 1}}
+    autoscaler = BASE_READONLY_CONFIG | {
+        "max_workers": 1,
+        "provider": {"type": "fake_multinode", "gcs_address": "127.0.0.1:PORT"},
+        "available_node_types": {**BASE_READONLY_CONFIG["available_node_types"], **nodes},
+    }
+    (tmp_path / "autoscaler.json").write_text(json.dumps(autoscaler))
+    program = AUTOSCALED.replace("FOLDER", str(tmp_path)).replace("RAY ", f"{Path(sys.executable).with_name('ray')} ")
+    (tmp_path / "ray").write_text(program)
     (tmp_path / "ray").chmod(0o755)
     with ExitStack() as stack:
         with forking.ray_starts_with(tmp_path / "python"):  # the program `ray` beside it starts the cluster
-            cluster = stack.enter_context(standing_cluster())
+            cluster = stack.enter_context(standing_cluster(num_cpus=1))
         driver = stack.enter_context(Driver(cluster, checkpoint, PLACED_LATER))
-        assert "were not placed within 1 s; infeasible" in driver.hear()["error"]
+        refused = driver.hear()["error"]
+        assert "the autoscaler has not added the nodes: even when idle, the cluster has space for 0 ranks" in refused
+        assert "infeasible" not in refused
+        driver.hear()  # the group's processes
+        # The pending placement group made the autoscaler add a node.
+        assert len(driver.hear()["nodes"]) == 1
 
 
 @pytest.mark.usefixtures("cluster")
