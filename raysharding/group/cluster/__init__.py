@@ -34,5 +34,5 @@ from raysharding.group.cluster.placement import (
     show_resources,
     wait_placed,
 )
-from raysharding.group.cluster.ray_internals import accelerator_names, dashboard_url, has_started
+from raysharding.group.cluster.ray_internals import accelerator_names, dashboard_url, has_started, name_log_lines
 from raysharding.group.cluster.stack_dump import ProcessSnapshot, dump_stacks, enable_stack_dumps

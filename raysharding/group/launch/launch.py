@@ -6,7 +6,6 @@ that a driver needs to attach to a named group; the group's first actor keeps th
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -238,8 +237,7 @@ def _place(spec: GroupSpec, opened: Checkpoint, world_size: int, device_type: st
     try:
         path = local_path(opened.files[0].path)
         started = start_actors(reservation, spec, world_size, device_type, path)
-        name = f"group {secrets.token_hex(3)}" if spec.name is None else f"group {spec.name!r}"
-        return RunningGroup.assemble(name, spec, started, reservation)
+        return RunningGroup.assemble(spec.title, spec, started, reservation)
     except BaseException:
         reservation.release()
         raise

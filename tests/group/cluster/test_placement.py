@@ -9,6 +9,7 @@ import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -19,6 +20,7 @@ from safetensors.torch import save_file
 
 from raysharding import CheckpointError, GroupError, Placement, PlacementError, ShardedModelGroup, Timeouts
 from raysharding.group.actors.actor import ActorInfo
+from raysharding.group.cluster import placement
 from raysharding.group.cluster.nodes import replies
 from raysharding.group.cluster.placement import choose_num_threads
 from raysharding.group.launch.start_actors import probe, rank_order
@@ -50,6 +52,24 @@ def test_a_busy_cluster_is_not_called_infeasible(checkpoint: Path) -> None:
     try:
         with pytest.raises(PlacementError, match="busy: when idle, the cluster has space for 2 ranks"):
             make_group(checkpoint, placement=Placement(cpus_per_rank=4), timeouts=Timeouts(place_s=1))
+    finally:
+        remove_placement_group(squatter)
+
+
+def test_a_log_says_for_what_it_waits(
+    checkpoint: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement, "_TELL_S", 0.0)
+    squatter = placement_group([{"CPU": 3}])
+    assert squatter.wait(20)
+    options: dict[str, Any] = {"placement": Placement(cpus_per_rank=4), "timeouts": Timeouts(place_s=1.5)}
+    try:
+        with pytest.raises(PlacementError):
+            make_group(checkpoint, **options)
+        assert "raysharding: waiting for 1 of 2 ranks of 4 CPU each, 1 s\n" in capfd.readouterr().err
+        with pytest.raises(PlacementError):
+            make_group(checkpoint, **options, progress=False)
+        assert "waiting for" not in capfd.readouterr().err
     finally:
         remove_placement_group(squatter)
 
