@@ -26,6 +26,7 @@ from raysharding.distributed.footprint import MemoryNeed, memory_need
 from raysharding.distributed.saving import random_state, restore_random_state
 from raysharding.distributed.training import EvaluationPlan
 from raysharding.errors import GroupError, RayshardingError, said
+from raysharding.group.actors.memory_gauge import export_memory
 from raysharding.group.actors.title import Title
 from raysharding.group.cluster import NodeFacts, accelerator_names, facts_here
 from raysharding.group.rpc import NEXT_STEP, Command, Mode, Packed, SaveStatus, Shared, StateChange
@@ -160,6 +161,7 @@ class RankCommands:
         if self._rank_worker is None:
             worker = Worker(place.rank, place.world_size, place.local_rank, device, stall_s=place.stall_s)
             self._rank_worker = worker
+            export_memory(self._title.group, place.rank, self.status)
             if blueprint is not None:
                 opened = Checkpoint.from_json(blueprint.checkpoint)
                 worker.build(blueprint.model, opened, blueprint.sharding, blueprint.loading, is_copy=True)

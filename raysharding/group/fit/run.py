@@ -199,7 +199,8 @@ class FitRun:
         self._restart_group = restart
         self._load_group = load
         self._stop = StopSignal(is_wanted=options.save_on_signal, abandon=self._abandon)
-        self._callbacks: list[Callback] = [RayGauges(running().client.supervisor.name), *options.callbacks]
+        self._gauges = RayGauges(running().client.supervisor.name)
+        self._callbacks: list[Callback] = [self._gauges, *options.callbacks]
         self._max_restarts = running().spec.max_restarts
         self._begun: Position | None = None
         self._generators: list[Mapping[str, Any]] = []
@@ -424,6 +425,7 @@ class FitRun:
         rows, tokens = _sums(step for ranks in steps for step in ranks)
         self._num_rows, self._num_tokens = self._num_rows + rows, self._num_tokens + tokens
         self._wait_s += max(sum(step.wait_s for step in reply.steps) for reply in replies)
+        self._gauges.set("wait_s", self._wait_s)
         for number, ranks in enumerate(steps, first + 1):
             for name, value in ranks[0].metrics.items():
                 self._history.setdefault(name, []).append(value)
@@ -466,6 +468,7 @@ class FitRun:
         self._asked = number
         self._paths.add(path)
         self._save_s += time.monotonic() - begun
+        self._gauges.set("save_s", self._save_s)
 
 
 @contextmanager
