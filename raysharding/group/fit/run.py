@@ -426,6 +426,7 @@ class FitRun:
         self._num_rows, self._num_tokens = self._num_rows + rows, self._num_tokens + tokens
         self._wait_s += max(sum(step.wait_s for step in reply.steps) for reply in replies)
         self._gauges.set("wait_s", self._wait_s)
+        self._gauges.set("save_s", self._save_s)
         for number, ranks in enumerate(steps, first + 1):
             for name, value in ranks[0].metrics.items():
                 self._history.setdefault(name, []).append(value)
