@@ -336,9 +336,10 @@ class Placement:
 class Timeouts:
     """Deadlines in seconds. Every wait has a deadline."""
 
-    place_s: float = 120.0
-    """Time for Ray to reserve every rank's resources. Default 120. Too few accelerators, used or not, are an error at
-    once, unless an autoscaler may add nodes, or a node has died, which may come back."""
+    place_s: float | None = None
+    """Time for Ray to reserve every rank's resources. Default 120, and 900 where an autoscaler may add nodes. Too few
+    accelerators, used or not, are an error at once, unless an autoscaler may add nodes, or a node has died, which may
+    come back."""
     start_s: float = 180.0
     """Time for every actor process to start and finish its imports. Default 180."""
     rendezvous_s: float = 120.0
@@ -362,7 +363,7 @@ class Timeouts:
     def __post_init__(self) -> None:
         for name in ("place_s", "start_s", "rendezvous_s", "load_stall_s", "call_s", "drain_s"):
             value = getattr(self, name)
-            is_deadline = _is_finite(value) and value > 0
+            is_deadline = (_is_finite(value) and value > 0) or (name == "place_s" and value is None)
             _require(self, name, is_deadline, "give a positive number of seconds; a deadline is finite")
         is_lease = self.lease_s is None or (_is_finite(self.lease_s) and self.lease_s >= 1)
         _require(self, "lease_s", is_lease, "give None, or 1 second or more, such as 60")

@@ -633,9 +633,10 @@ class ShardedModelGroup:
         save_every: int | None = None,
         keep_last: int | None = None,
         async_save: bool = False,
-        resume: bool = False,
+        resume: bool | Literal["latest"] = False,
         callbacks: Sequence[Callback] = (),
         progress: bool | None = None,
+        save_on_signal: bool = False,
     ) -> FitReport:
         """Train over data: each rank reads its own rows, and the steps are those that one process would take.
 
@@ -684,20 +685,29 @@ class ShardedModelGroup:
                 the end.
             keep_last: Number of saves to keep; older ones are removed. Default: all.
             async_save: Write saves in the background, while the ranks continue training; see `save`. Default False.
-            resume: Continue where the last run ended: in this group, or in the save that the group was made from.
+            resume: True to continue where the last run ended: in this group, or in the save that the group was made
+                from. `"latest"`: load the newest complete save in `save_to`, unless the group holds it or a later step
+                of its run, and continue after it; without a save, begin a new run. So the first run of a job and its
+                later ones take the same script. Default False: a new run.
             callbacks: Callables that receive a `FitStep` for every step, on the thread of `fit`. Quick steps are
                 reported many at a time: the ranks, and every call that a callback makes on them, are at the state after
                 the last of these steps. The ranks take no steps during a callback. An error that a callback raises ends
                 the run, with the group READY, and `fit` raises it; if a call of the callback broke the group, the run
                 handles it like a step that broke the group. If a callback has a `close` method, the method is called at
                 the end.
-            progress: True to show a bar. Default: in a terminal or notebook.
+            progress: True to show a bar, False for nothing. Default: a bar in a terminal or notebook; elsewhere, as in
+                a job's log, a line on stderr every 10 s or tenth of the run, and one at the end.
+            save_on_signal: At SIGTERM, end the run after the steps in progress, save to `save_to`, and raise
+                `SystemExit(0)`: `with` blocks and `finally` clauses run, and the program ends with status 0 unless it
+                catches that. A second SIGTERM stops the ranks, and the program's own handler gets it, without a save.
+                The handler is installed while `fit` runs, which must be in the main thread. Default False.
 
         Returns:
             The report of the run: losses, rates, restarts, the last save.
 
         Raises:
             ValueError: An argument is invalid, there is no optimizer, or there is nothing to resume for `resume=True`.
+            SystemExit: SIGTERM ended the run; see `save_on_signal`.
             TypeError: `data` is not data, or does not pickle.
             DataError: The data cannot be read, has no rows, or differs from the data of the run that is resumed. The
                 group is READY.
@@ -724,8 +734,9 @@ class ShardedModelGroup:
             )
             plan = FitPlan(data_plan, loss, max_grad_norm, gradient_accumulation_steps, on_empty)
             target = None if save_to is None else normal_path(os.fspath(save_to))
-            options = FitOptions(target, save_every, keep_last, async_save, resume, callbacks, progress)
-            return FitRun(lambda: self._running, plan, dataset, options, self._fits, self.save, self._restart).run()
+            options = FitOptions(target, save_every, keep_last, async_save, resume, callbacks, progress, save_on_signal)
+            files = self.save, self._restart, self._load
+            return FitRun(lambda: self._running, plan, dataset, options, self._fits, *files).run()
 
     @property
     def last_fit(self) -> FitReport | None:
@@ -865,9 +876,11 @@ class ShardedModelGroup:
             PlanError: The checkpoint does not fit: the group is READY, with its earlier weights and optimizer.
             GroupError: A rank died, hung or raised after bytes had moved: the earlier state is overwritten in part.
         """
+        return self._load(path, self._unless_fit("load"))
+
+    def _load(self, path: str | os.PathLike[str], check: Check | None = None) -> Call:
         target = normal_path(os.fspath(path))
         stall_s = self._client.timeouts.load_stall_s
-        check = self._unless_fit("load")
         call = self._client.submit_same("load", target, deadline_s=stall_s, watch=True, check=check)
         call.when_done(partial(self._note_loaded, weakref.ref(self), target, self._running.files.begin_load()))
         return call.keep_alive(self)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from raysharding.batch import RankBatch
-from raysharding.checkpoint import is_checkpoint, is_left_over
+from raysharding.checkpoint import is_checkpoint, is_left_over, newest_save
 from raysharding.checkpoint.storage import join_path, storage_of
 from raysharding.data import Position
 from raysharding.distributed.comm import agree, from_rank_0, to_host
@@ -20,7 +20,7 @@ from raysharding.distributed.saving import (
     OptimizerLoad,
     has_optimizer_state,
     load_training,
-    run_of,
+    position_of,
 )
 from raysharding.distributed.training import (
     Evaluation,
@@ -275,6 +275,27 @@ class Trainer:
                 from_rank_0(lambda: _check_own_saves(save_to, here))
             return FitStart(self.position, self._fit.data_loader.total_steps, self._status.is_saved)
 
+    def latest_save(self, save_to: str) -> tuple[str, bool] | None:
+        """Return the newest complete save of a run, and True if the ranks hold it, or a later step of its run.
+
+        Collective.
+
+        Args:
+            save_to: Directory of the run's saves, which rank 0 sees.
+
+        Returns:
+            `None` without a save.
+
+        Raises:
+            CheckpointError: On every rank: a save cannot be read.
+        """
+        found = from_rank_0(lambda: _newest(save_to))
+        if found is None:
+            return None
+        held = _agreed(self.position)
+        is_held = held is not None and held.run == found["run"] and held.num_steps >= found["num_steps"]
+        return found["path"], is_held
+
     def fit_steps(self, num_steps: int) -> FitSteps:
         """Take steps until `num_steps` are done or the run ends. Collective.
 
@@ -343,6 +364,12 @@ def _agreed(position: Position | None) -> Position | None:
     return known[0] if known else None
 
 
+def _newest(directory: str) -> dict[str, Any] | None:
+    path = newest_save(directory, "step-")
+    position = None if path is None else position_of(path)
+    return None if position is None else {"path": path, "run": position.run, "num_steps": position.num_steps}
+
+
 def _check_own_saves(directory: str, here: Position) -> None:
     """Raise CheckpointError if a run would overwrite or remove another run's saves in a directory.
 
@@ -357,6 +384,7 @@ def _check_own_saves(directory: str, here: Position) -> None:
             continue
         if int(name.removeprefix("step-")) < here.num_steps and not is_checkpoint(path):
             continue
-        if run_of(path) != here.run:
+        found = position_of(path)
+        if found is None or found.run != here.run:
             what = f"holds {name} of another run: save to another directory, or resume that run: load it, resume=True"
             raise CheckpointError(what, path=directory)

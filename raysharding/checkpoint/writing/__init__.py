@@ -22,6 +22,7 @@ from raysharding.checkpoint.writing.retention import (
     check_numbered,
     is_checkpoint,
     newest_after,
+    newest_save,
     remove_left_overs,
     remove_older,
     remove_unfinished,

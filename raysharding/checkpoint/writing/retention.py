@@ -126,6 +126,22 @@ def newest_after(path: str) -> str:
     return newer[-1] if newer else path
 
 
+def newest_save(directory: str, prefix: str) -> str | None:
+    """Return the complete save in a directory with the largest number in its name; `None` without a save.
+
+    Args:
+        directory: A path or a normal URI, which need not exist.
+        prefix: What stands before the number, such as `step-`.
+
+    Raises:
+        CheckpointError: The store cannot be reached.
+    """
+    if storage_of(directory).find(directory).kind != "directory":
+        return None
+    found = (path for _, path in reversed(_alike(directory, ((prefix, ""), 0))))
+    return next((path for path in found if is_checkpoint(path)), None)
+
+
 def is_checkpoint(path: str) -> bool:
     """Return True if there is a checkpoint at a normal path or URI.
 

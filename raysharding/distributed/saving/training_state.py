@@ -131,15 +131,15 @@ def load_training(checkpoint: str | os.PathLike[str]) -> Position | None:
     return None if found["position"] is None else Position.from_dict(found["position"])
 
 
-def run_of(checkpoint: str | os.PathLike[str]) -> str | None:
-    """Return the name of the run of a save that this process sees; `None` without a run.
+def position_of(checkpoint: str | os.PathLike[str]) -> Position | None:
+    """Return the position of the run in a save that this process sees; `None` without a run.
 
     Raises:
         CheckpointError: The file is unreadable, or has another format than `write_training` writes.
     """
     found = _read(checkpoint)
     position = None if found is None else found["position"]
-    return None if position is None else Position.from_dict(position).run
+    return None if position is None else Position.from_dict(position)
 
 
 def _read(checkpoint: str | os.PathLike[str]) -> dict[str, Any] | None:

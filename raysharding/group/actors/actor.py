@@ -25,6 +25,7 @@ from raysharding.errors import OutputTooLargeError
 from raysharding.group.actors.commands import RankCommands
 from raysharding.group.actors.dataset_blocks import pin
 from raysharding.group.actors.ownership import Ownership, RankLease
+from raysharding.group.actors.title import Title
 from raysharding.group.actors.work_thread import WorkThread
 from raysharding.group.cluster import ProcessSnapshot, dump_stacks, enable_stack_dumps, exit_without_gcs, tell
 from raysharding.group.rpc import (
@@ -87,11 +88,16 @@ class RankActor:
     """One rank. `launch.start_actors` creates it with `max_restarts=0`: the group recovers as a whole."""
 
     def __init__(
-        self, lease_s: float | None = None, owns_placement_group: bool = False, hub: HubAccess | None = None
+        self,
+        title: Title,
+        lease_s: float | None = None,
+        owns_placement_group: bool = False,
+        hub: HubAccess | None = None,
     ) -> None:
         """Start the work thread and the lease.
 
         Args:
+            title: What Ray calls the actor.
             lease_s: Length of the first lease, in seconds; the driver renews it. `None`: no lease.
             owns_placement_group: True to remove the placement group when the lease expires.
             hub: The driver's access to the Hugging Face hub, if the checkpoint is there. An argument, since Ray logs
@@ -101,7 +107,8 @@ class RankActor:
             adopt_access(hub)
         # The handler of Ray 2.60 waits for running tasks to end, and `lifetime` runs until the process ends.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        self._commands = RankCommands()
+        self._title = title
+        self._commands = RankCommands(title)
         self._ownership = Ownership()
         self._placement_group = ray.util.get_current_placement_group() if owns_placement_group else None
         self._lease = RankLease(self._end)
@@ -113,6 +120,9 @@ class RankActor:
         self._control_threads: set[int] = set()
         self._stacks_descriptor = enable_stack_dumps()
         self._work = WorkThread(self._serve)
+
+    def __repr__(self) -> str:
+        return str(self._title)
 
     @ray.method(concurrency_group="control")
     def probe(self, paths: Sequence[str]) -> ActorInfo:

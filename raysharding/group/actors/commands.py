@@ -26,6 +26,8 @@ from raysharding.distributed.footprint import MemoryNeed, memory_need
 from raysharding.distributed.saving import random_state, restore_random_state
 from raysharding.distributed.training import EvaluationPlan
 from raysharding.errors import GroupError, RayshardingError, said
+from raysharding.group.actors.memory_gauge import export_memory
+from raysharding.group.actors.title import Title
 from raysharding.group.cluster import NodeFacts, accelerator_names, facts_here
 from raysharding.group.rpc import NEXT_STEP, Command, Mode, Packed, SaveStatus, Shared, StateChange
 from raysharding.models import InputBounds
@@ -88,7 +90,8 @@ class Blueprint:
 class RankCommands:
     """Runs commands on the work thread. "Collective": the driver sends the command to every rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, title: Title) -> None:
+        self._title = title
         self._server: Any = None
         self._rank_worker: Worker | None = None
         self._buckets: Iterator[Mapping[str, torch.Tensor]] = iter(())
@@ -135,6 +138,7 @@ class RankCommands:
         A rank with a module keeps it in the new process group. A new rank among such ranks builds its module from the
         blueprint meanwhile. All of them make the device mesh, in the same order.
         """
+        self._title.show_rank(place.rank)
         leave_process_group()
         device = torch.device(place.device)
         # Before the first CUDA call of this process, after which the variable has no effect. For CPU ranks it is empty:
@@ -157,6 +161,7 @@ class RankCommands:
         if self._rank_worker is None:
             worker = Worker(place.rank, place.world_size, place.local_rank, device, stall_s=place.stall_s)
             self._rank_worker = worker
+            export_memory(self._title.group, place.rank, self.status)
             if blueprint is not None:
                 opened = Checkpoint.from_json(blueprint.checkpoint)
                 worker.build(blueprint.model, opened, blueprint.sharding, blueprint.loading, is_copy=True)

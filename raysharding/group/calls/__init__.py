@@ -6,17 +6,15 @@ from raysharding.group.calls.call import (
     Collect,
     FullStateDict,
     LastValue,
-    ProgressOption,
     Sent,
     collect_all,
     collect_generated,
     collect_outputs,
     collect_rank0,
     collect_returns,
-    follow,
-    is_shown,
 )
 from raysharding.group.calls.handle import Handle, blocking, driver_handle, handle
 from raysharding.group.calls.input_checks import check_batches
 from raysharding.group.calls.interrupts import DeferredInterrupts, MaskedInterrupts, Stopping, UndoOnInterrupt
 from raysharding.group.calls.model_files import BegunSave, ModelFiles
+from raysharding.group.calls.progress import ProgressBar, ProgressOption, follow, progress_bar

@@ -1,14 +1,12 @@
 """`Call`: a running or finished call of all ranks; the methods that return one are in `handle.py`.
 
-The collectors, one for each kind of result, turn the ranks' values into the caller's result. `follow` shows the bytes
-of a load; there is no output without a terminal or notebook.
+The collectors, one for each kind of result, turn the ranks' values into the caller's result.
 """
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -17,7 +15,6 @@ from typing import Any, Generic, NoReturn, Self, TypeAlias
 
 import ray
 import torch
-from tqdm.auto import tqdm
 from typing_extensions import TypeVar
 
 from raysharding.batch import Out, PerRank
@@ -412,49 +409,3 @@ class FullStateDict:
         if self._lost is not None:
             raise self._lost
         return self._tensors
-
-
-ProgressOption = bool | Callable[[int, int], None] | None
-_REFRESH_S = 0.1
-
-
-def follow(call: Call, title: str, num_bytes: int, option: ProgressOption) -> None:
-    """Show a call's progress in bytes until the call ends, with or without an error.
-
-    Args:
-        call: A call whose bytes the supervision watches.
-        title: Label of the bar.
-        num_bytes: Bytes in total, used until the ranks report their own total.
-        option: `True`: a bar; `False`: none; `None`: a bar in a terminal or notebook; a callable: it is called with
-            the bytes done and the bytes in total, about five times a second and once at the end.
-    """
-    if callable(option):
-        _watch(call, num_bytes, option)
-        return
-    with tqdm(desc=title, unit="B", unit_scale=True, unit_divisor=1024, disable=not is_shown(option)) as bar:
-
-        def draw(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        _watch(call, num_bytes, draw)
-
-
-def is_shown(option: bool | None) -> bool:
-    """Return True if bars are drawn: as `option` says, by default on a terminal and in a notebook."""
-    return option if option is not None else sys.stderr.isatty() or "ipykernel" in sys.modules
-
-
-def _watch(call: Call, num_bytes: int, tell: Callable[[int, int], None]) -> None:
-    reported = None
-    while True:
-        is_done = call.wait(_REFRESH_S)
-        done, total = call.progress
-        total = total or num_bytes
-        # The ranks were last probed before the last byte: a load that succeeded is complete.
-        now = (total, total) if call.succeeded() else (done, total)
-        if now != reported:
-            tell(*now)
-            reported = now
-        if is_done:
-            return

@@ -35,6 +35,12 @@ from raysharding.group.cluster.placement import (
     show_resources,
     wait_placed,
 )
-from raysharding.group.cluster.ray_internals import accelerator_names, dashboard_url, has_started, started_cluster
+from raysharding.group.cluster.ray_internals import (
+    accelerator_names,
+    dashboard_url,
+    has_started,
+    name_log_lines,
+    started_cluster,
+)
 from raysharding.group.cluster.screens import Picture, open_screen
 from raysharding.group.cluster.stack_dump import ProcessSnapshot, dump_stacks, enable_stack_dumps

@@ -37,6 +37,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raysharding.config import Placement
 from raysharding.distributed.comm import check_device_type
 from raysharding.errors import PlacementError
+from raysharding.group.cluster.display import tell
 from raysharding.group.cluster.ray_internals import accelerator_names, dead_jobs, free_resources, is_worker, may_grow
 
 Resources = Mapping[str, float]
@@ -44,6 +45,9 @@ Resources = Mapping[str, float]
 NAMESPACE = "raysharding"
 STARTING_LEASE_S = 8.0
 """Lease, in seconds, of a named group that is being made, once its supervision has begun."""
+_PLACE_S = 120.0
+_GROW_S = 900.0
+_TELL_S = 10.0
 _SLICE_S = 1.0
 _PAUSE_S = 0.05
 _OWNER_S = 8.0
@@ -244,9 +248,11 @@ def reserve(
     world_size: int,
     device_type: str,
     placement: Placement,
-    place_s: float,
+    place_s: float | None,
     lifetime: Lifetime,
+    *,
     held: Callable[[], Sequence[str]] = tuple,
+    tells: bool = True,
 ) -> Reservation:
     """Reserve one bundle for each rank, and wait until the placement group is ready.
 
@@ -254,9 +260,10 @@ def reserve(
         world_size: Number of ranks.
         device_type: Any but `cpu` adds one accelerator to each bundle.
         placement: Strategy, CPUs, labels; or an existing placement group.
-        place_s: Deadline.
+        place_s: Deadline; see `wait_placed`.
         lifetime: What ends the placement group.
         held: Returns lines about what this program itself holds, for the error of a busy cluster.
+        tells: See `wait_placed`.
 
     Raises:
         PlacementError: The placement group is not ready at the deadline (the error lists need against have, per node),
@@ -272,7 +279,7 @@ def reserve(
         _refuse_too_few_accelerators(world_size, need, placement)
         reservation = _create(world_size, need, placement, lifetime)
     try:
-        wait_placed(reservation, world_size, placement, place_s, held)
+        wait_placed(reservation, world_size, placement, place_s, held=held, tells=tells)
     except BaseException:
         reservation.release()
         raise
@@ -298,27 +305,53 @@ def wait_placed(
     reservation: Reservation,
     world_size: int,
     placement: Placement,
-    place_s: float,
+    place_s: float | None,
+    *,
     held: Callable[[], Sequence[str]] = tuple,
+    tells: bool = True,
 ) -> None:
     """Wait until all bundles are placed: Ray moves the bundles of a lost node to nodes that have the resources.
+
+    The placement group is pending meanwhile, so an autoscaler sees what it needs.
 
     Args:
         reservation: A reservation.
         world_size: Number of ranks.
         placement: The placement that it was reserved with.
-        place_s: Deadline.
+        place_s: Deadline in seconds. `None`: 120, or 900 where an autoscaler may add nodes.
         held: See `reserve`.
+        tells: True to write a line to stderr every 10 s: what is missing, and for how long.
 
     Raises:
         PlacementError: No node had the resources before the deadline. The other bundles stay reserved.
     """
-    until = time.monotonic() + place_s
+    begun = told = time.monotonic()
+    limit_s = _PLACE_S if place_s is None else place_s
     # In slices, since Ray's own wait does not react to Ctrl-C.
-    while not reservation.placement_group.wait(max(0.0, min(_SLICE_S, until - time.monotonic()))):
-        if time.monotonic() >= until:
-            raise _placement_error(world_size, reservation.need, placement, place_s, held)
+    while not reservation.placement_group.wait(max(0.0, min(_SLICE_S, begun + limit_s - time.monotonic()))):
+        now = time.monotonic()
+        if now - begun >= limit_s and place_s is None and limit_s < _GROW_S and may_grow():
+            limit_s = _GROW_S  # not earlier: a cluster that has just started does not say yet whether it grows
+        if now - begun >= limit_s:
+            raise _placement_error(world_size, reservation.need, placement, limit_s, held)
+        if tells and now - told >= _TELL_S:
+            told = now
+            tell(_waiting(reservation, world_size, placement, now - begun))
         time.sleep(_PAUSE_S)  # in case the slice is shorter than Ray's resolution
+
+
+def _waiting(reservation: Reservation, world_size: int, placement: Placement, seconds: float) -> str:
+    """Return a line that says for what the ranks wait."""
+    need, room = reservation.need, _room(reservation.need, placement)
+    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    # After the loss of a node the bundles on other nodes stay placed.
+    placed = placement_group_table(reservation.placement_group)["bundles_to_node_id"].values()
+    missing = max(0, world_size - sum(node in alive for node in placed) - room.fits_now)
+    each = f"ranks of {show_resources(need)} each"
+    if not missing or placement.placement_group is not None:
+        return f"waiting for Ray to place {world_size} {each} with strategy={placement.strategy!r}, {seconds:.0f} s"
+    name = _accelerator(need)
+    return f"waiting for {missing} of {world_size} {each if name is None else f'{name}s'}, {seconds:.0f} s"
 
 
 def rank_need(device_type: str, placement: Placement) -> dict[str, float]:
@@ -369,37 +402,54 @@ def _refuse_too_few_accelerators(world_size: int, need: Resources, placement: Pl
     fewer = f"world_size={has} or fewer, " if has else ""
     what = f"{world_size} ranks need {show_resources(need)} each, but {where} {has} {name} in all, free or not"
     cures = f'give {fewer}device="cpu" for ranks that need no {name}, or wait until more nodes have joined'
-    lines, have, _ = _room(need, placement)
-    raise PlacementError("\n  ".join((f"{what}: {cures}", *lines)), need=need, have=have)
+    room = _room(need, placement)
+    raise PlacementError("\n  ".join((f"{what}: {cures}", *room.lines)), need=need, have=room.have)
 
 
 def _placement_error(
     world_size: int, need: Resources, placement: Placement, place_s: float, held: Callable[[], Sequence[str]]
 ) -> PlacementError:
     """Return an error that compares need and have; a pending placement group holds nothing of the free resources."""
-    lines, have, fits_empty = _room(need, placement)
+    room = _room(need, placement)
+    lines = list(room.lines)
+    when_idle = f"when idle, the cluster has space for {room.fits_empty} ranks"
     if placement.placement_group is not None:
         verdict = "the given placement group is not ready"
-    elif fits_empty < world_size:
-        verdict = f"infeasible: even when idle, the cluster has space for {fits_empty} ranks; use fewer, or add nodes"
-    else:
+    elif room.fits_empty < world_size and may_grow():
         verdict = (
-            f"busy: when idle, the cluster has space for {fits_empty} ranks; free resources, raise "
-            f"Timeouts.place_s, or relax strategy={placement.strategy!r}"
+            f"the autoscaler has not added the nodes: even {when_idle}. `ray status` shows what it adds, and whether "
+            "it has nodes with such resources; if they only take longer, raise Timeouts.place_s"
         )
+    elif room.fits_empty < world_size:
+        verdict = f"infeasible: even {when_idle}; use fewer, or add nodes"
+    else:
+        verdict = f"busy: {when_idle}; free resources, raise Timeouts.place_s, or relax strategy={placement.strategy!r}"
         lines += held()
     if (name := _accelerator(need)) is not None:
         verdict += f'; with device="cpu" ranks need no {name}'
     message = f"{world_size} ranks of {show_resources(need)} each were not placed within {place_s:g} s; {verdict}"
-    return PlacementError("\n  ".join((message, *lines)), need=need, have=have)
+    return PlacementError("\n  ".join((message, *lines)), need=need, have=room.have)
 
 
-def _room(need: Resources, placement: Placement) -> tuple[list[str], dict[str, dict[str, float]], int]:
-    """Return a line for each node, what is free there, and the number of ranks that fit into the idle cluster."""
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """What the nodes of the cluster have for ranks."""
+
+    lines: Sequence[str]
+    """A line for each node."""
+    have: Mapping[str, Mapping[str, float]]
+    """Node → its free resources."""
+    fits_now: int
+    """Number of ranks that fit into what is free."""
+    fits_empty: int
+    """Number of ranks that fit into the idle cluster."""
+
+
+def _room(need: Resources, placement: Placement) -> _Room:
     free = free_resources()
     have: dict[str, dict[str, float]] = {}
     lines = []
-    fits_empty = 0
+    fits_now = fits_empty = 0
     for node in (node for node in ray.nodes() if node["Alive"]):
         matches = labels_match(node, placement.labels)
         total = {name: node["Resources"].get(name, 0.0) for name in need}
@@ -410,10 +460,11 @@ def _room(need: Resources, placement: Placement) -> tuple[list[str], dict[str, d
         fits_empty += ranks_that_fit(total, need) if matches else 0
         note = "" if matches else f"; its labels do not match {dict(placement.labels or {})}"
         fits = ranks_that_fit(now, need) if matches else 0
+        fits_now += fits
         lines.append(
             f"node {address}: free {show_resources(now)} of {show_resources(total)}, space for {fits} ranks now{note}"
         )
-    return lines, have, fits_empty
+    return _Room(lines, have, fits_now, fits_empty)
 
 
 def labels_match(node: Mapping[str, Any], labels: Mapping[str, str] | None) -> bool:

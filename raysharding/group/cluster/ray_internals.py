@@ -6,13 +6,14 @@ The public state API (`ray.util.state`) queries the dashboard, which may not be 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray._private import accelerators, state, worker
-from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
+from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS, LOG_PREFIX_ACTOR_NAME
 from ray._private.worker import WORKER_MODE, get_dashboard_url
 from ray._raylet import AuthenticationMode, get_authentication_mode  # type: ignore[attr-defined]
 from ray.experimental.internal_kv import _internal_kv_get
@@ -80,6 +81,12 @@ def dead_jobs() -> set[str]:
 def has_started(actor: Any) -> bool:
     """Return True if an actor's process is running, or Ray does not report its state."""
     return state.actors(actor_id=actor._actor_id.hex()).get("State") in ("ALIVE", None)
+
+
+def name_log_lines(name: str) -> None:
+    """Make Ray put `name` in front of the lines that this worker prints from now on, where the driver shows them."""
+    for stream in (sys.stdout, sys.stderr):
+        print(f"{LOG_PREFIX_ACTOR_NAME}{name}", file=stream, flush=True)
 
 
 def is_worker() -> bool:

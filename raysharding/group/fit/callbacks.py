@@ -36,10 +36,14 @@ class RayGauges:
     def __call__(self, step: FitStep) -> None:
         """Set the gauges."""
         for name, value in {**figures(step), "step": float(step.num_steps)}.items():
-            if name not in self._gauges:
-                described = f"{name} of a raysharding run, after its last step"
-                self._gauges[name] = Gauge(f"raysharding_fit_{name}", described, tag_keys=("group",))
-            self._gauges[name].set(value, tags=self._tags)
+            self.set(name, value)
+
+    def set(self, name: str, value: float) -> None:
+        """Set the gauge `raysharding_fit_<name>`."""
+        if name not in self._gauges:
+            described = f"{name} of a raysharding run, after its last step"
+            self._gauges[name] = Gauge(f"raysharding_fit_{name}", described, tag_keys=("group",))
+        self._gauges[name].set(value, tags=self._tags)
 
 
 class TensorBoard:

@@ -15,19 +15,26 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, NoReturn
-
-from tqdm.auto import tqdm
+from typing import Any, Literal
 
 from raysharding.checkpoint.storage import join_path
 from raysharding.data import Position
 from raysharding.distributed.training import FitPlan, StepMetrics
 from raysharding.errors import CallCancelledError, CheckpointError, GroupError, GroupTakenOverError, RendezvousError
-from raysharding.group.calls import Call, Collect, MaskedInterrupts, collect_all, collect_rank0, is_shown
+from raysharding.group.calls import (
+    Call,
+    Collect,
+    MaskedInterrupts,
+    ProgressBar,
+    collect_all,
+    collect_rank0,
+    progress_bar,
+)
 from raysharding.group.cluster import tell
 from raysharding.group.fit.callbacks import RayGauges
 from raysharding.group.fit.datasets import DatasetHandle
 from raysharding.group.fit.report import FitReport, FitStep
+from raysharding.group.fit.stop_signal import StopSignal
 from raysharding.group.launch import RunningGroup
 from raysharding.group.recovery import RestartReport
 from raysharding.group.supervision import Client, GroupState
@@ -52,18 +59,21 @@ class FitOptions:
     """Number of saves to keep; `None` for all."""
     async_save: bool
     """True if saves are written in the background."""
-    resume: bool
-    """True if the run continues where the last run ended."""
+    resume: bool | Literal["latest"]
+    """True if the run continues where the last run ended; `latest`: after the newest save in `save_to`, if any."""
     callbacks: Sequence[Callback]
     """Callables that are called with each step."""
     progress: bool | None
-    """True if a bar is shown; `None`: in a terminal or notebook."""
+    """True if a bar is shown; `None`: in a terminal or notebook, and lines elsewhere."""
+    save_on_signal: bool = False
+    """True if SIGTERM ends the run with a save."""
 
     def __post_init__(self) -> None:
         """Refuse invalid options.
 
         Raises:
-            ValueError: `save_every` or `keep_last` is not a positive int, or is given without `save_to`.
+            ValueError: `save_every` or `keep_last` is not a positive int, or is given without `save_to`; `resume` is
+                unknown; `resume="latest"` or `save_on_signal` is given without `save_to`, or the latter in a thread.
         """
         for name in ("save_every", "keep_last"):
             value = getattr(self, name)
@@ -71,6 +81,16 @@ class FitOptions:
                 raise ValueError(f"{name}={value!r}: give a whole number, 1 or more")
             if value is not None and self.save_to is None:
                 raise ValueError(f"{name}={value}, but nothing is saved: give a directory, save_to=")
+        if self.resume not in (True, False, "latest"):
+            raise ValueError(f"resume={self.resume!r}: give True, False or 'latest'")
+        for name, is_given in (("resume='latest'", self.resume == "latest"), ("save_on_signal", self.save_on_signal)):
+            if is_given and self.save_to is None:
+                raise ValueError(f"{name} needs the directory of the run's saves: give save_to=")
+        if self.save_on_signal and threading.current_thread() is not threading.main_thread():
+            raise ValueError(
+                "save_on_signal=True outside the main thread, where Python handles no signals: call fit in the main "
+                "thread, or let a handler of your own call group.interrupt()"
+            )
 
 
 class FitLock:
@@ -170,6 +190,7 @@ class FitRun:
         fits: FitLock,
         save: Callable[..., object],
         restart: Callable[[], RestartReport],
+        load: Callable[[str], Call],
     ) -> None:
         """Create a run that has not begun.
 
@@ -181,6 +202,7 @@ class FitRun:
             fits: The lock that reports whether the run is to end early.
             save: Saves the model, as `ShardedModelGroup.save` does.
             restart: Restarts the group.
+            load: Begins the load of a save, as `ShardedModelGroup.load` does.
         """
         self._running = running
         self._plan = plan
@@ -189,7 +211,10 @@ class FitRun:
         self._fits = fits
         self._save_group = save
         self._restart_group = restart
-        self._callbacks: list[Callback] = [fits.note, RayGauges(running().client.supervisor.name), *options.callbacks]
+        self._load_group = load
+        self._stop = StopSignal(is_wanted=options.save_on_signal, abandon=self._abandon)
+        self._gauges = RayGauges(running().client.supervisor.name)
+        self._callbacks: list[Callback] = [fits.note, self._gauges, *options.callbacks]
         self._max_restarts = running().spec.max_restarts
         self._started = time.monotonic()
         self._begun: Position | None = None
@@ -208,11 +233,20 @@ class FitRun:
 
     def run(self) -> FitReport:
         """Run all steps; see `ShardedModelGroup.fit`."""
+        with self._stop:
+            report = self._run()
+        if self._stop.came:
+            tell(f"fit: SIGTERM ended the run after step {report.num_steps}; the program ends with status 0")
+            raise SystemExit(0)
+        return report
+
+    def _run(self) -> FitReport:
         try:
-            self._begin(resume=self._options.resume)
+            resume = self._options.resume
+            self._begin(resume=self._load_latest() if resume == "latest" else resume)
             self._secure_the_beginning()
-            done, is_hidden = self._place.num_steps, not is_shown(self._options.progress)
-            with tqdm(desc="fit", unit="step", total=self._total, initial=done, disable=is_hidden) as bar:
+            done = self._place.num_steps
+            with progress_bar(self._options.progress, "fit", "steps", self._total, done) as bar:
                 self._steps_and_restarts(bar)
         except BaseException as error:
             self._end(error)
@@ -256,6 +290,19 @@ class FitRun:
     def _first_step(self) -> int:
         assert self._begun is not None, "_begin comes first"
         return self._begun.num_steps
+
+    def _abandon(self, reason: str) -> None:
+        self._client.supervisor.abandon_soon(reason)
+
+    def _load_latest(self) -> bool:
+        """Load the newest save in `save_to`, unless the ranks hold it; return False if there is none."""
+        latest: tuple[str, bool] | None = self._submit("latest_save", self._options.save_to).result()
+        if latest is None:
+            return False
+        path, is_held = latest
+        if not is_held:
+            self._load_group(path).result()
+        return True
 
     def _begin(self, *, resume: bool) -> None:
         """Make the ranks open the data, and get their position in the run."""
@@ -328,7 +375,7 @@ class FitRun:
                 self._submit("fit_end", is_last=True).result()
             self._data.unpin(self._client.members)
 
-    def _steps_and_restarts(self, bar: tqdm[NoReturn]) -> None:
+    def _steps_and_restarts(self, bar: ProgressBar) -> None:
         lost: GroupError | RendezvousError | None = None
         while True:
             try:
@@ -342,6 +389,8 @@ class FitRun:
                 raise  # the ranks of another driver are not broken; an interrupted run is not to be restarted
             except (GroupError, RendezvousError) as error:
                 if self._client.supervisor.state is not GroupState.BROKEN or self._num_restarts >= self._max_restarts:
+                    raise
+                if self._stop.came:  # whoever stops the driver may have stopped the ranks as well
                     raise
                 lost = error
 
@@ -373,7 +422,7 @@ class FitRun:
             del values[kept:]
             values.extend([math.nan] * (kept - len(values)))
 
-    def _steps(self, bar: tqdm[NoReturn]) -> None:
+    def _steps(self, bar: ProgressBar) -> None:
         """Run the steps up to the end of the run, and save."""
         is_over = False
         while not is_over:
@@ -391,6 +440,7 @@ class FitRun:
             if replies[0].steps:
                 self._step_s = seconds / len(replies[0].steps)
                 self._note(replies, seconds, bar)
+            is_over = is_over or self._stop.came
             if self._options.save_to is not None and self._is_due(is_over=is_over):
                 self._save(in_background=self._options.async_save)
         self._client.pending.wait(self._plan.data.stall_s)
@@ -401,13 +451,15 @@ class FitRun:
         every = self._options.save_every
         return number if every is None else min(number, every - self._place.num_steps % every)
 
-    def _note(self, replies: Sequence[FitSteps], seconds: float, bar: tqdm[NoReturn]) -> None:
+    def _note(self, replies: Sequence[FitSteps], seconds: float, bar: ProgressBar) -> None:
         """Record the results of steps, and report them to the bar and the callbacks."""
         steps = list(zip(*(reply.steps for reply in replies), strict=True))
         first = self._place.num_steps - len(steps)
         rows, tokens = _sums(step for ranks in steps for step in ranks)
         self._num_rows, self._num_tokens = self._num_rows + rows, self._num_tokens + tokens
         self._wait_s += max(sum(step.wait_s for step in reply.steps) for reply in replies)
+        self._gauges.set("wait_s", self._wait_s)
+        self._gauges.set("save_s", self._save_s)
         for number, ranks in enumerate(steps, first + 1):
             for name, value in ranks[0].metrics.items():
                 self._history.setdefault(name, []).append(value)
@@ -450,6 +502,7 @@ class FitRun:
         self._asked = number
         self._paths.add(path)
         self._save_s += time.monotonic() - begun
+        self._gauges.set("save_s", self._save_s)
 
 
 @contextmanager

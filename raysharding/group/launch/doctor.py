@@ -11,7 +11,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raysharding.config import Placement, Timeouts
 from raysharding.errors import PreflightError, RayshardingError
-from raysharding.group.actors import REMOTE_RANK_ACTOR, ActorInfo
+from raysharding.group.actors import REMOTE_RANK_ACTOR, ActorInfo, Title
 from raysharding.group.calls import ModelFiles
 from raysharding.group.cluster import Lifetime, Reservation, connect, replies
 from raysharding.group.launch.launch import RunningGroup, rendezvous
@@ -50,14 +50,15 @@ def diagnose(address: str | None = None, port_range: tuple[int, int] | None = No
 def _diagnose(placement: Placement) -> PreflightReport:
     nodes = [node for node in ray.nodes() if node["Alive"]]
     chosen = nodes * 2 if len(nodes) == 1 else nodes
-    actors = [_start(node["NodeID"]) for node in chosen]
+    group = f"doctor {secrets.token_hex(3)}"
+    actors = [_start(node["NodeID"], Title("doctor", group, index)) for index, node in enumerate(chosen)]
     started, findings = _await(actors, [node["NodeManagerAddress"] for node in chosen])
     if not started.members:
         return PreflightReport((), None, tuple(findings), 0.0)
     # The supervision kills the actors in all cases; there is no placement group to release.
     spec = GroupSpec(checkpoint="", placement=placement, timeouts=_TIMEOUTS)
     nothing = Reservation(None, {}, is_ours=False)
-    running = RunningGroup.assemble(f"doctor {secrets.token_hex(3)}", spec, started, nothing, files=ModelFiles(""))
+    running = RunningGroup.assemble(group, spec, started, nothing, files=ModelFiles(""))
     supervisor = running.client.supervisor
     preflight = Preflight(running.client, thorough=True)
     preflight.add(findings)
@@ -76,9 +77,10 @@ def _diagnose(placement: Placement) -> PreflightReport:
     return preflight.report()
 
 
-def _start(node_id: str) -> Any:
+def _start(node_id: str, title: Title) -> Any:
     here = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    return REMOTE_RANK_ACTOR.options(num_cpus=0, max_restarts=0, max_task_retries=0, scheduling_strategy=here).remote()
+    options = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0, "scheduling_strategy": here}
+    return REMOTE_RANK_ACTOR.options(**options).remote(title)
 
 
 def _await(actors: Sequence[Any], addresses: Sequence[str]) -> tuple[Started, list[Finding]]:

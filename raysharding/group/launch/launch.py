@@ -6,7 +6,6 @@ that a driver needs to attach to a named group; the group's first actor keeps th
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -251,15 +250,15 @@ def _load(client: Client, opened: Checkpoint, path: str | None, progress: Progre
 
 def _place(spec: GroupSpec, opened: Opened, world_size: int, device_type: str) -> tuple[RunningGroup, Opened]:
     """Reserve resources and start the actors; return the checkpoint where rank 0 sees it."""
-    reservation = reserve(world_size, device_type, spec.placement, spec.timeouts.place_s, spec.lifetime, own_groups)
+    tells, place_s = spec.progress is not False, spec.timeouts.place_s
+    reservation = reserve(world_size, device_type, spec.placement, place_s, spec.lifetime, held=own_groups, tells=tells)
     try:
         base = opened.base
         paths = [file.path for file in base.files]
         started, seen = start_actors(reservation, spec, world_size, device_type, paths)
         if seen is not None and seen != base.directory:
             spec, opened = spec.seen_at(base.path, seen), replace(opened, base=base.moved(seen))
-        name = f"group {secrets.token_hex(3)}" if spec.name is None else f"group {spec.name!r}"
-        return RunningGroup.assemble(name, spec, started, reservation), opened
+        return RunningGroup.assemble(spec.title, spec, started, reservation), opened
     except BaseException:
         reservation.release()
         raise

@@ -8,6 +8,7 @@ driver checks the arguments, and compares the model with the headers.
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -106,6 +107,24 @@ class GroupSpec:
     """True if config.json alone is read."""
     config_overrides: Mapping[str, Any] | None = None
     """Field of config.json → value in its place; only with random weights."""
+
+    token: str = field(default_factory=lambda: secrets.token_hex(3))
+    """Tells groups without a name apart; a restart keeps it."""
+
+    @property
+    def title(self) -> str:
+        """The group's name in errors, logs and metrics."""
+        return f"group {self.token}" if self.name is None else f"group {self.name!r}"
+
+    @property
+    def short_name(self) -> str:
+        """The last part of the checkpoint's name: that of its directory for a file, of its repository in a cache."""
+        parts = [part for part in self.checkpoint.rstrip("/").split("/") if part]
+        if len(parts) > 1 and parts[-1].endswith((".safetensors", ".json", ".bin")):
+            del parts[-1]
+        if len(parts) > 2 and parts[-2] == "snapshots":
+            return parts[-3].rpartition("--")[2]
+        return parts[-1].partition("@")[0] if parts else "model"
 
     @property
     def lifetime(self) -> Lifetime:

@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raysharding.checkpoint.storage import HubPath, normal_path, split_path
 from raysharding.errors import CallTimeoutError, CheckpointError, FailureKind, GroupError, RankFailure
-from raysharding.group.actors import REMOTE_RANK_ACTOR, ActorInfo
+from raysharding.group.actors import REMOTE_RANK_ACTOR, ActorInfo, Title
 from raysharding.group.cluster import Lifetime, Reservation, accelerator_names, name_taken, replies, tell
 from raysharding.group.launch.spec import GroupSpec
 from raysharding.group.ranks import Member, RankInfo
@@ -137,7 +137,7 @@ def _start(reservation: Reservation, bundle: int, device_type: str, spec: GroupS
         options["runtime_env"] = environment
     try:
         return REMOTE_RANK_ACTOR.options(**options, **lifetime.actor_options(bundle)).remote(
-            lifetime.first_lease_s, reservation.is_ours, spec.hub_access()
+            Title(spec.short_name, spec.title, bundle), lifetime.first_lease_s, reservation.is_ours, spec.hub_access()
         )
     except ray.exceptions.ActorAlreadyExistsError as error:
         raise name_taken(str(lifetime.name)) from error

@@ -47,7 +47,8 @@ def replace_lost(running: RunningGroup, lost: Collection[int]) -> RunningGroup:
         raise GroupError(f"{supervisor.name}: ranks that were stopped are still alive after {_GONE_S:g} s")
     sources = Replicas.of(spec.sharding, len(members)).sources(lost)
     checkpoint: bytes = _ask(members[min(sources.values())], "checkpoint")
-    wait_placed(running.reservation, len(members), spec.placement, spec.timeouts.place_s)
+    tells, place_s = spec.progress is not False, spec.timeouts.place_s
+    wait_placed(running.reservation, len(members), spec.placement, place_s, tells=tells)
     fresh = start_in_place_of(members, lost, running.reservation, spec)
     try:
         again = _take_over(running, fresh)

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from ray.util.metrics import Counter
+
 from raysharding.checkpoint import newest_after
 from raysharding.checkpoint.storage import normal_path
 from raysharding.errors import GroupTakenOverError, RayshardingError
@@ -75,6 +77,7 @@ def restart(
             f"{supervisor.name} is {supervisor.state.value}: there is nothing to restart. Give checkpoint= to go back "
             "to saved weights, or world_size= for another number of ranks; both discard the ranks' current state"
         )
+    Counter("raysharding_restarts", "Restarts of the group", tag_keys=("group",)).inc(tags={"group": supervisor.name})
     num_ranks = len(running.client.members) if world_size is None else world_size
     spec = replace(running.spec, optimizer=optimizer)
     why = _why_reload(running, checkpoint, world_size)

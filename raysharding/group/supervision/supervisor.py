@@ -13,11 +13,12 @@ import ray
 
 from raysharding.config import Timeouts
 from raysharding.errors import CallCancelledError, GroupBrokenError, GroupError
-from raysharding.group.calls import DeferredInterrupts, MaskedInterrupts, Stopping
+from raysharding.group.calls import Call, DeferredInterrupts, MaskedInterrupts, Stopping
 from raysharding.group.cluster import GCS_GONE_S, GcsMonitor, Lifetime, gcs_address, tell
 from raysharding.group.ranks import Member
 from raysharding.group.rpc import DriverConnections, EventLoop, Future, accept_ranks, refuse_to_wait, taken_over
 from raysharding.group.supervision import failures
+from raysharding.group.supervision.call_metrics import CallMetrics
 from raysharding.group.supervision.call_runner import CallRunner
 from raysharding.group.supervision.group_state import GroupState, GroupStatus
 from raysharding.group.supervision.lease_renewal import LeaseRenewal
@@ -72,6 +73,7 @@ class Supervisor:
         self._unreachable: dict[int, str] = {}
         self._runner = CallRunner(name, members, timeouts, self.survivors, self)
         self._waiting = WaitingCalls()
+        self._metrics = CallMetrics(name)
         for rank, member in enumerate(members):
             self._loop.add_future(member.actor.lifetime.remote(member.epoch).future(), partial(self._on_lifetime, rank))
         self._loop.start()
@@ -255,7 +257,17 @@ class Supervisor:
         self._runner.check(self.survivors.dead)
         while self._runner.run is None and self._waiting and self._may_begin():
             task = self._waiting.take()
+            task.call.when_done(partial(self._count, time.monotonic()))
             self._runner.begin(task, task.command)
+        if self._metrics.is_due():
+            self._export()
+
+    def _count(self, begun: float, call: Call) -> None:
+        self._metrics.call_ended(call.name, time.monotonic() - begun)
+
+    def _export(self) -> None:
+        if self._teardown.has_ray():
+            self._metrics.export(self.state)
 
     def _may_begin(self) -> bool:
         """Return True if the next call can begin. Large arguments go through Ray, which they must not start anew."""
@@ -390,6 +402,7 @@ class Supervisor:
                 self._leave()
             self._stop_all()
         finally:
+            self._export()
             self._connections.close()
             self._loop.stop()
 

@@ -9,6 +9,7 @@ import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -19,6 +20,7 @@ from safetensors.torch import save_file
 
 from raysharding import CheckpointError, GroupError, Placement, PlacementError, ShardedModelGroup, Timeouts
 from raysharding.group.actors.actor import ActorInfo
+from raysharding.group.cluster import placement
 from raysharding.group.cluster.nodes import replies
 from raysharding.group.cluster.placement import choose_num_threads
 from raysharding.group.launch.start_actors import probe, rank_order
@@ -50,6 +52,24 @@ def test_a_busy_cluster_is_not_called_infeasible(checkpoint: Path) -> None:
     try:
         with pytest.raises(PlacementError, match="busy: when idle, the cluster has space for 2 ranks"):
             make_group(checkpoint, placement=Placement(cpus_per_rank=4), timeouts=Timeouts(place_s=1))
+    finally:
+        remove_placement_group(squatter)
+
+
+def test_a_log_says_for_what_it_waits(
+    checkpoint: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement, "_TELL_S", 0.0)
+    squatter = placement_group([{"CPU": 3}])
+    assert squatter.wait(20)
+    options: dict[str, Any] = {"placement": Placement(cpus_per_rank=4), "timeouts": Timeouts(place_s=1.5)}
+    try:
+        with pytest.raises(PlacementError):
+            make_group(checkpoint, **options)
+        assert "raysharding: waiting for 1 of 2 ranks of 4 CPU each, 1 s\n" in capfd.readouterr().err
+        with pytest.raises(PlacementError):
+            make_group(checkpoint, **options, progress=False)
+        assert "waiting for" not in capfd.readouterr().err
     finally:
         remove_placement_group(squatter)
 
@@ -176,22 +196,39 @@ try:
     make(device="cuda", timeouts=Timeouts(place_s=1))
 except PlacementError as error:
     tell(error=str(error))
+with make(placement=Placement(cpus_per_rank=2)) as group:
+    tell(nodes=sorted({one.node_id for one in group.ranks} - {ray.get_runtime_context().get_node_id()}))
+"""
+AUTOSCALED = """#!/bin/sh
+for argument in "$@"; do case $argument in --port=*) port=${argument#--port=};; esac; done
+sed "s/PORT/$port/" FOLDER/autoscaler.json > FOLDER/started.json
+AUTOSCALER_UPDATE_INTERVAL_S=1 RAY_FAKE_CLUSTER=1 exec RAY "$@" --autoscaling-config=FOLDER/started.json
 """
 
 
 @pytest.mark.full
 @pytest.mark.usefixtures("worker_python")
 def test_a_cluster_with_an_autoscaler_is_waited_for(checkpoint: Path, tmp_path: Path) -> None:
-    autoscaler = BASE_READONLY_CONFIG | {"provider": {"type": "fake_multinode"}}
-    (tmp_path / "autoscaler.yaml").write_text(json.dumps(autoscaler))
-    start = f'RAY_FAKE_CLUSTER=1 exec {Path(sys.executable).with_name("ray")} "$@"'
-    (tmp_path / "ray").write_text(f"#!/bin/sh\n{start} --autoscaling-config={tmp_path}/autoscaler.yaml\n")
+    nodes = {"worker": {"resources": {"CPU": 4}, "node_config": {}, "max_workers": 1}}
+    autoscaler = BASE_READONLY_CONFIG | {
+        "max_workers": 1,
+        "provider": {"type": "fake_multinode", "gcs_address": "127.0.0.1:PORT"},
+        "available_node_types": {**BASE_READONLY_CONFIG["available_node_types"], **nodes},
+    }
+    (tmp_path / "autoscaler.json").write_text(json.dumps(autoscaler))
+    program = AUTOSCALED.replace("FOLDER", str(tmp_path)).replace("RAY ", f"{Path(sys.executable).with_name('ray')} ")
+    (tmp_path / "ray").write_text(program)
     (tmp_path / "ray").chmod(0o755)
     with ExitStack() as stack:
         with forking.ray_starts_with(tmp_path / "python"):  # the program `ray` beside it starts the cluster
-            cluster = stack.enter_context(standing_cluster())
+            cluster = stack.enter_context(standing_cluster(num_cpus=1))
         driver = stack.enter_context(Driver(cluster, checkpoint, PLACED_LATER))
-        assert "were not placed within 1 s; infeasible" in driver.hear()["error"]
+        refused = driver.hear()["error"]
+        assert "the autoscaler has not added the nodes: even when idle, the cluster has space for 0 ranks" in refused
+        assert "infeasible" not in refused
+        driver.hear()  # the group's processes
+        # The pending placement group made the autoscaler add a node.
+        assert len(driver.hear()["nodes"]) == 1
 
 
 @pytest.mark.usefixtures("cluster")

@@ -25,6 +25,7 @@ from raysharding.cli import main
 from raysharding.distributed.comm.rendezvous import listen, serve_store
 from raysharding.group import GroupState
 from raysharding.group.actors.actor import REMOTE_RANK_ACTOR
+from raysharding.group.actors.title import Title
 from raysharding.group.actors.work_thread import WorkThread
 from raysharding.group.ranks import Member, RankInfo
 from raysharding.group.rpc.connection import (
@@ -327,7 +328,7 @@ def test_a_port_range_that_is_full_is_the_error(checkpoint: Path, capsys: pytest
 
 @pytest.mark.usefixtures("cluster")
 def test_a_rank_that_cannot_reach_the_driver_is_named() -> None:
-    actor = REMOTE_RANK_ACTOR.options(num_cpus=0).remote()
+    actor = REMOTE_RANK_ACTOR.options(num_cpus=0).remote(Title("model", "group a", 0))
     try:
         with listen("127.0.0.1") as closed:
             address = closed.getsockname()

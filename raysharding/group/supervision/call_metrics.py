@@ -1,0 +1,56 @@
+"""`CallMetrics`: the calls and the state of a group as metrics that Ray exports, with `ray_` before their names."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter as Sums
+
+from ray.util.metrics import Counter, Gauge
+
+from raysharding.group.supervision.group_state import GroupState
+
+_EXPORT_S = 5.0
+
+
+class CallMetrics:
+    """Sums up the calls of a group, and gives Ray the sums every 5 s: a call costs two additions.
+
+    Supervision thread only.
+    """
+
+    def __init__(self, group: str) -> None:
+        """Create the metrics; nothing is exported yet.
+
+        Args:
+            group: Name of the group, the tag `group`.
+        """
+        self._tags = {"group": group}
+        keys = ("group", "method")
+        self._calls = Counter("raysharding_calls", "Calls that have ended, with or without an error", tag_keys=keys)
+        self._seconds = Counter("raysharding_call_seconds", "Seconds that these calls took", tag_keys=keys)
+        described = "1 for the state that the group is in, 0 for the others"
+        self._state = Gauge("raysharding_state", described, tag_keys=("group", "state"))
+        self._num_ended: Sums[str] = Sums()
+        self._seconds_of: dict[str, float] = {}
+        self._exported = 0.0
+
+    def call_ended(self, method: str, seconds: float) -> None:
+        """Count a call."""
+        self._num_ended[method] += 1
+        self._seconds_of[method] = self._seconds_of.get(method, 0.0) + seconds
+
+    def is_due(self) -> bool:
+        """Return True if the last export was 5 s ago."""
+        return time.monotonic() - self._exported >= _EXPORT_S
+
+    def export(self, state: GroupState) -> None:
+        """Give Ray the sums since the last export, and the state. Ray must be initialized."""
+        self._exported = time.monotonic()
+        for method, number in self._num_ended.items():
+            tags = {**self._tags, "method": method}
+            self._calls.inc(number, tags=tags)
+            self._seconds.inc(max(self._seconds_of[method], 1e-9), tags=tags)  # Ray refuses to add 0
+        self._num_ended.clear()
+        self._seconds_of.clear()
+        for one in GroupState:
+            self._state.set(float(one is state), tags={**self._tags, "state": one.value})

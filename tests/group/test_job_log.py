@@ -1,0 +1,183 @@
+"""A job on a cluster of its own: `ray job stop` saves, the next job continues, and Ray shows titles and metrics."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ray.dashboard.modules.metrics.grafana_dashboard_factory import generate_train_grafana_dashboard
+from safetensors.torch import save_file
+
+from tests.clock import now
+from tests.group.supervision.standing import ROOT, standing_cluster
+
+DASHBOARD = json.loads((ROOT / "cluster" / "grafana" / "raysharding.json").read_text())
+PAUSE_S = 1.0
+"""Seconds that a step of the stopped job takes."""
+
+JOB = """
+import json, sys, time
+from functools import partial
+import ray, torch
+from raysharding import ShardedModelGroup
+from tests.forking import runtime_env
+
+checkpoint, saves, pause_s = sys.argv[1], sys.argv[2], float(sys.argv[3])
+ray.init(runtime_env=runtime_env())
+
+def build():
+    from torch import nn
+    class Tiny(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.out = nn.Embedding(16, 8), nn.Linear(8, 4)
+        def forward(self, input_ids):
+            return self.out(self.table(input_ids))
+    return Tiny()
+
+def loss(output, *, target):
+    time.sleep(pause_s)
+    return (output.mean(dim=(1, 2)) - target).square().mean()
+
+ids = torch.arange(48).reshape(12, 4) % 16
+rows = {"input_ids": ids, "target": ids.float().mean(dim=1) / 16}
+
+def tell(**what):
+    print(json.dumps(what), flush=True)
+
+def train(**options):
+    made = {"world_size": 2, "device": "cpu", "optimizer": partial(torch.optim.AdamW, lr=1e-2)}
+    with ShardedModelGroup.from_checkpoint(checkpoint, model=build, **made) as group:
+        group.set_scheduler(torch.optim.lr_scheduler.ConstantLR, factor=1.0)
+        if pause_s:
+            group.restart(checkpoint)
+            group.call(lambda: print("on a rank"))
+            from ray.util.state import list_actors
+            actors = list_actors(detail=True, filters=[("state", "=", "ALIVE"), ("class_name", "=", "RankActor")])
+            tell(actors=sorted(one.repr_name for one in actors))
+            node = ray.nodes()[0]
+            tell(metrics=f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics", name=group.name)
+        report = group.fit(rows, batch_size=4, epochs=40, shuffle=True, loss=loss,
+                           callbacks=[lambda step: tell(loss=step.metrics["loss"])], **options)
+    return report
+
+report = train(save_to=saves, resume="latest", save_on_signal=True)
+tell(first=report.first_step, rest=report.history["loss"])
+pause_s = 0.0
+tell(whole=train().history["loss"])
+"""
+
+
+@dataclass(frozen=True)
+class Jobs:
+    """A cluster's jobs, through the command line."""
+
+    address: str
+    environment: dict[str, str]
+
+    def run(self, action: str, *arguments: str) -> str:
+        program = [str(Path(sys.executable).with_name("ray")), "job", action, "--address", self.address, *arguments]
+        done = subprocess.run(program, cwd=ROOT, env=self.environment, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    def told(self, job: str) -> dict[str, list[Any]]:
+        """Return what the job's driver has told so far: key → values."""
+        told: dict[str, list[Any]] = {}
+        for line in self.run("logs", job).splitlines():
+            if line.startswith("{"):
+                for key, value in json.loads(line).items():
+                    told.setdefault(key, []).append(value)
+        return told
+
+
+@pytest.fixture(scope="module")
+def jobs(worker_python: Path) -> Iterator[Jobs]:
+    with standing_cluster(num_cpus=4, dashboard=True) as cluster:
+        environment = {name: value for name, value in cluster.environment.items() if name != "RAY_ADDRESS"}
+        path = os.pathsep.join((str(Path(sys.executable).parent), environment["PATH"]))
+        yield Jobs(cluster.dashboard, environment | {"PATH": path, "PYTHONPATH": str(ROOT)})
+
+
+def metric_names(dashboard: dict[str, Any]) -> set[str]:
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    queries += [one["definition"] for one in dashboard["templating"]["list"] if "definition" in one]
+    return set(re.findall(r"\bray_\w+", " ".join(queries)))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(240)
+def test_a_stopped_job_saves_and_the_next_one_continues(jobs: Jobs, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    shapes = {"table.weight": (16, 8), "out.weight": (4, 8), "out.bias": (4,)}
+    (tmp_path / "tiny").mkdir()
+    save_file({name: torch.randn(shape) for name, shape in shapes.items()}, tmp_path / "tiny" / "model.safetensors")
+    program = ["python", "-c", JOB, str(tmp_path / "tiny" / "model.safetensors"), str(tmp_path / "saves")]
+    patience = json.dumps({"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "60"}})
+    options = ["--no-wait", "--submission-id", "first", "--runtime-env-json", patience]
+    jobs.run("submit", *options, "--", *program, str(PAUSE_S))
+    until = now() + 120
+    while not (told := jobs.told("first")).get("loss"):
+        assert now() < until, jobs.run("logs", "first")
+        time.sleep(0.5)
+    _check_metrics(told["metrics"][0], told["name"][0])
+    jobs.run("stop", "first")
+    log = jobs.run("logs", "first")
+    done = len(jobs.told("first")["loss"])
+    assert f"raysharding: fit: SIGTERM ended the run after step {done}; the program ends with status 0" in log
+    assert os.listdir(tmp_path / "saves") == [f"step-{done}"]
+    group = told["name"][0]
+    assert told["actors"][0] == [f"tiny bundle {bundle} ({group})" for bundle in (0, 1)]
+    for rank in (0, 1):
+        assert re.search(rf"\(tiny rank {rank} \({group}\) pid=\d+\)\S* on a rank", log), log
+    jobs.run("submit", "--submission-id", "second", "--", *program, "0")
+    second = jobs.told("second")
+    assert second["first"] == [done]
+    assert [*jobs.told("first")["loss"], *second["rest"][0]] == pytest.approx(second["whole"][0], abs=1e-6)
+
+
+def _check_metrics(address: str, group: str) -> None:
+    """Wait until Ray exports every metric of the dashboard."""
+    wanted, until = metric_names(DASHBOARD), now() + 60
+    while True:
+        text = ""
+        with suppress(OSError):  # the node's agent may be starting yet
+            text = urllib.request.urlopen(address, timeout=5).read().decode()
+        lines = [line for line in text.splitlines() if f'group="{group}"' in line]
+        missing = wanted - {line.partition("{")[0] for line in lines}
+        if not missing:
+            return
+        assert now() < until, f"Ray does not export {missing}"
+        time.sleep(1)
+
+
+def test_the_dashboard_has_the_form_of_rays_own() -> None:
+    rays = json.loads(generate_train_grafana_dashboard()[0])
+    assert DASHBOARD.keys() <= rays.keys()
+    assert rays.keys() - DASHBOARD.keys() <= {"rayMeta"}
+    own = {one["name"]: one for one in DASHBOARD["templating"]["list"]}
+    variables = {one["name"]: one for one in rays["templating"]["list"]}
+    for name in ("datasource", "window", "SessionName"):
+        assert own[name].keys() == variables[name].keys(), name
+    assert own["datasource"] == variables["datasource"]
+    panel = rays["panels"][0]["panels"][0]
+    for one in DASHBOARD["panels"]:
+        assert one["datasource"] == panel["datasource"]
+        assert {"id", "title", "description", "gridPos", "fieldConfig", "targets"} <= one.keys() & panel.keys()
+        for target in one["targets"]:
+            assert target.keys() == panel["targets"][0].keys()
+            assert '{SessionName=~"$SessionName",group=~"$group"}' in target["expr"]
+    places = {(one["gridPos"]["x"], one["gridPos"]["y"]) for one in DASHBOARD["panels"]}
+    assert len(places) == len({one["id"] for one in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
