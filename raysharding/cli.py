@@ -183,7 +183,7 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
         "without a cluster, with this machine. The exit status is 1 if the group does not fit."
     )
     plan.add_argument("path", help="Hugging Face directory, .safetensors file, index JSON, or URI")
-    plan.add_argument("--world-size", type=_count, help="ranks; default: one per free GPU")
+    plan.add_argument("--world-size", type=_count, help="ranks; default: one per free GPU; on CPUs two, or one")
     plan.add_argument("--device", help="device type, such as cuda or cpu; default: cuda if there are GPUs, else cpu")
     plan.add_argument("--model", help="name of a transformers auto class; default: the class that config.json names")
     plan.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: the checkpoint's dtype")

@@ -154,7 +154,8 @@ class ShardedModelGroup:
                 are trained; base weights are frozen, and streamed as usual. `save` then writes only the adapters, as
                 peft does. Default: no adapters, or those of `checkpoint` if it is a directory of adapters, which names
                 its base.
-            world_size: Number of ranks. Default: one per GPU of the cluster.
+            world_size: Number of ranks. Default: one per GPU of the cluster; on CPUs two if a node has two CPUs, else
+                one, which a line on stderr tells.
             device: Device type of the ranks: `cuda`, `cpu`, or another for which torch has collectives. Any but `cpu`
                 takes one of Ray's accelerators of that type for each rank: a `GPU`, unless Ray's resource has another
                 name. Default: `cuda` if the cluster has GPUs, else `cpu`.
@@ -255,7 +256,7 @@ class ShardedModelGroup:
             checkpoint: As for `from_checkpoint`.
             model: As for `from_checkpoint`.
             peft_config: As for `from_checkpoint`.
-            world_size: As for `from_checkpoint`. Default: one rank per free GPU.
+            world_size: As for `from_checkpoint`, but GPUs and CPUs are those that are free.
             device: As for `from_checkpoint`.
             sharding: As for `from_checkpoint`.
             loading: As for `from_checkpoint`.

@@ -25,6 +25,7 @@ from raysharding.group.cluster import (
     check_free,
     choose_num_threads,
     choose_ranks,
+    cluster_cpus,
     cluster_gpus,
     connect,
     reserve,
@@ -178,7 +179,7 @@ def launch(spec: GroupSpec) -> RunningGroup:
     if spec.name is not None:
         check_free(spec.name)
     device_type, world_size = choose_ranks(
-        spec.device, spec.world_size, spec.placement, cluster_gpus(spec.device or "cuda")
+        spec.device, spec.world_size, spec.placement, cluster_gpus(spec.device or "cuda"), cluster_cpus()
     )
     if opened is None:
         opened = opened_on_a_node(spec, spec.timeouts.start_s)
