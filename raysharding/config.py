@@ -12,6 +12,8 @@ from typing import Any, Literal, TypeGuard
 import torch
 from torch import nn
 
+from raysharding.keywords import fields_with_hints
+
 Transport = Literal["auto", "broadcast", "scatter", "local"]
 Verify = Literal["header", "finite", "full"]
 
@@ -73,6 +75,7 @@ def _is_at_least(lowest: int, value: object) -> bool:
     return _is_int(value) and value >= lowest
 
 
+@fields_with_hints
 @dataclass(frozen=True)
 class Sharding:
     """Sharding of a module over the ranks."""
@@ -251,7 +254,9 @@ def _precision(given: Any) -> Any:
 
         if isinstance(given, MixedPrecisionPolicy):
             fields = {name: getattr(given, name) for name in ("param_dtype", "reduce_dtype", "output_dtype")}
-            named = {name: floating_dtype(value, name) for name, value in fields.items() if isinstance(value, str)}
+            named: dict[str, Any] = {
+                name: floating_dtype(value, name) for name, value in fields.items() if isinstance(value, str)
+            }
             return replace(given, **named) if named else given
     try:
         return floating_dtype(given, "mixed_precision")
@@ -259,6 +264,7 @@ def _precision(given: Any) -> Any:
         raise ValueError(f"{error}; or a torch.distributed.fsdp.MixedPrecisionPolicy, or None") from None
 
 
+@fields_with_hints
 @dataclass(frozen=True)
 class Loading:
     """Options of a load of checkpoint bytes into the shards."""
@@ -329,6 +335,7 @@ def _require_patterns(name: str, patterns: Iterable[str]) -> None:
             raise ValueError(message) from error
 
 
+@fields_with_hints
 @dataclass(frozen=True)
 class Placement:
     """Placement of the ranks on nodes."""
@@ -364,6 +371,7 @@ class Placement:
         _require(self, "port_range", is_range, "give None, or (first, last) out of 1 to 65535")
 
 
+@fields_with_hints
 @dataclass(frozen=True)
 class Timeouts:
     """Deadlines in seconds. Every wait has a deadline."""

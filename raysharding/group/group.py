@@ -65,6 +65,7 @@ from raysharding.group.ranks import RankInfo
 from raysharding.group.recovery import RestartReport, attach, restart
 from raysharding.group.rpc import Mode, is_supervision_thread
 from raysharding.group.supervision import Check, Client, GroupState, Supervisor, probe_all, read_log, read_stacks
+from raysharding.keywords import with_hints
 from raysharding.models import Adapted
 from raysharding.units import GIB
 from raysharding.worker import check_mode
@@ -119,6 +120,7 @@ class ShardedModelGroup:
 
     @classmethod
     @blocking
+    @with_hints
     def from_checkpoint(
         cls,
         checkpoint: str | os.PathLike[str],
@@ -210,6 +212,7 @@ class ShardedModelGroup:
 
     @classmethod
     @blocking
+    @with_hints
     def attach(cls, name: str, *, timeouts: Timeouts | None = None) -> Self:
         """Attach this driver to a named group that is loaded, for example after a restart of a notebook kernel.
 
@@ -234,6 +237,7 @@ class ShardedModelGroup:
         return cls(attach(name, timeouts))
 
     @staticmethod
+    @with_hints
     def plan(
         checkpoint: str | os.PathLike[str],
         *,
@@ -570,6 +574,7 @@ class ShardedModelGroup:
 
     @driver_handle
     @blocking
+    @with_hints
     def fit(
         self,
         data: Any,
@@ -685,6 +690,7 @@ class ShardedModelGroup:
             return FitRun(lambda: self._running, plan, dataset, options, self._fits, self.save, self._restart).run()
 
     @handle
+    @with_hints
     def evaluate(
         self,
         data: Any,
@@ -745,6 +751,7 @@ class ShardedModelGroup:
         return dataset_handle(data, columns, self._client.timeouts.load_stall_s, whole)
 
     @handle
+    @with_hints
     def save(
         self,
         path: str | os.PathLike[str],

@@ -202,7 +202,9 @@ def test_a_plan_refuses_what_does_not_fit_the_checkpoint(checkpoint: Path) -> No
 
 @pytest.mark.parametrize(("cpus", "world_size"), [(4, 2), (1, 1)])
 def test_a_plan_counts_ranks_as_a_group_does(checkpoint: Path, cpus: int, world_size: int) -> None:
-    assert ShardedModelGroup.plan(checkpoint, model=make_mlp(), nodes=[NodeCapacity("a", cpus)]).world_size == world_size
+    assert (
+        ShardedModelGroup.plan(checkpoint, model=make_mlp(), nodes=[NodeCapacity("a", cpus)]).world_size == world_size
+    )
 
 
 def another_mlp() -> Callable[[], nn.Module]:
