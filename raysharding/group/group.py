@@ -942,6 +942,26 @@ class ShardedModelGroup:
         return self._supervisor.state
 
     @property
+    def config(self) -> Any:
+        """A copy of the model's transformers config, as `model.config`; `None` for a model that has none."""
+        return self._running.facts.config
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters of the unsharded model, frozen ones and adapters too; tied ones count once."""
+        return self._running.facts.num_parameters
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Dtype of the model's first floating parameter, as `model.dtype` of transformers; `None` without one."""
+        return self._running.facts.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device type of the ranks, such as `torch.device("cuda")`; `ranks` has the index of each."""
+        return torch.device(self.ranks[0].device.partition(":")[0])
+
+    @property
     def load_report(self) -> LoadReport:
         """Report of the load that made the group; `load` returns a report of its own."""
         report = self._running.load_report
@@ -1128,8 +1148,7 @@ class ShardedModelGroup:
         return html_table(f"ShardedModelGroup {self._title()}", self.ranks)
 
     def _title(self) -> str:
-        devices = self.ranks[0].device.partition(":")[0]
-        return f"{self._running.spec.checkpoint}, {self.world_size} ranks on {devices}, {self.state.value}"
+        return f"{self._running.spec.checkpoint}, {self.world_size} ranks on {self.device}, {self.state.value}"
 
     def _unless_fit(self, method: str) -> Check:
         """Return a check that refuses `method` while `fit` runs."""
