@@ -110,9 +110,7 @@ def run(directory: Path, num_steps: int, device: str | None) -> None:
     print(f"{num_rows} rows of {LENGTH} bytes in {directory / 'docstrings.parquet'}")
     every = max(1, num_steps // 6)
     load = partial(ShardedModelGroup.from_checkpoint, optimizer=optimizer(num_steps), device=device)
-    # A rank for each GPU, or two on CPUs.
-    world_size = int(device != "cpu" and ray.cluster_resources().get("GPU", 0)) or 2
-    with load(directory / "model", world_size=world_size) as group:
+    with load(directory / "model") as group:  # a rank for each GPU, or two on CPUs
         first = train(group, directory, last_step=num_steps // 2, save_every=every, resume=False)
     assert first.saved is not None
     # Weights, optimizer, learning rate and the place in the data come back; the number of ranks may be another.

@@ -193,7 +193,7 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     )
     plan.add_argument("path", help=_PATH)
     plan.add_argument("--revision", help="branch, tag or commit of a hub id; default main")
-    plan.add_argument("--world-size", type=_count, help="ranks; default: one per free GPU")
+    plan.add_argument("--world-size", type=_count, help="ranks; default: one per free GPU; on CPUs two, or one")
     plan.add_argument("--device", help="device type, such as cuda or cpu; default: cuda if there are GPUs, else cpu")
     plan.add_argument("--model", help="name of a transformers auto class; default: the class that config.json names")
     plan.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: the checkpoint's dtype")

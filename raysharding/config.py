@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from math import isfinite
 from typing import Any, Literal, TypeGuard
@@ -12,8 +12,35 @@ from typing import Any, Literal, TypeGuard
 import torch
 from torch import nn
 
+from raysharding.keywords import fields_with_hints
+
 Transport = Literal["auto", "broadcast", "scatter", "local"]
 Verify = Literal["header", "finite", "full"]
+
+_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
+"""torch's name → short name."""
+
+
+def floating_dtype(given: object, what: str = "dtype") -> torch.dtype:
+    """Return the floating dtype that a user named; every argument that takes a dtype takes these names.
+
+    Args:
+        given: `"bfloat16"`, `"bf16"`, `"torch.bfloat16"` or `torch.bfloat16`; so for float32, float16 and float64, and
+            as a `torch.dtype` for any other floating dtype.
+        what: Name of the argument in the error.
+
+    Raises:
+        ValueError: `given` is none of these.
+    """
+    if isinstance(given, torch.dtype) and given.is_floating_point:
+        return given
+    text = given.removeprefix("torch.") if isinstance(given, str) else ""
+    for name, short in _DTYPES.items():
+        if text in (name, short):
+            dtype: torch.dtype = getattr(torch, name)
+            return dtype
+    names = ", ".join(f"{short!r} or {name!r}" for name, short in _DTYPES.items())
+    raise ValueError(f"{what}={given!r}: give a floating dtype such as torch.bfloat16, or its name: {names}")
 
 
 def _require(config: object, name: str, is_valid: bool, cure: str) -> None:
@@ -48,6 +75,7 @@ def _is_at_least(lowest: int, value: object) -> bool:
     return _is_int(value) and value >= lowest
 
 
+@fields_with_hints
 @dataclass(frozen=True)
 class Sharding:
     """Sharding of a module over the ranks."""
@@ -65,8 +93,9 @@ class Sharding:
     a backward, kept parameters stay on each rank until the next call other than a forward."""
     replicate_size: int = 1
     """HSDP: number of replicas; each is sharded over `world_size / replicate_size` ranks. Default 1."""
-    mixed_precision: str | torch.distributed.fsdp.MixedPrecisionPolicy | None = None
-    """`"bf16"`, `"fp16"`, or a policy: dtype of the parameters in forward and backward. Default: the stored dtype.
+    mixed_precision: str | torch.dtype | torch.distributed.fsdp.MixedPrecisionPolicy | None = None
+    """`"bf16"`, `"fp16"` or another dtype, as in `Loading.dtype`, or a policy: dtype of the parameters in forward and
+    backward; with a dtype, gradients are reduced in float32. Default: the stored dtype.
     As under FSDP1's `mixed_precision`, each BatchNorm keeps its stored dtype: it is a group of its own (one more
     all-gather), its inputs are cast to that dtype and its outputs cast back. Buffers keep their dtype too: FSDP1's
     `buffer_dtype` has no counterpart, because casting a table such as a rotary `inv_freq` loses precision for good."""
@@ -129,8 +158,7 @@ class Sharding:
         is_reshard = reshard is None or isinstance(reshard, bool) or _is_at_least(1, reshard)
         _require(self, "reshard_after_forward", is_reshard, "give True, False, None, or a smaller world size")
         _require(self, "replicate_size", _is_at_least(1, self.replicate_size), "give 1 (no replicas) or more")
-        cure = "use 'bf16', 'fp16', a torch.distributed.fsdp.MixedPrecisionPolicy, or None"
-        _require(self, "mixed_precision", _is_precision(self.mixed_precision), cure)
+        object.__setattr__(self, "mixed_precision", _precision(self.mixed_precision))
         is_low = not self.keep_low_precision_grads or self.mixed_precision is not None
         cure = "without mixed_precision there are no such gradients: set mixed_precision too"
         _require(self, "keep_low_precision_grads", is_low, cure)
@@ -217,14 +245,26 @@ def _are_names(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(name, str) for name in value)
 
 
-def _is_precision(value: object) -> bool:
-    if value is None or isinstance(value, str):
-        return value in (None, "bf16", "fp16")
-    from torch.distributed.fsdp import MixedPrecisionPolicy  # the import takes a second, and few callers pass a policy
+def _precision(given: Any) -> Any:
+    """Return the dtype of `Sharding.mixed_precision`, or the policy with dtypes for names in its fields."""
+    if given is None:
+        return None
+    if not isinstance(given, str | torch.dtype):
+        from torch.distributed.fsdp import MixedPrecisionPolicy  # takes a second to import, and few callers pass one
 
-    return isinstance(value, MixedPrecisionPolicy)
+        if isinstance(given, MixedPrecisionPolicy):
+            fields = {name: getattr(given, name) for name in ("param_dtype", "reduce_dtype", "output_dtype")}
+            named: dict[str, Any] = {
+                name: floating_dtype(value, name) for name, value in fields.items() if isinstance(value, str)
+            }
+            return replace(given, **named) if named else given
+    try:
+        return floating_dtype(given, "mixed_precision")
+    except ValueError as error:
+        raise ValueError(f"{error}; or a torch.distributed.fsdp.MixedPrecisionPolicy, or None") from None
 
 
+@fields_with_hints
 @dataclass(frozen=True)
 class Loading:
     """Options of a load of checkpoint bytes into the shards."""
@@ -237,9 +277,9 @@ class Loading:
     """Bytes of one bucket, all ranks' parts together; under `local`, of each rank's part. Two buckets form the ring:
     one is read while the other is sent. Default: 32 MiB, or 64 MiB if each rank reads directly into its shard, without
     a ring; see the note in `distributed/transfer/bucket_plan.py`."""
-    dtype: torch.dtype | None = None
-    """Floating dtype of the loaded parameters. Default: config.json's, else the one floating dtype of the files;
-    for a callable's model, the dtypes of its parameters."""
+    dtype: torch.dtype | str | None = None
+    """Floating dtype of the loaded parameters: `torch.bfloat16`, `"bfloat16"` and `"bf16"` mean the same. Default:
+    config.json's, else the one floating dtype of the files; for a callable's model, the dtypes of its parameters."""
     strict: bool = True
     """Treat missing or unexpected keys as a `PlanError`; otherwise report both, and initialise the missing ones."""
     verify: Verify = "header"
@@ -278,9 +318,8 @@ class Loading:
         _require(self, "verify", self.verify in ("header", "finite", "full"), "use 'header', 'finite' or 'full'")
         mapped = not self.mmap or self.transport in ("auto", "local")
         _require(self, "transport", mapped, "mmap=True takes 'auto' or 'local': every rank maps its own part")
-        dtype: object = self.dtype
-        is_floating = dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
-        _require(self, "dtype", is_floating, "give a floating dtype such as torch.bfloat16")
+        if self.dtype is not None:
+            object.__setattr__(self, "dtype", floating_dtype(self.dtype))
         _require(self, "seed", _is_int(self.seed), "give a whole number")
         is_map = self.key_mapping is None or _is_text_map(self.key_mapping)
         cure = "give a dict of regular expressions on checkpoint keys and their replacements"
@@ -297,6 +336,7 @@ def _require_patterns(name: str, patterns: Iterable[str]) -> None:
             raise ValueError(message) from error
 
 
+@fields_with_hints
 @dataclass(frozen=True)
 class Placement:
     """Placement of the ranks on nodes."""
@@ -332,6 +372,7 @@ class Placement:
         _require(self, "port_range", is_range, "give None, or (first, last) out of 1 to 65535")
 
 
+@fields_with_hints
 @dataclass(frozen=True)
 class Timeouts:
     """Deadlines in seconds. Every wait has a deadline."""

@@ -118,9 +118,9 @@ def test_plan(bert: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_plan_that_cannot_be_made_is_one_line_and_status_1(bert: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", str(bert), "--nodes", "1"]) == 1
+    assert main(["plan", str(bert), "--nodes", "1", "--device", "cuda"]) == 1
     assert capsys.readouterr().err == (
-        "raysharding: world_size=None means one rank per GPU, but this group runs on CPUs: give world_size\n"
+        "raysharding: world_size=None means one rank per GPU, but no GPU is available: give world_size\n"
     )
     with pytest.raises(SystemExit):
         main(["plan", str(bert), "--gpu-memory", "much"])

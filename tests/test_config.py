@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import BackwardPrefetch, MixedPrecisionPolicy
+from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, MixedPrecisionPolicy
 
 from raysharding import config
 from raysharding.config import Loading, Placement, Sharding, Timeouts
+from raysharding.distributed.accelerate_compat import FullyShardedDataParallelPlugin
+from raysharding.distributed.fully_shard import mixed_precision_policy
 
 CONFIGS = (Sharding, Loading, Placement, Timeouts)
 
@@ -57,14 +59,15 @@ BAD_PORT_RANGES = (29500, (29500,), (29500, 29400), (0, 80), (65535, 65536), (1.
         (Sharding, "wrap", "layers", "a list of class names"),
         (Sharding, "min_num_params", 0, "positive"),
         (Sharding, "replicate_size", 0, "1 (no replicas) or more"),
-        (Sharding, "mixed_precision", "fp8", "use 'bf16', 'fp16'"),
+        (Sharding, "mixed_precision", "fp8", "'fp32' or 'float32', 'bf16' or 'bfloat16', 'fp16' or 'float16'"),
         (Loading, "transport", "carrier pigeon", "'scatter'"),
         (Loading, "bucket_bytes", 100, "at least 4096"),
         (Loading, "verify", "everything", "'header'"),
         (Loading, "dtype", torch.int8, "floating dtype such as torch.bfloat16"),
         (Sharding, "wrap", 3, "a list of class names"),
         (Sharding, "wrap", [1], "a list of class names"),
-        (Sharding, "mixed_precision", torch.bfloat16, "use 'bf16', 'fp16', a torch.distributed.fsdp.Mixed"),
+        (Sharding, "mixed_precision", torch.int8, "or a torch.distributed.fsdp.MixedPrecisionPolicy, or None"),
+        (Loading, "dtype", "bloat16", "'fp32' or 'float32', 'bf16' or 'bfloat16', 'fp16' or 'float16'"),
         (Sharding, "reshard_after_forward", "yes", "True, False, None"),
         (Sharding, "replicate_size", 2.0, "1 (no replicas) or more"),
         (Sharding, "cpu_offload", "no", "True or False"),
@@ -83,7 +86,6 @@ BAD_PORT_RANGES = (29500, (29500,), (29500, 29400), (0, 80), (65535, 65536), (1.
         (Sharding, "sync_module_states", 1, "True or False"),
         (Sharding, "keep_low_precision_grads", True, "set mixed_precision too"),
         (Loading, "bucket_bytes", "32MiB", "32 << 20"),
-        (Loading, "dtype", "bfloat16", "floating dtype such as torch.bfloat16"),
         (Loading, "strict", "yes", "True or False"),
         (Loading, "seed", None, "whole number"),
         (Loading, "key_mapping", {"a": 1}, "regular expressions"),
@@ -131,3 +133,25 @@ def test_a_pattern_that_is_none_is_refused() -> None:
 )
 def test_good_values_are_taken(value: object) -> None:
     assert dataclasses.is_dataclass(value)
+
+
+def test_a_dtype_has_the_same_names_everywhere() -> None:
+    names = {
+        torch.bfloat16: (torch.bfloat16, "bf16", "bfloat16", "torch.bfloat16"),
+        torch.float16: (torch.float16, "fp16", "float16", "torch.float16"),
+        torch.float32: (torch.float32, "fp32", "float32", "torch.float32"),
+    }
+    for dtype, given in names.items():
+        assert {Loading(dtype=name).dtype for name in given} == {dtype}
+        assert {mixed_precision_policy(Sharding(mixed_precision=name)).param_dtype for name in given} == {dtype}
+        policies = [MixedPrecisionPolicy(param_dtype=name, reduce_dtype=name) for name in given]  # type: ignore[arg-type]
+        wanted = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
+        assert all(Sharding(mixed_precision=policy).mixed_precision == wanted for policy in policies)
+        plugins = [FullyShardedDataParallelPlugin(mixed_precision_policy=name) for name in given[1:]]
+        plugins += [
+            FullyShardedDataParallelPlugin(
+                mixed_precision_policy={"param_dtype": name, "reduce_dtype": name, "buffer_dtype": name}
+            )
+            for name in given
+        ]
+        assert all(plugin.mixed_precision_policy == MixedPrecision(dtype, dtype, dtype) for plugin in plugins)

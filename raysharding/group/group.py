@@ -68,6 +68,7 @@ from raysharding.group.launch import (
     launch,
     plan_group,
     update_record,
+    write_bug_report,
 )
 from raysharding.group.ranks import RankInfo
 from raysharding.group.recovery import RestartReport, attach, claim_name, restart
@@ -83,6 +84,7 @@ from raysharding.group.supervision import (
     read_log,
     read_stacks,
 )
+from raysharding.keywords import with_hints
 from raysharding.models import Adapted
 from raysharding.units import GIB
 from raysharding.worker import check_mode
@@ -132,6 +134,7 @@ class ShardedModelGroup:
 
     @classmethod
     @blocking
+    @with_hints
     def from_checkpoint(
         cls,
         checkpoint: str | os.PathLike[str],
@@ -175,7 +178,8 @@ class ShardedModelGroup:
                 are trained; base weights are frozen, and streamed as usual. `save` then writes only the adapters, as
                 peft does. Default: no adapters, or those of `checkpoint` if it is a directory of adapters, which names
                 its base.
-            world_size: Number of ranks. Default: one per GPU of the cluster.
+            world_size: Number of ranks. Default: one per GPU of the cluster; on CPUs two if a node has two CPUs, else
+                one, which a line on stderr tells.
             device: Device type of the ranks: `cuda`, `cpu`, or another for which torch has collectives. Any but `cpu`
                 takes one of Ray's accelerators of that type for each rank: a `GPU`, unless Ray's resource has another
                 name. Default: `cuda` if the cluster has GPUs, else `cpu`.
@@ -244,6 +248,7 @@ class ShardedModelGroup:
 
     @classmethod
     @blocking
+    @with_hints
     def attach(cls, name: str, *, timeouts: Timeouts | None = None) -> Self:
         """Attach this driver to a named group that is loaded, for example after a restart of a notebook kernel.
 
@@ -268,6 +273,7 @@ class ShardedModelGroup:
         return cls(attach(name, timeouts))
 
     @staticmethod
+    @with_hints
     def plan(
         checkpoint: str | os.PathLike[str],
         *,
@@ -294,7 +300,7 @@ class ShardedModelGroup:
             revision: As for `from_checkpoint`.
             model: As for `from_checkpoint`.
             peft_config: As for `from_checkpoint`.
-            world_size: As for `from_checkpoint`. Default: one rank per free GPU.
+            world_size: As for `from_checkpoint`, but GPUs and CPUs are those that are free.
             device: As for `from_checkpoint`.
             sharding: As for `from_checkpoint`.
             loading: As for `from_checkpoint`.
@@ -613,6 +619,7 @@ class ShardedModelGroup:
 
     @driver_handle
     @blocking
+    @with_hints
     def fit(
         self,
         data: Any,
@@ -747,6 +754,7 @@ class ShardedModelGroup:
         return self._fits.last_report
 
     @handle
+    @with_hints
     def evaluate(
         self,
         data: Any,
@@ -807,6 +815,7 @@ class ShardedModelGroup:
         return dataset_handle(data, columns, self._client.timeouts.load_stall_s, whole)
 
     @handle
+    @with_hints
     def save(
         self,
         path: str | os.PathLike[str],
@@ -999,6 +1008,26 @@ class ShardedModelGroup:
         return self._supervisor.state
 
     @property
+    def config(self) -> Any:
+        """A copy of the model's transformers config, as `model.config`; `None` for a model that has none."""
+        return self._running.facts.config
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters of the unsharded model, frozen ones and adapters too; tied ones count once."""
+        return self._running.facts.num_parameters
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Dtype of the model's first floating parameter, as `model.dtype` of transformers; `None` without one."""
+        return self._running.facts.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device type of the ranks, such as `torch.device("cuda")`; `ranks` has the index of each."""
+        return torch.device(self.ranks[0].device.partition(":")[0])
+
+    @property
     def load_report(self) -> LoadReport:
         """Report of the load that made the group; `load` returns a report of its own."""
         report = self._running.load_report
@@ -1157,6 +1186,29 @@ class ShardedModelGroup:
         return read_log(self._client.members[rank], num_lines)
 
     @blocking
+    def bug_report(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Write what others need to look into a failure into one zip file; works in every state of the group.
+
+        The file holds the group's options, `status()`, the error that broke the group with all failures, `stacks()`,
+        the last 2000 lines of each rank's stdout and stderr, the preflight report and the versions on every node. Of
+        environment variables it shows a fixed list. Tokens, keys and passwords are replaced by `***`: the values of
+        variables whose names say so (`HF_TOKEN`, `AWS_SECRET_ACCESS_KEY`) wherever they stand, user names and queries
+        of URIs, headers, and what has the form of a token. Masking cannot know every secret that a program prints: read
+        the file before you send it.
+
+        Args:
+            path: File to create, or a directory. Default: `raysharding-<time>.zip` in the current directory.
+
+        Returns:
+            The absolute path of the file; a line on stderr says what is in it.
+
+        Raises:
+            OSError: The file exists, or cannot be written.
+        """
+        where = None if path is None else os.fspath(path)
+        return write_bug_report(self._running, repr(self), self.status(), where)
+
+    @blocking
     def interrupt(self, timeout_s: float | None = None) -> int:
         """Do what one Ctrl-C does, from any thread: cancel the calls in the queue and wait for the running call.
 
@@ -1215,8 +1267,7 @@ class ShardedModelGroup:
         return html_table(f"ShardedModelGroup {self._title()}", self.ranks)
 
     def _title(self) -> str:
-        devices = self.ranks[0].device.partition(":")[0]
-        return f"{self._running.spec.checkpoint}, {self.world_size} ranks on {devices}, {self.state.value}"
+        return f"{self._running.spec.checkpoint}, {self.world_size} ranks on {self.device}, {self.state.value}"
 
     def _unless_fit(self, method: str) -> Check:
         """Return a check that refuses `method` while `fit` runs."""

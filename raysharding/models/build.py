@@ -16,6 +16,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from raysharding.checkpoint.format import SINGLE_NAME
+from raysharding.config import floating_dtype
 from raysharding.errors import PlanError
 from raysharding.models.adapters import Adapted
 
@@ -30,7 +31,7 @@ _FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """dtypes that torch accepts as its default dtype, and so can build a model in."""
 
 
-def build_module(model: ModelSource, checkpoint: Checkpoint, dtype: torch.dtype | None) -> nn.Module:
+def build_module(model: ModelSource, checkpoint: Checkpoint, dtype: torch.dtype | str | None) -> nn.Module:
     """Build a checkpoint's module without allocating its parameters.
 
     Every rank calls this function, which is not a collective and reads no file: `checkpoint` already holds the headers
@@ -53,6 +54,7 @@ def build_module(model: ModelSource, checkpoint: Checkpoint, dtype: torch.dtype 
     Raises:
         PlanError: The class is unknown, there is no config.json, the checkpoint is quantized, or the callable failed.
     """
+    dtype = None if dtype is None else floating_dtype(dtype)
     if isinstance(model, Adapted):
         return make_contiguous(model.build(lambda base: build_module(base, checkpoint, dtype), _named(checkpoint)))
     if model is None or isinstance(model, str):

@@ -29,28 +29,26 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import _Policy, size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
-from raysharding.config import Sharding
+from raysharding.config import Sharding, floating_dtype
 from raysharding.distributed.accelerate_compat import environment as environment
 from raysharding.distributed.accelerate_compat.sharding import sharding_of, to_empty
 from raysharding.distributed.accelerate_compat.wrap_policy import class_names, classes_named, split_names
 
-_DTYPES = {"fp8": torch.bfloat16, "fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-_ALLOWED = tuple(dict.fromkeys(_DTYPES.values()))
+_ALLOWED = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def precision_dtype(given: Any) -> Any:
-    """Return the dtype of a name; dtypes and `None` unchanged.
+    """Return the dtype of a name, as `Loading.dtype` takes it or `"fp8"`, or of a dtype; `None` unchanged.
 
     Raises:
         ValueError: Another name or dtype.
     """
-    if isinstance(given, str):
-        if given not in _DTYPES:
-            raise ValueError(f"mixed precision {given!r}: use one of {', '.join(_DTYPES)}")
-        return _DTYPES[given]
-    if given is not None and given not in _ALLOWED:
+    if given is None:
+        return None
+    dtype = torch.bfloat16 if given == "fp8" else floating_dtype(given, "mixed precision")
+    if dtype not in _ALLOWED:
         raise ValueError(f"mixed precision {given!r}: use one of {', '.join(map(str, _ALLOWED))}, or a name for one")
-    return given
+    return dtype
 
 
 def policy_of_dtype(
@@ -71,6 +69,7 @@ def policy_of_dict(fsdp_version: int | None, dtypes: Mapping[str, Any]) -> Mixed
         ValueError: A key is missing or not the version's, or a value is no dtype that accelerate takes.
     """
     names = ("param_dtype", "reduce_dtype", "output_dtype" if fsdp_version == 2 else "buffer_dtype")
+    dtypes = {name: precision_dtype(value) if isinstance(value, str) else value for name, value in dtypes.items()}
     wrong = [f"{name}={value!r}" for name, value in dtypes.items() if name not in names or value not in _ALLOWED]
     missing = [name for name in names if name not in dtypes]
     if wrong or missing:

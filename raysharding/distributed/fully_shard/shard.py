@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from raysharding.config import Sharding
+from raysharding.config import Sharding, floating_dtype
 from raysharding.distributed.comm import is_accelerator
 from raysharding.distributed.fully_shard.activation_checkpointing import checkpoint_activations
 from raysharding.distributed.fully_shard.execution_order import record_execution_order
@@ -59,15 +59,13 @@ from raysharding.models import (
     wrap_groups,
 )
 
-_LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
 
 def mixed_precision_policy(sharding: Sharding) -> MixedPrecisionPolicy:
-    """Return the policy of `Sharding.mixed_precision`; `"bf16"` and `"fp16"` reduce gradients in fp32."""
+    """Return the policy of `Sharding.mixed_precision`; a dtype reduces gradients in float32."""
     policy = sharding.mixed_precision
-    if isinstance(policy, str):
-        return MixedPrecisionPolicy(param_dtype=_LOW_PRECISION[policy], reduce_dtype=torch.float32)
-    return policy if policy is not None else MixedPrecisionPolicy()
+    if isinstance(policy, MixedPrecisionPolicy):
+        return policy
+    return MixedPrecisionPolicy() if policy is None else MixedPrecisionPolicy(floating_dtype(policy), torch.float32)
 
 
 def shard_module(module: nn.Module, mesh: DeviceMesh, sharding: Sharding | None = None) -> nn.Module:

@@ -3,4 +3,5 @@
 from raysharding.group.actors.actor import REMOTE_RANK_ACTOR, ActorInfo
 from raysharding.group.actors.commands import Assignment, Blueprint
 from raysharding.group.actors.dataset_blocks import DatasetBlocks
+from raysharding.group.actors.model_facts import ModelFacts
 from raysharding.group.actors.title import Title

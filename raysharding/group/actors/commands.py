@@ -27,6 +27,7 @@ from raysharding.distributed.saving import random_state, restore_random_state
 from raysharding.distributed.training import EvaluationPlan
 from raysharding.errors import GroupError, RayshardingError, said
 from raysharding.group.actors.memory_gauge import export_memory
+from raysharding.group.actors.model_facts import ModelFacts
 from raysharding.group.actors.title import Title
 from raysharding.group.cluster import NodeFacts, accelerator_names, facts_here
 from raysharding.group.rpc import NEXT_STEP, Command, Mode, Packed, SaveStatus, Shared, StateChange
@@ -197,10 +198,10 @@ class RankCommands:
         assert worker.checkpoint is not None, "build comes before memory_need"
         return memory_need(worker.module, worker.device, worker.status.loading, worker.checkpoint, optimizer)
 
-    def build(self, model: Any, checkpoint: bytes, sharding: Sharding, loading: Loading) -> InputBounds:
-        """Build the sharded module on meta, and return the bounds of its inputs; collective."""
+    def build(self, model: Any, checkpoint: bytes, sharding: Sharding, loading: Loading) -> Any:
+        """Build the sharded module on meta, and return the bounds of its inputs and its `ModelFacts`; collective."""
         self._worker.build(model, Checkpoint.from_json(checkpoint), sharding, loading)
-        return InputBounds.of(self._worker.module)
+        return InputBounds.of(self._worker.module), ModelFacts.of(self._worker.module)
 
     def load(self, path: str | None) -> Any:
         """Load a checkpoint into the module and return the report, on rank 0; collective."""

@@ -25,6 +25,7 @@ from raysharding.group.cluster.placement import (
     check_name,
     choose_num_threads,
     choose_ranks,
+    cluster_cpus,
     cluster_gpus,
     group_names,
     name_taken,

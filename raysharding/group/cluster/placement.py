@@ -208,26 +208,39 @@ def cluster_gpus(device_type: str = "cuda") -> int:
     return int(ray.cluster_resources().get(accelerator_names(device_type).resource, 0))
 
 
-def choose_ranks(device: str | None, world_size: int | None, placement: Placement, num_gpus: int) -> tuple[str, int]:
+def cluster_cpus() -> list[float]:
+    """Return the number of CPUs of each node of the cluster, used or not."""
+    return [node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]]
+
+
+def choose_ranks(
+    device: str | None, world_size: int | None, placement: Placement, num_gpus: int, node_cpus: Sequence[float]
+) -> tuple[str, int]:
     """Return the device type and the number of ranks.
 
     Args:
         device: The caller's choice. Default: `cuda` if there are GPUs.
-        world_size: The caller's choice. Default: one rank per bundle of a given placement group, else one per GPU.
+        world_size: The caller's choice. Default: one rank per bundle of a given placement group, else one per GPU; on
+            CPUs two if a node has the CPUs for both, else one, which a line on stderr tells.
         placement: May hold a placement group.
         num_gpus: Number of GPUs.
+        node_cpus: Number of CPUs of each node.
 
     Raises:
-        ValueError: The device type is unknown, or no number is given, and there are no bundles or GPUs to count.
+        ValueError: The device type is unknown, or is one of which there is none to count.
     """
     device_type = device or ("cuda" if num_gpus else "cpu")
     check_device_type(device_type)
     if world_size is None and placement.placement_group is not None:
         world_size = int(placement.placement_group.bundle_count)
+    if world_size is None and device_type == "cpu":
+        most = max(node_cpus, default=0.0)
+        world_size = 2 if most >= 2 * max(1.0, placement.cpus_per_rank) else 1
+        ranks = "1 rank" if world_size == 1 else "2 ranks"
+        tell(f"{ranks} on CPUs, since world_size is not given and the largest node has {most:g} CPUs")
     if world_size is None:
-        if device_type == "cpu" or not num_gpus:
-            why = "this group runs on CPUs" if device_type == "cpu" else "no GPU is available"
-            raise ValueError(f"world_size=None means one rank per GPU, but {why}: give world_size")
+        if not num_gpus:
+            raise ValueError("world_size=None means one rank per GPU, but no GPU is available: give world_size")
         world_size = num_gpus
     return device_type, world_size
 

@@ -16,7 +16,7 @@ from raysharding.checkpoint import Checkpoint
 from raysharding.checkpoint.storage import normal_path
 from raysharding.distributed import LoadReport
 from raysharding.errors import GroupError
-from raysharding.group.actors import Assignment, Blueprint
+from raysharding.group.actors import Assignment, Blueprint, ModelFacts
 from raysharding.group.calls import BegunSave, ModelFiles, ProgressOption, follow
 from raysharding.group.cluster import (
     Reservation,
@@ -24,6 +24,7 @@ from raysharding.group.cluster import (
     check_free,
     choose_num_threads,
     choose_ranks,
+    cluster_cpus,
     cluster_gpus,
     connect,
     join_announced,
@@ -70,6 +71,8 @@ class RunningGroup:
     """Rank 0's report of the load that made the group; `None` before the load has ended."""
     bounds: InputBounds = field(default_factory=InputBounds)
     """Bounds of the model's inputs; without limits before the load."""
+    facts: ModelFacts = field(default_factory=ModelFacts)
+    """Facts of the model; without values before the load."""
     preflight_report: PreflightReport | None = None
     """Report of the preflight when the group was made; `None` without a preflight."""
 
@@ -131,6 +134,8 @@ class GroupRecord:
     """See `RunningGroup`."""
     bounds: InputBounds
     """See `RunningGroup`."""
+    facts: ModelFacts
+    """See `RunningGroup`."""
     preflight_report: PreflightReport | None
     """See `RunningGroup`."""
 
@@ -169,6 +174,7 @@ def update_record(running: RunningGroup, spec: GroupSpec) -> ray.ObjectRef:
         begun=running.files.begun,
         load_report=running.load_report,
         bounds=running.bounds,
+        facts=running.facts,
         preflight_report=running.preflight_report,
     )
     keeper = next(one for one in members if one.name == actor_name(str(spec.name), 0))
@@ -195,7 +201,7 @@ def launch(spec: GroupSpec, claim: Callable[[str], None] = check_free) -> Runnin
     if spec.name is not None:
         claim(spec.name)
     device_type, world_size = choose_ranks(
-        spec.device, spec.world_size, spec.placement, cluster_gpus(spec.device or "cuda")
+        spec.device, spec.world_size, spec.placement, cluster_gpus(spec.device or "cuda"), cluster_cpus()
     )
     if opened is None:
         opened = opened_on_a_node(spec, spec.timeouts.start_s)
@@ -209,9 +215,9 @@ def launch(spec: GroupSpec, claim: Callable[[str], None] = check_free) -> Runnin
         if preflight is not None:
             preflight.nodes()
         rendezvous(running)
-        report, bounds = _fill(running, opened, preflight)
+        report, bounds, facts = _fill(running, opened, preflight)
         seen = None if preflight is None else preflight.finish()
-        running = replace(running, load_report=report, bounds=bounds, preflight_report=seen)
+        running = replace(running, load_report=report, bounds=bounds, facts=facts, preflight_report=seen)
         if spec.name is not None:
             keep_record(running)
             running.reservation.outlive_owner()
@@ -222,13 +228,15 @@ def launch(spec: GroupSpec, claim: Callable[[str], None] = check_free) -> Runnin
     return running
 
 
-def _fill(running: RunningGroup, opened: Opened, preflight: Preflight | None) -> tuple[LoadReport, InputBounds]:
+def _fill(
+    running: RunningGroup, opened: Opened, preflight: Preflight | None
+) -> tuple[LoadReport, InputBounds, ModelFacts]:
     """Build the module on every rank, load it, and set its optimizer."""
     spec, client = running.spec, running.client
     if preflight is not None:
         preflight.link()
     built = (spec.model, opened.base.to_json(), spec.sharding, spec.loading)
-    bounds: InputBounds = client.submit_same("build", *built, deadline_s=spec.timeouts.start_s).result()
+    bounds, facts = client.submit_same("build", *built, deadline_s=spec.timeouts.start_s).result()
     if preflight is not None:
         preflight.memory(spec.optimizer)
     report = _load(client, opened.base, None, spec.progress)
@@ -237,7 +245,7 @@ def _fill(running: RunningGroup, opened: Opened, preflight: Preflight | None) ->
     if spec.optimizer is not None:
         stall_s = spec.timeouts.load_stall_s
         client.submit_same("set_optimizer", spec.optimizer, {}, True, deadline_s=stall_s, watch=True).result()
-    return report, bounds
+    return report, bounds, facts
 
 
 def _load(client: Client, opened: Checkpoint, path: str | None, progress: ProgressOption) -> LoadReport:

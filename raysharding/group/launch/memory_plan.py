@@ -241,7 +241,8 @@ def plan_group(spec: GroupSpec, nodes: Sequence[NodeCapacity] | None) -> GroupPl
 def _choose(spec: GroupSpec, nodes: Sequence[NodeCapacity]) -> tuple[str, int]:
     """Return the device type and the number of ranks, as `from_checkpoint` chooses them."""
     num_gpus = sum(capacity.gpus for capacity in nodes)
-    device_type, world_size = choose_ranks(spec.device, spec.world_size, spec.placement, num_gpus)
+    node_cpus = [capacity.cpus for capacity in nodes]
+    device_type, world_size = choose_ranks(spec.device, spec.world_size, spec.placement, num_gpus, node_cpus)
     if world_size % spec.sharding.replicate_size:
         size_of = spec.sharding.replicate_size
         raise ValueError(f"replicate_size={size_of} does not divide world_size={world_size}: give a divisor")

@@ -78,7 +78,7 @@ class GroupSpec:
     model: Any = None
     """`None`, the name of a transformers auto class, or a callable."""
     world_size: int | None = None
-    """Number of ranks; `None`: one per GPU of the cluster."""
+    """Number of ranks; `None`: as many as `choose_ranks` chooses."""
     device: str | None = None
     """`cuda`, `cpu`, or `None` for `cuda` if the cluster has GPUs, else `cpu`."""
     sharding: Sharding = field(default_factory=Sharding)

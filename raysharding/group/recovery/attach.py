@@ -86,6 +86,7 @@ def attach(name: str, timeouts: Timeouts | None) -> RunningGroup:
         has_optimizer=has_optimizer,
         load_report=record.load_report,
         bounds=record.bounds,
+        facts=record.facts,
         preflight_report=record.preflight_report,
     )
 

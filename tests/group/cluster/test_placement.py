@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from raysharding import CheckpointError, GroupError, Placement, PlacementError, ShardedModelGroup, Timeouts
 from raysharding.group.actors.actor import ActorInfo
-from raysharding.group.cluster import placement
+from raysharding.group.cluster import choose_ranks, cluster_cpus, placement
 from raysharding.group.cluster.nodes import replies
 from raysharding.group.cluster.placement import choose_num_threads
 from raysharding.group.launch.start_actors import probe, rank_order
@@ -110,19 +110,20 @@ import json, re, sys
 from pathlib import Path
 import ray
 from raysharding import Placement, PlacementError, ShardedModelGroup
-from raysharding.group.cluster import choose_ranks, cluster_gpus
+from raysharding.group.cluster import choose_ranks, cluster_cpus, cluster_gpus
 from tests.forking import runtime_env
 from tests.group.conftest import make_mlp
 
 ray.init("local", num_cpus=9, num_gpus=int(sys.argv[1]), include_dashboard=False, runtime_env=runtime_env())
-found = {}
-for path in ("README.md", "examples/finetune.py", "examples/quickstart.py"):
-    (line,) = re.findall(r"^ *world_size = (.*)$", Path(path).read_text(), re.MULTILINE)
-    found[path] = choose_ranks(None, eval(line, {"ray": ray, "device": None}), Placement(), cluster_gpus())
+(line,) = re.findall(r"^ *world_size = (.*)$", Path("examples/quickstart.py").read_text(), re.MULTILINE)
+found = {
+    name: choose_ranks(None, given, Placement(), cluster_gpus(), cluster_cpus())
+    for name, given in {"default": None, "quickstart": eval(line, {"ray": ray, "device": None})}.items()
+}
 for options in (dict(world_size=None), dict(world_size=int(sys.argv[1]) + 1, device="cuda")):
     try:
-        with ShardedModelGroup.from_checkpoint(sys.argv[2], model=make_mlp(), **options):
-            raise AssertionError("there is no such GPU")
+        with ShardedModelGroup.from_checkpoint(sys.argv[2], model=make_mlp(), **options) as group:
+            found[str(options["world_size"])] = f"{group.world_size} ranks on {group.ranks[0].device}"
     except Exception as error:
         found[str(options["world_size"])] = f"{type(error).__name__}: {error}"
 print(json.dumps(found))
@@ -137,10 +138,10 @@ def test_what_a_cluster_with_so_many_gpus_gets(num_gpus: int, checkpoint: Path) 
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     device = "cuda" if num_gpus else "cpu"
-    assert found["README.md"] == found["examples/finetune.py"] == [device, num_gpus or 2]
-    assert found["examples/quickstart.py"] == [device, min(num_gpus or 2, 2)]
+    assert found["default"] == [device, num_gpus or 2]
+    assert found["quickstart"] == [device, min(num_gpus or 2, 2)]
     # The GPUs are there for Ray, but not for this machine's torch.
-    default = "knows no GPU" if num_gpus else "runs on CPUs: give world_size"
+    default = "knows no GPU" if num_gpus else "2 ranks on cpu"
     assert default in found["None"]
     assert f"PlacementError: {num_gpus + 1} ranks need 1 CPU, 1 GPU each" in found[str(num_gpus + 1)]
 
@@ -232,10 +233,22 @@ def test_a_cluster_with_an_autoscaler_is_waited_for(checkpoint: Path, tmp_path: 
 
 
 @pytest.mark.usefixtures("cluster")
-def test_what_cannot_be_chosen_is_asked_for(checkpoint: Path) -> None:
+def test_ranks_on_cpus_are_counted_and_told(checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert "GPU" not in ray.cluster_resources()
-    with pytest.raises(ValueError, match="give world_size"):
-        make_group(checkpoint, world_size=None)
+    with make_group(checkpoint, world_size=None) as group:
+        assert group.world_size == 2
+    told = f"raysharding: 2 ranks on CPUs, since world_size is not given and the largest node has {NUM_CPUS} CPUs\n"
+    assert told in capfd.readouterr().err
+    one = Placement(cpus_per_rank=NUM_CPUS)
+    assert choose_ranks(None, None, one, 0, cluster_cpus()) == ("cpu", 1)
+    assert choose_ranks("cpu", None, Placement(), 4, [1.0, 1.0]) == ("cpu", 1)
+    assert choose_ranks("cpu", None, Placement(), 4, [1.0, 2.0]) == ("cpu", 2)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_what_cannot_be_chosen_is_asked_for(checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match="no GPU is available: give world_size"):
+        ShardedModelGroup.from_checkpoint(checkpoint, model=make_mlp(), device="cuda")
     with pytest.raises(ValueError, match="world_size=0"):
         make_group(checkpoint, world_size=0)
 

@@ -197,7 +197,14 @@ def test_a_plan_refuses_what_does_not_fit_the_checkpoint(checkpoint: Path) -> No
     with pytest.raises(PlanError, match=r"optimizer=.*broken raised KeyError: 'lr'"):
         ShardedModelGroup.plan(checkpoint, model=make_mlp(), world_size=2, nodes=[], optimizer=broken)
     with pytest.raises(ValueError, match="give world_size"):
-        ShardedModelGroup.plan(checkpoint, model=make_mlp(), nodes=[NodeCapacity("a", 4)])
+        ShardedModelGroup.plan(checkpoint, model=make_mlp(), device="cuda", nodes=[NodeCapacity("a", 4)])
+
+
+@pytest.mark.parametrize(("cpus", "world_size"), [(4, 2), (1, 1)])
+def test_a_plan_counts_ranks_as_a_group_does(checkpoint: Path, cpus: int, world_size: int) -> None:
+    assert (
+        ShardedModelGroup.plan(checkpoint, model=make_mlp(), nodes=[NodeCapacity("a", cpus)]).world_size == world_size
+    )
 
 
 def another_mlp() -> Callable[[], nn.Module]:
