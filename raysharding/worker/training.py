@@ -344,11 +344,13 @@ class Trainer:
         finally:
             run.data_loader.close()
 
-    def fit_end(self) -> None:
-        """Release the run's data. No collective."""
-        if self._fit is not None:
-            self._fit.data_loader.close()
-            self._fit = None
+    def fit_end(self) -> Position | None:
+        """Release the run's data, and return the run's position; `None` if no run has begun. No collective."""
+        if self._fit is None:
+            return None
+        self._fit.data_loader.close()
+        self._fit = None
+        return self.position
 
 
 def _agreed(position: Position | None) -> Position | None:

@@ -372,7 +372,8 @@ class FitRun:
     def _let_go(self) -> None:
         if self._client.supervisor.state in (GroupState.READY, GroupState.BUSY):
             with suppress(GroupError):  # if the group breaks at this moment, the next call reports it
-                self._submit("fit_end", is_last=True).result()
+                # Steps that an interrupt or error kept from being reported count: a resumed run continues after them.
+                self._position = self._submit("fit_end", is_last=True).result() or self._position
             self._data.unpin(self._client.members)
 
     def _steps_and_restarts(self, bar: ProgressBar) -> None:
@@ -428,13 +429,7 @@ class FitRun:
         while not is_over:
             self._fits.check_interrupted(self._place.num_steps)
             begun = time.monotonic()
-            call: Call[list[FitSteps]] = self._submit("fit_steps", self._num_next(), collect=collect_all)
-            try:
-                replies = call.result()
-            except KeyboardInterrupt:
-                if call.succeeded():  # Ctrl-C has waited for the running steps: a resumed run continues after them
-                    self._position = call.result()[0].position
-                raise
+            replies: list[FitSteps] = self._submit("fit_steps", self._num_next(), collect=collect_all).result()
             seconds = time.monotonic() - begun
             is_over, self._position = replies[0].is_over, replies[0].position
             if replies[0].steps:
