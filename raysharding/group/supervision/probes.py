@@ -71,8 +71,7 @@ def rank_statuses(members: Sequence[Member]) -> list[dict[str, Any]]:
     Args:
         members: Members, by rank.
     """
-    # After ray.shutdown() a probe would start Ray anew.
-    statuses = probe_all(members, "status", within_s=STATUS_S).replies if ray.is_initialized() else {}
+    statuses = probe_all(members, "status", within_s=STATUS_S).replies
     return [
         # The supervision reports a rank that is dead or stopped.
         {**statuses.get(info.rank, {}), "rank": info.rank, "node_ip": info.node_ip, "pid": info.pid}

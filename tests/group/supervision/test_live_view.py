@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import pty
@@ -52,6 +53,13 @@ def until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.02)
 
 
+def read_all(descriptor: int, parts: list[bytes]) -> None:
+    """Read what is written to a terminal until its other end is closed."""
+    with contextlib.suppress(OSError), os.fdopen(descriptor, "rb", buffering=0) as file:
+        while part := file.read(4096):
+            parts.append(part)
+
+
 def view_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("watch ")]
 
@@ -100,12 +108,15 @@ def test_steps_of_a_fit_are_shown_while_it_runs(counting: ShardedModelGroup, cap
 def test_terminal_has_a_line_for_each_rank(counting: ShardedModelGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 90))
+    parts: list[bytes] = []
+    reader = threading.Thread(target=read_all, args=(ours, parts), daemon=True)
+    reader.start()
     with os.fdopen(theirs, "w") as terminal:
         monkeypatch.setattr(sys, "stderr", terminal)
-        with counting.watch(refresh_s=0.5) as view:
+        with counting.watch(refresh_s=0.1) as view:
             until(lambda: view.num_refreshes >= 2, "two refreshes")
-        seen = os.read(ours, 1 << 16).decode()
-    os.close(ours)
+    reader.join(20)
+    seen = b"".join(parts).decode()
     for rank in counting.ranks:
         line = f"{rank.rank}     {rank.node_ip}  cpu     ready  "
         assert seen.count(line) >= 3, "in each refresh, and at the end"
