@@ -23,6 +23,7 @@ from raysharding.group.actors.actor import ActorInfo
 from raysharding.group.cluster import placement
 from raysharding.group.cluster.nodes import replies
 from raysharding.group.cluster.placement import choose_num_threads
+from raysharding.group.launch.spec import GroupSpec
 from raysharding.group.launch.start_actors import probe, rank_order
 from tests import forking
 from tests.clock import now
@@ -329,6 +330,21 @@ def test_what_the_driver_can_see_is_refused_before_ray_is_started(tmp_path: Path
     command = [sys.executable, "-c", BEFORE_RAY, str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "name"),
+    [
+        ("org/llama", "llama"),
+        ("/data/llama/", "llama"),
+        ("s3://bucket/llama/model.safetensors.index.json", "llama"),
+        ("hf://org/llama@0123abcd", "llama"),
+        ("/cache/models--org--llama/snapshots/0123abcd", "llama"),
+        ("model.safetensors", "model.safetensors"),
+    ],
+)
+def test_the_short_name_of_a_model(checkpoint: str, name: str) -> None:
+    assert GroupSpec(checkpoint).short_name == name
 
 
 def test_ranks_go_by_node_then_gpu_and_rank_0_sees_the_checkpoint() -> None:
