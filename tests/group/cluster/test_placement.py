@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -67,7 +68,9 @@ def test_a_log_says_for_what_it_waits(
     try:
         with pytest.raises(PlacementError):
             make_group(checkpoint, **options)
-        assert "raysharding: waiting for 1 of 2 ranks of 4 CPU each, 1 s\n" in capfd.readouterr().err
+        # One rank fits, or none where another group of these tests is still up.
+        line = r"^raysharding: waiting for [12] of 2 ranks of 4 CPU each, 1 s$"
+        assert re.search(line, capfd.readouterr().err, re.MULTILINE)
         with pytest.raises(PlacementError):
             make_group(checkpoint, **options, progress=False)
         assert "waiting for" not in capfd.readouterr().err
