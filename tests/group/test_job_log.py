@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -21,7 +22,7 @@ from ray.dashboard.modules.metrics.grafana_dashboard_factory import generate_tra
 from safetensors.torch import save_file
 
 from tests.clock import now
-from tests.group.supervision.standing import ROOT, standing_cluster
+from tests.group.supervision.standing import ROOT, Driver, StandingCluster, seconds_until_gone, standing_cluster
 
 DASHBOARD = json.loads((ROOT / "cluster" / "grafana" / "raysharding.json").read_text())
 PAUSE_S = 1.0
@@ -104,11 +105,16 @@ class Jobs:
 
 
 @pytest.fixture(scope="module")
-def jobs(worker_python: Path) -> Iterator[Jobs]:
+def standing(worker_python: Path) -> Iterator[StandingCluster]:
     with standing_cluster(num_cpus=4, dashboard=True) as cluster:
-        environment = {name: value for name, value in cluster.environment.items() if name != "RAY_ADDRESS"}
-        path = os.pathsep.join((str(Path(sys.executable).parent), environment["PATH"]))
-        yield Jobs(cluster.dashboard, environment | {"PATH": path, "PYTHONPATH": str(ROOT)})
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def jobs(standing: StandingCluster) -> Jobs:
+    environment = {name: value for name, value in standing.environment.items() if name != "RAY_ADDRESS"}
+    path = os.pathsep.join((str(Path(sys.executable).parent), environment["PATH"]))
+    return Jobs(standing.dashboard, environment | {"PATH": path, "PYTHONPATH": str(ROOT)})
 
 
 def metric_names(dashboard: dict[str, Any]) -> set[str]:
@@ -148,6 +154,32 @@ def test_a_stopped_job_saves_and_the_next_one_continues(jobs: Jobs, tmp_path: Pa
     assert [*jobs.told("first")["loss"], *second["rest"][0]] == pytest.approx(second["whole"][0], abs=1e-6)
 
 
+HASTY = """
+def loss(output, *, target):
+    import time
+    time.sleep(3)
+    return output.square().mean()
+
+with make(optimizer=torch.optim.SGD) as group:
+    rows = {"input": torch.ones(2, 8), "target": torch.ones(2)}
+    options = {"batch_size": 2, "epochs": 100, "loss": loss, "callbacks": [lambda step: tell(step=step.num_steps)]}
+    group.fit(rows, save_to=sys.argv[2] + "-saves", save_on_signal=True, **options)
+"""
+
+
+@pytest.mark.full
+def test_a_second_sigterm_ends_the_driver_without_a_save(standing: StandingCluster, checkpoint: Path) -> None:
+    with Driver(standing, checkpoint, HASTY) as driver:
+        pids = driver.hear()["pids"]
+        driver.hear()
+        driver.kill(signal.SIGTERM)
+        time.sleep(0.2)  # two signals at once are one
+        sent = driver.kill(signal.SIGTERM)
+        assert driver.process.wait(60) == signal.SIGTERM
+    seconds_until_gone(pids, sent, 10)
+    assert not Path(f"{checkpoint}-saves").exists()
+
+
 def _check_metrics(address: str, group: str) -> None:
     """Wait until Ray exports every metric of the dashboard."""
     wanted, until = metric_names(DASHBOARD), now() + 60
@@ -172,7 +204,8 @@ def test_the_dashboard_has_the_form_of_rays_own() -> None:
     for name in ("datasource", "window", "SessionName"):
         assert own[name].keys() == variables[name].keys(), name
     assert own["datasource"] == variables["datasource"]
-    panel = rays["panels"][0]["panels"][0]
+    rows = (row.get("panels") or [row] for row in rays["panels"])
+    panel = next(one for row in rows for one in row if "targets" in one)
     for one in DASHBOARD["panels"]:
         assert one["datasource"] == panel["datasource"]
         assert {"id", "title", "description", "gridPos", "fieldConfig", "targets"} <= one.keys() & panel.keys()

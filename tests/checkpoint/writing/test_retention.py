@@ -14,6 +14,7 @@ from raysharding.checkpoint import (
     check_numbered,
     create_staging,
     new_token,
+    newest_save,
     remove_left_overs,
     remove_older,
     remove_staging,
@@ -34,6 +35,20 @@ def test_the_smallest_numbers_go_first(tmp_path: Path) -> None:
         save(tmp_path / f"step-{number}")
     remove_older(tmp_path / "step-100", 2)
     assert sorted(os.listdir(tmp_path)) == ["step-10", "step-100"]
+
+
+def test_the_newest_save_is_found_and_nothing_else(tmp_path: Path) -> None:
+    assert newest_save(str(tmp_path / "nothing"), "step-") is None
+    assert newest_save(str(tmp_path), "step-") is None
+    for name in ("step-9", "step-10", "other-11", "step-12"):
+        save(tmp_path / name)
+        (tmp_path / name / "model.safetensors").write_bytes(b"")
+    (tmp_path / "step-12" / "model.safetensors").unlink()  # a copy that was cut off
+    (tmp_path / "step-13").mkdir()  # no save of ours
+    (tmp_path / "step-13" / "model.safetensors").write_bytes(b"")
+    staging = Path(create_staging(str(tmp_path / "step-14"), overwrite=False))  # a save that was killed
+    save(staging / "step-15")
+    assert newest_save(str(tmp_path), "step-") == str(tmp_path / "step-10")
 
 
 def test_what_is_no_older_save_stays(tmp_path: Path) -> None:
