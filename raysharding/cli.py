@@ -181,7 +181,10 @@ def _imagined_nodes(options: argparse.Namespace) -> list[NodeCapacity] | None:
 def _doctor(options: argparse.Namespace) -> bool:
     from raysharding.group.launch import diagnose
 
-    report = diagnose(options.address, options.port_range)
+    try:
+        report = diagnose(options.address, options.port_range)
+    except ValueError as error:  # Ray's own, for an address that is none
+        raise UsageError(str(error)) from error
     if options.json:
         _print_json(asdict(report))
     else:

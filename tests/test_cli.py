@@ -198,6 +198,7 @@ def test_plan_in_json(bert: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["inspect", "{path}/config.json/x"], "{path}/config.json/x: "),
         (["merge", "{path}", "{path}/config.json"], "{path}"),
         (["doctor", "--address", "127.0.0.1:1"], ""),
+        (["doctor", "--address", "nonsense"], "Invalid address format: nonsense"),
     ],
 )
 def test_a_users_error_is_one_line(words: list[str], said: str, bert: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -216,3 +217,10 @@ def test_a_reader_who_has_gone_ends_the_command_without_a_word(checkpoint: Path)
         assert process.stderr is not None
         told = process.stderr.read()
         assert (process.wait(60), told) == (141, b"")
+
+
+def test_a_full_disk_is_one_line(checkpoint: Path) -> None:
+    command = [sys.executable, "-m", "raysharding", "inspect", str(checkpoint)]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (1, "raysharding: [Errno 28] No space left on device\n")
