@@ -2,41 +2,28 @@
 
 `raysharding plan PATH` prints the memory that a group would need and whether the group fits, `raysharding doctor`
 checks a cluster, and `raysharding merge CHECKPOINT_DIR OUTPUT_PATH` converts a sharded torch checkpoint to standard
-files.
+files. Each command imports what it needs when it runs: `--help` and `--version` import neither torch nor Ray.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import re
 import signal
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
 
-from tqdm.auto import tqdm
-
-from raysharding.bench import (
-    DEFAULT_TRANSPORTS,
-    TRANSPORTS,
-    Load,
-    bench,
-    json_lines,
-    load_line,
-    progress_line,
-    require_matplotlib,
-    save_plot,
-    table,
-    verdict,
-)
-from raysharding.checkpoint import Checkpoint, TensorInfo, locate, open_checkpoint
-from raysharding.distributed.saving import merge_checkpoint, skipped_line
 from raysharding.errors import RayshardingError
 from raysharding.units import format_bytes
 
 if TYPE_CHECKING:
+    from raysharding.bench import Load
+    from raysharding.checkpoint import Checkpoint, TensorInfo
     from raysharding.group.cluster import NodeCapacity
 
 __all__ = ["main"]
@@ -50,13 +37,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         Exit status: 0; 1 if the command failed (the reason is on stderr), a plan does not fit, or the doctor found
-            errors; 130 after Ctrl-C.
+            errors; 2 if the words are not a command; 130 after Ctrl-C; 141 if the reader of the output has gone.
     """
     options = _parser().parse_args(arguments)
     try:
         run: Callable[[argparse.Namespace], bool | None] = options.run
-        return 1 if run(options) is False else 0
-    except (RayshardingError, ImportError, UsageError) as error:
+        status = 1 if run(options) is False else 0
+        sys.stdout.flush()  # here, where a broken pipe is caught
+        return status
+    except BrokenPipeError:
+        # What is still in the buffer would raise again at the interpreter's end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except (RayshardingError, ImportError, OSError, UsageError) as error:
         print(f"raysharding: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -69,14 +62,37 @@ class UsageError(ValueError):
 
 
 def _inspect(options: argparse.Namespace) -> None:
+    from raysharding.checkpoint import locate, open_checkpoint
+
     try:
         path = locate(options.path, options.revision)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    print("\n".join(describe(open_checkpoint(path), all_tensors=options.tensors)))
+    checkpoint = open_checkpoint(path)
+    if options.json:
+        _print_json(contents(checkpoint, all_tensors=options.tensors))
+    else:
+        print("\n".join(describe(checkpoint, all_tensors=options.tensors)))
+
+
+def _print_json(value: Mapping[str, Any]) -> None:
+    print(json.dumps(value, indent=2))
 
 
 def _bench(options: argparse.Namespace) -> None:
+    from raysharding.bench import (
+        DEFAULT_TRANSPORTS,
+        bench,
+        json_lines,
+        load_line,
+        progress_line,
+        require_matplotlib,
+        save_plot,
+        table,
+        verdict,
+    )
+
+    transports = options.transports or list(DEFAULT_TRANSPORTS)
     if options.plot is not None:
         require_matplotlib()
 
@@ -90,19 +106,23 @@ def _bench(options: argparse.Namespace) -> None:
         options.path,
         world_sizes=options.world_size,
         num_rounds=options.rounds,
-        transports=options.transports,
+        transports=transports,
         timeout_s=options.timeout_s,
         progress=progress,
     )
     if options.json:
         print("\n".join(json_lines(results)))
-    lines = (table(results, checkpoint.num_bytes, options.transports[0]), "", *verdict(results))
+    lines = (table(results, checkpoint.num_bytes, transports[0]), "", *verdict(results))
     print("\n".join(lines), file=sys.stderr if options.json else sys.stdout)
     if options.plot is not None:
         save_plot(options.plot, results, f"{options.path}, {format_bytes(checkpoint.num_bytes)}")
 
 
 def _merge(options: argparse.Namespace) -> None:
+    from tqdm.auto import tqdm
+
+    from raysharding.distributed.saving import merge_checkpoint, skipped_line
+
     with tqdm(desc="merge", unit="B", unit_scale=True, unit_divisor=1024, disable=not sys.stderr.isatty()) as bar:
 
         def progress(done: int, total: int) -> None:
@@ -123,7 +143,6 @@ def _plan(options: argparse.Namespace) -> bool:
     from raysharding.config import Loading, Placement, Sharding
     from raysharding.group import ShardedModelGroup
 
-    dtype = None if options.dtype is None else getattr(torch, options.dtype)
     try:
         plan = ShardedModelGroup.plan(
             options.path,
@@ -132,14 +151,17 @@ def _plan(options: argparse.Namespace) -> bool:
             world_size=options.world_size,
             device=options.device,
             sharding=Sharding(replicate_size=options.replicate_size, cpu_offload=options.cpu_offload),
-            loading=Loading(dtype=dtype, strict=not options.not_strict),
+            loading=Loading(dtype=options.dtype, strict=not options.not_strict),
             placement=Placement(strategy=options.strategy),
             optimizer=None if options.optimizer is None else getattr(torch.optim, options.optimizer),
             nodes=_imagined_nodes(options),
         )
     except ValueError as error:
         raise UsageError(str(error)) from error
-    print(plan)
+    if options.json:
+        _print_json(asdict(plan) | {"fits": plan.fits})
+    else:
+        print(plan)
     return plan.fits
 
 
@@ -152,18 +174,26 @@ def _imagined_nodes(options: argparse.Namespace) -> list[NodeCapacity] | None:
         return None
     num_nodes = options.nodes or 1
     share = -(-(options.world_size or num_nodes) // num_nodes)
+    # Without a number of ranks a node has the CPUs of the two ranks that a group has on CPUs.
+    cpus = 2 if options.world_size is None else share
     gpus = options.gpus_per_node
     if gpus is None:
         gpus = 0 if options.gpu_memory is None else share
-    node = NodeCapacity("", float(max(share, gpus)), gpus, options.node_memory, options.gpu_memory)
+    node = NodeCapacity("", float(max(cpus, gpus)), gpus, options.node_memory, options.gpu_memory)
     return [replace(node, name=f"node {number}") for number in range(num_nodes)]
 
 
 def _doctor(options: argparse.Namespace) -> bool:
     from raysharding.group.launch import diagnose
 
-    report = diagnose(options.address, options.port_range)
-    print(report)
+    try:
+        report = diagnose(options.address, options.port_range)
+    except ValueError as error:  # Ray's own, for an address that is none
+        raise UsageError(str(error)) from error
+    if options.json:
+        _print_json(asdict(report))
+    else:
+        print(report)
     return not report.errors
 
 
@@ -172,17 +202,24 @@ _PATH = "Hugging Face directory, .safetensors file, index JSON, hub id (org/name
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="raysharding", description="Hugging Face checkpoints on a Ray cluster.")
+    # The package's own names are on a floor beside this one; see `versions_here`.
+    parser.add_argument("--version", action="version", version=f"raysharding {sys.modules['raysharding'].__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     inspect = commands.add_parser("inspect", help="validate headers and index, and show a checkpoint's contents")
     inspect.add_argument("path", help=f"{_PATH} (s3://, gs://)")
     inspect.add_argument("--revision", help="branch, tag or commit of a hub id; default main")
     inspect.add_argument("--tensors", action="store_true", help="list every tensor")
+    _add_json(inspect)
     inspect.set_defaults(run=_inspect)
     _add_plan(commands.add_parser("plan", help="print each rank's memory in a group, and whether the group fits"))
     _add_doctor(commands.add_parser("doctor", help="check a Ray cluster: versions, interfaces, links, exposure"))
     _add_merge(commands.add_parser("merge", help="convert a sharded torch checkpoint to standard files"))
     _add_bench(commands.add_parser("bench", help="time loads of a checkpoint on this machine, and their lower bounds"))
     return parser
+
+
+def _add_json(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--json", action="store_true", help="print one JSON object on stdout")
 
 
 def _add_plan(plan: argparse.ArgumentParser) -> None:
@@ -196,7 +233,7 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--world-size", type=_count, help="ranks; default: one per free GPU; on CPUs two, or one")
     plan.add_argument("--device", help="device type, such as cuda or cpu; default: cuda if there are GPUs, else cpu")
     plan.add_argument("--model", help="name of a transformers auto class; default: the class that config.json names")
-    plan.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: the checkpoint's dtype")
+    plan.add_argument("--dtype", help="as Loading(dtype=): bfloat16, bf16, ...; default: the checkpoint's dtype")
     plan.add_argument("--optimizer", choices=("AdamW", "Adam", "SGD", "Adafactor", "Adagrad"), help="to train with")
     plan.add_argument("--replicate-size", type=_count, default=1, help="replicas of the model (HSDP); default 1")
     plan.add_argument("--cpu-offload", action="store_true", help="shards, gradients, optimizer in host memory")
@@ -207,6 +244,7 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--gpus-per-node", type=_count, help="GPUs of each node; default: as many as --world-size needs")
     plan.add_argument("--gpu-memory", type=_bytes, metavar="80GiB", help="free memory of each GPU")
     plan.add_argument("--node-memory", type=_bytes, metavar="1TiB", help="free host memory of each node")
+    _add_json(plan)
     plan.set_defaults(run=_plan)
 
 
@@ -219,6 +257,7 @@ def _add_doctor(doctor: argparse.ArgumentParser) -> None:
     doctor.add_argument(
         "--port-range", type=_port_range, metavar="FIRST-LAST", help="as Placement.port_range; default: any port"
     )
+    _add_json(doctor)
     doctor.set_defaults(run=_doctor)
 
 
@@ -247,8 +286,8 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
     bench.add_argument(
         "--transports",
         type=_transports,
-        default=list(DEFAULT_TRANSPORTS),
-        help=f"from {', '.join(TRANSPORTS)}; default {','.join(DEFAULT_TRANSPORTS)}. scatter_wire: no shared memory",
+        help="from local, scatter, scatter_wire (without shared memory), broadcast, mmap; default: "
+        "local,scatter,broadcast",
     )
     bench.add_argument("--timeout-s", type=float, default=300.0, help="longest time of one load; default 300")
     bench.add_argument("--json", action="store_true", help="print lines of JSON on stdout, and the table on stderr")
@@ -285,6 +324,8 @@ def _port_range(text: str) -> tuple[int, int] | None:
 
 
 def _transports(text: str) -> list[str]:
+    from raysharding.bench import TRANSPORTS
+
     names = list(dict.fromkeys(text.split(",")))
     for name in names:
         if name not in TRANSPORTS:
@@ -323,6 +364,31 @@ def describe(checkpoint: Checkpoint, *, all_tensors: bool = False) -> list[str]:
             size = format_bytes(info.num_bytes)
             lines.append(f"    {name:<{width}}  {_dtype(info):<10} {size:>10}  {list(info.shape)}")
     return lines
+
+
+def contents(checkpoint: Checkpoint, *, all_tensors: bool = False) -> dict[str, Any]:
+    """Describe a checkpoint as `describe` does, as data for JSON; sizes are in bytes."""
+    elements: Counter[str] = Counter()
+    for info in checkpoint.tensors.values():
+        elements[_dtype(info)] += info.num_elements
+    held = Counter(info.file for info in checkpoint.tensors.values())
+    found: dict[str, Any] = {
+        "path": checkpoint.path,
+        "architectures": (checkpoint.config or {}).get("architectures") or [],
+        "num_tensors": len(checkpoint.tensors),
+        "num_bytes": checkpoint.num_bytes,
+        "elements": dict(elements),
+        "files": [
+            {"name": file.name, "num_tensors": held[index], "num_bytes": file.num_bytes}
+            for index, file in enumerate(checkpoint.files)
+        ],
+    }
+    if all_tensors:
+        found["tensors"] = {
+            name: {"dtype": _dtype(info), "shape": list(info.shape), "num_bytes": info.num_bytes}
+            for name, info in checkpoint.tensors.items()
+        }
+    return found
 
 
 def _dtype(info: TensorInfo) -> str:

@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertModel
 
+import raysharding
+from raysharding.bench import DEFAULT_TRANSPORTS, TRANSPORTS
 from raysharding.cli import main
 from tests.checkpoint.torch_formats.dcp_files import save_with_torch
 
@@ -125,3 +127,106 @@ def test_a_plan_that_cannot_be_made_is_one_line_and_status_1(bert: Path, capsys:
     with pytest.raises(SystemExit):
         main(["plan", str(bert), "--gpu-memory", "much"])
     assert "give an amount such as 80GiB" in capsys.readouterr().err
+
+
+ROOT = Path(__file__).resolve().parents[1]
+LIGHT = """
+import sys
+from raysharding.cli import main
+try:
+    main(sys.argv[1:])
+except SystemExit as error:
+    assert error.code == 0, error
+heavy = {"torch", "ray", "transformers", "pyarrow", "numpy", "tqdm"} & {*sys.modules}
+assert not heavy, heavy
+"""
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["plan", "--help"], ["bench", "--help"]])
+def test_help_and_version_import_nothing_heavy(words: list[str]) -> None:
+    command = [sys.executable, "-c", LIGHT, *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"raysharding {raysharding.__version__}" if words == ["--version"] else "usage: ")
+
+
+def test_help_of_bench_lists_the_transports(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "--help"])
+    told = "".join(capsys.readouterr().out.split())
+    assert f"default:{','.join(DEFAULT_TRANSPORTS)}" in told
+    assert all(name in told for name in TRANSPORTS)
+
+
+def test_inspect_in_json(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "--json", "--tensors", str(checkpoint)]) == 0
+    told = json.loads(capsys.readouterr().out)
+    size = (checkpoint / "model.safetensors").stat().st_size
+    assert told == {
+        "path": str(checkpoint),
+        "architectures": ["LlamaForCausalLM"],
+        "num_tensors": 2,
+        "num_bytes": 6008,
+        "elements": {"bfloat16": 3000, "int64": 1},
+        "files": [{"name": "model.safetensors", "num_tensors": 2, "num_bytes": size}],
+        "tensors": {
+            "a.weight": {"dtype": "bfloat16", "shape": [300, 10], "num_bytes": 6000},
+            "a.steps": {"dtype": "int64", "shape": [], "num_bytes": 8},
+        },
+    }
+    assert main(["inspect", "--json", str(checkpoint / "nothing")]) == 1
+    assert capsys.readouterr().out == ""
+
+
+def test_plan_in_json(bert: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", str(bert), "--json", "--nodes", "1", "--optimizer", "AdamW"]
+    assert main([*words, "--dtype", "bf16"]) == 0
+    low = json.loads(capsys.readouterr().out)
+    assert (low["world_size"], low["device"], low["fits"]) == (2, "cpu", True)
+    assert main([*words, "--dtype", "float32", "--node-memory", "1MiB"]) == 1
+    full = json.loads(capsys.readouterr().out)
+    assert not full["fits"]
+    assert full["shortages"][0].startswith("node 0: host memory: its 2 ranks need ")
+    sizes = [plan["ranks"][1]["footprint"]["parameter_bytes"] for plan in (low, full)]
+    assert 2 * sizes[0] == sizes[1] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["plan", "{path}", "--dtype", "bf17", "--nodes", "1"], "dtype='bf17': give a floating dtype such as torch.bf"),
+        (["inspect", "{path}/config.json/x"], "{path}/config.json/x: "),
+        (["merge", "{path}", "{path}/config.json"], "{path}"),
+    ],
+)
+def test_a_users_error_is_one_line(words: list[str], said: str, bert: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([word.format(path=bert) for word in words]) == 1
+    told = capfd.readouterr()
+    assert told.out == ""
+    assert told.err.startswith(f"raysharding: {said.format(path=bert)}")
+    assert told.err.count("\n") == 1
+
+
+def test_an_address_that_is_none_is_one_line() -> None:
+    # A program of its own: in this one Ray may be connected.
+    command = [sys.executable, "-m", "raysharding", "doctor", "--address", "nonsense"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "raysharding: Invalid address format: nonsense\n"
+
+
+def test_a_reader_who_has_gone_ends_the_command_without_a_word(checkpoint: Path) -> None:
+    command = [sys.executable, "-m", "raysharding", "inspect", str(checkpoint)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.stderr is not None
+        told = process.stderr.read()
+        assert (process.wait(60), told) == (141, b"")
+
+
+def test_a_full_disk_is_one_line(checkpoint: Path) -> None:
+    command = [sys.executable, "-m", "raysharding", "inspect", str(checkpoint)]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (1, "raysharding: [Errno 28] No space left on device\n")

@@ -111,6 +111,12 @@ def _error_names(errors: ModuleType) -> list[str]:
     return [name for name, value in classes if issubclass(value, errors.RayshardingError)]
 
 
+def test_the_old_name_of_callbacks_has_the_same_callbacks() -> None:
+    new, old = import_module("raysharding.callbacks"), import_module("raysharding.group.callbacks")
+    assert {name: getattr(old, name) for name in old.__all__} == {name: getattr(new, name) for name in new.__all__}
+    assert "Same" in raysharding.__all__
+
+
 def test_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'ShardedGroup'"):
         raysharding.ShardedGroup  # noqa: B018
