@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,9 +52,17 @@ def async_class() -> Any:
             from raysharding import ShardedModelGroup
 
             self.group = ShardedModelGroup.from_checkpoint(checkpoint, model=make, device="cpu", world_size=2)
+            self.waiting = self.most = 0
 
         async def answer(self, x: torch.Tensor) -> Any:
-            return await self.group.forward.remote(x)
+            self.waiting += 1
+            self.most = max(self.most, self.waiting)
+            answer = await self.group.forward.remote(x)
+            self.waiting -= 1
+            return answer
+
+        async def answer_all(self, parts: list[torch.Tensor]) -> Any:
+            return await asyncio.gather(*map(self.answer, parts)), self.most
 
     return Replica
 
@@ -81,10 +90,11 @@ def test_a_ray_data_pipeline_attaches_to_a_named_group(cluster: None, checkpoint
 
 
 def test_an_asyncio_actor_awaits_calls(cluster: None, checkpoint: Path, reference: nn.Module) -> None:
-    """More requests than one wait at a time."""
+    """A call that waits leaves the loop free: all requests wait at a time."""
     replica: Any = ray.remote(num_cpus=0)(async_class()).remote(make_mlp(), str(checkpoint))
     parts = torch.from_numpy(inputs()).split(4)
-    answers = ray.get([replica.answer.remote(part) for part in parts])
+    answers, most = ray.get(replica.answer_all.remote(parts), timeout=60)
+    assert most == len(parts)
     for part, answer in zip(parts, answers, strict=True):
         torch.testing.assert_close(answer, reference(part))
     ray.kill(replica)
