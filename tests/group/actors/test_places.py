@@ -1,0 +1,115 @@
+"""Groups in the places that Ray has for code: a Ray Data pipeline, an asyncio actor, an actor in a placement group."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+import ray.data
+import torch
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from torch import nn
+
+from raysharding import GroupTakenOverError, ShardedModelGroup
+from tests.group.conftest import make_group, make_mlp
+
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("nothing_left")]
+
+ROWS = 16
+
+
+def batch_class() -> Any:
+    """What a Ray Data pipeline calls. Local, so that it pickles by value: workers need not import the tests."""
+
+    class Forward:
+        def __init__(self, name: str) -> None:
+            from raysharding import ShardedModelGroup
+
+            self.group = ShardedModelGroup.attach(name)
+
+        def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+            import torch
+
+            from raysharding import Split
+
+            y = self.group.forward(Split(torch.tensor(batch["x"])))
+            return {"x": batch["x"], "y": y.numpy()}
+
+    return Forward
+
+
+def async_class() -> Any:
+    """An actor whose methods run on an asyncio loop, as those of a Ray Serve replica do."""
+
+    class Replica:
+        def __init__(self, make: Callable[[], Any], checkpoint: str) -> None:
+            from raysharding import ShardedModelGroup
+
+            self.group = ShardedModelGroup.from_checkpoint(checkpoint, model=make, device="cpu", world_size=2)
+            self.waiting = self.most = 0
+
+        async def answer(self, x: torch.Tensor) -> Any:
+            self.waiting += 1
+            self.most = max(self.most, self.waiting)
+            answer = await self.group.forward.remote(x)
+            self.waiting -= 1
+            return answer
+
+        async def answer_all(self, parts: list[torch.Tensor]) -> Any:
+            return await asyncio.gather(*map(self.answer, parts)), self.most
+
+    return Replica
+
+
+def inputs() -> np.ndarray[Any, Any]:
+    return torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(1)).numpy()
+
+
+def test_a_ray_data_pipeline_attaches_to_a_named_group(cluster: None, checkpoint: Path, reference: nn.Module) -> None:
+    """The pipeline takes the group over: this driver's calls fail until it attaches again."""
+    x = inputs()
+    with make_group(checkpoint, name="pipeline") as first:
+        dataset = ray.data.from_items([{"x": row} for row in x])
+        done = dataset.map_batches(
+            batch_class(), fn_constructor_args=("pipeline",), concurrency=1, batch_size=4, num_cpus=1
+        )
+        rows = done.take_all()
+        with pytest.raises(GroupTakenOverError):
+            first.forward(torch.from_numpy(x))
+        with ShardedModelGroup.attach("pipeline") as again:
+            again.forward(torch.from_numpy(x))
+    assert len(rows) == ROWS
+    for row in rows:
+        torch.testing.assert_close(torch.tensor(row["y"]), reference(torch.tensor(row["x"])))
+
+
+def test_an_asyncio_actor_awaits_calls(cluster: None, checkpoint: Path, reference: nn.Module) -> None:
+    """A call that waits leaves the loop free: all requests wait at a time."""
+    replica: Any = ray.remote(num_cpus=0)(async_class()).remote(make_mlp(), str(checkpoint))
+    parts = torch.from_numpy(inputs()).split(4)
+    answers, most = ray.get(replica.answer_all.remote(parts), timeout=60)
+    assert most == len(parts)
+    for part, answer in zip(parts, answers, strict=True):
+        torch.testing.assert_close(answer, reference(part))
+    ray.kill(replica)
+
+
+def test_ranks_are_not_captured_in_the_placement_group_of_their_owner(cluster: None, checkpoint: Path) -> None:
+    """As a Ray Tune trial: an actor in a placement group of one CPU that captures what it starts, and two ranks."""
+    trial = placement_group([{"CPU": 1}])
+    ray.get(trial.ready(), timeout=30)
+    strategy = PlacementGroupSchedulingStrategy(trial, placement_group_capture_child_tasks=True)
+    options: dict[str, Any] = {"num_cpus": 1, "scheduling_strategy": strategy}
+    replica: Any = ray.remote(**options)(async_class()).remote(make_mlp(), str(checkpoint))
+    try:
+        x = torch.from_numpy(inputs())
+        assert ray.get(replica.answer.remote(x), timeout=60).shape == (ROWS, 4)
+    finally:
+        ray.kill(replica)
+        remove_placement_group(trial)
