@@ -16,7 +16,7 @@ import ray
 import torch
 from torch import nn
 
-from raysharding.batch import Out, RankBatch, by_name, check_num_parts, check_out, deal
+from raysharding.batch import Out, RankBatch, check_num_parts, check_out, deal
 from raysharding.checkpoint.storage import normal_path
 from raysharding.config import Loading, Placement, Sharding, Timeouts
 from raysharding.data import Collate
@@ -41,13 +41,13 @@ from raysharding.group.calls import (
     ProgressOption,
     UndoOnInterrupt,
     blocking,
-    check_batches,
     collect_generated,
     collect_outputs,
     collect_rank0,
     collect_returns,
     driver_handle,
     handle,
+    model_batches,
 )
 from raysharding.group.cluster import NodeCapacity, html_table, memory_table, ranks_table, refuse_in_fork
 from raysharding.group.fit import Callback, DatasetHandle, FitLock, FitOptions, FitReport, FitRun, dataset_handle
@@ -103,6 +103,7 @@ class ShardedModelGroup:
         self._restarting = threading.Lock()
         self._taking = threading.Lock()
         self._is_shut = False
+        self._told: set[str] = set()
         self._finalizer: Any = None
         self._take(running)
 
@@ -424,7 +425,7 @@ class ShardedModelGroup:
         self._require_optimizer("train_step")
         check_mode(mode, default="train")
         check_max_grad_norm(max_grad_norm)
-        batches = self._deal("train_step", args, kwargs)
+        batches = self._deal("train_step", args, kwargs, needs_loss=loss is None)
         check_num_parts(gradient_accumulation_steps, batches[0].num_rows)
         extra = (loss, max_grad_norm, mode, gradient_accumulation_steps)
         options: dict[str, Any] = {"collect": collect_rank0, "check": self._unless_fit("train_step")}
@@ -462,7 +463,7 @@ class ShardedModelGroup:
             GroupError: The model or the loss raised: the gradients of all calls since the last update are dropped.
         """
         check_mode(mode, default="train")
-        batches = self._deal("forward_backward", args, kwargs)
+        batches = self._deal("forward_backward", args, kwargs, needs_loss=loss is None)
         extra = (loss, mode, sync)
         options: dict[str, Any] = {"collect": collect_rank0, "check": self._unless_fit("forward_backward")}
         return self._client.submit_batches("forward_backward", batches, *extra, **options).keep_alive(self)
@@ -559,13 +560,12 @@ class ShardedModelGroup:
         if not self._may_have_optimizer:
             raise ValueError(f"{method} needs an optimizer: call group.set_optimizer(torch.optim.AdamW, lr=...) first")
 
-    def _deal(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[RankBatch]:
+    def _deal(
+        self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], needs_loss: bool = False
+    ) -> list[RankBatch]:
         """Distribute a batch, and refuse a batch that some ranks could not compute while others wait for them."""
-        args, kwargs = by_name(args, kwargs)
-        bounds = self._running.bounds
-        batches = deal(args, kwargs, self.world_size, positions=bounds.positions)
-        check_batches(method, batches, bounds)
-        return batches
+        bounds, told = self._running.bounds, self._told
+        return model_batches(method, args, kwargs, bounds, self.world_size, needs_loss=needs_loss, told=told)
 
     @driver_handle
     @blocking

@@ -26,6 +26,7 @@ from raysharding.distributed.footprint import MemoryNeed, memory_need
 from raysharding.distributed.saving import random_state, restore_random_state
 from raysharding.distributed.training import EvaluationPlan
 from raysharding.errors import GroupError, RayshardingError, said
+from raysharding.group.actors.argument_refs import fetched
 from raysharding.group.cluster import NodeFacts, accelerator_names, facts_here
 from raysharding.group.rpc import NEXT_STEP, Command, Mode, Packed, SaveStatus, Shared, StateChange
 from raysharding.models import InputBounds
@@ -116,6 +117,7 @@ class RankCommands:
         if isinstance(command.shared, Packed):
             values = command.shared.unpack()
             args = tuple(_filled(value, values) for value in args)
+        args = tuple(fetched(value, command.method) if isinstance(value, RankBatch) else value for value in args)
         method = getattr(self, command.method, None) or getattr(self._worker.trainer, command.method)
         value = method(*args, **kwargs)
         return (value.more, value.value) if isinstance(value, Step) else (False, value)

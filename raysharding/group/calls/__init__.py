@@ -20,6 +20,6 @@ from raysharding.group.calls.call import (
     handle,
     is_shown,
 )
-from raysharding.group.calls.input_checks import check_batches
+from raysharding.group.calls.input_checks import model_batches
 from raysharding.group.calls.interrupts import DeferredInterrupts, MaskedInterrupts, Stopping, UndoOnInterrupt
 from raysharding.group.calls.model_files import BegunSave, ModelFiles

@@ -1,0 +1,79 @@
+"""`ref_of`: an `ObjectRef` that gets a call's result when the call ends.
+
+Ray has no object that is filled in later, except the return value of a task that runs until then. So an actor without
+resources, one for all such calls of this driver, waits inside a method for each of them. It ends with the last one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakValueDictionary
+
+import ray
+
+_MAX_WAITING = 10_000
+_making = threading.Lock()
+_keepers: WeakValueDictionary[str, Any] = WeakValueDictionary()
+
+
+class ResultKeeper:
+    """Actor that returns each result when it is told the result. Its methods run on one event loop."""
+
+    def __init__(self) -> None:
+        """Begin without results."""
+        self._results: defaultdict[int, asyncio.Future[Any]] = defaultdict(asyncio.Future)
+
+    async def wait(self, key: int) -> Any:
+        """Return the result of a call, or raise its error."""
+        try:
+            return await self._results[key]
+        finally:
+            self._results.pop(key, None)
+
+    @ray.method(concurrency_group="tell")
+    async def tell(self, key: int, value: Any, error: BaseException | None) -> None:
+        """Give the result, or the error, to `wait`."""
+        if error is None:
+            self._results[key].set_result(value)
+        else:
+            self._results[key].set_exception(error)
+
+
+def ref_of(key: int, when_done: Callable[[Callable[[Any], None]], None], result: Callable[[], Any]) -> ray.ObjectRef:
+    """Return a reference to the result of a call.
+
+    Args:
+        key: Number of the call, unique in this process while the call lives.
+        when_done: Takes a function that is to run at the end of the call.
+        result: Returns the result, or raises the call's error, after the end of the call.
+    """
+    keeper = _keeper()
+    ref: ray.ObjectRef = keeper.wait.remote(key)
+
+    def tell() -> None:
+        try:
+            value, error = result(), None
+        except BaseException as raised:  # noqa: BLE001 - raised by `ray.get`, which would otherwise wait forever
+            value, error = None, raised
+        if ray.is_initialized():
+            # The actor ends when the last handle is gone, but not before it has run what it was sent.
+            keeper.tell.remote(key, value, error)
+
+    # A thread: `result` may fetch large values, and the thread that ends calls serves all calls of the group.
+    when_done(lambda _: threading.Thread(target=tell, name="raysharding-ref", daemon=True).start())
+    return ref
+
+
+def _keeper() -> Any:
+    with _making:
+        job = ray.get_runtime_context().get_job_id()
+        keeper = _keepers.get(job)
+        if keeper is None:
+            make: Any = ray.remote(concurrency_groups={"tell": 100})(ResultKeeper)
+            keeper = make.options(num_cpus=0, max_concurrency=_MAX_WAITING).remote()
+            _keepers[job] = keeper
+        return keeper
