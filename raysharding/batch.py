@@ -340,9 +340,9 @@ def whole_rows(args: Sequence[Any], kwargs: Mapping[str, Any], world_size: int, 
         return None
     for root, below, leaf in found:
         name = (_NAME.findall(below) or [names.get(root, root)])[-1]
-        if isinstance(leaf, torch.Tensor) and not leaf.is_nested and leaf.ndim > 0 and leaf.shape[0] >= world_size:
-            if _row_dim(leaf, name, (0,), leaf.shape[0]) is not None:
-                return f"{root}{below} of shape {tuple(leaf.shape)}"
+        is_dense = isinstance(leaf, torch.Tensor) and not leaf.is_nested and leaf.ndim > 0
+        if is_dense and leaf.shape[0] >= world_size and _row_dim(leaf, name, (0,), leaf.shape[0]) is not None:
+            return f"{root}{below} of shape {tuple(leaf.shape)}"
     return None
 
 

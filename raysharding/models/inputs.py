@@ -78,13 +78,11 @@ class InputBounds:
         Raises:
             ValueError: The forward has no argument of a name; or the loss needs labels, and the batch has none.
         """
-        for name in batch.wrapped_kwargs if self.keywords is not None else ():
-            if name not in (known := self.keywords or ()):
-                near = difflib.get_close_matches(name, known, 1)
-                cure = (
-                    f"is it {near[0]}=?" if near else f"it takes {', '.join(sorted(known)) or 'no keyword arguments'}"
-                )
-                raise ValueError(f"{what}: the model's forward has no argument {name}=: {cure}")
+        for name in () if self.keywords is None else batch.wrapped_kwargs.keys() - self.keywords:
+            known = sorted(self.keywords or ())
+            near = difflib.get_close_matches(name, known, 1)
+            cure = f"is it {near[0]}=?" if near else f"it takes {', '.join(known) or 'no keyword arguments'}"
+            raise ValueError(f"{what}: the model's forward has no argument {name}=: {cure}")
         given = {*self.positions[: len(batch.wrapped_args)]}
         given |= {name for name, value in batch.wrapped_kwargs.items() if value is not None}
         if needs_loss and self.labels and not any(_LABEL.search(name) for name in given):

@@ -16,6 +16,7 @@ from weakref import WeakValueDictionary
 import ray
 
 _MAX_WAITING = 10_000
+_RETURN_S = 600.0
 _making = threading.Lock()
 _keepers: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
@@ -60,8 +61,9 @@ def ref_of(key: int, when_done: Callable[[Callable[[Any], None]], None], result:
         except BaseException as raised:  # noqa: BLE001 - raised by `ray.get`, which would otherwise wait forever
             value, error = None, raised
         if ray.is_initialized():
-            # The actor ends when the last handle is gone, but not before it has run what it was sent.
             keeper.tell.remote(key, value, error)
+            # The actor ends with its last handle, which this function holds.
+            ray.wait([ref], timeout=_RETURN_S, fetch_local=False)
 
     # A thread: `result` may fetch large values, and the thread that ends calls serves all calls of the group.
     when_done(lambda _: threading.Thread(target=tell, name="raysharding-ref", daemon=True).start())

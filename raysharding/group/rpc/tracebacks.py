@@ -14,6 +14,8 @@ import raysharding
 
 _OWN = os.path.dirname(raysharding.__file__) + os.sep
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+_OWN_NAME = "raysharding"
+# Context managers and decorators through which raysharding and torch call the user's code.
 _STANDARD = tuple(os.path.join(os.path.dirname(os.__file__), name) for name in ("contextlib.py", "functools.py"))
 
 
@@ -52,8 +54,8 @@ def _chain(formatted: traceback.TracebackException | None) -> Iterator[traceback
 def _library(filename: str) -> str:
     """Return the name under which a frame is folded; empty for the user's code."""
     if filename.startswith(_OWN):
-        return "raysharding"
+        return _OWN_NAME
     if filename.startswith(_TORCH):
         package = filename.removeprefix(_TORCH).split(os.sep)[0].removesuffix(".py")
         return f"torch.{package}"
-    return "Python" if filename.startswith(_STANDARD) else ""
+    return _OWN_NAME if filename.startswith(_STANDARD) else ""
