@@ -14,7 +14,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysharding.batch import Out, PerRank, RankBatch, Same, Split, as_tensors, by_name, check_out, deal, split_rows, whole_rows
+from raysharding.batch import (
+    Out,
+    PerRank,
+    RankBatch,
+    Same,
+    Split,
+    as_tensors,
+    by_name,
+    check_out,
+    deal,
+    split_rows,
+    whole_rows,
+)
 from raysharding.outputs import RankOutput, ambiguous_leaves, follows_rows, gather_outputs, select_output
 
 ROWS = torch.arange(14).reshape(7, 2)
@@ -120,7 +132,11 @@ def test_a_batch_is_resized_for_a_probe() -> None:
         ((Split(ROWS[:0]),), {}, "0 rows"),
         ((Split(torch.tensor(1.0)),), {}, r"shape \(\) has no dim 0"),
         ((Split(ROWS, dim=2),), {}, "has no dim 2"),
-        ((Split([ROWS, 3]),), {}, r"args\[0\]\[1\]: only tensors, numpy arrays and lists of numbers can be split, not int"),
+        (
+            (Split([ROWS, 3]),),
+            {},
+            r"args\[0\]\[1\]: only tensors, numpy arrays and lists of numbers can be split, not int",
+        ),
         ((Split([ROWS, "x"]),), {}, r"args\[0\]\[1\]: .* not str"),
         ((Split({}),), {}, "holds no tensor"),
         ((Split(np.array(["a", "b"])),), {}, "no tensor dtype"),

@@ -294,7 +294,8 @@ class ShardedModelGroup:
         Args:
             *args: The model's arguments: `Split` distributes rows, `PerRank` passes one value to each rank, and any
                 other value is passed to all ranks. A sole `Split` of a mapping, such as a tokenizer's batch, is
-                distributed as keyword arguments: `forward(Split(batch))`.
+                distributed as keyword arguments: `forward(Split(batch))`. The ranks fetch the value of an `ObjectRef`,
+                and the model gets numpy arrays as tensors.
             mode: `"train"` runs the modules in train mode. Default eval.
             out: Form of the result. Default: rows gathered in order if the call has a `Split`, else rank 0's output.
             **kwargs: As `args`.
@@ -306,7 +307,9 @@ class ShardedModelGroup:
         Raises:
             ValueError: Splits have different sizes or no rows; a tensor beside a `Split` looks like rows (`Same(x)`
                 marks a tensor that is not); an id is one that the model does not have; values of `PerRank` would make
-                ranks run different code; or `mode` or `out` is invalid.
+                ranks run different code; the model's forward has no argument of a name; or `mode` or `out` is invalid.
+            GroupError: The model raised, or a rank could not fetch the value of an `ObjectRef`; the group is READY if
+                all ranks raised.
             OutputTooLargeError: A rank's output is larger than `max_output_bytes`.
         """
         check_mode(mode, default="eval")
@@ -418,9 +421,9 @@ class ShardedModelGroup:
             EmptyBatchError: Nothing in the batch counts, so no update was taken; `fit` skips such a batch. The group is
                 READY.
             GroupError: The model or the loss raised, or the loss is NaN or infinite in the first step with this loss.
-            ValueError: No optimizer is set, the batch is not valid, or `mode` or a number is invalid. After a `call`,
-                whose function may have set the optimizer, only the ranks know whether there is one: a missing optimizer
-                then raises a `GroupError`.
+            ValueError: No optimizer is set, the batch is not valid or lacks labels for the model's own loss, or `mode` or
+                a number is invalid. After a `call`, whose function may have set the optimizer, only the ranks know
+                whether there is one: a missing optimizer then raises a `GroupError`.
         """
         self._require_optimizer("train_step")
         check_mode(mode, default="train")

@@ -35,7 +35,6 @@ class ResultKeeper:
         finally:
             self._results.pop(key, None)
 
-    @ray.method(concurrency_group="tell")
     async def tell(self, key: int, value: Any, error: BaseException | None) -> None:
         """Give the result, or the error, to `wait`."""
         if error is None:
@@ -75,7 +74,8 @@ def _keeper() -> Any:
         job = ray.get_runtime_context().get_job_id()
         keeper = _keepers.get(job)
         if keeper is None:
-            make: Any = ray.remote(concurrency_groups={"tell": 100})(ResultKeeper)
+            make: Any = ray.remote(ResultKeeper)
+            # Without concurrency groups, each of which would have an event loop of its own.
             keeper = make.options(num_cpus=0, max_concurrency=_MAX_WAITING).remote()
             _keepers[job] = keeper
         return keeper

@@ -104,7 +104,9 @@ def test_labels_that_a_transformers_models_loss_needs_are_missed() -> None:
     from transformers import BertConfig, BertForPreTraining
 
     with torch.device("meta"):
-        config = BertConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+        config = BertConfig(
+            vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8
+        )
         bounds = InputBounds.of(BertForPreTraining(config))
     ids = torch.zeros(2, 3, dtype=torch.int64)
     for given in ({}, {"labels": None}, {"position_ids": Same(ids)}):
