@@ -257,13 +257,13 @@ def caught_as(error: GroupError, builtin: type[BaseException]) -> GroupError:
     is_fit = builtin.__module__ == "builtins" and issubclass(builtin, Exception) and not issubclass(builtin, special)
     if type(error) is not GroupError or not is_fit or isinstance(error, builtin):
         return error
-    copied = _also(builtin)(error.message, primary=error.primary, failures=error.failures)
+    copied: GroupError = _also(builtin)(error.message, primary=error.primary, failures=error.failures)
     copied.__cause__ = error.__cause__
     return copied
 
 
 @cache
-def _also(builtin: type[BaseException]) -> type[GroupError]:
+def _also(builtin: Any) -> type[GroupError]:
     def reduce(self: GroupError) -> tuple[Any, ...]:
         return _rebuilt, (builtin, self.message), self.__dict__
 

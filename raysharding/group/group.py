@@ -421,8 +421,8 @@ class ShardedModelGroup:
             EmptyBatchError: Nothing in the batch counts, so no update was taken; `fit` skips such a batch. The group is
                 READY.
             GroupError: The model or the loss raised, or the loss is NaN or infinite in the first step with this loss.
-            ValueError: No optimizer is set, the batch is not valid or lacks labels for the model's own loss, or `mode` or
-                a number is invalid. After a `call`, whose function may have set the optimizer, only the ranks know
+            ValueError: No optimizer is set, the batch is not valid or lacks labels for the model's own loss, or `mode`
+                or a number is invalid. After a `call`, whose function may have set the optimizer, only the ranks know
                 whether there is one: a missing optimizer then raises a `GroupError`.
         """
         self._require_optimizer("train_step")
