@@ -257,7 +257,8 @@ def caught_as(error: GroupError, builtin: type[BaseException]) -> GroupError:
     is_fit = builtin.__module__ == "builtins" and issubclass(builtin, Exception) and not issubclass(builtin, special)
     if type(error) is not GroupError or not is_fit or isinstance(error, builtin):
         return error
-    copied: GroupError = _also(builtin)(error.message, primary=error.primary, failures=error.failures)
+    kind: Any = builtin  # mypy takes no class of exceptions for hashable
+    copied: GroupError = _also(kind)(error.message, primary=error.primary, failures=error.failures)
     copied.__cause__ = error.__cause__
     return copied
 
@@ -271,8 +272,9 @@ def _also(builtin: Any) -> type[GroupError]:
     return type(f"GroupError({builtin.__name__})", (GroupError, builtin), members)
 
 
-def _rebuilt(builtin: type[BaseException], message: str) -> GroupError:
-    return _also(builtin)(message)
+def _rebuilt(builtin: Any, message: str) -> GroupError:
+    made: GroupError = _also(builtin)(message)
+    return made
 
 
 class CallTimeoutError(GroupError, TimeoutError):

@@ -53,8 +53,12 @@ def ref_of(key: int, when_done: Callable[[Callable[[Any], None]], None], result:
     """
     keeper = _keeper()
     ref: ray.ObjectRef = keeper.wait.remote(key)
+    # Taken out by `tell`: the call keeps the function, and is kept by the user.
+    held = [(keeper, ref)]
+    del keeper
 
     def tell() -> None:
+        keeper, waiting = held.pop()
         try:
             value, error = result(), None
         except BaseException as raised:  # noqa: BLE001 - raised by `ray.get`, which would otherwise wait forever
@@ -62,7 +66,7 @@ def ref_of(key: int, when_done: Callable[[Callable[[Any], None]], None], result:
         if ray.is_initialized():
             keeper.tell.remote(key, value, error)
             # The actor ends with its last handle, which this function holds.
-            ray.wait([ref], timeout=_RETURN_S, fetch_local=False)
+            ray.wait([waiting], timeout=_RETURN_S, fetch_local=False)
 
     # A thread: `result` may fetch large values, and the thread that ends calls serves all calls of the group.
     when_done(lambda _: threading.Thread(target=tell, name="raysharding-ref", daemon=True).start())

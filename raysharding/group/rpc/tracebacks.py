@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-import raysharding
+from raysharding import errors
 
-_OWN = os.path.dirname(raysharding.__file__) + os.sep
+_OWN = os.path.dirname(errors.__file__) + os.sep
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OWN_NAME = "raysharding"
 # Context managers and decorators through which raysharding and torch call the user's code.

@@ -17,6 +17,8 @@ from torch import nn
 from raysharding import GroupError, Out, PerRank, Same, ShardedModelGroup, Split
 from raysharding.group import GroupState
 from raysharding.group.rpc import pack
+from tests.clock import now
+from tests.conftest import rank_processes
 
 ROWS = torch.arange(32.0).reshape(4, 8)
 
@@ -80,6 +82,16 @@ def test_ray_waits_for_a_call(group: ShardedModelGroup, reference: nn.Module, tm
     gate.touch()
     assert ray.get(first, timeout=60) == ["open"] * 2
     torch.testing.assert_close(ray.get(second, timeout=60), reference(ROWS))
+
+
+def test_nothing_of_a_reference_is_left(group: ShardedModelGroup) -> None:
+    call = group.call.remote(int)
+    assert ray.get(call.ref(), timeout=60) == [0, 0]
+    until = now() + 30
+    while keepers := rank_processes("ray::ResultKeeper"):
+        assert now() < until, keepers
+        time.sleep(0.05)
+    assert call.result() == [0, 0]
 
 
 def test_a_failed_calls_reference_raises_its_error(group: ShardedModelGroup) -> None:
