@@ -47,7 +47,8 @@ def model_batches(
     kwargs = {name: as_tensors(name, value) for name, value in kwargs.items()}
     whole = None if "whole" in told else whole_rows(args, kwargs, world_size, bounds.positions)
     batches = deal(args, kwargs, world_size, positions=bounds.positions)
-    if method != "generate":  # whose arguments transformers checks itself
+    # transformers checks the arguments of `generate` itself; a `loss` may take arguments that the model does not.
+    if method == "forward" or needs_loss:
         bounds.check_names(batches[0], method, needs_loss)
     check_batches(method, batches, bounds)
     if whole is not None:
