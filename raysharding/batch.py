@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from raysharding.tree import leaves, map_leaves
+from raysharding.tree import children, leaves, map_leaves, rebuild
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,13 +23,15 @@ class Split:
     """
 
     value: Any
-    """A tensor or numpy array, or nested dicts, lists, tuples, dataclasses of these. Arrays reach ranks as tensors."""
+    """A tensor or numpy array, or nested dicts, lists, tuples, dataclasses of these. Arrays reach ranks as tensors. A
+    list of numbers, or of equally long lists of numbers, becomes the tensor that `torch.tensor` makes of it."""
     dim: int = 0
     """The dim that holds the rows, in every tensor of `value`; negative counts from the end. Default 0."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError if `dim` is not an integer."""
+        """Make tensors of lists of numbers; raise ValueError if these differ in length, or `dim` is not an integer."""
         _check_dim("Split", self.dim)
+        object.__setattr__(self, "value", _with_tensors(self.value, "Split"))
 
     def num_rows(self, path: str = "Split") -> int:
         """Check every tensor and return the number of rows that each tensor has.
@@ -106,6 +108,7 @@ class PerRank(Sequence[Any]):
 _MARKS = (Split, Same, PerRank)
 _COLUMN = re.compile(r"(^|_)(mask|labels?|targets?|ids|positions)$")
 _NAME = re.compile(r"[^\W\d]\w*")
+_GENERATION_LISTS = ("bad_words_ids", "force_words_ids", "forced_decoder_ids")
 _KINDS = ("gather", "rank0", "per_rank", "refs", "none")
 _GIVE_OUT = "give Out.gather(), Out.rank0(), Out.per_rank(), Out.refs() or Out.none()"
 
@@ -174,6 +177,8 @@ class RankBatch:
     """Every rank's `num_rows`, by rank; empty if the call has no `Split`."""
     dim: int = 0
     """The dim of the outputs that holds rows: the Splits' dim if all Splits name the same, else 0."""
+    fetch_s: float | None = None
+    """Longest wait for the value of an `ObjectRef`, in seconds; `None`: no rank's arguments have one."""
 
     @property
     def args(self) -> tuple[Any, ...]:
@@ -287,6 +292,58 @@ def by_name(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[An
         if name in kwargs:
             raise ValueError(f"{name}: given twice, in the Split and as a keyword argument; leave one of them out")
     return (), {**{name: Split(value, split.dim) for name, value in split.value.items()}, **kwargs}
+
+
+def as_tensors(name: str, value: Any) -> Any:
+    """Return a model's argument with tensors in place of numpy arrays, at any depth, and of lists in a batch's column.
+
+    Args:
+        name: Name of the argument. A list of numbers becomes a tensor if the name is that of a batch's column (see
+            `Same`), as in `input_ids=[[1, 2]]`; models and `generate` take other lists as they are.
+        value: The argument. A `Split` is returned unchanged, the values of `Same` and `PerRank` are converted.
+
+    Raises:
+        ValueError: The lists of a column differ in length.
+    """
+    if isinstance(value, Same):
+        return Same(as_tensors(name, value.value))
+    if isinstance(value, PerRank):
+        return PerRank([as_tensors(name, own) for own in value])
+    if isinstance(value, list) and _COLUMN.search(name) and name not in _GENERATION_LISTS and _is_numbers(value):
+        return _tensor(value, name)
+    if not any(_is_array(leaf) and leaf.dtype.kind in "biufc" for _, leaf in leaves(value, leaf=_MARKS)):
+        return value
+
+    def convert(_: str, leaf: Any) -> Any:
+        return torch.as_tensor(leaf.copy()) if _is_array(leaf) and leaf.dtype.kind in "biufc" else leaf
+
+    return map_leaves(convert, value, leaf=_MARKS)
+
+
+def whole_rows(args: Sequence[Any], kwargs: Mapping[str, Any], world_size: int, positions: Sequence[str]) -> str | None:
+    """Return path and shape of a tensor that looks like rows for every rank, in a call without marks.
+
+    Args:
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
+        world_size: Number of ranks.
+        positions: Names of the positional arguments, as far as known.
+
+    Returns:
+        `None` if an argument has a mark (`Split`, `Same`, `PerRank`), or if no tensor has a row for each of two or more
+        ranks.
+    """
+    names = {f"args[{index}]": name for index, name in enumerate(positions)}
+    named = [(f"args[{index}]", value) for index, value in enumerate(args)] + list(kwargs.items())
+    found = [(name, below, leaf) for name, value in named for below, leaf in leaves(value, leaf=_MARKS)]
+    if world_size < 2 or any(isinstance(leaf, _MARKS) for _, _, leaf in found):
+        return None
+    for root, below, leaf in found:
+        name = (_NAME.findall(below) or [names.get(root, root)])[-1]
+        is_dense = isinstance(leaf, torch.Tensor) and not leaf.is_nested and leaf.ndim > 0
+        if is_dense and leaf.shape[0] >= world_size and _row_dim(leaf, name, (0,), leaf.shape[0]) is not None:
+            return f"{root}{below} of shape {tuple(leaf.shape)}"
+    return None
 
 
 def deal(
@@ -411,16 +468,53 @@ def _check_dim(what: str, dim: Any) -> None:
         raise ValueError(f"{what}(..., dim={dim!r}): a {type(dim).__name__}; give the dim as a whole number, such as 0")
 
 
+def _with_tensors(value: Any, path: str) -> Any:
+    """Return a value with tensors in place of its lists of numbers; the same object if it has none."""
+    if isinstance(value, list) and value and _is_numbers(value):
+        return _tensor(value, path)
+    nodes = children(value)
+    if not nodes:
+        return value
+    made = [_with_tensors(child, path + name) for name, child in nodes]
+    return value if all(new is old for new, (_, old) in zip(made, nodes, strict=True)) else rebuild(value, made)
+
+
+def _is_numbers(value: list[Any]) -> bool:
+    """Return True for a list, at any depth, that holds numbers only."""
+    return all(_is_numbers(one) if isinstance(one, list) else _is_number(one) for one in value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) or (_is_array(value) and value.ndim == 0 and value.dtype.kind in "biufc")
+
+
+def _tensor(value: list[Any], path: str) -> torch.Tensor:
+    try:
+        return torch.tensor(value)
+    except (ValueError, TypeError) as error:
+        lengths = sorted({len(one) for one in value if isinstance(one, list)})
+        what = f"rows of {lengths[0]} to {lengths[-1]} numbers" if len(lengths) > 1 else "lists of different lengths"
+        raise ValueError(
+            f"{path}: {what} make no tensor: pad them to one length, for a tokenizer by padding=True, "
+            'return_tensors="pt"'
+        ) from error
+
+
 def _is_array(leaf: Any) -> bool:
     """Return True if a leaf is a numpy array; does not import numpy."""
     return type(leaf).__module__ == "numpy" and hasattr(leaf, "ndim") and hasattr(leaf, "dtype")
 
 
 def _count_rows(path: str, leaf: Any, dim: int) -> int:
+    if type(leaf).__name__ == "ObjectRef":
+        raise ValueError(
+            f"{path}: the driver has no rows of an ObjectRef to split; give Split(ray.get(ref)), PerRank([ref, ...]) "
+            "with each rank's rows, or the ref itself, whose value all ranks get"
+        )
     if not (isinstance(leaf, torch.Tensor) or _is_array(leaf)):
         raise ValueError(
-            f"{path}: only tensors and numpy arrays can be split, not {type(leaf).__name__}; convert lists of numbers "
-            'to a tensor (for a tokenizer, return_tensors="pt"), and pass anything else outside the Split'
+            f"{path}: only tensors, numpy arrays and lists of numbers can be split, not {type(leaf).__name__}; pass "
+            "anything else outside the Split"
         )
     if isinstance(leaf, torch.Tensor) and leaf.layout != torch.strided:
         raise ValueError(f"{path}: a {leaf.layout} tensor cannot be split; call .to_dense() first")

@@ -15,7 +15,8 @@
         └── GroupBrokenError                 the group failed earlier; `primary` holds the cause
             └── GroupTakenOverError          another driver has attached to the group
 
-An error that users would catch by a builtin type also inherits from that type.
+An error that users would catch by a builtin type also inherits from that type. If every rank raised the same builtin
+type, such as `ValueError`, the `GroupError` also inherits from that type (`caught_as`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import cache
+from typing import Any, Literal
 
 FailureKind = Literal["raised", "died", "hung", "collateral"]
 
@@ -241,6 +243,38 @@ class GroupError(RayshardingError, RuntimeError):
         others = (failure for rank, failure in sorted(self.failures.items()) if failure is not self.primary)
         lines.extend(f"also: {failure}" for failure in others)
         return "\n".join(lines)
+
+
+def caught_as(error: GroupError, builtin: type[BaseException]) -> GroupError:
+    """Return a copy of an error that `except` of a builtin type also catches.
+
+    Args:
+        error: A plain `GroupError`. An error of a subclass is returned unchanged.
+        builtin: The type. The error is returned unchanged if the type is no builtin; if it is not an `Exception`, such
+            as `SystemExit`; and if Python gives it a meaning of its own: `StopIteration`, `ExceptionGroup`.
+    """
+    special = (StopIteration, StopAsyncIteration, ExceptionGroup)
+    is_fit = builtin.__module__ == "builtins" and issubclass(builtin, Exception) and not issubclass(builtin, special)
+    if type(error) is not GroupError or not is_fit or isinstance(error, builtin):
+        return error
+    kind: Any = builtin  # mypy takes no class of exceptions for hashable
+    copied: GroupError = _also(kind)(error.message, primary=error.primary, failures=error.failures)
+    copied.__cause__ = error.__cause__
+    return copied
+
+
+@cache
+def _also(builtin: Any) -> type[GroupError]:
+    def reduce(self: GroupError) -> tuple[Any, ...]:
+        return _rebuilt, (builtin, self.message), self.__dict__
+
+    members = {"__reduce__": reduce, "__module__": __name__, "__doc__": GroupError.__doc__}
+    return type(f"GroupError({builtin.__name__})", (GroupError, builtin), members)
+
+
+def _rebuilt(builtin: Any, message: str) -> GroupError:
+    made: GroupError = _also(builtin)(message)
+    return made
 
 
 class CallTimeoutError(GroupError, TimeoutError):

@@ -111,12 +111,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory, reference: nn.Module) -
     return path
 
 
-def rank_processes() -> set[int]:
-    """Pids of this driver's rank actors, and of those that remove their placement groups."""
+def rank_processes(*names: str) -> set[int]:
+    """Pids of this driver's rank actors, and of those that remove their placement groups; or of actors so named."""
     found = set()
     for process in psutil.process_iter(["cmdline"]):
         command = process.info["cmdline"] or [""]
-        if command[0].startswith(("ray::RankActor", "ray::Reaper")) and _is_ours(process):
+        if command[0].startswith(names or ("ray::RankActor", "ray::Reaper")) and _is_ours(process):
             found.add(process.pid)
     return found
 

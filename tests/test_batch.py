@@ -14,7 +14,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysharding.batch import Out, PerRank, RankBatch, Same, Split, by_name, check_out, deal, split_rows
+from raysharding.batch import (
+    Out,
+    PerRank,
+    RankBatch,
+    Same,
+    Split,
+    as_tensors,
+    by_name,
+    check_out,
+    deal,
+    split_rows,
+    whole_rows,
+)
 from raysharding.outputs import RankOutput, ambiguous_leaves, follows_rows, gather_outputs, select_output
 
 ROWS = torch.arange(14).reshape(7, 2)
@@ -120,8 +132,12 @@ def test_a_batch_is_resized_for_a_probe() -> None:
         ((Split(ROWS[:0]),), {}, "0 rows"),
         ((Split(torch.tensor(1.0)),), {}, r"shape \(\) has no dim 0"),
         ((Split(ROWS, dim=2),), {}, "has no dim 2"),
-        ((Split([ROWS, 3]),), {}, r"args\[0\]\[1\]: only tensors and numpy arrays can be split, not int"),
-        ((), {"ids": Split({"input_ids": [[1, 2]]})}, r"ids\['input_ids'\]\[0\]\[0\]: .*return_tensors=\"pt\""),
+        (
+            (Split([ROWS, 3]),),
+            {},
+            r"args\[0\]\[1\]: only tensors, numpy arrays and lists of numbers can be split, not int",
+        ),
+        ((Split([ROWS, "x"]),), {}, r"args\[0\]\[1\]: .* not str"),
         ((Split({}),), {}, "holds no tensor"),
         ((Split(np.array(["a", "b"])),), {}, "no tensor dtype"),
         ((Split(ROWS.float().to_sparse()),), {}, "to_dense"),
@@ -225,7 +241,7 @@ def test_a_sole_split_of_a_mapping_is_dealt_out_by_name() -> None:
         assert by_name(other, {"x": Split(batch)})[0] is other
     with pytest.raises(ValueError, match="labels: given twice"):
         by_name((Split(batch),), {"labels": Split(ROWS)})
-    with pytest.raises(ValueError, match=r"use_cache: only tensors .* not bool; .* pass anything else outside the Spl"):
+    with pytest.raises(ValueError, match=r"use_cache: only tensors.* not bool; pass anything else outside the Spl"):
         deal(*by_name((Split({"x": ROWS, "use_cache": False}),), {}), 2)
 
 
@@ -356,3 +372,49 @@ def test_a_negative_dim_counts_from_the_end_of_each_leaf() -> None:
     assert isinstance(select_output(Out.gather(dim=-1), uneven, (3, 1), 0), PerRank)
     value = {"square": torch.zeros(3, 3), "rows": torch.zeros(4, 3), "scalar": torch.tensor(1.0)}
     assert ambiguous_leaves(value, 3, -1) == ["['square']"]
+
+
+@pytest.mark.parametrize("rows", [[[1, 2], [3, 4], [5, 6]], [1, 2, 3], [0.5, 1.5], [True, False], [[[1]], [[2]]]])
+def test_lists_of_numbers_are_split_as_torch_reads_them(rows: list[Any]) -> None:
+    batches = deal((Split(UserDict(x=rows)),), {}, 2)
+    parts = [batch.args[0]["x"] for batch in batches]
+    torch.testing.assert_close(torch.cat(parts), torch.tensor(rows), rtol=0, atol=0)
+    assert parts[0].dtype == torch.tensor(rows).dtype
+
+
+def test_a_list_of_tensors_in_a_split_stays_a_list() -> None:
+    first, second = deal((Split([ROWS, ROWS]),), {}, 2)[0].args[0]
+    assert torch.equal(first, ROWS[:4])
+    assert torch.equal(second, ROWS[:4])
+
+
+def test_rows_of_different_lengths_say_how_to_pad() -> None:
+    with pytest.raises(ValueError, match=r"Split\['input_ids'\]: rows of 1 to 2 numbers .*padding=True"):
+        Split({"input_ids": [[1, 2], [3]]})
+
+
+def test_a_models_arrays_become_tensors_and_only_lists_of_columns_do() -> None:
+    assert torch.equal(as_tensors("input_ids", [[1, 2]]), torch.tensor([[1, 2]]))
+    assert as_tensors("sizes", [1, 2]) == [1, 2]
+    assert as_tensors("bad_words_ids", [[1, 2]]) == [[1, 2]]
+    own = as_tensors("x", PerRank([np.ones(2), {"y": np.arange(3)}]))
+    assert torch.equal(own[0], torch.ones(2, dtype=torch.float64))
+    assert torch.equal(own[1]["y"], torch.arange(3))
+    assert torch.equal(as_tensors("x", Same(np.ones(2))).value, torch.ones(2, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "found"),
+    [
+        ((ROWS,), {}, "args[0] of shape (7, 2)"),
+        ((), {"labels": torch.arange(2)}, "labels of shape (2,)"),
+        ((), {"scale": torch.arange(9)}, None),
+        ((ROWS[:1],), {}, None),
+        ((Same(ROWS),), {}, None),
+        ((Split(ROWS), torch.ones(9, 9)), {}, None),
+        ((PerRank([ROWS, ROWS]),), {}, None),
+    ],
+)
+def test_rows_that_every_rank_gets_are_noticed(args: Any, kwargs: Any, found: str | None) -> None:
+    assert whole_rows(args, kwargs, 2, ()) == found
+    assert whole_rows(args, kwargs, 1, ()) is None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import builtins
+import copy
 import inspect
 import json
 import pickle
@@ -27,6 +29,7 @@ from raysharding.errors import (
     RankFailure,
     RayshardingError,
     RendezvousError,
+    caught_as,
     shown,
 )
 
@@ -157,3 +160,36 @@ def test_a_long_name_is_whole_in_the_error_and_short_in_its_text() -> None:
     assert str(error).endswith("weight': is truncated")
     usual = "model.language_model.layers.17.block_sparse_moe.experts.63.down_proj.weight_scale_inv"
     assert usual in str(CheckpointError("bad", tensor=usual))
+
+
+BUILTINS = [
+    kind
+    for kind in vars(builtins).values()
+    if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(GroupError, kind)
+]
+
+
+@pytest.mark.parametrize("kind", BUILTINS)
+def test_an_error_that_is_also_a_builtin_is_the_same_after_a_trip(kind: type[Exception]) -> None:
+    error = caught_as(GroupError("forward failed", primary=RAISED, failures={0: RAISED}), kind)
+    if issubclass(kind, (StopIteration, StopAsyncIteration, ExceptionGroup)):
+        assert type(error) is GroupError
+        return
+    assert type(error).__mro__[1:3] == (GroupError, RayshardingError)
+    assert type(error).__name__ == f"GroupError({kind.__name__})"
+    with pytest.raises(kind):
+        raise error
+    for other in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
+        assert type(other) is type(error)
+        assert (str(other), other.primary, other.failures) == (str(error), RAISED, {0: RAISED})
+    assert pickle.loads(cloudpickle.dumps(error)).primary == RAISED
+
+
+def test_only_builtin_exceptions_are_added_to_a_plain_group_error() -> None:
+    class Own(ValueError):
+        pass
+
+    error, late = GroupError("failed"), CallTimeoutError("late")
+    for kind in (Own, SystemExit, KeyboardInterrupt, RuntimeError, Exception):
+        assert caught_as(error, kind) is error
+    assert caught_as(late, ValueError) is late

@@ -16,7 +16,7 @@ import ray
 import torch
 from torch import nn
 
-from raysharding.batch import Out, RankBatch, by_name, check_num_parts, check_out, deal
+from raysharding.batch import Out, RankBatch, check_num_parts, check_out, deal
 from raysharding.checkpoint.storage import normal_path
 from raysharding.config import Loading, Placement, Sharding, Timeouts
 from raysharding.data import Collate
@@ -42,13 +42,13 @@ from raysharding.group.calls import (
     ProgressOption,
     UndoOnInterrupt,
     blocking,
-    check_batches,
     collect_generated,
     collect_outputs,
     collect_rank0,
     collect_returns,
     driver_handle,
     handle,
+    model_batches,
 )
 from raysharding.group.cluster import (
     NodeCapacity,
@@ -118,6 +118,7 @@ class ShardedModelGroup:
         self._restarting = threading.Lock()
         self._taking = threading.Lock()
         self._is_shut = False
+        self._told: set[str] = set()
         self._finalizer: Any = None
         self._take(running)
 
@@ -343,7 +344,8 @@ class ShardedModelGroup:
         Args:
             *args: The model's arguments: `Split` distributes rows, `PerRank` passes one value to each rank, and any
                 other value is passed to all ranks. A sole `Split` of a mapping, such as a tokenizer's batch, is
-                distributed as keyword arguments: `forward(Split(batch))`.
+                distributed as keyword arguments: `forward(Split(batch))`. The ranks fetch the value of an `ObjectRef`,
+                and the model gets numpy arrays as tensors.
             mode: `"train"` runs the modules in train mode. Default eval.
             out: Form of the result. Default: rows gathered in order if the call has a `Split`, else rank 0's output.
             **kwargs: As `args`.
@@ -355,7 +357,9 @@ class ShardedModelGroup:
         Raises:
             ValueError: Splits have different sizes or no rows; a tensor beside a `Split` looks like rows (`Same(x)`
                 marks a tensor that is not); an id is one that the model does not have; values of `PerRank` would make
-                ranks run different code; or `mode` or `out` is invalid.
+                ranks run different code; the model's forward has no argument of a name; or `mode` or `out` is invalid.
+            GroupError: The model raised, or a rank could not fetch the value of an `ObjectRef`; the group is READY if
+                all ranks raised.
             OutputTooLargeError: A rank's output is larger than `max_output_bytes`.
         """
         check_mode(mode, default="eval")
@@ -467,14 +471,14 @@ class ShardedModelGroup:
             EmptyBatchError: Nothing in the batch counts, so no update was taken; `fit` skips such a batch. The group is
                 READY.
             GroupError: The model or the loss raised, or the loss is NaN or infinite in the first step with this loss.
-            ValueError: No optimizer is set, the batch is not valid, or `mode` or a number is invalid. After a `call`,
-                whose function may have set the optimizer, only the ranks know whether there is one: a missing optimizer
-                then raises a `GroupError`.
+            ValueError: No optimizer is set, the batch is not valid or lacks labels for the model's own loss, or `mode`
+                or a number is invalid. After a `call`, whose function may have set the optimizer, only the ranks know
+                whether there is one: a missing optimizer then raises a `GroupError`.
         """
         self._require_optimizer("train_step")
         check_mode(mode, default="train")
         check_max_grad_norm(max_grad_norm)
-        batches = self._deal("train_step", args, kwargs)
+        batches = self._deal("train_step", args, kwargs, needs_loss=loss is None)
         check_num_parts(gradient_accumulation_steps, batches[0].num_rows)
         extra = (loss, max_grad_norm, mode, gradient_accumulation_steps)
         options: dict[str, Any] = {"collect": collect_rank0, "check": self._unless_fit("train_step")}
@@ -512,7 +516,7 @@ class ShardedModelGroup:
             GroupError: The model or the loss raised: the gradients of all calls since the last update are dropped.
         """
         check_mode(mode, default="train")
-        batches = self._deal("forward_backward", args, kwargs)
+        batches = self._deal("forward_backward", args, kwargs, needs_loss=loss is None)
         extra = (loss, mode, sync)
         options: dict[str, Any] = {"collect": collect_rank0, "check": self._unless_fit("forward_backward")}
         return self._client.submit_batches("forward_backward", batches, *extra, **options).keep_alive(self)
@@ -609,13 +613,12 @@ class ShardedModelGroup:
         if not self._may_have_optimizer:
             raise ValueError(f"{method} needs an optimizer: call group.set_optimizer(torch.optim.AdamW, lr=...) first")
 
-    def _deal(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[RankBatch]:
+    def _deal(
+        self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], needs_loss: bool = False
+    ) -> list[RankBatch]:
         """Distribute a batch, and refuse a batch that some ranks could not compute while others wait for them."""
-        args, kwargs = by_name(args, kwargs)
-        bounds = self._running.bounds
-        batches = deal(args, kwargs, self.world_size, positions=bounds.positions)
-        check_batches(method, batches, bounds)
-        return batches
+        bounds, told = self._running.bounds, self._told
+        return model_batches(method, args, kwargs, bounds, self.world_size, needs_loss=needs_loss, told=told)
 
     @driver_handle
     @blocking

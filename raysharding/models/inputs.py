@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,10 +13,13 @@ import torch
 from torch import nn
 
 from raysharding.batch import RankBatch
+from raysharding.models.conversion import is_transformers_model
 from raysharding.models.wrap import input_and_output
 
 MASKED_LABEL = -100
 """Label that losses ignore."""
+
+_LABEL = re.compile(r"label|target|_positions$|loss")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +30,10 @@ class InputBounds:
     """Names of the forward's positional arguments, in order."""
     num_ids: Mapping[str, int] = field(default_factory=dict)
     """Argument → number of ids, which are 0, 1, …; other arguments take any value."""
+    keywords: frozenset[str] | None = None
+    """Names of the keyword arguments; `None` if the forward takes any name."""
+    labels: frozenset[str] = frozenset()
+    """Arguments of which a transformers model's loss needs at least one; empty if it is not known."""
 
     @classmethod
     def of(cls, module: nn.Module) -> InputBounds:
@@ -36,9 +45,15 @@ class InputBounds:
         parameters = inspect.signature(module.forward).parameters
         positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         positions = tuple(name for name, parameter in parameters.items() if parameter.kind in positional)
+        takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+        by_keyword = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        keywords = frozenset(name for name, parameter in parameters.items() if parameter.kind in by_keyword)
+        needs_labels = is_transformers_model(module) and "labels" in parameters
+        labels = frozenset(name for name in parameters if _LABEL.search(name)) if needs_labels else frozenset()
+        known: dict[str, Any] = {"keywords": None if takes_any else keywords, "labels": labels}
         config: Any = getattr(module, "config", None)
         if config is None or not hasattr(module, "get_input_embeddings"):
-            return cls(positions)
+            return cls(positions, **known)
         num_ids: dict[str, int] = {}
         embedding, head = map(_base, input_and_output(module))
         if isinstance(embedding, nn.Embedding):
@@ -50,7 +65,33 @@ class InputBounds:
         for name, submodule in module.named_modules():
             if isinstance(submodule, nn.Embedding) and name.rpartition(".")[2] == "token_type_embeddings":
                 num_ids["token_type_ids"] = submodule.num_embeddings
-        return cls(positions, {name: number for name, number in num_ids.items() if name in parameters})
+        return cls(positions, {name: number for name, number in num_ids.items() if name in parameters}, **known)
+
+    def check_names(self, batch: RankBatch, what: str, needs_loss: bool) -> None:
+        """Check the names of a forward's arguments. Reads no values.
+
+        Args:
+            batch: A rank's batch; all ranks' batches have the same names.
+            what: Name of the call, for the error.
+            needs_loss: True if the model itself must compute a loss.
+
+        Raises:
+            ValueError: The forward has no argument of a name; or the loss needs labels, and the batch has none.
+        """
+        for name in () if self.keywords is None else batch.wrapped_kwargs.keys() - self.keywords:
+            known = sorted(self.keywords or ())
+            near = difflib.get_close_matches(name, known, 1)
+            cure = f"is it {near[0]}=?" if near else f"it takes {', '.join(known) or 'no keyword arguments'}"
+            raise ValueError(f"{what}: the model's forward has no argument {name}=: {cure}")
+        given = {*self.positions[: len(batch.wrapped_args)]}
+        given |= {name for name, value in batch.wrapped_kwargs.items() if value is not None}
+        if needs_loss and self.labels and not any(_LABEL.search(name) for name in given):
+            near = [name for name in given if difflib.get_close_matches(name, self.labels, 1)]
+            hint = f" ({near[0]}= is not labels=)" if near else ""
+            raise ValueError(
+                f"{what}: the batch has no labels{hint}, so the model computes no loss: add labels= to the batch, or "
+                "give loss="
+            )
 
     def check(self, batch: RankBatch, rank: int, what: str, seen: set[int] | None = None) -> None:
         """Check that a batch's ids are in range. Reads each tensor of ids on the CPU once, and skips those on a GPU.

@@ -283,7 +283,7 @@ class RankActor:
         self._results.clear()  # the driver has fetched the earlier results it needs
         response, result = self._run(command)
         self._last_response[command.epoch] = response
-        if isinstance(result, Packed) and result.num_bytes <= RESULT_BYTES:
+        if isinstance(result, Packed) and result.num_bytes <= RESULT_BYTES and not result.refs:
             return replace(response, value=result)
         if result is not None:
             self._results[command.epoch, command.number] = result

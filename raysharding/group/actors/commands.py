@@ -26,6 +26,7 @@ from raysharding.distributed.footprint import MemoryNeed, memory_need
 from raysharding.distributed.saving import random_state, restore_random_state
 from raysharding.distributed.training import EvaluationPlan
 from raysharding.errors import GroupError, RayshardingError, said
+from raysharding.group.actors.argument_refs import fetched
 from raysharding.group.actors.memory_gauge import export_memory
 from raysharding.group.actors.model_facts import ModelFacts
 from raysharding.group.actors.title import Title
@@ -120,6 +121,7 @@ class RankCommands:
         if isinstance(command.shared, Packed):
             values = command.shared.unpack()
             args = tuple(_filled(value, values) for value in args)
+        args = tuple(fetched(value, command.method) if isinstance(value, RankBatch) else value for value in args)
         method = getattr(self, command.method, None) or getattr(self._worker.trainer, command.method)
         value = method(*args, **kwargs)
         return (value.more, value.value) if isinstance(value, Step) else (False, value)

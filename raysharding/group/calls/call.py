@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import itertools
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -20,12 +21,14 @@ from typing_extensions import TypeVar
 from raysharding.batch import Out, PerRank
 from raysharding.errors import CallTimeoutError, GroupError
 from raysharding.group.calls.interrupts import DeferredInterrupts, Interruptible
+from raysharding.group.calls.result_refs import ref_of
 from raysharding.group.cluster import refuse_in_fork
 from raysharding.group.rpc import Packed, refuse_to_wait
 from raysharding.outputs import RankOutput, select_output
 
 T = TypeVar("T", default=Any)  # `Call` alone means `Call[Any]`
 
+_keys = itertools.count()
 
 Sent: TypeAlias = Packed | ray.ObjectRef | None
 """A rank's result: the value itself if it is small, else its reference in the object store."""
@@ -170,10 +173,24 @@ class Call(Generic[T]):
                     raise self._too_slow(timeout_s)
                 rank = self._order[index] if len(self._order) > index else None
             if rank is None:
-                ended.result()
+                self._wait(0.0)
                 return
             yield rank, self._collect.own(rank, self.value(rank))
         self._wait(None if until is None else max(0.0, until - time.monotonic()))
+
+    def ref(self) -> ray.ObjectRef:
+        """Return a reference to the result, for `ray.get`, `ray.wait` and the arguments of tasks.
+
+        Each `ref()` sends the result once more: from the driver to an actor that needs no resources, which all calls of
+        this driver share and which ends with the last of them, and from the actor into the object store. The first
+        reference waits for the start of the actor's process. `Out.refs()` does without, where the ranks' own outputs
+        are enough.
+
+        `ray.get` of the reference raises the call's error, as an error that is both a `RayTaskError` and of the error's
+        own class, so that `except GroupError` catches it. The group lives at least until the call has ended.
+        """
+        refuse_in_fork(self.name)
+        return ref_of(next(_keys), self.when_done, self.result)
 
     def done(self) -> bool:
         """Return True if all ranks have finished, or the call has failed."""
@@ -287,7 +304,8 @@ class Call(Generic[T]):
             except concurrent.futures.TimeoutError:
                 raise self._too_slow(timeout_s) from None
             if error is not None:
-                raise error
+                # Without the frames of earlier calls, which would add up.
+                raise error.with_traceback(None)
 
     def _end_here(self) -> concurrent.futures.Future[None]:
         """Return the future that ends with the call; raise in a forked child, where the future would never end."""

@@ -6,14 +6,60 @@ would cause this are refused here, while the group is READY and nothing has been
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from raysharding.batch import RankBatch
+from raysharding.batch import RankBatch, as_tensors, by_name, deal, whole_rows
 from raysharding.models import InputBounds
 from raysharding.tree import leaves
+
+
+def model_batches(
+    method: str,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    bounds: InputBounds,
+    world_size: int,
+    *,
+    needs_loss: bool = False,
+    told: set[str],
+) -> list[RankBatch]:
+    """Distribute the arguments of a model, and refuse those that some ranks could not compute while others wait.
+
+    Args:
+        method: Name of the call, for errors.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
+        bounds: Input bounds of the group's model.
+        world_size: Number of ranks.
+        needs_loss: True if the model itself must compute a loss.
+        told: Warnings that the group has given, each of which it gives once.
+
+    Raises:
+        ValueError: The batch is not valid.
+    """
+    args, kwargs = by_name(args, kwargs)
+    names = (*bounds.positions, *[""] * len(args))
+    args = [as_tensors(name, value) for name, value in zip(names, args, strict=False)]
+    kwargs = {name: as_tensors(name, value) for name, value in kwargs.items()}
+    whole = None if "whole" in told else whole_rows(args, kwargs, world_size, bounds.positions)
+    batches = deal(args, kwargs, world_size, positions=bounds.positions)
+    # transformers checks the arguments of `generate` itself; a `loss` may take arguments that the model does not.
+    if method == "forward" or needs_loss:
+        bounds.check_names(batches[0], method, needs_loss)
+    check_batches(method, batches, bounds)
+    if whole is not None:
+        told.add("whole")
+        warnings.warn(
+            f"{method}: every rank computes all of {whole}, because no argument is a Split: {method}(Split(batch)) "
+            f"divides the rows among the {world_size} ranks, and Same(...) marks a value that is not to be divided",
+            UserWarning,
+            stacklevel=5,
+        )
+    return batches
 
 
 def check_batches(method: str, batches: Sequence[RankBatch], bounds: InputBounds) -> None:

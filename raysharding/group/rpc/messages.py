@@ -14,8 +14,8 @@ from __future__ import annotations
 import io
 import pickle
 import struct
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -27,6 +27,7 @@ from ray import cloudpickle
 
 from raysharding.batch import RankBatch
 from raysharding.errors import GroupTakenOverError, RayshardingError, said
+from raysharding.group.rpc.tracebacks import format_folded
 from raysharding.tree import leaves
 
 
@@ -39,6 +40,7 @@ class Shared:
 
 
 _Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
+_unpacking: ContextVar[Sequence[ray.ObjectRef]] = ContextVar("unpacking", default=())
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,8 @@ class Packed:
     """Pickle protocol 5, without the large buffers."""
     buffers: tuple[np.ndarray[Any, Any], ...]
     """The buffers in stream order, one-dimensional uint8. Until `snapshot`, views of the packed tensors."""
+    refs: tuple[ray.ObjectRef, ...] = ()
+    """The `ObjectRef`s in the value. Ray must carry them, since only Ray can tell their owners who borrows them."""
 
     @property
     def num_bytes(self) -> int:
@@ -57,11 +61,11 @@ class Packed:
 
     def snapshot(self) -> Packed:
         """Copy the buffers, so that later changes of the packed tensors do not reach the receiver."""
-        return Packed(self.stream, tuple(np.array(buffer) for buffer in self.buffers))
+        return replace(self, buffers=tuple(np.array(buffer) for buffer in self.buffers))
 
     def unpack(self) -> Any:
         """Rebuild the value. Its tensors own fresh, writable memory: Ray's shared memory is read-only."""
-        return _unpack(self.stream, self.buffers)
+        return _unpack(self.stream, self.buffers, self.refs)
 
 
 class AsValue:
@@ -71,7 +75,7 @@ class AsValue:
         self._packed = packed
 
     def __reduce__(self) -> _Reduced:
-        return _unpack, (self._packed.stream, self._packed.buffers)
+        return _unpack, (self._packed.stream, self._packed.buffers, self._packed.refs)
 
 
 def pack(value: Any, what: str) -> Packed:
@@ -97,18 +101,33 @@ def _pack(value: Any) -> Packed:
     def keep_outside(buffer: pickle.PickleBuffer) -> None:
         buffers.append(np.frombuffer(buffer.raw(), dtype=np.uint8))
 
-    _TensorPickler(stream, protocol=5, buffer_callback=keep_outside).dump(value)
-    return Packed(stream.getvalue(), tuple(buffers))
+    pickler = _TensorPickler(stream, protocol=5, buffer_callback=keep_outside)
+    pickler.refs = []
+    pickler.dump(value)
+    return Packed(stream.getvalue(), tuple(buffers), tuple(pickler.refs))
 
 
-def _unpack(stream: bytes, buffers: tuple[np.ndarray[Any, Any], ...]) -> Any:
-    return pickle.loads(stream, buffers=[np.array(buffer) for buffer in buffers])
+def _unpack(stream: bytes, buffers: tuple[np.ndarray[Any, Any], ...], refs: Sequence[ray.ObjectRef] = ()) -> Any:
+    before = _unpacking.set(refs)
+    try:
+        return pickle.loads(stream, buffers=[np.array(buffer) for buffer in buffers])
+    finally:
+        _unpacking.reset(before)
+
+
+def _unpacked_ref(index: int) -> ray.ObjectRef:
+    return _unpacking.get()[index]
 
 
 class _TensorPickler(cloudpickle.CloudPickler):  # type: ignore[misc]  # Ray's module is untyped for mypy
-    """cloudpickle, with dense tensors as out-of-band bytes."""
+    """cloudpickle, with dense tensors as out-of-band bytes, and `ObjectRef`s beside the stream."""
+
+    refs: list[ray.ObjectRef]
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, ray.ObjectRef):
+            self.refs.append(obj)
+            return _unpacked_ref, (len(self.refs) - 1,)
         if type(obj) is torch.Tensor and obj.layout is torch.strided and not obj.is_quantized and not obj.is_meta:
             return _reduce_tensor(obj)
         return super().reducer_override(obj)
@@ -338,7 +357,7 @@ def record_exception(
     return RemoteError(
         error_type=cls.__qualname__ if is_builtin else f"{cls.__module__}.{cls.__qualname__}",
         message=said(error)[:_MAX_MESSAGE_CHARS],
-        traceback="".join(traceback.format_exception(error))[-_MAX_TRACEBACK_CHARS:],
+        traceback=format_folded(error)[-_MAX_TRACEBACK_CHARS:],
         stage=stage,
         is_connection=is_connection_error(error),
         lost_peers=has_lost_peers(error),
@@ -469,7 +488,7 @@ class Command:
 
 
 def _store(part: Packed | ray.ObjectRef | None) -> Packed | ray.ObjectRef | None:
-    return ray.put(part) if isinstance(part, Packed) and part.num_bytes > COMMAND_BYTES else part
+    return ray.put(part) if isinstance(part, Packed) and (part.refs or part.num_bytes > COMMAND_BYTES) else part
 
 
 @dataclass(frozen=True, slots=True)

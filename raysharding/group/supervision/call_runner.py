@@ -262,7 +262,7 @@ class CallRunner:
             self._compare_replicas(run)
             # Gathered parameters or gradients on some ranks only would make the next call's collectives differ.
             self._resets_next = failures.resets_some(run.seen, len(self._members))
-            run.task.call.end(failures.typed_error(run.seen, error))
+            run.task.call.end(failures.typed_error(run.seen, error, len(self._members)))
         else:
             recoverable = self._remains(run, dead)
             if recoverable.pending:

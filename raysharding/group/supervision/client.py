@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import ray
 
 from raysharding.batch import RankBatch
 from raysharding.config import Timeouts
@@ -59,6 +61,9 @@ class Client:
         self._refuse()
         if len(batches) != len(self.members):
             raise GroupBrokenError(f"{method}: the number of ranks changed while the call was made; call again")
+        if any(isinstance(one, ray.ObjectRef) for batch in batches for one in (*batch.args, *batch.kwargs.values())):
+            # Shorter than the call's deadline, after which ranks that still wait would count as hung.
+            batches = [replace(batch, fetch_s=self.timeouts.call_s / 2) for batch in batches]
         args, shared = pack_batches(method, batches, *extra)
         output: OutputMode = "ref" if as_refs else "value"
         command = Command(method, shared=shared, output=output, max_output_bytes=self.max_output_bytes)

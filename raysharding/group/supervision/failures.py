@@ -16,6 +16,7 @@ from raysharding.errors import (
     RankFailure,
     RayshardingError,
     RendezvousError,
+    caught_as,
 )
 from raysharding.group.cluster import ProcessSnapshot
 from raysharding.group.ranks import RankInfo
@@ -162,8 +163,12 @@ def twin(error: E) -> E:
     return type(error)(error.message, primary=error.primary, failures=error.failures)
 
 
-def typed_error(seen: Sequence[Observed], error: GroupError) -> RayshardingError:
-    """Return the error for the caller: the primary's own error if it is this package's (`PlanError`), else `error`."""
+def typed_error(seen: Sequence[Observed], error: GroupError, world_size: int) -> RayshardingError:
+    """Return the error for the caller.
+
+    The primary's own error if it is this package's (`PlanError`), else `error`; if all ranks raised the same builtin
+    type, `except` of that type also catches it.
+    """
     raised = next((one.raised for one in seen if one.failure is error.primary), None)
     original = raised.exception() if raised is not None else None
     if isinstance(original, RayshardingError):
@@ -171,6 +176,9 @@ def typed_error(seen: Sequence[Observed], error: GroupError) -> RayshardingError
         return original
     if original is not None:
         error.__cause__ = original
+        kinds = {one.failure.error_type for one in seen}
+        if len(kinds) == 1 and len({one.failure.rank for one in seen}) == world_size:
+            return caught_as(error, type(original))
     return error
 
 

@@ -338,7 +338,7 @@ class Supervisor:
                 self._teardown.stop_some(recoverable.lost - self.survivors.dead)
         finally:
             if run is not None:
-                run.task.call.end(failures.typed_error(seen, error))
+                run.task.call.end(failures.typed_error(seen, error, len(self.members)))
             self._waiting.fail(failures.broken(self.name, error))
 
     def ranks_settled(self, recoverable: RecoverableState) -> None:

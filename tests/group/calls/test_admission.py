@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from raysharding import PerRank, ShardedModelGroup, Split
+from raysharding import PerRank, Same, ShardedModelGroup, Split
 from raysharding.batch import deal
 from raysharding.group import GroupState
 from raysharding.group.calls.input_checks import check_batches
@@ -85,7 +85,7 @@ def test_a_transformers_model_says_which_ids_it_has(name: str) -> None:
 
 
 def test_any_other_module_takes_anything() -> None:
-    assert InputBounds.of(nn.Embedding(3, 4)) == InputBounds(("input",))
+    assert InputBounds.of(nn.Embedding(3, 4)) == InputBounds(("input",), keywords=frozenset({"input"}))
 
 
 def test_a_refused_call_leaves_the_group_ready(group: ShardedModelGroup) -> None:
@@ -94,3 +94,43 @@ def test_a_refused_call_leaves_the_group_ready(group: ShardedModelGroup) -> None
     assert group.state is GroupState.READY
     shapes = [torch.zeros(1, 8), torch.zeros(3, 8)]
     assert [tuple(part.shape) for part in group.forward.remote(PerRank(shapes)).per_rank()] == [(1, 4), (3, 4)]
+
+
+def names_checked(bounds: InputBounds, *args: Any, needs_loss: bool = True, **kwargs: Any) -> None:
+    bounds.check_names(deal(args, kwargs, 2)[0], "train_step", needs_loss)
+
+
+def test_labels_that_a_transformers_models_loss_needs_are_missed() -> None:
+    from transformers import BertConfig, BertForPreTraining
+
+    with torch.device("meta"):
+        config = BertConfig(
+            vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8
+        )
+        bounds = InputBounds.of(BertForPreTraining(config))
+    ids = torch.zeros(2, 3, dtype=torch.int64)
+    for given in ({}, {"labels": None}, {"position_ids": Same(ids)}):
+        with pytest.raises(ValueError, match=r"train_step: the batch has no labels, .* add labels= to the batch"):
+            names_checked(bounds, input_ids=Split(ids), **given)
+    with pytest.raises(ValueError, match=r"no labels|lables=: is it labels=\?"):
+        names_checked(bounds, input_ids=Split(ids), lables=Split(ids))
+    names_checked(bounds, input_ids=Split(ids), labels=Split(ids))
+    names_checked(bounds, input_ids=Split(ids), next_sentence_label=Split(ids))
+    names_checked(bounds, *[Split(ids)] * len(bounds.positions))
+    names_checked(bounds, input_ids=Split(ids), needs_loss=False)
+
+
+def test_a_forward_with_any_keywords_takes_them_and_a_loss_of_another_model_is_its_own_affair() -> None:
+    class Open(nn.Module):
+        def forward(self, x: Any, labels: Any = None, **kwargs: Any) -> Any:
+            return x
+
+    class Fixed(nn.Module):
+        def forward(self, x: Any, /, *, scale: Any = None) -> Any:
+            return x
+
+    names_checked(InputBounds.of(Open()), 1, other=2)
+    names_checked(InputBounds.of(Fixed()), 1, scale=2)
+    for name in ("x", "scales"):
+        with pytest.raises(ValueError, match=f"no argument {name}=: (it takes scale|is it scale=)"):
+            names_checked(InputBounds.of(Fixed()), needs_loss=False, **{name: 1})

@@ -94,7 +94,7 @@ def test_an_error_of_all_ranks_is_raised_each_time_and_leaves_the_group_ready(gr
     assert "in fail" in error.primary.traceback
     assert sorted(error.failures) == [0, 1]
     assert isinstance(error.__cause__, KeyError)
-    assert repr(call) == "<Call call: failed: GroupError>"
+    assert repr(call) == "<Call call: failed: GroupError(KeyError)>"
     with pytest.raises(GroupError):
         list(call.stream())
     assert after.result() == [4, 4]

@@ -55,9 +55,9 @@ def test_ranks_that_say_who_did_not_come_follow_the_one_that_died() -> None:
     error = judge(seen, "join", timed_out=False)
     assert error.primary == died.failure
     assert error.failures[2].kind == "collateral"
-    assert typed_error(seen, error) is error
+    assert typed_error(seen, error, 3) is error
     alone = judge(seen[:1], "join", timed_out=False)
-    assert isinstance(typed_error(seen[:1], alone), RendezvousError)
+    assert isinstance(typed_error(seen[:1], alone, 3), RendezvousError)
 
 
 def test_of_two_causes_the_first_is_primary_and_the_other_keeps_its_kind() -> None:
@@ -117,7 +117,7 @@ def test_our_own_errors_reach_the_caller_as_they_are() -> None:
     original = PlanError("does not fit", problems=["a is missing"])
     seen = [saw_raise(info(0), raised(original))]
     group_error = judge(seen, "load", timed_out=False)
-    given = typed_error(seen, group_error)
+    given = typed_error(seen, group_error, 1)
     assert isinstance(given, PlanError)
     assert given.problems == original.problems
     assert given.__cause__ is group_error
