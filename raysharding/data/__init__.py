@@ -5,7 +5,7 @@ The batch of a step depends on data, batch size and seed, and not on the number 
 
 from raysharding.data.arrow_rows import ArrowRows
 from raysharding.data.batches import StepBatch, epoch_batches
-from raysharding.data.collate import Collate, default_collate, rank_batch
+from raysharding.data.collate import Collate, KnownColumns, default_collate, rank_batch
 from raysharding.data.column_kinds import check_whole, kind_of
 from raysharding.data.parquet import ParquetFiles, ParquetPath
 from raysharding.data.position import Position

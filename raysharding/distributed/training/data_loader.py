@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
@@ -15,13 +16,13 @@ from raysharding.batch import RankBatch
 from raysharding.data import (
     BlockSource,
     Collate,
+    KnownColumns,
     ParquetFiles,
     ParquetPath,
     Position,
     Prefetch,
     Rows,
     StepBatch,
-    default_collate,
     epoch_batches,
     rank_batch,
 )
@@ -108,6 +109,7 @@ class DistributedDataLoader:
         device: torch.device,
         position: Position | None = None,
         bounds: InputBounds | None = None,
+        known: Collection[str] | None = None,
     ) -> None:
         """Open the data; collective.
 
@@ -116,6 +118,8 @@ class DistributedDataLoader:
             device: Device of the module.
             position: Position to resume at; `None` for the beginning.
             bounds: Valid ids of the model; another id would raise only on the rank that holds it.
+            known: Columns of the rows that the model takes; others are dropped, unless the plan has a `collate`.
+                `None`: all but text.
 
         Raises:
             DataError: On every rank, if the data is unreadable, or differs from the data of `position`.
@@ -129,7 +133,8 @@ class DistributedDataLoader:
         layout = _layout(self._source) if plan.shuffle else ""
         begun = Position(0, 0, 0, plan.batch_size, plan.shuffle, plan.seed, num_rows, layout, plan.run)
         self.position = begun if position is None else _checked(position, begun)
-        self._rank_batch = partial(rank_batch, plan.collate or default_collate, dist.get_rank())
+        self._columns = KnownColumns(known)
+        self._rank_batch = partial(rank_batch, plan.collate or self._columns, dist.get_rank())
         self._ahead: Prefetch[StepBatch | RankBatch | None] | None = None
         # One more batch is held between the steps.
         self._depth = plan.prefetch if plan.collate is not None else max(1, plan.prefetch - 1)
@@ -146,6 +151,11 @@ class DistributedDataLoader:
         left = (self._plan.epochs - self.position.epoch) * in_epoch - self.position.step
         total = self.position.num_steps + max(left, 0)
         return total if self._plan.max_steps is None else min(total, self._plan.max_steps)
+
+    @property
+    def dropped(self) -> tuple[str, ...]:
+        """Columns that this rank has dropped so far."""
+        return self._columns.dropped
 
     def close(self) -> None:
         """Stop reading ahead. Not collective: a pending vote completes unobserved."""
@@ -185,10 +195,15 @@ class DistributedDataLoader:
         self.close()
         return None
 
-    def advance(self) -> None:
-        """Move the position past the batch."""
+    def advance(self, loss: float = math.nan) -> None:
+        """Move the position past the batch.
+
+        Args:
+            loss: Loss of the batch; NaN without one.
+        """
         where = self.position
-        self.position = replace(where, step=where.step + 1, num_steps=where.num_steps + 1)
+        last = loss if math.isfinite(loss) else where.loss
+        self.position = replace(where, step=where.step + 1, num_steps=where.num_steps + 1, loss=last)
 
     def _taken(self, *, wait: bool) -> _Taken | None:
         """Take the next batch of the epoch; `None` if it is not ready and `wait` is False."""

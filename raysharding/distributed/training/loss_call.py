@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -37,6 +37,29 @@ def position_of(function: Callable[..., Any], name: str) -> int | None:
     """Return the index of a positional parameter, or `None`."""
     names = positions_of(function)
     return names.index(name) if name in names else None
+
+
+def known_arguments(module: nn.Module, functions: Iterable[Callable[..., Any]]) -> frozenset[str] | None:
+    """Return the names of the arguments that a model, or one of the functions of its output, takes.
+
+    Models of transformers take `**kwargs`, too, for options of their attention: as transformers' Trainer does, only the
+    names in their signatures count.
+
+    Args:
+        module: The root module.
+        functions: Loss and metrics.
+
+    Returns:
+        The names; `None` if any name is taken.
+    """
+    names: set[str] = set()
+    for function in (module, *functions):
+        parameters = _parameters(function)
+        is_named = function is module and hasattr(module, "config") and hasattr(module, "get_input_embeddings")
+        if parameters is None or (not is_named and any(one.kind is _ANY_NAME for one in parameters)):
+            return None
+        names |= {one.name for one in parameters if one.kind not in (_ANY_NAME, _ANY_POSITION)}
+    return frozenset(names)
 
 
 def _taken(parameters: list[inspect.Parameter] | None, kwargs: Mapping[str, Any]) -> dict[str, Any]:
