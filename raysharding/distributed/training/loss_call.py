@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 LossFunction = Callable[..., Any]
-"""`loss(output, ...)`: see `call_loss` for the arguments, `loss.loss_share` for what it returns."""
+"""`loss(output, ...)`: see `call_on_output` for the arguments, `loss.loss_share` for what it returns."""
 
 _ANY_NAME = inspect.Parameter.VAR_KEYWORD
 _ANY_POSITION = inspect.Parameter.VAR_POSITIONAL
@@ -79,13 +79,22 @@ def call_model(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
     return module(*args, **taken, **unknown)
 
 
+def call_on_output(function: Callable[..., Any], output: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Call `function(output, *args, **kwargs)` with the arguments of the call that it accepts.
+
+    Positional arguments are all passed if they fit beside the keyword arguments, else none. Keyword arguments are
+    passed by name, all of them if the function takes `**kwargs`.
+    """
+    parameters = _parameters(function)
+    taken = _taken(parameters, kwargs)
+    positional = args if _has_room(parameters, args, taken) else ()
+    return function(output, *positional, **taken)
+
+
 def call_loss(
     loss: LossFunction, output: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> torch.Tensor | tuple[torch.Tensor, float]:
-    """Call `loss(output, *args, **kwargs)` with the arguments of the call that it accepts.
-
-    Positional arguments are all passed if they fit beside the keyword arguments, else none. Keyword arguments are
-    passed by name, all of them if the loss takes `**kwargs`.
+    """Call a loss function by `call_on_output`, and check its result.
 
     Returns:
         A 0-dim tensor (the mean), or (0-dim tensor, count).
@@ -93,10 +102,7 @@ def call_loss(
     Raises:
         ValueError: The loss returned anything else.
     """
-    parameters = _parameters(loss)
-    taken = _taken(parameters, kwargs)
-    positional = args if _has_room(parameters, args, taken) else ()
-    result = loss(output, *positional, **taken)
+    result = call_on_output(loss, output, args, kwargs)
     if isinstance(result, tuple) and len(result) == 2:
         return _scalar(result[0], "the sum that the loss function returned"), float(result[1])
     return _scalar(result, "what the loss function returned")

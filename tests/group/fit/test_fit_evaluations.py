@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from raysharding import CheckpointError, DataError, EarlyStop, FitStep, GroupError, ShardedModelGroup
+from raysharding import CheckpointError, DataError, EarlyStop, FitStep, ShardedModelGroup
 from raysharding.checkpoint.format import TRAINING_FOLDER, TRAINING_NAME
 from raysharding.group import GroupState
 from tests.conftest import make_group, make_mlp
@@ -19,7 +19,6 @@ from tests.group.fit.test_fit import (
     ADAMW,
     BATCH,
     NUM_ROWS,
-    alone,
     collate,
     few_steps_a_call,
     fit,
@@ -101,15 +100,22 @@ def test_values_are_those_of_one_process(fresh: ShardedModelGroup, parquet: Path
     assert len(told) == 16
 
 
-def test_evaluations_change_no_step(checkpoint: Path, parquet: Path, rows: list[dict[str, Any]]) -> None:
+def test_evaluations_change_no_step(
+    fresh: ShardedModelGroup, checkpoint: Path, parquet: Path, rows: list[dict[str, Any]]
+) -> None:
     """Not even those of data that draws from the generators that training draws from."""
+
+    def seed() -> None:
+        torch.manual_seed(5)
+
     losses = []
     options: tuple[dict[str, Any], ...] = ({}, {"eval_data": rows[:HELD_OUT], "eval_every": 3})
     for more in options:
-        with make_group(checkpoint, optimizer=ADAMW) as group:
-            group.call(lambda: torch.manual_seed(5) and None)
-            report = fit(group, parquet, shuffle=True, epochs=2, collate=noisy_collate(), **more)
-            losses.append(report.history["loss"])
+        fresh.load(checkpoint)
+        fresh.set_optimizer(ADAMW)
+        fresh.call(seed)
+        report = fit(fresh, parquet, shuffle=True, epochs=2, collate=noisy_collate(), **more)
+        losses.append(report.history["loss"])
     assert list(report.evaluations) == [3, 6, 9, 12, 15, 16]
     assert losses[1] == losses[0]
 
@@ -151,15 +157,15 @@ def test_an_early_stop_survives_a_resume(
     report = fit(fresh, parquet, **options, stop=EarlyStop("score", patience=2))
     assert (report.num_steps, report.stopped) == (10, "eval_score has not improved in 2 evaluations")
     assert report.saved == str(saves / "step-10")
-    with make_group(saves / "step-10", optimizer=ADAMW) as again:
-        done = fit(again, parquet, **options, stop=EarlyStop("score", patience=2), resume=True)
-        assert (done.num_steps, done.first_step, done.loss) == (10, 10, report.loss)
-        assert "no step was left to take; stopped: eval_score has not improved in 2" in str(done)
-        scored.path.write_text("0")
-        more = fit(again, parquet, **options, stop=EarlyStop("score", patience=4), resume=True)
-        assert more.num_steps == 14, "improved last after step 6; the fourth evaluation after that is that of step 14"
+    fresh.load(saves / "step-10")
+    done = fit(fresh, parquet, **options, stop=EarlyStop("score", patience=2), resume=True)
+    assert (done.num_steps, done.first_step, done.loss) == (10, 10, report.loss)
+    assert "no step was left to take; stopped: eval_score has not improved in 2" in str(done)
+    more = fit(fresh, parquet, **options, stop=EarlyStop("score", patience=4), resume=True)
+    assert more.num_steps == 14, "improved last after step 6; the fourth evaluation after that is that of step 14"
 
 
+@pytest.mark.full
 def test_they_survive_a_restart(checkpoint: Path, parquet: Path, rows: list[dict[str, Any]], tmp_path: Path) -> None:
     scored, saves = Scored(tmp_path / "score"), tmp_path / "saves"
     killer = Killer(9, 1)
