@@ -45,7 +45,7 @@ FLOORS = {
     "config": _floor(1, "torch", "frozen dataclasses: Sharding, Loading, Placement, Timeouts"),
     "batch": _floor(1, "torch numpy", "Split, PerRank, Out; rows dealt out over the ranks"),
     "checkpoint": _floor(1, "torch safetensors pyarrow", "what is in the files; byte readers; the safetensors writer"),
-    "data": _floor(2, "torch pyarrow numpy", "rows to train on: where they are, their order, who takes which"),
+    "data": _floor(2, "torch pyarrow numpy datasets", "rows to train on: where they are, their order, who takes which"),
     "outputs": _floor(2, "torch", "the ranks' outputs put together again, in row order"),
     "models": _floor(2, "torch transformers peft", "config.json or a callable → module on meta; keys, wrap plan"),
     "distributed": _floor(

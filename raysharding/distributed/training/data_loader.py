@@ -13,17 +13,20 @@ import torch
 import torch.distributed as dist
 
 from raysharding.batch import RankBatch
+from raysharding.checkpoint.storage import normal_path
 from raysharding.data import (
     BlockSource,
     Collate,
+    DataPath,
     KnownColumns,
     ParquetFiles,
-    ParquetPath,
     Position,
     Prefetch,
     Rows,
     StepBatch,
+    TextFiles,
     epoch_batches,
+    list_files,
     rank_batch,
 )
 from raysharding.distributed.comm import (
@@ -43,7 +46,7 @@ from raysharding.models import InputBounds
 class DataPlan:
     """Data of a run, and how to read it. Picklable; the same on every rank."""
 
-    source: Rows | ParquetPath
+    source: Rows | DataPath
     """Source of the rows."""
     batch_size: int
     """Rows of a step, over all ranks."""
@@ -271,14 +274,23 @@ class DistributedDataLoader:
                 yield self._rank_batch(batch.rows, batch.counts)
 
 
-def _opened(source: Rows | ParquetPath, whole: Sequence[str] | None) -> Rows:
+def _opened(source: Rows | DataPath, whole: Sequence[str] | None) -> Rows:
     """Open the source. Rank 0 lists the files for all ranks, whose listings could differ while files are written."""
-    if not isinstance(source, ParquetPath):
+    if not isinstance(source, DataPath):
+        with agreeing():  # a rank may be unable to load a dataset by its name
+            if isinstance(source, BlockSource):
+                source.block_rows  # noqa: B018
         return source
-    files = ParquetFiles.from_dict(from_rank_0(lambda: ParquetFiles.open(source, whole).as_dict()))
+    found = from_rank_0(partial(_open, source, whole))
+    files = ParquetFiles.from_dict(found) if "groups" in found else TextFiles.from_dict(found)
     with agreeing():  # the others would wait in the first step for a rank that cannot read the files
         files.check_seen()
     return files
+
+
+def _open(source: DataPath, whole: Sequence[str] | None) -> dict[str, Any]:
+    is_text = list_files(normal_path(source.path))[0].endswith((".jsonl", ".json", ".csv"))
+    return (TextFiles if is_text else ParquetFiles).open(source, whole).as_dict()
 
 
 def _layout(source: Rows) -> str:

@@ -53,7 +53,8 @@ def known_arguments(module: nn.Module, functions: Iterable[Callable[..., Any]]) 
         The names; `None` if any name is taken.
     """
     names: set[str] = set()
-    for function in (module, *functions):
+    all_functions: list[Callable[..., Any]] = [module, *functions]
+    for function in all_functions:
         parameters = _parameters(function)
         is_named = function is module and hasattr(module, "config") and hasattr(module, "get_input_embeddings")
         if parameters is None or (not is_named and any(one.kind is _ANY_NAME for one in parameters)):

@@ -64,7 +64,10 @@ class EvalOptions:
         if self.every is not None and (type(self.every) is not int or self.every < 1):
             raise ValueError(f"eval_every={self.every!r}: give a whole number, 1 or more")
         known = ["loss", *self.plan.metrics]
-        for option, metric in (("keep_best", self.keep_best), ("stop", self.stop and self.stop.metric)):
+        for option, metric in (
+            ("keep_best", self.keep_best),
+            ("stop", None if self.stop is None else self.stop.metric),
+        ):
             if metric is not None and direction(metric)[0].removeprefix("eval_") not in known:
                 raise ValueError(f"{option}={metric!r} is no metric of the evaluation, which has {', '.join(known)}")
 

@@ -247,4 +247,4 @@ def test_when_evaluations_end_a_run() -> None:
     assert EarlyStop("loss", 1, min_delta=0.5).is_over([3, 2.6])
     for bad in ({"patience": 0}, {"min_delta": -1}, {"min_delta": math.nan}):
         with pytest.raises(ValueError, match="EarlyStop"):
-            EarlyStop("loss", **bad)  # type: ignore[arg-type]
+            EarlyStop("loss", **bad)
