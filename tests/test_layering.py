@@ -334,7 +334,7 @@ def test_distributed_needs_no_transformers() -> None:
 def test_group_is_missing_only_when_used() -> None:
     code = """
 import raysharding
-for name in {*raysharding.__all__} - {"Call", "FitReport", "FitStep", "ShardedModelGroup"}:
+for name in {*raysharding.__all__} - {"Call", "EarlyStop", "FitReport", "FitStep", "ShardedModelGroup"}:
     getattr(raysharding, name)
 try:
     raysharding.ShardedModelGroup

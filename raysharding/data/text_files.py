@@ -141,29 +141,33 @@ def _as_text(types: Mapping[str, Any]) -> str:
 
 def _blocks(handle: Any, file: str) -> Iterator[tuple[int, bytes]]:
     """Yield first byte and contents of the blocks of a file, whole lines each."""
-    begin, rest = 0, b""
-    while True:
+    begin, rest, size = 0, b"", handle.size()
+    while begin < size:
         with reading(file):
             more = handle.read_at(_READ_BYTES, begin + len(rest))
-        data = rest + more
-        if not more and data and not data.endswith(b"\n"):
-            yield begin, data
-            return
-        start = 0
-        for end in _cuts(data, is_quoted=_is_csv(file)):
+        if not more:
+            raise DataError("became shorter while it was read", path=file)
+        data, start = rest + more, 0
+        for end in _cuts(data, is_quoted=_is_csv(file), is_last=begin + len(data) >= size):
             yield begin + start, data[start:end]
             start = end
         begin, rest = begin + start, data[start:]
-        if not more:
-            return
 
 
-def _cuts(data: bytes, *, is_quoted: bool) -> Iterator[int]:
-    """Yield the ends of the blocks of some bytes that begin with a line; the last line may be incomplete."""
+def _cuts(data: bytes, *, is_quoted: bool, is_last: bool) -> Iterator[int]:
+    """Yield the ends of the blocks of some bytes that begin with a line; the last line may be incomplete.
+
+    Args:
+        data: The bytes.
+        is_quoted: True if a newline in double quotes ends no line.
+        is_last: True at the end of the file, which ends a line.
+    """
     values = np.frombuffer(data, dtype=np.uint8)
     is_end = values == ord("\n")
-    if is_quoted:  # in a quoted value, a newline ends no row
+    if is_quoted:
         is_end &= np.cumsum(values == ord('"')) % 2 == 0
+    if is_last:
+        is_end[-1] = True
     ends = np.flatnonzero(is_end) + 1
     start = first = 0
     while first < len(ends):

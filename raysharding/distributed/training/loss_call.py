@@ -59,7 +59,8 @@ def known_arguments(module: nn.Module, functions: Iterable[Callable[..., Any]]) 
         is_named = function is module and hasattr(module, "config") and hasattr(module, "get_input_embeddings")
         if parameters is None or (not is_named and any(one.kind is _ANY_NAME for one in parameters)):
             return None
-        names |= {one.name for one in parameters if one.kind not in (_ANY_NAME, _ANY_POSITION)}
+        own = parameters if function is module else parameters[1:]  # the first is the output
+        names |= {one.name for one in own if one.kind not in (_ANY_NAME, _ANY_POSITION)}
     return frozenset(names)
 
 
