@@ -112,8 +112,9 @@ def test_what_is_no_data_is_named(tmp_path: Path, csv_file: Path) -> None:
             opened(tmp_path / name, whole=("input_ids",))
     with pytest.raises(DataError, match="has no column 'z': it has"):
         opened(csv_file, "z")
-    source = opened(csv_file)
-    csv_file.write_text(csv_file.read_text().replace("1\n", "\n", 1))
+    (tmp_path / "g.jsonl").write_text('{"x": 1}\n{"x": 2}\n')
+    source = opened(tmp_path / "g.jsonl")
+    (tmp_path / "g.jsonl").write_text('{"x": 1}\n        \n')
     with pytest.raises(DataError, match="was it written anew meanwhile"):
         rows_of(source)
 

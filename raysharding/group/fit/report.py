@@ -116,11 +116,12 @@ class FitReport:
                 f"this run ends with step {self.num_steps}, but the later one continues after step {later.first_step}: "
                 "give the report of the run that resumed this one"
             )
-        names = [name for name in self.history if name in later.history]
+        added = later.history or dict.fromkeys(self.history, ())  # `later` may have taken no step
+        names = [name for name in self.history if name in added]
         return replace(
             later,
             first_step=self.first_step,
-            history={name: (*self.history[name], *later.history[name]) for name in names},
+            history={name: (*self.history[name], *added[name]) for name in names},
             num_rows=self.num_rows + later.num_rows,
             num_tokens=self.num_tokens + later.num_tokens,
             seconds=self.seconds + later.seconds,

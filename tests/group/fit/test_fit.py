@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from raysharding import CheckpointError, DataError, EmptyBatchError, FitStep, GroupError, ShardedModelGroup
 from raysharding.group import GroupState
@@ -121,6 +121,22 @@ def as_dataset(parquet: Path, rows: list[dict[str, Any]]) -> Any:
     ])  # fmt: skip
 
 
+def test_epochs_count_the_whole_run(fresh: ShardedModelGroup, parquet: Path, rows: list[dict[str, Any]]) -> None:
+    expected = alone(fresh.state_dict(), rows, 3)
+    first = fit(fresh, parquet, epochs=2)
+    for epochs in (2, 1):
+        done = fit(fresh, parquet, epochs=epochs, resume=True)
+        assert (done.num_steps, done.first_step, done.history) == (16, 16, {})
+        assert done.loss == first.loss
+        assert str(done) == f"step 16, loss {first.loss:.4g}: no step was left to take"
+        assert first.then(done).history == first.history
+    told: list[FitStep] = []
+    more = fit(fresh, parquet, epochs=3, resume=True, callbacks=[told.append])
+    assert more.history["loss"] == pytest.approx(expected[16:], abs=1e-5)
+    assert {step.epoch for step in told} == {2}
+    assert first.then(more).loss == more.loss
+
+
 def written(folder: Path, rows: list[dict[str, Any]]) -> Path:
     """JSON Lines, in a folder that Hugging Face's `datasets` takes for a dataset."""
     folder.mkdir(exist_ok=True)
@@ -196,7 +212,7 @@ def test_what_cannot_be_fitted_is_refused(fresh: ShardedModelGroup, parquet: Pat
         ({"x": [1], "y": [1, 2]}, ValueError, "columns need the same number of rows"),
         (pa.table({"x": [1]}), TypeError, r"give its rows, table\.to_pylist"),
         ({1, 2}, TypeError, "whose order differs between processes"),
-        (DataLoader([1]), TypeError, "give its dataset, and batch_size="),
+        (DataLoader(TensorDataset(torch.ones(2))), TypeError, "give its dataset, and batch_size="),
         (datasets.DatasetDict({"train": 1, "test": 2}), TypeError, "give one of its splits, 'train', 'test'"),
         (f"{tmp_path}:dev", DataError, "load_dataset"),
         ("org/absent", DataError, "load_dataset"),
