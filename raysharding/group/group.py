@@ -624,30 +624,34 @@ class ShardedModelGroup:
         ends the run after the steps in progress, by a `CallCancelledError`; `shutdown` ends the run with the group.
 
         Args:
-            data: A `ray.data.Dataset`, whose blocks are computed once, in the object store; a Parquet file or a
-                directory of Parquet files, as a path or URI that all ranks' nodes can read; a list of rows, or any
-                object with `len` and `[number]`; a mapping of names to columns; an iterable that pickles, or a function
-                that returns one, which every rank iterates over completely. A row is usually a mapping of names to
-                numbers, lists or tensors.
+            data: A `ray.data.Dataset`, whose blocks are computed once, in the object store; a Parquet, JSON Lines or
+                CSV file, or a directory of such files, as a path or URI that all ranks' nodes can read; the name of a
+                dataset for Hugging Face's `datasets`, `"org/name"` (its split `train`) or `"name:split"`, that is no
+                path here, which every rank loads; a list of rows, or any object with `len` and `[number]`; a mapping of
+                names to columns; an iterable that pickles, or a function that returns one, which every rank iterates
+                over completely. A row is usually a mapping of names to numbers, lists or tensors.
             batch_size: Rows of a step, over all ranks. The last step of an epoch has the remaining rows.
             epochs: Number of passes over the data, including those before a resume: a run of `epochs=2` that ended, and
                 is resumed with `epochs=3`, takes one more pass, and with `epochs=2` no step.
             max_steps: Number of steps after which the run ends, including steps before a resume. Default: no limit.
             shuffle: True for a random order of the rows, which differs from epoch to epoch. In a list, single rows are
-                shuffled; in Parquet files and datasets, row groups or blocks are shuffled and their rows are shuffled
+                shuffled; in files and Ray datasets, row groups or blocks are shuffled and their rows are shuffled
                 in windows of 512, and every batch holds rows of as many places as it has rows. Not available for an
                 iterable.
             seed: Seed of the random order.
-            columns: Columns of Parquet files or datasets to read. Default: all.
+            columns: Columns of files or Ray datasets to read. Default: all.
             collate: Makes a batch of a list of rows: a mapping of the model's keyword arguments, a tuple of its
                 positional arguments, or one tensor, as transformers' data collators do. `collate` runs between the
-                steps. Default: rows are stacked column by column.
+                steps. Default: rows are stacked column by column; columns that neither the model's forward nor `loss`
+                names are dropped, and a line of the log says which (a forward with `**kwargs` of a class that is not of
+                transformers gets all columns but text).
             loss: As for `train_step`.
             eval_data: Data to evaluate between the steps, as for `data`, with the same `columns`, `collate`, `loss` and
                 `batch_size`. The evaluations are those of `evaluate`, and change no step of the run: neither its losses
                 nor its random numbers. Default: no evaluation.
             eval_every: Number of steps between two evaluations; one more is made at the end. Default: the end of each
-                epoch; of an iterable, whose length is not known, only the end of the run.
+                epoch; of an iterable, whose length is not known, only the end of the run, which may be found after its
+                last step was reported: callbacks then get that step once more, with the evaluation.
             metrics: Metrics of `eval_data`, as for `evaluate`. Results are in the report's `evaluations` and in the
                 `FitStep` of the step before the evaluation, as `eval_loss` and `eval_<name>`.
             keep_best: `"loss"` or a name in `metrics`: an evaluation with the best value so far is followed by a save,

@@ -215,7 +215,6 @@ def test_what_cannot_be_fitted_is_refused(fresh: ShardedModelGroup, parquet: Pat
         (DataLoader(TensorDataset(torch.ones(2))), TypeError, "give its dataset, and batch_size="),
         (datasets.DatasetDict({"train": 1, "test": 2}), TypeError, "give one of its splits, 'train', 'test'"),
         (f"{tmp_path}:dev", DataError, "load_dataset"),
-        ("org/absent", DataError, "load_dataset"),
     ):
         with pytest.raises(error, match=said):
             fit(fresh, data)

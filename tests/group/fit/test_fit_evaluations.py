@@ -121,11 +121,20 @@ def test_evaluations_change_no_step(
 
 
 def test_an_iterable_is_evaluated_at_its_end(fresh: ShardedModelGroup, rows: list[dict[str, Any]]) -> None:
-    told: list[FitStep] = []
-    report = fit(fresh, lambda: iter(rows), eval_data=rows[:3], callbacks=[told.append])
-    assert list(report.evaluations) == [8]
-    assert told[-1].metrics["eval_loss"] == report.evaluations[8]["eval_loss"]
-    assert told[-1].num_steps == 8
+    """Also where the ranks find the end in a call of their own, after the last step was reported."""
+
+    class Every:
+        every = 4
+
+        def __call__(self, step: FitStep) -> None:
+            pass
+
+    for more, numbers in (([], [*range(1, 9)]), ([Every()], [*range(1, 9), 8])):
+        told: list[FitStep] = []
+        report = fit(fresh, lambda: iter(rows), eval_data=rows[:3], callbacks=[told.append, *more])
+        assert list(report.evaluations) == [8]
+        assert told[-1].metrics["eval_loss"] == report.evaluations[8]["eval_loss"]
+        assert [step.num_steps for step in told] == numbers
 
 
 def test_the_best_save_is_kept(
