@@ -22,7 +22,7 @@ def loss(output: Any, target: Any, *, weight: Any = None) -> Any:
 
 
 def test_names_of_forward_and_loss() -> None:
-    assert known_arguments(nn.Linear(1, 1), [loss]) == {"input", "target", "weight"}
+    assert known_arguments(nn.Linear(1, 1), [loss]) == frozenset({"input", "target", "weight"})
     assert known_arguments(nn.Linear(1, 1), [loss, lambda output, **batch: output]) is None
     assert known_arguments(Anything(), []) is None
 
