@@ -26,6 +26,7 @@ __all__ = [
     "CallTimeoutError",
     "CheckpointError",
     "DataError",
+    "EarlyStop",
     "EmptyBatchError",
     "FitReport",
     "FitStep",

@@ -1,5 +1,5 @@
-"""Callbacks for `fit(callbacks=...)`: metrics for Ray, TensorBoard, Weights & Biases and MLflow."""
+"""For `fit`: `EarlyStop`, and callbacks that log to Ray, TensorBoard, Weights & Biases, MLflow and accelerate."""
 
-from raysharding.group.fit import MLflow, RayGauges, TensorBoard, WeightsAndBiases, figures
+from raysharding.group.fit import EarlyStop, MLflow, RayGauges, TensorBoard, Tracker, WeightsAndBiases, figures
 
-__all__ = ["MLflow", "RayGauges", "TensorBoard", "WeightsAndBiases", "figures"]
+__all__ = ["EarlyStop", "MLflow", "RayGauges", "TensorBoard", "Tracker", "WeightsAndBiases", "figures"]

@@ -295,8 +295,8 @@ class Loading:
     receiving them through a socket. Ranks that cannot map the buckets still use the socket. Default yes."""
     num_readers: int | None = None
     """Number of ranks that read the files and send to the others, spread over the nodes that see the files. Default:
-    rank 0 alone under `scatter` and `broadcast`, all ranks that see the files under `auto`, but fewer
-    of a checkpoint in a store whose tensors are small: a rank that read only its parts would send a request for each."""
+    rank 0 alone under `scatter` and `broadcast`; under `auto` all ranks that see the files, but fewer for small tensors
+    in a store, of which a rank that read only its own parts would request each part."""
     mmap: bool = False
     """On CPUs where every rank sees the files: map the shards to pages of the files, which are read at first use and
     copied on write. Tensors of another dtype, in several pieces, or with rows that the ranks do not divide are read as

@@ -49,7 +49,7 @@ FLOORS = {
     "checkpoint": _floor(
         1, "torch safetensors pyarrow huggingface_hub", "what is in the files; byte readers; the safetensors writer"
     ),
-    "data": _floor(2, "torch pyarrow numpy", "rows to train on: where they are, their order, who takes which"),
+    "data": _floor(2, "torch pyarrow numpy datasets", "rows to train on: where they are, their order, who takes which"),
     "outputs": _floor(2, "torch", "the ranks' outputs put together again, in row order"),
     "models": _floor(2, "torch transformers peft", "config.json or a callable → module on meta; keys, wrap plan"),
     "distributed": _floor(
@@ -340,7 +340,7 @@ def test_distributed_needs_no_transformers() -> None:
 def test_group_is_missing_only_when_used() -> None:
     code = """
 import raysharding
-for name in {*raysharding.__all__} - {"Call", "FitReport", "FitStep", "ShardedModelGroup"}:
+for name in {*raysharding.__all__} - {"Call", "EarlyStop", "FitReport", "FitStep", "ShardedModelGroup"}:
     getattr(raysharding, name)
 try:
     raysharding.ShardedModelGroup

@@ -3,11 +3,14 @@
 The batch of a step depends on data, batch size and seed, and not on the number of ranks; see `order.py`.
 """
 
-from raysharding.data.arrow_rows import ArrowRows
+from raysharding.data.arrow_rows import ArrowRows, TableReader
 from raysharding.data.batches import StepBatch, epoch_batches
-from raysharding.data.collate import Collate, default_collate, rank_batch
+from raysharding.data.collate import Collate, KnownColumns, default_collate, rank_batch
 from raysharding.data.column_kinds import check_whole, kind_of
-from raysharding.data.parquet import ParquetFiles, ParquetPath
+from raysharding.data.files import DataPath, list_files
+from raysharding.data.hub_rows import HubRows, hub_name
+from raysharding.data.parquet import ParquetFiles
 from raysharding.data.position import Position
 from raysharding.data.prefetch import Prefetch
 from raysharding.data.source import BlockSource, Reader, Rows, SequenceRows, Stream, rows_of
+from raysharding.data.text_files import TextFiles

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -32,6 +32,42 @@ def default_collate(rows: list[Any]) -> Any:
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"{_misfit(tensors) or error}; give collate= a function that makes a batch of rows, such as "
                          "transformers' DataCollatorWithPadding(tokenizer)") from error  # fmt: skip
+
+
+class KnownColumns:
+    """Collates by `default_collate`, without the columns of mappings that the model does not take."""
+
+    def __init__(self, known: Collection[str] | None) -> None:
+        """Begin with no column dropped.
+
+        Args:
+            known: Columns to keep; `None`: all but text, of which no tensor can be made.
+        """
+        self._known = known
+        self.dropped: tuple[str, ...] = ()
+        """Names of the columns that were dropped so far. Safe to read from any thread."""
+
+    def __call__(self, rows: list[Any]) -> Any:
+        """Collate rows.
+
+        Raises:
+            ValueError: No column is left, or as `default_collate` raises.
+        """
+        return default_collate([self._kept(row) if isinstance(row, Mapping) else row for row in rows])
+
+    def _kept(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        known = self._known
+        kept = {name: value for name, value in row.items() if _is_known(name, value, known)}
+        if not kept:
+            takes = "no text" if known is None else f"only {', '.join(sorted(known))}"
+            have = f"the rows have the columns {', '.join(row)}"
+            raise ValueError(f"{have}, and the model takes {takes}: rename columns, or give collate=")
+        self.dropped += tuple(name for name in row if name not in kept and name not in self.dropped)
+        return kept
+
+
+def _is_known(name: str, value: Any, known: Collection[str] | None) -> bool:
+    return name in known if known is not None else not isinstance(value, str)
 
 
 def _as_tensors(value: Any) -> Any:

@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, Self
 
 import numpy as np
 
-from raysharding.checkpoint.storage import DEFAULT_REMOTE, connect, is_remote, normal_path
+from raysharding.checkpoint.storage import normal_path
 from raysharding.data.arrow_rows import ArrowRows
 from raysharding.data.column_kinds import check_whole, kind_of
+from raysharding.data.files import DataPath, list_files, reading, shared_handle
 from raysharding.data.source import BlockSource, Reader
 from raysharding.errors import DataError
 
 _CHUNK_ROWS = 256
-_HANDLES = 32
 _BUFFER_BYTES = 1 << 16
-
-
-@dataclass(frozen=True)
-class ParquetPath:
-    """Parquet files that have not been opened."""
-
-    path: str
-    """A file, or a directory of `.parquet` files: a local path or a URI."""
-    columns: tuple[str, ...] | None = None
-    """Columns to read; `None` for all."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +35,7 @@ class ParquetFiles(BlockSource):
     _handles: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
-    def open(cls, source: ParquetPath, whole: Collection[str] | None = ()) -> Self:
+    def open(cls, source: DataPath, whole: Collection[str] | None = ()) -> Self:
         """List the files and read their footers. One rank calls this.
 
         Args:
@@ -60,7 +48,7 @@ class ParquetFiles(BlockSource):
                 column is missing, or a column of ids holds floats.
         """
         directory = normal_path(source.path)
-        found = cls(directory, _list(directory), (), source.columns)
+        found = cls(directory, list_files(directory), (), source.columns)
         groups: list[tuple[int, ...]] = []
         names: list[str] | None = None
         first: dict[str, str] = {}
@@ -137,7 +125,7 @@ class ParquetFiles(BlockSource):
         import pyarrow.parquet as parquet
 
         footer = self._footer(file)
-        with _said(file):
+        with reading(file):
             # Buffered: otherwise a reader holds whole column chunks, and there is a reader per row of a batch.
             return parquet.ParquetFile(self._handle(file), metadata=footer, pre_buffer=False, buffer_size=_BUFFER_BYTES)
 
@@ -145,17 +133,13 @@ class ParquetFiles(BlockSource):
         import pyarrow.parquet as parquet
 
         if file not in self._opened:
-            with _said(file):
+            with reading(file):
                 self._opened[file] = parquet.read_metadata(self._handle(file))
         return self._opened[file]
 
     def _handle(self, file: str) -> Any:
         """Return an open file that readers share; it is closed with its last reader."""
-        if file not in self._handles:
-            while len(self._handles) >= _HANDLES:
-                self._handles.pop(next(iter(self._handles)))
-            self._handles[file] = _connected(self.directory)[0].open_input_file(file)
-        return self._handles[file]
+        return shared_handle(self._handles, self.directory, file)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.as_dict()
@@ -187,7 +171,7 @@ class _GroupReader(Reader):
         """Advance by a number of rows; yield the range of rows in each chunk, while it is the current chunk."""
         while num_rows:
             if self._chunk is None or self._next == self._chunk.num_rows:
-                with _said(self._file):
+                with reading(self._file):
                     self._chunk, self._next = next(self._chunks, None), 0
                 if self._chunk is None:
                     raise DataError("ended before its last row: was it written anew meanwhile?", path=self._file)
@@ -202,44 +186,3 @@ class _GroupReader(Reader):
 
 def _group_rows(footer: Any) -> tuple[int, ...]:
     return tuple(footer.row_group(index).num_rows for index in range(footer.num_row_groups))
-
-
-def _list(directory: str) -> tuple[str, ...]:
-    """Return the paths of the Parquet files, sorted."""
-    import pyarrow.fs as arrow_fs
-
-    with _said(directory):
-        system, inside = _connected(directory)
-        info = system.get_file_info(inside)
-        if info.type == arrow_fs.FileType.File:
-            return (inside,)
-        if info.type == arrow_fs.FileType.NotFound:
-            raise DataError("is not there, as rank 0 sees it", path=directory)
-        found = system.get_file_info(arrow_fs.FileSelector(inside, recursive=True))
-    hidden = ("_", ".")
-    files = [one.path for one in found if one.is_file and one.path.endswith(".parquet")]
-    shown = [path for path in files if not path.rpartition("/")[2].startswith(hidden)]
-    if not shown:
-        raise DataError("holds no .parquet file", path=directory)
-    return tuple(sorted(shown))
-
-
-@lru_cache(maxsize=8)
-def _connected(directory: str) -> tuple[Any, str]:
-    """Return the file system of a directory, and the path inside the file system."""
-    if is_remote(directory):
-        return connect(directory, DEFAULT_REMOTE)
-    import pyarrow.fs as arrow_fs
-
-    return arrow_fs.LocalFileSystem(), directory
-
-
-@contextmanager
-def _said(path: str) -> Iterator[None]:
-    """Convert errors of pyarrow into a `DataError` that names the file."""
-    import pyarrow as arrow
-
-    try:
-        yield
-    except (OSError, arrow.ArrowException) as error:
-        raise DataError(f"cannot be read: {str(error).strip()}", path=path) from error

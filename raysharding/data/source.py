@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader
 
 
 class Reader(ABC):
@@ -119,11 +120,18 @@ def rows_of(data: Any) -> Rows:
         )
     if isinstance(data, set | frozenset):
         raise TypeError("data is a set, whose order differs between processes: give a list")
+    if isinstance(data, DataLoader):
+        raise TypeError(
+            "data is a DataLoader, whose batches are made in this process: give its dataset, and batch_size=, shuffle= "
+            "and collate= (its collate_fn); every rank then reads its own rows"
+        )
     if isinstance(data, Mapping):
+        if type(data).__name__ in ("DatasetDict", "IterableDatasetDict"):
+            raise TypeError(f"data is a {type(data).__name__}: give one of its splits, {', '.join(map(repr, data))}")
         return SequenceRows(_columns(data))
     if isinstance(data, torch.Tensor | np.ndarray) or (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         if isinstance(data, str | bytes):
-            raise TypeError(f"data={data[:40]!r} is text: give rows, or a path that ends in .parquet")
+            raise TypeError(f"data={data[:40]!r} is text: give rows, or a path")
         if len(data) == 0:
             raise ValueError("data has no rows")
         return SequenceRows(data)
@@ -135,8 +143,8 @@ def rows_of(data: Any) -> Rows:
     if callable(data) or isinstance(data, Iterable):
         return Stream(data)
     raise TypeError(
-        f"data is a {type(data).__name__}: give a ray.data.Dataset, a Parquet path, a list of rows, a mapping of names "
-        "to columns, an iterable of rows, or a function that returns one"
+        f"data is a {type(data).__name__}: give a ray.data.Dataset, a path, a list of rows, a mapping of names to "
+        "columns, an iterable of rows, or a function that returns one"
     )
 
 

@@ -2,7 +2,7 @@
 
 from raysharding.group.calls import Call, Handle
 from raysharding.group.cluster import NodeCapacity
-from raysharding.group.fit import FitReport, FitStep
+from raysharding.group.fit import EarlyStop, FitReport, FitStep
 from raysharding.group.group import ShardedModelGroup
 from raysharding.group.ranks import RankInfo
 from raysharding.group.supervision import GroupState, LiveView
@@ -12,6 +12,7 @@ NodeRoom = NodeCapacity
 
 __all__ = [
     "Call",
+    "EarlyStop",
     "FitReport",
     "FitStep",
     "GroupState",

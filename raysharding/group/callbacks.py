@@ -1,5 +1,5 @@
 """The old name of `raysharding.callbacks`."""
 
-from raysharding.group.fit import MLflow, RayGauges, TensorBoard, WeightsAndBiases, figures
+from raysharding.group.fit import EarlyStop, MLflow, RayGauges, TensorBoard, Tracker, WeightsAndBiases, figures
 
-__all__ = ["MLflow", "RayGauges", "TensorBoard", "WeightsAndBiases", "figures"]
+__all__ = ["EarlyStop", "MLflow", "RayGauges", "TensorBoard", "Tracker", "WeightsAndBiases", "figures"]

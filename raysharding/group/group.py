@@ -38,7 +38,6 @@ from raysharding.group.calls import (
     Call,
     Collect,
     FullStateDict,
-    LastValue,
     ProgressOption,
     UndoOnInterrupt,
     blocking,
@@ -58,7 +57,18 @@ from raysharding.group.cluster import (
     ranks_table,
     refuse_in_fork,
 )
-from raysharding.group.fit import Callback, DatasetHandle, FitLock, FitOptions, FitReport, FitRun, dataset_handle
+from raysharding.group.fit import (
+    Callback,
+    DatasetHandle,
+    EarlyStop,
+    FitLock,
+    FitOptions,
+    FitReport,
+    FitRun,
+    dataset_handle,
+    eval_options,
+    submit_evaluation,
+)
 from raysharding.group.launch import (
     GroupPlan,
     GroupSpec,
@@ -635,6 +645,11 @@ class ShardedModelGroup:
         columns: Sequence[str] | None = None,
         collate: Collate | None = None,
         loss: Callable[..., Any] | None = None,
+        eval_data: Any = None,
+        eval_every: int | None = None,
+        metrics: Mapping[str, Callable[..., Any]] | None = None,
+        keep_best: str | None = None,
+        stop: EarlyStop | None = None,
         max_grad_norm: float | None = None,
         gradient_accumulation_steps: int = 1,
         on_empty: Literal["skip", "raise"] = "skip",
@@ -664,24 +679,42 @@ class ShardedModelGroup:
         ends the run after the steps in progress, by a `CallCancelledError`; `shutdown` ends the run with the group.
 
         Args:
-            data: A `ray.data.Dataset`, whose blocks are computed once, in the object store; a Parquet file or a
-                directory of Parquet files, as a path or URI that all ranks' nodes can read; a list of rows, or any
-                object with `len` and `[number]`; a mapping of names to columns; an iterable that pickles, or a function
-                that returns one, which every rank iterates over completely. A row is usually a mapping of names to
-                numbers, lists or tensors.
+            data: A `ray.data.Dataset`, whose blocks are computed once, in the object store; a Parquet, JSON Lines or
+                CSV file, or a directory of such files, as a path or URI that all ranks' nodes can read; the name of a
+                dataset for Hugging Face's `datasets`, `"org/name"` (its split `train`) or `"name:split"`, that is no
+                path here, which every rank loads; a list of rows, or any object with `len` and `[number]`; a mapping of
+                names to columns; an iterable that pickles, or a function that returns one, which every rank iterates
+                over completely. A row is usually a mapping of names to numbers, lists or tensors.
             batch_size: Rows of a step, over all ranks. The last step of an epoch has the remaining rows.
-            epochs: Number of passes over the data.
+            epochs: Number of passes over the data, including those before a resume: a run of `epochs=2` that ended, and
+                is resumed with `epochs=3`, takes one more pass, and with `epochs=2` no step.
             max_steps: Number of steps after which the run ends, including steps before a resume. Default: no limit.
             shuffle: True for a random order of the rows, which differs from epoch to epoch. In a list, single rows are
-                shuffled; in Parquet files and datasets, row groups or blocks are shuffled and their rows are shuffled
+                shuffled; in files and Ray datasets, row groups or blocks are shuffled and their rows are shuffled
                 in windows of 512, and every batch holds rows of as many places as it has rows. Not available for an
                 iterable.
             seed: Seed of the random order.
-            columns: Columns of Parquet files or datasets to read. Default: all.
+            columns: Columns of files or Ray datasets to read. Default: all.
             collate: Makes a batch of a list of rows: a mapping of the model's keyword arguments, a tuple of its
                 positional arguments, or one tensor, as transformers' data collators do. `collate` runs between the
-                steps. Default: rows are stacked column by column.
+                steps. Default: rows are stacked column by column; columns that neither the model's forward nor `loss`
+                names are dropped, and a line of the log says which (a forward with `**kwargs` of a class that is not of
+                transformers gets all columns but text).
             loss: As for `train_step`.
+            eval_data: Data to evaluate between the steps, as for `data`, with the same `columns`, `collate`, `loss` and
+                `batch_size`. The evaluations are those of `evaluate`, and change no step of the run: neither its losses
+                nor its random numbers. Default: no evaluation.
+            eval_every: Number of steps between two evaluations; one more is made at the end. Default: the end of each
+                epoch; of an iterable, whose length is not known, only the end of the run, which may be found after its
+                last step was reported: callbacks then get that step once more, with the evaluation.
+            metrics: Metrics of `eval_data`, as for `evaluate`. Results are in the report's `evaluations` and in the
+                `FitStep` of the step before the evaluation, as `eval_loss` and `eval_<name>`.
+            keep_best: `"loss"` or a name in `metrics`: an evaluation with the best value so far is followed by a save,
+                which `keep_last` neither counts nor removes until a better one is saved; the report's `best` names it.
+                Larger values are better, except for names that end in `loss`; `"-wer"` says that smaller ones are.
+            stop: `EarlyStop(metric, patience)`: end the run when the metric of `eval_data` no longer improves. The
+                evaluations so far are in the run's saves, so that `keep_best` and `stop` continue after a restart or
+                resume. Default: all steps are taken.
             max_grad_norm: As for `train_step`.
             gradient_accumulation_steps: As for `train_step`: number of parts in which a batch is processed.
             on_empty: Action on a batch in which nothing counts, because all its labels are masked. `"skip"`: all ranks
@@ -701,10 +734,12 @@ class ShardedModelGroup:
                 later ones take the same script. Default False: a new run.
             callbacks: Callables that receive a `FitStep` for every step, on the thread of `fit`. Quick steps are
                 reported many at a time: the ranks, and every call that a callback makes on them, are at the state after
-                the last of these steps. The ranks take no steps during a callback. An error that a callback raises ends
-                the run, with the group READY, and `fit` raises it; if a call of the callback broke the group, the run
-                handles it like a step that broke the group. If a callback has a `close` method, the method is called at
-                the end.
+                the last of these steps. A callback with an attribute `every`, a number of steps, is only called with
+                steps that are multiples of it, and before the next step is taken: what it saves or computes is the
+                state after exactly that step. An evaluation comes before the callbacks, a save after them. The ranks
+                take no steps during a callback. An error that a callback raises ends the run, with the group READY, and
+                `fit` raises it; if a call of the callback broke the group, the run handles it like a step that broke
+                the group. If a callback has a `close` method, the method is called at the end.
             progress: True to show a bar, False for nothing. Default: a bar in a terminal or notebook; elsewhere, as in
                 a job's log, a line on stderr every 10 s or tenth of the run, and one at the end.
             save_on_signal: At SIGTERM, end the run after the steps in progress, save to `save_to`, and raise
@@ -722,7 +757,7 @@ class ShardedModelGroup:
             DataError: The data cannot be read, has no rows, or differs from the data of the run that is resumed. The
                 group is READY.
             CheckpointError: A save failed, also in the background (no later call raises that again), or `save_to` holds
-                the saves of another run.
+                the saves of another run, or a node cannot write to it, which is checked before the first step.
             CallCancelledError: `interrupt` ended the run.
             GroupError: Ranks failed more often than `max_restarts` allows, or another `fit` runs on the group.
         """
@@ -742,9 +777,13 @@ class ShardedModelGroup:
                 stall_s=self._client.timeouts.load_stall_s,
                 run=secrets.token_hex(8),
             )
-            plan = FitPlan(data_plan, loss, max_grad_norm, gradient_accumulation_steps, on_empty)
+            held_out = None if eval_data is None else self._dataset(eval_data, columns, collate)
+            evaluation = eval_options(held_out, data_plan, loss, eval_every, metrics, keep_best, stop)
+            eval_plan = None if evaluation is None else evaluation.plan
+            plan = FitPlan(data_plan, loss, max_grad_norm, gradient_accumulation_steps, on_empty, eval_plan)
             target = None if save_to is None else normal_path(os.fspath(save_to))
-            options = FitOptions(target, save_every, keep_last, async_save, resume, callbacks, progress, save_on_signal)
+            saves = target, save_every, keep_last, async_save, resume
+            options = FitOptions(*saves, callbacks, progress, save_on_signal, evaluation)
             files = self.save, self._restart, self._load
             return FitRun(lambda: self._running, plan, dataset, options, self._fits, *files).run()
 
@@ -806,9 +845,8 @@ class ShardedModelGroup:
             stall_s=self._client.timeouts.load_stall_s,
         )
         plan = EvaluationPlan(data_plan, loss, with_loss, dict(metrics or {}))
-        last = LastValue()
         dataset.pin(members)
-        call = self._client.submit_same("evaluate", plan, keep_step=last.keep, collect=Collect(last.collect))
+        call = submit_evaluation(self._client, plan)
         call.when_done(lambda _: dataset.unpin(members))
         return call.keep_alive(self)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -12,8 +13,9 @@ import torch
 from raysharding.batch import RankBatch
 from raysharding.checkpoint import is_checkpoint, is_left_over, newest_save
 from raysharding.checkpoint.storage import join_path, storage_of
+from raysharding.checkpoint.writing import check_writable
 from raysharding.data import Position
-from raysharding.distributed.comm import agree, from_rank_0, to_host
+from raysharding.distributed.comm import agree, agreeing, from_rank_0, to_host
 from raysharding.distributed.fully_shard import clip_grad_norm_
 from raysharding.distributed.optim import Schedule, attach_schedule, make_optimizer
 from raysharding.distributed.saving import (
@@ -21,6 +23,8 @@ from raysharding.distributed.saving import (
     has_optimizer_state,
     load_training,
     position_of,
+    random_state,
+    restore_random_state,
 )
 from raysharding.distributed.training import (
     Evaluation,
@@ -67,6 +71,8 @@ class FitSteps:
     """The run's position after these steps."""
     is_over: bool
     """True if no steps are left."""
+    dropped: tuple[str, ...] = ()
+    """Columns of the data that this rank has dropped so far, since the model does not take them."""
 
 
 class Trainer:
@@ -255,7 +261,7 @@ class Trainer:
         Raises:
             ValueError: No optimizer is set, or there is no run to resume.
             DataError: On every rank: the data cannot be read, or is not the data that the run used before.
-            CheckpointError: On every rank: `save_to` holds the saves of another run.
+            CheckpointError: On every rank: `save_to` holds the saves of another run, or a node cannot write to it.
         """
         self._require_optimizer("fit")
         with self._status.running("fit", "fit"):
@@ -267,12 +273,16 @@ class Trainer:
                 raise ValueError(
                     "resume=True, but there is no run to resume: load a checkpoint that fit saved, or leave out resume"
                 )
-            self._fit = Fit(plan, self._status.device, found, InputBounds.of(self._status.module))
+            module = self._status.module
+            self._fit = Fit(plan, self._status.device, found, InputBounds.of(module), module)
             self.position = self._fit.position
             self._saves_async = async_save
             if save_to is not None:
                 here = self.position
                 from_rank_0(lambda: _check_own_saves(save_to, here))
+                with agreeing():  # before the first step, not at the first save
+                    if self._status.local_rank == 0:
+                        check_writable(save_to)
             return FitStart(self.position, self._fit.data_loader.total_steps, self._status.is_saved)
 
     def latest_save(self, save_to: str) -> tuple[str, bool] | None:
@@ -308,21 +318,35 @@ class Trainer:
         optimizer = self._require_optimizer("fit")
         assert self._fit is not None, "fit_begin comes before fit_steps"
         steps: list[StepMetrics] = []
+        loader = self._fit.data_loader
         for _ in range(num_steps):
             with self._status.running("train_step", "fit_step"):
                 self._status.forget_gradients()
                 step_metrics = self._fit.step(self._status.module, optimizer)
                 self.position = self._fit.position
             if step_metrics is None:
-                return FitSteps(tuple(steps), self.position, is_over=True)
+                return FitSteps(tuple(steps), self.position, is_over=True, dropped=loader.dropped)
             steps.append(step_metrics)
             if self._saves_async:
                 self._status.saver.prepare(self._status.module, optimizer, stall_s=self._status.stall_s)
                 self._saves_async = False
-        return FitSteps(tuple(steps), self._fit.position, is_over=False)
+        return FitSteps(tuple(steps), self._fit.position, is_over=False, dropped=loader.dropped)
+
+    def note_evaluation(self, evaluation: Mapping[str, Any]) -> None:
+        """Add an evaluation to the run's position, which the run's saves hold. No collective.
+
+        Args:
+            evaluation: See `Position.evaluations`.
+        """
+        assert self._fit is not None, "fit_begin comes before note_evaluation"
+        where = self._fit.position
+        self.position = replace(where, evaluations=(*where.evaluations, evaluation))
+        self._fit.data_loader.position = self.position
 
     def evaluate(self, plan: EvaluationPlan) -> Iterator[dict[str, float] | None]:
         """Compute loss and metrics over data; see `distributed.training.evaluate`. Collective.
+
+        Random generators have the same state after the evaluation as before, so that a run's steps do not depend on it.
 
         A rank that stops iterating before the end leaves the others waiting in a forward.
 
@@ -333,11 +357,13 @@ class Trainer:
             `None` after every few batches; at the end, the values.
         """
         with self._status.running("forward", "evaluate"):
-            run = Evaluation(plan, self._status.device, InputBounds.of(self._status.module))
+            module = self._status.module
+            run = Evaluation(plan, self._status.device, InputBounds.of(module), module)
+        generators = _Generators()
         try:
             is_over = False
             while not is_over:
-                with self._status.running("forward", "evaluate"):
+                with self._status.running("forward", "evaluate"), generators.used():
                     is_over = not all(run.step(self._status.module) for _ in range(_BATCHES_A_STEP))
                     values = run.values() if is_over else None
                 yield values
@@ -351,6 +377,25 @@ class Trainer:
         self._fit.data_loader.close()
         self._fit = None
         return self.position
+
+
+class _Generators:
+    """Random generators of an evaluation, which other calls do not advance, and which advances none of theirs."""
+
+    def __init__(self) -> None:
+        self._own: Mapping[str, Any] | None = None
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Return a context in which this process's generators are those of the evaluation."""
+        outer = random_state()
+        if self._own is not None:
+            restore_random_state(self._own)
+        try:
+            yield
+        finally:
+            self._own = random_state()
+            restore_random_state(outer)
 
 
 def _agreed(position: Position | None) -> Position | None:

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raysharding.data import ParquetFiles, ParquetPath, default_collate, epoch_batches
+from raysharding.data import DataPath, ParquetFiles, default_collate, epoch_batches
 from raysharding.errors import DataError
 from tests.s3 import S3Server, s3, s3_server
 
@@ -47,7 +47,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 def opened(path: Path | str, *columns: str) -> ParquetFiles:
-    return ParquetFiles.open(ParquetPath(str(path), columns or None))
+    return ParquetFiles.open(DataPath(str(path), columns or None))
 
 
 def rows_of(source: ParquetFiles, batch_size: int = 7, **options: Any) -> list[dict[str, Any]]:
@@ -110,7 +110,7 @@ def test_many_lanes_share_a_file(tmp_path: Path) -> None:
     [
         (lambda folder: folder / "absent.parquet", "is not there, as rank 0 sees it"),
         (lambda folder: folder / "notes.txt", "cannot be read: .*Parquet"),
-        (lambda folder: (folder / "empty").mkdir() or folder / "empty", "holds no .parquet file"),
+        (lambda folder: (folder / "empty").mkdir() or folder / "empty", "holds no .parquet, .jsonl, .csv, .json file"),
     ],
 )
 def test_what_is_no_data_is_named(directory: Path, make: Any, said: str) -> None:
@@ -144,7 +144,7 @@ def test_later_files_of_other_types_are_refused_by_column(tmp_path: Path) -> Non
         with pytest.raises(DataError, match=f"c.parquet: the column 'ids' holds {kind}, but lists of whole numbers in"):
             opened(tmp_path)
         assert len(rows_of(opened(tmp_path, "label"))) == 3, "a column that nobody reads may hold anything"
-        any_types = ParquetFiles.open(ParquetPath(str(tmp_path)), None)
+        any_types = ParquetFiles.open(DataPath(str(tmp_path)), None)
         assert len(rows_of(any_types)) == 3, "a collate function may make anything of a column"
 
 
@@ -166,8 +166,8 @@ def test_floats_where_the_model_takes_ids_are_refused_by_column(tmp_path: Path) 
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.table({"input_ids": pa.array([[1.0, 2.0]]), "pixel_values": pa.array([[0.5]])}), path)
     with pytest.raises(DataError, match="the column 'input_ids' holds lists of floats, and the model takes ids"):
-        ParquetFiles.open(ParquetPath(str(path)), ["input_ids", "labels"])
-    ParquetFiles.open(ParquetPath(str(path), ("pixel_values",)), ["input_ids", "labels"])
+        ParquetFiles.open(DataPath(str(path)), ["input_ids", "labels"])
+    ParquetFiles.open(DataPath(str(path), ("pixel_values",)), ["input_ids", "labels"])
 
 
 @pytest.mark.parametrize("nulls", [(None, 1), (1, None), (None, None), ([1, None], [1, 2])])

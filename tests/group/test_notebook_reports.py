@@ -16,7 +16,7 @@ from tests.group.fit.test_report import parsed
 
 def cells(report: Any) -> tuple[str | None, list[list[str | None]]]:
     """Title, and rows of all tables."""
-    data, _ = DisplayFormatter().format(report)  # type: ignore[no-untyped-call]
+    data, _ = DisplayFormatter().format(report)
     shown: ElementTree.Element = parsed(data["text/html"])
     return shown[0].text, [[cell.text for cell in row] for row in shown.iter("tr")]
 

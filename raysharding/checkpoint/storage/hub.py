@@ -330,7 +330,7 @@ def _hub_errors(path: HubPath) -> Iterator[None]:
         if status in (408, 429) or status >= 500:
             raise OSError(f"the hub answered with HTTP status {status}") from error
         raise CheckpointError(_refusal(path, error, status), path=path.uri) from error
-    except errors.HTTPError as error:  # type: ignore[attr-defined]  # of httpx: no connection, no answer in time
+    except errors.HTTPError as error:  # of httpx: no connection, no answer in time
         raise OSError(f"the hub does not answer ({type(error).__name__})") from error
 
 

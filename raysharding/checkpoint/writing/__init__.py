@@ -2,6 +2,7 @@
 
 from raysharding.checkpoint.writing.commit import (
     check_destination,
+    check_writable,
     commit_files,
     commit_staging,
     create_staging,

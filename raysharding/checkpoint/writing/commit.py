@@ -139,6 +139,28 @@ def check_destination(final: str | os.PathLike[str], *, overwrite: bool) -> None
         raise CheckpointError(what, path=path)
 
 
+def check_writable(directory: str) -> None:
+    """Create a directory of saves if it is missing, and write and remove a small file in it.
+
+    Args:
+        directory: A normal path or URI.
+
+    Raises:
+        CheckpointError: This process cannot write there.
+    """
+    probe = join_path(directory, f".raysharding-probe-{new_token()}")
+    if is_remote(directory):
+        storage = remote_storage(DEFAULT_REMOTE)
+        storage.put(probe, b"probe")
+        storage.remove_file(probe)
+        return
+    with os_errors("cannot be written to", directory):
+        os.makedirs(directory, exist_ok=True)
+        with open(probe, "wb") as file:
+            file.write(b"probe")
+        os.unlink(probe)
+
+
 def create_staging(final: str | os.PathLike[str], *, overwrite: bool, token: str | None = None) -> str:
     """Create the staging directory for `final`, and the parents of `final`. One rank calls this.
 

@@ -28,7 +28,7 @@ def check_numbered(path: str | os.PathLike[str]) -> None:
         raise ValueError(f"keep_last keeps saves by the number in their names, and {os.fspath(path)!r} has none")
 
 
-def remove_older(path: str | os.PathLike[str], keep_last: int) -> None:
+def remove_older(path: str | os.PathLike[str], keep_last: int, spare: str | None = None) -> None:
     """Remove saves beside `path` whose names differ from its in the last number alone, the smallest numbers first.
 
     A path that is not a save of ours (it lacks a manifest), is a symlink, has a larger number, or cannot be removed,
@@ -38,11 +38,13 @@ def remove_older(path: str | os.PathLike[str], keep_last: int) -> None:
     Args:
         path: The latest save, a path or a normal URI, which stays.
         keep_last: Number of saves to keep, including that one; 1 or more.
+        spare: A save that stays and does not count: a run's best. Default: none.
     """
     parent, name = _parted(path)
     own = _split(name)
     assert own is not None, "check_numbered comes first"
-    older = [old for number, old in _alike(parent, own) if number < own[1]]
+    spared = None if spare is None else join_path(*_parted(spare))
+    older = [old for number, old in _alike(parent, own) if number < own[1] and old != spared]
     for old in older[: max(0, len(older) + 1 - keep_last)]:
         _remove_or_warn(remove_objects if is_remote(old) else remove_checkpoint, old, path)
 

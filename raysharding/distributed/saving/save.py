@@ -382,7 +382,10 @@ class Save:
         commit_staging(self.staging, where.path, overwrite=where.overwrite)
         remove_left_overs(where.path)
         if where.keep_last is not None:
-            remove_older(where.path, where.keep_last)
+            training = self.contents.training
+            position = None if training is None else training["position"]
+            best = None if position is None else Position.from_dict(position).best
+            remove_older(where.path, where.keep_last, spare=best)
 
     def discard(self, error: BaseException) -> None:
         """Remove the written files, on rank 0; a failure to do so becomes a note on `error`."""

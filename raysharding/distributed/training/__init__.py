@@ -1,7 +1,7 @@
 """Training steps, forward, generation, evaluation and fit, equal to those of one process on all rows."""
 
 from raysharding.distributed.training.data_loader import DataPlan
-from raysharding.distributed.training.evaluate import Evaluation, EvaluationPlan
+from raysharding.distributed.training.evaluate import Evaluation, EvaluationPlan, Metric
 from raysharding.distributed.training.fit import Fit, FitPlan, StepMetrics
 from raysharding.distributed.training.forward import Forwarding
 from raysharding.distributed.training.generate import check_generation, generate

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
@@ -12,17 +13,20 @@ import torch
 import torch.distributed as dist
 
 from raysharding.batch import RankBatch
+from raysharding.checkpoint.storage import normal_path
 from raysharding.data import (
     BlockSource,
     Collate,
+    DataPath,
+    KnownColumns,
     ParquetFiles,
-    ParquetPath,
     Position,
     Prefetch,
     Rows,
     StepBatch,
-    default_collate,
+    TextFiles,
     epoch_batches,
+    list_files,
     rank_batch,
 )
 from raysharding.distributed.comm import (
@@ -42,7 +46,7 @@ from raysharding.models import InputBounds
 class DataPlan:
     """Data of a run, and how to read it. Picklable; the same on every rank."""
 
-    source: Rows | ParquetPath
+    source: Rows | DataPath
     """Source of the rows."""
     batch_size: int
     """Rows of a step, over all ranks."""
@@ -108,6 +112,7 @@ class DistributedDataLoader:
         device: torch.device,
         position: Position | None = None,
         bounds: InputBounds | None = None,
+        known: Collection[str] | None = None,
     ) -> None:
         """Open the data; collective.
 
@@ -116,6 +121,8 @@ class DistributedDataLoader:
             device: Device of the module.
             position: Position to resume at; `None` for the beginning.
             bounds: Valid ids of the model; another id would raise only on the rank that holds it.
+            known: Columns of the rows that the model takes; others are dropped, unless the plan has a `collate`.
+                `None`: all but text.
 
         Raises:
             DataError: On every rank, if the data is unreadable, or differs from the data of `position`.
@@ -129,7 +136,8 @@ class DistributedDataLoader:
         layout = _layout(self._source) if plan.shuffle else ""
         begun = Position(0, 0, 0, plan.batch_size, plan.shuffle, plan.seed, num_rows, layout, plan.run)
         self.position = begun if position is None else _checked(position, begun)
-        self._rank_batch = partial(rank_batch, plan.collate or default_collate, dist.get_rank())
+        self._columns = KnownColumns(known)
+        self._rank_batch = partial(rank_batch, plan.collate or self._columns, dist.get_rank())
         self._ahead: Prefetch[StepBatch | RankBatch | None] | None = None
         # One more batch is held between the steps.
         self._depth = plan.prefetch if plan.collate is not None else max(1, plan.prefetch - 1)
@@ -146,6 +154,11 @@ class DistributedDataLoader:
         left = (self._plan.epochs - self.position.epoch) * in_epoch - self.position.step
         total = self.position.num_steps + max(left, 0)
         return total if self._plan.max_steps is None else min(total, self._plan.max_steps)
+
+    @property
+    def dropped(self) -> tuple[str, ...]:
+        """Columns that this rank has dropped so far."""
+        return self._columns.dropped
 
     def close(self) -> None:
         """Stop reading ahead. Not collective: a pending vote completes unobserved."""
@@ -185,10 +198,15 @@ class DistributedDataLoader:
         self.close()
         return None
 
-    def advance(self) -> None:
-        """Move the position past the batch."""
+    def advance(self, loss: float = math.nan) -> None:
+        """Move the position past the batch.
+
+        Args:
+            loss: Loss of the batch; NaN without one.
+        """
         where = self.position
-        self.position = replace(where, step=where.step + 1, num_steps=where.num_steps + 1)
+        last = loss if math.isfinite(loss) else where.loss
+        self.position = replace(where, step=where.step + 1, num_steps=where.num_steps + 1, loss=last)
 
     def _taken(self, *, wait: bool) -> _Taken | None:
         """Take the next batch of the epoch; `None` if it is not ready and `wait` is False."""
@@ -256,14 +274,23 @@ class DistributedDataLoader:
                 yield self._rank_batch(batch.rows, batch.counts)
 
 
-def _opened(source: Rows | ParquetPath, whole: Sequence[str] | None) -> Rows:
+def _opened(source: Rows | DataPath, whole: Sequence[str] | None) -> Rows:
     """Open the source. Rank 0 lists the files for all ranks, whose listings could differ while files are written."""
-    if not isinstance(source, ParquetPath):
+    if not isinstance(source, DataPath):
+        with agreeing():  # a rank may be unable to load a dataset by its name
+            if isinstance(source, BlockSource):
+                source.block_rows  # noqa: B018
         return source
-    files = ParquetFiles.from_dict(from_rank_0(lambda: ParquetFiles.open(source, whole).as_dict()))
+    found = from_rank_0(partial(_open, source, whole))
+    files = ParquetFiles.from_dict(found) if "groups" in found else TextFiles.from_dict(found)
     with agreeing():  # the others would wait in the first step for a rank that cannot read the files
         files.check_seen()
     return files
+
+
+def _open(source: DataPath, whole: Sequence[str] | None) -> dict[str, Any]:
+    is_text = list_files(normal_path(source.path))[0].endswith((".jsonl", ".json", ".csv"))
+    return (TextFiles if is_text else ParquetFiles).open(source, whole).as_dict()
 
 
 def _layout(source: Rows) -> str:

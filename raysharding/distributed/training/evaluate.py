@@ -15,7 +15,7 @@ from raysharding.distributed.comm import agreeing, metadata_device, to_host
 from raysharding.distributed.fully_shard import module_mode, recovering, reshard, unwrapped
 from raysharding.distributed.training.data_loader import DataPlan, DistributedDataLoader
 from raysharding.distributed.training.loss import loss_share
-from raysharding.distributed.training.loss_call import LossFunction, call_loss
+from raysharding.distributed.training.loss_call import LossFunction, call_on_output, known_arguments
 from raysharding.distributed.training.step import Accumulation
 from raysharding.models import InputBounds
 
@@ -41,10 +41,18 @@ class EvaluationPlan:
 class Evaluation:
     """An evaluation. Every rank makes one with the same plan, and takes the same steps."""
 
-    def __init__(self, plan: EvaluationPlan, device: torch.device, bounds: InputBounds | None = None) -> None:
-        """Open the data; collective. See `DistributedDataLoader`."""
+    def __init__(
+        self,
+        plan: EvaluationPlan,
+        device: torch.device,
+        bounds: InputBounds | None = None,
+        module: nn.Module | None = None,
+    ) -> None:
+        """Open the data; collective. See `DistributedDataLoader` and `Fit`."""
         self._plan = plan
-        self.data_loader = DistributedDataLoader(plan.data, device, bounds=bounds)
+        functions = [*plan.metrics.values(), *([plan.loss] if plan.loss else [])]
+        known = None if module is None else known_arguments(module, functions)
+        self.data_loader = DistributedDataLoader(plan.data, device, bounds=bounds, known=known)
         self._loss = Accumulation()
         # Sum and count of each metric, then rows: summed on each rank, and over the ranks by `values`.
         self._sums = torch.zeros(2 * len(plan.metrics) + 1, dtype=torch.float64)
@@ -108,7 +116,7 @@ class Evaluation:
 
 
 def _sum_and_count(name: str, metric: Metric, output: Any, batch: RankBatch) -> torch.Tensor:
-    found: Any = call_loss(metric, output, batch.args, batch.kwargs)
+    found: Any = call_on_output(metric, output, batch.args, batch.kwargs)
     if not isinstance(found, tuple) or len(found) != 2:
         raise ValueError(f"metrics[{name!r}] returned a {type(found).__name__}: return (sum, count) over its rows")
     return torch.tensor([float(found[0]), float(found[1])], dtype=torch.float64)

@@ -15,7 +15,8 @@ from raysharding.data import Position
 from raysharding.distributed.fully_shard import is_recoverable
 from raysharding.distributed.optim import learning_rate
 from raysharding.distributed.training.data_loader import DataPlan, DistributedDataLoader, check_whole
-from raysharding.distributed.training.loss_call import LossFunction
+from raysharding.distributed.training.evaluate import Evaluation, EvaluationPlan
+from raysharding.distributed.training.loss_call import LossFunction, known_arguments
 from raysharding.distributed.training.step import train_step
 from raysharding.errors import EmptyBatchError
 from raysharding.models import InputBounds
@@ -35,6 +36,8 @@ class FitPlan:
     """See `train_step`."""
     on_empty: Literal["skip", "raise"] = "skip"
     """Action on a batch without counted items: all ranks skip it, or the run ends."""
+    evaluation: EvaluationPlan | None = None
+    """Evaluation that the driver asks for between steps; its data is opened once before the first step."""
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -70,10 +73,22 @@ class Fit:
         device: torch.device,
         position: Position | None = None,
         bounds: InputBounds | None = None,
+        module: nn.Module | None = None,
     ) -> None:
-        """Open the data; collective. See `DistributedDataLoader`."""
+        """Open the data; collective. See `DistributedDataLoader`.
+
+        Args:
+            plan: The run.
+            device: Device of the module.
+            position: Position to resume at; `None` for the beginning.
+            bounds: See `DistributedDataLoader`.
+            module: The root module, by whose forward columns are dropped; `None`: only text is.
+        """
         self._plan = plan
-        self.data_loader = DistributedDataLoader(plan.data, device, position, bounds)
+        known = None if module is None else known_arguments(module, [plan.loss] if plan.loss else [])
+        self.data_loader = DistributedDataLoader(plan.data, device, position, bounds, known)
+        if plan.evaluation is not None:  # raises now, not after an epoch
+            Evaluation(plan.evaluation, device, bounds).data_loader.close()
 
     @property
     def position(self) -> Position:
@@ -115,7 +130,7 @@ class Fit:
             self.data_loader.advance()
             nothing = {"loss": math.nan, "grad_norm": math.nan, **learning_rate(optimizer)}
             return StepMetrics(nothing, self.position.epoch, 0, 0, wait_s, str(error))
-        self.data_loader.advance()
+        self.data_loader.advance(metrics["loss"])
         return StepMetrics(metrics, self.position.epoch, batch.num_rows or 0, _num_tokens(batch), wait_s)
 
 

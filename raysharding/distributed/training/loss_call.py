@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 LossFunction = Callable[..., Any]
-"""`loss(output, ...)`: see `call_loss` for the arguments, `loss.loss_share` for what it returns."""
+"""`loss(output, ...)`: see `call_on_output` for the arguments, `loss.loss_share` for what it returns."""
 
 _ANY_NAME = inspect.Parameter.VAR_KEYWORD
 _ANY_POSITION = inspect.Parameter.VAR_POSITIONAL
@@ -39,6 +39,31 @@ def position_of(function: Callable[..., Any], name: str) -> int | None:
     return names.index(name) if name in names else None
 
 
+def known_arguments(module: nn.Module, functions: Iterable[Callable[..., Any]]) -> frozenset[str] | None:
+    """Return the names of the arguments that a model, or one of the functions of its output, takes.
+
+    Models of transformers take `**kwargs`, too, for options of their attention: as transformers' Trainer does, only the
+    names in their signatures count.
+
+    Args:
+        module: The root module.
+        functions: Loss and metrics.
+
+    Returns:
+        The names; `None` if any name is taken.
+    """
+    names: set[str] = set()
+    all_functions: list[Callable[..., Any]] = [module, *functions]
+    for function in all_functions:
+        parameters = _parameters(function)
+        is_named = function is module and hasattr(module, "config") and hasattr(module, "get_input_embeddings")
+        if parameters is None or (not is_named and any(one.kind is _ANY_NAME for one in parameters)):
+            return None
+        own = parameters if function is module else parameters[1:]  # the first is the output
+        names |= {one.name for one in own if one.kind not in (_ANY_NAME, _ANY_POSITION)}
+    return frozenset(names)
+
+
 def _taken(parameters: list[inspect.Parameter] | None, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keyword arguments that a function with these parameters accepts."""
     if parameters is None or any(parameter.kind is _ANY_NAME for parameter in parameters):
@@ -56,13 +81,22 @@ def call_model(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
     return module(*args, **taken, **unknown)
 
 
+def call_on_output(function: Callable[..., Any], output: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Call `function(output, *args, **kwargs)` with the arguments of the call that it accepts.
+
+    Positional arguments are all passed if they fit beside the keyword arguments, else none. Keyword arguments are
+    passed by name, all of them if the function takes `**kwargs`.
+    """
+    parameters = _parameters(function)
+    taken = _taken(parameters, kwargs)
+    positional = args if _has_room(parameters, args, taken) else ()
+    return function(output, *positional, **taken)
+
+
 def call_loss(
     loss: LossFunction, output: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> torch.Tensor | tuple[torch.Tensor, float]:
-    """Call `loss(output, *args, **kwargs)` with the arguments of the call that it accepts.
-
-    Positional arguments are all passed if they fit beside the keyword arguments, else none. Keyword arguments are
-    passed by name, all of them if the loss takes `**kwargs`.
+    """Call a loss function by `call_on_output`, and check its result.
 
     Returns:
         A 0-dim tensor (the mean), or (0-dim tensor, count).
@@ -70,10 +104,7 @@ def call_loss(
     Raises:
         ValueError: The loss returned anything else.
     """
-    parameters = _parameters(loss)
-    taken = _taken(parameters, kwargs)
-    positional = args if _has_room(parameters, args, taken) else ()
-    result = loss(output, *positional, **taken)
+    result = call_on_output(loss, output, args, kwargs)
     if isinstance(result, tuple) and len(result) == 2:
         return _scalar(result[0], "the sum that the loss function returned"), float(result[1])
     return _scalar(result, "what the loss function returned")

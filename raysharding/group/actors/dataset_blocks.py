@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import ray
 
-from raysharding.data import ArrowRows, BlockSource, Reader
+from raysharding.data import BlockSource, Reader, TableReader
 from raysharding.errors import DataError
 
 _FETCH_S = 60.0
@@ -26,19 +26,6 @@ def pin(key: str, refs: Sequence[ray.ObjectRef] | None) -> None:
             _pinned.pop(key, None)
         else:
             _pinned[key] = refs
-
-
-class _TableReader(Reader):
-    def __init__(self, table: Any) -> None:
-        self._table, self._next = table, 0
-
-    def take(self, num_rows: int) -> Sequence[Any]:
-        part = self._table.slice(self._next, num_rows)
-        self._next += num_rows
-        return ArrowRows(part.to_batches())
-
-    def skip(self, num_rows: int) -> None:
-        self._next += num_rows
 
 
 @dataclass(frozen=True)
@@ -71,4 +58,4 @@ class DatasetBlocks(BlockSource):
             raise DataError(f"block {block} of the dataset did not arrive within {_FETCH_S:g} s") from None
         except ray.exceptions.RayError as error:
             raise DataError(f"block {block} of the dataset is lost: {error}") from error
-        return _TableReader(table if self.columns is None else table.select(list(self.columns)))
+        return TableReader(table if self.columns is None else table.select(list(self.columns)))

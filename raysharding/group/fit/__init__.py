@@ -1,6 +1,8 @@
 """The driver's part of a training run over data: steps, saves, restarts, callbacks, the report."""
 
-from raysharding.group.fit.callbacks import MLflow, RayGauges, TensorBoard, WeightsAndBiases, figures
+from raysharding.group.fit.callbacks import MLflow, RayGauges, TensorBoard, Tracker, WeightsAndBiases, figures
 from raysharding.group.fit.datasets import DatasetHandle, dataset_handle
+from raysharding.group.fit.early_stop import EarlyStop
+from raysharding.group.fit.evaluations import eval_options, submit_evaluation
 from raysharding.group.fit.report import FitReport, FitStep
 from raysharding.group.fit.run import Callback, FitLock, FitOptions, FitRun

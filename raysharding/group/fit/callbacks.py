@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 from ray.util.metrics import Gauge
@@ -11,11 +12,15 @@ from raysharding.group.fit.report import FitStep
 
 
 def figures(step: FitStep) -> dict[str, float]:
-    """Return the values that are logged for a step: its metrics (unless it was skipped), its epoch, and the rates."""
+    """Return the values that are logged for a step: its metrics, its epoch, and the rates.
+
+    Of a step that was skipped, only the metrics of an evaluation after it are.
+    """
     rates = {"epoch": float(step.epoch), "rows_per_s": step.rows_per_s}
     if step.num_tokens:
         rates["tokens_per_s"] = step.tokens_per_s
-    return rates if step.is_skipped else {**step.metrics, **rates}
+    kept = {name: one for name, one in step.metrics.items() if not step.is_skipped or name.startswith("eval_")}
+    return {**kept, **rates}
 
 
 class RayGauges:
@@ -42,8 +47,35 @@ class RayGauges:
         """Set the gauge `raysharding_fit_<name>`."""
         if name not in self._gauges:
             described = f"{name} of a raysharding run, after its last step"
-            self._gauges[name] = Gauge(f"raysharding_fit_{name}", described, tag_keys=("group",))
+            exported = re.sub(r"\W", "_", name)  # the user names metrics of evaluations
+            self._gauges[name] = Gauge(f"raysharding_fit_{exported}", described, tag_keys=("group",))
         self._gauges[name].set(value, tags=self._tags)
+
+
+class Tracker:
+    """Logs to a tracker of accelerate, such as `accelerate.tracking.CometMLTracker("project")`.
+
+    The classes below do the same for three trackers without accelerate.
+    """
+
+    def __init__(self, tracker: Any) -> None:
+        """Start the tracker, unless it is started.
+
+        Args:
+            tracker: An `accelerate.tracking.GeneralTracker`: its `log(values, step=...)` is called with each step, and
+                its `finish()` at the end of the run.
+        """
+        self._tracker = tracker
+        if getattr(tracker, "tracker", None) is None:  # trackers have one once they are started
+            tracker.start()
+
+    def __call__(self, step: FitStep) -> None:
+        """Log a step."""
+        self._tracker.log(figures(step), step=step.num_steps)
+
+    def close(self) -> None:
+        """End the tracker's run."""
+        self._tracker.finish()
 
 
 class TensorBoard:

@@ -9,12 +9,13 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import ray
 
 from raysharding.checkpoint.storage import normal_path
-from raysharding.data import ParquetPath, Rows, check_whole, kind_of, rows_of
+from raysharding.data import DataPath, Rows, check_whole, hub_name, kind_of, rows_of
 from raysharding.errors import DataError, GroupError
 from raysharding.group.actors import DatasetBlocks
 from raysharding.group.ranks import Member
@@ -27,7 +28,7 @@ _PIN_S = 30.0
 class DatasetHandle:
     """A data source for the ranks, and the references that the driver must keep while they read it."""
 
-    source: Rows | ParquetPath
+    source: Rows | DataPath
     """The source that the ranks read."""
     refs: tuple[ray.ObjectRef, ...] = ()
     """References to the blocks that the ranks must hold."""
@@ -71,13 +72,19 @@ def dataset_handle(
         DataError: The dataset cannot be computed, or has a column of floats that must hold integers.
     """
     chosen = None if columns is None else tuple(columns)
-    if isinstance(data, str | os.PathLike):
-        return DatasetHandle(ParquetPath(normal_path(os.fspath(data)), chosen))
+    named = hub_name(data) if isinstance(data, str) else None
+    if named is not None and find_spec("datasets") is None:
+        raise ValueError(
+            f"data={data!r} is not there, and to load it as a dataset of the Hugging Face hub, `datasets` is missing: "
+            "pip install 'raysharding[datasets]'; a path that only the ranks see must be absolute"
+        )
+    if isinstance(data, str | os.PathLike) and named is None:
+        return DatasetHandle(DataPath(normal_path(os.fspath(data)), chosen))
     if "ray.data" in sys.modules and isinstance(data, sys.modules["ray.data"].Dataset):
         return _blocks(data, chosen, timeout_s, whole)
     if chosen is not None:
-        raise ValueError(f"columns={columns!r}: only columns of Parquet files and Ray datasets can be chosen; omit it")
-    return DatasetHandle(rows_of(data))
+        raise ValueError(f"columns={columns!r}: only columns of files and Ray datasets can be chosen; omit it")
+    return DatasetHandle(rows_of(data if named is None else named))
 
 
 def _blocks(dataset: Any, columns: tuple[str, ...] | None, timeout_s: float, whole: Collection[str]) -> DatasetHandle:

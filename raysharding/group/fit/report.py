@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,8 @@ class FitStep:
     epoch: int
     """Number of epochs that were complete when the step was taken."""
     metrics: Mapping[str, float]
-    """`loss`, `grad_norm`, and `lr` if there is a schedule."""
+    """`loss`, `grad_norm`, and `lr` if there is a schedule; after a step that is followed by an evaluation also
+    `eval_loss` and `eval_<metric>`."""
     num_rows: int
     """Rows of the step, over all ranks."""
     num_tokens: int
@@ -40,6 +42,18 @@ class FitStep:
     def __str__(self) -> str:
         rate = f"{self.tokens_per_s:,.0f} tokens/s" if self.num_tokens else f"{self.rows_per_s:,.1f} rows/s"
         return f"step {self.num_steps}, epoch {self.epoch}, loss {self.metrics['loss']:.4g}, {rate}"
+
+
+@dataclass(frozen=True)
+class BestSave:
+    """The save of a run's best evaluation."""
+
+    path: str
+    """Path of the save."""
+    step: int
+    """Number of steps of the run at that evaluation."""
+    value: float
+    """Value of the metric that `keep_best` names."""
 
 
 @dataclass(frozen=True)
@@ -69,13 +83,22 @@ class FitReport:
     """Path of the last save; `None` without saves."""
     skipped: tuple[int, ...] = ()
     """Numbers of the steps whose batch had nothing that counts, so that no update was taken."""
+    evaluations: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    """Number of steps → `eval_loss` and `eval_<metric>`, for each evaluation that `fit` made."""
+    best: BestSave | None = None
+    """The save with the best evaluation of the whole run; `None` without `keep_best`."""
+    stopped: str | None = None
+    """Why the run ended before its last step; `None` if it did not."""
+    earlier_loss: float | None = None
+    """Loss of the last step before this `fit`, if it resumed a run."""
 
     @property
     def loss(self) -> float:
-        """Loss of the last step that was not skipped; NaN if there is none."""
+        """Loss of the last step of the run that was not skipped, which may be one before a resume; NaN without any."""
         skipped = set(self.skipped)
         losses = list(enumerate(self.history.get("loss", ()), self.first_step + 1))
-        return next((loss for number, loss in reversed(losses) if number not in skipped), float("nan"))
+        earlier = math.nan if self.earlier_loss is None else self.earlier_loss
+        return next((loss for number, loss in reversed(losses) if number not in skipped), earlier)
 
     @property
     def tokens_per_s(self) -> float:
@@ -105,11 +128,12 @@ class FitReport:
                 f"this run ends with step {self.num_steps}, but the later one continues after step {later.first_step}: "
                 "give the report of the run that resumed this one"
             )
-        names = [name for name in self.history if name in later.history]
+        added = later.history or dict.fromkeys(self.history, ())  # `later` may have taken no step
+        names = [name for name in self.history if name in added]
         return replace(
             later,
             first_step=self.first_step,
-            history={name: (*self.history[name], *later.history[name]) for name in names},
+            history={name: (*self.history[name], *added[name]) for name in names},
             num_rows=self.num_rows + later.num_rows,
             num_tokens=self.num_tokens + later.num_tokens,
             seconds=self.seconds + later.seconds,
@@ -118,6 +142,9 @@ class FitReport:
             num_restarts=self.num_restarts + later.num_restarts,
             saved=later.saved or self.saved,
             skipped=(*self.skipped, *later.skipped),
+            evaluations={**self.evaluations, **later.evaluations},
+            best=later.best or self.best,
+            earlier_loss=self.earlier_loss,
         )
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
@@ -177,8 +204,12 @@ class FitReport:
         restarts = f", {self.num_restarts} restarts" if self.num_restarts else ""
         skipped = f", {len(self.skipped)} of them skipped" if self.skipped else ""
         saved = f"; saved in {self.saved}" if self.saved else ""
+        saved += f"; best in {self.best.path}" if self.best else ""
+        stopped = f"; stopped: {self.stopped}" if self.stopped else ""
+        if self.num_steps == self.first_step:
+            return f"step {self.num_steps}, loss {self.loss:.4g}: no step was left to take{stopped}{saved}"
         return (
             f"step {self.num_steps}, loss {self.loss:.4g}: {self.num_steps - self.first_step} steps{skipped} in "
             f"{self.seconds:.1f} s ({self.rows_per_s:,.1f} rows/s{tokens}, waited {self.wait_s:.1f} s for data, saved "
-            f"in {self.save_s:.1f} s{restarts}){saved}"
+            f"in {self.save_s:.1f} s{restarts}){stopped}{saved}"
         )

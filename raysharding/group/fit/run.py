@@ -3,7 +3,8 @@
 `FitLock`: one `fit` runs on a group at a time, and nothing else changes the model during it.
 
 Each call makes the ranks take as many steps as begin within half a second, so that the round trip to the driver costs
-a run with quick steps nothing. A call ends at a step that is to be saved.
+a run with quick steps nothing. A call ends at a step after which there is a save, an evaluation, or a callback that
+says `every`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from raysharding.checkpoint.storage import join_path
@@ -33,6 +34,7 @@ from raysharding.group.calls import (
 from raysharding.group.cluster import tell
 from raysharding.group.fit.callbacks import RayGauges
 from raysharding.group.fit.datasets import DatasetHandle
+from raysharding.group.fit.evaluations import EvalOptions, Evaluations, steps_to
 from raysharding.group.fit.report import FitReport, FitStep
 from raysharding.group.fit.stop_signal import StopSignal
 from raysharding.group.launch import RunningGroup
@@ -44,7 +46,8 @@ _CALL_S = 0.5
 _MAX_STEPS = 200
 
 Callback = Callable[[FitStep], object]
-"""Called on the driver with each step; if it has a `close` method, that is called at the end."""
+"""Called on the driver with each step, or, if it has an attribute `every`, with each step that is a multiple of it and
+before the next one is taken; if it has a `close` method, that is called at the end."""
 
 
 @dataclass(frozen=True)
@@ -67,14 +70,22 @@ class FitOptions:
     """True if a bar is shown; `None`: in a terminal or notebook, and lines elsewhere."""
     save_on_signal: bool = False
     """True if SIGTERM ends the run with a save."""
+    evaluation: EvalOptions | None = None
+    """Evaluations between the steps; `None` for none."""
 
     def __post_init__(self) -> None:
         """Refuse invalid options.
 
         Raises:
-            ValueError: `save_every` or `keep_last` is not a positive int, or is given without `save_to`; `resume` is
-                unknown; `resume="latest"` or `save_on_signal` is given without `save_to`, or the latter in a thread.
+            ValueError: `save_every`, `keep_last` or a callback's `every` is not a positive int; `resume` is unknown; an
+                option of saves is given without `save_to`; `save_on_signal` outside the main thread.
         """
+        best = None if self.evaluation is None else self.evaluation.keep_best
+        if best is not None and self.save_to is None:
+            raise ValueError(f"keep_best={best!r}, but nothing is saved: give a directory, save_to=")
+        for every in self.callback_intervals:
+            if type(every) is not int or every < 1:
+                raise ValueError(f"a callback has every={every!r}: give it a whole number, 1 or more")
         for name in ("save_every", "keep_last"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
@@ -91,6 +102,11 @@ class FitOptions:
                 "save_on_signal=True outside the main thread, where Python handles no signals: call fit in the main "
                 "thread, or let a handler of your own call group.interrupt()"
             )
+
+    @property
+    def callback_intervals(self) -> list[int]:
+        """The `every` of the callbacks that have one."""
+        return [every for callback in self.callbacks if (every := getattr(callback, "every", None)) is not None]
 
 
 class FitLock:
@@ -229,7 +245,10 @@ class FitRun:
         self._asked: int | None = None
         self._paths: set[str] = set()
         self._skipped: list[int] = []
-        self._warned: set[bool] = set()
+        self._warned: set[str] = set()
+        self._evaluations = Evaluations(options.evaluation)
+        self._datasets = [data] if options.evaluation is None else [data, options.evaluation.data]
+        self._last: FitStep | None = None
 
     def run(self) -> FitReport:
         """Run all steps; see `ShardedModelGroup.fit`."""
@@ -275,6 +294,10 @@ class FitRun:
             num_restarts=self._num_restarts,
             saved=committed[-1] if committed else None,
             skipped=tuple(self._skipped),
+            evaluations=self._evaluations.done,
+            best=self._evaluations.best,
+            stopped=self._evaluations.stopped,
+            earlier_loss=self._begun.loss if self._begun is not None else None,
         )
 
     @property
@@ -308,12 +331,14 @@ class FitRun:
         """Make the ranks open the data, and get their position in the run."""
         silent: GroupError | None = None
         try:
-            self._data.pin(self._client.members)
+            for data in self._datasets:
+                data.pin(self._client.members)
         except GroupError as error:
             silent = error  # if a rank is gone, the next call raises a better error, from the supervision
         arguments = (self._plan, self._begun, resume, self._options.save_to, self._options.async_save)
         start: FitStart = self._submit("fit_begin", *arguments).result()
         self._position, self._total = start.position, start.total_steps
+        self._evaluations.begin(start.position)
         if silent is not None:
             raise silent
         if self._begun is None:
@@ -374,7 +399,8 @@ class FitRun:
             with suppress(GroupError):  # if the group breaks at this moment, the next call reports it
                 # Steps that an interrupt or error kept from being reported count: a resumed run continues after them.
                 self._position = self._submit("fit_end", is_last=True).result() or self._position
-            self._data.unpin(self._client.members)
+            for data in self._datasets:
+                data.unpin(self._client.members)
 
     def _steps_and_restarts(self, bar: ProgressBar) -> None:
         lost: GroupError | RendezvousError | None = None
@@ -425,17 +451,19 @@ class FitRun:
 
     def _steps(self, bar: ProgressBar) -> None:
         """Run the steps up to the end of the run, and save."""
-        is_over = False
+        is_over = self._evaluations.stopped is not None  # before a resume
         while not is_over:
             self._fits.check_interrupted(self._place.num_steps)
             begun = time.monotonic()
             replies: list[FitSteps] = self._submit("fit_steps", self._num_next(), collect=collect_all).result()
             seconds = time.monotonic() - begun
             is_over, self._position = replies[0].is_over, replies[0].position
+            told: list[FitStep] = []
             if replies[0].steps:
                 self._step_s = seconds / len(replies[0].steps)
-                self._note(replies, seconds, bar)
-            is_over = is_over or self._stop.came
+                told = self._note(replies, seconds)
+            self._tell_steps(told, bar, is_end=is_over or self._place.num_steps == self._total)
+            is_over = is_over or self._evaluations.stopped is not None or self._stop.came
             if self._options.save_to is not None and self._is_due(is_over=is_over):
                 self._save(in_background=self._options.async_save)
         self._client.pending.wait(self._plan.data.stall_s)
@@ -443,11 +471,14 @@ class FitRun:
     def _num_next(self) -> int:
         """Return the number of steps that the ranks take in the next call."""
         number = min(_MAX_STEPS, math.ceil(_CALL_S / max(self._step_s, 1e-6)))
-        every = self._options.save_every
-        return number if every is None else min(number, every - self._place.num_steps % every)
+        intervals = [*self._options.callback_intervals]
+        if self._options.save_every is not None:
+            intervals.append(self._options.save_every)
+        ends = [*(steps_to(self._place, every) for every in intervals), self._evaluations.steps_left(self._place)]
+        return min([number, *(end for end in ends if end is not None)])
 
-    def _note(self, replies: Sequence[FitSteps], seconds: float, bar: ProgressBar) -> None:
-        """Record the results of steps, and report them to the bar and the callbacks."""
+    def _note(self, replies: Sequence[FitSteps], seconds: float) -> list[FitStep]:
+        """Record the results of steps, and return them for the bar and the callbacks."""
         steps = list(zip(*(reply.steps for reply in replies), strict=True))
         first = self._place.num_steps - len(steps)
         rows, tokens = _sums(step for ranks in steps for step in ranks)
@@ -455,6 +486,8 @@ class FitRun:
         self._wait_s += max(sum(step.wait_s for step in reply.steps) for reply in replies)
         self._gauges.set("wait_s", self._wait_s)
         self._gauges.set("save_s", self._save_s)
+        self._tell_dropped(sorted({name for reply in replies for name in reply.dropped}))
+        told = []
         for number, ranks in enumerate(steps, first + 1):
             for name, value in ranks[0].metrics.items():
                 self._history.setdefault(name, []).append(value)
@@ -462,12 +495,38 @@ class FitRun:
             rates = rows / seconds, tokens / seconds
             self._warn_of(number, ranks[0])
             is_skipped = bool(ranks[0].skipped)
-            fit_step = FitStep(number, ranks[0].epoch, ranks[0].metrics, own_rows, own_tokens, *rates, is_skipped)
-            rate = f"{rates[1]:,.0f} tokens/s" if own_tokens else f"{rates[0]:,.1f} rows/s"
-            bar.set_postfix_str(f"loss {fit_step.metrics['loss']:.4g}, {rate}", refresh=False)
-            bar.update(1)
-            for callback in self._callbacks:
-                callback(fit_step)
+            told.append(FitStep(number, ranks[0].epoch, ranks[0].metrics, own_rows, own_tokens, *rates, is_skipped))
+        return told
+
+    def _tell_steps(self, steps: Sequence[FitStep], bar: ProgressBar, *, is_end: bool) -> None:
+        """Evaluate if that is due, and report steps to the bar and the callbacks.
+
+        The end of an iterable may be found after its last step was reported; the step is then reported again, with its
+        evaluation.
+        """
+        for step in steps[:-1]:
+            self._tell_step(step, bar)
+        last = steps[-1] if steps else self._last
+        if last is not None and self._evaluations.is_due(self._place, is_end=is_end):
+            values = self._evaluations.evaluate(self._client, self._place, self._save_path)
+            self._tell_step(replace(last, metrics={**last.metrics, **values}), bar)
+        elif steps:
+            self._tell_step(steps[-1], bar)
+
+    def _tell_step(self, step: FitStep, bar: ProgressBar) -> None:
+        self._last = step
+        rate = f"{step.tokens_per_s:,.0f} tokens/s" if step.num_tokens else f"{step.rows_per_s:,.1f} rows/s"
+        bar.set_postfix_str(f"loss {step.metrics['loss']:.4g}, {rate}", refresh=False)
+        bar.update(step.num_steps - bar.n)
+        for callback in self._callbacks:
+            if not step.num_steps % (getattr(callback, "every", None) or 1):
+                callback(step)
+
+    def _tell_dropped(self, names: Sequence[str]) -> None:
+        """Say once which columns of the data the ranks drop."""
+        if names and "dropped" not in self._warned:
+            self._warned.add("dropped")
+            tell(f"fit: the model takes no {', '.join(names)}: dropped from the data (collate= gets all columns)")
 
     def _warn_of(self, number: int, step: StepMetrics) -> None:
         """Warn once that steps are skipped, and once that the loss is not finite."""
@@ -479,19 +538,23 @@ class FitRun:
             what = f"the loss is {loss} from step {number} on"
         else:
             return
-        if (kind := bool(step.skipped)) not in self._warned:
+        if (kind := "skipped" if step.skipped else "loss") not in self._warned:
             self._warned.add(kind)
             warnings.warn(f"fit: {what}", UserWarning, stacklevel=2)
 
     def _is_due(self, *, is_over: bool) -> bool:
         every, done = self._options.save_every, self._place.num_steps
         is_new = done not in (self._asked, self._first_step)
-        return is_new and (is_over or (every is not None and not done % every))
+        is_asked = every is not None and not done % every
+        return is_new and (is_over or is_asked or self._evaluations.is_best(done))
+
+    @property
+    def _save_path(self) -> str:
+        return join_path(str(self._options.save_to), f"step-{self._place.num_steps}")
 
     def _save(self, *, in_background: bool) -> None:
         begun = time.monotonic()
-        options, number = self._options, self._place.num_steps
-        path = join_path(str(options.save_to), f"step-{number}")
+        options, number, path = self._options, self._place.num_steps, self._save_path
         # An existing save is of this run, else rank 0 had refused it: a run that went back repeats the same steps.
         self._save_group(path, overwrite=True, keep_last=options.keep_last, async_save=in_background)
         self._asked = number

@@ -109,7 +109,7 @@ def test_a_path_that_exists_wins(hub: HubServer, model: Path, tmp_path: Path, mo
     assert locate(ID) == ID
     assert not hub.log
     for given in (ID, str(model), "s3://bucket/model", f"hf://{ID}"):
-        with pytest.raises(ValueError, match="revision='main'.*leave the revision out"):
+        with pytest.raises(ValueError, match=r"revision=.main.*leave the revision out"):
             locate(given, "main")
 
 
@@ -211,7 +211,7 @@ def test_a_config_is_read_without_the_weights(hub: HubServer, model: Path) -> No
 
 def test_nothing_is_saved_to_the_hub(hub: HubServer, model: Path) -> None:
     hub.push(ID, model)
-    with pytest.raises(CheckpointError, match="a save to the hub is not supported.*hf upload"):
+    with pytest.raises(CheckpointError, match=r"a save to the hub is not supported.*hf upload"):
         remote_storage(FAST).put(f"hf://{ID}/new.json", b"{}")
 
 

@@ -73,7 +73,7 @@ def test_help_shows_signature_and_text(group: ShardedModelGroup) -> None:
 
 def test_a_notebook_shows_signature_and_completes_arguments(group: ShardedModelGroup) -> None:
     names = {"group": group, "ShardedModelGroup": ShardedModelGroup}
-    shell: Any = InteractiveShell(colors="nocolor", user_ns=names)  # type: ignore[no-untyped-call]
+    shell: Any = InteractiveShell(colors="nocolor", user_ns=names)
     for name in ("group.fit", "group.fit.remote", "ShardedModelGroup.fit"):
         shown = shell.object_inspect_mime(name)["text/plain"]
         assert "    batch_size: int,\n" in shown

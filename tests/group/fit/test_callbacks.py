@@ -15,7 +15,7 @@ import ray
 import torch
 
 from raysharding import ShardedModelGroup
-from raysharding.callbacks import MLflow, RayGauges, TensorBoard, WeightsAndBiases
+from raysharding.callbacks import MLflow, RayGauges, TensorBoard, Tracker, WeightsAndBiases
 from raysharding.group.fit.report import FitStep
 from tests.clock import now
 from tests.conftest import make_group
@@ -44,6 +44,27 @@ def test_tensorboard(group: ShardedModelGroup, tmp_path: Path) -> None:
     log = EventAccumulator(str(tmp_path)).Reload()
     assert [event.value for event in log.Scalars("loss")] == pytest.approx(losses)
     assert [event.step for event in log.Scalars("rows_per_s")] == [1, 2, 3]
+
+
+def test_a_tracker_of_accelerate(group: ShardedModelGroup, tmp_path: Path) -> None:
+    """Started unless it is, given each step with its number and its evaluation, finished at the end."""
+    pytest.importorskip("tensorboard")
+    tracking = pytest.importorskip("accelerate.tracking")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    started = tracking.TensorBoardTracker("started", tmp_path)
+    started.start()
+    writer = started.writer
+    trackers = [Tracker(tracking.TensorBoardTracker("fit", tmp_path)), Tracker(started)]
+    report = group.fit(DATA, batch_size=2, loss=regression(), eval_data=DATA, eval_every=2, callbacks=trackers)
+    assert started.writer is writer
+    assert writer.file_writer is None, "closed"
+    for name in ("fit", "started"):
+        log = EventAccumulator(str(tmp_path / name)).Reload()
+        assert [event.value for event in log.Scalars("loss")] == pytest.approx(report.history["loss"])
+        assert {event.step: event.value for event in log.Scalars("eval_loss")} == {
+            step: pytest.approx(values["eval_loss"]) for step, values in report.evaluations.items()
+        }
 
 
 def test_mlflow(group: ShardedModelGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import signal
@@ -16,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from raysharding import CheckpointError, DataError, EmptyBatchError, FitStep, GroupError, ShardedModelGroup
 from raysharding.group import GroupState
@@ -120,11 +122,36 @@ def as_dataset(parquet: Path, rows: list[dict[str, Any]]) -> Any:
     ])  # fmt: skip
 
 
+def test_epochs_count_the_whole_run(fresh: ShardedModelGroup, parquet: Path, rows: list[dict[str, Any]]) -> None:
+    expected = alone(fresh.state_dict(), rows, 3)
+    first = fit(fresh, parquet, epochs=2)
+    for epochs in (2, 1):
+        done = fit(fresh, parquet, epochs=epochs, resume=True)
+        assert (done.num_steps, done.first_step, done.history) == (16, 16, {})
+        assert done.loss == first.loss
+        assert str(done) == f"step 16, loss {first.loss:.4g}: no step was left to take"
+        assert first.then(done).history == first.history
+    told: list[FitStep] = []
+    more = fit(fresh, parquet, epochs=3, resume=True, callbacks=[told.append])
+    assert more.history["loss"] == pytest.approx(expected[16:], abs=1e-5)
+    assert {step.epoch for step in told} == {2}
+    assert first.then(more).loss == more.loss
+
+
+def written(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    """JSON Lines, in a folder that Hugging Face's `datasets` takes for a dataset."""
+    folder.mkdir(exist_ok=True)
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder / "train.jsonl"
+
+
 GIVEN: dict[str, Callable[[Path, list[dict[str, Any]]], Any]] = {
     "list": lambda parquet, rows: rows,
     "parquet": lambda parquet, rows: parquet,
     "uri": lambda parquet, rows: f"file://{parquet.parent}",
     "dataset": as_dataset,
+    "jsonl": lambda parquet, rows: written(parquet.parent / "text", rows),
+    "name": lambda parquet, rows: f"{written(parquet.parent / 'hub', rows).parent}:train",
     "columns": lambda parquet, rows: {"x": [row["x"] for row in rows], "y": [row["y"] for row in rows]},
     "function": lambda parquet, rows: lambda: iter(rows),
 }
@@ -177,14 +204,18 @@ def test_saves_and_a_resume_in_another_group(
 
 
 def test_what_cannot_be_fitted_is_refused(fresh: ShardedModelGroup, parquet: Path, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
     for data, error, said in (
         ([], ValueError, "data has no rows"),
         (iter([1]), ValueError, "give a function that returns it"),
-        (7, TypeError, "data is a int: give a ray.data.Dataset, a Parquet path"),
+        (7, TypeError, "data is a int: give a ray.data.Dataset, a path"),
         (tmp_path / "absent.parquet", DataError, "is not there, as rank 0 sees it"),
         ({"x": [1], "y": [1, 2]}, ValueError, "columns need the same number of rows"),
         (pa.table({"x": [1]}), TypeError, r"give its rows, table\.to_pylist"),
         ({1, 2}, TypeError, "whose order differs between processes"),
+        (DataLoader(TensorDataset(torch.ones(2))), TypeError, "give its dataset, and batch_size="),
+        (datasets.DatasetDict({"train": 1, "test": 2}), TypeError, "give one of its splits, 'train', 'test'"),
+        (f"{tmp_path}:dev", DataError, "load_dataset"),
     ):
         with pytest.raises(error, match=said):
             fit(fresh, data)
@@ -332,6 +363,21 @@ def test_the_report_is_for_people_too(fresh: ShardedModelGroup, parquet: Path, t
     report.plot(tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert report.as_dict()["num_steps"] == 8
+
+
+def test_columns_that_the_model_does_not_take(
+    fresh: ShardedModelGroup, rows: list[dict[str, Any]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """They are left out, and named once; what the loss takes stays."""
+    expected = alone(fresh.state_dict(), rows, 1)
+    data = [{"input": row["x"], "target": row["y"], "text": "some", "id": 7} for row in rows]
+    report = fit(fresh, data, collate=None, callbacks=[])
+    assert report.history["loss"] == pytest.approx(expected, abs=1e-5)
+    said = [line for line in capfd.readouterr().err.splitlines() if "dropped" in line]
+    assert said == ["raysharding: fit: the model takes no id, text: dropped from the data (collate= gets all columns)"]
+    assert fresh.evaluate(data, batch_size=9, loss=regression())["num_rows"] == NUM_ROWS
+    with pytest.raises(DataError, match="rows have the columns x, y, and the model takes only input, target: rename"):
+        fit(fresh, rows, collate=None)
 
 
 def of_known() -> Callable[..., Any]:

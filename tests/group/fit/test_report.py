@@ -38,7 +38,7 @@ def points(html: str) -> list[tuple[float, float]]:
 
 
 def test_a_cell_ends_with_a_table_and_a_curve() -> None:
-    data, _ = DisplayFormatter().format(REPORT)  # type: ignore[no-untyped-call]
+    data, _ = DisplayFormatter().format(REPORT)
     shown = {row[0].text: row[1].text for row in parsed(data["text/html"]).iter("tr")}
     assert shown["steps"] == "2000, after step 5"
     assert shown["rate"] == "2,000.0 rows/s"
@@ -63,7 +63,7 @@ def test_a_curve_of_few_or_odd_losses(losses: tuple[float, ...]) -> None:
 
 def test_the_plot_is_shown_where_it_is_made(tmp_path: Path) -> None:
     figure = REPORT.plot()
-    data, _ = DisplayFormatter().format(figure)  # type: ignore[no-untyped-call]
+    data, _ = DisplayFormatter().format(figure)
     assert data["image/png"].startswith(b"\x89PNG")
     REPORT.plot(tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")

@@ -98,5 +98,5 @@ def test_what_is_refused(options: dict[str, Any], says: str, model: Path) -> Non
 
 
 def test_an_override_that_makes_no_model(model: Path) -> None:
-    with pytest.raises(PlanError, match="hidden_size|attention heads"):
+    with pytest.raises(PlanError, match=r"hidden_size|attention heads"):
         group_of(model, config_overrides={"hidden_size": 15})

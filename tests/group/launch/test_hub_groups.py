@@ -9,7 +9,6 @@ import pickle
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,20 +32,21 @@ IDS = torch.arange(32).reshape(4, 8)
 
 
 @pytest.fixture
-def private(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def private(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A gated model on the hub, and this process logged in; gives the model."""
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     model = ARCHITECTURES["llama"].make().eval()
     model.save_pretrained(tmp_path / "llama")
     hub.push(ID, tmp_path / "llama")
     hub.repos[ID].is_gated = True
-    yield model
+    return model
 
 
 def group_of(given: Any, home: Path, **options: Any) -> ShardedModelGroup:
     """Make a group on ranks that have a cache of their own, and nobody logged in."""
     variables = {"HF_HUB_OFFLINE": "0", "HF_HOME": str(home)}
-    options = {"world_size": 2, "device": "cpu", "placement": Placement(runtime_env={"env_vars": variables})} | options
+    placement = Placement(runtime_env={"env_vars": variables})
+    options = {"world_size": 2, "device": "cpu", "placement": placement, **options}
     return ShardedModelGroup.from_checkpoint(given, **options)
 
 

@@ -1,0 +1,226 @@
+"""JSON Lines and CSV files as blocks of rows, found in one pass over the files, then read by byte ranges."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import numpy as np
+
+from raysharding.checkpoint.storage import normal_path
+from raysharding.data.arrow_rows import TableReader
+from raysharding.data.column_kinds import check_whole, kind_of
+from raysharding.data.files import DataPath, list_files, reading, shared_handle
+from raysharding.data.source import BlockSource, Reader
+from raysharding.errors import DataError
+
+_READ_BYTES = 8 << 20
+_BLOCK_BYTES = 256 << 10
+_BLOCK_ROWS = 512
+
+
+@dataclass(frozen=True)
+class TextFiles(BlockSource):
+    """JSON Lines or CSV files. A block is at most 256 KiB or 512 lines, and at least one; a reader holds one block."""
+
+    directory: str
+    """Directory or file, as the user gave it."""
+    files: tuple[str, ...]
+    """Paths inside the file system, sorted."""
+    blocks: tuple[tuple[int, int, int, int], ...]
+    """Block → number of its file, first byte, number of bytes, number of rows."""
+    schema: str
+    """Serialized pyarrow schema of all blocks, as base64."""
+    columns: tuple[str, ...] | None
+    """Columns to read; `None` for all."""
+    _handles: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @classmethod
+    def open(cls, source: DataPath, whole: Collection[str] | None = ()) -> Self:
+        """Read the files once, to find rows and types, which are those that fit the whole column. One rank calls this.
+
+        Args:
+            source: Path and columns.
+            whole: See `ParquetFiles.open`.
+
+        Raises:
+            DataError: There is no file, a file is no JSON Lines or CSV file, columns of CSV files or types of JSON
+                values differ, a column is missing, or a column of ids holds floats.
+        """
+        directory = normal_path(source.path)
+        found = cls(directory, list_files(directory), (), "", None)
+        blocks: list[tuple[int, int, int, int]] = []
+        types: dict[str, Any] = {}
+        for number, file in enumerate(found.files):
+            names: list[str] | None = None
+            for start, data in _blocks(shared_handle(found._handles, directory, file), file):
+                with reading(file):
+                    table = _parsed(file, data, names, None, None)
+                if names is None and _is_csv(file):
+                    names = table.schema.names
+                    if number and names != list(types):
+                        raise DataError(f"has the columns {names}, but {found.files[0]} has {list(types)}", path=file)
+                _merge(types, table.schema, file)
+                blocks.append((number, start, len(data), table.num_rows))
+        missing = [name for name in source.columns or () if name not in types]
+        if missing:
+            raise DataError(f"has no column {', '.join(map(repr, missing))}: it has {list(types)}", path=directory)
+        if not any(rows for *_, rows in blocks):
+            raise DataError("has no rows", path=directory)
+        kinds = {name: kind_of(kind) for name, kind in types.items() if name in (source.columns or types)}
+        check_whole(kinds, whole or (), path=directory)
+        return cls(directory, found.files, tuple(blocks), _as_text(types), source.columns)
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Self:
+        """Make the source from `as_dict` of another rank."""
+        blocks: Any = tuple(map(tuple, fields["blocks"]))
+        columns = None if fields["columns"] is None else tuple(fields["columns"])
+        return cls(fields["directory"], tuple(fields["files"]), blocks, fields["schema"], columns)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the source as a JSON value."""
+        return {name: getattr(self, name) for name in ("directory", "files", "blocks", "schema", "columns")}
+
+    def check_seen(self) -> None:
+        """Check that this process sees the same files as rank 0, by the size of the first one.
+
+        Raises:
+            DataError: The first file is missing or shorter.
+        """
+        end = max(start + num_bytes for file, start, num_bytes, _ in self.blocks if file == self.blocks[0][0])
+        path = self.files[self.blocks[0][0]]
+        with reading(path):
+            size = shared_handle(self._handles, self.directory, path).size()
+        if size < end:
+            raise DataError(f"has {size} bytes here, and {end} on rank 0", path=path)
+
+    @property
+    def block_rows(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Number of rows of each block."""
+        return np.array([rows for *_, rows in self.blocks], dtype=np.int64)
+
+    def read(self, block: int) -> Reader:
+        """Return a reader at the first row of a block.
+
+        Raises:
+            DataError: The file is missing, or was changed.
+        """
+        import pyarrow as arrow
+
+        number, start, num_bytes, rows = self.blocks[block]
+        file = self.files[number]
+        schema = arrow.ipc.read_schema(arrow.py_buffer(base64.b64decode(self.schema)))
+        with reading(file):
+            data = shared_handle(self._handles, self.directory, file).read_at(num_bytes, start)
+            is_first = block == 0 or self.blocks[block - 1][0] != number
+            names = None if is_first or not _is_csv(file) else schema.names
+            table = _parsed(file, data, names, schema, self.columns)
+        if table.num_rows != rows:
+            raise DataError("holds other rows than before: was it written anew meanwhile?", path=file)
+        return TableReader(table)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.as_dict()
+
+    def __setstate__(self, fields: Mapping[str, Any]) -> None:
+        self.__dict__.update(type(self).from_dict(fields).__dict__)
+
+
+def _is_csv(file: str) -> bool:
+    return file.endswith(".csv")
+
+
+def _as_text(types: Mapping[str, Any]) -> str:
+    import pyarrow as arrow
+
+    return base64.b64encode(arrow.schema(list(types.items())).serialize().to_pybytes()).decode("ascii")
+
+
+def _blocks(handle: Any, file: str) -> Iterator[tuple[int, bytes]]:
+    """Yield first byte and contents of the blocks of a file, whole lines each."""
+    begin, rest, size = 0, b"", handle.size()
+    while begin < size:
+        with reading(file):
+            more = handle.read_at(_READ_BYTES, begin + len(rest))
+        if not more:
+            raise DataError("became shorter while it was read", path=file)
+        data, start = rest + more, 0
+        for end in _cuts(data, is_quoted=_is_csv(file), is_last=begin + len(data) >= size):
+            yield begin + start, data[start:end]
+            start = end
+        begin, rest = begin + start, data[start:]
+
+
+def _cuts(data: bytes, *, is_quoted: bool, is_last: bool) -> Iterator[int]:
+    """Yield the ends of the blocks of some bytes that begin with a line; the last line may be incomplete.
+
+    Args:
+        data: The bytes.
+        is_quoted: True if a newline in double quotes ends no line.
+        is_last: True at the end of the file, which ends a line.
+    """
+    values = np.frombuffer(data, dtype=np.uint8)
+    is_end = values == ord("\n")
+    if is_quoted:
+        is_end &= np.cumsum(values == ord('"')) % 2 == 0
+    if is_last:
+        is_end[-1] = True
+    ends = np.flatnonzero(is_end) + 1
+    start = first = 0
+    while first < len(ends):
+        within = int(np.searchsorted(ends, start + _BLOCK_BYTES, side="right"))
+        first = max(first + 1, min(within, first + _BLOCK_ROWS))
+        start = int(ends[first - 1])
+        yield start
+
+
+def _parsed(file: str, data: bytes, names: list[str] | None, schema: Any, columns: Collection[str] | None) -> Any:
+    """Return the rows of a block as a table.
+
+    Args:
+        file: Path of the file, which says the format.
+        data: Whole lines.
+        names: Columns of a CSV file; `None` for its first block, which begins with them.
+        schema: Types of all columns; `None` to infer them.
+        columns: Columns to return; `None` for all.
+    """
+    import pyarrow as arrow
+    from pyarrow import csv, json
+
+    size = max(len(data), 1)
+    if _is_csv(file):
+        return csv.read_csv(
+            arrow.BufferReader(data),
+            csv.ReadOptions(use_threads=False, block_size=size, column_names=names),
+            csv.ParseOptions(newlines_in_values=True),
+            csv.ConvertOptions(column_types=schema, include_columns=None if columns is None else list(columns)),
+        )
+    if schema is None:
+        options = json.ParseOptions()
+    else:
+        wanted = arrow.schema([one for one in schema if columns is None or one.name in columns])
+        options = json.ParseOptions(explicit_schema=wanted, unexpected_field_behavior="ignore")
+    return json.read_json(arrow.BufferReader(data), json.ReadOptions(use_threads=False, block_size=size), options)
+
+
+def _merge(types: dict[str, Any], schema: Any, file: str) -> None:
+    """Widen the types of columns so that they hold the values of one more block."""
+    import pyarrow as arrow
+
+    for one in schema:
+        before = types.setdefault(one.name, one.type)
+        if before == one.type:
+            continue
+        both = [arrow.schema([(one.name, kind)]) for kind in (before, one.type)]
+        try:
+            types[one.name] = arrow.unify_schemas(both, promote_options="permissive").field(0).type
+        except arrow.ArrowException as error:
+            # Text that looks like a time is one in some blocks; values of CSV are all text.
+            is_time = any(map(arrow.types.is_temporal, (before, one.type)))
+            if not _is_csv(file) and not (is_time and arrow.string() in (before, one.type)):
+                what = f"the column {one.name!r} holds {kind_of(one.type)}, and {kind_of(before)} in earlier rows"
+                raise DataError(what, path=file) from error
+            types[one.name] = arrow.string()

@@ -1,0 +1,196 @@
+"""`Evaluations`: the evaluations between a run's steps; which is the best, and whether they end the run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from raysharding.data import Position
+from raysharding.distributed.training import DataPlan, EvaluationPlan, LossFunction, Metric
+from raysharding.group.calls import Call, Collect, LastValue
+from raysharding.group.fit.datasets import DatasetHandle
+from raysharding.group.fit.early_stop import EarlyStop, direction
+from raysharding.group.fit.report import BestSave
+from raysharding.group.supervision import Client
+
+
+def submit_evaluation(client: Client, plan: EvaluationPlan) -> Call:
+    """Make the ranks evaluate; see `ShardedModelGroup.evaluate`. They hold the data already."""
+    last = LastValue()
+    return client.submit_same("evaluate", plan, keep_step=last.keep, collect=Collect(last.collect))
+
+
+def steps_to(place: Position, every: int | None) -> int | None:
+    """Return the number of steps from a position to the next multiple of `every`.
+
+    Args:
+        place: The position.
+        every: Number of steps; `None` for the end of each epoch.
+
+    Returns:
+        The number; `None` if the length of an epoch is not known.
+    """
+    if every is not None:
+        return every - place.num_steps % every
+    if place.num_rows is None:
+        return None
+    in_epoch = -(-place.num_rows // place.batch_size)
+    return in_epoch - place.step % in_epoch
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """Options of the evaluations of a run."""
+
+    data: DatasetHandle
+    """The data that the ranks evaluate on."""
+    plan: EvaluationPlan
+    """The ranks' part of an evaluation."""
+    every: int | None
+    """Number of steps between two evaluations; `None`: at the end of each epoch."""
+    keep_best: str | None
+    """Metric of the evaluation whose save is kept; `None` for none."""
+    stop: EarlyStop | None
+    """Ends the run; `None`: all steps are taken."""
+
+    def __post_init__(self) -> None:
+        """Refuse invalid options.
+
+        Raises:
+            ValueError: `every` is not a positive int, or `keep_best` or `stop` name no metric.
+        """
+        if self.every is not None and (type(self.every) is not int or self.every < 1):
+            raise ValueError(f"eval_every={self.every!r}: give a whole number, 1 or more")
+        known = ["loss", *self.plan.metrics]
+        for option, metric in (
+            ("keep_best", self.keep_best),
+            ("stop", None if self.stop is None else self.stop.metric),
+        ):
+            if metric is not None and direction(metric)[0].removeprefix("eval_") not in known:
+                raise ValueError(f"{option}={metric!r} is no metric of the evaluation, which has {', '.join(known)}")
+
+
+def eval_options(
+    data: DatasetHandle | None,
+    train: DataPlan,
+    loss: LossFunction | None,
+    every: int | None,
+    metrics: Mapping[str, Metric] | None,
+    keep_best: str | None,
+    stop: EarlyStop | None,
+) -> EvalOptions | None:
+    """Make the options of evaluations that read their data as the run does.
+
+    Args:
+        data: The data to evaluate; `None`: there is no evaluation.
+        train: The run's own data.
+        loss: See `EvaluationPlan`.
+        every: See `EvalOptions`.
+        metrics: See `EvaluationPlan`.
+        keep_best: See `EvalOptions`.
+        stop: See `EvalOptions`.
+
+    Raises:
+        ValueError: An option is invalid, or given without data.
+    """
+    if data is None:
+        for name, value in (("eval_every", every), ("metrics", metrics), ("keep_best", keep_best), ("stop", stop)):
+            if value is not None:
+                raise ValueError(f"{name}={value!r}, but nothing is evaluated: give eval_data=")
+        return None
+    plan = replace(train, source=data.source, epochs=1, max_steps=None, shuffle=False)
+    return EvalOptions(data, EvaluationPlan(plan, loss, metrics=dict(metrics or {})), every, keep_best, stop)
+
+
+class Evaluations:
+    """Evaluations of one call of `fit`."""
+
+    def __init__(self, options: EvalOptions | None) -> None:
+        """Begin without an evaluation.
+
+        Args:
+            options: The options; `None`: there is no evaluation.
+        """
+        self._options = options
+        self._of_run: list[Mapping[str, Any]] = []
+        self.done: dict[int, dict[str, float]] = {}
+        """Step → metrics, of the evaluations in this `fit`."""
+
+    def begin(self, place: Position) -> None:
+        """Continue at a position, whose evaluations count."""
+        self._of_run = list(place.evaluations)
+        self.done = {step: values for step, values in self.done.items() if step <= place.num_steps}
+
+    def steps_left(self, place: Position) -> int | None:
+        """Return the number of steps to the next evaluation; `None` if it is not known."""
+        return None if self._options is None else steps_to(place, self._options.every)
+
+    def is_due(self, place: Position, *, is_end: bool) -> bool:
+        """Return True if an evaluation follows the step that was just taken.
+
+        Args:
+            place: Position after that step.
+            is_end: True if no steps are left.
+        """
+        if self._options is None or place.num_steps in self.done:
+            return False
+        if is_end or self._options.every is not None:
+            return is_end or not place.num_steps % (self._options.every or 1)
+        return place.num_rows is not None and place.step * place.batch_size >= place.num_rows
+
+    def evaluate(self, client: Client, place: Position, path: str) -> dict[str, float]:
+        """Evaluate, and make the ranks note the result for the run's saves.
+
+        Args:
+            client: Submits calls to the current ranks.
+            place: Position of the run.
+            path: Path of the run's save at this step, if one is made.
+
+        Returns:
+            The metrics, by names that begin with `eval_`.
+        """
+        assert self._options is not None, "is_due comes first"
+        values = submit_evaluation(client, self._options.plan).result()
+        metrics = {f"eval_{name}": value for name, value in values.items() if name != "num_rows"}
+        noted: dict[str, Any] = {
+            "step": place.num_steps,
+            "metrics": {name: value for name, value in metrics.items() if math.isfinite(value)},
+        }
+        if self._is_best(noted["metrics"]):
+            noted |= {"best": self._best_by[0], "path": path}
+        client.submit_same("note_evaluation", noted).result()
+        self._of_run.append(noted)
+        self.done[place.num_steps] = metrics
+        return metrics
+
+    @property
+    def _best_by(self) -> tuple[str, int]:
+        return direction((self._options and self._options.keep_best) or "")
+
+    @property
+    def best(self) -> BestSave | None:
+        """The save of the best evaluation of the run so far; `None` without `keep_best`."""
+        name = self._best_by[0]
+        found = next((one for one in reversed(self._of_run) if one.get("best") == name), None)
+        return None if found is None else BestSave(found["path"], found["step"], found["metrics"][name])
+
+    def _is_best(self, metrics: Mapping[str, float]) -> bool:
+        (name, sign), best = self._best_by, self.best
+        return name in metrics and (best is None or sign * metrics[name] > sign * best.value)
+
+    def is_best(self, num_steps: int) -> bool:
+        """Return True if the evaluation after a step is the best so far, whose save is kept."""
+        best = self.best
+        return best is not None and best.step == num_steps
+
+    @property
+    def stopped(self) -> str | None:
+        """Why the evaluations end the run; `None` if they do not."""
+        stop = None if self._options is None else self._options.stop
+        if stop is None:
+            return None
+        name = direction(stop.metric)[0]
+        is_over = stop.is_over(one["metrics"].get(name) for one in self._of_run)
+        return f"{name} has not improved in {stop.patience} evaluations" if is_over else None

@@ -1,0 +1,259 @@
+"""Evaluations between the steps of `fit`: their values, what they must not change, the best save, the early stop."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from raysharding import CheckpointError, DataError, EarlyStop, FitStep, ShardedModelGroup
+from raysharding.checkpoint.format import TRAINING_FOLDER, TRAINING_NAME
+from raysharding.group import GroupState
+from tests.conftest import make_group, make_mlp
+from tests.group.fit.test_fit import (
+    ADAMW,
+    BATCH,
+    NUM_ROWS,
+    collate,
+    few_steps_a_call,
+    fit,
+    fresh,
+    near,
+    parquet,
+    regression,
+    rows,
+    trained,
+)
+from tests.group.fit.test_fit_restarts import Killer, noisy_collate
+
+__all__ = ["few_steps_a_call", "fresh", "parquet", "rows", "trained"]
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+HELD_OUT = 20
+"""Rows that are evaluated: three batches, the last of six rows."""
+SCORES = {2: 0.1, 4: 0.5, 6: 0.9, 8: 0.3, 10: 0.2, 12: 0.9, 14: 0.4, 16: 0.8}
+"""Step → value of the metric of `Scored`: the best comes first after step 6, and again, no better, after step 12."""
+
+
+class Scored:
+    """A metric whose value at each step is known: the driver writes it to a file before the step is taken."""
+
+    every = 1
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.seen: list[dict[str, float]] = []
+        path.write_text("0")
+
+    def __call__(self, step: FitStep) -> None:
+        self.path.write_text(str(SCORES.get(step.num_steps + 1, 0)))
+        self.seen.append({name: one for name, one in step.metrics.items() if name.startswith("eval_")})
+
+    def metric(self) -> Callable[..., Any]:
+        path = str(self.path)
+
+        def score(output: Any) -> Any:
+            with open(path) as file:
+                return float(file.read()), 1
+
+        return score
+
+    def options(self, **more: Any) -> dict[str, Any]:
+        return {"metrics": {"score": self.metric()}, "eval_every": 2, "callbacks": [self], "epochs": 2, **more}
+
+
+def position_in(save: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((save / TRAINING_FOLDER / TRAINING_NAME).read_text())["position"]
+    return found
+
+
+def test_values_are_those_of_one_process(fresh: ShardedModelGroup, parquet: Path, rows: list[dict[str, Any]]) -> None:
+    """At the end of each epoch, of one process with the same steps; given to callbacks as to the report."""
+    module = make_mlp()()
+    module.load_state_dict(fresh.state_dict())
+    optimizer = ADAMW(module.parameters())
+    held_out = collate()(rows[:HELD_OUT])
+    expected = {}
+    for epoch in (1, 2):
+        for start in range(0, NUM_ROWS, BATCH):
+            batch = collate()(rows[start : start + BATCH])
+            optimizer.zero_grad()
+            regression()(module(batch["input"]), target=batch["target"]).backward()
+            optimizer.step()
+        with torch.no_grad():
+            output = module(held_out["input"])
+        share = float(near()(output, held_out["target"])[0]) / HELD_OUT
+        loss = regression()(output, target=held_out["target"]).item()
+        expected[8 * epoch] = {"eval_loss": pytest.approx(loss, abs=1e-5), "eval_near": pytest.approx(share)}
+    told: list[FitStep] = []
+    options: dict[str, Any] = {"metrics": {"near": near()}, "epochs": 2, "callbacks": [told.append]}
+    report = fit(fresh, parquet, eval_data=rows[:HELD_OUT], **options)
+    assert report.evaluations == expected
+    seen = {step.num_steps: step.metrics for step in told if "eval_loss" in step.metrics}
+    assert {step: {name: one[name] for name in report.evaluations[step]} for step, one in seen.items()} == expected
+    assert len(told) == 16
+
+
+def test_evaluations_change_no_step(
+    fresh: ShardedModelGroup, checkpoint: Path, parquet: Path, rows: list[dict[str, Any]]
+) -> None:
+    """Not even those of data that draws from the generators that training draws from."""
+
+    def seed() -> None:
+        torch.manual_seed(5)
+
+    losses = []
+    options: tuple[dict[str, Any], ...] = ({}, {"eval_data": rows[:HELD_OUT], "eval_every": 3})
+    for more in options:
+        fresh.load(checkpoint)
+        fresh.set_optimizer(ADAMW)
+        fresh.call(seed)
+        report = fit(fresh, parquet, shuffle=True, epochs=2, collate=noisy_collate(), **more)
+        losses.append(report.history["loss"])
+    assert list(report.evaluations) == [3, 6, 9, 12, 15, 16]
+    assert losses[1] == losses[0]
+
+
+def test_an_iterable_is_evaluated_at_its_end(fresh: ShardedModelGroup, rows: list[dict[str, Any]]) -> None:
+    """Also where the ranks find the end in a call of their own, after the last step was reported."""
+
+    class Every:
+        every = 4
+
+        def __call__(self, step: FitStep) -> None:
+            pass
+
+    for more, numbers in (([], [*range(1, 9)]), ([Every()], [*range(1, 9), 8])):
+        told: list[FitStep] = []
+        report = fit(fresh, lambda: iter(rows), eval_data=rows[:3], callbacks=[told.append, *more])
+        assert list(report.evaluations) == [8]
+        assert told[-1].metrics["eval_loss"] == report.evaluations[8]["eval_loss"]
+        assert [step.num_steps for step in told] == numbers
+
+
+def test_the_best_save_is_kept(
+    fresh: ShardedModelGroup, parquet: Path, rows: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    scored, saves = Scored(tmp_path / "score"), tmp_path / "saves"
+    options = scored.options(keep_best="score", save_to=saves, save_every=5, keep_last=1)
+    report = fit(fresh, parquet, eval_data=rows[:3], **options)
+    assert {step: one["eval_score"] for step, one in report.evaluations.items()} == SCORES
+    assert sorted(path.name for path in saves.iterdir()) == ["step-16", "step-6"]
+    assert (report.best.path, report.best.step, report.best.value) == (str(saves / "step-6"), 6, 0.9)
+    assert position_in(saves / "step-6")["num_steps"] == 6
+    assert f"best in {saves / 'step-6'}" in str(report)
+    # A resumed run goes on comparing, and does not remove it either.
+    SCORES[18] = 0.85
+    try:
+        later = fit(fresh, parquet, eval_data=rows[:3], resume=True, **{**options, "epochs": 3, "max_steps": 18})
+    finally:
+        del SCORES[18]
+    assert later.best == report.best
+    assert sorted(path.name for path in saves.iterdir()) == ["step-18", "step-6"]
+
+
+def test_an_early_stop_survives_a_resume(
+    fresh: ShardedModelGroup, parquet: Path, rows: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    scored, saves = Scored(tmp_path / "score"), tmp_path / "saves"
+    options = scored.options(save_to=saves, eval_data=rows[:3])
+    report = fit(fresh, parquet, **options, stop=EarlyStop("score", patience=2))
+    assert (report.num_steps, report.stopped) == (10, "eval_score has not improved in 2 evaluations")
+    assert report.saved == str(saves / "step-10")
+    fresh.load(saves / "step-10")
+    done = fit(fresh, parquet, **options, stop=EarlyStop("score", patience=2), resume=True)
+    assert (done.num_steps, done.first_step, done.loss) == (10, 10, report.loss)
+    assert "no step was left to take; stopped: eval_score has not improved in 2" in str(done)
+    more = fit(fresh, parquet, **options, stop=EarlyStop("score", patience=4), resume=True)
+    assert more.num_steps == 14, "improved last after step 6; the fourth evaluation after that is that of step 14"
+
+
+@pytest.mark.full
+def test_they_survive_a_restart(checkpoint: Path, parquet: Path, rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    scored, saves = Scored(tmp_path / "score"), tmp_path / "saves"
+    killer = Killer(9, 1)
+    options = scored.options(keep_best="score", save_to=saves, keep_last=1, stop=EarlyStop("score", patience=4))
+    options["callbacks"] = [scored, killer]
+    with make_group(checkpoint, optimizer=ADAMW, max_restarts=1) as group:
+        killer.group = group
+        report = fit(group, parquet, eval_data=rows[:3], **options)
+    assert report.num_restarts == 1
+    assert (report.best.step, report.num_steps) == (6, 14)
+    assert sorted(report.evaluations) == [2, 4, 6, 8, 10, 12, 14]
+    assert sorted(path.name for path in saves.iterdir()) == ["step-14", "step-6"]
+
+
+def test_a_callback_with_every_is_called_at_that_step(
+    fresh: ShardedModelGroup, parquet: Path, rows: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    class Saves:
+        every = 4
+
+        def __init__(self) -> None:
+            self.steps: list[int] = []
+
+        def __call__(self, step: FitStep) -> None:
+            self.steps.append(step.num_steps)
+            fresh.save(tmp_path / f"at-{step.num_steps}")
+
+    saves = Saves()
+    fit(fresh, parquet, max_steps=3)  # quick steps from now on
+    report = fit(fresh, parquet, epochs=3, callbacks=[saves])
+    assert saves.steps == [4, 8, 12, 16, 20, 24]
+    assert report.num_steps == 24
+    assert [position_in(tmp_path / f"at-{step}")["num_steps"] for step in saves.steps] == saves.steps
+
+
+def test_where_nothing_can_be_saved_no_step_is_taken(fresh: ShardedModelGroup, parquet: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    told: list[FitStep] = []
+    with pytest.raises(CheckpointError, match="file/saves: cannot be written to: Not a directory"):
+        fit(fresh, parquet, save_to=tmp_path / "file" / "saves", callbacks=[told.append])
+    assert told == []
+    assert fresh.state is GroupState.READY
+    fit(fresh, parquet, save_to=tmp_path / "saves", max_steps=1)
+    assert [path.name for path in (tmp_path / "saves").iterdir()] == ["step-1"]
+
+
+def test_what_cannot_be_evaluated_is_refused_first(
+    fresh: ShardedModelGroup, parquet: Path, rows: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    told: list[FitStep] = []
+    with pytest.raises(DataError, match=r"absent\.parquet: is not there"):
+        fit(fresh, parquet, eval_data=tmp_path / "absent.parquet", callbacks=[told.append])
+    every: Any = told.append
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"eval_every": 2}, "eval_every=2, but nothing is evaluated: give eval_data="),
+        ({"stop": EarlyStop("loss")}, "but nothing is evaluated"),
+        ({"eval_data": rows, "eval_every": 0}, "eval_every=0"),
+        ({"eval_data": rows, "keep_best": "loss"}, "give a directory, save_to="),
+        ({"eval_data": rows, "keep_best": "wer", "save_to": tmp_path}, "keep_best='wer' is no metric .* has loss"),
+        ({"eval_data": rows, "stop": EarlyStop("-wer")}, "stop='-wer' is no metric"),
+        ({"callbacks": [type("Odd", (), {"every": 0, "__call__": every})()]}, "a callback has every=0"),
+    )
+    for options, said in cases:
+        with pytest.raises(ValueError, match=said):
+            fit(fresh, parquet, **options)
+    assert told == []
+
+
+def test_when_evaluations_end_a_run() -> None:
+    for metric, values, patience, is_over in (
+        ("loss", [3, 2, 2, 2], 2, True),
+        ("loss", [3, 2, 2, 1], 2, False),
+        ("accuracy", [0.1, 0.2, 0.1], 2, False),
+        ("-wer", [0.3, 0.2, 0.4], 1, True),
+        ("eval_loss", [3, None], 1, True),
+        ("loss", [], 1, False),
+    ):
+        assert EarlyStop(metric, patience).is_over(values) is is_over, (metric, values)
+    assert EarlyStop("loss", 1, min_delta=0.5).is_over([3, 2.6])
+    for bad in ({"patience": 0}, {"min_delta": -1}, {"min_delta": math.nan}):
+        with pytest.raises(ValueError, match="EarlyStop"):
+            EarlyStop("loss", **bad)
