@@ -74,7 +74,7 @@ def test_a_gated_model_is_loaded_once_over_with_the_drivers_token(
         told = [caplog.text, repr(group), str(group.load_report), str(report), str(group.status())]
         assert not any(TOKEN in text for text in told)
         assert TOKEN.encode() not in pickle.dumps(record) + pickle.dumps(record.spec.unpack())
-        logs = Path(ray._private.worker._global_node.get_logs_dir_path())  # type: ignore[attr-defined]
+        logs = Path(ray._private.worker._global_node.get_logs_dir_path())
         assert not [path for path in logs.rglob("*") if path.is_file() and TOKEN.encode() in path.read_bytes()]
         group.shutdown()
 
