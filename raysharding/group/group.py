@@ -12,7 +12,6 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Literal, NoReturn, Self
 
-import ray
 import torch
 from torch import nn
 
@@ -33,11 +32,10 @@ from raysharding.distributed.training import (
     positions_of,
 )
 from raysharding.group.calls import (
-    Asking,
-    BegunSave,
     Call,
     Collect,
     FullStateDict,
+    ModelFiles,
     ProgressOption,
     UndoOnInterrupt,
     blocking,
@@ -902,11 +900,12 @@ class ShardedModelGroup:
         save = self._running.files.begin_save(target, is_origin=optimizer or not self._fits.is_running)
         what = (target, overwrite, optimizer, keep_last, async_save, save.token)
         call = self._client.submit_same("save", *what, deadline_s=stall_s, watch=True, collect=collect)
+        saved = self._noted(lambda files: files.committed(save))
         if async_save:
             self._update_record()  # another driver may have to determine how the save ended
-            self._follow(save, call)
+            self._client.follow(save, call, saved)
         else:
-            call.when_done(partial(self._note_saved, weakref.ref(self), save))
+            call.when_done(lambda ended: saved() if ended.succeeded() else None)
         return call.keep_alive(self)
 
     @handle
@@ -932,7 +931,9 @@ class ShardedModelGroup:
         target = normal_path(os.fspath(path))
         stall_s = self._client.timeouts.load_stall_s
         call = self._client.submit_same("load", target, deadline_s=stall_s, watch=True, check=check)
-        call.when_done(partial(self._note_loaded, weakref.ref(self), target, self._running.files.begin_load()))
+        number = self._running.files.begin_load()
+        loaded = self._noted(lambda files: files.loaded(target, number))
+        call.when_done(lambda ended: loaded() if ended.succeeded() else None)
         return call.keep_alive(self)
 
     @handle
@@ -973,46 +974,17 @@ class ShardedModelGroup:
         """Paths of the committed saves, including background saves, in the order in which they were committed."""
         return tuple(self._running.files.saves)
 
-    def _follow(self, save: BegunSave, call: Call) -> None:
-        """Follow a background save to its end."""
+    def _noted(self, note: Callable[[ModelFiles], None]) -> Callable[[], None]:
+        """Return a function that records a save or load in the group's files, if the group is still there."""
         group = weakref.ref(self)
-        actor, supervisor = self._client.members[0].actor, self._supervisor
 
-        def ask(number: int) -> ray.ObjectRef:
-            return actor.save_status.remote(number)
-
-        def why_lost() -> str:
-            if not ray.is_initialized():  # a remote call would start another Ray
-                return "Ray was shut down under the group"
-            if supervisor.state is GroupState.CLOSED:
-                return "the group was shut down"
-            cause = supervisor.status.cause
-            # Ranks that are kept may continue writing; ranks that are restarted in place report the outcome themselves.
-            return "" if cause is None or supervisor.survivors.is_kept else str(cause).partition("\n")[0]
-
-        def saved() -> None:
+        def noted() -> None:
             owner = group()
             if owner is not None:
-                owner._running.files.committed(save)
+                note(owner._running.files)
                 owner._update_record()
 
-        self._client.pending.begin(save, call, Asking(ask, why_lost, saved))
-
-    @staticmethod
-    def _note_saved(group: weakref.ref[ShardedModelGroup], save: BegunSave, call: Call) -> None:
-        """Record the files of a save that succeeded."""
-        owner = group()
-        if owner is not None and call.succeeded():
-            owner._running.files.committed(save)
-            owner._update_record()
-
-    @staticmethod
-    def _note_loaded(group: weakref.ref[ShardedModelGroup], path: str, number: int, call: Call) -> None:
-        """Record the files of a load that succeeded."""
-        owner = group()
-        if owner is not None and call.succeeded():
-            owner._running.files.loaded(path, number)
-            owner._update_record()
+        return noted
 
     @property
     def _running(self) -> RunningGroup:

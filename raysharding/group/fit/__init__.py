@@ -4,5 +4,6 @@ from raysharding.group.fit.callbacks import MLflow, RayGauges, TensorBoard, Trac
 from raysharding.group.fit.datasets import DatasetHandle, dataset_handle
 from raysharding.group.fit.early_stop import EarlyStop
 from raysharding.group.fit.evaluations import eval_options, submit_evaluation
+from raysharding.group.fit.fit_lock import FitLock
 from raysharding.group.fit.report import FitReport, FitStep
-from raysharding.group.fit.run import Callback, FitLock, FitOptions, FitRun
+from raysharding.group.fit.run import Callback, FitOptions, FitRun

@@ -1,7 +1,5 @@
 """`FitRun`: the driver's part of a run over data: the number of steps per call, saves, restarts, and reports.
 
-`FitLock`: one `fit` runs on a group at a time, and nothing else changes the model during it.
-
 Each call makes the ranks take as many steps as begin within half a second, so that the round trip to the driver costs
 a run with quick steps nothing. A call ends at a step after which there is a save, an evaluation, or a callback that
 says `every`.
@@ -25,7 +23,6 @@ from raysharding.errors import CallCancelledError, CheckpointError, GroupError, 
 from raysharding.group.calls import (
     Call,
     Collect,
-    MaskedInterrupts,
     ProgressBar,
     collect_all,
     collect_rank0,
@@ -35,6 +32,7 @@ from raysharding.group.cluster import tell
 from raysharding.group.fit.callbacks import RayGauges
 from raysharding.group.fit.datasets import DatasetHandle
 from raysharding.group.fit.evaluations import EvalOptions, Evaluations, steps_to
+from raysharding.group.fit.fit_lock import FitLock
 from raysharding.group.fit.report import FitReport, FitStep
 from raysharding.group.fit.stop_signal import StopSignal
 from raysharding.group.launch import RunningGroup
@@ -107,91 +105,6 @@ class FitOptions:
     def callback_intervals(self) -> list[int]:
         """The `every` of the callbacks that have one."""
         return [every for callback in self.callbacks if (every := getattr(callback, "every", None)) is not None]
-
-
-class FitLock:
-    """Held by the `fit` that runs on a group, also through restarts of the group's ranks. Thread-safe."""
-
-    def __init__(self) -> None:
-        """Begin unlocked."""
-        self._lock = threading.Lock()
-        self._running: object | None = None
-        self._is_interrupted = False
-        self.last_report: FitReport | None = None
-        """Report of the last run that has ended, complete or not."""
-        self._last_step: FitStep | None = None
-
-    @property
-    def last_step(self) -> str:
-        """The last step of the running `fit`, or of the last one, for people; empty before a step."""
-        if self._last_step is None:
-            return ""
-        return f"{'fit' if self.is_running else 'last fit'}: {self._last_step}"
-
-    def note(self, step: FitStep) -> None:
-        """Store the last step; a callback of `FitRun`."""
-        self._last_step = step
-
-    @property
-    def is_running(self) -> bool:
-        """True while a `fit` runs."""
-        return self._running is not None
-
-    @contextmanager
-    def running(self, group: str) -> Iterator[None]:
-        """Return a context in which a `fit` holds the lock.
-
-        Args:
-            group: The group's name in errors.
-
-        Raises:
-            GroupError: Another `fit` runs.
-        """
-        run = object()
-        try:
-            with MaskedInterrupts(), self._lock:
-                if self.is_running:
-                    raise GroupError(
-                        f"{group}: fit already runs on it, in another thread or around the callback that made this "
-                        "call; a rank has the data of one run at a time: wait for that fit to end, or call interrupt()"
-                    )
-                self._running, self._is_interrupted, self._last_step = run, False, None
-            yield
-        finally:
-            if self._running is run:
-                self._running = None
-
-    def refuse(self, group: str, method: str) -> None:
-        """Refuse a method that must not run between the steps of a `fit`.
-
-        Args:
-            group: The group's name in errors.
-            method: Name of the refused method.
-
-        Raises:
-            GroupError: A `fit` runs.
-        """
-        if self.is_running:
-            raise GroupError(
-                f"{group}: {method} is refused while fit runs: the run's steps would no longer depend on its data "
-                "alone. Call it after fit has returned"
-            )
-
-    def interrupt(self) -> None:
-        """Make the running `fit`, if any, end before its next steps."""
-        self._is_interrupted = True
-
-    def check_interrupted(self, num_steps: int) -> None:
-        """Raise if the running `fit` is to end.
-
-        Args:
-            num_steps: Number of steps of the run so far.
-
-        Raises:
-            CallCancelledError: `interrupt` was called.
-        """
-        if self._is_interrupted:
-            raise CallCancelledError(f"interrupt() ended fit after step {num_steps}; resume=True continues from there")
 
 
 class FitRun:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,9 +11,10 @@ import ray
 from raysharding.batch import RankBatch
 from raysharding.config import Timeouts
 from raysharding.errors import GroupBrokenError
-from raysharding.group.calls import Call, Collect, PendingSaves, collect_rank0
+from raysharding.group.calls import Asking, BegunSave, Call, Collect, PendingSaves, collect_rank0
 from raysharding.group.ranks import Member, RankInfo
 from raysharding.group.rpc import Command, OutputMode, Packed, pack_batches, pack_same
+from raysharding.group.supervision.group_state import GroupState
 from raysharding.group.supervision.running_call import Check, Continue, QueuedCall
 from raysharding.group.supervision.supervisor import Supervisor
 
@@ -110,6 +111,30 @@ class Client:
             collect: Makes the result. Default: the value of rank 0.
         """
         return self._submit(Command(method), [pack_same(method, *one) for one in args], collect, deadline_s)
+
+    def follow(self, save: BegunSave, call: Call, on_saved: Callable[[], None]) -> None:
+        """Follow a background save to its end, on a thread.
+
+        Args:
+            save: The save.
+            call: The call that began it.
+            on_saved: Called on the thread when the save is committed.
+        """
+        actor, supervisor = self.members[0].actor, self.supervisor
+
+        def ask(number: int) -> ray.ObjectRef:
+            return actor.save_status.remote(number)
+
+        def why_lost() -> str:
+            if not ray.is_initialized():  # a remote call would start another Ray
+                return "Ray was shut down under the group"
+            if supervisor.state is GroupState.CLOSED:
+                return "the group was shut down"
+            cause = supervisor.status.cause
+            # Ranks that are kept may continue writing; ranks that are restarted in place report the outcome themselves.
+            return "" if cause is None or supervisor.survivors.is_kept else str(cause).partition("\n")[0]
+
+        self.pending.begin(save, call, Asking(ask, why_lost, on_saved))
 
     def _refuse(self) -> None:
         """Raise if the group is unusable or a save in the background has failed."""
