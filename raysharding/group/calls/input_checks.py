@@ -6,13 +6,13 @@ would cause this are refused here, while the group is READY and nothing has been
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from raysharding.batch import RankBatch, as_tensors, by_name, deal, whole_rows
+from raysharding.group.cluster import warn
 from raysharding.models import InputBounds
 from raysharding.tree import leaves
 
@@ -53,11 +53,9 @@ def model_batches(
     check_batches(method, batches, bounds)
     if whole is not None:
         told.add("whole")
-        warnings.warn(
+        warn(
             f"{method}: every rank computes all of {whole}, because no argument is a Split: {method}(Split(batch)) "
-            f"divides the rows among the {world_size} ranks, and Same(...) marks a value that is not to be divided",
-            UserWarning,
-            stacklevel=5,
+            f"divides the rows among the {world_size} ranks, and Same(...) marks a value that is not to be divided"
         )
     return batches
 

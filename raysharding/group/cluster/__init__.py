@@ -1,7 +1,15 @@
 """What Ray and its nodes provide: connecting, nodes, placement, names, the GCS monitor, stack dumps."""
 
 from raysharding.group.cluster.connect import connect, join_announced, join_existing, refuse_in_fork
-from raysharding.group.cluster.display import StatusReport, html_table, memory_table, ranks_table, tell, text_table
+from raysharding.group.cluster.display import (
+    StatusReport,
+    html_table,
+    memory_table,
+    ranks_table,
+    tell,
+    text_table,
+    warn,
+)
 from raysharding.group.cluster.gcs_monitor import GCS_GONE_S, GcsMonitor, exit_without_gcs, gcs_address
 from raysharding.group.cluster.nodes import (
     NodeCapacity,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,14 @@ def tell(line: str) -> None:
     """Write a line to stderr. Do not call it from a signal handler: the main thread may be writing to stderr."""
     sys.stderr.write(f"raysharding: {line}\n")
     sys.stderr.flush()
+
+
+def warn(message: str) -> None:
+    """Issue a UserWarning at the line of the program that called this library, through whatever decorators."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith("raysharding."):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, UserWarning, stacklevel=level)
 
 
 def _rows(ranks: Sequence[RankInfo]) -> list[tuple[str, ...]]:

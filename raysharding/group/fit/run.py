@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -28,7 +27,7 @@ from raysharding.group.calls import (
     collect_rank0,
     progress_bar,
 )
-from raysharding.group.cluster import tell
+from raysharding.group.cluster import tell, warn
 from raysharding.group.fit.callbacks import RayGauges
 from raysharding.group.fit.datasets import DatasetHandle
 from raysharding.group.fit.evaluations import EvalOptions, Evaluations, steps_to
@@ -453,7 +452,7 @@ class FitRun:
             return
         if (kind := "skipped" if step.skipped else "loss") not in self._warned:
             self._warned.add(kind)
-            warnings.warn(f"fit: {what}", UserWarning, stacklevel=2)
+            warn(f"fit: {what}")
 
     def _is_due(self, *, is_over: bool) -> bool:
         every, done = self._options.save_every, self._place.num_steps

@@ -249,7 +249,7 @@ def open_on_a_node(checkpoint: str, opener: Opener, start_s: float) -> Checkpoin
     assert path is not None, "a remote URI is opened on the driver"
     nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
     silent: dict[str, str] = {}
-    for node_id, answer in ask_nodes(partial(_open_if_there, opener), dict.fromkeys(nodes, path), start_s):
+    for node_id, answer in ask_nodes(_open_if_there, dict.fromkeys(nodes, (opener, path)), start_s):
         if isinstance(answer, ray.exceptions.GetTimeoutError):
             silent[nodes[node_id]] = f"none within {start_s:g} s"
         elif isinstance(answer, ray.exceptions.RayError):
@@ -268,8 +268,9 @@ def open_on_a_node(checkpoint: str, opener: Opener, start_s: float) -> Checkpoin
     )
 
 
-def _open_if_there(opener: Opener, path: str) -> bytes | RayshardingError | None:
+def _open_if_there(wanted: tuple[Opener, str]) -> bytes | RayshardingError | None:
     """Return the opened checkpoint, the error in it, or `None` if the node does not see it; runs on a node."""
+    opener, path = wanted
     if not _is_there(path):
         return None
     try:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-import warnings
 from contextlib import suppress
 
 from raysharding.errors import GroupError
-from raysharding.group.cluster import check_free, group_names, started_cluster
+from raysharding.group.cluster import check_free, group_names, started_cluster, warn
 from raysharding.group.launch import end_own_groups
 from raysharding.group.recovery.attach import attach
 
@@ -28,8 +27,7 @@ def claim_name(name: str, *, replace: bool) -> None:
     if started_cluster():
         what = "ray.init() of this process started the cluster, which ends with this process, and so does the group"
         cure = "to keep it, start a cluster by `ray start --head` and join it by ray.init('auto')"
-        # Of the caller of `from_checkpoint`, beyond `launch` and `blocking`.
-        warnings.warn(f"name={name!r}: {what}: {cure}", UserWarning, stacklevel=5)
+        warn(f"name={name!r}: {what}: {cure}")
     if replace:
         end_own_groups(name)
         _end_others(name)
