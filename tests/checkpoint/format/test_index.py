@@ -107,6 +107,7 @@ def test_a_directory_without_a_checkpoint_is_described(tmp_path: Path, files: li
 )
 def test_a_path_to_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, message: str) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for name in ("weights.bin", "readme.md"):
         (tmp_path / name).write_text("")
     with pytest.raises(CheckpointError, match=message):
