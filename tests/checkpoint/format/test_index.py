@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,7 @@ def test_a_directory_without_a_checkpoint_is_described(tmp_path: Path, files: li
 )
 def test_a_path_to_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, message: str) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "huggingface_hub.utils", None)  # as where it is not installed
     for name in ("weights.bin", "readme.md"):
         (tmp_path / name).write_text("")
     with pytest.raises(CheckpointError, match=message):
