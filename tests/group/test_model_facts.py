@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from raysharding import Loading, ShardedModelGroup, Sharding
 from tests.group.conftest import make_group
 
-pytestmark = pytest.mark.usefixtures("nothing_left", "cluster")
+pytestmark = [pytest.mark.usefixtures("nothing_left", "cluster"), pytest.mark.full]
 
 
 def test_facts_are_those_of_one_process_after_attach_and_restart(tmp_path: Path) -> None:

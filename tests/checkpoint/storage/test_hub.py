@@ -53,7 +53,7 @@ def snapshot(home: Path, model: Path, commit: str) -> Path:
     return folder / "snapshots" / commit
 
 
-def test_each_read_is_one_request_for_its_range(hub: HubServer, model: Path) -> None:
+def test_each_read_is_one_request_for_its_range(hub: HubServer, model: Path, tmp_path: Path) -> None:
     commit = hub.push(ID, model)
     checkpoint = open_checkpoint(ID)
     assert checkpoint.path == f"hf://org/name@{commit}"
@@ -64,6 +64,7 @@ def test_each_read_is_one_request_for_its_range(hub: HubServer, model: Path) -> 
         assert reader.read_tensor(info).eq(7).all()
         reader.verify_unchanged()
     assert [one.range for one in hub.log] == [f"bytes={info.offset}-{info.offset + 3999}"]
+    assert not (tmp_path / "hf-home").exists()  # nothing is written to the cache
 
 
 def test_the_token_goes_to_the_hub_alone_and_an_expired_address_is_asked_for_again(
