@@ -60,7 +60,7 @@ class TextFiles(BlockSource):
                     table = _parsed(file, data, names, None, None)
                 if names is None and _is_csv(file):
                     names = table.schema.names
-                    if number and names != list(types):
+                    if types and names != list(types):
                         raise DataError(f"has the columns {names}, but {found.files[0]} has {list(types)}", path=file)
                 _merge(types, table.schema, file)
                 blocks.append((number, start, len(data), table.num_rows))

@@ -47,7 +47,7 @@ class RayGauges:
         """Set the gauge `raysharding_fit_<name>`."""
         if name not in self._gauges:
             described = f"{name} of a raysharding run, after its last step"
-            exported = re.sub(r"\W", "_", name)  # the user names metrics of evaluations
+            exported = re.sub(r"\W", "_", name, flags=re.ASCII)  # the user names metrics of evaluations
             self._gauges[name] = Gauge(f"raysharding_fit_{exported}", described, tag_keys=("group",))
         self._gauges[name].set(value, tags=self._tags)
 

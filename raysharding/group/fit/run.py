@@ -251,6 +251,8 @@ class FitRun:
         start: FitStart = self._submit("fit_begin", *arguments).result()
         self._position, self._total = start.position, start.total_steps
         self._evaluations.begin(start.position)
+        if start.is_saved:
+            self._asked = start.position.num_steps
         if silent is not None:
             raise silent
         if self._begun is None:
@@ -363,7 +365,8 @@ class FitRun:
 
     def _steps(self, bar: ProgressBar) -> None:
         """Run the steps up to the end of the run, and save."""
-        is_over = self._evaluations.stopped is not None  # before a resume
+        # Before a resume or restart, an error may have come between the last step and its evaluation or save.
+        is_over = self._after_steps([], bar, is_over=False)
         while not is_over:
             self._fits.check_interrupted(self._place.num_steps)
             begun = time.monotonic()
@@ -374,11 +377,16 @@ class FitRun:
             if replies[0].steps:
                 self._step_s = seconds / len(replies[0].steps)
                 told = self._note(replies, seconds)
-            self._tell_steps(told, bar, is_end=is_over or self._place.num_steps == self._total)
-            is_over = is_over or self._evaluations.stopped is not None or self._stop.came
-            if self._options.save_to is not None and self._is_due(is_over=is_over):
-                self._save(in_background=self._options.async_save)
+            is_over = self._after_steps(told, bar, is_over=is_over)
         self._client.pending.wait(self._plan.data.stall_s)
+
+    def _after_steps(self, told: Sequence[FitStep], bar: ProgressBar, *, is_over: bool) -> bool:
+        """Evaluate, report and save after steps, as is due; return True if the run ends."""
+        self._tell_steps(told, bar, is_end=is_over or self._place.num_steps == self._total)
+        is_over = is_over or self._evaluations.stopped is not None or self._stop.came
+        if self._options.save_to is not None and self._is_due(is_over=is_over):
+            self._save(in_background=self._options.async_save)
+        return is_over
 
     def _num_next(self) -> int:
         """Return the number of steps that the ranks take in the next call."""
@@ -418,10 +426,12 @@ class FitRun:
         """
         for step in steps[:-1]:
             self._tell_step(step, bar)
-        last = steps[-1] if steps else self._last
-        if last is not None and self._evaluations.is_due(self._place, is_end=is_end):
+        last = self._last = steps[-1] if steps else self._last
+        is_new = self._place.num_steps != self._first_step
+        if last is not None and is_new and self._evaluations.is_due(self._place, is_end=is_end):
             values = self._evaluations.evaluate(self._client, self._place, self._save_path)
-            self._tell_step(replace(last, metrics={**last.metrics, **values}), bar)
+            if last.num_steps == self._place.num_steps:  # else a restart kept steps that were not reported
+                self._tell_step(replace(last, metrics={**last.metrics, **values}), bar)
         elif steps:
             self._tell_step(steps[-1], bar)
 
@@ -458,7 +468,8 @@ class FitRun:
         every, done = self._options.save_every, self._place.num_steps
         is_new = done not in (self._asked, self._first_step)
         is_asked = every is not None and not done % every
-        return is_new and (is_over or is_asked or self._evaluations.is_best(done))
+        is_best = self._evaluations.is_best(done) and done != self._asked
+        return is_best or (is_new and (is_over or is_asked))
 
     @property
     def _save_path(self) -> str:
