@@ -33,11 +33,6 @@ def join() -> dict[str, str]:
     return {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
-def join_by_client(address: str) -> None:
-    """Connect by Ray Client."""
-    ray.init(f"ray://{address}:10001", log_to_driver=False)
-
-
 def await_nodes(number: int) -> None:
     """Wait until Ray knows so many nodes that are alive, and all their CPUs are free."""
     until = now() + 30
