@@ -1,6 +1,7 @@
 """The only module that uses Ray's private names; checked with Ray 2.60.
 
 The public state API (`ray.util.state`) queries the dashboard, which may not be running; these functions query the GCS.
+Behind `ray://` a process has no connection to the GCS: `client_mode_wrap` then runs a function as a task.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import ray
 from ray._private import accelerators, state, worker
+from ray._private.client_mode_hook import client_mode_wrap
 from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS, LOG_PREFIX_ACTOR_NAME
 from ray._private.worker import WORKER_MODE, get_dashboard_url
 from ray._raylet import AuthenticationMode, get_authentication_mode  # type: ignore[attr-defined]
@@ -67,17 +69,20 @@ def may_grow() -> bool:
     return not types or any(node_type != f"node_{node_id}" for node_id, node_type in types.items())
 
 
+@client_mode_wrap
 def free_resources() -> Mapping[str, Mapping[str, float]]:
     """Return the free resources of each node: node id → resource → amount. A node that just joined may be missing."""
     free: Mapping[str, Mapping[str, float]] = state.available_resources_per_node()
     return free
 
 
+@client_mode_wrap
 def dead_jobs() -> set[str]:
     """Return the ids of the jobs whose drivers are dead."""
     return {job["JobID"] for job in state.jobs() if job["IsDead"]}
 
 
+@client_mode_wrap
 def has_started(actor: Any) -> bool:
     """Return True if an actor's process is running, or Ray does not report its state."""
     return state.actors(actor_id=actor._actor_id.hex()).get("State") in ("ALIVE", None)
@@ -101,6 +106,7 @@ def has_token_auth() -> bool:
     return is_token
 
 
+@client_mode_wrap
 def dashboard_url() -> str:
     """Return host:port of the cluster's dashboard; empty if none is running."""
     url: str | None = get_dashboard_url()

@@ -225,12 +225,18 @@ def accept_ranks(
 
 
 def _own_address() -> str:
-    """Return the address of this process's node, as the cluster knows it.
+    """Return the address of this process, as the cluster knows it.
 
     `ray.util.get_node_ip_address` of a driver reads what another node of this machine has left in Ray's directory.
     """
     node_id = ray.get_runtime_context().get_node_id()
-    return str(next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == node_id))
+    node_ip = str(next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == node_id))
+    # Behind `ray://` the node is that of Ray's server, maybe another machine: this process's end of the route there is
+    # its own address. On the node itself both are the same. Connecting UDP sends nothing.
+    family = socket.AF_INET6 if ":" in node_ip else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((node_ip, 1))
+        return str(probe.getsockname()[0])
 
 
 def _pending(asked: dict[ray.ObjectRef, Member], address: tuple[str, int]) -> dict[ray.ObjectRef, Member]:
