@@ -122,8 +122,7 @@ def ask_nodes(
         arguments: Ray's id of a node → the argument there.
         timeout_s: Deadline for all nodes together. Tasks that are late are cancelled.
     """
-    # Ray Client refuses a `partial`, which is no function to it.
-    task = ray.remote(num_cpus=0, max_retries=0)(lambda *args: function(*args))
+    task = ray.remote(num_cpus=0, max_retries=0)(function)
     refs = {
         task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(argument): node_id
         for node_id, argument in arguments.items()

@@ -231,8 +231,10 @@ def _own_address() -> str:
     """
     node_id = ray.get_runtime_context().get_node_id()
     node_ip = str(next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == node_id))
-    # Behind `ray://` the node is that of Ray's server, maybe another machine: this process's end of the route there is
-    # its own address. On the node itself both are the same. Connecting UDP sends nothing.
+    if not ray.util.client.ray.is_connected():
+        return node_ip
+    # The node is that of Ray Client's server, maybe another machine: this process's end of the route there is its own
+    # address. Connecting UDP sends nothing.
     family = socket.AF_INET6 if ":" in node_ip else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((node_ip, 1))
