@@ -311,11 +311,11 @@ def as_tensors(name: str, value: Any) -> Any:
         return PerRank([as_tensors(name, own) for own in value])
     if isinstance(value, list) and _COLUMN.search(name) and name not in _GENERATION_LISTS and _is_numbers(value):
         return _tensor(value, name)
-    if not any(_is_array(leaf) and leaf.dtype.kind in "biufc" for _, leaf in leaves(value, leaf=_MARKS)):
+    if not any(_becomes_tensor(leaf) for _, leaf in leaves(value, leaf=_MARKS)):
         return value
 
     def convert(_: str, leaf: Any) -> Any:
-        return torch.as_tensor(leaf.copy()) if _is_array(leaf) and leaf.dtype.kind in "biufc" else leaf
+        return torch.as_tensor(leaf.copy()) if _becomes_tensor(leaf) else leaf
 
     return map_leaves(convert, value, leaf=_MARKS)
 
@@ -503,6 +503,11 @@ def _tensor(value: list[Any], path: str) -> torch.Tensor:
 def _is_array(leaf: Any) -> bool:
     """Return True if a leaf is a numpy array; does not import numpy."""
     return type(leaf).__module__ == "numpy" and hasattr(leaf, "ndim") and hasattr(leaf, "dtype")
+
+
+def _becomes_tensor(leaf: Any) -> bool:
+    # Not a scalar: `generate(temperature=)` takes np.float64, which is a float, but no tensor.
+    return _is_array(leaf) and leaf.ndim > 0 and leaf.dtype.kind in "biufc"
 
 
 def _count_rows(path: str, leaf: Any, dim: int) -> int:

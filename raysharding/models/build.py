@@ -273,6 +273,9 @@ def _overridden(config: Any, fields: Mapping[str, Any], overrides: Mapping[str, 
             hints = ", ".join([*map(repr, near), *parts]) or ", ".join(sorted(known))
             raise ValueError(f"{where}: {type(config).__name__} has no field {key!r}; did you mean {hints}?")
         name = names.get(key, key)
+        # config.json may spell the field otherwise, which would count in place of the override.
+        for other in (other for other, own in names.items() if own == name):
+            result.pop(other, None)
         if name in config.sub_configs and isinstance(value, Mapping):
             part, inner = getattr(config, name), result.get(name) or {}
             result[name] = _overridden(part, inner, value, f"{where}[{name!r}]")

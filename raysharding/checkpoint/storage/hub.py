@@ -125,8 +125,10 @@ class HubPath:
 
     def cached(self) -> str | None:
         """Return the snapshot of this revision in this machine's Hugging Face cache, whole or not; `None` if none."""
-        from huggingface_hub import try_to_load_from_cache
-
+        try:
+            from huggingface_hub import try_to_load_from_cache
+        except ImportError:
+            return None  # a path may look like a snapshot where nothing of the hub is used
         for name in ("config.json", "model.safetensors", "model.safetensors.index.json", "adapter_config.json"):
             found = try_to_load_from_cache(self.repo, name, revision=self.revision)
             if isinstance(found, str):

@@ -201,7 +201,9 @@ class GroupSpec:
     def hub_access(self) -> HubAccess | None:
         """Return this process's access to the hub, for the ranks; `None` if they read nothing there."""
         base = self.model.base if isinstance(self.model, Adapted) else None
-        is_there = any(one is not None and HubPath.of(one) and is_remote(one) for one in (self.checkpoint, base))
+        # A snapshot in this machine's cache counts: a node without it reads the same commit from the hub.
+        paths = [one for one in (self.checkpoint, base) if one is not None]
+        is_there = any(HubPath.of_pinned(one) or (is_remote(one) and HubPath.of(one)) for one in paths)
         return hub_access() if is_there else None
 
 
