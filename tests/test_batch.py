@@ -397,6 +397,7 @@ def test_a_models_arrays_become_tensors_and_only_lists_of_columns_do() -> None:
     assert torch.equal(as_tensors("input_ids", [[1, 2]]), torch.tensor([[1, 2]]))
     assert as_tensors("sizes", [1, 2]) == [1, 2]
     assert as_tensors("bad_words_ids", [[1, 2]]) == [[1, 2]]
+    assert isinstance(as_tensors("temperature", np.float64(0.7)), float)
     own = as_tensors("x", PerRank([np.ones(2), {"y": np.arange(3)}]))
     assert torch.equal(own[0], torch.ones(2, dtype=torch.float64))
     assert torch.equal(own[1]["y"], torch.arange(3))

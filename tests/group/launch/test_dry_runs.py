@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 import transformers
 
 from raysharding import PlanError, ShardedModelGroup, Split
+from raysharding.checkpoint import open_config
+from raysharding.models import build_module, override_config
 from tests.hub import HubServer, hub
 from tests.models.architectures import ARCHITECTURES
 
@@ -100,3 +103,16 @@ def test_what_is_refused(options: dict[str, Any], says: str, model: Path) -> Non
 def test_an_override_that_makes_no_model(model: Path) -> None:
     with pytest.raises(PlanError, match=r"hidden_size|attention heads"):
         group_of(model, config_overrides={"hidden_size": 15})
+
+
+@pytest.mark.parametrize("field", ["num_hidden_layers", "n_layer"])
+@pytest.mark.parametrize("spelled", [("n_layer",), ("num_hidden_layers",), ("n_layer", "num_hidden_layers")])
+def test_an_override_counts_however_the_file_spells_the_field(
+    tmp_path: Path, field: str, spelled: tuple[str, ...]
+) -> None:
+    sizes = {"n_embd": 32, "n_head": 4, "vocab_size": 64, "n_positions": 32}
+    config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **sizes, **dict.fromkeys(spelled, 4)}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    dry = override_config(open_config(tmp_path), {field: 2})
+    module: Any = build_module(None, dry, None)
+    assert len(module.transformer.h) == 2
