@@ -334,8 +334,7 @@ def whole_rows(args: Sequence[Any], kwargs: Mapping[str, Any], world_size: int, 
         ranks.
     """
     names = {f"args[{index}]": name for index, name in enumerate(positions)}
-    named = [(f"args[{index}]", value) for index, value in enumerate(args)] + list(kwargs.items())
-    found = [(name, below, leaf) for name, value in named for below, leaf in leaves(value, leaf=_MARKS)]
+    found = _found(args, kwargs)
     if world_size < 2 or any(isinstance(leaf, _MARKS) for _, _, leaf in found):
         return None
     for root, below, leaf in found:
@@ -368,8 +367,7 @@ def deal(
             `Split` looks like rows (see `Same`), or a `PerRank` has the wrong length. The error names the argument and
             the values found.
     """
-    named = [(f"args[{index}]", value) for index, value in enumerate(args)] + list(kwargs.items())
-    found = [(name, below, leaf) for name, value in named for below, leaf in leaves(value, leaf=_MARKS)]
+    found = _found(args, kwargs)
     splits = {name + below: leaf for name, below, leaf in found if isinstance(leaf, Split)}
     for name, below, leaf in found:
         _check_mark(name + below, leaf, world_size)
@@ -396,6 +394,12 @@ def deal(
             )
         )
     return batches
+
+
+def _found(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
+    """Return (argument, path below it, value) of the marks and other leaves of a call's arguments."""
+    named = [(f"args[{index}]", value) for index, value in enumerate(args)] + list(kwargs.items())
+    return [(name, below, leaf) for name, value in named for below, leaf in leaves(value, leaf=_MARKS)]
 
 
 def _part_of(mark: Split | PerRank, rank: int, start: int, num_rows: int) -> Any:

@@ -1062,12 +1062,12 @@ class ShardedModelGroup:
             where the rank runs, `answers` (`False` if the rank did not answer within 2 s), and the items of
             `Worker.status`.
         """
-        cause = self._supervisor.status.cause
+        cause, is_gone = self._supervisor.status.cause, self.state in (GroupState.BROKEN, GroupState.CLOSED)
         return StatusReport(
             name=self._supervisor.name,
             state=self.state.value,
             cause=None if cause is None else str(cause),
-            ranks=self._ask_status() if self.state not in (GroupState.BROKEN, GroupState.CLOSED) else [],
+            ranks=[] if is_gone else rank_statuses(self._client.members),
         )
 
     def watch(self, refresh_s: float = 1.0) -> LiveView:
@@ -1103,7 +1103,7 @@ class ShardedModelGroup:
     def memory_summary(self) -> str:
         """Return a table of the memory that each rank holds, in MiB."""
         self._supervisor.status.refuse_if_unusable()
-        return memory_table(self._ask_status())
+        return memory_table(rank_statuses(self._client.members))
 
     @driver_handle
     @blocking
@@ -1291,6 +1291,3 @@ class ShardedModelGroup:
         running = self._running
         if running.spec.name is not None:
             update_record(running, replace(running.spec, optimizer=self._optimizer))
-
-    def _ask_status(self) -> list[dict[str, Any]]:
-        return rank_statuses(self._client.members)

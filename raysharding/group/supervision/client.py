@@ -62,7 +62,8 @@ class Client:
         self._refuse()
         if len(batches) != len(self.members):
             raise GroupBrokenError(f"{method}: the number of ranks changed while the call was made; call again")
-        if any(isinstance(one, ray.ObjectRef) for batch in batches for one in (*batch.args, *batch.kwargs.values())):
+        values = (value for one in batches for value in (*one.wrapped_args, *one.wrapped_kwargs.values()))
+        if any(isinstance(value, ray.ObjectRef) for value in values):
             # Shorter than the call's deadline, after which ranks that still wait would count as hung.
             batches = [replace(batch, fetch_s=self.timeouts.call_s / 2) for batch in batches]
         args, shared = pack_batches(method, batches, *extra)
