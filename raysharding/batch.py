@@ -31,7 +31,8 @@ class Split:
     def __post_init__(self) -> None:
         """Make tensors of lists of numbers; raise ValueError if these differ in length, or `dim` is not an integer."""
         _check_dim("Split", self.dim)
-        object.__setattr__(self, "value", _with_tensors(self.value, "Split"))
+        if not isinstance(self.value, torch.Tensor):
+            object.__setattr__(self, "value", _with_tensors(self.value, "Split"))
 
     def num_rows(self, path: str = "Split") -> int:
         """Check every tensor and return the number of rows that each tensor has.

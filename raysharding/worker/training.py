@@ -68,7 +68,7 @@ class FitSteps:
     steps: tuple[StepMetrics, ...]
     """Metrics of the steps, in order; fewer than requested at the end of the run."""
     position: Position
-    """The run's position after these steps."""
+    """The run's position after these steps, without its evaluations."""
     is_over: bool
     """True if no steps are left."""
     dropped: tuple[str, ...] = ()
@@ -325,12 +325,18 @@ class Trainer:
                 step_metrics = self._fit.step(self._status.module, optimizer)
                 self.position = self._fit.position
             if step_metrics is None:
-                return FitSteps(tuple(steps), self.position, is_over=True, dropped=loader.dropped)
+                return FitSteps(tuple(steps), self._place, is_over=True, dropped=loader.dropped)
             steps.append(step_metrics)
             if self._saves_async:
                 self._status.saver.prepare(self._status.module, optimizer, stall_s=self._status.stall_s)
                 self._saves_async = False
-        return FitSteps(tuple(steps), self._fit.position, is_over=False, dropped=loader.dropped)
+        return FitSteps(tuple(steps), self._place, is_over=False, dropped=loader.dropped)
+
+    @property
+    def _place(self) -> Position:
+        """The run's position without its evaluations, which the driver has and which would grow with the run."""
+        assert self._fit is not None, "fit_begin comes first"
+        return replace(self._fit.position, evaluations=())
 
     def note_evaluation(self, evaluation: Mapping[str, Any]) -> None:
         """Add an evaluation to the run's position, which the run's saves hold. No collective.

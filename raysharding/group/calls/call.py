@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import itertools
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -28,7 +27,6 @@ from raysharding.outputs import RankOutput, select_output
 
 T = TypeVar("T", default=Any)  # `Call` alone means `Call[Any]`
 
-_keys = itertools.count()
 
 Sent: TypeAlias = Packed | ray.ObjectRef | None
 """A rank's result: the value itself if it is small, else its reference in the object store."""
@@ -190,7 +188,7 @@ class Call(Generic[T]):
         own class, so that `except GroupError` catches it. The group lives at least until the call has ended.
         """
         refuse_in_fork(self.name)
-        return ref_of(next(_keys), self.when_done, self.result)
+        return ref_of(self.when_done, self.result)
 
     def done(self) -> bool:
         """Return True if all ranks have finished, or the call has failed."""

@@ -45,12 +45,13 @@ def model_batches(
     names = (*bounds.positions, *[""] * len(args))
     args = [as_tensors(name, value) for name, value in zip(names, args, strict=False)]
     kwargs = {name: as_tensors(name, value) for name, value in kwargs.items()}
-    whole = None if "whole" in told else whole_rows(args, kwargs, world_size, bounds.positions)
     batches = deal(args, kwargs, world_size, positions=bounds.positions)
     # transformers checks the arguments of `generate` itself; a `loss` may take arguments that the model does not.
     if method == "forward" or needs_loss:
         bounds.check_names(batches[0], method, needs_loss)
     check_batches(method, batches, bounds)
+    is_whole = batches[0].num_rows is None and "whole" not in told
+    whole = whole_rows(args, kwargs, world_size, bounds.positions) if is_whole else None
     if whole is not None:
         told.add("whole")
         warn(

@@ -7,6 +7,7 @@ resources, one for all such calls of this driver, waits inside a method for each
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections import defaultdict
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import ray
 _MAX_WAITING = 10_000
 _RETURN_S = 600.0
 _making = threading.Lock()
+_keys = itertools.count()
 _keepers: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
 
@@ -43,15 +45,14 @@ class ResultKeeper:
             self._results[key].set_exception(error)
 
 
-def ref_of(key: int, when_done: Callable[[Callable[[Any], None]], None], result: Callable[[], Any]) -> ray.ObjectRef:
+def ref_of(when_done: Callable[[Callable[[Any], None]], None], result: Callable[[], Any]) -> ray.ObjectRef:
     """Return a reference to the result of a call.
 
     Args:
-        key: Number of the call, unique in this process while the call lives.
         when_done: Takes a function that is to run at the end of the call.
         result: Returns the result, or raises the call's error, after the end of the call.
     """
-    keeper = _keeper()
+    keeper, key = _keeper(), next(_keys)
     ref: ray.ObjectRef = keeper.wait.remote(key)
     # Taken out by `tell`: the call keeps the function, and is kept by the user.
     held = [(keeper, ref)]

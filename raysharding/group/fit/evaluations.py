@@ -136,8 +136,10 @@ class Evaluations:
         """
         if self._options is None or place.num_steps in self.done:
             return False
-        if is_end or self._options.every is not None:
-            return is_end or not place.num_steps % (self._options.every or 1)
+        if is_end:
+            return True
+        if self._options.every is not None:
+            return place.num_steps % self._options.every == 0
         return place.num_rows is not None and place.step * place.batch_size >= place.num_rows
 
     def evaluate(self, client: Client, place: Position, path: str) -> dict[str, float]:

@@ -48,7 +48,6 @@ _PATTERNS = (
     (r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b", MASK),
     (r"\beyJ[\w-]{8,}\.[\w-]+\.[\w-]*", MASK),
 )
-_COMPILED = tuple((re.compile(pattern), replacement) for pattern, replacement in _PATTERNS)
 
 
 def is_secret_name(name: str) -> bool:
@@ -81,8 +80,8 @@ class Masker:
         """Return the text with every secret replaced by `***`."""
         for literal in self._literals:
             text = text.replace(literal, MASK)
-        for pattern, replacement in _COMPILED:
-            text = pattern.sub(replacement, text)
+        for pattern, replacement in _PATTERNS:
+            text = re.sub(pattern, replacement, text)
         return text
 
     def data(self, value: Any) -> Any:
