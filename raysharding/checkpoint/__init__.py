@@ -16,6 +16,7 @@ from raysharding.checkpoint.format import (
     new_token,
     open_checkpoint,
     open_config,
+    seen_here,
     staging_path,
 )
 from raysharding.checkpoint.storage import file_system_type
@@ -95,6 +96,7 @@ __all__ = [
     "remove_older",
     "remove_staging",
     "remove_unfinished",
+    "seen_here",
     "staging_path",
     "write_file",
     "write_index",

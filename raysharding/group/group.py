@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from raysharding.batch import Out, RankBatch, check_num_parts, check_out, deal
-from raysharding.checkpoint.storage import normal_path
+from raysharding.checkpoint import locate
+from raysharding.checkpoint.storage import access_to, normal_path
 from raysharding.config import Loading, Placement, Sharding, Timeouts
 from raysharding.data import Collate
 from raysharding.distributed import LoadReport
@@ -909,28 +910,30 @@ class ShardedModelGroup:
         return call.keep_alive(self)
 
     @handle
-    def load(self, path: str | os.PathLike[str]) -> Call[LoadReport]:
+    def load(self, path: str | os.PathLike[str], *, revision: str | None = None) -> Call[LoadReport]:
         """Load another checkpoint of the same model into the group, in place.
 
         Args:
-            path: A directory, file, index json or URI, as for `from_checkpoint`, that rank 0's node can read. If the
-                path is a save of this library with an optimizer's state, and an optimizer is set, that state is loaded
-                as well.
+            path: A directory, file, index json, URI or hub id, as for `from_checkpoint`; rank 0's node must be able to
+                read it. If it is a save of this library with an optimizer's state, and an optimizer is set, that state
+                is loaded as well.
+            revision: Branch, tag or commit of a hub id. Default `main`.
 
         Returns:
             The `LoadReport` of the weights.
 
         Raises:
+            ValueError: A revision for what is no hub id.
             CheckpointError: The checkpoint cannot be found or trusted.
             PlanError: The checkpoint does not fit: the group is READY, with its earlier weights and optimizer.
             GroupError: A rank died, hung or raised after bytes had moved: the earlier state is overwritten in part.
         """
-        return self._load(path, self._unless_fit("load"))
+        return self._load(path, revision, self._unless_fit("load"))
 
-    def _load(self, path: str | os.PathLike[str], check: Check | None = None) -> Call:
-        target = normal_path(os.fspath(path))
+    def _load(self, path: str | os.PathLike[str], revision: str | None = None, check: Check | None = None) -> Call:
+        target = normal_path(locate(os.fspath(path), revision))
         stall_s = self._client.timeouts.load_stall_s
-        call = self._client.submit_same("load", target, deadline_s=stall_s, watch=True, check=check)
+        call = self._client.submit_same("load", target, access_to(target), deadline_s=stall_s, watch=True, check=check)
         number = self._running.files.begin_load()
         loaded = self._noted(lambda files: files.loaded(target, number))
         call.when_done(lambda ended: loaded() if ended.succeeded() else None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -12,9 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from raysharding.batch import Out, RankBatch
-from raysharding.checkpoint import Checkpoint, new_token
+from raysharding.checkpoint import Checkpoint, new_token, seen_here
 from raysharding.config import Loading, Sharding
-from raysharding.distributed.comm import init_mesh
+from raysharding.distributed.comm import from_rank_0, init_mesh
 from raysharding.distributed.fully_shard import (
     mark_recovery,
     recover_after,
@@ -189,8 +190,8 @@ class Worker:
         The optimizer's state includes the random generators and the position in the data.
 
         Args:
-            path: Another checkpoint of the same model, or the model's adapters, which rank 0 can read. Default: the
-                checkpoint that the module was built for.
+            path: Another checkpoint of the same model, or the model's adapters, which rank 0 can read; it reads a
+                snapshot that is not in its cache from the hub. Default: the checkpoint that the module was built for.
             progress: Called with (bytes done, bytes in all) during the load.
 
         Raises:
@@ -201,6 +202,8 @@ class Worker:
         with self.status.running("plan", "load"):
             moved = False
             try:
+                if path is not None:
+                    path = from_rank_0(partial(seen_here, path))
                 options: dict[str, Any] = {"progress": self.status.follow(progress), "stall_s": self.status.stall_s}
                 # Before the weights: if the optimizer does not match, the weights must stay unchanged.
                 is_random = path is None and self.checkpoint.is_random

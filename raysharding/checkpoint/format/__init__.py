@@ -19,7 +19,7 @@ from raysharding.checkpoint.format.header import (
     read_header,
 )
 from raysharding.checkpoint.format.index import MAX_JSON_BYTES, list_sidecar_files, read_beside, read_sidecar
-from raysharding.checkpoint.format.locate import locate
+from raysharding.checkpoint.format.locate import locate, seen_here
 from raysharding.checkpoint.format.names import (
     ADAPTER_CONFIG_NAME,
     ADAPTER_NAME,

@@ -56,6 +56,17 @@ def locate(given: str, revision: str | None = None, *, weights: bool = True) -> 
     return _cached(pinned, weights=weights) or pinned.uri
 
 
+def seen_here(path: str) -> str:
+    """Return where this machine reads a commit of the hub that another machine located; any other path as it is.
+
+    If the other machine's snapshot is not visible here: the snapshot in this machine's Hugging Face cache, or the URI.
+    """
+    hub = HubPath.of_pinned(path)
+    if hub is None or os.path.exists(path):
+        return path
+    return _cached(hub, weights=True) or hub.uri
+
+
 def _cached(hub: HubPath, *, weights: bool) -> str | None:
     """Return the snapshot of a revision in the cache; `None` if there is none, or if it lacks weights."""
     snapshot = hub.cached()

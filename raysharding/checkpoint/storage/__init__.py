@@ -1,6 +1,6 @@
 """Where bytes live: files of this machine and objects of a store, behind one interface."""
 
-from raysharding.checkpoint.storage.hub import HubAccess, HubPath, adopt_access, hub_access, hub_is_offline
+from raysharding.checkpoint.storage.hub import HubAccess, HubPath, access_to, adopt_access, hub_is_offline
 from raysharding.checkpoint.storage.interface import Found, Storage, StoredFile, os_errors, read_bytes, require_file
 from raysharding.checkpoint.storage.local import LocalFile, LocalStorage, file_system_type, mount_points_below
 from raysharding.checkpoint.storage.output import LocalOutput, Output, open_output

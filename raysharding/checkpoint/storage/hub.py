@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import Any, Final, Self
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
-from raysharding.checkpoint.storage.uri import scheme_of
+from raysharding.checkpoint.storage.uri import is_remote, scheme_of
 from raysharding.errors import CheckpointError
 
 _ID: Final = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
@@ -61,6 +61,15 @@ def hub_is_offline() -> bool:
     from huggingface_hub.constants import is_offline_mode
 
     return is_offline_mode()
+
+
+def access_to(*paths: str | None) -> HubAccess | None:
+    """Return this process's access to the hub, for ranks that read these paths; `None` if none is of the hub.
+
+    A snapshot in this machine's cache counts: a node without it reads the same commit from the hub.
+    """
+    is_there = (HubPath.of_pinned(path) or (is_remote(path) and HubPath.of(path)) for path in paths if path is not None)
+    return hub_access() if any(is_there) else None
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import torch
 
 from raysharding.batch import Out, RankBatch
 from raysharding.checkpoint import Checkpoint
+from raysharding.checkpoint.storage import HubAccess, adopt_access
 from raysharding.config import Loading, Sharding
 from raysharding.distributed.comm import (
     LinkTimes,
@@ -205,8 +206,13 @@ class RankCommands:
         self._worker.build(model, Checkpoint.from_json(checkpoint), sharding, loading)
         return InputBounds.of(self._worker.module), ModelFacts.of(self._worker.module)
 
-    def load(self, path: str | None) -> Any:
-        """Load a checkpoint into the module and return the report, on rank 0; collective."""
+    def load(self, path: str | None, hub: HubAccess | None = None) -> Any:
+        """Load a checkpoint into the module, with the driver's access to the hub; return rank 0's report. Collective.
+
+        The report is `None` on the other ranks.
+        """
+        if hub is not None:
+            adopt_access(hub)
         report = self._worker.load(path)
         return report if self._worker.rank == 0 else None
 

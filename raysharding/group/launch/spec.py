@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from raysharding.checkpoint import Checkpoint, locate, open_checkpoint, open_config
-from raysharding.checkpoint.storage import HubAccess, HubPath, hub_access, is_remote, normal_path
+from raysharding.checkpoint.storage import HubAccess, access_to, is_remote, normal_path
 from raysharding.config import Loading, Placement, Sharding, Timeouts
 from raysharding.errors import CheckpointError, PlanError, RayshardingError
 from raysharding.group.calls import ProgressOption
@@ -200,11 +200,7 @@ class GroupSpec:
 
     def hub_access(self) -> HubAccess | None:
         """Return this process's access to the hub, for the ranks; `None` if they read nothing there."""
-        base = self.model.base if isinstance(self.model, Adapted) else None
-        # A snapshot in this machine's cache counts: a node without it reads the same commit from the hub.
-        paths = [one for one in (self.checkpoint, base) if one is not None]
-        is_there = any(HubPath.of_pinned(one) or (is_remote(one) and HubPath.of(one)) for one in paths)
-        return hub_access() if is_there else None
+        return access_to(self.checkpoint, self.model.base if isinstance(self.model, Adapted) else None)
 
 
 def local_path(checkpoint: str) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -9,6 +10,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,10 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from raysharding import Loading, Placement, ShardedModelGroup, Split
+from raysharding import CheckpointError, Loading, Placement, ShardedModelGroup, Split
 from raysharding.group.cluster import NAMESPACE, actor_name
-from tests.hub import TOKEN, HubServer, hub
+from raysharding.group.launch.spec import GroupSpec
+from tests.hub import TOKEN, HubServer, hub, read_environment
 from tests.models.architectures import ARCHITECTURES
 
 __all__ = ["hub"]
@@ -77,6 +80,71 @@ def test_a_gated_model_is_loaded_once_over_with_the_drivers_token(
         logs = Path(ray._private.worker._global_node.get_logs_dir_path())
         assert not [path for path in logs.rglob("*") if path.is_file() and TOKEN.encode() in path.read_bytes()]
         group.shutdown()
+
+
+def changed(model: Any, directory: Path) -> Any:
+    """Write the model with other weights, as a second commit would."""
+    with torch.no_grad():
+        model.lm_head.weight.neg_()
+    model.save_pretrained(directory)
+    return model
+
+
+def test_load_takes_an_id_with_the_drivers_token_and_keeps_its_commit(
+    hub: HubServer, private: Any, tmp_path: Path
+) -> None:
+    with group_of(tmp_path / "llama", tmp_path / "ranks") as group:
+        other = changed(private, tmp_path / "other")
+        commit = hub.push(ID, tmp_path / "other", "v2")
+        assert group.load(ID, revision="v2").checkpoint == f"hf://{ID}@{commit}"
+        torch.testing.assert_close(group.forward(Split({"input_ids": IDS})).logits, other(IDS).logits)
+        assert hub.num_bytes(".safetensors") <= 1.1 * (tmp_path / "other" / "model.safetensors").stat().st_size
+
+        hub.repos[ID].refs["v2"] = hub.repos[ID].refs["main"]
+        assert group.restart(world_size=1).checkpoint == f"hf://{ID}@{commit}"
+        torch.testing.assert_close(group.forward(Split({"input_ids": IDS})).logits, other(IDS).logits)
+        with pytest.raises(CheckpointError, match="no such model"):
+            group.load("org/lama")
+        with pytest.raises(ValueError, match="leave the revision out"):
+            group.load(tmp_path / "other", revision="v2")
+        assert group.state.value == "ready"
+
+
+@pytest.fixture
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A Hugging Face home at a path that means nothing in other processes, as that of another machine."""
+    opened = os.open(tmp_path, os.O_RDONLY)
+    number = fcntl.fcntl(opened, fcntl.F_DUPFD_CLOEXEC, 900)
+    home = Path(f"/proc/self/fd/{number}/hf-home")
+    monkeypatch.setenv("HF_HOME", str(home))
+    read_environment()
+    yield home
+    os.close(number)
+    os.close(opened)
+
+
+@pytest.mark.full
+def test_ranks_that_do_not_see_the_drivers_cache_read_its_commit_from_the_hub(
+    hub: HubServer, private: Any, tmp_path: Path, own_home: Path
+) -> None:
+    (commit,) = hub.repos[ID].commits
+    snapshots = own_home / "hub" / "models--org--llama" / "snapshots"
+    shutil.copytree(tmp_path / "llama", snapshots / commit)
+    assert GroupSpec(ID, revision=commit).located().checkpoint == str(snapshots / commit)
+    with group_of(ID, tmp_path / "ranks", revision=commit) as group:
+        torch.testing.assert_close(group.forward(Split({"input_ids": IDS})).logits, private(IDS).logits)
+        assert group.load_report.checkpoint == f"hf://{ID}@{commit}"
+        assert hub.num_bytes(".safetensors") <= 1.1 * (tmp_path / "llama" / "model.safetensors").stat().st_size
+
+        other = changed(private, tmp_path / "other")
+        newer = hub.push(ID, tmp_path / "other")
+        shutil.copytree(tmp_path / "other", snapshots / newer)
+        assert group.load(ID).checkpoint == f"hf://{ID}@{newer}"
+        torch.testing.assert_close(group.forward(Split({"input_ids": IDS})).logits, other(IDS).logits)
+
+        there = tmp_path / "ranks" / "hub" / "models--org--llama" / "snapshots"
+        shutil.copytree(tmp_path / "llama", there / commit)
+        assert group.load(ID, revision=commit).checkpoint == str(there / commit)
 
 
 @pytest.mark.full
