@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import json
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -97,14 +98,7 @@ def make_contiguous(module: nn.Module) -> nn.Module:
 
 
 def _build_from_config(auto: str | None, checkpoint: Checkpoint, dtype: torch.dtype | None) -> nn.Module:
-    try:
-        import transformers
-    except ImportError as exc:
-        raise PlanError(
-            "building a model from config.json needs transformers: pip install 'raysharding[hf]', or pass as model= a "
-            "callable that returns an nn.Module"
-        ) from exc
-    fields = _config_fields(checkpoint)
+    transformers, fields = _transformers(), _config_fields(checkpoint)
     if auto is None:
         cls = _architecture(transformers, fields, checkpoint.path)
         config = _class_config(cls, fields, checkpoint.path)
@@ -125,6 +119,17 @@ def _build_from_config(auto: str | None, checkpoint: Checkpoint, dtype: torch.dt
         ) from exc
     _keep_in_float32(module, dtype)
     return module.eval()  # type: ignore[no-any-return]
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as exc:
+        raise PlanError(
+            "building a model from config.json needs transformers: pip install 'raysharding[hf]', or pass as model= a "
+            "callable that returns an nn.Module"
+        ) from exc
+    return transformers
 
 
 def _config_fields(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -214,18 +219,10 @@ def _auto_model(transformers: Any, auto: str, fields: dict[str, Any], path: str)
     if mapping is None:
         known = [name for name in dir(transformers) if re.match(r"AutoModel|AutoBackbone", name)]
         raise PlanError(f"model={auto!r} is not a transformers auto class; use one of: {', '.join(sorted(known))}")
-    model_type = fields.get("model_type")
-    try:
-        config_class = transformers.CONFIG_MAPPING[model_type]
-    except KeyError as exc:
+    config = _typed_config(transformers, fields, path)
+    if type(config) not in mapping:
         raise PlanError(
-            f"{path}: transformers {transformers.__version__} knows no model_type {model_type!r}: upgrade "
-            "transformers, or pass as model= a callable that returns an nn.Module"
-        ) from exc
-    config = _make_config(config_class, fields, path)
-    if config_class not in mapping:
-        raise PlanError(
-            f"{path}: {auto} has no model for model_type {model_type!r}: pass another auto class, or None for the "
+            f"{path}: {auto} has no model for model_type {fields['model_type']!r}: pass another auto class, or None for the "
             f"class that config.json names ({', '.join(fields.get('architectures') or ['none'])})"
         )
     chosen = _get_model_class(config, mapping)
@@ -235,29 +232,32 @@ def _auto_model(transformers: Any, auto: str, fields: dict[str, Any], path: str)
     return chosen, config
 
 
+def _typed_config(transformers: Any, fields: dict[str, Any], path: str) -> Any:
+    """Return the configuration of the class that `model_type` names."""
+    model_type = fields.get("model_type")
+    if model_type not in transformers.CONFIG_MAPPING:
+        raise PlanError(
+            f"{path}: transformers {transformers.__version__} knows no model_type {model_type!r}: upgrade "
+            "transformers, or pass as model= a callable that returns an nn.Module"
+        )
+    return _make_config(transformers.CONFIG_MAPPING[model_type], fields, path)
+
+
 def override_config(checkpoint: Checkpoint, overrides: Mapping[str, Any]) -> Checkpoint:
     """Return a checkpoint whose config.json has other values.
 
     Args:
         checkpoint: With a config.json; of one with weights, the weights may not fit any more.
         overrides: Field → value. A mapping changes fields of a part, as of `text_config`. A number of layers also cuts
-            `layer_types`, which lists them.
+            `layer_types`, which lists them. `dtype` takes what `Loading.dtype` takes.
 
     Raises:
-        ValueError: The model's configuration has no such field; the error names similar ones.
+        ValueError: The model's configuration has no such field (the error names similar ones), or config.json cannot
+            hold the value.
         PlanError: There is no config.json, or transformers does not know the model.
     """
-    try:
-        import transformers
-    except ImportError as exc:
-        raise PlanError("config_overrides needs transformers: pip install 'raysharding[hf]'") from exc
     fields = _config_fields(checkpoint)
-    model_type = fields.get("model_type")
-    if model_type not in transformers.CONFIG_MAPPING:
-        raise PlanError(
-            f"{checkpoint.path}: transformers {transformers.__version__} knows no model_type {model_type!r}"
-        )
-    config = _make_config(transformers.CONFIG_MAPPING[model_type], fields, checkpoint.path)
+    config = _typed_config(_transformers(), fields, checkpoint.path)
     return replace(checkpoint, config=_overridden(config, fields, overrides, "config_overrides"))
 
 
@@ -280,10 +280,22 @@ def _overridden(config: Any, fields: Mapping[str, Any], overrides: Mapping[str, 
             part, inner = getattr(config, name), result.get(name) or {}
             result[name] = _overridden(part, inner, value, f"{where}[{name!r}]")
             continue
-        result[name] = value
+        result[name] = _json_value(name, value, where)
         if key == "num_hidden_layers" and isinstance(value, int) and isinstance(result.get("layer_types"), list):
             result["layer_types"] = result["layer_types"][:value]
     return result
+
+
+def _json_value(name: str, value: Any, where: str) -> Any:
+    """Return the value of a field as config.json holds it."""
+    if name in ("dtype", "torch_dtype") and not isinstance(value, Mapping | None):
+        value = str(floating_dtype(value, f"{where}[{name!r}]")).removeprefix("torch.")
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError) as error:
+        what = f"{where}[{name!r}]={value!r}: config.json cannot hold this ({error})"
+        raise ValueError(f"{what}: give numbers, strings, booleans, lists or mappings") from error
+    return value
 
 
 def _config_dtype(config: Any) -> torch.dtype | None:

@@ -91,6 +91,8 @@ def test_no_weights_of_the_hub_are_read(hub: HubServer, tmp_path: Path) -> None:
             {"config_overrides": {"num_hiden_layers": 1}},
             "no field 'num_hiden_layers'; did you mean 'num_hidden_layers'",
         ),
+        ({"config_overrides": {"dtype": "bf17"}}, r"config_overrides\['dtype'\]='bf17': give a floating dtype"),
+        ({"config_overrides": {"eos_token_id": {1}}}, r"config_overrides\['eos_token_id'\]=\{1\}: config.json cannot"),
         ({"config_overrides": [1]}, "give a mapping"),
         ({"model": torch.nn.Identity}, "config_overrides with a callable model"),
     ],
@@ -98,6 +100,12 @@ def test_no_weights_of_the_hub_are_read(hub: HubServer, tmp_path: Path) -> None:
 def test_what_is_refused(options: dict[str, Any], says: str, model: Path) -> None:
     with pytest.raises(ValueError, match=says):
         group_of(model, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "bfloat16", "bf16"])
+def test_a_dtype_among_the_overrides_is_the_models(model: Path, dtype: Any) -> None:
+    dry = override_config(open_config(model), {"dtype": dtype})
+    assert build_module(None, dry.from_json(dry.to_json()), None).dtype == torch.bfloat16
 
 
 def test_an_override_that_makes_no_model(model: Path) -> None:
