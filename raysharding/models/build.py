@@ -55,7 +55,7 @@ def build_module(model: ModelSource, checkpoint: Checkpoint, dtype: torch.dtype 
     Raises:
         PlanError: The class is unknown, there is no config.json, the checkpoint is quantized, or the callable failed.
     """
-    dtype = None if dtype is None else floating_dtype(dtype)
+    assert not isinstance(dtype, str), "`Loading` holds a dtype"
     if isinstance(model, Adapted):
         return make_contiguous(model.build(lambda base: build_module(base, checkpoint, dtype), _named(checkpoint)))
     if model is None or isinstance(model, str):
@@ -222,8 +222,8 @@ def _auto_model(transformers: Any, auto: str, fields: dict[str, Any], path: str)
     config = _typed_config(transformers, fields, path)
     if type(config) not in mapping:
         raise PlanError(
-            f"{path}: {auto} has no model for model_type {fields['model_type']!r}: pass another auto class, or None for the "
-            f"class that config.json names ({', '.join(fields.get('architectures') or ['none'])})"
+            f"{path}: {auto} has no model for model_type {fields['model_type']!r}: pass another auto class, or None "
+            f"for the class that config.json names ({', '.join(fields.get('architectures') or ['none'])})"
         )
     chosen = _get_model_class(config, mapping)
     text_config = config.sub_configs.get("text_config")

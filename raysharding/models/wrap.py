@@ -216,7 +216,7 @@ def unfreed_groups(module: nn.Module, sharding: Sharding, groups: Iterable[tuple
 def lowers_precision(sharding: Sharding) -> bool:
     """Return True if groups compute in another dtype than the stored dtype."""
     policy = sharding.mixed_precision
-    return policy is not None and (isinstance(policy, str | torch.dtype) or policy.param_dtype is not None)
+    return isinstance(policy, torch.dtype) or getattr(policy, "param_dtype", None) is not None
 
 
 def stays_in_full_precision(module: nn.Module) -> bool:

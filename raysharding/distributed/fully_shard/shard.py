@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from raysharding.config import Sharding, floating_dtype
+from raysharding.config import Sharding
 from raysharding.distributed.comm import is_accelerator
 from raysharding.distributed.fully_shard.activation_checkpointing import checkpoint_activations
 from raysharding.distributed.fully_shard.execution_order import record_execution_order
@@ -62,10 +62,10 @@ from raysharding.models import (
 
 def mixed_precision_policy(sharding: Sharding) -> MixedPrecisionPolicy:
     """Return the policy of `Sharding.mixed_precision`; a dtype reduces gradients in float32."""
-    policy = sharding.mixed_precision
-    if isinstance(policy, MixedPrecisionPolicy):
-        return policy
-    return MixedPrecisionPolicy() if policy is None else MixedPrecisionPolicy(floating_dtype(policy), torch.float32)
+    given: Any = sharding.mixed_precision
+    if isinstance(given, torch.dtype):
+        return MixedPrecisionPolicy(given, torch.float32)
+    return given or MixedPrecisionPolicy()
 
 
 def shard_module(module: nn.Module, mesh: DeviceMesh, sharding: Sharding | None = None) -> nn.Module:
