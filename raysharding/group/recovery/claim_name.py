@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from contextlib import suppress
 
 from raysharding.errors import GroupError
 from raysharding.group.cluster import check_free, group_names, started_cluster, warn
@@ -36,9 +35,16 @@ def claim_name(name: str, *, replace: bool) -> None:
 
 def _end_others(name: str) -> None:
     """Take a named group over from another driver, dead or alive, and shut it down."""
+    refused: ValueError | None = None
     if name in group_names():
-        with suppress(GroupError):  # the group is broken: `attach` has stopped it
+        try:
             attach(name, None).client.supervisor.shutdown()
+        except GroupError:
+            pass  # the group is broken: `attach` has stopped it
+        except ValueError as error:
+            refused = error  # the group is still being made, or its driver is ending it at this moment
     until = time.monotonic() + _GONE_S
     while name in group_names() and time.monotonic() < until:
         time.sleep(_LOOK_S)
+    if refused is not None and name in group_names():
+        raise refused

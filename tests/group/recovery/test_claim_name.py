@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import warnings
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import torch
 
 from raysharding import GroupBrokenError, Placement, PlacementError, ShardedModelGroup, Split, Timeouts
 from raysharding.checkpoint import open_checkpoint
+from raysharding.group.cluster import NAMESPACE, actor_name
 from tests.conftest import make_mlp
 from tests.group.conftest import make_group
 
@@ -73,3 +77,22 @@ def test_replace_takes_over_what_another_driver_left(checkpoint: Path, is_whole:
     with make_group(checkpoint, name="left", replace=True) as group:
         assert group.forward(Split(ROWS)).shape == (3, 4)
         assert {one.pid for one in group.ranks}.isdisjoint(pids)
+
+
+def test_replace_waits_for_a_group_that_its_driver_ends(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = import_module("raysharding.group.recovery.claim_name")
+    monkeypatch.setattr(module, "_GONE_S", 1.0)
+
+    class Making:
+        """Never starts, as an actor of a group that is being made."""
+
+    options: Any = {"name": actor_name("ending", 0), "namespace": NAMESPACE, "lifetime": "detached"}
+    making: Any = ray.remote(num_cpus=1000)(Making)
+    made = making.options(**options).remote()
+    with pytest.raises(ValueError, match="driver is still making it"):
+        module.claim_name("ending", replace=True)
+    monkeypatch.setattr(module, "_GONE_S", 30.0)
+    ending = threading.Timer(0.5, ray.kill, [made])
+    ending.start()
+    module.claim_name("ending", replace=True)
+    ending.join()
