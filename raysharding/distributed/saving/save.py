@@ -84,20 +84,21 @@ class SaveReport:
         """Return all fields and `bytes_per_s` as a JSON value."""
         return asdict(self) | {"bytes_per_s": self.bytes_per_s}
 
-    def __str__(self) -> str:
+    def _values(self) -> tuple[str, str, str]:
         return (
-            f"saved {self.num_tensors} tensors, {format_bytes(self.num_bytes)}, in {self.num_files} files to "
-            f"{self.path}: {self.seconds:.2f} s, {format_bytes(self.bytes_per_s)}/s, peak extra memory "
-            f"{format_bytes(max(self.peak_extra_bytes))} a rank"
+            f"{format_bytes(self.num_bytes)}, in {self.num_files} files",
+            f"{self.seconds:.2f} s, {format_bytes(self.bytes_per_s)}/s",
+            f"{format_bytes(max(self.peak_extra_bytes))} a rank",
         )
 
+    def __str__(self) -> str:
+        what, time, peak = self._values()
+        return f"saved {self.num_tensors} tensors, {what} to {self.path}: {time}, peak extra memory {peak}"
+
     def _repr_html_(self) -> str:
-        rows = (
-            ("tensors", f"{self.num_tensors}, {format_bytes(self.num_bytes)}, in {self.num_files} files"),
-            ("time", f"{self.seconds:.2f} s, {format_bytes(self.bytes_per_s)}/s"),
-            ("sent", format_bytes(self.wire_bytes)),
-            ("memory", f"peak above the shards {format_bytes(max(self.peak_extra_bytes))} a rank"),
-        )
+        what, time, peak = self._values()
+        sent, memory = format_bytes(self.wire_bytes), f"peak above the shards {peak}"
+        rows = ("tensors", f"{self.num_tensors}, {what}"), ("time", time), ("sent", sent), ("memory", memory)
         return html_report(f"saved {self.path}", html_rows((), rows))
 
 

@@ -50,18 +50,19 @@ class _Method(Generic[P, T]):
         method: Callable[..., Any],
         run: Callable[Concatenate[Any, P], T],
         submit: Callable[Concatenate[Any, P], Call[T]],
+        signature: inspect.Signature,
         result: Any,
     ) -> None:
         """Wrap a method.
 
         Args:
-            method: The method, for its name, text and parameters.
+            method: The method, for its name and text.
             run: Runs the method and returns its result.
             submit: Begins the method and returns the call.
+            signature: Signature of the method, with its annotations evaluated.
             result: Type of the result.
         """
         self._method, self._run, self._submit = method, run, submit
-        signature = inspect.signature(method, eval_str=True)
         _, *parameters = signature.parameters.values()
         self._unbound = signature.replace(return_annotation=None if result is NoneType else result)
         self._bound = self._unbound.replace(parameters=parameters)
@@ -97,8 +98,9 @@ def handle(submit: Callable[Concatenate[Any, P], Call[T]]) -> _Method[P, T]:
         refuse_to_wait(f"{submit.__name__}()")
         return submit(group, *args, **kwargs).result()
 
-    (result,) = get_args(inspect.signature(submit, eval_str=True).return_annotation)
-    return _Method(submit, run, submit, result)
+    signature = inspect.signature(submit, eval_str=True)
+    (result,) = get_args(signature.return_annotation)
+    return _Method(submit, run, submit, signature, result)
 
 
 def driver_handle(run: Callable[Concatenate[Any, P], T]) -> _Method[P, T]:
@@ -111,7 +113,8 @@ def driver_handle(run: Callable[Concatenate[Any, P], T]) -> _Method[P, T]:
     def submit(group: Any, /, *args: P.args, **kwargs: P.kwargs) -> Call[T]:
         return Call.in_thread(run.__name__, partial(run, group, *args, **kwargs))
 
-    return _Method(run, run, submit, inspect.signature(run, eval_str=True).return_annotation)
+    signature = inspect.signature(run, eval_str=True)
+    return _Method(run, run, submit, signature, signature.return_annotation)
 
 
 def blocking(method: Callable[P, T]) -> Callable[P, T]:

@@ -6,6 +6,7 @@ from raysharding.group.cluster.display import (
     html_table,
     memory_table,
     ranks_table,
+    status_table,
     tell,
     text_table,
     warn,

@@ -11,7 +11,7 @@ from raysharding.group.ranks import RankInfo
 from raysharding.html import html_lines, html_report, html_rows
 from raysharding.units import MIB
 
-_MEMORY = ("host", "peak_host", "device", "peak_device")
+_MEMORY = ("host_bytes", "peak_host_bytes", "device_bytes", "peak_device_bytes")
 _COLUMNS = ("rank", "node", "pid", "local_rank", "device")
 
 
@@ -52,9 +52,20 @@ def ranks_table(ranks: Sequence[RankInfo]) -> str:
 
 def memory_table(statuses: Sequence[Mapping[str, Any]]) -> str:
     """Format a table of the ranks' memory in MiB, from their statuses; `?` for a rank that did not answer."""
-    header = ("rank", *(f"{name.replace('_', ' ')} MiB" for name in _MEMORY))
-    rows = [(str(one["rank"]), *(_mib(one.get(f"{name}_bytes")) for name in _MEMORY)) for one in statuses]
-    return text_table(header, rows)
+    return text_table(*status_table(("rank", *_MEMORY), statuses))
+
+
+def status_table(
+    columns: Sequence[str], statuses: Sequence[Mapping[str, Any]]
+) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return header and rows of a table of the ranks' statuses, memory in MiB; `?` for what a rank did not answer.
+
+    Args:
+        columns: Items of the statuses. A phase also shows how much of its bytes is done.
+        statuses: Result of `rank_statuses`.
+    """
+    header = tuple(name.replace("_bytes", " MiB").replace("_", " ") for name in columns)
+    return header, [tuple(_cell(name, one) for name in columns) for one in statuses]
 
 
 class StatusReport(dict[str, Any]):
@@ -62,18 +73,16 @@ class StatusReport(dict[str, Any]):
 
     def _repr_html_(self) -> str:
         ranks = self["ranks"]
-        columns = ("rank", "node_ip", "pid", "phase", *(f"{name}_bytes" for name in _MEMORY), "answers")
-        header = [name.replace("_bytes", " MiB").replace("_", " ") for name in columns]
-        rows = [[_cell(name, one.get(name)) for name in columns] for one in ranks]
+        table = status_table(("rank", "node_ip", "pid", "phase", *_MEMORY, "answers"), ranks)
         cause = [] if self["cause"] is None else [html_lines(self["cause"].splitlines())]
-        return html_report(f"{self['name']}: {self['state']}", *([html_rows(header, rows)] if ranks else []), *cause)
+        return html_report(f"{self['name']}: {self['state']}", *([html_rows(*table)] if ranks else []), *cause)
 
 
-def _cell(column: str, value: Any) -> str:
+def _cell(column: str, status: Mapping[str, Any]) -> str:
+    value = status.get(column)
+    if value is None:
+        return "?"
     if column.endswith("_bytes"):
-        return _mib(value)
-    return "?" if value is None else str(value)
-
-
-def _mib(num_bytes: Any) -> str:
-    return "?" if num_bytes is None else f"{num_bytes / MIB:.1f}"
+        return f"{value / MIB:.1f}"
+    done, total = status.get("bytes_done", 0), status.get("bytes_total", 0)
+    return f"{value} {done / total:.0%}" if column == "phase" and done < total else str(value)

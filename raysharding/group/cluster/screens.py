@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import sys
 from dataclasses import dataclass
 from itertools import chain, repeat
@@ -10,7 +9,8 @@ from typing import Any, Protocol
 
 from tqdm import tqdm
 
-from raysharding.group.cluster.display import html_rows, tell, text_table
+from raysharding.group.cluster.display import tell, text_table
+from raysharding.html import html_lines, html_report, html_rows
 
 
 @dataclass(frozen=True, repr=False)
@@ -33,9 +33,8 @@ class Picture:
         return "\n".join((f"{self.title} ({self.time})", *self.lines, *table))
 
     def _repr_html_(self) -> str:
-        lines = "".join(f"<div>{html.escape(line)}</div>" for line in self.lines)
-        table = html_rows(self.header, self.rows) if self.rows else ""
-        return f"<div><b>{html.escape(self.title)}</b> {self.time}{lines}{table}</div>"
+        table = (html_rows(self.header, self.rows),) if self.rows else ()
+        return html_report(f"{self.title} ({self.time})", "<br>", html_lines(self.lines), *table)
 
 
 class Screen(Protocol):

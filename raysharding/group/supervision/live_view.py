@@ -11,15 +11,13 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 
-from raysharding.group.cluster import Picture, open_screen
+from raysharding.group.cluster import Picture, open_screen, status_table
 from raysharding.group.supervision.client import Client
 from raysharding.group.supervision.group_state import GroupState
 from raysharding.group.supervision.probes import STATUS_S, rank_statuses
-from raysharding.units import MIB
 
 _STOP_S = STATUS_S + 1.0
-_HEADER = ("rank", "node", "device", "phase", "last call", "host MiB", "peak host MiB", "device MiB", "state")
-_MEMORY = ("host_bytes", "peak_host_bytes", "device_bytes")
+_COLUMNS = "rank", "node_ip", "device", "phase", "last_call", "host_bytes", "peak_host_bytes", "device_bytes"
 
 
 @dataclass(frozen=True)
@@ -116,29 +114,18 @@ def _picture_of(seen: Seen) -> Picture:
     supervisor = seen.client.supervisor
     state, cause = supervisor.state, supervisor.status.cause
     lines = [seen.fit] if seen.fit else []
-    rows: tuple[tuple[str, ...], ...] = ()
+    statuses: list[dict[str, Any]] = []
     if state is GroupState.BROKEN:
         lines.append(f"cause: {str(cause).partition(chr(10))[0]}")
     else:
-        rows = tuple(_row(status) for status in rank_statuses(seen.client.members))
-    return Picture(f"{supervisor.name}: {state.value}", _now(), tuple(lines), _HEADER, rows)
+        statuses = rank_statuses(seen.client.members)
+    header, rows = status_table(_COLUMNS, statuses)
+    rows = [(*row, _state(status)) for row, status in zip(rows, statuses, strict=True)]
+    return Picture(f"{supervisor.name}: {state.value}", _now(), tuple(lines), (*header, "state"), tuple(rows))
 
 
-def _row(status: Mapping[str, Any]) -> tuple[str, ...]:
-    phase, done, total = status.get("phase", ""), status.get("bytes_done", 0), status.get("bytes_total", 0)
-    if done < total:
-        phase = f"{phase} {done / total:.0%}"
-    state = "does not answer" if not status["answers"] else "usable" if status.get("usable", True) else "not usable"
-    memory = (f"{status[name] / MIB:.0f}" if name in status else "" for name in _MEMORY)
-    return (
-        str(status["rank"]),
-        str(status["node_ip"]),
-        str(status.get("device", "")),
-        phase,
-        str(status.get("last_call", "")),
-        *memory,
-        state,
-    )
+def _state(status: Mapping[str, Any]) -> str:
+    return "does not answer" if not status["answers"] else "usable" if status.get("usable", True) else "not usable"
 
 
 def _now() -> str:
