@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from raysharding.batch import Out, RankBatch, check_num_parts, check_out, deal
-from raysharding.checkpoint import locate
-from raysharding.checkpoint.storage import access_to, normal_path
+from raysharding.checkpoint.storage import normal_path
 from raysharding.config import Loading, Placement, Sharding, Timeouts
 from raysharding.data import Collate
 from raysharding.distributed import LoadReport
@@ -36,7 +35,6 @@ from raysharding.group.calls import (
     Call,
     Collect,
     FullStateDict,
-    ModelFiles,
     ProgressOption,
     UndoOnInterrupt,
     blocking,
@@ -76,6 +74,8 @@ from raysharding.group.launch import (
     check_optimizer,
     launch,
     plan_group,
+    submit_load,
+    submit_save,
     update_record,
     write_bug_report,
 )
@@ -893,21 +893,10 @@ class ShardedModelGroup:
             CheckpointError: The directory exists, is a mount point, holds files that no save could carry over (the
                 error lists them), or cannot be written.
         """
-        target = normal_path(os.fspath(path))
-        stall_s = self._client.timeouts.load_stall_s
-        Destination(target, overwrite, keep_last)  # refuses invalid arguments
-        collect = Collect(lambda _: None) if async_save else collect_rank0
         # After a restart from a save of weights alone, a run would continue with these weights from another step.
-        save = self._running.files.begin_save(target, is_origin=optimizer or not self._fits.is_running)
-        what = (target, overwrite, optimizer, keep_last, async_save, save.token)
-        call = self._client.submit_same("save", *what, deadline_s=stall_s, watch=True, collect=collect)
-        saved = self._noted(lambda files: files.committed(save))
-        if async_save:
-            self._update_record()  # another driver may have to determine how the save ended
-            self._client.follow(save, call, saved)
-        else:
-            call.when_done(lambda ended: saved() if ended.succeeded() else None)
-        return call.keep_alive(self)
+        is_origin = optimizer or not self._fits.is_running
+        what = Destination(normal_path(os.fspath(path)), overwrite, keep_last), optimizer, async_save, is_origin
+        return submit_save(self._running, *what, self._noted).keep_alive(self)
 
     @handle
     def load(self, path: str | os.PathLike[str], *, revision: str | None = None) -> Call[LoadReport]:
@@ -931,13 +920,7 @@ class ShardedModelGroup:
         return self._load(path, revision, self._unless_fit("load"))
 
     def _load(self, path: str | os.PathLike[str], revision: str | None = None, check: Check | None = None) -> Call:
-        target = normal_path(locate(os.fspath(path), revision))
-        stall_s = self._client.timeouts.load_stall_s
-        call = self._client.submit_same("load", target, access_to(target), deadline_s=stall_s, watch=True, check=check)
-        number = self._running.files.begin_load()
-        loaded = self._noted(lambda files: files.loaded(target, number))
-        call.when_done(lambda ended: loaded() if ended.succeeded() else None)
-        return call.keep_alive(self)
+        return submit_load(self._running, os.fspath(path), revision, check, self._noted).keep_alive(self)
 
     @handle
     def state_dict(self, keys: str | Sequence[str] | None = None) -> Call[dict[str, torch.Tensor]]:
@@ -977,14 +960,14 @@ class ShardedModelGroup:
         """Paths of the committed saves, including background saves, in the order in which they were committed."""
         return tuple(self._running.files.saves)
 
-    def _noted(self, note: Callable[[ModelFiles], None]) -> Callable[[], None]:
-        """Return a function that records a save or load in the group's files, if the group is still there."""
+    @property
+    def _noted(self) -> Callable[[], None]:
+        """Updates the record after a save or load, if the group is still there."""
         group = weakref.ref(self)
 
         def noted() -> None:
             owner = group()
             if owner is not None:
-                note(owner._running.files)
                 owner._update_record()
 
         return noted
