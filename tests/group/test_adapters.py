@@ -196,6 +196,8 @@ def test_adapters_are_loaded_into_a_group_that_has_such(base: Path, tmp_path: Pa
         with pytest.raises(PlanError, match=r"missing from the checkpoint: .*q_proj\.lora_A"):
             group.load(tmp_path / "others")
         ids = Split(collate()(ROWS)["input_ids"])
+        with pytest.raises(ValueError, match="train_step: the batch has no labels"):
+            group.train_step(input_ids=ids)
         assert group.train_step(input_ids=ids, labels=ids)["loss"] > 0
     with (
         make_group(base, optimizer=None) as plain,
