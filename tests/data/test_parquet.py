@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raysharding.data import DataPath, ParquetFiles, default_collate, epoch_batches
+from raysharding.data import DataPath, KnownColumns, ParquetFiles, default_collate, epoch_batches, list_files
 from raysharding.errors import DataError
 from tests.s3 import S3Server, s3, s3_server
 
@@ -46,8 +46,8 @@ def directory(tmp_path: Path) -> Path:
     return folder
 
 
-def opened(path: Path | str, *columns: str) -> ParquetFiles:
-    return ParquetFiles.open(DataPath(str(path), columns or None))
+def opened(path: Path | str, *columns: str, **options: Any) -> ParquetFiles:
+    return ParquetFiles.open(DataPath(str(path), columns or None), list_files(str(path)), **{"whole": (), "known": None, **options})
 
 
 def rows_of(source: ParquetFiles, batch_size: int = 7, **options: Any) -> list[dict[str, Any]]:
@@ -144,7 +144,7 @@ def test_later_files_of_other_types_are_refused_by_column(tmp_path: Path) -> Non
         with pytest.raises(DataError, match=f"c.parquet: the column 'ids' holds {kind}, but lists of whole numbers in"):
             opened(tmp_path)
         assert len(rows_of(opened(tmp_path, "label"))) == 3, "a column that nobody reads may hold anything"
-        any_types = ParquetFiles.open(DataPath(str(tmp_path)), None)
+        any_types = opened(tmp_path, whole=None)
         assert len(rows_of(any_types)) == 3, "a collate function may make anything of a column"
 
 
@@ -166,8 +166,8 @@ def test_floats_where_the_model_takes_ids_are_refused_by_column(tmp_path: Path) 
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.table({"input_ids": pa.array([[1.0, 2.0]]), "pixel_values": pa.array([[0.5]])}), path)
     with pytest.raises(DataError, match="the column 'input_ids' holds lists of floats, and the model takes ids"):
-        ParquetFiles.open(DataPath(str(path)), ["input_ids", "labels"])
-    ParquetFiles.open(DataPath(str(path), ("pixel_values",)), ["input_ids", "labels"])
+        opened(path, whole=["input_ids", "labels"])
+    opened(path, "pixel_values", whole=["input_ids", "labels"])
 
 
 @pytest.mark.parametrize("nulls", [(None, 1), (1, None), (None, None), ([1, None], [1, 2])])

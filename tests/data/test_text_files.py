@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from raysharding.data import DataPath, TextFiles, epoch_batches, hub_name
+from raysharding.data import DataPath, TextFiles, epoch_batches, hub_name, list_files
 from raysharding.errors import DataError
 
 NUM_ROWS = 1500
@@ -51,7 +51,7 @@ def csv_file(tmp_path: Path) -> Path:
 
 
 def opened(path: Path, *columns: str, whole: tuple[str, ...] = ()) -> TextFiles:
-    return TextFiles.open(DataPath(str(path), columns or None), whole)
+    return TextFiles.open(DataPath(str(path), columns or None), list_files(str(path)), whole, None)
 
 
 def rows_of(source: TextFiles, **options: Any) -> list[dict[str, Any]]:

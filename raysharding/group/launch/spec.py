@@ -20,6 +20,7 @@ from torch import nn
 
 from raysharding.checkpoint import Checkpoint, locate, open_checkpoint, open_config
 from raysharding.checkpoint.storage import HubAccess, HubPath, hub_access, is_remote, normal_path
+from raysharding.checks import check_int
 from raysharding.config import Loading, Placement, Sharding, Timeouts
 from raysharding.errors import CheckpointError, PlanError, RayshardingError
 from raysharding.group.calls import ProgressOption
@@ -154,8 +155,7 @@ class GroupSpec:
         if self.optimizer is not None:
             check_optimizer(self.optimizer)
         check_name(self.name)
-        if type(self.max_restarts) is not int or self.max_restarts < 0:
-            raise ValueError(f"max_restarts={self.max_restarts!r}: give a whole number, 0 or more")
+        check_int("max_restarts", self.max_restarts, least=0)
         self._check_random()
         if self.name is not None and self.placement.placement_group is not None:
             raise ValueError(
