@@ -47,7 +47,8 @@ def directory(tmp_path: Path) -> Path:
 
 
 def opened(path: Path | str, *columns: str, **options: Any) -> ParquetFiles:
-    return ParquetFiles.open(DataPath(str(path), columns or None), list_files(str(path)), **{"whole": (), "known": None, **options})
+    options = {"whole": (), "known": None, **options}
+    return ParquetFiles.open(DataPath(str(path), columns or None), list_files(str(path)), **options)
 
 
 def rows_of(source: ParquetFiles, batch_size: int = 7, **options: Any) -> list[dict[str, Any]]:
@@ -200,3 +201,25 @@ def test_an_object_store(directory: Path, s3: S3Server) -> None:
     s3.delete("rows/b.parquet")
     with pytest.raises(DataError, match="cannot be read"):
         rows_of(source)
+
+
+def test_columns_that_the_model_does_not_take_are_not_read(tmp_path: Path, s3: S3Server) -> None:
+    """Each byte of the column that it takes is read once, and no other."""
+    (tmp_path / "large").mkdir()
+    path = tmp_path / "large" / "a.parquet"
+    text = [np.random.default_rng(number).bytes(5000).hex() for number in range(200)]
+    pq.write_table(pa.table({"text": text, "number": range(200), "id": range(200)}), path, row_group_size=50)
+    known = KnownColumns({"number", "labels"})
+    source = opened(s3.upload(path.parent, "large"), known=known)
+    assert (source.columns, known.dropped) == (("number",), ("text", "id"))
+    source.check_seen()
+    s3.proxy.reset()
+    rows = [row for one in epoch_batches(source, 50, 0, 1) if one is not None for row in one.rows]
+    assert rows == [{"number": number} for number in range(200)]
+    footer = pq.read_metadata(path)
+    chunks = [footer.row_group(index).column(1).total_compressed_size for index in range(4)]
+    assert s3.proxy.body_bytes() == sum(chunks) < 10_000 < path.stat().st_size // 100
+    without_names = KnownColumns(None)
+    assert opened(path, known=without_names).columns == ("number", "id"), "text makes no tensors"
+    with pytest.raises(DataError, match="rows have the columns text, number, id, and the model takes only x: rename"):
+        opened(path, known=KnownColumns({"x"}))

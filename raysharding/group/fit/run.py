@@ -468,8 +468,8 @@ class FitRun:
 
     def _is_due(self, *, is_over: bool) -> bool:
         every, done = self._options.save_every, self._place.num_steps
-        is_new = done not in (self._asked, self._first_step)
-        is_asked = every is not None and not done % every
+        is_new = done != self._asked and not (done == self._first_step and self._begun_in_files)
+        is_asked = every is not None and done > 0 and not done % every
         is_best = self._evaluations.is_best(self._save_path) and done != self._asked
         return is_best or (is_new and (is_over or is_asked))
 

@@ -9,6 +9,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,28 @@ def test_a_gated_model_is_loaded_once_over_with_the_drivers_token(
         logs = Path(ray._private.worker._global_node.get_logs_dir_path())
         assert not [path for path in logs.rglob("*") if path.is_file() and TOKEN.encode() in path.read_bytes()]
         group.shutdown()
+
+
+def test_nodes_without_the_drivers_cache_read_the_hub_with_its_token(
+    hub: HubServer, private: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver opens a snapshot in its cache; here it is gone when the ranks look, as on another node."""
+    (commit,) = hub.repos[ID].commits
+    cache = tmp_path / "hf-home" / "hub" / "models--org--llama"
+    shutil.copytree(tmp_path / "llama", cache / "snapshots" / commit)
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text(commit)
+    launch = import_module("raysharding.group.launch.launch")
+    start = launch.start_actors
+
+    def elsewhere(*given: Any) -> Any:
+        shutil.rmtree(cache)
+        return start(*given)
+
+    monkeypatch.setattr(launch, "start_actors", elsewhere)
+    with group_of(ID, tmp_path / "ranks") as group:
+        assert group.load_report.checkpoint == f"hf://{ID}@{commit}"
+        torch.testing.assert_close(group.forward(Split({"input_ids": IDS})).logits, private(IDS).logits)
 
 
 @pytest.mark.full
