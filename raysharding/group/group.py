@@ -701,7 +701,8 @@ class ShardedModelGroup:
             loss: As for `train_step`.
             eval_data: Data to evaluate between the steps, as for `data`, with the same `columns`, `collate`, `loss` and
                 `batch_size`. The evaluations are those of `evaluate`, and change no step of the run: neither its losses
-                nor its random numbers. Default: no evaluation.
+                nor its random numbers. Files are opened once, before the first step; their rows are read anew in each
+                evaluation, and not kept. Default: no evaluation.
             eval_every: Number of steps between two evaluations; one more is made at the end. Default: the end of each
                 epoch; of an iterable, whose length is not known, only the end of the run, which may be found after its
                 last step was reported: callbacks then get that step once more, with the evaluation.
