@@ -17,6 +17,7 @@ from torch import nn
 
 from raysharding.batch import Out, RankBatch, check_num_parts, check_out, deal
 from raysharding.checkpoint.storage import normal_path
+from raysharding.checks import check_int
 from raysharding.config import Loading, Placement, Sharding, Timeouts
 from raysharding.data import Collate
 from raysharding.distributed import LoadReport
@@ -1195,8 +1196,7 @@ class ShardedModelGroup:
         """
         if type(rank) is not int or not 0 <= rank < self.world_size:
             raise ValueError(f"rank={rank!r}: give one of 0 to {self.world_size - 1}")
-        if type(num_lines) is not int or num_lines < 1:
-            raise ValueError(f"num_lines={num_lines!r}: give 1 or more, as an int")
+        check_int("num_lines", num_lines)
         return read_log(self._client.members[rank], num_lines)
 
     @blocking

@@ -145,12 +145,9 @@ class GroupSpec:
             if not isinstance(value, wanted):
                 kind = type(value).__name__
                 raise ValueError(f"{name}={value!r}: give {wanted.__name__}(...) from raysharding, not a {kind}")
-        if type(self.max_output_bytes) is not int or self.max_output_bytes < 1:
-            raise ValueError(
-                f"max_output_bytes={self.max_output_bytes!r}: give a positive int of bytes, such as 2 << 30"
-            )
-        if self.world_size is not None and (type(self.world_size) is not int or self.world_size < 1):
-            raise ValueError(f"world_size={self.world_size!r}: give 1 or more, as an int")
+        check_int("max_output_bytes", self.max_output_bytes)
+        if self.world_size is not None:
+            check_int("world_size", self.world_size)
         check_model(self.model)
         if self.optimizer is not None:
             check_optimizer(self.optimizer)
