@@ -7,10 +7,10 @@ from raysharding.data.arrow_rows import ArrowRows, TableReader
 from raysharding.data.batches import StepBatch, epoch_batches
 from raysharding.data.collate import Collate, KnownColumns, default_collate, rank_batch
 from raysharding.data.column_kinds import check_whole, kind_of
-from raysharding.data.files import DataPath, list_files
+from raysharding.data.files import DataPath, RowFiles, list_files
 from raysharding.data.hub_rows import HubRows, hub_name
 from raysharding.data.parquet import ParquetFiles
 from raysharding.data.position import Position
 from raysharding.data.prefetch import Prefetch
 from raysharding.data.source import BlockSource, Reader, Rows, SequenceRows, Stream, rows_of
-from raysharding.data.text_files import TextFiles
+from raysharding.data.text_files import TEXT_SUFFIXES, TextFiles

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import default_collate as stack
 
 from raysharding.batch import RankBatch, Split
+from raysharding.errors import DataError
 from raysharding.tree import leaves
 
 Collate: TypeAlias = Callable[[list[Any]], Any]
@@ -51,23 +52,31 @@ class KnownColumns:
         """Collate rows.
 
         Raises:
-            ValueError: No column is left, or as `default_collate` raises.
+            DataError: No column is left.
+            ValueError: As `default_collate` raises.
         """
-        return default_collate([self._kept(row) if isinstance(row, Mapping) else row for row in rows])
+        return default_collate([self._kept_of(row) if isinstance(row, Mapping) else row for row in rows])
 
-    def _kept(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _kept_of(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {name: row[name] for name in self.kept({name: isinstance(one, str) for name, one in row.items()})}
+
+    def kept(self, columns: Mapping[str, bool]) -> list[str]:
+        """Return the columns that the model takes, and note that the others are dropped.
+
+        Args:
+            columns: Column → True if it holds text.
+
+        Raises:
+            DataError: No column is left.
+        """
         known = self._known
-        kept = {name: value for name, value in row.items() if _is_known(name, value, known)}
+        kept = [name for name, is_text in columns.items() if (not is_text if known is None else name in known)]
         if not kept:
             takes = "no text" if known is None else f"only {', '.join(sorted(known))}"
-            have = f"the rows have the columns {', '.join(row)}"
-            raise ValueError(f"{have}, and the model takes {takes}: rename columns, or give collate=")
-        self.dropped += tuple(name for name in row if name not in kept and name not in self.dropped)
+            have = f"the rows have the columns {', '.join(columns)}"
+            raise DataError(f"{have}, and the model takes {takes}: rename columns, or give collate=")
+        self.dropped += tuple(name for name in columns if name not in kept and name not in self.dropped)
         return kept
-
-
-def _is_known(name: str, value: Any, known: Collection[str] | None) -> bool:
-    return name in known if known is not None else not isinstance(value, str)
 
 
 def _as_tensors(value: Any) -> Any:

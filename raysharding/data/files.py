@@ -1,14 +1,17 @@
-"""Files of rows that have not been opened: which they are, and how they are opened, on local disks and in stores."""
+"""Files of rows: which they are, and how they are opened, on local disks and in stores."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from abc import abstractmethod
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
-from typing import Any
+from typing import Any, Self
 
-from raysharding.checkpoint.storage import DEFAULT_REMOTE, connect, is_remote
+from raysharding.checkpoint.storage import DEFAULT_REMOTE, connect, is_remote, normal_path
+from raysharding.data.collate import KnownColumns
+from raysharding.data.source import BlockSource
 from raysharding.errors import DataError
 
 SUFFIXES = (".parquet", ".jsonl", ".csv", ".json")
@@ -24,6 +27,89 @@ class DataPath:
     """A file, or a directory of files: a local path or a URI."""
     columns: tuple[str, ...] | None = None
     """Columns to read; `None` for all."""
+
+
+@dataclass(frozen=True)
+class RowFiles(BlockSource):
+    """Files of rows of one format, whose blocks are known. A copy in another process opens the files for itself."""
+
+    directory: str
+    """Directory or file, as a normal path or URI."""
+    files: tuple[str, ...]
+    """Paths inside the file system, sorted."""
+    columns: tuple[str, ...] | None
+    """Columns to read; `None` for all. Other columns are not decoded, and where the format allows it not read."""
+    _handles: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @classmethod
+    @abstractmethod
+    def open(
+        cls, source: DataPath, files: tuple[str, ...], whole: Collection[str] | None, known: KnownColumns | None
+    ) -> Self:
+        """Find the blocks. One rank calls this.
+
+        Args:
+            source: Path and columns.
+            files: Result of `list_files` for the path.
+            whole: Names of columns that must hold integers if they exist. `None`: columns may be of any type.
+            known: Leaves out the columns that the model does not take; `None`: none are left out.
+
+        Raises:
+            DataError: A file is not of the format, columns or their types differ, there are no rows, a column is
+                missing, a column of ids holds floats, or the model takes no column.
+        """
+
+    @abstractmethod
+    def check_seen(self) -> None:
+        """Check that this process sees the same files as rank 0, by the first one.
+
+        Raises:
+            DataError: The first file is missing or differs.
+        """
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the source as a JSON value."""
+        return {one.name: getattr(self, one.name) for one in fields(self) if one.init}
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> Self:
+        """Make the source from `as_dict` of another rank."""
+        return cls(**{name: _as_tuples(value) for name, value in found.items()})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.from_dict, (self.as_dict(),)
+
+    def _handle(self, file: str) -> Any:
+        """Return an open file that readers share; it is closed with its last reader."""
+        if file not in self._handles:
+            while len(self._handles) >= _HANDLES:
+                self._handles.pop(next(iter(self._handles)))
+            self._handles[file] = connected(self.directory)[0].open_input_file(file)
+        return self._handles[file]
+
+
+def _as_tuples(value: Any) -> Any:
+    return tuple(map(_as_tuples, value)) if isinstance(value, list | tuple) else value
+
+
+def chosen_columns(source: DataPath, kinds: Mapping[str, str], known: KnownColumns | None) -> tuple[str, ...] | None:
+    """Return the columns to read of those that files have; `None` for all.
+
+    Args:
+        source: Path, and the user's choice.
+        kinds: Column → kind, by `kind_of`.
+        known: See `RowFiles.open`.
+
+    Raises:
+        DataError: A column is missing, or the model takes none.
+    """
+    missing = [name for name in source.columns or () if name not in kinds]
+    if missing:
+        what = f"has no column {', '.join(map(repr, missing))}: it has {list(kinds)}"
+        raise DataError(what, path=normal_path(source.path))
+    if known is None:
+        return source.columns
+    return tuple(known.kept({name: kinds[name] == "text" for name in source.columns or kinds}))
 
 
 def list_files(directory: str) -> tuple[str, ...]:
@@ -62,21 +148,6 @@ def connected(directory: str) -> tuple[Any, str]:
     import pyarrow.fs as arrow_fs
 
     return arrow_fs.LocalFileSystem(), directory
-
-
-def shared_handle(handles: dict[str, Any], directory: str, file: str) -> Any:
-    """Return an open file that readers share; it is closed with its last reader.
-
-    Args:
-        handles: The open files, by path.
-        directory: See `connected`.
-        file: Path inside the file system.
-    """
-    if file not in handles:
-        while len(handles) >= _HANDLES:
-            handles.pop(next(iter(handles)))
-        handles[file] = connected(directory)[0].open_input_file(file)
-    return handles[file]
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -10,9 +10,10 @@ import numpy as np
 
 from raysharding.checkpoint.storage import normal_path
 from raysharding.data.arrow_rows import ArrowRows
+from raysharding.data.collate import KnownColumns
 from raysharding.data.column_kinds import check_whole, kind_of
-from raysharding.data.files import DataPath, list_files, reading, shared_handle
-from raysharding.data.source import BlockSource, Reader
+from raysharding.data.files import DataPath, RowFiles, chosen_columns, reading
+from raysharding.data.source import Reader
 from raysharding.errors import DataError
 
 _CHUNK_ROWS = 256
@@ -20,83 +21,50 @@ _BUFFER_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
-class ParquetFiles(BlockSource):
+class ParquetFiles(RowFiles):
     """The row groups of Parquet files. A reader holds a decoded chunk of 256 rows, and pyarrow's buffers."""
 
-    directory: str
-    """Directory or file, as the user gave it."""
-    files: tuple[str, ...]
-    """Paths inside the file system, sorted."""
     groups: tuple[tuple[int, ...], ...]
     """File → number of rows of each row group."""
-    columns: tuple[str, ...] | None
-    """Columns to read."""
     _opened: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _handles: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
-    def open(cls, source: DataPath, whole: Collection[str] | None = ()) -> Self:
-        """List the files and read their footers. One rank calls this.
-
-        Args:
-            source: Path and columns.
-            whole: Names of columns that must hold integers if they exist. `None`: columns may be of any type, which may
-                differ between files.
-
-        Raises:
-            DataError: There is no file, a file is no Parquet file, columns or their types differ between files, a
-                column is missing, or a column of ids holds floats.
-        """
+    def open(
+        cls, source: DataPath, files: tuple[str, ...], whole: Collection[str] | None, known: KnownColumns | None
+    ) -> Self:
+        """Read the footers; see `RowFiles.open`."""
         directory = normal_path(source.path)
-        found = cls(directory, list_files(directory), (), source.columns)
+        found = cls(directory, files, None, ())
         groups: list[tuple[int, ...]] = []
         names: list[str] | None = None
+        columns: tuple[str, ...] | None = None
         first: dict[str, str] = {}
-        for file in found.files:
+        for file in files:
             metadata = found._footer(file)
             groups.append(_group_rows(metadata))
             schema = metadata.schema.to_arrow_schema()
-            here = schema.names
-            names = here if names is None else names
-            if here != names:
-                raise DataError(f"has the columns {here}, but {found.files[0]} has {names}", path=file)
-            if whole is None or not metadata.num_rows:
+            names = schema.names if names is None else names
+            if schema.names != names:
+                raise DataError(f"has the columns {schema.names}, but {files[0]} has {names}", path=file)
+            if not metadata.num_rows:
                 continue  # pandas writes no types for columns without values
-            kinds = {one.name: kind_of(one.type) for one in schema if one.name in (source.columns or here)}
-            check_whole(kinds, whole, path=file)
-            first = first or kinds
-            for name, kind in kinds.items():
+            kinds = {one.name: kind_of(one.type) for one in schema}
+            if not first:
+                first, columns = kinds, chosen_columns(source, kinds, known)
+            if whole is None:
+                continue
+            own = {name: kinds[name] for name in columns or kinds}
+            check_whole(own, whole, path=file)
+            for name, kind in own.items():
                 if kind != first[name]:
-                    what = f"the column {name!r} holds {kind}, but {first[name]} in {found.files[0]}"
+                    what = f"the column {name!r} holds {kind}, but {first[name]} in {files[0]}"
                     raise DataError(f"{what}: write all files with one schema", path=file)
-        missing = [name for name in source.columns or () if name not in (names or ())]
-        if missing:
-            raise DataError(f"has no column {', '.join(map(repr, missing))}: it has {names}", path=directory)
-        if not any(map(sum, groups)):
+        if not first:
             raise DataError("has no rows", path=directory)
-        return cls(directory, found.files, tuple(groups), source.columns)
-
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> Self:
-        """Make the source from `as_dict` of another rank."""
-        groups, columns = tuple(map(tuple, fields["groups"])), fields["columns"]
-        return cls(fields["directory"], tuple(fields["files"]), groups, None if columns is None else tuple(columns))
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the source as a JSON value."""
-        return {
-            "directory": self.directory,
-            "files": list(self.files),
-            "groups": [list(rows) for rows in self.groups],
-            "columns": None if self.columns is None else list(self.columns),
-        }
+        return cls(directory, files, columns, tuple(groups))
 
     def check_seen(self) -> None:
-        """Check that this process sees the same files as rank 0. Reads one footer.
-
-        Raises:
-            DataError: The first file is missing or differs.
-        """
+        """See `RowFiles.check_seen`. Reads one footer."""
         rows = _group_rows(self._footer(self.files[0]))
         if rows != self.groups[0]:
             raise DataError(
@@ -136,16 +104,6 @@ class ParquetFiles(BlockSource):
             with reading(file):
                 self._opened[file] = parquet.read_metadata(self._handle(file))
         return self._opened[file]
-
-    def _handle(self, file: str) -> Any:
-        """Return an open file that readers share; it is closed with its last reader."""
-        return shared_handle(self._handles, self.directory, file)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.as_dict()
-
-    def __setstate__(self, fields: Mapping[str, Any]) -> None:
-        self.__dict__.update(type(self).from_dict(fields).__dict__)
 
 
 class _GroupReader(Reader):

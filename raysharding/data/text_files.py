@@ -4,96 +4,72 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
 
 from raysharding.checkpoint.storage import normal_path
 from raysharding.data.arrow_rows import TableReader
+from raysharding.data.collate import KnownColumns
 from raysharding.data.column_kinds import check_whole, kind_of
-from raysharding.data.files import DataPath, list_files, reading, shared_handle
-from raysharding.data.source import BlockSource, Reader
+from raysharding.data.files import DataPath, RowFiles, chosen_columns, reading
+from raysharding.data.source import Reader
 from raysharding.errors import DataError
 
+TEXT_SUFFIXES = (".jsonl", ".json", ".csv")
+"""Endings of the files that `TextFiles` opens."""
 _READ_BYTES = 8 << 20
 _BLOCK_BYTES = 256 << 10
 _BLOCK_ROWS = 512
 
 
 @dataclass(frozen=True)
-class TextFiles(BlockSource):
-    """JSON Lines or CSV files. A block is at most 256 KiB or 512 lines, and at least one; a reader holds one block."""
+class TextFiles(RowFiles):
+    """JSON Lines or CSV files. A block is at most 256 KiB or 512 lines, and at least one.
 
-    directory: str
-    """Directory or file, as the user gave it."""
-    files: tuple[str, ...]
-    """Paths inside the file system, sorted."""
+    Memory: a reader holds the rows of one block as Arrow columns. The source itself holds about 200 bytes for each
+    block, and no rows: they are parsed anew in each epoch, and in each evaluation of a `fit`.
+    """
+
     blocks: tuple[tuple[int, int, int, int], ...]
     """Block → number of its file, first byte, number of bytes, number of rows."""
     schema: str
     """Serialized pyarrow schema of all blocks, as base64."""
-    columns: tuple[str, ...] | None
-    """Columns to read; `None` for all."""
-    _handles: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
-    def open(cls, source: DataPath, whole: Collection[str] | None = ()) -> Self:
-        """Read the files once, to find rows and types, which are those that fit the whole column. One rank calls this.
-
-        Args:
-            source: Path and columns.
-            whole: See `ParquetFiles.open`.
-
-        Raises:
-            DataError: There is no file, a file is no JSON Lines or CSV file, columns of CSV files or types of JSON
-                values differ, a column is missing, or a column of ids holds floats.
-        """
+    def open(
+        cls, source: DataPath, files: tuple[str, ...], whole: Collection[str] | None, known: KnownColumns | None
+    ) -> Self:
+        """Read the files once, to find rows and types, those that fit the whole column; see `RowFiles.open`."""
         directory = normal_path(source.path)
-        found = cls(directory, list_files(directory), (), "", None)
+        found = cls(directory, files, None, (), "")
         blocks: list[tuple[int, int, int, int]] = []
         types: dict[str, Any] = {}
-        for number, file in enumerate(found.files):
+        for number, file in enumerate(files):
             names: list[str] | None = None
-            for start, data in _blocks(shared_handle(found._handles, directory, file), file):
+            for start, data in _blocks(found._handle(file), file):
                 with reading(file):
                     table = _parsed(file, data, names, None, None)
                 if names is None and _is_csv(file):
                     names = table.schema.names
                     if types and names != list(types):
-                        raise DataError(f"has the columns {names}, but {found.files[0]} has {list(types)}", path=file)
+                        raise DataError(f"has the columns {names}, but {files[0]} has {list(types)}", path=file)
                 _merge(types, table.schema, file)
                 blocks.append((number, start, len(data), table.num_rows))
-        missing = [name for name in source.columns or () if name not in types]
-        if missing:
-            raise DataError(f"has no column {', '.join(map(repr, missing))}: it has {list(types)}", path=directory)
         if not any(rows for *_, rows in blocks):
             raise DataError("has no rows", path=directory)
-        kinds = {name: kind_of(kind) for name, kind in types.items() if name in (source.columns or types)}
-        check_whole(kinds, whole or (), path=directory)
-        return cls(directory, found.files, tuple(blocks), _as_text(types), source.columns)
-
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> Self:
-        """Make the source from `as_dict` of another rank."""
-        blocks: Any = tuple(map(tuple, fields["blocks"]))
-        columns = None if fields["columns"] is None else tuple(fields["columns"])
-        return cls(fields["directory"], tuple(fields["files"]), blocks, fields["schema"], columns)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the source as a JSON value."""
-        return {name: getattr(self, name) for name in ("directory", "files", "blocks", "schema", "columns")}
+        kinds = {name: kind_of(kind) for name, kind in types.items()}
+        columns = chosen_columns(source, kinds, known)
+        check_whole({name: kinds[name] for name in columns or kinds}, whole or (), path=directory)
+        return cls(directory, files, columns, tuple(blocks), _as_text(types))
 
     def check_seen(self) -> None:
-        """Check that this process sees the same files as rank 0, by the size of the first one.
-
-        Raises:
-            DataError: The first file is missing or shorter.
-        """
+        """See `RowFiles.check_seen`. Reads the size of the first file, which may have grown."""
         end = max(start + num_bytes for file, start, num_bytes, _ in self.blocks if file == self.blocks[0][0])
         path = self.files[self.blocks[0][0]]
         with reading(path):
-            size = shared_handle(self._handles, self.directory, path).size()
+            size = self._handle(path).size()
         if size < end:
             raise DataError(f"has {size} bytes here, and {end} on rank 0", path=path)
 
@@ -114,19 +90,13 @@ class TextFiles(BlockSource):
         file = self.files[number]
         schema = arrow.ipc.read_schema(arrow.py_buffer(base64.b64decode(self.schema)))
         with reading(file):
-            data = shared_handle(self._handles, self.directory, file).read_at(num_bytes, start)
+            data = self._handle(file).read_at(num_bytes, start)
             is_first = block == 0 or self.blocks[block - 1][0] != number
             names = None if is_first or not _is_csv(file) else schema.names
             table = _parsed(file, data, names, schema, self.columns)
         if table.num_rows != rows:
             raise DataError("holds other rows than before: was it written anew meanwhile?", path=file)
         return TableReader(table)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.as_dict()
-
-    def __setstate__(self, fields: Mapping[str, Any]) -> None:
-        self.__dict__.update(type(self).from_dict(fields).__dict__)
 
 
 def _is_csv(file: str) -> bool:

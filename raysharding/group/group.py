@@ -17,6 +17,7 @@ from torch import nn
 
 from raysharding.batch import Out, RankBatch, check_num_parts, check_out, deal
 from raysharding.checkpoint.storage import normal_path
+from raysharding.checks import check_int
 from raysharding.config import Loading, Placement, Sharding, Timeouts
 from raysharding.data import Collate
 from raysharding.distributed import LoadReport
@@ -702,7 +703,8 @@ class ShardedModelGroup:
             loss: As for `train_step`.
             eval_data: Data to evaluate between the steps, as for `data`, with the same `columns`, `collate`, `loss` and
                 `batch_size`. The evaluations are those of `evaluate`, and change no step of the run: neither its losses
-                nor its random numbers. Default: no evaluation.
+                nor its random numbers. Files are opened once, before the first step; their rows are read anew in each
+                evaluation, and not kept. Default: no evaluation.
             eval_every: Number of steps between two evaluations; one more is made at the end. Default: the end of each
                 epoch; of an iterable, whose length is not known, only the end of the run, which may be found after its
                 last step was reported: callbacks then get that step once more, with the evaluation.
@@ -1180,8 +1182,7 @@ class ShardedModelGroup:
         """
         if type(rank) is not int or not 0 <= rank < self.world_size:
             raise ValueError(f"rank={rank!r}: give one of 0 to {self.world_size - 1}")
-        if type(num_lines) is not int or num_lines < 1:
-            raise ValueError(f"num_lines={num_lines!r}: give 1 or more, as an int")
+        check_int("num_lines", num_lines)
         return read_log(self._client.members[rank], num_lines)
 
     @blocking

@@ -7,6 +7,7 @@ from raysharding.models.adapters import Adapted, AdapterNames, adapter_files
 from raysharding.models.blocks import Run
 from raysharding.models.build import build_module, make_contiguous, override_config, parameters_on_meta
 from raysharding.models.config_files import config_files
+from raysharding.models.conversion import is_transformers_model
 from raysharding.models.initial import Initialiser, missing_rules
 from raysharding.models.inputs import InputBounds
 from raysharding.models.key_mapping import KeyMap, Target, differing_ties, map_keys, misfit

@@ -349,7 +349,7 @@ class Trainer:
         self.position = replace(where, evaluations=(*where.evaluations, evaluation))
         self._fit.data_loader.position = self.position
 
-    def evaluate(self, plan: EvaluationPlan) -> Iterator[dict[str, float] | None]:
+    def evaluate(self, plan: EvaluationPlan | None) -> Iterator[dict[str, float] | None]:
         """Compute loss and metrics over data; see `distributed.training.evaluate`. Collective.
 
         Random generators have the same state after the evaluation as before, so that a run's steps do not depend on it.
@@ -357,13 +357,15 @@ class Trainer:
         A rank that stops iterating before the end leaves the others waiting in a forward.
 
         Args:
-            plan: The evaluation.
+            plan: The evaluation; `None` for that of the run, whose data is open.
 
         Yields:
             `None` after every few batches; at the end, the values.
         """
         with self._status.running("forward", "evaluate"):
             module = self._status.module
+            plan = plan or (self._fit.evaluation if self._fit else None)
+            assert plan is not None, "fit_begin comes first"
             run = Evaluation(plan, self._status.device, InputBounds.of(module), module)
         generators = _Generators()
         try:

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raysharding.data import DataPath, ParquetFiles, default_collate, epoch_batches
+from raysharding.data import DataPath, KnownColumns, ParquetFiles, default_collate, epoch_batches, list_files
 from raysharding.errors import DataError
 from tests.s3 import S3Server, s3, s3_server
 
@@ -46,8 +46,9 @@ def directory(tmp_path: Path) -> Path:
     return folder
 
 
-def opened(path: Path | str, *columns: str) -> ParquetFiles:
-    return ParquetFiles.open(DataPath(str(path), columns or None))
+def opened(path: Path | str, *columns: str, **options: Any) -> ParquetFiles:
+    options = {"whole": (), "known": None, **options}
+    return ParquetFiles.open(DataPath(str(path), columns or None), list_files(str(path)), **options)
 
 
 def rows_of(source: ParquetFiles, batch_size: int = 7, **options: Any) -> list[dict[str, Any]]:
@@ -144,7 +145,7 @@ def test_later_files_of_other_types_are_refused_by_column(tmp_path: Path) -> Non
         with pytest.raises(DataError, match=f"c.parquet: the column 'ids' holds {kind}, but lists of whole numbers in"):
             opened(tmp_path)
         assert len(rows_of(opened(tmp_path, "label"))) == 3, "a column that nobody reads may hold anything"
-        any_types = ParquetFiles.open(DataPath(str(tmp_path)), None)
+        any_types = opened(tmp_path, whole=None)
         assert len(rows_of(any_types)) == 3, "a collate function may make anything of a column"
 
 
@@ -166,8 +167,8 @@ def test_floats_where_the_model_takes_ids_are_refused_by_column(tmp_path: Path) 
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.table({"input_ids": pa.array([[1.0, 2.0]]), "pixel_values": pa.array([[0.5]])}), path)
     with pytest.raises(DataError, match="the column 'input_ids' holds lists of floats, and the model takes ids"):
-        ParquetFiles.open(DataPath(str(path)), ["input_ids", "labels"])
-    ParquetFiles.open(DataPath(str(path), ("pixel_values",)), ["input_ids", "labels"])
+        opened(path, whole=["input_ids", "labels"])
+    opened(path, "pixel_values", whole=["input_ids", "labels"])
 
 
 @pytest.mark.parametrize("nulls", [(None, 1), (1, None), (None, None), ([1, None], [1, 2])])
@@ -200,3 +201,25 @@ def test_an_object_store(directory: Path, s3: S3Server) -> None:
     s3.delete("rows/b.parquet")
     with pytest.raises(DataError, match="cannot be read"):
         rows_of(source)
+
+
+def test_columns_that_the_model_does_not_take_are_not_read(tmp_path: Path, s3: S3Server) -> None:
+    """Each byte of the column that it takes is read once, and no other."""
+    (tmp_path / "large").mkdir()
+    path = tmp_path / "large" / "a.parquet"
+    text = [np.random.default_rng(number).bytes(5000).hex() for number in range(200)]
+    pq.write_table(pa.table({"text": text, "number": range(200), "id": range(200)}), path, row_group_size=50)
+    known = KnownColumns({"number", "labels"})
+    source = opened(s3.upload(path.parent, "large"), known=known)
+    assert (source.columns, known.dropped) == (("number",), ("text", "id"))
+    source.check_seen()
+    s3.proxy.reset()
+    rows = [row for one in epoch_batches(source, 50, 0, 1) if one is not None for row in one.rows]
+    assert rows == [{"number": number} for number in range(200)]
+    footer = pq.read_metadata(path)
+    chunks = [footer.row_group(index).column(1).total_compressed_size for index in range(4)]
+    assert s3.proxy.body_bytes() == sum(chunks) < 10_000 < path.stat().st_size // 100
+    without_names = KnownColumns(None)
+    assert opened(path, known=without_names).columns == ("number", "id"), "text makes no tensors"
+    with pytest.raises(DataError, match="rows have the columns text, number, id, and the model takes only x: rename"):
+        opened(path, known=KnownColumns({"x"}))

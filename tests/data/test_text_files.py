@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from raysharding.data import DataPath, TextFiles, epoch_batches, hub_name
+from raysharding.data import DataPath, KnownColumns, TextFiles, epoch_batches, hub_name, list_files
 from raysharding.errors import DataError
 
 NUM_ROWS = 1500
@@ -51,7 +51,7 @@ def csv_file(tmp_path: Path) -> Path:
 
 
 def opened(path: Path, *columns: str, whole: tuple[str, ...] = ()) -> TextFiles:
-    return TextFiles.open(DataPath(str(path), columns or None), whole)
+    return TextFiles.open(DataPath(str(path), columns or None), list_files(str(path)), whole, None)
 
 
 def rows_of(source: TextFiles, **options: Any) -> list[dict[str, Any]]:
@@ -135,3 +135,11 @@ def test_which_texts_name_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ):
         named = hub_name(text)
         assert (None if named is None else (named.name, named.split)) == found, text
+
+
+def test_columns_that_the_model_does_not_take_are_not_decoded(jsonl: Path, csv_file: Path) -> None:
+    for path, left in ((jsonl, ("list", "late", "text")), (csv_file, ("text", "mixed"))):
+        known = KnownColumns({"weight", "number"})
+        source = TextFiles.open(DataPath(str(path)), list_files(str(path)), (), known)
+        assert (source.columns, known.dropped) == (("number", "weight"), left)
+        assert set(rows_of(source)[0]) == {"number", "weight"}

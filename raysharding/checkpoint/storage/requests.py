@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from raysharding.checkpoint.storage.uri import scheme_of
+from raysharding.checks import check_int
 from raysharding.errors import CheckpointError
 
 
@@ -47,9 +48,7 @@ class RemoteOptions:
 
     def __post_init__(self) -> None:
         for name in ("part_bytes", "max_in_flight", "num_tries"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{name}={value!r}: give a positive integer")
+            check_int(name, getattr(self, name))
         for name in ("request_s", "backoff_s", "max_backoff_s"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:

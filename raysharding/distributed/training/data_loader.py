@@ -14,7 +14,9 @@ import torch.distributed as dist
 
 from raysharding.batch import RankBatch
 from raysharding.checkpoint.storage import normal_path
+from raysharding.checks import check_int
 from raysharding.data import (
+    TEXT_SUFFIXES,
     BlockSource,
     Collate,
     DataPath,
@@ -22,6 +24,7 @@ from raysharding.data import (
     ParquetFiles,
     Position,
     Prefetch,
+    RowFiles,
     Rows,
     StepBatch,
     TextFiles,
@@ -70,20 +73,10 @@ class DataPlan:
     def __post_init__(self) -> None:
         """Check the options."""
         for name in ("batch_size", "epochs", "prefetch"):
-            check_whole(name, getattr(self, name), least=1)
-        check_whole("seed", self.seed, least=0)
+            check_int(name, getattr(self, name))
+        check_int("seed", self.seed, least=0)
         if self.max_steps is not None:
-            check_whole("max_steps", self.max_steps, least=1)
-
-
-def check_whole(name: str, value: Any, *, least: int) -> None:
-    """Raise if a value is not an integer of at least `least`.
-
-    Raises:
-        ValueError: The value is no integer, or less than `least`.
-    """
-    if type(value) is not int or value < least:
-        raise ValueError(f"{name}={value!r}: give a whole number, {least} or more")
+            check_int("max_steps", self.max_steps)
 
 
 @dataclass(frozen=True)
@@ -130,13 +123,15 @@ class DistributedDataLoader:
         self._plan = plan
         self._device = device
         self._bounds = bounds or InputBounds()
+        self._columns = KnownColumns(known)
         # Without a collate function each column is the argument of its name.
-        self._source = _opened(plan.source, list(self._bounds.num_ids) if plan.collate is None else None)
-        num_rows = int(self._source.block_rows.sum()) if isinstance(self._source, BlockSource) else None
-        layout = _layout(self._source) if plan.shuffle else ""
+        options = (None, None) if plan.collate is not None else (list(self._bounds.num_ids), self._columns)
+        self.source = _opened(plan.source, *options)
+        """Source of the rows: files are open, and their blocks are known."""
+        num_rows = int(self.source.block_rows.sum()) if isinstance(self.source, BlockSource) else None
+        layout = _layout(self.source) if plan.shuffle else ""
         begun = Position(0, 0, 0, plan.batch_size, plan.shuffle, plan.seed, num_rows, layout, plan.run)
         self.position = begun if position is None else _checked(position, begun)
-        self._columns = KnownColumns(known)
         self._rank_batch = partial(rank_batch, plan.collate or self._columns, dist.get_rank())
         self._ahead: Prefetch[StepBatch | RankBatch | None] | None = None
         # One more batch is held between the steps.
@@ -157,7 +152,7 @@ class DistributedDataLoader:
 
     @property
     def dropped(self) -> tuple[str, ...]:
-        """Columns that this rank has dropped so far."""
+        """Columns that this rank has dropped so far. Rank 0 drops those of files, for all ranks."""
         return self._columns.dropped
 
     def close(self) -> None:
@@ -258,7 +253,7 @@ class DistributedDataLoader:
         """
         where = self.position
         batches = epoch_batches(
-            self._source,
+            self.source,
             where.batch_size,
             dist.get_rank(),
             dist.get_world_size(),
@@ -274,23 +269,27 @@ class DistributedDataLoader:
                 yield self._rank_batch(batch.rows, batch.counts)
 
 
-def _opened(source: Rows | DataPath, whole: Sequence[str] | None) -> Rows:
+def _opened(source: Rows | DataPath, whole: Sequence[str] | None, known: KnownColumns | None) -> Rows:
     """Open the source. Rank 0 lists the files for all ranks, whose listings could differ while files are written."""
     if not isinstance(source, DataPath):
         with agreeing():  # a rank may be unable to load a dataset by its name
             if isinstance(source, BlockSource):
                 source.block_rows  # noqa: B018
         return source
-    found = from_rank_0(partial(_open, source, whole))
-    files = ParquetFiles.from_dict(found) if "groups" in found else TextFiles.from_dict(found)
+    found = from_rank_0(partial(_open, source, whole, known))
+    files = _format_of(found["files"]).from_dict(found)
     with agreeing():  # the others would wait in the first step for a rank that cannot read the files
         files.check_seen()
     return files
 
 
-def _open(source: DataPath, whole: Sequence[str] | None) -> dict[str, Any]:
-    is_text = list_files(normal_path(source.path))[0].endswith((".jsonl", ".json", ".csv"))
-    return (TextFiles if is_text else ParquetFiles).open(source, whole).as_dict()
+def _open(source: DataPath, whole: Sequence[str] | None, known: KnownColumns | None) -> dict[str, Any]:
+    files = list_files(normal_path(source.path))
+    return _format_of(files).open(source, files, whole, known).as_dict()
+
+
+def _format_of(files: Sequence[str]) -> type[RowFiles]:
+    return TextFiles if files[0].endswith(TEXT_SUFFIXES) else ParquetFiles
 
 
 def _layout(source: Rows) -> str:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import nn
 
 from raysharding.batch import RankBatch
+from raysharding.checks import check_int
 from raysharding.data import Position
 from raysharding.distributed.fully_shard import is_recoverable
 from raysharding.distributed.optim import learning_rate
-from raysharding.distributed.training.data_loader import DataPlan, DistributedDataLoader, check_whole
+from raysharding.distributed.training.data_loader import DataPlan, DistributedDataLoader
 from raysharding.distributed.training.evaluate import Evaluation, EvaluationPlan
 from raysharding.distributed.training.loss_call import LossFunction, known_arguments
 from raysharding.distributed.training.step import train_step
@@ -37,11 +38,11 @@ class FitPlan:
     on_empty: Literal["skip", "raise"] = "skip"
     """Action on a batch without counted items: all ranks skip it, or the run ends."""
     evaluation: EvaluationPlan | None = None
-    """Evaluation that the driver asks for between steps; its data is opened once before the first step."""
+    """Evaluation that the driver asks for between steps; its data is opened once, before the first step."""
 
     def __post_init__(self) -> None:
         """Check the options."""
-        check_whole("gradient_accumulation_steps", self.gradient_accumulation_steps, least=1)
+        check_int("gradient_accumulation_steps", self.gradient_accumulation_steps)
         if self.on_empty not in ("skip", "raise"):
             raise ValueError(f"on_empty={self.on_empty!r}: give 'skip' or 'raise'")
 
@@ -87,8 +88,11 @@ class Fit:
         self._plan = plan
         known = None if module is None else known_arguments(module, [plan.loss] if plan.loss else [])
         self.data_loader = DistributedDataLoader(plan.data, device, position, bounds, known)
+        self.evaluation = plan.evaluation
+        """The plan's evaluation, with its data opened."""
         if plan.evaluation is not None:  # raises now, not after an epoch
-            Evaluation(plan.evaluation, device, bounds).data_loader.close()
+            source = Evaluation(plan.evaluation, device, bounds, module).data_loader.source
+            self.evaluation = replace(plan.evaluation, data=replace(plan.evaluation.data, source=source))
 
     @property
     def position(self) -> Position:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from raysharding.models import is_transformers_model
+
 LossFunction = Callable[..., Any]
 """`loss(output, ...)`: see `call_on_output` for the arguments, `loss.loss_share` for what it returns."""
 
@@ -42,8 +44,8 @@ def position_of(function: Callable[..., Any], name: str) -> int | None:
 def known_arguments(module: nn.Module, functions: Iterable[Callable[..., Any]]) -> frozenset[str] | None:
     """Return the names of the arguments that a model, or one of the functions of its output, takes.
 
-    Models of transformers take `**kwargs`, too, for options of their attention: as transformers' Trainer does, only the
-    names in their signatures count.
+    Models of transformers take `**kwargs`, too, for options of their attention: as for transformers' Trainer, only the
+    names in their signatures count, and of a `peft.PeftModel` those of the model inside.
 
     Args:
         module: The root module.
@@ -53,13 +55,14 @@ def known_arguments(module: nn.Module, functions: Iterable[Callable[..., Any]]) 
         The names; `None` if any name is taken.
     """
     names: set[str] = set()
-    all_functions: list[Callable[..., Any]] = [module, *functions]
+    model: Any = getattr(module, "get_base_model", lambda: module)()  # of peft
+    all_functions: list[Callable[..., Any]] = [model, *functions]
     for function in all_functions:
         parameters = _parameters(function)
-        is_named = function is module and hasattr(module, "config") and hasattr(module, "get_input_embeddings")
+        is_named = isinstance(function, nn.Module) and is_transformers_model(function)
         if parameters is None or (not is_named and any(one.kind is _ANY_NAME for one in parameters)):
             return None
-        own = parameters if function is module else parameters[1:]  # the first is the output
+        own = parameters if function is model else parameters[1:]  # the first is the output
         names |= {one.name for one in own if one.kind not in (_ANY_NAME, _ANY_POSITION)}
     return frozenset(names)
 

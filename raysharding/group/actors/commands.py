@@ -234,12 +234,12 @@ class RankCommands:
         """Restore the random generators."""
         restore_random_state(state)
 
-    def evaluate(self, plan: EvaluationPlan) -> Step:
+    def evaluate(self, plan: EvaluationPlan | None) -> Step:
         """Start to compute loss and metrics over data; collective."""
         self._evaluation = self._worker.trainer.evaluate(plan)
         return self.evaluate_next(plan)
 
-    def evaluate_next(self, plan: EvaluationPlan) -> Step:
+    def evaluate_next(self, plan: EvaluationPlan | None) -> Step:
         """Process the next batches; the value after the last batch is the result. Collective."""
         values = next(self._evaluation)
         return Step(values, more=values is None)

@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from raysharding.checks import check_int
+
 
 def direction(metric: str) -> tuple[str, int]:
     """Return the name of a metric in `FitStep.metrics`, and 1 if larger values are better, else -1.
@@ -40,8 +42,7 @@ class EarlyStop:
         Raises:
             ValueError: `patience` is not a positive int, or `min_delta` is negative or not finite.
         """
-        if type(self.patience) is not int or self.patience < 1:
-            raise ValueError(f"EarlyStop(patience={self.patience!r}): give a whole number, 1 or more")
+        check_int("EarlyStop: patience", self.patience)
         if not 0 <= self.min_delta < math.inf:
             raise ValueError(f"EarlyStop(min_delta={self.min_delta!r}): give a number, 0 or more")
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from raysharding.checks import check_int
 from raysharding.data import Position
 from raysharding.distributed.training import DataPlan, EvaluationPlan, LossFunction, Metric
 from raysharding.group.calls import Call, Collect, LastValue
@@ -16,8 +17,13 @@ from raysharding.group.fit.report import BestSave
 from raysharding.group.supervision import Client
 
 
-def submit_evaluation(client: Client, plan: EvaluationPlan) -> Call:
-    """Make the ranks evaluate; see `ShardedModelGroup.evaluate`. They hold the data already."""
+def submit_evaluation(client: Client, plan: EvaluationPlan | None) -> Call:
+    """Make the ranks evaluate; see `ShardedModelGroup.evaluate`. They hold the data already.
+
+    Args:
+        client: Submits calls to the current ranks.
+        plan: The evaluation; `None` for that of the `FitPlan`.
+    """
     last = LastValue()
     return client.submit_same("evaluate", plan, keep_step=last.keep, collect=Collect(last.collect))
 
@@ -61,8 +67,8 @@ class EvalOptions:
         Raises:
             ValueError: `every` is not a positive int, or `keep_best` or `stop` name no metric.
         """
-        if self.every is not None and (type(self.every) is not int or self.every < 1):
-            raise ValueError(f"eval_every={self.every!r}: give a whole number, 1 or more")
+        if self.every is not None:
+            check_int("eval_every", self.every)
         known = ["loss", *self.plan.metrics]
         for option, metric in (
             ("keep_best", self.keep_best),
@@ -128,13 +134,14 @@ class Evaluations:
         return None if self._options is None else steps_to(place, self._options.every)
 
     def is_due(self, place: Position, *, is_end: bool) -> bool:
-        """Return True if an evaluation follows the step that was just taken.
+        """Return True if an evaluation follows the run's last step, and the run does not have it yet.
 
         Args:
             place: Position after that step.
             is_end: True if no steps are left.
         """
-        if self._options is None or place.num_steps in self.done:
+        is_made = any(one["step"] == place.num_steps for one in self._of_run)
+        if self._options is None or is_made or not place.num_steps:
             return False
         if is_end:
             return True
@@ -154,7 +161,7 @@ class Evaluations:
             The metrics, by names that begin with `eval_`.
         """
         assert self._options is not None, "is_due comes first"
-        values = submit_evaluation(client, self._options.plan).result()
+        values = submit_evaluation(client, None).result()
         metrics = {f"eval_{name}": value for name, value in values.items() if name != "num_rows"}
         noted: dict[str, Any] = {
             "step": place.num_steps,
@@ -182,10 +189,9 @@ class Evaluations:
         (name, sign), best = self._best_by, self.best
         return name in metrics and (best is None or sign * metrics[name] > sign * best.value)
 
-    def is_best(self, num_steps: int) -> bool:
-        """Return True if the evaluation after a step is the best so far, whose save is kept."""
-        best = self.best
-        return best is not None and best.step == num_steps
+    def is_best(self, path: str) -> bool:
+        """Return True if the save at a path is that of the best evaluation so far, which is kept."""
+        return self.best is not None and self.best.path == path
 
     @property
     def stopped(self) -> str | None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from raysharding.checkpoint.storage import join_path
+from raysharding.checks import check_int
 from raysharding.data import Position
 from raysharding.distributed.training import FitPlan, StepMetrics
 from raysharding.errors import CallCancelledError, CheckpointError, GroupError, GroupTakenOverError, RendezvousError
@@ -81,13 +82,13 @@ class FitOptions:
         if best is not None and self.save_to is None:
             raise ValueError(f"keep_best={best!r}, but nothing is saved: give a directory, save_to=")
         for every in self.callback_intervals:
-            if type(every) is not int or every < 1:
-                raise ValueError(f"a callback has every={every!r}: give it a whole number, 1 or more")
+            check_int("a callback has every", every)
         for name in ("save_every", "keep_last"):
             value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise ValueError(f"{name}={value!r}: give a whole number, 1 or more")
-            if value is not None and self.save_to is None:
+            if value is None:
+                continue
+            check_int(name, value)
+            if self.save_to is None:
                 raise ValueError(f"{name}={value}, but nothing is saved: give a directory, save_to=")
         if self.resume not in (True, False, "latest"):
             raise ValueError(f"resume={self.resume!r}: give True, False or 'latest'")
@@ -251,7 +252,7 @@ class FitRun:
         start: FitStart = self._submit("fit_begin", *arguments).result()
         self._position, self._total = start.position, start.total_steps
         self._evaluations.begin(start.position)
-        if start.is_saved:
+        if start.is_saved and self._running().files.origin == self._save_path:  # the user may have saved elsewhere
             self._asked = start.position.num_steps
         if silent is not None:
             raise silent
@@ -427,10 +428,11 @@ class FitRun:
         for step in steps[:-1]:
             self._tell_step(step, bar)
         last = self._last = steps[-1] if steps else self._last
-        is_new = self._place.num_steps != self._first_step
-        if last is not None and is_new and self._evaluations.is_due(self._place, is_end=is_end):
+        if self._evaluations.is_due(self._place, is_end=is_end):
             values = self._evaluations.evaluate(self._client, self._place, self._save_path)
-            if last.num_steps == self._place.num_steps:  # else a restart kept steps that were not reported
+            self._asked = None  # a save of this step, if there is one, lacks the evaluation
+            # Before a resume or restart steps may have been taken that were not reported here.
+            if last is not None and last.num_steps == self._place.num_steps:
                 self._tell_step(replace(last, metrics={**last.metrics, **values}), bar)
         elif steps:
             self._tell_step(steps[-1], bar)
@@ -466,9 +468,9 @@ class FitRun:
 
     def _is_due(self, *, is_over: bool) -> bool:
         every, done = self._options.save_every, self._place.num_steps
-        is_new = done not in (self._asked, self._first_step)
-        is_asked = every is not None and not done % every
-        is_best = self._evaluations.is_best(done) and done != self._asked
+        is_new = done != self._asked and not (done == self._first_step and self._begun_in_files)
+        is_asked = every is not None and done > 0 and not done % every
+        is_best = self._evaluations.is_best(self._save_path) and done != self._asked
         return is_best or (is_new and (is_over or is_asked))
 
     @property

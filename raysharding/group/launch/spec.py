@@ -20,6 +20,7 @@ from torch import nn
 
 from raysharding.checkpoint import Checkpoint, locate, open_checkpoint, open_config
 from raysharding.checkpoint.storage import HubAccess, access_to, is_remote, normal_path
+from raysharding.checks import check_int
 from raysharding.config import Loading, Placement, Sharding, Timeouts
 from raysharding.errors import CheckpointError, PlanError, RayshardingError
 from raysharding.group.calls import ProgressOption
@@ -144,18 +145,14 @@ class GroupSpec:
             if not isinstance(value, wanted):
                 kind = type(value).__name__
                 raise ValueError(f"{name}={value!r}: give {wanted.__name__}(...) from raysharding, not a {kind}")
-        if type(self.max_output_bytes) is not int or self.max_output_bytes < 1:
-            raise ValueError(
-                f"max_output_bytes={self.max_output_bytes!r}: give a positive int of bytes, such as 2 << 30"
-            )
-        if self.world_size is not None and (type(self.world_size) is not int or self.world_size < 1):
-            raise ValueError(f"world_size={self.world_size!r}: give 1 or more, as an int")
+        check_int("max_output_bytes", self.max_output_bytes)
+        if self.world_size is not None:
+            check_int("world_size", self.world_size)
         check_model(self.model)
         if self.optimizer is not None:
             check_optimizer(self.optimizer)
         check_name(self.name)
-        if type(self.max_restarts) is not int or self.max_restarts < 0:
-            raise ValueError(f"max_restarts={self.max_restarts!r}: give a whole number, 0 or more")
+        check_int("max_restarts", self.max_restarts, least=0)
         self._check_random()
         if self.name is not None and self.placement.placement_group is not None:
             raise ValueError(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from raysharding import CheckpointError, DataError, EarlyStop, FitStep, ShardedModelGroup
+from raysharding import CheckpointError, DataError, EarlyStop, FitStep, GroupError, ShardedModelGroup, Sharding
 from raysharding.checkpoint.format import TRAINING_FOLDER, TRAINING_NAME
 from raysharding.group import GroupState
 from tests.conftest import make_group, make_mlp
@@ -28,6 +28,7 @@ from tests.group.fit.test_fit import (
     regression,
     rows,
     trained,
+    written,
 )
 from tests.group.fit.test_fit_restarts import Killer, noisy_collate
 
@@ -172,6 +173,103 @@ def test_an_early_stop_survives_a_resume(
     assert "no step was left to take; stopped: eval_score has not improved in 2" in str(done)
     more = fit(fresh, parquet, **options, stop=EarlyStop("score", patience=4), resume=True)
     assert more.num_steps == 14, "improved last after step 6; the fourth evaluation after that is that of step 14"
+
+
+def test_rows_are_found_once_in_a_fit(
+    fresh: ShardedModelGroup, parquet: Path, rows: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """The file is not read whole again before each evaluation: later lines are not seen."""
+    held_out = written(tmp_path / "held-out", rows[:HELD_OUT])
+
+    def grow(step: FitStep) -> None:
+        with open(held_out, "a") as file:
+            file.write(json.dumps({"x": rows[0]["x"], "y": 1000.0}) + "\n")
+
+    def far(output: Any, target: torch.Tensor) -> Any:
+        return (target > 100).sum(), len(target)
+
+    report = fit(fresh, parquet, eval_data=held_out, eval_every=3, metrics={"far": far}, callbacks=[grow])
+    assert {step: values["eval_far"] for step, values in report.evaluations.items()} == {3: 0, 6: 0, 8: 0}
+    assert fresh.evaluate(held_out, batch_size=BATCH, collate=collate(), loss=regression())["num_rows"] > HELD_OUT
+
+
+@pytest.mark.parametrize("saves_elsewhere", [False, True])
+def test_a_best_save_that_an_error_cut_off_is_made_on_resume(
+    fresh: ShardedModelGroup, parquet: Path, rows: list[dict[str, Any]], tmp_path: Path, saves_elsewhere: bool
+) -> None:
+    """The older best stays until then; also if the user has saved the weights in a place of their own."""
+    scored, saves = Scored(tmp_path / "score"), tmp_path / "saves"
+
+    def fail(step: FitStep) -> None:
+        if step.num_steps == 6:
+            raise RuntimeError("after the best evaluation, before its save")
+
+    options = scored.options(eval_data=rows[:3], keep_best="score", save_to=saves, keep_last=1, max_steps=8)
+    options["callbacks"] = [scored, fail]
+    with pytest.raises(RuntimeError, match="before its save"):
+        fit(fresh, parquet, **options)
+    assert [path.name for path in saves.iterdir()] == ["step-4"]
+    if saves_elsewhere:
+        fresh.save(tmp_path / "mine")
+    report = fit(fresh, parquet, **options, resume=True)
+    assert (report.first_step, report.best.step, report.num_steps) == (6, 6, 8)
+    assert sorted(path.name for path in saves.iterdir()) == ["step-6", "step-8"]
+    assert position_in(saves / "step-6")["num_steps"] == 6
+
+
+def test_a_last_evaluation_that_an_error_cut_off_is_made_on_resume(
+    fresh: ShardedModelGroup, parquet: Path, rows: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """With the last save, though no step is left; and once."""
+    flag, saves = tmp_path / "flag", tmp_path / "saves"
+    path = str(flag)
+
+    def breaks(output: Any) -> Any:
+        import os
+
+        if os.path.exists(path):
+            raise RuntimeError("not now")
+        return 1, 1
+
+    options: dict[str, Any] = {"eval_data": rows[:HELD_OUT], "metrics": {"one": breaks}, "save_to": saves}
+    flag.write_text("")
+    with pytest.raises(GroupError, match="not now"):
+        fit(fresh, parquet, **options)
+    flag.unlink()
+    report = fit(fresh, parquet, **options, resume=True)
+    assert (report.first_step, report.num_steps, list(report.evaluations)) == (8, 8, [8])
+    assert [one["step"] for one in position_in(saves / "step-8")["evaluations"]] == [8]
+    assert fit(fresh, parquet, **options, resume=True).evaluations == {}
+
+
+def test_an_evaluation_that_a_lost_rank_cut_off_is_made_after_the_restart(
+    checkpoint: Path, parquet: Path, rows: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """The other ranks stand where it was due, and go on from there."""
+    flag = tmp_path / "flag"
+    path = str(flag)
+
+    def kills(output: Any) -> Any:
+        import os
+        import signal
+
+        import torch.distributed as dist
+
+        if dist.get_rank() == 1 and os.path.exists(path):
+            os.unlink(path)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return 1, 1
+
+    told: list[FitStep] = []
+    options: dict[str, Any] = {"metrics": {"one": kills}, "eval_every": 3, "callbacks": [told.append]}
+    flag.write_text("")
+    hsdp: dict[str, Any] = {"sharding": Sharding(replicate_size=2), "optimizer": ADAMW}
+    with make_group(checkpoint, max_restarts=1, **hsdp) as group:
+        report = fit(group, parquet, eval_data=rows[:HELD_OUT], **options)
+    assert (report.num_restarts, report.num_steps) == (1, 8)
+    assert list(report.evaluations) == [3, 6, 8]
+    assert [step.num_steps for step in told] == [*range(1, 9)]
+    assert [step.num_steps for step in told if "eval_one" in step.metrics] == [3, 6, 8]
 
 
 @pytest.mark.full

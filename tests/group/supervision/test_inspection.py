@@ -92,7 +92,7 @@ def test_of_a_dead_rank(checkpoint: Path) -> None:
 def test_what_is_asked_for_is_checked(group: ShardedModelGroup) -> None:
     with pytest.raises(ValueError, match="rank=2: give one of 0 to 1"):
         group.logs(2)
-    with pytest.raises(ValueError, match="num_lines=0: give 1 or more"):
+    with pytest.raises(ValueError, match="num_lines=0: give a whole number, 1 or more"):
         group.logs(0, num_lines=0)
 
 
