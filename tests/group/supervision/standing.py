@@ -123,9 +123,9 @@ def _free_ports(count: int) -> list[int]:
 class Driver:
     """A Python program on a standing cluster, which tells JSON lines."""
 
-    def __init__(self, cluster: StandingCluster, checkpoint: Path, program: str) -> None:
+    def __init__(self, cluster: StandingCluster, checkpoint: Path, program: str, *arguments: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", PROLOGUE + program, cluster.address, str(checkpoint)],
+            [sys.executable, "-c", PROLOGUE + program, cluster.address, str(checkpoint), *arguments],
             cwd=ROOT,
             env=cluster.environment,
             stdin=subprocess.PIPE,
