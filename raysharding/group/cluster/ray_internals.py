@@ -18,7 +18,6 @@ from ray._private.client_mode_hook import client_mode_wrap
 from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS, LOG_PREFIX_ACTOR_NAME
 from ray._private.worker import WORKER_MODE, get_dashboard_url
 from ray._raylet import AuthenticationMode, get_authentication_mode  # type: ignore[attr-defined]
-from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply, NodeStatus
 from ray.experimental.internal_kv import _internal_kv_get, internal_kv_get_gcs_client
 
 _IDLE_MS = 300_000
@@ -83,6 +82,9 @@ def is_infeasible(placement_group_id: str) -> bool:
 
     `ray.autoscaler.v2.sdk.get_cluster_status` drops the report from the reply that is parsed here.
     """
+    # Imported here: behind `ray://` this function is pickled by value, which these types are not.
+    from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply, NodeStatus
+
     reply = GetClusterStatusReply.FromString(internal_kv_get_gcs_client().get_cluster_status(timeout_s=_STATUS_S))
     scaler, cluster = reply.autoscaling_state, reply.cluster_resource_state
     if all(gang.details.partition(":")[0] != placement_group_id for gang in scaler.infeasible_gang_resource_requests):
