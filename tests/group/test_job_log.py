@@ -50,7 +50,8 @@ def build():
 
 def loss(output, *, target):
     time.sleep(pause_s)
-    return (output.mean(dim=(1, 2)) - target).square().mean()
+    error = output.mean(dim=(1, 2)) - target
+    return error.square().sum(), error.numel()
 
 ids = torch.arange(48).reshape(12, 4) % 16
 rows = {"input_ids": ids, "target": ids.float().mean(dim=1) / 16}
@@ -110,7 +111,7 @@ class Jobs:
         until = now() + 100
         while not is_there():
             assert now() < until, self.log(job)
-            time.sleep(0.1)
+            time.sleep(0.5)
 
     def wait_for_end(self, job: str) -> None:
         self.wait(job, lambda: self.client.get_job_status(job).is_terminal())
@@ -163,7 +164,7 @@ HASTY = """
 def loss(output, *, target):
     import time
     time.sleep(3)
-    return output.square().mean()
+    return output.square().sum(), output.numel()  # which needs no further runs to find out what it is
 
 with make(optimizer=torch.optim.SGD) as group:
     rows = {"input": torch.ones(2, 8), "target": torch.ones(2)}
