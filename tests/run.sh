@@ -31,29 +31,35 @@ done
 
 # The whole suite goes in two lanes side by side. Tests of clusters wait much, for deadlines and for processes to start,
 # and have bounds on seconds; all others compute, and have the time that those leave: Ray runs its ranks at nice 15.
-# These end first, and then take some of those, in clusters of their own.
+# The parts of `later`, in clusters of their own, are taken by the lane that ends first.
 clusters=(tests/bench/test_calls.py tests/faults tests/group)
-later=(tests/cluster tests/test_finetune.py tests/test_quickstart.py)
-apart=("${clusters[@]}" "${later[@]}")
-log=$(mktemp)
-beside() {
-  local failed=0 child
+later=("tests/cluster" "tests/test_finetune.py tests/test_quickstart.py")
+apart=("${clusters[@]}" tests/cluster tests/test_finetune.py tests/test_quickstart.py)
+scratch=$(mktemp -d)
+log=$scratch/log
+in_child() {
+  "$@" &
+  child=$!
+  wait "$child"
+}
+lane() {
+  local failed=0 child index part
   trap 'kill "$child"; exit 143' TERM
-  nice -n 19 pytest -q "${cut[@]}" -p no:cacheprovider tests "${apart[@]/#/--ignore=}" &
-  child=$!
-  wait "$child" || failed=$?
-  pytest -q "${cut[@]}" -p no:cacheprovider "${later[@]}" &
-  child=$!
-  wait "$child" || failed=$?
+  in_child "$@" || failed=$?
+  for index in "${!later[@]}"; do
+    mkdir "$scratch/$index" 2>/dev/null || continue # the other lane has it
+    read -ra part <<<"${later[$index]}"
+    in_child pytest -q "${cut[@]}" -p no:cacheprovider "${part[@]}" || failed=$?
+  done
   return "$failed"
 }
-beside >"$log" 2>&1 &
+lane nice -n 19 pytest -q "${cut[@]}" -p no:cacheprovider tests "${apart[@]/#/--ignore=}" >"$log" 2>&1 &
 others=$!
-trap 'kill "$others" 2>/dev/null; rm -f "$log"' EXIT
+trap 'kill "$others" 2>/dev/null; rm -rf "$scratch"' EXIT
 failed=0
-pytest -q "${cut[@]}" "${clusters[@]}" || failed=$?
+lane pytest -q "${cut[@]}" "${clusters[@]}" || failed=$?
 wait "$others" || failed=$?
-trap 'rm -f "$log"' EXIT
+trap 'rm -rf "$scratch"' EXIT
 printf '\nbeside them, all tests but those of clusters:\n'
 cat "$log"
 exit "$failed"

@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
-import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from ray.dashboard.modules.metrics.grafana_dashboard_factory import generate_train_grafana_dashboard
+from ray.job_submission import JobSubmissionClient
 from safetensors.torch import save_file
 
 from tests.clock import now
@@ -50,7 +50,8 @@ def build():
 
 def loss(output, *, target):
     time.sleep(pause_s)
-    return (output.mean(dim=(1, 2)) - target).square().mean()
+    error = output.mean(dim=(1, 2)) - target
+    return error.square().sum(), error.numel()
 
 ids = torch.arange(48).reshape(12, 4) % 16
 rows = {"input_ids": ids, "target": ids.float().mean(dim=1) / 16}
@@ -81,40 +82,45 @@ tell(whole=train().history["loss"])
 """
 
 
-@dataclass(frozen=True)
 class Jobs:
-    """A cluster's jobs, through the command line."""
+    """A cluster's jobs, by the client that `ray job` is made of."""
 
-    address: str
-    environment: dict[str, str]
+    def __init__(self, standing: StandingCluster) -> None:
+        headers = {"Authorization": f"Bearer {standing.environment['RAY_AUTH_TOKEN']}"}
+        self.client = JobSubmissionClient(standing.dashboard, headers=headers)
 
-    def run(self, action: str, *arguments: str) -> str:
-        program = [str(Path(sys.executable).with_name("ray")), "job", action, "--address", self.address, *arguments]
-        done = subprocess.run(program, cwd=ROOT, env=self.environment, capture_output=True, text=True, timeout=100)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout + done.stderr
+    def submit(self, job: str, *arguments: str) -> None:
+        environment = {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "60"}}
+        program = shlex.join([sys.executable, "-c", JOB, *arguments])
+        self.client.submit_job(entrypoint=program, submission_id=job, runtime_env=environment)
+
+    def log(self, job: str) -> str:
+        log: str = self.client.get_job_logs(job)
+        return log
 
     def told(self, job: str) -> dict[str, list[Any]]:
         """Return what the job's driver has told so far: key → values."""
         told: dict[str, list[Any]] = {}
-        for line in self.run("logs", job).splitlines():
+        for line in self.log(job).splitlines():
             if line.startswith("{"):
                 for key, value in json.loads(line).items():
                     told.setdefault(key, []).append(value)
         return told
+
+    def wait(self, job: str, is_there: Callable[[], Any]) -> None:
+        until = now() + 100
+        while not is_there():
+            assert now() < until, self.log(job)
+            time.sleep(0.5)
+
+    def wait_for_end(self, job: str) -> None:
+        self.wait(job, lambda: self.client.get_job_status(job).is_terminal())
 
 
 @pytest.fixture(scope="module")
 def standing(worker_python: Path) -> Iterator[StandingCluster]:
     with standing_cluster(num_cpus=4, dashboard=True) as cluster:
         yield cluster
-
-
-@pytest.fixture(scope="module")
-def jobs(standing: StandingCluster) -> Jobs:
-    environment = {name: value for name, value in standing.environment.items() if name != "RAY_ADDRESS"}
-    path = os.pathsep.join((str(Path(sys.executable).parent), environment["PATH"]))
-    return Jobs(standing.dashboard, environment | {"PATH": path, "PYTHONPATH": str(ROOT)})
 
 
 def metric_names(dashboard: dict[str, Any]) -> set[str]:
@@ -125,40 +131,40 @@ def metric_names(dashboard: dict[str, Any]) -> set[str]:
 
 @pytest.mark.full
 @pytest.mark.timeout(240)
-def test_a_stopped_job_saves_and_the_next_one_continues(jobs: Jobs, tmp_path: Path) -> None:
+def test_a_stopped_job_saves_and_the_next_one_continues(standing: StandingCluster, tmp_path: Path) -> None:
+    jobs = Jobs(standing)
     torch.manual_seed(0)
     shapes = {"table.weight": (16, 8), "out.weight": (4, 8), "out.bias": (4,)}
     (tmp_path / "tiny").mkdir()
     save_file({name: torch.randn(shape) for name, shape in shapes.items()}, tmp_path / "tiny" / "model.safetensors")
-    program = ["python", "-c", JOB, str(tmp_path / "tiny" / "model.safetensors"), str(tmp_path / "saves")]
-    patience = json.dumps({"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "60"}})
-    options = ["--no-wait", "--submission-id", "first", "--runtime-env-json", patience]
-    jobs.run("submit", *options, "--", *program, str(PAUSE_S))
-    until = now() + 120
-    while not (told := jobs.told("first")).get("loss"):
-        assert now() < until, jobs.run("logs", "first")
-        time.sleep(0.5)
-    _check_metrics(told["metrics"][0], told["name"][0])
-    jobs.run("stop", "first")
-    log = jobs.run("logs", "first")
-    done = len(jobs.told("first")["loss"])
+    paths = (str(tmp_path / "tiny" / "model.safetensors"), str(tmp_path / "saves"))
+    jobs.submit("first", *paths, str(PAUSE_S))
+    jobs.wait("first", lambda: jobs.told("first").get("loss"))
+    told = jobs.told("first")
+    loss = _exported_loss(told["metrics"][0], told["name"][0])
+    jobs.client.stop_job("first")
+    jobs.wait_for_end("first")
+    log, losses = jobs.log("first"), jobs.told("first")["loss"]
+    assert loss in [pytest.approx(one) for one in losses]
+    done = len(losses)
     assert f"raysharding: fit: SIGTERM ended the run after step {done}; the program ends with status 0" in log
     assert os.listdir(tmp_path / "saves") == [f"step-{done}"]
     group = told["name"][0]
     assert told["actors"][0] == [f"tiny bundle {bundle} ({group})" for bundle in (0, 1)]
     for rank in (0, 1):
         assert re.search(rf"\(tiny rank {rank} \({group}\) pid=\d+\)\S* on a rank", log), log
-    jobs.run("submit", "--submission-id", "second", "--", *program, "0")
+    jobs.submit("second", *paths, "0")
+    jobs.wait_for_end("second")
     second = jobs.told("second")
     assert second["first"] == [done]
-    assert [*jobs.told("first")["loss"], *second["rest"][0]] == pytest.approx(second["whole"][0], abs=1e-6)
+    assert [*losses, *second["rest"][0]] == pytest.approx(second["whole"][0], abs=1e-6)
 
 
 HASTY = """
 def loss(output, *, target):
     import time
     time.sleep(3)
-    return output.square().mean()
+    return output.square().sum(), output.numel()  # which needs no further runs to find out what it is
 
 with make(optimizer=torch.optim.SGD) as group:
     rows = {"input": torch.ones(2, 8), "target": torch.ones(2)}
@@ -180,8 +186,8 @@ def test_a_second_sigterm_ends_the_driver_without_a_save(standing: StandingClust
     assert not any(Path(f"{checkpoint}-saves").iterdir())
 
 
-def _check_metrics(address: str, group: str) -> None:
-    """Wait until Ray exports every metric of the dashboard."""
+def _exported_loss(address: str, group: str) -> float:
+    """Wait until Ray exports every metric of the dashboard, and return the loss."""
     wanted, until = metric_names(DASHBOARD), now() + 60
     while True:
         text = ""
@@ -190,7 +196,8 @@ def _check_metrics(address: str, group: str) -> None:
         lines = [line for line in text.splitlines() if f'group="{group}"' in line]
         missing = wanted - {line.partition("{")[0] for line in lines}
         if not missing:
-            return
+            (loss,) = (line.split()[-1] for line in lines if line.startswith("ray_raysharding_fit_loss{"))
+            return float(loss)
         assert now() < until, f"Ray does not export {missing}"
         time.sleep(1)
 

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import os
-import secrets
-import socket
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.clock import now
+from tests.group.supervision.standing import ROOT, StandingCluster, standing_cluster
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
-
-ROOT = Path(__file__).resolve().parents[2]
-START_S = 120.0
 
 BEGIN = """
 import os, signal, sys
 import ray, torch
 from torch import nn
 from raysharding import GroupError, PlacementError, ShardedModelGroup, Split, Timeouts
+from tests.forking import runtime_env
 
 def build():
     from torch import nn
@@ -40,7 +32,7 @@ def loss(output):
     return output.square().mean()
 
 address, checkpoint = sys.argv[1:]
-ray.init(address, log_to_driver=False)
+ray.init(address, log_to_driver=False, runtime_env=runtime_env())
 options = dict(model=build, world_size=2, device="cpu")
 rows = torch.ones(3, 8)
 """
@@ -74,65 +66,24 @@ group.shutdown()
 """
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
-def environment() -> dict[str, str]:
-    own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "PYTHONPATH": str(ROOT)}
-    return {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | own
+def standing(worker_python: Path) -> Iterator[StandingCluster]:
+    with standing_cluster(num_cpus=4) as cluster:
+        yield cluster
 
 
-@pytest.fixture(scope="module")
-def address(environment: dict[str, str]) -> Iterator[str]:
-    """Where Ray's server for clients listens, of a cluster with four CPUs."""
-    port, client_port = free_port(), free_port()
-    # Near the root: the sockets in it may have names of 107 characters at most.
-    with tempfile.TemporaryDirectory(prefix="rsc-", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        command = ["ray", "start", "--head", "--block", f"--port={port}", f"--ray-client-server-port={client_port}"]
-        command += [f"--temp-dir={folder}/ray", "--num-cpus=4", "--include-dashboard=false"]
-        with Path(folder, "log").open("w") as log:
-            head = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-        try:
-            until = now() + START_S
-            while "block forever" not in Path(folder, "log").read_text():
-                assert head.poll() is None, Path(folder, "log").read_text()
-                assert now() < until, Path(folder, "log").read_text()
-                time.sleep(0.1)
-            yield f"ray://127.0.0.1:{client_port}"
-        finally:
-            end(head)
-
-
-def end(head: subprocess.Popen[bytes]) -> None:
-    """End Ray and all that it has started."""
-    started = psutil.Process(head.pid).children(recursive=True)
-    head.terminate()
-    try:
-        head.wait(20)
-    finally:
-        for process in (psutil.Process(head.pid), *started) if head.poll() is None else started:
-            if process.is_running():
-                process.kill()
-        psutil.wait_procs(started, 10)
-
-
-def run(code: str, address: str, checkpoint: Path, environment: dict[str, str]) -> str:
+def run(code: str, standing: StandingCluster, checkpoint: Path) -> str:
     """What a driver says."""
-    command = [sys.executable, "-c", BEGIN + code, address, str(checkpoint)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    command = [sys.executable, "-c", BEGIN + code, standing.client, str(checkpoint)]
+    done = subprocess.run(command, cwd=ROOT, env=standing.environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_a_group_is_made_trained_restarted_and_attached_to(
-    address: str, checkpoint: Path, environment: dict[str, str]
-) -> None:
-    said = run(DRIVER, address, checkpoint, environment)
+def test_a_group_is_made_trained_restarted_and_attached_to(standing: StandingCluster, checkpoint: Path) -> None:
+    said = run(DRIVER, standing, checkpoint)
     assert "rank 1 died" in said
     assert "4 steps in" in said
     assert "infeasible: even when idle, the cluster has space for 4 ranks" in said
-    attached = run(ATTACHING, address, checkpoint, environment)
+    attached = run(ATTACHING, standing, checkpoint)
     assert attached.splitlines()[-1] == said.splitlines()[-1], "the trained weights, without a load"

@@ -38,7 +38,14 @@ from raysharding.config import Placement
 from raysharding.distributed.comm import check_device_type
 from raysharding.errors import PlacementError
 from raysharding.group.cluster.display import tell
-from raysharding.group.cluster.ray_internals import accelerator_names, dead_jobs, free_resources, is_worker, may_grow
+from raysharding.group.cluster.ray_internals import (
+    accelerator_names,
+    dead_jobs,
+    free_resources,
+    is_infeasible,
+    is_worker,
+    may_grow,
+)
 
 Resources = Mapping[str, float]
 
@@ -336,21 +343,34 @@ def wait_placed(
         tells: True to write a line to stderr every 10 s: what is missing, and for how long.
 
     Raises:
-        PlacementError: No node had the resources before the deadline. The other bundles stay reserved.
+        PlacementError: No node had the resources before the deadline, or the autoscaler reports that it can add none.
+            The other bundles stay reserved.
     """
     begun = told = time.monotonic()
     limit_s = _PLACE_S if place_s is None else place_s
+    infeasible = False
     # In slices, since Ray's own wait does not react to Ctrl-C.
     while not reservation.placement_group.wait(max(0.0, min(_SLICE_S, begun + limit_s - time.monotonic()))):
         now = time.monotonic()
         if now - begun >= limit_s and place_s is None and limit_s < _GROW_S and may_grow():
             limit_s = _GROW_S  # not earlier: a cluster that has just started does not say yet whether it grows
-        if now - begun >= limit_s:
-            raise _placement_error(world_size, reservation.need, placement, limit_s, held)
+        if infeasible or now - begun >= limit_s:
+            waited_s = round(min(limit_s, now - begun), 1)
+            raise _placement_error(world_size, reservation.need, placement, waited_s, held, infeasible)
+        # Ray is given one more slice: the report may be older than the resources that just became free.
+        infeasible = _is_infeasible(reservation, placement)
         if tells and now - told >= _TELL_S:
             told = now
             tell(_waiting(reservation, world_size, placement, now - begun))
         time.sleep(_PAUSE_S)  # in case the slice is shorter than Ray's resolution
+
+
+def _is_infeasible(reservation: Reservation, placement: Placement) -> bool:
+    """Return True if the autoscaler reports so, and no rank would fit where others hold resources."""
+    if not is_infeasible(reservation.placement_group.id.hex()):
+        return False
+    room = _room(reservation.need, placement)
+    return room.fits_now == room.fits_empty
 
 
 def _waiting(reservation: Reservation, world_size: int, placement: Placement, seconds: float) -> str:
@@ -420,13 +440,23 @@ def _refuse_too_few_accelerators(world_size: int, need: Resources, placement: Pl
 
 
 def _placement_error(
-    world_size: int, need: Resources, placement: Placement, place_s: float, held: Callable[[], Sequence[str]]
+    world_size: int,
+    need: Resources,
+    placement: Placement,
+    waited_s: float,
+    held: Callable[[], Sequence[str]],
+    infeasible: bool,
 ) -> PlacementError:
     """Return an error that compares need and have; a pending placement group holds nothing of the free resources."""
     room = _room(need, placement)
     lines = list(room.lines)
     when_idle = f"when idle, the cluster has space for {room.fits_empty} ranks"
-    if placement.placement_group is not None:
+    if infeasible:
+        verdict = (
+            "infeasible: Ray's autoscaler reports that no nodes that it may add make room for them with "
+            f"strategy={placement.strategy!r}; use fewer ranks, or give it such nodes (node types, max_workers)"
+        )
+    elif placement.placement_group is not None:
         verdict = "the given placement group is not ready"
     elif room.fits_empty < world_size and may_grow():
         verdict = (
@@ -440,7 +470,7 @@ def _placement_error(
         lines += held()
     if (name := _accelerator(need)) is not None:
         verdict += f'; with device="cpu" ranks need no {name}'
-    message = f"{world_size} ranks of {show_resources(need)} each were not placed within {place_s:g} s; {verdict}"
+    message = f"{world_size} ranks of {show_resources(need)} each were not placed within {waited_s:g} s; {verdict}"
     return PlacementError("\n  ".join((message, *lines)), need=need, have=room.have)
 
 

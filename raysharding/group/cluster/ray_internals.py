@@ -18,8 +18,12 @@ from ray._private.client_mode_hook import client_mode_wrap
 from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS, LOG_PREFIX_ACTOR_NAME
 from ray._private.worker import WORKER_MODE, get_dashboard_url
 from ray._raylet import AuthenticationMode, get_authentication_mode  # type: ignore[attr-defined]
-from ray.experimental.internal_kv import _internal_kv_get
+from ray.experimental.internal_kv import _internal_kv_get, internal_kv_get_gcs_client
 
+_IDLE_MS = 300_000
+"""Ray's default for the time after which an autoscaler removes an idle node."""
+_STATUS_S = 10.0
+_HEAD = "node:__internal_head__"
 _MANAGERS = {
     "xpu": accelerators.IntelGPUAcceleratorManager,
     "npu": accelerators.NPUAcceleratorManager,
@@ -67,6 +71,29 @@ def may_grow() -> bool:
     status = json.loads(_internal_kv_get(DEBUG_AUTOSCALING_STATUS) or b"{}")
     types = (status.get("autoscaler_report") or {}).get("node_type_mapping") or {}
     return not types or any(node_type != f"node_{node_id}" for node_id, node_type in types.items())
+
+
+@client_mode_wrap
+def is_infeasible(placement_group_id: str) -> bool:
+    """Return True if an autoscaler reports that no nodes that it may add make room for a placement group.
+
+    Autoscaler v2 reports this, v1 does not for placement groups. v2 reports it as well while what others use or wait
+    for takes up what it may add, or idle nodes of another type do: that may change, and the result is False.
+
+    `ray.autoscaler.v2.sdk.get_cluster_status` drops the report from the reply that is parsed here.
+    """
+    # Imported here: behind `ray://` this function is pickled by value, which these types are not.
+    from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply, NodeStatus
+
+    reply = GetClusterStatusReply.FromString(internal_kv_get_gcs_client().get_cluster_status(timeout_s=_STATUS_S))
+    scaler, cluster = reply.autoscaling_state, reply.cluster_resource_state
+    if all(gang.details.partition(":")[0] != placement_group_id for gang in scaler.infeasible_gang_resource_requests):
+        return False
+    others = len(cluster.pending_gang_resource_requests) > 1 or cluster.pending_resource_requests
+    if others or cluster.cluster_resource_constraints or scaler.pending_instance_requests or scaler.pending_instances:
+        return False
+    alive = [node for node in cluster.node_states if node.status != NodeStatus.DEAD]
+    return all(_HEAD in node.total_resources or node.idle_duration_ms >= _IDLE_MS for node in alive)
 
 
 @client_mode_wrap

@@ -89,27 +89,24 @@ def test_a_ray_data_pipeline_attaches_to_a_named_group(cluster: None, checkpoint
         torch.testing.assert_close(torch.tensor(row["y"]), reference(torch.tensor(row["x"])))
 
 
-def test_an_asyncio_actor_awaits_calls(cluster: None, checkpoint: Path, reference: nn.Module) -> None:
-    """A call that waits leaves the loop free: all requests wait at a time."""
-    replica: Any = ray.remote(num_cpus=0)(async_class()).remote(make_mlp(), str(checkpoint))
-    parts = torch.from_numpy(inputs()).split(4)
-    answers, most = ray.get(replica.answer_all.remote(parts), timeout=60)
-    assert most == len(parts)
-    for part, answer in zip(parts, answers, strict=True):
-        torch.testing.assert_close(answer, reference(part))
-    ray.kill(replica)
+def test_an_asyncio_actor_in_a_placement_group_awaits_calls(
+    cluster: None, checkpoint: Path, reference: nn.Module
+) -> None:
+    """As a Serve replica and as a Tune trial: it owns one CPU that captures what it starts, and two ranks beside it.
 
-
-def test_ranks_are_not_captured_in_the_placement_group_of_their_owner(cluster: None, checkpoint: Path) -> None:
-    """As a Ray Tune trial: an actor in a placement group of one CPU that captures what it starts, and two ranks."""
+    A call that waits leaves the loop free: all requests wait at a time. Ranks that were captured would not be placed.
+    """
     trial = placement_group([{"CPU": 1}])
     ray.get(trial.ready(), timeout=30)
     strategy = PlacementGroupSchedulingStrategy(trial, placement_group_capture_child_tasks=True)
     options: dict[str, Any] = {"num_cpus": 1, "scheduling_strategy": strategy}
     replica: Any = ray.remote(**options)(async_class()).remote(make_mlp(), str(checkpoint))
+    parts = torch.from_numpy(inputs()).split(4)
     try:
-        x = torch.from_numpy(inputs())
-        assert ray.get(replica.answer.remote(x), timeout=60).shape == (ROWS, 4)
+        answers, most = ray.get(replica.answer_all.remote(parts), timeout=60)
     finally:
         ray.kill(replica)
         remove_placement_group(trial)
+    assert most == len(parts)
+    for part, answer in zip(parts, answers, strict=True):
+        torch.testing.assert_close(answer, reference(part))

@@ -1,23 +1,17 @@
-"""Callbacks of `fit` with the trackers' own clients, and the gauges that Ray exports."""
+"""Callbacks of `fit` with the trackers' own clients. `test_job_log.py` has Ray's gauges."""
 
 from __future__ import annotations
 
-import time
-import urllib.request
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 import torch
 
 from raysharding import ShardedModelGroup
-from raysharding.callbacks import MLflow, RayGauges, TensorBoard, Tracker, WeightsAndBiases
-from raysharding.group.fit.report import FitStep
-from tests.clock import now
+from raysharding.callbacks import MLflow, TensorBoard, Tracker, WeightsAndBiases
 from tests.conftest import make_group
 from tests.group.fit.test_fit import regression
 
@@ -84,22 +78,3 @@ def test_weights_and_biases(group: ShardedModelGroup, tmp_path: Path) -> None:
     losses = losses_of(group, WeightsAndBiases(project="fit", mode="offline", dir=str(tmp_path)))
     assert wandb.run is None, "the run is over"
     assert list(tmp_path.rglob("*.wandb")), losses
-
-
-@pytest.mark.full
-def test_gauges_are_exported() -> None:
-    """Ray's agent of the node has them, tagged, as Prometheus reads them."""
-    gauges = RayGauges("group 'mine'")
-    gauges(FitStep(3, 1, {"loss": 0.5, "grad_norm": 2.0}, 4, 40, 8.0, 80.0))
-    node = ray.nodes()[0]
-    until = now() + 60
-    found: list[str] = []
-    while not found:
-        assert now() < until, "Ray exports no raysharding_fit_loss"
-        time.sleep(1)
-        # Its agent may be starting yet.
-        with suppress(OSError):
-            address = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
-            lines = urllib.request.urlopen(address, timeout=5).read().decode().splitlines()
-            found = [line for line in lines if line.startswith("ray_raysharding_fit_loss{") and "'mine'" in line]
-    assert found[0].endswith(" 0.5")

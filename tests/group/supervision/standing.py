@@ -52,6 +52,8 @@ class StandingCluster:
 
     address: str
     """What `ray.init` takes."""
+    client: str
+    """What `ray.init` takes for a driver behind Ray Client."""
     dashboard: str
     """Where jobs are submitted; empty without a dashboard."""
     environment: dict[str, str]
@@ -79,7 +81,8 @@ def standing_cluster(num_cpus: int = 8, *, dashboard: bool = False) -> Iterator[
         head = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT, env=environment, start_new_session=True)
     try:
         _wait_until_it_answers(head, port, Path(scratch))
-        yield StandingCluster(f"127.0.0.1:{port}", f"http://127.0.0.1:{board}" if dashboard else "", environment)
+        addresses = (f"127.0.0.1:{port}", f"ray://127.0.0.1:{client}")
+        yield StandingCluster(*addresses, f"http://127.0.0.1:{board}" if dashboard else "", environment)
     finally:
         _end(head)
         shutil.rmtree(scratch, ignore_errors=True)
@@ -123,9 +126,9 @@ def _free_ports(count: int) -> list[int]:
 class Driver:
     """A Python program on a standing cluster, which tells JSON lines."""
 
-    def __init__(self, cluster: StandingCluster, checkpoint: Path, program: str) -> None:
+    def __init__(self, cluster: StandingCluster, checkpoint: Path, program: str, *arguments: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", PROLOGUE + program, cluster.address, str(checkpoint)],
+            [sys.executable, "-c", PROLOGUE + program, cluster.address, str(checkpoint), *arguments],
             cwd=ROOT,
             env=cluster.environment,
             stdin=subprocess.PIPE,
