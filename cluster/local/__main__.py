@@ -34,7 +34,10 @@ def main() -> int:
     """Make the cluster, run the program, take everything away; returns the program's exit status."""
     args = parse_arguments()
     try:
-        with Hosts(args.hosts, rate_mbit=args.rate_mbit) as hosts, RayHosts(hosts, cpus_per_host=args.cpus) as rays:
+        with (
+            Hosts(args.hosts, rate_mbit=args.rate_mbit) as hosts,
+            RayHosts(list(hosts), cpus_per_host=args.cpus) as rays,
+        ):
             addresses = ", ".join(f"{host.name} {host.address}" for host in hosts)
             print(f"Ray at {rays.address} on {addresses}", file=sys.stderr)
             return rays.popen(hosts[0], args.command).wait()

@@ -15,9 +15,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from cluster.local.hosts import Host, Hosts, HostsError
+from cluster.local.hosts import Host, HostsError
 
 HEAD_PORT = 6379
+CLIENT_PORT = 10_001
 RAYLET_PORTS = {"--node-manager-port": 6380, "--object-manager-port": 6381}
 WORKER_PORTS = (11_000, 11_999)
 """Ray listens for other hosts on these ports and no others, so that a test can close all others."""
@@ -32,7 +33,7 @@ class RayHosts:
     /tmp/ray and a /dev/shm of its own. A process id names one process on all of them, unlike on real machines.
 
     Args:
-        hosts: Made by the caller, who closes them after this.
+        hosts: Those that get Ray, made by the caller, who closes them after this.
         cpus_per_host: What Ray hands out on each, whatever the machine has.
         logs_to_driver: Whether what ranks print appears at the driver; costs a process on each host.
         environment: Variables for Ray's processes and for drivers, such as Ray's own `RAY_health_check_period_ms`.
@@ -43,7 +44,7 @@ class RayHosts:
 
     def __init__(
         self,
-        hosts: Hosts,
+        hosts: Sequence[Host],
         *,
         cpus_per_host: int = 2,
         logs_to_driver: bool = True,
@@ -73,6 +74,11 @@ class RayHosts:
     def address(self) -> str:
         """Where drivers find the cluster."""
         return f"{self.hosts[0].address}:{HEAD_PORT}"
+
+    @property
+    def client_address(self) -> str:
+        """Where drivers on hosts without Ray find the cluster, by Ray Client."""
+        return f"ray://{self.hosts[0].address}:{CLIENT_PORT}"
 
     def __enter__(self) -> Self:
         try:
@@ -134,5 +140,6 @@ class RayHosts:
         command += [f"--resources={json.dumps({host.name: 1})}"]
         command += [f"--labels=role={'worker' if host.index else 'head'}"]
         if host.index == 0:
-            return [*command, "--head", f"--port={HEAD_PORT}", "--include-dashboard=false"]
+            command += ["--head", f"--port={HEAD_PORT}", f"--ray-client-server-port={CLIENT_PORT}"]
+            return [*command, "--include-dashboard=false"]
         return [*command, f"--address={self.address}"]

@@ -19,10 +19,11 @@ ROOT = Path(__file__).resolve().parents[2]
 class Driver:
     """The test's end: what `run` is given happens in a program on the host, which keeps its state in between."""
 
-    def __init__(self, rays: RayHosts, host: Host) -> None:
+    def __init__(self, rays: RayHosts, host: Host, **environment: str) -> None:
         self._ours, theirs = Pipe()
+        environment["PYTHONPATH"] = str(ROOT)
         command = [sys.executable, "-m", "tests.cluster.driver", str(theirs.fileno())]
-        self.process = rays.popen(host, command, cwd=ROOT, pass_fds=[theirs.fileno()], env={"PYTHONPATH": str(ROOT)})
+        self.process = rays.popen(host, command, cwd=ROOT, pass_fds=[theirs.fileno()], env=environment)
         theirs.close()
 
     def begin(self, job: Callable[..., Any], *args: Any, **kwargs: Any) -> None:

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from cluster.local.hosts import Hosts
 from cluster.local.ray_hosts import RayHosts
 from raysharding import Loading, Timeouts
 from raysharding.errors import CheckpointError, RendezvousError
@@ -99,7 +100,9 @@ def test_a_firewalled_host_is_named_within_the_deadline(driver: Driver, rays: Ra
 
 
 @pytest.mark.full
-def test_a_load_over_slow_links_moves_and_raises_no_alarm(driver: Driver, rays: RayHosts, tmp_path: Path) -> None:
+def test_a_load_over_slow_links_moves_and_raises_no_alarm(
+    driver: Driver, hosts: Hosts, rays: RayHosts, tmp_path: Path
+) -> None:
     width = 1 << 20
     stall_s = 1.5
     files, seen = tmp_path / "files", tmp_path / "seen"
@@ -110,10 +113,10 @@ def test_a_load_over_slow_links_moves_and_raises_no_alarm(driver: Driver, rays: 
     loading, timeouts = Loading(bucket_bytes=1 << 20), Timeouts(load_stall_s=stall_s)
     driver.run(jobs.start, str(seen), width=width, loading=loading, timeouts=timeouts)
     try:
-        rays.hosts.set_rate(50)
+        hosts.set_rate(50)
         sight = driver.run(jobs.watch_load, str(seen))
     finally:
-        rays.hosts.set_rate(None)
+        hosts.set_rate(None)
         driver.run(jobs.stop)
     assert sight.seconds > 2 * stall_s
     assert sight.num_sights > 5

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("worker_python")
 def test_the_head_dies(tmp_path: Path, with_rank: bool) -> None:
     require_hosts()
     save_file(jobs.make_mlp()().state_dict(), tmp_path / "model.safetensors")
-    with Hosts(3) as hosts, RayHosts(hosts, cpus_per_host=1 if with_rank else 2, logs_to_driver=False) as rays:
+    with Hosts(3) as hosts, RayHosts(list(hosts), cpus_per_host=1 if with_rank else 2, logs_to_driver=False) as rays:
         driver = Driver(rays, hosts[1])
         driver.run(jobs.join)
         size = 3 if with_rank else 2

@@ -1,6 +1,6 @@
 """What Ray and its nodes provide: connecting, nodes, placement, names, the GCS monitor, stack dumps."""
 
-from raysharding.group.cluster.connect import connect, join_announced, join_existing, refuse_in_fork
+from raysharding.group.cluster.connect import connect, join_announced, join_existing, own_node_id, refuse_in_fork
 from raysharding.group.cluster.display import (
     StatusReport,
     html_table,
@@ -11,7 +11,7 @@ from raysharding.group.cluster.display import (
     text_table,
     warn,
 )
-from raysharding.group.cluster.gcs_monitor import GCS_GONE_S, GcsMonitor, exit_without_gcs, gcs_address
+from raysharding.group.cluster.gcs_monitor import GCS_GONE_S, GcsMonitor, exit_without_gcs, head_address
 from raysharding.group.cluster.nodes import (
     NodeCapacity,
     NodeFacts,
@@ -47,6 +47,7 @@ from raysharding.group.cluster.placement import (
 )
 from raysharding.group.cluster.ray_internals import (
     accelerator_names,
+    client_session,
     dashboard_url,
     has_started,
     name_log_lines,

@@ -14,6 +14,7 @@ from pathlib import Path
 import ray
 
 from raysharding.errors import GroupError, PlacementError
+from raysharding.group.cluster.ray_internals import client_session
 
 ANSWER_S = 5.0
 """Longest wait for the cluster's port. Ray itself retries for minutes without a message."""
@@ -100,6 +101,11 @@ def join_existing() -> None:
         f"{'not set' if named is None else repr(named)}{why}, and {_cluster_file()} names none: call "
         "ray.init(address=...) with the address of the group's cluster, or start one by `ray start --head`"
     )
+
+
+def own_node_id() -> str:
+    """Return Ray's id of the node that this process runs on; empty behind `ray://`, where that may be none."""
+    return "" if client_session() is not None else str(ray.get_runtime_context().get_node_id())
 
 
 def _announced() -> tuple[str, str] | None:

@@ -20,6 +20,7 @@ from typing import Any
 import ray
 
 from raysharding.group.cluster.display import tell
+from raysharding.group.cluster.ray_internals import client_session
 
 GCS_GONE_S = 10.0
 """Silence of the GCS, in seconds, after which a driver gives its groups up."""
@@ -37,8 +38,10 @@ class GcsMonitor:
         """Create a monitor that has not connected yet.
 
         Args:
-            address: `host:port` of the GCS.
+            address: What `head_address` returned.
         """
+        self.is_client = client_session() is not None
+        """True if this process is behind `ray://`."""
         self.address = address
         self._endpoint = _endpoint(address)
         self._probe: socket.socket | None = None
@@ -70,7 +73,9 @@ class GcsMonitor:
         return self._refused or (self._probe is not None and time.monotonic() - self._asked > _ASK_S)
 
     def gone(self) -> str:
-        """Return a message that the GCS is gone and that Ray will end this program."""
+        """Return a message that the GCS is gone and that Ray will end this program, which Ray Client does not."""
+        if self.is_client:
+            return f"Ray Client's server at {self.address} does not answer"
         return (
             f"the GCS (Ray's head process) at {self.address} does not answer: Ray will end this program within a "
             "minute, unless the program calls ray.shutdown()"
@@ -126,9 +131,10 @@ def _endpoint(address: str) -> tuple[int, Any] | None:
     return family, endpoint
 
 
-def gcs_address() -> str:
-    """Return `host:port` of the GCS of the cluster that this process is connected to."""
-    return str(ray.get_runtime_context().gcs_address)
+def head_address() -> str:
+    """Return `host:port` of the GCS of this process's cluster; behind `ray://`, of Ray Client's server on the head."""
+    client = client_session()
+    return str(ray.get_runtime_context().gcs_address) if client is None else client[1]
 
 
 def exit_without_gcs() -> None:
@@ -137,7 +143,7 @@ def exit_without_gcs() -> None:
 
 
 def _exit_without_gcs() -> None:
-    monitor = GcsMonitor(gcs_address())
+    monitor = GcsMonitor(head_address())
     # The thread is a daemon: it ends with the process.
     while monitor.seconds_silent() < CUT_OFF_S:
         time.sleep(_ASK_S)

@@ -19,6 +19,7 @@ from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS, LOG_PREFIX_ACTO
 from ray._private.worker import WORKER_MODE, get_dashboard_url
 from ray._raylet import AuthenticationMode, get_authentication_mode  # type: ignore[attr-defined]
 from ray.experimental.internal_kv import _internal_kv_get, internal_kv_get_gcs_client
+from ray.util.client import ray as client_context
 
 _IDLE_MS = 300_000
 """Ray's default for the time after which an autoscaler removes an idle node."""
@@ -113,6 +114,15 @@ def dead_jobs() -> set[str]:
 def has_started(actor: Any) -> bool:
     """Return True if an actor's process is running, or Ray does not report its state."""
     return state.actors(actor_id=actor._actor_id.hex()).get("State") in ("ALIVE", None)
+
+
+def client_session() -> tuple[str, str] | None:
+    """Return (id of the session, `host:port` of Ray Client's server) behind `ray://`; `None` elsewhere. Never waits.
+
+    `ray.is_initialized()` and the runtime context send a request there, and wait for the network or raise without it.
+    """
+    client = client_context.get_context().client_worker
+    return (client._client_id, client._conn_str) if client is not None and client.is_connected() else None
 
 
 def name_log_lines(name: str) -> None:

@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from raysharding.checkpoint.storage import HubPath, normal_path, split_path
 from raysharding.errors import CallTimeoutError, CheckpointError, FailureKind, GroupError, RankFailure
 from raysharding.group.actors import REMOTE_RANK_ACTOR, ActorInfo, Title
-from raysharding.group.cluster import Lifetime, Reservation, accelerator_names, name_taken, replies, tell
+from raysharding.group.cluster import Lifetime, Reservation, accelerator_names, name_taken, own_node_id, replies, tell
 from raysharding.group.launch.spec import GroupSpec
 from raysharding.group.ranks import Member, RankInfo
 
@@ -212,7 +212,7 @@ def number_actors(actors: Sequence[Any], infos: Sequence[ActorInfo], device_type
     members: list[Member] = []
     gpus: dict[str, list[str]] = {}
     taken: Counter[str] = Counter()
-    for rank, index in enumerate(rank_order(infos, ray.get_runtime_context().get_node_id())):
+    for rank, index in enumerate(rank_order(infos, own_node_id())):
         info, local_rank = infos[index], taken[infos[index].node_id]
         taken[info.node_id] += 1
         gpus.setdefault(info.node_id, []).extend(info.gpu_ids)

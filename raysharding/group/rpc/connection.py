@@ -179,6 +179,12 @@ def _set_options(sock: socket.socket) -> None:
 
 
 _POLL_S = 0.1
+_CONNECT_S = 10.0
+"""Time of four connection attempts of TCP; later ones do not succeed where these failed."""
+_CURE = (
+    "let the ranks' nodes reach this driver's address, on any port or on those of Placement.port_range, or run the "
+    "program on a node of the cluster, for example by `ray job submit`"
+)
 MAX_PENDING = 64
 """Connections without a handshake that are kept, beside those of the ranks."""
 HANDSHAKE_S = 10.0
@@ -209,7 +215,7 @@ def accept_ranks(
     with listen(host, port_range) as listener, Handshakes(listener, keys) as handshakes:
         address = host, listener.getsockname()[1]
         asked = {
-            member.actor.connect.remote(member.epoch, address, key, within_s): member
+            member.actor.connect.remote(member.epoch, address, key, min(_CONNECT_S, within_s / 2)): member
             for member, key in zip(members, keys, strict=True)
         }
         while handshakes.missing:
@@ -220,7 +226,7 @@ def accept_ranks(
                 late = ", ".join(str(members[rank].info.rank) for rank in sorted(handshakes.missing.values()))
                 what = f"ranks {late} did not connect to this driver at {host}:{address[1]} within {within_s:g} s"
                 why = f"; the driver could not accept connections: {handshakes.error}" if handshakes.error else ""
-                raise RendezvousError(f"{what}{why}; raise Timeouts.rendezvous_s, or open the driver's ports to them")
+                raise RendezvousError(f"{what}{why}; raise Timeouts.rendezvous_s, or {_CURE}")
         return [connection for _, connection in sorted(handshakes.take().items())]
 
 
@@ -256,10 +262,10 @@ def _pending(asked: dict[ray.ObjectRef, Member], address: tuple[str, int]) -> di
         except ray.exceptions.RayActorError as error:
             raise GroupError(f"rank {info.rank} died before it had connected to the driver: {error}") from error
         except ray.exceptions.RayTaskError as error:
-            reason = f"{type(error.cause).__name__}: {error.cause}"
+            is_late = isinstance(error.cause, TimeoutError)
+            reason = "no answer, as behind a firewall" if is_late else f"{type(error.cause).__name__}: {error.cause}"
             what = f"rank {info.rank} on {info.node_ip} cannot connect to this driver at {address[0]}:{address[1]}"
-            cure = "let the ranks' nodes reach the driver's, on any port or on those of Placement.port_range"
-            raise RendezvousError(f"{what}: {reason}; {cure}") from error
+            raise RendezvousError(f"{what}: {reason}; {_CURE}") from error
     return {ref: member for ref, member in asked.items() if ref not in answered}
 
 

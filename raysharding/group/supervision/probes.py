@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raysharding.distributed.comm import Connection, between
 from raysharding.errors import GroupError
-from raysharding.group.cluster import ProcessSnapshot, dump_stacks
+from raysharding.group.cluster import ProcessSnapshot, dump_stacks, own_node_id
 from raysharding.group.ranks import Member
 from raysharding.group.rpc import Future, Progress, Stacks
 from raysharding.group.supervision.running_call import RunningCall
@@ -112,7 +112,7 @@ class Probes:
         self._current = current
         self._advance = advance
         self._noted: dict[int, list[Connection]] = {}
-        self._here = ray.get_runtime_context().get_node_id()
+        self._here = own_node_id()
 
     def progress(self, run: RunningCall, dead: Collection[int]) -> None:
         """Request the progress of all ranks without a pending request."""
@@ -257,7 +257,7 @@ def _snapshot(members: Sequence[Member], rank: int, able: Sequence[Member]) -> P
     """Return a snapshot of a silent rank, by this process or by another rank on its node."""
     one = members[rank]
     where = one.info.pid, one.stacks_descriptor
-    if one.info.node_id == ray.get_runtime_context().get_node_id():
+    if one.info.node_id == own_node_id():
         return _dump_stacks(*where)
     neighbours = [other for other in able if other.info.node_id == one.info.node_id]
     answers = probe_all(neighbours[:1], "dump_stacks", *where, within_s=_NEIGHBOUR_S)
@@ -280,7 +280,7 @@ def read_log(member: Member, num_lines: int) -> str:
     if not member.log_paths:
         return "Ray keeps no log files of this rank\n"
     node_id = member.info.node_id
-    if node_id == ray.get_runtime_context().get_node_id():
+    if node_id == own_node_id():
         return _tails(member.log_paths, num_lines)
     # A task on the node, because the rank may be dead or stopped.
     there = NodeAffinitySchedulingStrategy(node_id, soft=False)

@@ -14,7 +14,7 @@ import ray
 from raysharding.config import Timeouts
 from raysharding.errors import CallCancelledError, GroupBrokenError, GroupError
 from raysharding.group.calls import Call, DeferredInterrupts, MaskedInterrupts, Stopping
-from raysharding.group.cluster import GCS_GONE_S, GcsMonitor, Lifetime, gcs_address, tell
+from raysharding.group.cluster import GCS_GONE_S, GcsMonitor, Lifetime, head_address, tell
 from raysharding.group.ranks import Member
 from raysharding.group.rpc import DriverConnections, EventLoop, Future, accept_ranks, refuse_to_wait, taken_over
 from raysharding.group.supervision import failures
@@ -66,7 +66,7 @@ class Supervisor:
         self._teardown = Teardown(members, release)
         lease_s = lifetime.lease_s if is_loaded else lifetime.starting_lease_s
         self._lease_renewal = LeaseRenewal(members, lease_s, self._teardown.has_ray)
-        self._gcs_monitor = GcsMonitor(gcs_address())
+        self._gcs_monitor = GcsMonitor(head_address())
         self._loop = EventLoop(f"supervise {name}", self._seconds_to_wait, self._tick, self._on_failed)
         self.survivors = Survivors(replicas, timeouts.keep_s)
         self._connections = DriverConnections(self._loop, lambda *args: self._runner.on_message(*args), self.has_ray)
@@ -244,7 +244,8 @@ class Supervisor:
     def has_ray(self) -> bool:
         """Return True if Ray is initialized, else break the group. This and all below: supervision thread only."""
         if self.status.is_usable and not self._teardown.has_ray():
-            self.break_group([], GroupError(f"{self.name}: Ray was shut down under the group"))
+            lost = ", or Ray Client lost its connection to the head" if self._gcs_monitor.is_client else ""
+            self.break_group([], GroupError(f"{self.name}: Ray was shut down under the group{lost}"))
         return self.status.is_usable
 
     def advance(self) -> None:

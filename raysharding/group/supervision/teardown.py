@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import threading
 import weakref
@@ -11,6 +12,7 @@ from typing import Protocol
 
 import ray
 
+from raysharding.group.cluster import client_session
 from raysharding.group.ranks import Member
 
 _STOP_S = 3.0
@@ -92,14 +94,17 @@ class Teardown:
                 ray.kill(self._members[rank].actor, no_restart=True)
 
     def _stop(self) -> None:
-        self._kill(range(len(self._members)))
-        if self.has_ray():
-            self._release()
+        # Ray Client, which reports a connection that is lost meanwhile so: its server ends the job and its actors.
+        with contextlib.suppress(ConnectionError):
+            self._kill(range(len(self._members)))
+            if self.has_ray():
+                self._release()
 
 
 def _ray_session() -> tuple[str, str] | None:
     """Return an identifier of this program's Ray session; `None` without one."""
-    if not ray.is_initialized():
-        return None
+    client = client_session()
+    if client is not None or not ray.is_initialized():
+        return client
     context = ray.get_runtime_context()
     return context.get_node_id(), context.get_job_id()  # job ids alone repeat in a new cluster
