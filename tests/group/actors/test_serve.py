@@ -85,6 +85,8 @@ def test_a_replica_answers_and_is_replaced_when_a_rank_dies(port: int) -> None:
 
     since = now()
     os.kill(min(lost), signal.SIGKILL)
+    with pytest.raises(urllib.error.HTTPError, match="500"):
+        post(url, TEXTS[0])
     seconds_until_gone(list(lost), since, at_most_s=120.0)
     answer: list[float] = []
     while not answer:
