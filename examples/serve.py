@@ -29,8 +29,8 @@ from transformers import AutoTokenizer
 from raysharding import Placement, ShardedModelGroup, Split
 from raysharding.group import GroupState
 
-BUNDLES = [{"CPU": 1}] * 2
-"""What the ranks of a replica need, a bundle for each; on GPUs `[{"CPU": 1, "GPU": 1}] * 8`."""
+BUNDLES, DEVICE = [{"CPU": 1}] * 2, "cpu"
+"""What the ranks of a replica need, a bundle for each; on GPUs `[{"CPU": 1, "GPU": 1}] * 8, "cuda"`."""
 
 
 # Serve reserves a placement group for a replica before it starts it, all or nothing, and takes it back when the replica
@@ -48,7 +48,7 @@ class Embedder:
         """Load the model. Serve sends requests, and checks the replica's health, once this has returned."""
         self.tokenizer = AutoTokenizer.from_pretrained(model_directory)
         placement = Placement(placement_group=get_current_placement_group())
-        self.group = ShardedModelGroup.from_checkpoint(model_directory, placement=placement)
+        self.group = ShardedModelGroup.from_checkpoint(model_directory, placement=placement, device=DEVICE)
 
     def check_health(self) -> None:
         """Raise when a rank is lost, so that Serve makes a new replica; its group loads the model again."""

@@ -25,8 +25,8 @@ from transformers import LlamaConfig
 
 from raysharding import FitStep, Placement, ShardedModelGroup
 
-BUNDLES = [{"CPU": 1}] * 2
-"""What the ranks of a trial need, a bundle for each; on GPUs `[{"CPU": 1, "GPU": 1}] * 8`."""
+BUNDLES, DEVICE = [{"CPU": 1}] * 2, "cpu"
+"""What the ranks of a trial need, a bundle for each; on GPUs `[{"CPU": 1, "GPU": 1}] * 8, "cuda"`."""
 
 LENGTH = 64
 """Bytes of a row; every byte is a token."""
@@ -51,6 +51,7 @@ def train(config: dict[str, Any]) -> None:
         config["model"],
         random_weights=True,
         placement=Placement(placement_group=get_current_placement_group()),
+        device=DEVICE,
         optimizer=partial(torch.optim.AdamW, lr=config["lr"]),
     ) as group:
         rows = [{"input_ids": text, "labels": text} for text in texts]
