@@ -31,7 +31,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_current_placement_group,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raysharding.config import Placement
@@ -468,6 +474,9 @@ def _placement_error(
     else:
         verdict = f"busy: {when_idle}; free resources, raise Timeouts.place_s, or relax strategy={placement.strategy!r}"
         lines += held()
+        if (own := get_current_placement_group()) is not None:  # of a Tune trial or Serve replica: reserved, but unused
+            cure = "Placement(placement_group=ray.util.get_current_placement_group()) places one rank in each"
+            lines.append(f"the placement group of this actor or task has {own.bundle_count} bundles: {cure}")
     if (name := _accelerator(need)) is not None:
         verdict += f'; with device="cpu" ranks need no {name}'
     message = f"{world_size} ranks of {show_resources(need)} each were not placed within {waited_s:g} s; {verdict}"

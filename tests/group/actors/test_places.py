@@ -16,8 +16,8 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch import nn
 
-from raysharding import GroupTakenOverError, ShardedModelGroup
-from tests.group.conftest import make_group, make_mlp
+from raysharding import GroupTakenOverError, ShardedModelGroup, Timeouts
+from tests.group.conftest import NUM_CPUS, make_group, make_mlp
 
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("nothing_left")]
 
@@ -48,10 +48,11 @@ def async_class() -> Any:
     """An actor whose methods run on an asyncio loop, as those of a Ray Serve replica do."""
 
     class Replica:
-        def __init__(self, make: Callable[[], Any], checkpoint: str) -> None:
+        def __init__(self, make: Callable[[], Any], checkpoint: str, **options: Any) -> None:
             from raysharding import ShardedModelGroup
 
-            self.group = ShardedModelGroup.from_checkpoint(checkpoint, model=make, device="cpu", world_size=2)
+            options |= {"model": make, "device": "cpu", "world_size": 2}
+            self.group = ShardedModelGroup.from_checkpoint(checkpoint, **options)
             self.waiting = self.most = 0
 
         async def answer(self, x: torch.Tensor) -> Any:
@@ -110,3 +111,18 @@ def test_an_asyncio_actor_in_a_placement_group_awaits_calls(
     assert most == len(parts)
     for part, answer in zip(parts, answers, strict=True):
         torch.testing.assert_close(answer, reference(part))
+
+
+def test_a_lack_of_room_beside_the_placement_group_of_the_owner_names_it(cluster: None, checkpoint: Path) -> None:
+    """As a Ray Tune trial that has reserved the ranks' room, and all that the cluster has, but does not say so."""
+    trial = placement_group([{"CPU": NUM_CPUS / 2}] * 2)
+    ray.get(trial.ready(), timeout=30)
+    strategy = PlacementGroupSchedulingStrategy(trial, placement_group_capture_child_tasks=True)
+    options: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": strategy}
+    timeouts = Timeouts(place_s=1.0)
+    replica: Any = ray.remote(**options)(async_class()).remote(make_mlp(), str(checkpoint), timeouts=timeouts)
+    try:
+        with pytest.raises(ray.exceptions.ActorDiedError, match=r"has 2 bundles: Placement\(placement_group=ray\.util"):
+            ray.get(replica.answer_all.remote([]), timeout=60)
+    finally:
+        remove_placement_group(trial)

@@ -65,7 +65,7 @@ def standing_cluster(num_cpus: int = 8, *, dashboard: bool = False) -> Iterator[
     """Start a head node with ports and files of its own, and stop it by the ids of its processes."""
     # Unix sockets have short paths, and pytest's directories long ones.
     scratch = tempfile.mkdtemp(prefix="rs-", dir="/tmp")
-    port, client, board = _free_ports(3)
+    port, client, board = free_ports(3)
     command = [os.path.join(os.path.dirname(sys.executable), "ray"), "start", "--head", "--block"]
     command += [f"--port={port}", f"--ray-client-server-port={client}", "--min-worker-port=0", "--max-worker-port=0"]
     command += [
@@ -111,7 +111,7 @@ def _end(process: subprocess.Popen[Any]) -> None:
     process.wait(10)
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Ports that nothing listens on, below those that the system gives to every other socket until Ray listens."""
     with contextlib.ExitStack() as stack:
         found: list[int] = []

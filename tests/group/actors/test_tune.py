@@ -1,0 +1,38 @@
+"""`examples/tune.py`: a sweep of Ray Tune whose trials own groups, on a cluster with room for one trial at a time."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+
+from examples.tune import BUNDLES, Report, main
+from tests.group.conftest import NUM_CPUS
+
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("nothing_left")]
+
+
+@pytest.fixture(autouse=True)
+def _room_for_one_trial(cluster: None) -> Iterator[None]:
+    filler = placement_group([{"CPU": NUM_CPUS - len(BUNDLES)}])
+    ray.get(filler.ready(), timeout=30)
+    yield
+    remove_placement_group(filler)
+
+
+def test_a_sweep_finds_the_better_learning_rate_and_stops_the_other_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One trial after the other, so that the second finds the first's losses, and the room that it had."""
+    monkeypatch.setattr(sys, "argv", ["tune.py", "--steps", "10", "--out", str(tmp_path)])
+    main()
+    printed = capsys.readouterr().out
+    trials = re.findall(r"^lr (\S+): loss (\S+) after (\d+) steps$", printed, re.MULTILINE)
+    assert [(rate, int(steps)) for rate, _, steps in trials] == [("0.003", 10), ("3e-05", Report.every)]
+    assert float(trials[0][1]) < float(trials[1][1]) - 0.5
+    assert "best: lr 0.003\n" in printed
