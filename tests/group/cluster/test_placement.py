@@ -155,13 +155,17 @@ import json, time
 import ray
 from ray.cluster_utils import Cluster
 from raysharding import Placement, PlacementError
-from raysharding.group.cluster import Lifetime, reserve
+from raysharding.group.cluster import Lifetime, reserve, wait_placed
 from raysharding.group.cluster.ray_internals import may_grow
 
 def reserved(world_size, place_s):
     begun = time.monotonic()
     try:
-        reserve(world_size, "cuda", Placement(), place_s, Lifetime()).release()
+        reservation = reserve(world_size, "cuda", Placement(), Lifetime())
+        try:
+            wait_placed(reservation, world_size, Placement(), place_s)
+        finally:
+            reservation.release()
         return "placed"
     except PlacementError as error:
         assert time.monotonic() - begun < place_s + 1
