@@ -51,7 +51,7 @@ from raysharding.models import InputBounds
 _GRACE_S = 5.0
 _COLLECTIVE_GRACE_S = 60.0
 _KEEP_S = 30.0
-_AT_ONCE_S = 0.5
+_AT_ONCE_S = 1  # Ray 2.60 cuts fractions of a second off
 
 
 @dataclass(frozen=True)
