@@ -10,6 +10,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from raysharding.gc_pause import paused_gc
+
 if TYPE_CHECKING:
     from raysharding.batch import *
     from raysharding.config import *
@@ -65,7 +67,8 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     homes = (import_module(f"{__name__}.{home}") for home in _HOMES)
-    value = next(getattr(home, name) for home in homes if hasattr(home, name))
+    with paused_gc():
+        value = next(getattr(home, name) for home in homes if hasattr(home, name))
     globals()[name] = value
     return value
 

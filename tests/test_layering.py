@@ -41,6 +41,7 @@ FLOORS = {
     "errors": _floor(0, "", "the error tree; every class survives pickling"),
     "torch_internals": _floor(0, "torch", "torch's private names that several rooms use"),
     "checks": _floor(0, "", "checks of arguments that several rooms take"),
+    "gc_pause": _floor(0, "", "Python's cyclic garbage collector, paused"),
     "keywords": _floor(0, "", "errors for unknown keywords name ours"),
     "units": _floor(0, "", "binary units of bytes, and amounts of bytes as text"),
     "html": _floor(0, "", "reports as HTML, for notebooks: tables, and a curve as SVG"),

@@ -1,11 +1,14 @@
 """A model as a group of Ray actors: placement, rendezvous, supervision, calls. Only this package imports Ray."""
 
-from raysharding.group.calls import Call, Handle
-from raysharding.group.cluster import NodeCapacity
-from raysharding.group.fit import EarlyStop, FitReport, FitStep
-from raysharding.group.group import ShardedModelGroup
-from raysharding.group.ranks import RankInfo
-from raysharding.group.supervision import GroupState, LiveView
+from raysharding.gc_pause import paused_gc
+
+with paused_gc():  # every rank's process begins with these imports
+    from raysharding.group.calls import Call, Handle
+    from raysharding.group.cluster import NodeCapacity
+    from raysharding.group.fit import EarlyStop, FitReport, FitStep
+    from raysharding.group.group import ShardedModelGroup
+    from raysharding.group.ranks import RankInfo
+    from raysharding.group.supervision import GroupState, LiveView
 
 NodeRoom = NodeCapacity
 """The old name of `NodeCapacity`."""

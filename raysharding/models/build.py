@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from raysharding.checkpoint.format import SINGLE_NAME
 from raysharding.config import floating_dtype
 from raysharding.errors import PlanError
+from raysharding.gc_pause import paused_gc
 from raysharding.models.adapters import Adapted
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ def make_contiguous(module: nn.Module) -> nn.Module:
 # --- from config.json -----------------------------------------------------------------------------------------------
 
 
+@paused_gc()
 def _build_from_config(auto: str | None, checkpoint: Checkpoint, dtype: torch.dtype | None) -> nn.Module:
     transformers, fields = _transformers(), _config_fields(checkpoint)
     if auto is None:

@@ -30,9 +30,8 @@ from typing import Any
 WORLD_SIZE = 2
 STEPS = {
     "checkpoint located and opened": ("GroupSpec.located", "opened_here"),
-    "model checked on the driver": ("check_fit",),
-    "room reserved": ("reserve",),
-    "actors started": ("start_actors",),
+    "room reserved": ("reserve", "wait_placed"),
+    "actors started, model checked": ("start_actors",),
     "connections": ("Supervisor.connect_ranks",),
     "preflight": ("Preflight.nodes", "Preflight.link", "Preflight.memory"),
     "rendezvous": ("rendezvous",),

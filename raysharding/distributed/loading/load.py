@@ -5,11 +5,10 @@ The cyclic garbage collector is paused during a load, whose plan makes many obje
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -67,27 +66,12 @@ from raysharding.distributed.transfer import (
     share_rings,
 )
 from raysharding.errors import CheckpointError
+from raysharding.gc_pause import paused_gc
 
 READ_THREADS = 4
 """Concurrent reads, over all readers: a disk of several GB/s and the page cache need more than one."""
 
 _log = logging.getLogger("raysharding")
-
-
-@contextmanager
-def paused_gc() -> Iterator[None]:
-    """Pause Python's cyclic garbage collector.
-
-    It traverses all objects of the process repeatedly as their number grows, which took most of the time of a load of
-    20,000 tensors.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def load_checkpoint(

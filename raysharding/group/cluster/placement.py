@@ -188,7 +188,7 @@ def _placement_groups() -> list[tuple[PlacementGroup, str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """A ready placement group."""
+    """A placement group."""
 
     placement_group: Any
     """Ray's placement group, one bundle for each rank."""
@@ -270,46 +270,26 @@ def choose_num_threads(placement: Placement) -> int:
     return int(chosen) if chosen.isdecimal() and int(chosen) else max(1, int(placement.cpus_per_rank))
 
 
-def reserve(
-    world_size: int,
-    device_type: str,
-    placement: Placement,
-    place_s: float | None,
-    lifetime: Lifetime,
-    *,
-    held: Callable[[], Sequence[str]] = tuple,
-    tells: bool = True,
-) -> Reservation:
-    """Reserve one bundle for each rank, and wait until the placement group is ready.
+def reserve(world_size: int, device_type: str, placement: Placement, lifetime: Lifetime) -> Reservation:
+    """Ask Ray for one bundle for each rank; `wait_placed` waits until the placement group is ready.
 
     Args:
         world_size: Number of ranks.
         device_type: Any but `cpu` adds one accelerator to each bundle.
         placement: Strategy, CPUs, labels; or an existing placement group.
-        place_s: Deadline; see `wait_placed`.
         lifetime: What ends the placement group.
-        held: Returns lines about what this program itself holds, for the error of a busy cluster.
-        tells: See `wait_placed`.
 
     Raises:
-        PlacementError: The placement group is not ready at the deadline (the error lists need against have, per node),
-            or Ray does not create it; at once if the cluster has too few accelerators, and no further nodes are to be
-            expected. Nothing stays reserved.
+        PlacementError: The cluster has too few accelerators, and no further nodes are to be expected; or Ray does not
+            create the placement group.
         ValueError: The bundles of an existing placement group do not fit the ranks.
     """
     need = rank_need(device_type, placement)
     if placement.placement_group is not None:
         _check_bundles(placement.placement_group, world_size, need)
-        reservation = Reservation(placement.placement_group, need, is_ours=False)
-    else:
-        _refuse_too_few_accelerators(world_size, need, placement)
-        reservation = _create(world_size, need, placement, lifetime)
-    try:
-        wait_placed(reservation, world_size, placement, place_s, held=held, tells=tells)
-    except BaseException:
-        reservation.release()
-        raise
-    return reservation
+        return Reservation(placement.placement_group, need, is_ours=False)
+    _refuse_too_few_accelerators(world_size, need, placement)
+    return _create(world_size, need, placement, lifetime)
 
 
 def _create(world_size: int, need: Resources, placement: Placement, lifetime: Lifetime) -> Reservation:
@@ -345,12 +325,12 @@ def wait_placed(
         world_size: Number of ranks.
         placement: The placement that it was reserved with.
         place_s: Deadline in seconds. `None`: 120, or 900 where an autoscaler may add nodes.
-        held: See `reserve`.
+        held: Returns lines about what this program itself holds, for the error of a busy cluster.
         tells: True to write a line to stderr every 10 s: what is missing, and for how long.
 
     Raises:
-        PlacementError: No node had the resources before the deadline, or the autoscaler reports that it can add none.
-            The other bundles stay reserved.
+        PlacementError: No node had the resources before the deadline, or the autoscaler reports that it can add none;
+            the error lists need against have, per node. The reservation stays.
     """
     begun = told = time.monotonic()
     limit_s = _PLACE_S if place_s is None else place_s

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import ray
 
@@ -29,6 +30,7 @@ from raysharding.group.cluster import (
     connect,
     join_announced,
     reserve,
+    wait_placed,
 )
 from raysharding.group.launch.own_groups import note_own_group, own_groups
 from raysharding.group.launch.preflight import Preflight, PreflightReport
@@ -49,6 +51,7 @@ from raysharding.models import InputBounds
 _GRACE_S = 5.0
 _COLLECTIVE_GRACE_S = 60.0
 _KEEP_S = 30.0
+_AT_ONCE_S = 1  # Ray 2.60 cuts fractions of a second off
 
 
 @dataclass(frozen=True)
@@ -193,11 +196,12 @@ def launch(spec: GroupSpec, claim: Callable[[str], None] = check_free) -> Runnin
     # Before Ray is started, which these checks do not need.
     spec = spec.located()
     opened = opened_here(spec)
-    if opened is None and not join_announced():
-        opened = opened_without_cluster(spec)  # a cluster of this machine alone would see no more than this process
-    if opened is not None:
+    is_checked = not join_announced()
+    if is_checked:
+        # A cluster of this machine alone would see no more than this process, and costs more to start than the check.
+        opened = opened_without_cluster(spec) if opened is None else opened
         check_fit(opened, spec.sharding, spec.loading)
-    connect()
+        connect()
     if spec.name is not None:
         claim(spec.name)
     device_type, world_size = choose_ranks(
@@ -205,9 +209,8 @@ def launch(spec: GroupSpec, claim: Callable[[str], None] = check_free) -> Runnin
     )
     if opened is None:
         opened = opened_on_a_node(spec, spec.timeouts.start_s)
-        check_fit(opened, spec.sharding, spec.loading)
     spec = replace(spec, model=opened.model)
-    running, opened = _place(spec, opened, world_size, device_type)
+    running, opened = _place(spec, opened, world_size, device_type, is_checked)
     supervisor = running.client.supervisor
     try:
         supervisor.connect_ranks(spec.placement.port_range)
@@ -256,14 +259,25 @@ def _load(client: Client, opened: Checkpoint, path: str | None, progress: Progre
     return report
 
 
-def _place(spec: GroupSpec, opened: Opened, world_size: int, device_type: str) -> tuple[RunningGroup, Opened]:
-    """Reserve resources and start the actors; return the checkpoint where rank 0 sees it."""
+def _place(
+    spec: GroupSpec, opened: Opened, world_size: int, device_type: str, is_checked: bool
+) -> tuple[RunningGroup, Opened]:
+    """Reserve resources, start the actors and check the model; return the checkpoint where rank 0 sees it."""
     tells, place_s = spec.progress is not False, spec.timeouts.place_s
-    reservation = reserve(world_size, device_type, spec.placement, place_s, spec.lifetime, held=own_groups, tells=tells)
+    check = None if is_checked else partial(check_fit, opened, spec.sharding, spec.loading)
+    reservation = reserve(world_size, device_type, spec.placement, spec.lifetime)
     try:
+        # The check and the start of an actor are seconds of imports each: they run at the same time, unless the ranks
+        # have to wait for room. Actors start only when there is room: Ray 2.60 keeps a detached actor that is pending
+        # in a placement group when the placement group is removed.
+        if not reservation.placement_group.wait(_AT_ONCE_S):
+            if check is not None:
+                check()
+                check = None
+            wait_placed(reservation, world_size, spec.placement, place_s, held=own_groups, tells=tells)
         base = opened.base
         paths = [file.path for file in base.files]
-        started, seen = start_actors(reservation, spec, world_size, device_type, paths)
+        started, seen = start_actors(reservation, spec, world_size, device_type, paths, check)
         if seen is not None and seen != base.directory:
             spec, opened = spec.seen_at(base.path, seen), replace(opened, base=base.moved(seen))
         return RunningGroup.assemble(spec.title, spec, started, reservation), opened

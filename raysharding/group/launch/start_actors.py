@@ -33,7 +33,12 @@ class Started:
 
 
 def start_actors(
-    reservation: Reservation, spec: GroupSpec, world_size: int, device_type: str, paths: Sequence[str]
+    reservation: Reservation,
+    spec: GroupSpec,
+    world_size: int,
+    device_type: str,
+    paths: Sequence[str],
+    meanwhile: Callable[[], None] | None,
 ) -> tuple[Started, str | None]:
     """Start one actor in each bundle and number them.
 
@@ -43,6 +48,7 @@ def start_actors(
         world_size: Number of ranks.
         device_type: Device type of the ranks.
         paths: Files of the checkpoint; rank 0 runs on a node that sees them.
+        meanwhile: Called while the actors start; what it raises stops them.
 
     Returns:
         The actors, and the directory or URI where rank 0 sees the files, if not where `paths` say: a model of the hub
@@ -58,6 +64,8 @@ def start_actors(
     try:
         # One by one: if an actor fails to start, the actors before it must be stopped.
         actors.extend(_start(reservation, bundle, device_type, spec) for bundle in range(world_size))
+        if meanwhile is not None:
+            meanwhile()
         infos = probe(actors, spec.timeouts.start_s, paths, reservation.node_ip)
         started = number_actors(actors, infos, device_type, spec.lifetime)
         first = infos[started.members[0].bundle]

@@ -20,7 +20,7 @@ from ray.autoscaler._private.monitor import BASE_READONLY_CONFIG
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from safetensors.torch import save_file
 
-from raysharding import CheckpointError, GroupError, Placement, PlacementError, ShardedModelGroup, Timeouts
+from raysharding import CheckpointError, GroupError, Placement, PlacementError, PlanError, ShardedModelGroup, Timeouts
 from raysharding.group.actors.actor import ActorInfo
 from raysharding.group.cluster import choose_ranks, cluster_cpus, placement
 from raysharding.group.cluster.nodes import replies
@@ -155,13 +155,17 @@ import json, time
 import ray
 from ray.cluster_utils import Cluster
 from raysharding import Placement, PlacementError
-from raysharding.group.cluster import Lifetime, reserve
+from raysharding.group.cluster import Lifetime, reserve, wait_placed
 from raysharding.group.cluster.ray_internals import may_grow
 
 def reserved(world_size, place_s):
     begun = time.monotonic()
     try:
-        reserve(world_size, "cuda", Placement(), place_s, Lifetime()).release()
+        reservation = reserve(world_size, "cuda", Placement(), Lifetime())
+        try:
+            wait_placed(reservation, world_size, Placement(), place_s)
+        finally:
+            reservation.release()
         return "placed"
     except PlacementError as error:
         assert time.monotonic() - begun < place_s + 1
@@ -362,12 +366,27 @@ assert not ray.is_initialized()
 """
 
 
-def test_what_the_driver_can_see_is_refused_before_ray_is_started(tmp_path: Path) -> None:
-    save_file({"classifier.weight": torch.zeros(2, 8)}, tmp_path / "model.safetensors")
+def misfit(folder: Path) -> str:
+    """Write a checkpoint that lacks tensors of the model that its config.json names."""
+    save_file({"classifier.weight": torch.zeros(2, 8)}, folder / "model.safetensors")
     fields = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
     config = {"architectures": ["BertForSequenceClassification"], "model_type": "bert", "vocab_size": 8, **fields}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    command = [sys.executable, "-c", BEFORE_RAY, str(tmp_path)]
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("cpus_per_rank", [1.0, 5.0])
+def test_a_model_that_does_not_fit_waits_neither_for_actors_nor_for_room(tmp_path: Path, cpus_per_rank: float) -> None:
+    placement, timeouts = Placement(cpus_per_rank=cpus_per_rank), Timeouts(place_s=2)
+    with pytest.raises(PlanError, match="missing from the checkpoint"):
+        ShardedModelGroup.from_checkpoint(
+            misfit(tmp_path), world_size=3, device="cpu", placement=placement, timeouts=timeouts
+        )
+
+
+def test_what_the_driver_can_see_is_refused_before_ray_is_started(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", BEFORE_RAY, misfit(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
 
