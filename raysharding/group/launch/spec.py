@@ -1,8 +1,8 @@
 """`GroupSpec`: all arguments of a group, so that the group can be made again.
 
 `Opened`: a group's checkpoint, or LoRA adapters and the checkpoint that they name as their base. A checkpoint is opened
-where its files are visible: on the driver, or on the first such node of the cluster. Before anything is placed, the
-driver checks the arguments, and compares the model with the headers.
+where its files are visible: on the driver, or on the first such node of the cluster. The driver checks the arguments
+before anything is placed, and compares the model with the headers while the actors start.
 """
 
 from __future__ import annotations
