@@ -378,9 +378,9 @@ class Timeouts:
     """Deadlines in seconds. Every wait has a deadline."""
 
     place_s: float | None = None
-    """Time for Ray to reserve every rank's resources. Default 120, and 900 where an autoscaler may add nodes. Too few
-    accelerators, used or not, are an error at once, unless an autoscaler may add nodes, or a node has died, which may
-    come back; so is a group for which autoscaler v2 reports that it may add no nodes."""
+    """Time for Ray to reserve every rank's resources. Default 120, and 900 where an autoscaler may add nodes, unless
+    autoscaler v2 reports that none of them makes room. Too few accelerators, used or not, are an error at once, unless
+    an autoscaler may add nodes, or a node has died, which may come back."""
     start_s: float = 180.0
     """Time for every actor process to start and finish its imports. Default 180."""
     rendezvous_s: float = 120.0

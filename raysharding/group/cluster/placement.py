@@ -61,6 +61,7 @@ STARTING_LEASE_S = 8.0
 _PLACE_S = 120.0
 _GROW_S = 900.0
 _TELL_S = 10.0
+_CANNOT_GROW = "Ray's autoscaler reports that no nodes that it may add make room for them"
 _SLICE_S = 1.0
 _PAUSE_S = 0.05
 _OWNER_S = 8.0
@@ -324,30 +325,29 @@ def wait_placed(
         reservation: A reservation.
         world_size: Number of ranks.
         placement: The placement that it was reserved with.
-        place_s: Deadline in seconds. `None`: 120, or 900 where an autoscaler may add nodes.
+        place_s: Deadline in seconds. `None`: 120, or 900 where an autoscaler may add nodes that make room.
         held: Returns lines about what this program itself holds, for the error of a busy cluster.
         tells: True to write a line to stderr every 10 s: what is missing, and for how long.
 
     Raises:
-        PlacementError: No node had the resources before the deadline, or the autoscaler reports that it can add none;
-            the error lists need against have, per node. The reservation stays.
+        PlacementError: No node had the resources before the deadline; the error lists need against have, per node. The
+            reservation stays.
     """
     begun = told = time.monotonic()
     limit_s = _PLACE_S if place_s is None else place_s
-    infeasible = False
     # In slices, since Ray's own wait does not react to Ctrl-C.
     while not reservation.placement_group.wait(max(0.0, min(_SLICE_S, begun + limit_s - time.monotonic()))):
         now = time.monotonic()
-        if now - begun >= limit_s and place_s is None and limit_s < _GROW_S and may_grow():
-            limit_s = _GROW_S  # not earlier: a cluster that has just started does not say yet whether it grows
-        if infeasible or now - begun >= limit_s:
-            waited_s = round(min(limit_s, now - begun), 1)
-            raise _placement_error(world_size, reservation.need, placement, waited_s, held, infeasible)
-        # Ray is given one more slice: the report may be older than the resources that just became free.
-        infeasible = _is_infeasible(reservation, placement)
+        if now - begun >= limit_s:
+            infeasible = _is_infeasible(reservation, placement)
+            # Not earlier: a cluster that has just started does not say yet whether it grows.
+            if infeasible or place_s is not None or limit_s == _GROW_S or not may_grow():
+                raise _placement_error(world_size, reservation.need, placement, limit_s, held, infeasible)
+            limit_s = _GROW_S
         if tells and now - told >= _TELL_S:
             told = now
-            tell(_waiting(reservation, world_size, placement, now - begun))
+            cannot = f"; {_CANNOT_GROW}" if _is_infeasible(reservation, placement) else ""
+            tell(_waiting(reservation, world_size, placement, now - begun) + cannot)
         time.sleep(_PAUSE_S)  # in case the slice is shorter than Ray's resolution
 
 
@@ -439,8 +439,8 @@ def _placement_error(
     when_idle = f"when idle, the cluster has space for {room.fits_empty} ranks"
     if infeasible:
         verdict = (
-            "infeasible: Ray's autoscaler reports that no nodes that it may add make room for them with "
-            f"strategy={placement.strategy!r}; use fewer ranks, or give it such nodes (node types, max_workers)"
+            f"infeasible: {_CANNOT_GROW} with strategy={placement.strategy!r}; use fewer ranks, or give it such nodes "
+            "(node types, max_workers)"
         )
     elif placement.placement_group is not None:
         verdict = "the given placement group is not ready"

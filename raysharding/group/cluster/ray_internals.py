@@ -18,12 +18,13 @@ from ray._private.client_mode_hook import client_mode_wrap
 from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS, LOG_PREFIX_ACTOR_NAME
 from ray._private.worker import WORKER_MODE, get_dashboard_url
 from ray._raylet import AuthenticationMode, get_authentication_mode  # type: ignore[attr-defined]
+from ray.exceptions import RpcError
 from ray.experimental.internal_kv import _internal_kv_get, internal_kv_get_gcs_client
 from ray.util.client import ray as client_context
 
 _IDLE_MS = 300_000
 """Ray's default for the time after which an autoscaler removes an idle node."""
-_STATUS_S = 10.0
+_STATUS_S = 2.0
 _HEAD = "node:__internal_head__"
 _MANAGERS = {
     "xpu": accelerators.IntelGPUAcceleratorManager,
@@ -78,6 +79,8 @@ def may_grow() -> bool:
 def is_infeasible(placement_group_id: str) -> bool:
     """Return True if an autoscaler reports that no nodes that it may add make room for a placement group.
 
+    False if the GCS does not answer within 2 s.
+
     Autoscaler v2 reports this, v1 does not for placement groups. v2 reports it as well while what others use or wait
     for takes up what it may add, or idle nodes of another type do: that may change, and the result is False.
 
@@ -86,7 +89,11 @@ def is_infeasible(placement_group_id: str) -> bool:
     # Imported here: behind `ray://` this function is pickled by value, which these types are not.
     from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply, NodeStatus
 
-    reply = GetClusterStatusReply.FromString(internal_kv_get_gcs_client().get_cluster_status(timeout_s=_STATUS_S))
+    try:
+        status = internal_kv_get_gcs_client().get_cluster_status(timeout_s=_STATUS_S)
+    except RpcError:
+        return False
+    reply = GetClusterStatusReply.FromString(status)
     scaler, cluster = reply.autoscaling_state, reply.cluster_resource_state
     if all(gang.details.partition(":")[0] != placement_group_id for gang in scaler.infeasible_gang_resource_requests):
         return False

@@ -196,19 +196,20 @@ def launch(spec: GroupSpec, claim: Callable[[str], None] = check_free) -> Runnin
     # Before Ray is started, which these checks do not need.
     spec = spec.located()
     opened = opened_here(spec)
-    is_checked = not join_announced()
+    is_joined = join_announced()
+    if opened is None:
+        # A cluster of this machine alone would see no more than this process.
+        opened = opened_on_a_node(spec, spec.timeouts.start_s) if is_joined else opened_without_cluster(spec)
+    # The start of a cluster costs more than this check, and the claim of a name may end the group that has it.
+    is_checked = not is_joined or spec.name is not None
     if is_checked:
-        # A cluster of this machine alone would see no more than this process, and costs more to start than the check.
-        opened = opened_without_cluster(spec) if opened is None else opened
         check_fit(opened, spec.sharding, spec.loading)
-        connect()
+    connect()
     if spec.name is not None:
         claim(spec.name)
     device_type, world_size = choose_ranks(
         spec.device, spec.world_size, spec.placement, cluster_gpus(spec.device or "cuda"), cluster_cpus()
     )
-    if opened is None:
-        opened = opened_on_a_node(spec, spec.timeouts.start_s)
     spec = replace(spec, model=opened.model)
     running, opened = _place(spec, opened, world_size, device_type, is_checked)
     supervisor = running.client.supervisor

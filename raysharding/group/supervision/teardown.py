@@ -12,7 +12,7 @@ from typing import Protocol
 
 import ray
 
-from raysharding.group.cluster import client_session
+from raysharding.group.cluster import client_session, tell
 from raysharding.group.ranks import Member
 
 _STOP_S = 3.0
@@ -79,7 +79,7 @@ class Teardown:
         stopping = threading.Thread(target=self._stop, name="stop ranks", daemon=True)
         stopping.start()
         stopping.join(_STOP_S if gcs_answers else 0.0)
-        if stopping.is_alive():
+        if stopping.is_alive() and client_session() is None:  # Ray Client would ask the head for this, too
             for member in self._members:
                 member.actor.end.remote()  # from process to process, without the GCS
 
@@ -91,14 +91,18 @@ class Teardown:
     def _kill(self, ranks: Collection[int]) -> None:
         for rank in ranks:
             if self.has_ray():  # after ray.shutdown(), ray.kill would start Ray anew
-                ray.kill(self._members[rank].actor, no_restart=True)
+                with contextlib.suppress(ConnectionError):  # Ray Client's, whose server then ends the job
+                    ray.kill(self._members[rank].actor, no_restart=True)
 
     def _stop(self) -> None:
-        # Ray Client, which reports a connection that is lost meanwhile so: its server ends the job and its actors.
+        self._kill(range(len(self._members)))
         with contextlib.suppress(ConnectionError):
-            self._kill(range(len(self._members)))
             if self.has_ray():
                 self._release()
+        name = self._members[0].name if self._members else None
+        if name is not None and not self.has_ray():
+            group = name.rpartition("/")[0]
+            tell(f"{group}: the connection to Ray was lost while the group was shut down: it may still run; attach it")
 
 
 def _ray_session() -> tuple[str, str] | None:

@@ -53,6 +53,7 @@ def test_replace_shuts_this_programs_group_down_first(checkpoint: Path, tmp_path
             (r"name='again': a group of that name .* replace=True ends it", checkpoint, {"name": "again"}),
             ("replace=True without name=: give the name", checkpoint, {"replace": True}),
             (r"model.safetensors", tmp_path / "model.safetensors", {"name": "again", "replace": True}),
+            (r"config.json", checkpoint, {"name": "again", "replace": True, "model": "AutoModel"}),
         ):
             with pytest.raises(ValueError, match=wrong):
                 make_group(path, **options)
