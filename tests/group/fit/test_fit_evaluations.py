@@ -312,9 +312,10 @@ def test_a_complete_save_that_lacks_the_evaluation_is_made_again(
 
     fit(fresh, parquet, save_to=tmp_path)
     options: dict[str, Any] = {"save_to": tmp_path, "eval_data": rows[:3], "keep_best": "loss", "resume": True}
-    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="and its save"):
-        patched.setattr(FitRun, "_save", fail)
+    monkeypatch.setattr(FitRun, "_save", fail)
+    with pytest.raises(RuntimeError, match="and its save"):
         fit(fresh, parquet, **options)
+    monkeypatch.undo()
     assert not position_in(tmp_path / "step-8")["evaluations"]
     assert fit(fresh, parquet, **options).best.step == 8
     assert [one["step"] for one in position_in(tmp_path / "step-8")["evaluations"]] == [8]
