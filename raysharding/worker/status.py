@@ -82,7 +82,7 @@ class RankStatus:
         """The checkpoint that the weights came from."""
         self.saver = AsyncSaver()
         self.is_saved = True
-        """True if files hold the rank's current state."""
+        """True if the rank's current state was loaded, or saved in the foreground; see `in_files`."""
         self.phase: Phase = "rendezvous"
         self.bytes_done = 0
         self.bytes_total = 0
@@ -94,6 +94,8 @@ class RankStatus:
         """True if no weights or optimizer state are partially changed."""
         self.num_changes = 0
         """Number of changes to weights or optimizer."""
+        self.copied: int | None = None
+        """`num_changes` when the last background save copied weights and optimizer; `None` if it saves no optimizer."""
         self.accumulation = Accumulation()
         """The passes since the last update."""
         self.is_spent = True
@@ -206,6 +208,11 @@ class RankStatus:
         if not self._has_groups():
             self.usable = False
             raise RuntimeError(_NO_GROUP.format(name=name))
+
+    @property
+    def in_files(self) -> bool:
+        """True if files hold the weights and optimizer: `is_saved`, or a background save of them has ended."""
+        return self.is_saved or (self.saver.last_committed is not None and self.copied == self.num_changes)
 
     def forget_gradients(self) -> None:
         """Exclude the gradients of earlier passes from the next update."""

@@ -59,6 +59,8 @@ class FitStart:
     """Steps of the whole run; `None` if unknown."""
     is_saved: bool
     """True if files hold the ranks' state: it was loaded, or saved with the optimizer, and not trained since."""
+    has_save: bool
+    """True if the directory of the run's saves holds that of this position; the weights may have changed since."""
 
 
 @dataclass(frozen=True)
@@ -277,13 +279,14 @@ class Trainer:
             self._fit = Fit(plan, self._status.device, found, InputBounds.of(module), module)
             self.position = self._fit.position
             self._saves_async = async_save
+            has_save = False
             if save_to is not None:
                 here = self.position
-                from_rank_0(lambda: _check_own_saves(save_to, here))
+                has_save = from_rank_0(lambda: _check_own_saves(save_to, here))
                 with agreeing():  # before the first step, not at the first save
                     if self._status.local_rank == 0:
                         check_writable(save_to)
-            return FitStart(self.position, self._fit.data_loader.total_steps, self._status.is_saved)
+            return FitStart(self.position, self._fit.data_loader.total_steps, self._status.in_files, has_save)
 
     def latest_save(self, save_to: str) -> tuple[str, bool] | None:
         """Return the newest complete save of a run, and True if the ranks hold it, or a later step of its run.
@@ -320,11 +323,13 @@ class Trainer:
         steps: list[StepMetrics] = []
         loader = self._fit.data_loader
         for _ in range(num_steps):
+            before = self._status.num_changes, self._status.is_saved
             with self._status.running("train_step", "fit_step"):
                 self._status.forget_gradients()
                 step_metrics = self._fit.step(self._status.module, optimizer)
                 self.position = self._fit.position
             if step_metrics is None:
+                self._status.num_changes, self._status.is_saved = before
                 return FitSteps(tuple(steps), self._place, is_over=True, dropped=loader.dropped)
             steps.append(step_metrics)
             if self._saves_async:
@@ -425,21 +430,28 @@ def _newest(directory: str) -> dict[str, Any] | None:
     return None if position is None else {"path": path, "run": position.run, "num_steps": position.num_steps}
 
 
-def _check_own_saves(directory: str, here: Position) -> None:
-    """Raise CheckpointError if a run would overwrite or remove another run's saves in a directory.
+def _check_own_saves(directory: str, here: Position) -> bool:
+    """Return True if a directory holds the save of a run's position.
+
+    Raise CheckpointError if the run would overwrite or remove another run's saves there.
 
     A directory whose save the run itself removed may still hold files that the user added: such a directory is no save.
     """
-    storage = storage_of(directory)
+    storage, has_save = storage_of(directory), False
     if storage.find(directory).kind != "directory":
-        return
+        return False
     for name in storage.list_names(directory):
         path = join_path(directory, name)
         if not _STEP_NAME.fullmatch(name) or is_left_over(path):
             continue
-        if int(name.removeprefix("step-")) < here.num_steps and not is_checkpoint(path):
+        number = int(name.removeprefix("step-"))
+        if number < here.num_steps and not is_checkpoint(path):
             continue
         found = position_of(path)
         if found is None or found.run != here.run:
             what = f"holds {name} of another run: save to another directory, or resume that run: load it, resume=True"
             raise CheckpointError(what, path=directory)
+        # The same save has another epoch, and step of it, if an epoch's end was found after it.
+        is_same = (found.num_steps, found.loss, found.evaluations) == (here.num_steps, here.loss, here.evaluations)
+        has_save = has_save or (number == here.num_steps and is_same and is_checkpoint(path))
+    return has_save

@@ -390,7 +390,9 @@ class Worker:
             destination = self._destination(path, overwrite, keep_last, token, self.status.follow(None))
             state = self.optimizer if optimizer else None
             options: dict[str, Any] = {"position": self.trainer.position, "stall_s": self.status.stall_s}
-            return self.status.saver.save(self.module, destination, optimizer=state, **options)
+            number = self.status.saver.save(self.module, destination, optimizer=state, **options)
+            self.status.copied = self.status.num_changes if state is not None or self.optimizer is None else None
+            return number
 
     def save_status(self, number: int) -> BackgroundSave | None:
         """Return the status of a background save; `None` if there is no such save. Safe from any thread."""

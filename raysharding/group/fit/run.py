@@ -242,6 +242,8 @@ class FitRun:
 
     def _begin(self, *, resume: bool) -> None:
         """Make the ranks open the data, and get their position in the run."""
+        if resume:
+            self._client.pending.wait(self._plan.data.stall_s)  # one of them may be the save of this step
         silent: GroupError | None = None
         try:
             for data in self._datasets:
@@ -252,7 +254,7 @@ class FitRun:
         start: FitStart = self._submit("fit_begin", *arguments).result()
         self._position, self._total = start.position, start.total_steps
         self._evaluations.begin(start.position)
-        if start.is_saved and self._running().files.origin == self._save_path:  # the user may have saved elsewhere
+        if start.has_save:
             self._asked = start.position.num_steps
         if silent is not None:
             raise silent
@@ -260,7 +262,7 @@ class FitRun:
             self._begun, self._begun_in_files = start.position, start.is_saved
             if self._max_restarts:
                 self._generators = self._submit("generators", collect=collect_all).result()
-        elif self._position == self._begun:
+        elif replace(self._place, evaluations=()) == replace(self._begun, evaluations=()):
             # The generator states of the beginning may be in no file, and a rank that replaced a lost one has its own.
             own = [(state,) for state in self._generators]
             call_s = self._client.timeouts.call_s
@@ -468,10 +470,10 @@ class FitRun:
 
     def _is_due(self, *, is_over: bool) -> bool:
         every, done = self._options.save_every, self._place.num_steps
-        is_new = done != self._asked and not (done == self._first_step and self._begun_in_files)
+        if done == self._asked or (done == 0 and self._begun_in_files):
+            return False
         is_asked = every is not None and done > 0 and not done % every
-        is_best = self._evaluations.is_best(self._save_path) and done != self._asked
-        return is_best or (is_new and (is_over or is_asked))
+        return is_over or is_asked or self._evaluations.is_best(self._save_path)
 
     @property
     def _save_path(self) -> str:

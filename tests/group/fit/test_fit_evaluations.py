@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,21 @@ from typing import Any
 import pytest
 import torch
 
-from raysharding import CheckpointError, DataError, EarlyStop, FitStep, GroupError, ShardedModelGroup, Sharding
+from raysharding import (
+    CheckpointError,
+    DataError,
+    EarlyStop,
+    FitStep,
+    GroupError,
+    ShardedModelGroup,
+    Sharding,
+    current_worker,
+)
+from raysharding.checkpoint import read_save_record
 from raysharding.checkpoint.format import TRAINING_FOLDER, TRAINING_NAME
 from raysharding.group import GroupState
+from raysharding.group.fit.evaluations import Evaluations
+from raysharding.group.fit.run import FitRun
 from tests.conftest import make_group, make_mlp
 from tests.group.fit.test_fit import (
     ADAMW,
@@ -30,7 +44,7 @@ from tests.group.fit.test_fit import (
     trained,
     written,
 )
-from tests.group.fit.test_fit_restarts import Killer, noisy_collate
+from tests.group.fit.test_fit_restarts import Killer, noisy_collate, slow_writes
 
 __all__ = ["few_steps_a_call", "fresh", "parquet", "rows", "trained"]
 
@@ -240,6 +254,130 @@ def test_a_last_evaluation_that_an_error_cut_off_is_made_on_resume(
     assert (report.first_step, report.num_steps, list(report.evaluations)) == (8, 8, [8])
     assert [one["step"] for one in position_in(saves / "step-8")["evaluations"]] == [8]
     assert fit(fresh, parquet, **options, resume=True).evaluations == {}
+
+
+@pytest.mark.parametrize("saves_elsewhere", [False, True])
+def test_a_save_that_an_error_cut_off_is_made_on_resume(
+    fresh: ShardedModelGroup, parquet: Path, tmp_path: Path, saves_elsewhere: bool
+) -> None:
+    """Also without evaluations."""
+
+    def fail(step: FitStep) -> None:
+        if step.num_steps == 4:
+            raise RuntimeError("before the save")
+
+    options: dict[str, Any] = {"save_to": tmp_path / "saves", "save_every": 4}
+    with pytest.raises(RuntimeError, match="before the save"):
+        fit(fresh, parquet, **options, callbacks=[fail])
+    if saves_elsewhere:
+        fresh.save(tmp_path / "mine")
+    fit(fresh, parquet, **options, resume=True)
+    assert position_in(tmp_path / "saves" / "step-4")["num_steps"] == 4
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_complete_save_is_not_made_again_on_resume(
+    fresh: ShardedModelGroup, parquet: Path, rows: list[dict[str, Any]], tmp_path: Path, is_async: bool
+) -> None:
+    """Whether the weights are still those of the save, or were saved elsewhere: it may be the best one."""
+
+    def zero() -> None:
+        with torch.no_grad():
+            for parameter in current_worker().module.parameters():
+                parameter.zero_()
+
+    best = {"eval_data": rows[:3], "keep_best": "loss"}
+    options: dict[str, Any] = {"save_to": tmp_path / "saves", "save_every": 4, "async_save": is_async, **best}
+    last = str(tmp_path / "saves" / "step-8")
+    assert fit(fresh, parquet, **options).best.path == last
+    token = read_save_record(last).token
+    assert token
+    assert fit(fresh, parquet, **options, resume=True).num_steps == 8
+    assert read_save_record(last).token == token
+    fresh.save(tmp_path / "mine")
+    fit(fresh, parquet, **options, resume=True)
+    assert read_save_record(last).token == token
+    fresh.call(zero)
+    fit(fresh, parquet, **options, resume=True, epochs=2)
+    assert read_save_record(last).token == token
+
+
+def test_a_complete_save_that_lacks_the_evaluation_is_made_again(
+    fresh: ShardedModelGroup, parquet: Path, rows: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if an error cut that off, too."""
+
+    def fail(run: FitRun, **_: Any) -> None:
+        raise RuntimeError("between the evaluation and its save")
+
+    fit(fresh, parquet, save_to=tmp_path)
+    options: dict[str, Any] = {"save_to": tmp_path, "eval_data": rows[:3], "keep_best": "loss", "resume": True}
+    monkeypatch.setattr(FitRun, "_save", fail)
+    with pytest.raises(RuntimeError, match="and its save"):
+        fit(fresh, parquet, **options)
+    monkeypatch.undo()
+    assert not position_in(tmp_path / "step-8")["evaluations"]
+    assert fit(fresh, parquet, **options).best.step == 8
+    assert [one["step"] for one in position_in(tmp_path / "step-8")["evaluations"]] == [8]
+
+
+def test_a_save_that_is_being_written_is_not_made_again_on_resume(
+    checkpoint: Path, parquet: Path, tmp_path: Path
+) -> None:
+    with make_group(checkpoint, optimizer=ADAMW) as group:
+        fit(group, parquet, max_steps=4)
+        group.call(slow_writes(0.1))
+        group.save(tmp_path / "step-4", async_save=True)
+        (begun,) = group._running.files.begun
+        fit(group, parquet, max_steps=4, save_to=tmp_path, save_every=4, resume=True)
+    assert read_save_record(str(tmp_path / "step-4")).token == begun.token
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_finished_run_is_in_files(checkpoint: Path, parquet: Path, tmp_path: Path, is_async: bool) -> None:
+    """A restart would lose nothing: the run that follows need not save, and needs no `save_to`."""
+    with make_group(checkpoint, optimizer=ADAMW, max_restarts=1) as group:
+        fit(group, parquet, save_to=tmp_path, async_save=is_async)
+        saves = group.saves
+        assert fit(group, parquet, resume=True).num_steps == 8
+        assert fit(group, parquet, resume=True, epochs=2).num_steps == 16
+        assert group.saves == saves
+        with pytest.raises(ValueError, match="a restart would lose that"):
+            fit(group, parquet, resume=True, epochs=3)
+
+
+@pytest.mark.full
+def test_generators_go_back_after_an_evaluation_that_was_made_up_for(
+    checkpoint: Path, parquet: Path, rows: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank dies after it, before a step: the one that replaces it draws what the lost one would have drawn."""
+
+    def seed() -> None:
+        torch.manual_seed(5 + current_worker().rank)
+
+    evaluate = Evaluations.evaluate
+    hsdp: dict[str, Any] = {"sharding": Sharding(replicate_size=2), "optimizer": ADAMW}
+    losses = []
+    for name in ("whole", "killed"):
+        options: dict[str, Any] = {"save_to": tmp_path / name, "collate": noisy_collate()}
+        with make_group(checkpoint, max_restarts=1, **hsdp) as group:
+            fit(group, parquet, **options, max_steps=3)
+            group.call(seed)
+
+            def evaluate_and_kill(*args: Any) -> Any:
+                values = evaluate(*args)
+                os.kill(group.ranks[1].pid, signal.SIGKILL)
+                monkeypatch.undo()
+                return values
+
+            if name == "killed":
+                monkeypatch.setattr(Evaluations, "evaluate", evaluate_and_kill)
+            report = fit(group, parquet, **options, resume=True, eval_data=rows[:3], eval_every=3)
+        assert (report.num_restarts, report.first_step) == (int(name == "killed"), 3)
+        assert list(report.evaluations) == [3, 6, 8]
+        losses.append(report.history["loss"])
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
 
 
 def test_an_evaluation_that_a_lost_rank_cut_off_is_made_after_the_restart(
