@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,6 +31,12 @@ def ranks(driver: Driver, checkpoint: Path) -> Iterator[list[RankInfo]]:
     driver.run(jobs.stop)
 
 
+@pytest.fixture(scope="module")
+def trained(reference: nn.Module) -> nn.Module:
+    """A copy of the model, which is trained beside the group."""
+    return copy.deepcopy(reference)
+
+
 def test_ranks_are_sorted_by_node_and_rank_0_sees_the_checkpoint(ranks: list[RankInfo], rays: RayHosts) -> None:
     hosts = rays.hosts
     assert ranks[0].node_ip == hosts[1].address, "host 1 alone sees the files; the driver is on host 0"
@@ -48,30 +55,30 @@ def test_groups_meet_where_host_names_mislead(ranks: list[RankInfo], driver: Dri
     assert all({"lo", "eth0", "other0"} <= set(names) for _, _, names in seen)
 
 
-def test_forward_and_training_equal_one_process(ranks: list[RankInfo], driver: Driver, reference: nn.Module) -> None:
+def test_forward_and_training_equal_one_process(ranks: list[RankInfo], driver: Driver, trained: nn.Module) -> None:
     rows, targets = torch.randn(7, 8), torch.randn(7, 4)
     with torch.no_grad():
-        torch.testing.assert_close(driver.run(jobs.forward, rows), reference(rows))
-    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+        torch.testing.assert_close(driver.run(jobs.forward, rows), trained(rows))
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
     for metrics in driver.run(jobs.train, rows, targets):
-        loss = (reference(rows) - targets).square().mean()
+        loss = (trained(rows) - targets).square().mean()
         loss.backward()
-        norm = torch.nn.utils.get_total_norm([one.grad for one in reference.parameters() if one.grad is not None])
+        norm = torch.nn.utils.get_total_norm([one.grad for one in trained.parameters() if one.grad is not None])
         assert metrics == pytest.approx({"loss": loss.item(), "grad_norm": norm.item()}, rel=1e-5)
         optimizer.step()
         optimizer.zero_grad()
     with torch.no_grad():
-        torch.testing.assert_close(driver.run(jobs.forward, rows), reference(rows))
+        torch.testing.assert_close(driver.run(jobs.forward, rows), trained(rows))
 
 
 @pytest.mark.parametrize("width", [16, 17], ids=["other values", "other headers"])
 def test_other_files_under_the_same_path_are_refused(
-    ranks: list[RankInfo], driver: Driver, rays: RayHosts, reference: nn.Module, tmp_path: Path, width: int
+    ranks: list[RankInfo], driver: Driver, rays: RayHosts, trained: nn.Module, tmp_path: Path, width: int
 ) -> None:
     seen, other, same = (tmp_path / name for name in ("seen", "other", "same"))
     for directory in (seen, other, same):
         directory.mkdir()
-    save_file(reference.state_dict(), same / "model.safetensors")
+    save_file(trained.state_dict(), same / "model.safetensors")
     torch.manual_seed(1)
     save_file(jobs.make_mlp(width)().state_dict(), other / "model.safetensors")
     rays.hosts[1].show_alone(same, seen)
