@@ -44,7 +44,8 @@ in_child() {
 }
 lane() {
   local failed=0 child index part
-  trap 'kill "$child"; exit 143' TERM
+  trap 'kill "${child:-}" 2>/dev/null; exit 143' TERM
+  trap 'kill "${child:-}" 2>/dev/null; exit 130' INT # a child by `&` ignores SIGINT
   in_child "$@" || failed=$?
   for index in "${!later[@]}"; do
     mkdir "$scratch/$index" 2>/dev/null || continue # the other lane has it
@@ -59,6 +60,9 @@ trap 'kill "$others" 2>/dev/null; rm -rf "$scratch"' EXIT
 failed=0
 lane pytest -q "${cut[@]}" "${clusters[@]}" || failed=$?
 wait "$others" || failed=$?
+for index in "${!later[@]}"; do
+  [ -d "$scratch/$index" ] || { echo "not run: ${later[$index]}" >&2 && failed=1; }
+done
 trap 'rm -rf "$scratch"' EXIT
 printf '\nbeside them, all tests but those of clusters:\n'
 cat "$log"

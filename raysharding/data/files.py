@@ -80,7 +80,7 @@ class RowFiles(BlockSource):
         return self.from_dict, (self.as_dict(),)
 
     def _handle(self, file: str) -> Any:
-        """Return an open file that readers share; it is closed with its last reader."""
+        """Return an open file that readers share; up to `_HANDLES` stay open as long as the source lives."""
         if file not in self._handles:
             while len(self._handles) >= _HANDLES:
                 self._handles.pop(next(iter(self._handles)))

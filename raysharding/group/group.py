@@ -904,6 +904,9 @@ class ShardedModelGroup:
     def load(self, path: str | os.PathLike[str], *, revision: str | None = None) -> Call[LoadReport]:
         """Load another checkpoint of the same model into the group, in place.
 
+        A hub id is looked up on the caller's thread, with a deadline, before the call is queued: in an event loop, use
+        `asyncio.to_thread` or give a path.
+
         Args:
             path: A directory, file, index json, URI or hub id, as for `from_checkpoint`; rank 0's node must be able to
                 read it. If it is a save of this library with an optimizer's state, and an optimizer is set, that state

@@ -268,7 +268,8 @@ def _overridden(config: Any, fields: Mapping[str, Any], overrides: Mapping[str, 
     names = dict(config.attribute_map)  # such as num_hidden_layers → n_layer
     known = {**config.to_dict(), **fields}
     result = dict(fields)
-    for key, value in overrides.items():
+    for given, value in overrides.items():
+        key = "dtype" if given == "torch_dtype" else given  # its older name
         if key not in known and key not in names:
             near = difflib.get_close_matches(key, [*known, *names], 3)
             parts = [f"{part}={{{key!r}: ...}}" for part in config.sub_configs if hasattr(known.get(part), "keys")]
@@ -278,6 +279,8 @@ def _overridden(config: Any, fields: Mapping[str, Any], overrides: Mapping[str, 
         # config.json may spell the field otherwise, which would count in place of the override.
         for other in (other for other, own in names.items() if own == name):
             result.pop(other, None)
+        if name == "dtype":
+            result.pop("torch_dtype", None)
         if name in config.sub_configs and isinstance(value, Mapping):
             part, inner = getattr(config, name), result.get(name) or {}
             result[name] = _overridden(part, inner, value, f"{where}[{name!r}]")

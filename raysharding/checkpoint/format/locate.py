@@ -59,10 +59,11 @@ def locate(given: str, revision: str | None = None, *, weights: bool = True) -> 
 def seen_here(path: str) -> str:
     """Return where this machine reads a commit of the hub that another machine located; any other path as it is.
 
-    If the other machine's snapshot is not visible here: the snapshot in this machine's Hugging Face cache, or the URI.
+    If the other machine's snapshot is not visible here, or lacks weights here: the snapshot in this machine's Hugging
+    Face cache, or the URI.
     """
     hub = HubPath.of_pinned(path)
-    if hub is None or os.path.exists(path):
+    if hub is None or (os.path.exists(path) and _has_weights(path)):
         return path
     return _cached(hub, weights=True) or hub.uri
 
@@ -70,13 +71,17 @@ def seen_here(path: str) -> str:
 def _cached(hub: HubPath, *, weights: bool) -> str | None:
     """Return the snapshot of a revision in the cache; `None` if there is none, or if it lacks weights."""
     snapshot = hub.cached()
-    if snapshot is not None and weights:
-        try:
-            resolve_files(LocalStorage(), snapshot)
-        except CheckpointError as error:
-            _log.info("the cached snapshot of %s is not used: %s", hub.repo, error)
-            return None
-    return snapshot
+    return snapshot if snapshot is None or not weights or _has_weights(snapshot) else None
+
+
+def _has_weights(snapshot: str) -> bool:
+    """Return True if all weight files of a snapshot are there."""
+    try:
+        resolve_files(LocalStorage(), snapshot)
+    except CheckpointError as error:
+        _log.info("the cached snapshot %s is not used: %s", snapshot, error)
+        return False
+    return True
 
 
 def _commit(hub: HubPath, snapshot: str | None) -> str:

@@ -42,7 +42,12 @@ _adopted: list[HubAccess] = []
 
 
 def adopt_access(access: HubAccess) -> None:
-    """Use the driver's access in this process, in place of what its environment says."""
+    """Use the driver's access in this process, in place of what its environment says.
+
+    A token that is held for the endpoint stays where the driver has none.
+    """
+    if access.token is None and _adopted and _adopted[0].endpoint == access.endpoint:
+        return
     _adopted[:] = [access]
 
 

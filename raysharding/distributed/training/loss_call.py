@@ -45,7 +45,7 @@ def known_arguments(module: nn.Module, functions: Iterable[Callable[..., Any]]) 
     """Return the names of the arguments that a model, or one of the functions of its output, takes.
 
     Models of transformers take `**kwargs`, too, for options of their attention: as for transformers' Trainer, only the
-    names in their signatures count, and of a `peft.PeftModel` those of the model inside.
+    names in their signatures count.
 
     Args:
         module: The root module.
@@ -55,14 +55,13 @@ def known_arguments(module: nn.Module, functions: Iterable[Callable[..., Any]]) 
         The names; `None` if any name is taken.
     """
     names: set[str] = set()
-    model: Any = getattr(module, "get_base_model", lambda: module)()  # of peft
-    all_functions: list[Callable[..., Any]] = [model, *functions]
+    all_functions: list[Callable[..., Any]] = [module, *functions]
     for function in all_functions:
         parameters = _parameters(function)
         is_named = isinstance(function, nn.Module) and is_transformers_model(function)
         if parameters is None or (not is_named and any(one.kind is _ANY_NAME for one in parameters)):
             return None
-        own = parameters if function is model else parameters[1:]  # the first is the output
+        own = parameters if function is module else parameters[1:]  # the first is the output
         names |= {one.name for one in own if one.kind not in (_ANY_NAME, _ANY_POSITION)}
     return frozenset(names)
 

@@ -61,6 +61,8 @@ def submit_load(
         check: Raises if the call must not be queued.
         noted: As for `submit_save`.
     """
+    if check is not None:
+        check()  # before the hub is asked; again when the call is queued
     client, files, target = running.client, running.files, normal_path(locate(path, revision))
     stall_s = client.timeouts.load_stall_s
     call = client.submit_same("load", target, access_to(target), deadline_s=stall_s, watch=True, check=check)
