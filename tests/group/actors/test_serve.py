@@ -71,7 +71,7 @@ def test_the_example_runs(port: int, monkeypatch: pytest.MonkeyPatch, capsys: py
 @pytest.mark.timeout(240)
 def test_a_replica_answers_and_is_replaced_when_a_rank_dies(port: int) -> None:
     """By HTTP and by the handle, as transformers alone; a new replica takes the room that the old one had."""
-    url, right = f"http://127.0.0.1:{port}/", expected(TEXTS)
+    url, right = f"http://127.0.0.1:{port}/embed", expected(TEXTS)
     others = rank_processes()
     handle = deploy(port)
     lost = rank_processes() - others
