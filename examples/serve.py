@@ -5,8 +5,9 @@ has two ranks on CPUs. Run
 
     bash examples/make_venv.sh demo,serve && .venv/bin/python examples/serve.py
 
-which starts the deployment, asks it once by HTTP and once by its handle, and ends. On a cluster where Serve runs
-already, it leaves other applications alone, and `--port` must be the port that Serve has.
+which starts the deployment, asks it once by HTTP and once by its handle, and ends. On a shared cluster
+(RAY_ADDRESS, `ray start`) it leaves other applications and Serve itself running, and where Serve ran before, `--port`
+must be the port that Serve has.
 """
 
 from __future__ import annotations

@@ -81,9 +81,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="where files go (default: a temporary directory)")
     arguments = parser.parse_args()
     if arguments.steps < Report.every:
-        parser.error(
-            f"--steps {arguments.steps}: a trial reports after every {Report.every} steps; give no fewer"
-        )
+        parser.error(f"--steps {arguments.steps}: a trial reports after every {Report.every} steps; give no fewer")
     directory = (arguments.out or Path(tempfile.mkdtemp(prefix="raysharding-tune-"))).resolve()
     results = sweep(directory, [3e-3, 3e-5], arguments.steps)
     for error in results.errors:  # of trials: `fit` of the tuner does not raise them
