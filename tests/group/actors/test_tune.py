@@ -29,10 +29,20 @@ def test_a_sweep_finds_the_better_learning_rate_and_stops_the_other_early(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One trial after the other, so that the second finds the first's losses, and the room that it had."""
-    monkeypatch.setattr(sys, "argv", ["tune.py", "--steps", "10", "--out", str(tmp_path)])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["tune.py", "--steps", "10", "--out", "results"])
     main()
     printed = capsys.readouterr().out
     trials = re.findall(r"^lr (\S+): loss (\S+) after (\d+) steps$", printed, re.MULTILINE)
     assert [(rate, int(steps)) for rate, _, steps in trials] == [("0.003", 10), ("3e-05", Report.every)]
     assert float(trials[0][1]) < float(trials[1][1]) - 0.5
     assert "best: lr 0.003\n" in printed
+
+
+def test_a_sweep_without_a_report_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["tune.py", "--steps", str(Report.every - 1)])
+    with pytest.raises(SystemExit):
+        main()
+    assert "a trial reports after every 5 steps" in capsys.readouterr().err
