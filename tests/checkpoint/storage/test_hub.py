@@ -14,7 +14,9 @@ from safetensors.torch import save_file
 
 from raysharding import CheckpointError
 from raysharding.checkpoint import FileReader, locate, open_checkpoint, open_config
-from raysharding.checkpoint.storage.hub import HubAccess, HubPath
+from raysharding.checkpoint.format.locate import seen_here
+from raysharding.checkpoint.storage import hub as hub_module
+from raysharding.checkpoint.storage.hub import HubAccess, HubPath, adopt_access, hub_access
 from raysharding.checkpoint.storage.interface import read_bytes
 from raysharding.checkpoint.storage.remote import remote_storage
 from raysharding.checkpoint.storage.requests import RemoteOptions
@@ -123,7 +125,9 @@ def test_a_cached_commit_is_read_from_the_cache(
     (model / "extra.json").write_text("{}")
     newer = hub.push(ID, model)
     assert locate(ID) == f"hf://{ID}@{newer}"
+    assert seen_here(str(cached)) == str(cached)
     (cached / "model.safetensors").unlink()
+    assert seen_here(str(cached)) == f"hf://{ID}@{commit}", "as a tokenizer leaves it on a node"
     assert locate(ID, commit) == f"hf://{ID}@{commit}"
     assert locate(ID, commit, weights=False) == str(cached)
 
@@ -214,6 +218,15 @@ def test_nothing_is_saved_to_the_hub(hub: HubServer, model: Path) -> None:
     hub.push(ID, model)
     with pytest.raises(CheckpointError, match=r"a save to the hub is not supported.*hf upload"):
         remote_storage(FAST).put(f"hf://{ID}/new.json", b"{}")
+
+
+def test_a_driver_without_a_token_takes_none_from_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_module, "_adopted", [])
+    for endpoint, token in (("https://a", "first"), ("https://a", None), ("https://a", "second")):
+        adopt_access(HubAccess(endpoint, token))
+        assert hub_access() == HubAccess(endpoint, token or "first")
+    adopt_access(HubAccess("https://b", None))
+    assert hub_access() == HubAccess("https://b", None)
 
 
 def test_an_access_does_not_show_its_token() -> None:

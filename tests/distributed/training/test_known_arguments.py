@@ -49,13 +49,3 @@ def test_columns_without_names_are_all_but_text() -> None:
     assert columns.dropped == ("text",)
     with pytest.raises(ValueError, match="rows have the columns text, and the model takes no text"):
         columns([{"text": "a"}])
-
-
-@pytest.mark.parametrize("task", [None, "CAUSAL_LM"])
-def test_adapters_take_what_the_model_inside_names(task: str | None) -> None:
-    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
-    config = transformers.LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config)
-        adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], task_type=task))
-    assert known_arguments(adapted, []) == known_arguments(model, [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +100,13 @@ def test_what_is_refused(options: dict[str, Any], says: str, model: Path) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, "bfloat16", "bf16"])
 def test_a_dtype_among_the_overrides_is_the_models(model: Path, dtype: Any) -> None:
-    dry = override_config(open_config(model), {"dtype": dtype})
-    assert build_module(None, dry.from_json(dry.to_json()), None).dtype == torch.bfloat16
+    """By its older name, too, which config.json may hold as well."""
+    for given in ("dtype", "torch_dtype"):
+        for fields in ({}, {"dtype": "float32", "torch_dtype": "float32"}):
+            opened = open_config(model)
+            opened = replace(opened, config={**(opened.config or {}), **fields})
+            dry = override_config(opened, {given: dtype})
+            assert build_module(None, dry.from_json(dry.to_json()), None).dtype == torch.bfloat16
 
 
 def test_an_override_that_makes_no_model(model: Path) -> None:
