@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 import ray
 import torch
 from _pytest.runner import runtestprotocol
-from ray.util.placement_group import placement_group_table
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from safetensors.torch import save_file
 from torch import nn
 
@@ -131,6 +132,23 @@ def _is_ours(process: psutil.Process) -> bool:
 def placement_groups() -> set[str]:
     """Ids of the placement groups that hold or want resources."""
     return {name for name, entry in placement_group_table().items() if entry["state"] != "REMOVED"}
+
+
+def free_cpus() -> float:
+    """CPUs of the cluster that no placement group has or wants, such as that of `group`."""
+    held = (entry["bundles"] for entry in placement_group_table().values() if entry["state"] != "REMOVED")
+    return NUM_CPUS - sum(bundle.get("CPU", 0.0) for bundles in held for bundle in bundles.values())
+
+
+@contextmanager
+def room_for(num_cpus: float) -> Iterator[None]:
+    """Leave no more free CPUs than these."""
+    filler = placement_group([{"CPU": free_cpus() - num_cpus}])
+    try:
+        ray.get(filler.ready(), timeout=30)
+        yield
+    finally:
+        remove_placement_group(filler)
 
 
 @pytest.fixture

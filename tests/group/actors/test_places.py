@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch import nn
 
 from raysharding import CallTimeoutError, GroupTakenOverError, Placement, ShardedModelGroup, Timeouts
-from tests.group.conftest import NUM_CPUS, make_group, make_mlp
+from tests.group.conftest import free_cpus, make_group, make_mlp
 
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("nothing_left")]
 
@@ -118,13 +118,13 @@ def test_a_lack_of_room_beside_the_placement_group_of_the_owner_names_it_where_t
     cluster: None, checkpoint: Path, num_bundles: int
 ) -> None:
     """As a Ray Tune trial that has reserved the ranks' room, and all that the cluster has, but does not say so."""
-    trial = placement_group([{"CPU": NUM_CPUS / num_bundles}] * num_bundles)
-    ray.get(trial.ready(), timeout=30)
+    trial = placement_group([{"CPU": free_cpus() / num_bundles}] * num_bundles)
     strategy = PlacementGroupSchedulingStrategy(trial, placement_group_capture_child_tasks=True)
     options: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": strategy}
     timeouts = Timeouts(place_s=1.0)
-    replica: Any = ray.remote(**options)(async_class()).remote(make_mlp(), str(checkpoint), timeouts=timeouts)
     try:
+        ray.get(trial.ready(), timeout=30)
+        replica: Any = ray.remote(**options)(async_class()).remote(make_mlp(), str(checkpoint), timeouts=timeouts)
         with pytest.raises(ray.exceptions.ActorDiedError, match="were not placed within 1 s; busy") as raised:
             ray.get(replica.answer_all.remote([]), timeout=60)
         hint = "has 2 bundles: Placement(placement_group=ray.util.get_current_placement_group())"

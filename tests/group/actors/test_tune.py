@@ -8,21 +8,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import ray
-from ray.util.placement_group import placement_group, remove_placement_group
 
 from examples.tune import BUNDLES, Report, main
-from tests.group.conftest import NUM_CPUS
+from tests.group.conftest import room_for
 
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("nothing_left")]
 
 
 @pytest.fixture(autouse=True)
 def _room_for_one_trial(cluster: None) -> Iterator[None]:
-    filler = placement_group([{"CPU": NUM_CPUS - len(BUNDLES)}])
-    ray.get(filler.ready(), timeout=30)
-    yield
-    remove_placement_group(filler)
+    with room_for(len(BUNDLES)):
+        yield
 
 
 def test_a_sweep_finds_the_better_learning_rate_and_stops_the_other_early(
