@@ -16,7 +16,8 @@ pytestmark = [pytest.mark.full, pytest.mark.usefixtures("nothing_left")]
 
 
 @pytest.fixture(autouse=True)
-def _room_for_one_trial(cluster: None) -> Iterator[None]:
+def _room_for_one_trial(cluster: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TUNE_DISABLE_SIGINT_HANDLER", "1")  # Tune leaves its handler in this process
     with room_for(len(BUNDLES)):
         yield
 
