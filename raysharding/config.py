@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeGuard
 import torch
 from torch import nn
 
-from raysharding.keywords import fields_with_hints
+from raysharding.arguments import fields_with_hints
 
 Transport = Literal["auto", "broadcast", "scatter", "local"]
 Verify = Literal["header", "finite", "full"]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from raysharding import Loading, ShardedModelGroup, Sharding
-from raysharding.keywords import with_hints
+from raysharding.arguments import with_hints
 
 ROOT = Path(__file__).resolve().parents[1]
 

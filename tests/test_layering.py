@@ -40,9 +40,8 @@ def _floor(number: int, third_party: str, purpose: str) -> Floor:
 FLOORS = {
     "errors": _floor(0, "", "the error tree; every class survives pickling"),
     "torch_internals": _floor(0, "torch", "torch's private names that several rooms use"),
-    "checks": _floor(0, "", "checks of arguments that several rooms take"),
     "gc_pause": _floor(0, "", "Python's cyclic garbage collector, paused"),
-    "keywords": _floor(0, "", "errors for unknown keywords name ours"),
+    "arguments": _floor(0, "", "errors for a caller's arguments: unknown keywords, integers"),
     "units": _floor(0, "", "binary units of bytes, and amounts of bytes as text"),
     "html": _floor(0, "", "reports as HTML, for notebooks: tables, and a curve as SVG"),
     "tree": _floor(0, "torch", "walks over nested dicts, lists, tuples and dataclasses, with the path of each leaf"),

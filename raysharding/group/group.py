@@ -15,9 +15,9 @@ from typing import Any, Literal, NoReturn, Self
 import torch
 from torch import nn
 
+from raysharding.arguments import check_int, with_hints
 from raysharding.batch import Out, RankBatch, check_num_parts, check_out, deal
 from raysharding.checkpoint.storage import normal_path
-from raysharding.checks import check_int
 from raysharding.config import Loading, Placement, Sharding, Timeouts
 from raysharding.data import Collate
 from raysharding.distributed import LoadReport
@@ -94,7 +94,6 @@ from raysharding.group.supervision import (
     read_log,
     read_stacks,
 )
-from raysharding.keywords import with_hints
 from raysharding.models import Adapted
 from raysharding.units import GIB
 from raysharding.worker import check_mode

@@ -20,8 +20,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
+from raysharding.arguments import check_int
 from raysharding.checkpoint.storage.uri import scheme_of
-from raysharding.checks import check_int
 from raysharding.errors import CheckpointError
 
 

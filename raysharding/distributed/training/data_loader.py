@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from raysharding.arguments import check_int
 from raysharding.batch import RankBatch
 from raysharding.checkpoint.storage import normal_path
-from raysharding.checks import check_int
 from raysharding.data import (
     TEXT_SUFFIXES,
     BlockSource,

@@ -10,8 +10,8 @@ from typing import Literal
 import torch
 from torch import nn
 
+from raysharding.arguments import check_int
 from raysharding.batch import RankBatch
-from raysharding.checks import check_int
 from raysharding.data import Position
 from raysharding.distributed.fully_shard import is_recoverable
 from raysharding.distributed.optim import learning_rate

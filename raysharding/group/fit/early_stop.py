@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from raysharding.checks import check_int
+from raysharding.arguments import check_int
 
 
 def direction(metric: str) -> tuple[str, int]:

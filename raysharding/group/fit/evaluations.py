@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from raysharding.checks import check_int
+from raysharding.arguments import check_int
 from raysharding.data import Position
 from raysharding.distributed.training import DataPlan, EvaluationPlan, LossFunction, Metric
 from raysharding.group.calls import Call, Collect, LastValue

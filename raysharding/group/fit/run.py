@@ -15,8 +15,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from raysharding.arguments import check_int
 from raysharding.checkpoint.storage import join_path
-from raysharding.checks import check_int
 from raysharding.data import Position
 from raysharding.distributed.training import FitPlan, StepMetrics
 from raysharding.errors import CallCancelledError, CheckpointError, GroupError, GroupTakenOverError, RendezvousError

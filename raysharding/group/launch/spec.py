@@ -18,9 +18,9 @@ import ray
 import torch
 from torch import nn
 
+from raysharding.arguments import check_int
 from raysharding.checkpoint import Checkpoint, locate, open_checkpoint, open_config
 from raysharding.checkpoint.storage import HubAccess, access_to, is_remote, normal_path
-from raysharding.checks import check_int
 from raysharding.config import Loading, Placement, Sharding, Timeouts
 from raysharding.errors import CheckpointError, PlanError, RayshardingError
 from raysharding.group.calls import ProgressOption

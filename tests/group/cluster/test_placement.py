@@ -182,6 +182,8 @@ cluster.remove_node(second)
 while all(node["Alive"] for node in ray.nodes()):
     time.sleep(0.1)
 print(json.dumps([*found, reserved(2, 1)]))
+ray.shutdown()
+cluster.shutdown()  # else Ray's file with its address stays, which later programs of this machine would wait for
 """
 
 

@@ -1,4 +1,6 @@
-"""Errors for unknown keywords: the keyword of another library, or a typing error, is answered by our own keyword.
+"""Errors for a caller's arguments: an unknown keyword, and `check_int`.
+
+The keyword of another library, or a typing error, is answered by our own keyword.
 
 `with_hints` and `fields_with_hints` compare the keywords of a call with the signature of the function at that call, so
 the tables below need not follow the signatures: a keyword that a function takes is never looked up, and a hint that
@@ -78,6 +80,21 @@ _SAYINGS = {
 """Names in other libraries that no keyword of ours stands for → what to do."""
 
 _functions: list[Callable[..., Any]] = []
+
+
+def check_int(name: str, value: Any, *, least: int = 1) -> None:
+    """Raise if a value is not an integer of at least `least`.
+
+    Args:
+        name: Name of the argument, for the error.
+        value: The value; a bool is no integer.
+        least: Smallest valid value.
+
+    Raises:
+        ValueError: The value is no integer, or less than `least`.
+    """
+    if type(value) is not int or value < least:
+        raise ValueError(f"{name}={value!r}: give a whole number, {least} or more")
 
 
 def with_hints(function: Callable[P, T]) -> Callable[P, T]:
