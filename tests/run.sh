@@ -5,7 +5,21 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+cut=(-m "not full")
+arguments=()
+for argument in "$@"; do
+  case $argument in
+    --all) cut=() ;;
+    -m | -m?*) cut=() arguments+=("$argument") ;;
+    *) arguments+=("$argument") ;;
+  esac
+done
+
+# Debian's packages (Slurm, ssh, ...) come while pip works: only tests marked `full` use them.
+[ ${#cut[@]} -ne 0 ] || bash tests/install_debian.sh &
+debian=$!
 bash examples/make_venv.sh test,demo
+wait "$debian" || echo "no packages from Debian: tests that need them skip themselves" >&2
 # shellcheck disable=SC1091
 source .venv/bin/activate
 
@@ -18,15 +32,6 @@ ruff check .
 ruff format --check .
 mypy
 
-cut=(-m "not full")
-arguments=()
-for argument in "$@"; do
-  case $argument in
-    --all) cut=() ;;
-    -m | -m?*) cut=() arguments+=("$argument") ;;
-    *) arguments+=("$argument") ;;
-  esac
-done
 [ ${#arguments[@]} -eq 0 ] || exec pytest -q "${cut[@]}" "${arguments[@]}"
 
 # The whole suite goes in two lanes side by side. Tests of clusters wait much, for deadlines and for processes to start,

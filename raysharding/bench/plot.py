@@ -28,7 +28,7 @@ def require_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise ImportError("a plot needs matplotlib: pip install 'raysharding[bench]'") from error
+        raise ImportError("a plot needs matplotlib: pip install 'raysharding[plot]'") from error
 
 
 def save_plot(path: str | PathLike[str], results: Results, title: str) -> None:

@@ -157,7 +157,7 @@ class FitReport:
             The figure, which a notebook shows.
 
         Raises:
-            ImportError: matplotlib is not installed: `pip install 'raysharding[bench]'`.
+            ImportError: matplotlib is not installed: `pip install 'raysharding[plot]'`.
         """
         from matplotlib.figure import Figure
 
