@@ -1,4 +1,4 @@
-"""What mkdocs does besides: links to files of the repository, and a page of the API reference for each public module."""
+"""For mkdocs: links to files of the repository, and a page of the API reference for each public module."""
 
 from __future__ import annotations
 
