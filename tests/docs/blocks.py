@@ -12,8 +12,6 @@ ROOT = Path(__file__).resolve().parents[2]
 FENCE = re.compile(r"^( *)(`{3,})(\w*)[^`]*$")
 MARKER = re.compile(r"^ *<!-- *(not run|run by|output): *(.*?) *-->$|^ *<!-- *(output) *-->$")
 SNIPPET = re.compile(r'^--8<-- "([^"]+)"$', re.MULTILINE)
-FULL = "<!-- blocks: full -->"
-"""A line of a page whose blocks take longer than a few seconds."""
 
 
 def pages() -> list[str]:

@@ -7,6 +7,8 @@ The blocks of a page run in order, `python` in one namespace, `bash` by `bash -e
     <!-- run by: tests/x.py::test_y -->    that test runs it
     <!-- output -->                        before a block of output: the page's blocks have printed these lines in
                                            this order; `...` stands for anything
+
+`pytest tests/docs/test_blocks.py -k fine-tune -rP` runs one page and shows what it prints.
 """
 
 from __future__ import annotations
@@ -21,20 +23,14 @@ from typing import Any
 import pytest
 
 from raysharding import ShardedModelGroup
-from tests.docs.blocks import FULL, ROOT, Block, blocks_of, pages
+from tests.docs.blocks import ROOT, Block, blocks_of, pages
 
 BASH_S = 100
 
 
 def _parameters() -> list[Any]:
-    found = []
-    for page in pages():
-        run = [block for block in blocks_of(page) if block.is_run]
-        # A program that imports torch and ray takes seconds to start.
-        is_full = FULL in (ROOT / page).read_text() or any(block.language == "bash" for block in run)
-        if run:
-            found.append(pytest.param(page, marks=[pytest.mark.full] * is_full))
-    return found
+    run = [page for page in pages() if any(block.is_run for block in blocks_of(page))]
+    return [pytest.param(page, marks=[pytest.mark.full] * (page != "README.md")) for page in run]
 
 
 @pytest.mark.parametrize("page", _parameters())
@@ -56,6 +52,7 @@ def test_blocks_of_a_page_run(
                 pattern = ".*".join(map(re.escape, block.text.strip().split("...")))
                 assert re.search(pattern, printed, re.DOTALL), f"{block.where}: the blocks printed\n{printed}"
     finally:
+        print(printed)  # `pytest -rP` shows what a page prints
         for value in namespace.values():
             if isinstance(value, ShardedModelGroup):
                 value.shutdown()
