@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-FENCE = re.compile(r"^( *)(`{3,})(\w*)[^`]*$")
+FENCE = re.compile(r"^( *)(`{3,})(\w*)(?: +title=\"([^\"]+)\")?[^`]*$")
 MARKER = re.compile(r"^ *<!-- *(not run|run by|output): *(.*?) *-->$|^ *<!-- *(output) *-->$")
 SNIPPET = re.compile(r'^--8<-- "([^"]+)"$', re.MULTILINE)
 
@@ -29,6 +29,8 @@ class Block:
     line: int
     """Line of the opening fence, from 1."""
     language: str
+    title: str
+    """Name of the file that it is, or empty."""
     text: str
     """What is between the fences, without their indentation, files of `--8<--` put in."""
     marker: str
@@ -66,7 +68,7 @@ def blocks_of(page: str) -> Iterator[Block]:
             text = textwrap.dedent("\n".join(lines[begun + 1 : number])) + "\n"
             found = MARKER.match(lines[begun - 1]) if begun else None
             marker, reason = (found[1] or found[3], found[2] or "") if found else ("", "")
-            yield Block(page, begun + 1, opening[3], SNIPPET.sub(_snippet, text), marker, reason)
+            yield Block(page, begun + 1, opening[3], opening[4] or "", SNIPPET.sub(_snippet, text), marker, reason)
         number += 1
 
 

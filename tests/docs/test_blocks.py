@@ -1,7 +1,7 @@
 """The code on the pages runs, or the page says why it does not.
 
 The blocks of a page run in order, `python` in one namespace, `bash` by `bash -e`, in a folder that holds what
-`page_files` says, on the session's cluster. A comment on the line before a fence changes that:
+`page_files` says, on the session's cluster. A block with `title="train.py"` becomes that file there. A comment on the line before a fence changes that:
 
     <!-- not run: REASON -->               it cannot be run here
     <!-- run by: tests/x.py::test_y -->    that test runs it
@@ -59,6 +59,9 @@ def test_blocks_of_a_page_run(
 
 
 def _run(block: Block, namespace: dict[str, Any]) -> None:
+    if block.title:
+        Path(block.title).write_text(block.text)
+        return
     if block.language == "python":
         # Empty lines in front: a traceback shows the line of the page.
         exec(compile("\n" * block.line + block.text, str(ROOT / block.page), "exec"), namespace)
@@ -79,6 +82,8 @@ def test_a_block_that_is_not_run_says_why(page: str) -> None:
         assert block.language in languages, f"{block.where}: a block of {block.language or 'no language'}"
         if block.marker == "not run":
             assert len(block.reason) > 10, f"{block.where}: no reason"
+            named = re.findall(r"tests/[\w/.]*\w", block.reason)
+            assert [path for path in named if not (ROOT / path).exists()] == [], block.where
         if block.marker == "run by":
             path, _, test = block.reason.partition("::")
             there = (ROOT / path).is_file() and re.search(rf"^def {re.escape(test)}\(", (ROOT / path).read_text(), re.M)
