@@ -80,7 +80,7 @@ def page_folder(
 
 @pytest.fixture
 def page_store(page_folder: Path, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`s3://bucket`, at the address that the environment names, with `llama/`, `rows.parquet` and `held-out.parquet` in it."""
+    """`s3://bucket` with `llama/`, `rows.parquet` and `held-out.parquet`, at the address that the environment names."""
     s3_server.upload(page_folder / "path/to/llama", "llama")
     for path in page_folder.glob("*.parquet"):
         s3_server.put(path.name, path.read_bytes())

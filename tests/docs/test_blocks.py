@@ -1,7 +1,9 @@
 """The code on the pages runs, or the page says why it does not.
 
 The blocks of a page run in order, `python` in one namespace, `bash` by `bash -e`, in a folder that holds what
-`page_files` says, on the session's cluster. A block with `title="train.py"` becomes that file there. A comment on the line before a fence changes that:
+`page_files` says, on the session's cluster. A block with `title="train.py"` becomes that file there.
+
+A comment on the line before a fence changes that:
 
     <!-- not run: REASON -->               it cannot be run here
     <!-- run by: tests/x.py::test_y -->    that test runs it
