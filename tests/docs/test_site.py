@@ -36,6 +36,7 @@ class Fetched(HTMLParser):
 
 
 @pytest.mark.full
+@pytest.mark.timeout(360)
 def test_the_site_builds_strictly_and_stands_alone(tmp_path: Path) -> None:
     pytest.importorskip("material")
     environment = {
@@ -44,7 +45,7 @@ def test_the_site_builds_strictly_and_stands_alone(tmp_path: Path) -> None:
         "VIRTUAL_ENV": sys.prefix,
     }
     command = ["bash", "docs/build.sh", "build", "--site-dir", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
 
     inventory = zlib.decompress((tmp_path / "objects.inv").read_bytes().split(b"\n", 4)[4]).decode()
