@@ -27,7 +27,7 @@ import pytest
 from raysharding import ShardedModelGroup
 from tests.docs.blocks import ROOT, Block, blocks_of, pages
 
-BASH_S = 100
+BASH_S = 240
 
 
 def _parameters() -> list[Any]:
@@ -35,6 +35,7 @@ def _parameters() -> list[Any]:
     return [pytest.param(page, marks=[pytest.mark.full] * (page != "README.md")) for page in run]
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", _parameters())
 def test_blocks_of_a_page_run(
     page: str, page_folder: Path, request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]
