@@ -43,6 +43,11 @@ class S3Server:
         query = f"scheme=http&region=us-east-1&endpoint_override=127.0.0.1:{self.proxy.port}"
         return f"s3://{self.bucket}/{quote(key)}?{query}"
 
+    @property
+    def endpoint(self) -> str:
+        """URL of the server, by way of the proxy, for clients that are told by `AWS_ENDPOINT_URL`."""
+        return f"http://127.0.0.1:{self.proxy.port}"
+
     def put(self, key: str, data: bytes) -> None:
         """Write one object, past the proxy."""
         self._put(f"/{self.bucket}/{quote(key)}", data)
