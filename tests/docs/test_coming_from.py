@@ -37,6 +37,7 @@ def as_torchrun_does(folder: str, text: str, port: int) -> list[float]:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", ["accelerate", "ray-train", "torchrun-fsdp2", "transformers-trainer"])
 def test_the_losses_are_those_of_the_other_library(page: str, page_folder: Path) -> None:
     before, after = (block.text for block in blocks_of(f"docs/pages/coming-from/{page}.md") if block.is_code)
