@@ -1,0 +1,1 @@
+"""Tests of the pages that users read: their code runs, and the site builds."""
