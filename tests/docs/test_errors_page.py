@@ -1,8 +1,8 @@
 """docs/pages/errors.md quotes what the product says now, and has an entry for every public error.
 
 A quoted text is marked by a comment above its block. `seen: KEY` is the text of an error (or warning) that a test here
-causes; `in: MODULE` one that takes more than this machine has (several nodes, a full disk, a gated model): its words are
-looked for in that module. In both, `…` stands for what differs from run to run, and spaces and line ends are alike.
+causes; `in: MODULE` one that takes more than this machine has (several nodes, a firewall, a GPU): its words are looked
+for in that module. In both, `…` stands for what differs from run to run, and spaces and line ends are alike.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import threading
 import traceback
 import warnings
@@ -25,10 +24,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from raysharding import Loading, Placement, ShardedModelGroup, Split, Timeouts, errors
+from raysharding import Loading, ShardedModelGroup, Split, Timeouts, errors
 from raysharding.checkpoint import locate, open_checkpoint
 from raysharding.group.launch.spec import fitted_module
-from tests.conftest import NUM_CPUS, room_for
+from tests.conftest import room_for
 from tests.hub import HubServer, hub, read_environment
 from tests.models.architectures import ARCHITECTURES
 
@@ -64,7 +63,7 @@ def say(do: Callable[[], Any]) -> str:
         warnings.simplefilter("always")
         try:
             do()
-        except Exception as error:  # noqa: BLE001 - what is raised is what is compared
+        except Exception as error:
             return "".join(traceback.format_exception_only(error))
     return "\n".join(f"{warning.category.__name__}: {warning.message}" for warning in caught)
 
