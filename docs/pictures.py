@@ -222,16 +222,14 @@ def main() -> None:
     chosen.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        if {"load", "curve"} & set(names):
-            if not ray.is_initialized():
-                ray.init("local", num_cpus=RANKS, include_dashboard=False, log_to_driver=False)
-            if "load" in names:
-                draw_load(chosen.out, folder, chosen.width)
-            if "curve" in names:
-                draw_curve(chosen.out, folder, chosen.steps)
-            ray.shutdown()
         if "notebook" in names:
             draw_notebook(chosen.out, folder)
+        if {"load", "curve"} & set(names) and not ray.is_initialized():
+            ray.init("local", num_cpus=RANKS, include_dashboard=False, log_to_driver=False)
+        if "load" in names:
+            draw_load(chosen.out, folder, chosen.width)
+        if "curve" in names:
+            draw_curve(chosen.out, folder, chosen.steps)
 
 
 if __name__ == "__main__":
