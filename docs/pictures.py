@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -101,8 +102,10 @@ class Sampler(threading.Thread):
         """Find the processes, then sample them every few milliseconds."""
         here = psutil.Process()
         while len(self.series) < RANKS and not self._done.wait(0.05):
-            named = {child.pid for child in here.children(recursive=True) if child.name().startswith("ray::RankActor")}
-            self.series = {pid: Series() for pid in named}
+            for child in here.children(recursive=True):
+                with suppress(psutil.NoSuchProcess):
+                    if child.name().startswith("ray::RankActor"):
+                        self.series.setdefault(child.pid, Series())
         while not self._done.wait(0.004):
             for pid, one in self.series.items():
                 one.sample(pid)
@@ -215,7 +218,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pictures", nargs="*", metavar="PICTURE", help="load, curve, notebook; default: all")
     parser.add_argument("--out", type=Path, default=IMAGES, help="where they go (docs/pages/images)")
-    parser.add_argument("--width", type=int, default=1024, help="width of the model of `load`")
+    parser.add_argument("--width", type=int, default=768, help="width of the model of `load`")
     parser.add_argument("--steps", type=int, default=200, help="steps of `curve`")
     chosen = parser.parse_args()
     names = chosen.pictures or ["load", "curve", "notebook"]
