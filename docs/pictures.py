@@ -30,24 +30,26 @@ from matplotlib.figure import Figure
 from nbclient import NotebookClient
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from raysharding import Loading, ShardedModelGroup
+from raysharding import Loading, LoadReport, ShardedModelGroup
 from raysharding.units import MIB
 
 IMAGES = Path(__file__).parent / "pages" / "images"
 COLOURS = ("#2a6f97", "#c1440e", "#6a4c93", "#2d6a4f")
 RANKS = 4
-STYLE = """body { font: 14px sans-serif; margin: 12px } pre { font-size: 13px; margin: 0 } .cell { margin: 0 0 14px }
+STYLE = """body { font: 14px sans-serif; margin: 12px; overflow: hidden }
+pre { font-size: 13px; margin: 0 } .cell { margin: 0 0 14px }
 .in { background: #f5f5f5; border: 1px solid #ddd; padding: 6px 8px; margin-bottom: 6px } .out { padding-left: 10px }
 table { border-collapse: collapse; font-size: 12px; margin: 4px 0 } td, th { padding: 3px 8px; text-align: right }
 tr:nth-child(even) { background: #f5f5f5 }"""
 CELLS = (
     """import ray, torch
 from raysharding import ShardedModelGroup
-ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+ray.init("local", num_cpus=2, log_to_driver=False, logging_level="error")
 group = ShardedModelGroup.from_checkpoint("llama", world_size=2, device="cpu", progress=False)
 group.load_report""",
     "view = group.watch(refresh_s=0.2)",
-    """rows = [{"input_ids": row, "labels": row} for row in torch.arange(512).remainder(60).reshape(32, 16).tolist()]
+    """numbers = torch.arange(512).remainder(60).reshape(32, 16).tolist()
+rows = [{"input_ids": row, "labels": row} for row in numbers]
 group.set_optimizer(torch.optim.AdamW, lr=3e-3)
 group.fit(rows, batch_size=8, epochs=20, progress=False)""",
 )
@@ -88,6 +90,16 @@ class Series:
         self.memory_bytes.append(sum(int(status[name].split()[0]) for name in ("RssAnon", "RssShmem")) * 1024)
 
 
+def rank_pids() -> set[int]:
+    """Return the process ids of this program's ranks on this machine."""
+    found = set()
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if child.name().startswith("ray::RankActor"):
+                found.add(child.pid)
+    return found
+
+
 class Sampler(threading.Thread):
     """Samples this program's ranks, from the moment when all of them are there until `end`."""
 
@@ -95,17 +107,14 @@ class Sampler(threading.Thread):
         super().__init__(daemon=True)
         self.series: dict[int, Series] = {}
         """Process id → its samples."""
+        self._earlier = rank_pids()  # of a group that is ending
         self._done = threading.Event()
         self.start()
 
     def run(self) -> None:
         """Find the processes, then sample them every few milliseconds."""
-        here = psutil.Process()
         while len(self.series) < RANKS and not self._done.wait(0.05):
-            for child in here.children(recursive=True):
-                with suppress(psutil.NoSuchProcess):
-                    if child.name().startswith("ray::RankActor"):
-                        self.series.setdefault(child.pid, Series())
+            self.series |= {pid: Series() for pid in rank_pids() - self._earlier - set(self.series)}
         while not self._done.wait(0.004):
             for pid, one in self.series.items():
                 one.sample(pid)
@@ -135,7 +144,7 @@ def draw_load(out: Path, folder: Path, width: int) -> None:
                 series = sampler.end()
                 report = group.load_report
                 assert report is not None, "the group has loaded"
-                draw_ranks(axes[:, column], [series[info.pid] for info in group.ranks], report.read_bytes)
+                draw_ranks(axes[:, column], [series[info.pid] for info in group.ranks], report)
                 axes[1, column].axhline(max(report.shard_bytes) / MIB, color="grey", linestyle="--", linewidth=1)
         finally:
             sampler.end()
@@ -149,12 +158,13 @@ def draw_load(out: Path, folder: Path, width: int) -> None:
     figure.savefig(out / "load.png", dpi=100)
 
 
-def draw_ranks(axes: Sequence[Axes], series: Sequence[Series], loaded_bytes: int) -> None:
-    """Draw the ranks' samples from the first byte of the load."""
+def draw_ranks(axes: Sequence[Axes], series: Sequence[Series], report: LoadReport) -> None:
+    """Draw the ranks' samples from the beginning of the load, which allocates the shards before it reads."""
     # Before it, the ranks have read what they import; the load's own bytes are the last.
     total = [sum(each) for each in zip(*(one.read_bytes for one in series), strict=False)]
-    first = next(index for index, value in enumerate(total) if value > total[-1] - 0.99 * loaded_bytes)
-    start = max(0, first - 5)
+    first = next(index for index, value in enumerate(total) if value > total[-1] - 0.99 * report.read_bytes)
+    begun = series[0].seconds[first] - report.seconds
+    start = next(index for index, value in enumerate(series[0].seconds) if value >= begun)
     for rank, one in enumerate(series):
         seconds = [value - one.seconds[start] for value in one.seconds[start:]]
         for ax, values in zip(axes, (one.read_bytes, one.memory_bytes), strict=True):
@@ -210,7 +220,9 @@ def photograph(page: Path, picture: Path, folder: Path, size: tuple[int, int]) -
     subprocess.run(command, check=True, timeout=120, capture_output=True)
     with Image.open(picture).convert("RGB") as image:
         box = ImageChops.difference(image, Image.new("RGB", image.size, "white")).getbbox()
-        image.crop((0, 0, image.width, box[3] + 12 if box else image.height)).save(picture, optimize=True)
+        image.crop((0, 0, image.width, min(image.height, box[3] + 12) if box else image.height)).save(
+            picture, optimize=True
+        )
 
 
 def main() -> None:
