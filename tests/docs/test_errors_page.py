@@ -18,6 +18,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -210,9 +211,10 @@ def failing() -> None:
         raise KeyError("prompt")
 
 
-def by_value(fn: Callable[..., Any]) -> Callable[..., Any]:
+def by_value(fn: Callable[[], None]) -> Callable[[], None]:
     """The function, which ranks need not import from the tests."""
-    made: Callable[..., Any] = type(fn)(fn.__code__, {"__builtins__": __builtins__}, fn.__name__)
+    assert isinstance(fn, FunctionType)
+    made = FunctionType(fn.__code__, {"__builtins__": __builtins__}, fn.__name__)
     made.__module__ = "__main__"
     return made
 
