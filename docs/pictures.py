@@ -31,11 +31,11 @@ from nbclient import NotebookClient
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from raysharding import Loading, LoadReport, ShardedModelGroup
-from raysharding.units import MIB
 
 IMAGES = Path(__file__).parent / "pages" / "images"
 COLOURS = ("#2a6f97", "#c1440e", "#6a4c93", "#2d6a4f")
 RANKS = 4
+MIB = 1 << 20
 STYLE = """body { font: 14px sans-serif; margin: 12px; overflow: hidden }
 pre { font-size: 13px; margin: 0 } .cell { margin: 0 0 14px }
 .in { background: #f5f5f5; border: 1px solid #ddd; padding: 6px 8px; margin-bottom: 6px } .out { padding-left: 10px }
