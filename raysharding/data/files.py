@@ -129,7 +129,8 @@ def list_files(directory: str) -> tuple[str, ...]:
         if info.type == arrow_fs.FileType.File:
             return (inside,)
         if info.type == arrow_fs.FileType.NotFound:
-            raise DataError("is not there, as rank 0 sees it", path=directory)
+            cure = "check the spelling, and that the ranks' nodes see it"
+            raise DataError(f"is not there, as rank 0 sees it: {cure}", path=directory)
         found = system.get_file_info(arrow_fs.FileSelector(inside, recursive=True))
     hidden = ("_", ".")
     shown = [one.path for one in found if one.is_file and not one.path.rpartition("/")[2].startswith(hidden)]

@@ -223,7 +223,8 @@ def _no_checkpoint(directory: str, names: list[str], found: list[str]) -> Checkp
         what = f"holds no {_SUFFIX} file, only pickled weights ({', '.join(pickled[:8])}), which are never read"
         return CheckpointError(f"{what}; {_CONVERT}", path=directory)
     listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-    return CheckpointError(f"holds no {_SUFFIX} file; it holds {listed or 'nothing'}", path=directory)
+    what = f"holds no {_SUFFIX} file; it holds {listed or 'nothing'}"
+    return CheckpointError(f"{what}: give the directory or index of the weights", path=directory)
 
 
 def _read_index(storage: Storage, path: str) -> FileSet:

@@ -159,7 +159,10 @@ class FitReport:
         Raises:
             ImportError: matplotlib is not installed: `pip install 'raysharding[plot]'`.
         """
-        from matplotlib.figure import Figure
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError("a plot needs matplotlib: pip install 'raysharding[plot]'") from error
 
         class Shown(Figure):
             # Without pyplot, nothing has told the notebook how to show a figure.

@@ -258,7 +258,7 @@ def open_on_a_node(checkpoint: str, opener: Opener, start_s: float) -> Checkpoin
     unanswered = "".join(f"; no answer from {address}: {why}" for address, why in silent.items())
     raise CheckpointError(
         f"no such file or directory, or an empty one, on the driver and on the nodes that answered ({answered})"
-        f"{unanswered}",
+        f"{unanswered}: check the spelling, and that a node of the cluster sees it",
         path=checkpoint,
     )
 

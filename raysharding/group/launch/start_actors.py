@@ -74,7 +74,10 @@ def start_actors(
         hub = HubPath.of_pinned(split_path(paths[0])[0])
         if hub is None:
             nodes = ", ".join(sorted({info.node_ip for info in infos}))
-            raise CheckpointError(f"not visible on the nodes of the ranks: {nodes}", path=paths[0])
+            cure = (
+                "copy it there, put it on storage that they share, or choose nodes that see it by Placement(labels=...)"
+            )
+            raise CheckpointError(f"not visible on the nodes of the ranks: {nodes}: {cure}", path=paths[0])
         return started, hub.uri
     except BaseException:
         for actor in actors:

@@ -58,7 +58,9 @@ def saw_raise(info: RankInfo, raised: RemoteError) -> Observed:
 
 def saw_death(info: RankInfo, phase: str, error: BaseException, note: str = "") -> Observed:
     """Describe a rank whose process died. `error` is Ray's, `note` adds what the driver knows."""
-    return Observed(_plain(info, "died", phase, _one_line(str(error)) + note))
+    # Ray names causes and no place to look: a rank that the kernel killed for its memory has written nothing.
+    cure = f"; group.logs({info.rank}) shows its last lines, `raysharding plan` whether its memory suffices"
+    return Observed(_plain(info, "died", phase, _one_line(str(error)) + (note or cure)))
 
 
 def saw_hang(

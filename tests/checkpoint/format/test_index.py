@@ -78,7 +78,7 @@ def test_an_index_of_another_name_and_one_that_names_the_single_file(tmp_path: P
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ([], "holds no .safetensors file; it holds nothing"),
+        ([], "holds no .safetensors file; it holds nothing: give the directory or index of the weights"),
         (["notes.txt"], "holds no .safetensors file; it holds notes.txt"),
         (["pytorch_model.bin", "config.json"], r"only pickled weights \(pytorch_model.bin\).*save_pretrained"),
         (["x.safetensors", "y.safetensors"], "holds 2 .safetensors files .*give one file, or restore the index"),
