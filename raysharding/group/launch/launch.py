@@ -16,6 +16,7 @@ import ray
 from raysharding.checkpoint import Checkpoint
 from raysharding.checkpoint.storage import normal_path
 from raysharding.distributed import LoadReport
+from raysharding.distributed.comm import StoreAddress
 from raysharding.errors import GroupError
 from raysharding.group.actors import Assignment, Blueprint, ModelFacts
 from raysharding.group.calls import BegunSave, ModelFiles, ProgressOption, follow
@@ -287,8 +288,8 @@ def _place(
         raise
 
 
-def rendezvous(running: RunningGroup, blueprints: Mapping[int, Blueprint] | None = None) -> None:
-    """Make every rank join a new process group through rank 0's store; ranks keep their modules.
+def rendezvous(running: RunningGroup, blueprints: Mapping[int, Blueprint] | None = None) -> StoreAddress:
+    """Make every rank join a new process group through rank 0's store, and return its address; modules stay.
 
     Args:
         running: The ranks, connected to this process.
@@ -299,7 +300,7 @@ def rendezvous(running: RunningGroup, blueprints: Mapping[int, Blueprint] | None
     deadline_s = timeouts.rendezvous_s + _GRACE_S
     here = (ranks[0].node_ip, timeouts.rendezvous_s, running.spec.placement.port_range)
     hosts = [here, *[(None, 0.0, None)] * (len(ranks) - 1)]
-    address = client.submit_each("serve_store", hosts, deadline_s=deadline_s).result()
+    address: StoreAddress = client.submit_each("serve_store", hosts, deadline_s=deadline_s).result()
     places = [
         Assignment(
             rank=info.rank,
@@ -320,3 +321,4 @@ def rendezvous(running: RunningGroup, blueprints: Mapping[int, Blueprint] | None
     client.submit_each(
         "join", [(place, address, of_new.get(place.rank)) for place in places], deadline_s=deadline_s
     ).result()
+    return address

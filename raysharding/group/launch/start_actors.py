@@ -189,6 +189,7 @@ def probe(
             infos[index] = answer
     if late:
         message = f"{len(actors)} actors did not all start within {start_s:g} s; raise Timeouts.start_s"
+        message += ", or let the nodes reach each other at the ports of Ray's workers (ray start --min-worker-port)"
         if not is_ours:
             message += ", or free the given placement group: another actor or task may use its bundles"
         raise CallTimeoutError(message, primary=next(iter(late.values())), failures=late)
