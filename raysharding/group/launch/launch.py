@@ -267,6 +267,7 @@ def _place(
     """Reserve resources, start the actors and check the model; return the checkpoint where rank 0 sees it."""
     tells, place_s = spec.progress is not False, spec.timeouts.place_s
     check = None if is_checked else partial(check_fit, opened, spec.sharding, spec.loading)
+    begun = time.monotonic()
     reservation = reserve(world_size, device_type, spec.placement, spec.lifetime)
     try:
         # The check and the start of an actor are seconds of imports each: they run at the same time, unless the ranks
@@ -276,7 +277,7 @@ def _place(
             if check is not None:
                 check()
                 check = None
-            wait_placed(reservation, world_size, spec.placement, place_s, held=own_groups, tells=tells)
+            wait_placed(reservation, world_size, spec.placement, place_s, begun=begun, held=own_groups, tells=tells)
         base = opened.base
         paths = [file.path for file in base.files]
         started, seen = start_actors(reservation, spec, world_size, device_type, paths, check)

@@ -102,7 +102,14 @@ def start_in_place_of(
     try:
         actors.extend(_start(reservation, bundle, "cpu", spec) for bundle in bundles)
         path = normal_path(spec.checkpoint)
-        infos = probe(actors, spec.timeouts.start_s, [path], lambda index: reservation.node_ip(bundles[index]), ranks)
+        infos = probe(
+            actors,
+            spec.timeouts.start_s,
+            [path],
+            lambda index: reservation.node_ip(bundles[index]),
+            ranks,
+            is_ours=reservation.is_ours,
+        )
     except BaseException:
         for actor in actors:
             ray.kill(actor, no_restart=True)
