@@ -45,8 +45,8 @@ def build_module(model: ModelSource, checkpoint: Checkpoint, dtype: torch.dtype 
         checkpoint: Headers and config of the checkpoint.
         dtype: Floating dtype of the parameters, or its name. `None`: config.json's, else the files'; for a callable's
             model, the dtypes of its parameters. With a dtype, a callable's model is converted as by `Module.to(dtype)`,
-            floating buffers included; a transformers model is built in this dtype, except for the parameters and buffers that
-            its class keeps in float32.
+            floating buffers included; a transformers model is built in this dtype, except for the parameters and
+            buffers that its class keeps in float32.
 
     Returns:
         The module, with parameters on meta in their final dtypes and tied parameters tied. Buffers of a transformers
