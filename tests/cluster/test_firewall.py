@@ -40,7 +40,7 @@ def commands(begin: str) -> str:
 def table() -> dict[str, list[str]]:
     """Return the page's ports → the other cells of their rows."""
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.splitlines() if line.startswith("|")]
-    return {row[0].strip("`"): row[1:] for row in rows if row[0].startswith("`")}
+    return {row[0].strip("`"): row[1:] for row in rows if re.match(r"`\d", row[0])}
 
 
 def spans(ports: Any) -> list[range]:
@@ -66,7 +66,7 @@ def start(checkpoint: str, *, name: str | None = None, timeouts: Timeouts) -> No
 
 def save(path: str) -> None:
     """Save in the background, which takes a process group of its own."""
-    jobs.group().save(path, async_save=True).result()
+    jobs.group().save(path, async_save=True)
 
 
 def restart() -> None:
@@ -74,7 +74,7 @@ def restart() -> None:
 
 
 def attach(name: str) -> None:
-    jobs._group = ShardedModelGroup.attach(name, timeouts=Timeouts(call_s=4.0, drain_s=1.0))
+    jobs._group = ShardedModelGroup.attach(name, timeouts=Timeouts(call_s=5.0, drain_s=1.0))
 
 
 def send_much() -> None:
@@ -86,7 +86,7 @@ def diagnose() -> str:
     """Return what `raysharding doctor --port-range 29500-29599` prints, with a shorter deadline."""
     from raysharding.group.launch import doctor
 
-    doctor._TIMEOUTS = Timeouts(start_s=60.0, rendezvous_s=4.0)
+    doctor._TIMEOUTS = Timeouts(start_s=60.0, rendezvous_s=6.0)
     return str(doctor.diagnose(port_range=(29500, 29599)))
 
 
@@ -156,6 +156,7 @@ def test_load_train_save_fit_restart_and_attach_pass(
     driver.run(start, str(checkpoint), name="llama", timeouts=Timeouts(call_s=60.0))
     driver.run(jobs.train, ROWS, torch.zeros(4, 4))
     driver.run(save, str(tmp_path / "save"))
+    driver.run(send_much)
     check_listeners(rays)
     driver.run(fit, str(tmp_path / "fit"))
     trained = driver.run(jobs.forward, ROWS)
@@ -168,13 +169,12 @@ def test_load_train_save_fit_restart_and_attach_pass(
     following.run(jobs.join)
     following.run(attach, "llama")
     assert torch.equal(following.run(jobs.forward, ROWS), trained)
-    following.run(send_much)
-    # Large arguments come from the driver's node by Ray's object store.
-    change_firewall(rays.hosts[0], "delete", "6381")
+    # Host 1 has not taken anything from host 2 so far, so that there is no connection yet.
+    change_firewall(rays.hosts[2], "delete", "6381")
     with pytest.raises(CallTimeoutError) as caught:
         following.run(send_much)
-    change_firewall(rays.hosts[0], "add", "6381")
-    assert {failure.node_ip for failure in caught.value.failures.values()} == {rays.hosts[0].address}
+    change_firewall(rays.hosts[2], "add", "6381")
+    assert rays.hosts[1].address in {failure.node_ip for failure in caught.value.failures.values()}
     following.run(jobs.stop)
     following.close()
     assert_released(*rays.hosts)
@@ -199,9 +199,9 @@ def test_without_the_driver_s_port_the_doctor_names_it(rays: RayHosts, driver: D
 
 @left_out("29500-29599", 1)
 def test_without_the_store_s_port_the_error_names_it(driver: Driver, checkpoint: Path, closed: Host) -> None:
-    what = rf"rank \d on 10\.77\.0\.\d cannot reach rank 0's store at {closed.address}:295\d\d within 4 s; let"
-    with pytest.raises(GroupError, match=what):
-        driver.run(start, str(checkpoint), timeouts=Timeouts(rendezvous_s=4.0))
+    what = rf"rank \d on 10\.77\.0\.\d cannot reach rank 0's store at {closed.address}:295\d\d within 6 s; let"
+    with pytest.raises(RendezvousError, match=what):
+        driver.run(start, str(checkpoint), timeouts=Timeouts(rendezvous_s=6.0))
 
 
 @left_out("40000-43999", 2)
@@ -209,12 +209,12 @@ def test_a_firewalled_host_is_named_within_the_deadline(
     rays: RayHosts, driver: Driver, checkpoint: Path, closed: Host
 ) -> None:
     with pytest.raises(RendezvousError, match="cannot connect") as caught:
-        driver.run(start, str(checkpoint), timeouts=Timeouts(rendezvous_s=4.0))
+        driver.run(start, str(checkpoint), timeouts=Timeouts(rendezvous_s=6.0))
     first, *lines = str(caught.value).splitlines()
     assert f"(suspect: {closed.address}); gloo and NCCL listen on TCP ports that the kernel chooses" in first
     assert "here 40000 to 43999 (net.ipv4.ip_local_port_range)" in first
     for host in rays.hosts[:2]:
-        what = rf"  {host.address} cannot connect to {closed.address}:4[0-3]\d\d\d: no answer within 2 s"
+        what = rf"  {host.address} cannot connect to {closed.address}:4[0-3]\d\d\d: no answer within 3 s"
         assert any(re.fullmatch(what, line) for line in lines), lines
     assert len(caught.value.missing_ranks) == 1
     assert_released(*rays.hosts)

@@ -18,17 +18,17 @@ from raysharding.group.ranks import Member, RankInfo
 pytestmark = pytest.mark.usefixtures("cluster")
 
 
-class _Other:
-    def ready(self) -> None:
-        pass
-
-
 def test_a_replacement_in_a_bundle_that_others_use_says_so() -> None:
     """Of a placement group that is the caller's."""
+
+    class Other:
+        def ready(self) -> None:
+            pass
+
     need = {"CPU": 1.0}
     bundles = placement_group([need])
     taken = PlacementGroupSchedulingStrategy(bundles)
-    other = ray.remote(num_cpus=1)(_Other).options(scheduling_strategy=taken).remote()
+    other = ray.remote(num_cpus=1)(Other).options(scheduling_strategy=taken).remote()
     try:
         ray.get(other.ready.remote(), timeout=60)
         member = Member(RankInfo(0, "", "", 0, 0, "cpu"), None, 0)
