@@ -386,6 +386,7 @@ def test_columns_that_the_model_does_not_take(
         fit(fresh, rows, collate=None)
 
 
+@pytest.mark.full
 def test_a_dataset_that_a_rank_cannot_load_is_named(fresh: ShardedModelGroup, tmp_path: Path) -> None:
     """The driver can: on rank 1, the cache of `datasets` is no directory."""
     pytest.importorskip("datasets")

@@ -32,7 +32,7 @@ def test_a_replacement_in_a_bundle_that_others_use_says_so() -> None:
     try:
         ray.get(other.ready.remote(), timeout=60)
         member = Member(RankInfo(0, "", "", 0, 0, "cpu"), None, 0)
-        spec = GroupSpec(checkpoint="", timeouts=Timeouts(start_s=1.0))
+        spec = GroupSpec(checkpoint="absent", timeouts=Timeouts(start_s=1.0))
         with pytest.raises(CallTimeoutError, match="free the given placement group: another actor or task may use"):
             start_in_place_of([member], [0], Reservation(bundles, need, is_ours=False), spec)
     finally:
