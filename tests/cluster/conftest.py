@@ -136,7 +136,7 @@ def firewall(host: Host) -> None:
 def _drop_connections(host: Host, table: str, hook: str, which: str) -> None:
     """Drop what asks for a connection over the host's link, and is `which`; others that are open stay."""
     chain = f"type filter hook {hook} priority 0; policy accept; meta {hook[0]}if eth0 tcp flags & (syn | ack) == syn"
-    host.run("nft", f"table inet {table} {{ chain drops {{ {chain} {which} drop; }} }}")
+    host.run("nft", f"table inet {table} {{ chain drops {{ {chain} {which} drop; }}; }}")
 
 
 def no_firewall(host: Host) -> None:
