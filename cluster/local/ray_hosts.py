@@ -19,9 +19,17 @@ from cluster.local.hosts import Host, HostsError
 
 HEAD_PORT = 6379
 CLIENT_PORT = 10_001
-RAYLET_PORTS = {"--node-manager-port": 6380, "--object-manager-port": 6381}
-WORKER_PORTS = (11_000, 11_999)
-"""Ray listens for other hosts on these ports and no others, so that a test can close all others."""
+PORTS = {
+    "--node-manager-port": 6380,
+    "--object-manager-port": 6381,
+    "--min-worker-port": 11_000,
+    "--max-worker-port": 11_999,
+    "--dashboard-agent-grpc-port": 6382,
+    "--dashboard-agent-listen-port": 6383,
+    "--runtime-env-agent-port": 6384,
+    "--metrics-export-port": 6385,
+}
+"""Ray listens on these ports of a node and no others, so that a test can close all others: docs/pages/network.md."""
 START_S = 120.0
 _STARTED = "Ray runtime started."
 
@@ -134,8 +142,7 @@ class RayHosts:
     def _ray_start(self, host: Host) -> list[str]:
         # `--block`: the command ends with what it started, and they with it.
         command = ["ray", "start", "--block", f"--node-ip-address={host.address}", f"--num-cpus={self.cpus_per_host}"]
-        command += [f"{option}={port}" for option, port in RAYLET_PORTS.items()]
-        command += [f"--min-worker-port={WORKER_PORTS[0]}", f"--max-worker-port={WORKER_PORTS[1]}"]
+        command += [f"{option}={port}" for option, port in PORTS.items()]
         command += [f"--include-log-monitor={str(self.logs_to_driver).lower()}", "--object-store-memory=200000000"]
         command += [f"--resources={json.dumps({host.name: 1})}"]
         command += [f"--labels=role={'worker' if host.index else 'head'}"]

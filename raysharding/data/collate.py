@@ -44,7 +44,8 @@ class KnownColumns:
         Args:
             known: Columns to keep; `None`: all but text, of which no tensor can be made.
         """
-        self._known = known
+        self.names = known
+        """Columns that the model takes; `None`: all but text."""
         self.dropped: tuple[str, ...] = ()
         """Names of the columns that were dropped so far. Safe to read from any thread."""
 
@@ -69,7 +70,7 @@ class KnownColumns:
         Raises:
             DataError: No column is left.
         """
-        known = self._known
+        known = self.names
         kept = [name for name, is_text in columns.items() if (not is_text if known is None else name in known)]
         if not kept:
             takes = "no text" if known is None else f"only {', '.join(sorted(known))}"

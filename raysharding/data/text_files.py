@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -41,7 +42,11 @@ class TextFiles(RowFiles):
     def open(
         cls, source: DataPath, files: tuple[str, ...], whole: Collection[str] | None, known: KnownColumns | None
     ) -> Self:
-        """Read the files once, to find rows and types, those that fit the whole column; see `RowFiles.open`."""
+        """Read the files once, to find rows and types, those that fit the whole column; see `RowFiles.open`.
+
+        A column that is not read may hold values of any types.
+        """
+        wanted = source.columns or (None if known is None else known.names)
         directory = normal_path(source.path)
         found = cls(directory, files, None, (), "")
         blocks: list[tuple[int, int, int, int]] = []
@@ -50,12 +55,12 @@ class TextFiles(RowFiles):
             names: list[str] | None = None
             for start, data in _blocks(found._handle(file), file):
                 with reading(file):
-                    table = _parsed(file, data, names, None, None)
+                    table = _inferred(file, data, names, wanted)
                 if names is None and _is_csv(file):
                     names = table.schema.names
                     if types and names != list(types):
                         raise DataError(f"has the columns {names}, but {files[0]} has {list(types)}", path=file)
-                _merge(types, table.schema, file)
+                _merge(types, table.schema, file, wanted)
                 blocks.append((number, start, len(data), table.num_rows))
         if not any(rows for *_, rows in blocks):
             raise DataError("has no rows", path=directory)
@@ -158,7 +163,8 @@ def _parsed(file: str, data: bytes, names: list[str] | None, schema: Any, column
         columns: Columns to return; `None` for all.
     """
     import pyarrow as arrow
-    from pyarrow import csv, json
+    from pyarrow import csv
+    from pyarrow import json as arrow_json
 
     size = max(len(data), 1)
     if _is_csv(file):
@@ -169,20 +175,44 @@ def _parsed(file: str, data: bytes, names: list[str] | None, schema: Any, column
             csv.ConvertOptions(column_types=schema, include_columns=None if columns is None else list(columns)),
         )
     if schema is None:
-        options = json.ParseOptions()
+        options = arrow_json.ParseOptions()
     else:
         wanted = arrow.schema([one for one in schema if columns is None or one.name in columns])
-        options = json.ParseOptions(explicit_schema=wanted, unexpected_field_behavior="ignore")
-    return json.read_json(arrow.BufferReader(data), json.ReadOptions(use_threads=False, block_size=size), options)
+        options = arrow_json.ParseOptions(explicit_schema=wanted, unexpected_field_behavior="ignore")
+    reading_options = arrow_json.ReadOptions(use_threads=False, block_size=size)
+    return arrow_json.read_json(arrow.BufferReader(data), reading_options, options)
 
 
-def _merge(types: dict[str, Any], schema: Any, file: str) -> None:
-    """Widen the types of columns so that they hold the values of one more block."""
+def _inferred(file: str, data: bytes, names: list[str] | None, wanted: Collection[str] | None) -> Any:
+    """Return the rows of a block as a table, with the types that its values have.
+
+    pyarrow refuses a block of JSON in which a column's type changes, and cannot be told to infer some columns only:
+    then the values of columns that are not wanted become nulls first.
+    """
+    import pyarrow as arrow
+
+    try:
+        return _parsed(file, data, names, None, None)
+    except arrow.ArrowInvalid:
+        if wanted is None or _is_csv(file):
+            raise
+        try:
+            rows = [json.loads(line) for line in data.splitlines() if line.strip()]
+            kept = [{name: one if name in wanted else None for name, one in row.items()} for row in rows]
+        except (ValueError, AttributeError):  # no JSON, or no object: pyarrow's error says where
+            kept = None
+        if kept is None:
+            raise
+        return _parsed(file, "\n".join(map(json.dumps, kept)).encode(), names, None, None)
+
+
+def _merge(types: dict[str, Any], schema: Any, file: str, wanted: Collection[str] | None) -> None:
+    """Widen the types of the wanted columns so that they hold the values of one more block."""
     import pyarrow as arrow
 
     for one in schema:
         before = types.setdefault(one.name, one.type)
-        if before == one.type:
+        if before == one.type or (wanted is not None and one.name not in wanted):
             continue
         both = [arrow.schema([(one.name, kind)]) for kind in (before, one.type)]
         try:

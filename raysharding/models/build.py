@@ -43,10 +43,10 @@ def build_module(model: ModelSource, checkpoint: Checkpoint, dtype: torch.dtype 
         model: `None` for the class that config.json names, the name of a transformers auto class, or a callable that
             returns the module; or an `Adapted` with one of these, whose adapters are added on meta.
         checkpoint: Headers and config of the checkpoint.
-        dtype: Floating dtype of the parameters. `None`: config.json's, else the files'; for a callable's model, the
-            dtypes of its parameters. With a dtype, a callable's model is converted as by `Module.to(dtype)`, floating
-            buffers included; a transformers model is built in this dtype, except for the parameters and buffers that
-            its class keeps in float32.
+        dtype: Floating dtype of the parameters, or its name. `None`: config.json's, else the files'; for a callable's
+            model, the dtypes of its parameters. With a dtype, a callable's model is converted as by `Module.to(dtype)`,
+            floating buffers included; a transformers model is built in this dtype, except for the parameters and
+            buffers that its class keeps in float32.
 
     Returns:
         The module, with parameters on meta in their final dtypes and tied parameters tied. Buffers of a transformers
@@ -56,7 +56,7 @@ def build_module(model: ModelSource, checkpoint: Checkpoint, dtype: torch.dtype 
     Raises:
         PlanError: The class is unknown, there is no config.json, the checkpoint is quantized, or the callable failed.
     """
-    assert not isinstance(dtype, str), "`Loading` holds a dtype"
+    dtype = None if dtype is None else floating_dtype(dtype)
     if isinstance(model, Adapted):
         return make_contiguous(model.build(lambda base: build_module(base, checkpoint, dtype), _named(checkpoint)))
     if model is None or isinstance(model, str):

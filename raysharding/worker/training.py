@@ -90,6 +90,7 @@ class Trainer:
         """Position of the last run, or of the run in which the loaded weights were saved."""
         self._fit: Fit | None = None
         self._saves_async = False
+        self._dropped: tuple[str, ...] = ()
 
     def set_optimizer(
         self,
@@ -343,16 +344,20 @@ class Trainer:
         assert self._fit is not None, "fit_begin comes first"
         return replace(self._fit.position, evaluations=())
 
-    def note_evaluation(self, evaluation: Mapping[str, Any]) -> None:
+    def note_evaluation(self, evaluation: Mapping[str, Any]) -> tuple[str, ...]:
         """Add an evaluation to the run's position, which the run's saves hold. No collective.
 
         Args:
             evaluation: See `Position.evaluations`.
+
+        Returns:
+            Columns of the data that this rank has dropped in its last evaluation, since the model does not take them.
         """
         assert self._fit is not None, "fit_begin comes before note_evaluation"
         where = self._fit.position
         self.position = replace(where, evaluations=(*where.evaluations, evaluation))
         self._fit.data_loader.position = self.position
+        return self._dropped
 
     def evaluate(self, plan: EvaluationPlan | None) -> Iterator[dict[str, float] | None]:
         """Compute loss and metrics over data; see `distributed.training.evaluate`. Collective.
@@ -381,6 +386,7 @@ class Trainer:
                     values = run.values() if is_over else None
                 yield values
         finally:
+            self._dropped = run.data_loader.dropped
             run.data_loader.close()
 
     def fit_end(self) -> Position | None:

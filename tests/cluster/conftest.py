@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import time
 from collections.abc import Iterator
@@ -19,6 +20,14 @@ from tests.cluster import jobs
 from tests.cluster.driver import Driver
 
 RELEASE_S = 10.0
+# As cluster/README.md has it: Ray's default of 1000 makes it 2.2 s until a lost node is known, at worst.
+# A node whose processes are gone is given up after 3 s instead of 15, a silent one after 33 s instead of 65.
+QUICK = {
+    "RAY_timeout_ms_task_wait_for_death_info": "200",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_failure_threshold": "3",
+}
+"""Variables for Ray."""
 
 
 def require_hosts() -> None:
@@ -41,24 +50,18 @@ def hosts() -> Iterator[Hosts]:
 @pytest.fixture(scope="session")
 def rays(hosts: Hosts, worker_python: Path) -> Iterator[RayHosts]:
     """A cluster with its head on host 0; its driver sees no checkpoint, see `checkpoint`."""
-    # As cluster/README.md has it: Ray's default of 1000 makes it 2.2 s until a lost node is known, at worst.
-    # A node whose processes are gone is given up after 3 s instead of 15, a silent one after 33 s instead of 65.
-    environment = {
-        "RAY_timeout_ms_task_wait_for_death_info": "200",
-        "RAY_health_check_period_ms": "1000",
-        "RAY_health_check_failure_threshold": "3",
-    }
-    with RayHosts(list(hosts)[:3], cpus_per_host=2, logs_to_driver=False, environment=environment) as rays:
+    with RayHosts(list(hosts)[:3], cpus_per_host=2, logs_to_driver=False, environment=QUICK) as rays:
         yield rays
 
 
 @pytest.fixture(scope="session")
 def laptop(hosts: Hosts, rays: RayHosts) -> Host:
     """A host without Ray, and without its /tmp/ray and /dev/shm; it reaches the others at Ray Client's port alone."""
+    require_nftables()
     host = hosts[3]
     for place in ("/tmp/ray", "/dev/shm"):
         host.hide(place)
-    _drop_connections(host, "egress", f"21 0 1 {CLIENT_PORT}")
+    _drop_connections(host, "laptop", "output", f"tcp dport != {CLIENT_PORT}")
     return host
 
 
@@ -68,7 +71,6 @@ def _mislead(host: Host) -> None:
     host.run("ip", "address", "add", f"172.31.{host.index}.1/24", "dev", "other0")
     for interface in ("other0", "other1"):
         host.run("ip", "link", "set", interface, "up")
-    host.run("tc", "qdisc", "add", "dev", "eth0", "clsact")  # for `firewall`
     own = "127.0.0.1" if host.index < 2 else f"172.31.{host.index}.1"
     host.run("sh", "-c", f"printf '127.0.0.1 localhost\\n{own} {host.name}\\n' > /etc/hosts")
 
@@ -120,24 +122,26 @@ def assert_released(*hosts: Host, within_s: float = RELEASE_S) -> float:
     return now() - begun
 
 
+def require_nftables() -> None:
+    """Skip the test where there is no packet filter."""
+    if shutil.which("nft") is None:
+        pytest.skip("no nft here: install nftables")
+
+
 def firewall(host: Host) -> None:
     """Drop what asks this host for a connection at ports from 20,000 on, which ranks need and Ray does not."""
-    _drop_connections(host, "ingress", "53 1 0 20000")
+    _drop_connections(host, "firewall", "input", "tcp dport >= 20000")
 
 
-def _drop_connections(host: Host, direction: str, test: str) -> None:
-    """Drop what asks for a connection at a port for which BPF's `test` does not jump over the next instruction.
-
-    A BPF program, since it needs neither iptables nor tc's classifiers: TCP over IPv4, SYN without ACK, target port.
-    """
-    program = "12,40 0 0 12,21 0 8 2048,48 0 0 23,21 0 6 6,177 0 0 14,80 0 0 27,84 0 0 18,21 0 2 2,72 0 0 16"
-    program += f",{test},6 0 0 0,6 0 0 2"
-    host.run("tc", "filter", "add", "dev", "eth0", direction, "protocol", "all", "bpf", "da", "bytecode", program)
+def _drop_connections(host: Host, table: str, hook: str, which: str) -> None:
+    """Drop what asks for a connection over the host's link, and is `which`; others that are open stay."""
+    chain = f"type filter hook {hook} priority 0; policy accept; meta {hook[0]}if eth0 tcp flags & (syn | ack) == syn"
+    host.run("nft", f"table inet {table} {{ chain drops {{ {chain} {which} drop; }}; }}")
 
 
 def no_firewall(host: Host) -> None:
     """Undo `firewall`."""
-    host.run("tc", "filter", "delete", "dev", "eth0", "ingress")
+    host.run("nft", "delete table inet firewall")
 
 
 def ended(process: subprocess.Popen[bytes], within_s: float) -> float:

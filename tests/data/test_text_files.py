@@ -143,3 +143,20 @@ def test_columns_that_the_model_does_not_take_are_not_decoded(jsonl: Path, csv_f
         source = TextFiles.open(DataPath(str(path)), list_files(str(path)), (), known)
         assert (source.columns, known.dropped) == (("number", "weight"), left)
         assert set(rows_of(source)[0]) == {"number", "weight"}
+
+
+def test_a_column_that_is_not_read_may_change_its_type(tmp_path: Path, csv_file: Path) -> None:
+    """In one block of JSON Lines, and from one block to the next."""
+    for apart in (3, 700):
+        path = tmp_path / f"{apart}.jsonl"
+        lines = [{"number": number, "extra": number if number < apart else {"a": "b"}} for number in range(NUM_ROWS)]
+        path.write_text("\n".join(map(json.dumps, lines)))
+        known = KnownColumns({"number"})
+        source = TextFiles.open(DataPath(str(path)), (str(path),), (), known)
+        assert known.dropped == ("extra",)
+        assert rows_of(source) == rows_of(opened(path, "number")) == [{"number": one["number"]} for one in lines]
+        with pytest.raises(DataError, match="extra"):
+            opened(path, "number", "extra")
+    path.write_text('{"number": 1}\n{"number": 2, "extra": }\n')
+    with pytest.raises(DataError, match="JSON parse error"):
+        opened(path, "number")

@@ -212,7 +212,7 @@ ROWS = {
         "the host name is a loopback address; several interfaces; one firewalled",
         (
             "tests/cluster/test_groups_over_hosts.py::test_groups_meet_where_host_names_mislead",
-            "tests/cluster/test_groups_over_hosts.py::test_a_firewalled_host_is_named_within_the_deadline",
+            "tests/cluster/test_firewall.py::test_a_firewalled_host_is_named_within_the_deadline",
             "tests/group/launch/test_preflight.py::test_a_cluster_over_loopback_addresses_is_no_cluster",
             "tests/group/launch/test_preflight.py::test_an_interface_that_leads_nowhere_is_named",
         ),

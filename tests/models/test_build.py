@@ -72,7 +72,8 @@ def test_floats_that_json_cannot_hold(tmp_path: Path) -> None:
 
 
 def test_the_process_default_dtype_is_left_alone(bert: Checkpoint) -> None:
-    build_module(None, bert, torch.bfloat16)
+    for dtype in (torch.bfloat16, "bf16"):
+        assert next(build_module(None, bert, dtype).parameters()).dtype == torch.bfloat16
     assert torch.get_default_dtype() == torch.float32
     assert torch.empty(1).device.type == "cpu"
 

@@ -4,7 +4,7 @@ Rank 0 binds the listening socket and passes it to the store: no free port is gu
 Errors name the ranks that did not arrive. Works under any launcher.
 
 gloo and NCCL connect every pair of ranks on ports that the kernel chooses. If a firewall drops packets, they wait for
-the timeout of collectives, and their errors name ports. `check_reachable` therefore tests the connection between each
+the timeout of collectives. `check_reachable` therefore tests the connection between each
 two nodes before the process group is made: it takes a few ms if all nodes are reachable, and raises one error that
 names the nodes if not.
 """
@@ -90,8 +90,8 @@ def check_reachable(store: Store, rank: int, addresses: Sequence[Address], timeo
     Raises:
         RendezvousError: On every rank, if one node cannot connect to another.
     """
-    own = addresses[rank][0]
-    targets = {host: port for host, port in reversed(addresses) if host != own}  # the first rank of each node
+    targets = _ports(addresses)
+    del targets[addresses[rank][0]]
     unreachable = _unreachable(targets, min(_LONGEST_S, timeout_s / 2))
     store.set(f"unreachable/{rank}", json.dumps(unreachable))
     keys = [f"unreachable/{other}" for other in range(len(addresses))]
@@ -100,6 +100,11 @@ def check_reachable(store: Store, rank: int, addresses: Sequence[Address], timeo
     found = {addresses[other][0]: json.loads(said) for other, said in enumerate(store.multi_get(keys))}
     if any(found.values()):
         raise _error(found, addresses)
+
+
+def _ports(addresses: Sequence[Address]) -> dict[str, int]:
+    """Return host → port of the host's first rank."""
+    return dict(reversed(addresses))
 
 
 def _unreachable(targets: Mapping[str, int], timeout_s: float) -> dict[str, str]:
@@ -123,20 +128,27 @@ def _unreachable(targets: Mapping[str, int], timeout_s: float) -> dict[str, str]
 
 def _error(found: Mapping[str, Mapping[str, str]], addresses: Sequence[Address]) -> RendezvousError:
     lines = []
+    ports = _ports(addresses)
     ends: Counter[str] = Counter()
     for source, failed in found.items():
         for target, why in failed.items():
-            lines.append(f"{source} cannot connect to {target}: {why}")
+            lines.append(f"{source} cannot connect to {target}:{ports[target]}: {why}")
             ends.update((source, target))
     # If a firewall isolates one node, every failure has that node at one end.
     most = max(ends.values())
     blamed = [host for host in ends if ends[host] == most]
     missing = [rank for rank, (host, _) in enumerate(addresses) if host in blamed]
     message = (
-        f"nodes of this group cannot connect to each other (suspect: {', '.join(blamed)}); ranks need every TCP port "
-        "between nodes: open the firewall, or start Ray with the address of another interface (--node-ip-address)"
+        f"nodes of this group cannot connect to each other (suspect: {', '.join(blamed)}); gloo and NCCL listen on TCP "
+        f"ports that the kernel chooses, here {_kernel_ports()} (net.ipv4.ip_local_port_range): open them between the "
+        "nodes, or start Ray with the address of another interface (--node-ip-address)"
     )
     return RendezvousError("\n  ".join((message, *lines)), missing_ranks=missing)
+
+
+def _kernel_ports() -> str:
+    with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as setting:
+        return " to ".join(setting.read().split())
 
 
 _SIOCGIFADDR = 0x8915
@@ -278,12 +290,13 @@ def _connect(address: StoreAddress, rank: int, node_ip: str, rendezvous_s: float
     except dist.DistError as error:
         where = f"{address.host}:{address.port}"
         who = f"rank {rank} on {node_ip}"
-        message = f"{who} cannot reach rank 0's store at {where} within {rendezvous_s:g} s: {error}"
+        cure = "let the nodes of ranks reach rank 0's node, on any port or on those of Placement.port_range"
+        message = f"{who} cannot reach rank 0's store at {where} within {rendezvous_s:g} s; {cure}: {error}"
         raise RendezvousError(message, missing_ranks=(0,)) from error
 
 
 def _listen_as_gloo(rank: int, node_ip: str) -> socket.socket:
-    """Listen on the address that gloo will use: that of the interface the user chose, else the node's."""
+    """Listen as gloo will: on the address of the interface the user chose, else the node's; on a port of the kernel."""
     chosen = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     return listen((address_of(chosen) or node_ip) if chosen else node_ip, rank=rank)
 

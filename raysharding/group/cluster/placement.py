@@ -314,6 +314,7 @@ def wait_placed(
     placement: Placement,
     place_s: float | None,
     *,
+    begun: float | None = None,
     held: Callable[[], Sequence[str]] = tuple,
     tells: bool = True,
 ) -> None:
@@ -326,6 +327,7 @@ def wait_placed(
         world_size: Number of ranks.
         placement: The placement that it was reserved with.
         place_s: Deadline in seconds. `None`: 120, or 900 where an autoscaler may add nodes that make room.
+        begun: When the reservation was made, by `time.monotonic()`; `None`: now.
         held: Returns lines about what this program itself holds, for the error of a busy cluster.
         tells: True to write a line to stderr every 10 s: what is missing, and for how long.
 
@@ -333,7 +335,8 @@ def wait_placed(
         PlacementError: No node had the resources before the deadline; the error lists need against have, per node. The
             reservation stays.
     """
-    begun = told = time.monotonic()
+    told = time.monotonic()
+    begun = told if begun is None else begun
     limit_s = _PLACE_S if place_s is None else place_s
     # In slices, since Ray's own wait does not react to Ctrl-C.
     while not reservation.placement_group.wait(max(0.0, min(_SLICE_S, begun + limit_s - time.monotonic()))):

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from raysharding.arguments import check_int
 from raysharding.data import Position
 from raysharding.distributed.training import DataPlan, EvaluationPlan, LossFunction, Metric
-from raysharding.group.calls import Call, Collect, LastValue
+from raysharding.group.calls import Call, Collect, LastValue, collect_all
+from raysharding.group.cluster import tell
 from raysharding.group.fit.datasets import DatasetHandle
 from raysharding.group.fit.early_stop import EarlyStop, direction
 from raysharding.group.fit.report import BestSave
@@ -26,6 +27,11 @@ def submit_evaluation(client: Client, plan: EvaluationPlan | None) -> Call:
     """
     last = LastValue()
     return client.submit_same("evaluate", plan, keep_step=last.keep, collect=Collect(last.collect))
+
+
+def tell_dropped(names: Sequence[str], source: str) -> None:
+    """Say which columns of the data the ranks drop."""
+    tell(f"fit: the model takes no {', '.join(names)}: dropped from {source} (collate= gets all columns)")
 
 
 def steps_to(place: Position, every: int | None) -> int | None:
@@ -123,6 +129,7 @@ class Evaluations:
         self._of_run: list[Mapping[str, Any]] = []
         self.done: dict[int, dict[str, float]] = {}
         """Step → metrics, of the evaluations in this `fit`."""
+        self._has_told = False
 
     def begin(self, place: Position) -> None:
         """Continue at a position, whose evaluations count."""
@@ -169,7 +176,11 @@ class Evaluations:
         }
         if self._is_best(noted["metrics"]):
             noted |= {"best": self._best_by[0], "path": path}
-        client.submit_same("note_evaluation", noted).result()
+        replies = client.submit_same("note_evaluation", noted, collect=collect_all).result()
+        dropped = sorted({name for reply in replies for name in reply})
+        if dropped and not self._has_told:
+            tell_dropped(dropped, "eval_data")
+            self._has_told = True
         self._of_run.append(noted)
         self.done[place.num_steps] = metrics
         return metrics

@@ -31,7 +31,7 @@ from raysharding.group.calls import (
 from raysharding.group.cluster import tell, warn
 from raysharding.group.fit.callbacks import RayGauges
 from raysharding.group.fit.datasets import DatasetHandle
-from raysharding.group.fit.evaluations import EvalOptions, Evaluations, steps_to
+from raysharding.group.fit.evaluations import EvalOptions, Evaluations, steps_to, tell_dropped
 from raysharding.group.fit.fit_lock import FitLock
 from raysharding.group.fit.report import FitReport, FitStep
 from raysharding.group.fit.stop_signal import StopSignal
@@ -452,7 +452,7 @@ class FitRun:
         """Say once which columns of the data the ranks drop."""
         if names and "dropped" not in self._warned:
             self._warned.add("dropped")
-            tell(f"fit: the model takes no {', '.join(names)}: dropped from the data (collate= gets all columns)")
+            tell_dropped(names, "the data")
 
     def _warn_of(self, number: int, step: StepMetrics) -> None:
         """Warn once that steps are skipped, and once that the loss is not finite."""

@@ -63,9 +63,10 @@ def _diagnose(placement: Placement) -> PreflightReport:
     preflight = Preflight(running.client, thorough=True)
     preflight.add(findings)
     try:
-        supervisor.connect_ranks(placement.port_range)
+        preflight.listened("the driver", *supervisor.connect_ranks(placement.port_range))
         preflight.nodes(with_gpus=True)
-        rendezvous(running)
+        store = rendezvous(running)
+        preflight.listened("rank 0's store", store.host, store.port)
         preflight.link()
     except PreflightError as error:
         if not preflight.report().errors:

@@ -16,6 +16,7 @@ import ray
 from raysharding.checkpoint import Checkpoint
 from raysharding.checkpoint.storage import normal_path
 from raysharding.distributed import LoadReport
+from raysharding.distributed.comm import StoreAddress
 from raysharding.errors import GroupError
 from raysharding.group.actors import Assignment, Blueprint, ModelFacts
 from raysharding.group.calls import BegunSave, ModelFiles, ProgressOption, follow
@@ -266,6 +267,7 @@ def _place(
     """Reserve resources, start the actors and check the model; return the checkpoint where rank 0 sees it."""
     tells, place_s = spec.progress is not False, spec.timeouts.place_s
     check = None if is_checked else partial(check_fit, opened, spec.sharding, spec.loading)
+    begun = time.monotonic()
     reservation = reserve(world_size, device_type, spec.placement, spec.lifetime)
     try:
         # The check and the start of an actor are seconds of imports each: they run at the same time, unless the ranks
@@ -275,7 +277,7 @@ def _place(
             if check is not None:
                 check()
                 check = None
-            wait_placed(reservation, world_size, spec.placement, place_s, held=own_groups, tells=tells)
+            wait_placed(reservation, world_size, spec.placement, place_s, begun=begun, held=own_groups, tells=tells)
         base = opened.base
         paths = [file.path for file in base.files]
         started, seen = start_actors(reservation, spec, world_size, device_type, paths, check)
@@ -287,8 +289,8 @@ def _place(
         raise
 
 
-def rendezvous(running: RunningGroup, blueprints: Mapping[int, Blueprint] | None = None) -> None:
-    """Make every rank join a new process group through rank 0's store; ranks keep their modules.
+def rendezvous(running: RunningGroup, blueprints: Mapping[int, Blueprint] | None = None) -> StoreAddress:
+    """Make every rank join a new process group through rank 0's store, and return its address; modules stay.
 
     Args:
         running: The ranks, connected to this process.
@@ -299,7 +301,7 @@ def rendezvous(running: RunningGroup, blueprints: Mapping[int, Blueprint] | None
     deadline_s = timeouts.rendezvous_s + _GRACE_S
     here = (ranks[0].node_ip, timeouts.rendezvous_s, running.spec.placement.port_range)
     hosts = [here, *[(None, 0.0, None)] * (len(ranks) - 1)]
-    address = client.submit_each("serve_store", hosts, deadline_s=deadline_s).result()
+    address: StoreAddress = client.submit_each("serve_store", hosts, deadline_s=deadline_s).result()
     places = [
         Assignment(
             rank=info.rank,
@@ -320,3 +322,4 @@ def rendezvous(running: RunningGroup, blueprints: Mapping[int, Blueprint] | None
     client.submit_each(
         "join", [(place, address, of_new.get(place.rank)) for place in places], deadline_s=deadline_s
     ).result()
+    return address

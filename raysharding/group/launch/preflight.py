@@ -63,6 +63,8 @@ class PreflightReport:
     """Findings, errors first."""
     seconds: float
     """Time that the checks took."""
+    ports: tuple[str, ...] = ()
+    """Who listened where, in words, as far as `raysharding doctor` came; empty in the report of a group."""
 
     @property
     def errors(self) -> tuple[Finding, ...]:
@@ -105,7 +107,8 @@ class PreflightReport:
         return header, rows
 
     def _lines(self) -> list[str]:
-        return [_link_line(self.link), *([str(finding) for finding in self.findings] or ["nothing is wrong"])]
+        ports = [f"ports: {', '.join(self.ports)}"] if self.ports else []
+        return [*ports, _link_line(self.link), *([str(finding) for finding in self.findings] or ["nothing is wrong"])]
 
 
 def _shown(nodes: Sequence[NodeFacts]) -> list[str]:
@@ -242,6 +245,7 @@ class Preflight:
         self._findings: list[Finding] = []
         self._link: LinkTimes | None = None
         self._seconds = 0.0
+        self._ports: list[str] = []
 
     def nodes(self, *, with_gpus: bool = False) -> None:
         """Compare the facts that the ranks report of their nodes, before the rendezvous.
@@ -315,9 +319,14 @@ class Preflight:
         """Add findings of other checks."""
         self._findings += findings
 
+    def listened(self, who: str, host: str, port: int) -> None:
+        """Add where somebody listened for the ranks."""
+        self._ports.append(f"{who} listened at {host}:{port}")
+
     def report(self) -> PreflightReport:
         """Return the report of the checks so far."""
-        return PreflightReport(tuple(self._nodes), self._link, errors_first(self._findings), self._seconds)
+        findings, ports = errors_first(self._findings), tuple(self._ports)
+        return PreflightReport(tuple(self._nodes), self._link, findings, self._seconds, ports)
 
     def finish(self) -> PreflightReport:
         """Return the report of a group that has passed the preflight, and log its warnings."""

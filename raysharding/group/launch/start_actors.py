@@ -105,7 +105,14 @@ def start_in_place_of(
     try:
         actors.extend(_start(reservation, bundle, "cpu", spec) for bundle in bundles)
         path = normal_path(spec.checkpoint)
-        infos = probe(actors, spec.timeouts.start_s, [path], lambda index: reservation.node_ip(bundles[index]), ranks)
+        infos = probe(
+            actors,
+            spec.timeouts.start_s,
+            [path],
+            lambda index: reservation.node_ip(bundles[index]),
+            ranks,
+            is_ours=reservation.is_ours,
+        )
     except BaseException:
         for actor in actors:
             ray.kill(actor, no_restart=True)
@@ -192,6 +199,7 @@ def probe(
             infos[index] = answer
     if late:
         message = f"{len(actors)} actors did not all start within {start_s:g} s; raise Timeouts.start_s"
+        message += ", or let the nodes reach each other at the ports of Ray's workers (ray start --min-worker-port)"
         if not is_ours:
             message += ", or free the given placement group: another actor or task may use its bundles"
         raise CallTimeoutError(message, primary=next(iter(late.values())), failures=late)

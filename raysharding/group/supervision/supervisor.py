@@ -79,11 +79,14 @@ class Supervisor:
         self._loop.start()
         close_at_exit(self)
 
-    def connect_ranks(self, port_range: tuple[int, int] | None) -> None:
+    def connect_ranks(self, port_range: tuple[int, int] | None) -> tuple[str, int]:
         """Wait until all ranks have connected to this process, at most `Timeouts.rendezvous_s`; calls need that.
 
         Args:
             port_range: See `Placement`.
+
+        Returns:
+            The address where this process listened.
 
         Raises:
             RendezvousError: No port is free, or a rank did not connect in time.
@@ -91,7 +94,9 @@ class Supervisor:
         """
         within_s, check = self._timeouts.rendezvous_s, self.status.refuse_if_unusable
         connections = accept_ranks(self.members, port_range, within_s, check)
+        host, port = connections[0].socket.getsockname()[:2]
         self._loop.call_soon(partial(self._connections.add, connections))
+        return host, port
 
     @property
     def state(self) -> GroupState:

@@ -373,13 +373,42 @@ def test_columns_that_the_model_does_not_take(
     """They are left out, and named once; what the loss takes stays."""
     expected = alone(fresh.state_dict(), rows, 1)
     data = [{"input": row["x"], "target": row["y"], "text": "some", "id": 7} for row in rows]
-    report = fit(fresh, data, collate=None, callbacks=[])
+    held_out = [{"input": row["x"], "target": row["y"], "note": "some"} for row in rows]
+    report = fit(fresh, data, collate=None, callbacks=[], eval_data=held_out, eval_every=3)
     assert report.history["loss"] == pytest.approx(expected, abs=1e-5)
     said = [line for line in capfd.readouterr().err.splitlines() if "dropped" in line]
-    assert said == ["raysharding: fit: the model takes no id, text: dropped from the data (collate= gets all columns)"]
+    assert said == [
+        "raysharding: fit: the model takes no id, text: dropped from the data (collate= gets all columns)",
+        "raysharding: fit: the model takes no note: dropped from eval_data (collate= gets all columns)",
+    ]
     assert fresh.evaluate(data, batch_size=9, loss=regression())["num_rows"] == NUM_ROWS
     with pytest.raises(DataError, match="rows have the columns x, y, and the model takes only input, target: rename"):
         fit(fresh, rows, collate=None)
+
+
+@pytest.mark.full
+def test_a_dataset_that_a_rank_cannot_load_is_named(fresh: ShardedModelGroup, tmp_path: Path) -> None:
+    """The driver can: on rank 1, the cache of `datasets` is no directory."""
+    pytest.importorskip("datasets")
+    folder, cache = tmp_path / "rows", tmp_path / "no-cache"
+    folder.mkdir()
+    (folder / "train.jsonl").write_text('{"input": [1.0], "target": 1.0}\n' * 8)
+    cache.touch()
+
+    def without_cache(place: str) -> None:
+        import datasets
+        import torch.distributed as dist
+
+        if dist.get_rank() == 1:
+            datasets.config.HF_DATASETS_CACHE = place
+
+    fresh.call(without_cache, str(cache))
+    with pytest.raises(DataError) as caught:
+        fit(fresh, f"{folder}:train", collate=None)
+    said = str(caught.value)
+    assert f"datasets.load_dataset('{folder}', split='train')" in said
+    assert "rank 1" in said
+    assert str(cache) in said
 
 
 def of_known() -> Callable[..., Any]:

@@ -1,0 +1,51 @@
+"""Errors of actors that do not start, and of bundles that are not placed in time."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from raysharding import CallTimeoutError, Placement, PlacementError, Timeouts
+from raysharding.group.cluster import Lifetime, Reservation, reserve, wait_placed
+from raysharding.group.launch import start_in_place_of
+from raysharding.group.launch.spec import GroupSpec
+from raysharding.group.ranks import Member, RankInfo
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+
+def test_a_replacement_in_a_bundle_that_others_use_says_so() -> None:
+    """Of a placement group that is the caller's."""
+
+    class Other:
+        def ready(self) -> None:
+            pass
+
+    need = {"CPU": 1.0}
+    bundles = placement_group([need])
+    taken = PlacementGroupSchedulingStrategy(bundles)
+    other = ray.remote(num_cpus=1)(Other).options(scheduling_strategy=taken).remote()
+    try:
+        ray.get(other.ready.remote(), timeout=60)
+        member = Member(RankInfo(0, "", "", 0, 0, "cpu"), None, 0)
+        spec = GroupSpec(checkpoint="absent", timeouts=Timeouts(start_s=1.0))
+        with pytest.raises(CallTimeoutError, match="free the given placement group: another actor or task may use"):
+            start_in_place_of([member], [0], Reservation(bundles, need, is_ours=False), spec)
+    finally:
+        ray.kill(other)
+        remove_placement_group(bundles)
+
+
+def test_the_time_to_place_begins_with_the_reservation() -> None:
+    """Not after the checks that are made meanwhile."""
+    placement = Placement(cpus_per_rank=1000.0)
+    reservation = reserve(1, "cpu", placement, Lifetime())
+    try:
+        with pytest.raises(PlacementError, match="not placed within 600 s"):
+            wait_placed(reservation, 1, placement, 600.0, begun=time.monotonic() - 600.0)
+    finally:
+        reservation.release()
