@@ -79,7 +79,7 @@ class Tracker:
 
 
 class TensorBoard:
-    """Writes scalars for TensorBoard: `pip install tensorboard`."""
+    """Writes scalars for TensorBoard: `pip install 'raysharding[tensorboard]'`."""
 
     def __init__(self, log_dir: str | os.PathLike[str]) -> None:
         """Open the log.
@@ -105,7 +105,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Logs to Weights & Biases: `pip install wandb`."""
+    """Logs to Weights & Biases: `pip install 'raysharding[wandb]'`."""
 
     def __init__(self, **options: Any) -> None:
         """Begin a run.
@@ -130,7 +130,7 @@ class WeightsAndBiases:
 
 
 class MLflow:
-    """Logs to MLflow: `pip install mlflow-skinny`."""
+    """Logs to MLflow: `pip install 'raysharding[mlflow]'`."""
 
     def __init__(self, **options: Any) -> None:
         """Begin a run on the tracking server that MLflow is configured for.

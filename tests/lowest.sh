@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# Runs a slice of the tests on the lowest versions that pyproject.toml admits (tests/lowest.txt): imports, and what touches the
+# insides of torch, Ray and transformers. A release needs it; see CONTRIBUTING.md. It makes .venv-lowest-3.11, 1.9 GB.
+# Usage: bash tests/lowest.sh [pytest arguments in place of the slice, e.g. tests/data]
+# Another Python, with the versions of the other tests: PYTHON=python3.13 CONSTRAINTS=tests/constraints.txt bash tests/lowest.sh
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+python=${PYTHON:-python3} constraints=${CONSTRAINTS:-tests/lowest.txt}
+venv=.venv-$(basename "$constraints" .txt)-$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+inputs=$(cat pyproject.toml "$constraints" tests/lowest.sh tests/cuda_stubs.py; pwd)
+if [ "$(cat "$venv/.raysharding" 2>/dev/null || true)" != "$inputs" ]; then
+  "$python" -m venv --clear "$venv"
+  "$venv/bin/python" -m pip install -qq --disable-pip-version-check uv </dev/null
+  # uv, because it can leave out what a package requires: PyPI's torch for x86-64 requires 2 GB of CUDA.
+  for unused in cuda-bindings cuda-toolkit nvidia-{cudnn,cusparselt,nccl,nvshmem}-cu13 triton; do
+    echo "$unused; sys_platform == 'none'"
+  done >"$venv/without.txt"
+  "$venv/bin/uv" pip install -q --python "$venv/bin/python" --override "$venv/without.txt" -c "$constraints" \
+    -e ".[data,datasets,hf,lora,tensorboard]" accelerate fastsafetensors hypothesis ipython psutil pytest pytest-timeout </dev/null
+  [ "$(uname -m)" != x86_64 ] || "$venv/bin/python" tests/cuda_stubs.py "$venv"/lib/python3.*/site-packages/torch/lib
+  printf '%s\n' "$inputs" >"$venv/.raysharding"
+fi
+# shellcheck disable=SC1091
+source "$venv/bin/activate"
+export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 RAY_USAGE_STATS_ENABLED=0 TOKENIZERS_PARALLELISM=false
+slice=(
+  tests/test_public_api.py # imports each module
+  tests/models/test_build.py
+  tests/distributed/fully_shard/test_layout.py
+  tests/distributed/fully_shard/test_sharding_gradients.py
+  tests/distributed/saving
+  tests/group/test_group.py
+  tests/group/test_transformers.py
+  tests/group/test_training_calls.py
+  tests/group/test_adapters.py
+  tests/group/fit/test_fit.py
+  tests/group/launch/test_hub_groups.py
+  tests/group/recovery/test_restart.py
+)
+[ $# -gt 0 ] || set -- "${slice[@]}"
+exec python -m pytest -q -m "not full" -p no:cacheprovider "$@"
