@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
+import shutil
 import signal
 from pathlib import Path
 
@@ -19,8 +21,8 @@ from tests.cluster.driver import ROOT
 from tests.cluster.slurm import SlurmHosts, why_unavailable
 from tests.forking import runtime_env
 
-SBATCH = str(ROOT / "cluster" / "slurm" / "raysharding.sbatch")
-TRAIN = str(ROOT / "cluster" / "slurm" / "train.py")
+FILES = ROOT / "cluster" / "slurm"
+PAGE = ROOT / "docs" / "pages" / "slurm.md"
 SMALL = ("--cpus-per-task=1", "--gpus-per-node=1", "--mem=900M", "--time=10")
 NUM_STEPS, SAVE_EVERY, LR = 200, 20, 1e-3
 FAILS = """
@@ -59,7 +61,7 @@ def driver_pid(slurm: SlurmHosts) -> int:
     """The job's program."""
     for pid in slurm.hosts[0].pids():
         command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        if command[1:2] == [TRAIN.encode()]:
+        if command[1:2] == [b"train.py"]:
             return pid
     raise AssertionError("no program on host 0")
 
@@ -76,9 +78,13 @@ def test_a_preempted_job_goes_on_and_one_that_fails_does_not(worker_python: Path
         slurm.environment |= {"PYTHONPATH": str(ROOT), "RAY_raylet_start_wait_time_s": "120"}
         slurm.environment["RAY_JOB_CONFIG_JSON_ENV_VAR"] = json.dumps({"runtime_env": runtime_env()})
         model, rows = write(slurm.home)
-        options = [f"--steps={NUM_STEPS}", f"--save-every={SAVE_EVERY}", f"--lr={LR}", "--batch-size=16", "--ranks=2"]
-        files = ["--model=model", "--data=rows.jsonl", "--out=out", "--device=cpu"]
-        job = slurm.submit(*SMALL, SBATCH, "python", TRAIN, *files, *options)
+        for name in ("raysharding.sbatch", "train.py"):
+            shutil.copy(FILES / name, slurm.home)
+        submit = re.search(r"^sbatch (.* --steps (\d+))$", PAGE.read_text(), re.MULTILINE)
+        assert submit is not None, "the page says how to submit"
+        assert int(submit[2]) == NUM_STEPS
+        options = [f"--save-every={SAVE_EVERY}", f"--lr={LR}", "--batch-size=16", "--ranks=2", "--device=cpu"]
+        job = slurm.submit(*SMALL, *shlex.split(submit[1]), *options)
         log = slurm.home / f"raysharding-{job}.log"
 
         # Stopped once it has a save, so that it is not done before its nodes are taken. Slurm lets it go on for that.
@@ -89,7 +95,7 @@ def test_a_preempted_job_goes_on_and_one_that_fails_does_not(worker_python: Path
         assert (slurm.home / ".ray" / "auth_token").stat().st_mode & 0o777 == 0o600
         assert [path.name for path in (slurm.home / ".ray").iterdir()] == ["auth_token"]
         urgent = ("--partition=urgent", "--exclusive", "--job-name=urgent")
-        fails = slurm.submit(*urgent, *SMALL, SBATCH, "python", "-c", FAILS)
+        fails = slurm.submit(*urgent, *SMALL, "raysharding.sbatch", "python", "-c", FAILS)
         slurm.wait(lambda: "raysharding.sbatch: SIGTERM" in log.read_text(), 60, "the job is preempted")
         os.kill(driver, signal.SIGCONT)
         slurm.wait(lambda: slurm.job(job)["JobState"] == "PENDING", 100, "it is queued again")
@@ -116,6 +122,5 @@ def test_a_preempted_job_goes_on_and_one_that_fails_does_not(worker_python: Path
         assert int(loss[2]) == NUM_STEPS - int(stopped[1]), "it went on where it was stopped"
         assert float(loss[1]) == pytest.approx(undisturbed(model, rows), abs=2e-3)
         trained = load_file(slurm.home / "out" / f"step-{NUM_STEPS}" / "model.safetensors")
-        for name, tensor in model.state_dict().items():
-            torch.testing.assert_close(trained[name], tensor, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(trained, dict(model.state_dict()), rtol=1e-3, atol=1e-4)
         slurm.wait(lambda: not slurm.left(), 20, f"nothing is left: {slurm.left()}")
