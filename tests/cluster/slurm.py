@@ -146,9 +146,9 @@ class SlurmHosts:
         while not is_so():
             if now() > until:
                 logs = [path for place in (self.folder, self.home) for path in place.glob("*.log")]
-                said = "\n".join(f"{log}: {log.read_text(errors='replace')[-4000:]}" for log in logs)
+                said = "\n".join(f"{log}: {log.read_text(errors='replace')[-12000:]}" for log in logs)
                 raise AssertionError(f"not after {seconds:g} s: {what}\n{said}")
-            time.sleep(0.05)
+            time.sleep(0.2)
 
     def _separate(self, host: Host) -> None:
         """A /tmp of its own, in which the shared folders have the paths that they have elsewhere."""

@@ -23,7 +23,7 @@ from tests.forking import runtime_env
 
 FILES = ROOT / "cluster" / "slurm"
 PAGE = ROOT / "docs" / "pages" / "slurm.md"
-SMALL = ("--cpus-per-task=1", "--gpus-per-node=1", "--mem=900M", "--time=10")
+SMALL = ("--cpus-per-task=1", "--gpus-per-node=1", "--mem=900M", "--time=60")
 NUM_STEPS, SAVE_EVERY, LR = 200, 20, 1e-3
 FAILS = """
 import ray
@@ -67,7 +67,7 @@ def driver_pid(slurm: SlurmHosts) -> int:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(480)
+@pytest.mark.timeout(900)
 def test_a_preempted_job_goes_on_and_one_that_fails_does_not(worker_python: Path) -> None:
     require_hosts()
     reason = why_unavailable()
@@ -94,8 +94,8 @@ def test_a_preempted_job_goes_on_and_one_that_fails_does_not(worker_python: Path
         assert hosts[0].run("stat", "--format=%a", f"/tmp/ray-{job}") == "700\n"
         assert (slurm.home / ".ray" / "auth_token").stat().st_mode & 0o777 == 0o600
         assert [path.name for path in (slurm.home / ".ray").iterdir()] == ["auth_token"]
-        urgent = ("--partition=urgent", "--exclusive", "--job-name=urgent")
-        fails = slurm.submit(*urgent, *SMALL, "raysharding.sbatch", "python", "-c", FAILS)
+        urgent = ("--partition=urgent", "--exclusive", "--nodes=1", "--job-name=urgent")
+        fails = slurm.submit(*SMALL, *urgent, "--gpus-per-node=2", "raysharding.sbatch", "python", "-c", FAILS)
         slurm.wait(lambda: "raysharding.sbatch: SIGTERM" in log.read_text(), 60, "the job is preempted")
         os.kill(driver, signal.SIGCONT)
         slurm.wait(lambda: slurm.job(job)["JobState"] == "PENDING", 100, "it is queued again")
@@ -104,19 +104,18 @@ def test_a_preempted_job_goes_on_and_one_that_fails_does_not(worker_python: Path
         assert stopped is not None, said
         assert int(stopped[1]) < NUM_STEPS
 
-        # The one that took its nodes fails, and is not queued again. It saw two nodes, one CPU and GPU of each.
+        # The one that took a node of it fails, and is not queued again. It saw what Slurm gave it of that.
         slurm.wait(lambda: slurm.job(fails)["JobState"] in DONE, 200, "the urgent job ends")
         said = (slurm.home / f"urgent-{fails}.log").read_text()
-        assert "{'CPU': 2.0, 'GPU': 2.0}" in said, said
+        assert "{'CPU': 1.0, 'GPU': 2.0}" in said, said
         ended = slurm.job(fails)
         assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "3:0", "0"), said
 
-        print(slurm.job(job))
         slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now")  # Slurm waits before it starts a job again
         slurm.wait(lambda: slurm.job(job)["JobState"] in DONE, 200, "the job ends")
         ended, said = slurm.job(job), log.read_text()
         assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1"), said
-        print(said)
+        print(said)  # for a failure
         loss = re.search(rf"^step {NUM_STEPS}, loss (\S+): (\d+) steps", said, re.MULTILINE)
         assert loss is not None, said
         assert int(loss[2]) == NUM_STEPS - int(stopped[1]), "it went on where it was stopped"
