@@ -67,7 +67,7 @@ def driver_pid(slurm: SlurmHosts) -> int:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(480)
 def test_a_preempted_job_goes_on_and_one_that_fails_does_not(worker_python: Path) -> None:
     require_hosts()
     reason = why_unavailable()
