@@ -1,0 +1,182 @@
+"""A real Slurm over `Hosts`: munged and slurmctld on host 0, a slurmd on every host, a home that all of them share."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from cluster.local.hosts import Host
+from tests.clock import now
+
+COMMANDS = ("munged", "slurmctld", "slurmd", "sbatch")
+DAEMONS = (*COMMANDS[:3], "slurmscriptd")
+START_S = 60.0
+
+# See `man slurm.conf`. Two partitions over the same nodes: a job in `urgent` takes them from one in `normal`, which has
+# a grace time and is queued again. No cgroups, which a container may not give. As many CPUs as are said, and two
+# devices on each node that are no GPUs, but are handed out as such.
+CONFIGURATION = """
+ClusterName=test
+SlurmctldHost={head}
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge/socket
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0
+GresTypes=gpu
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+SlurmctldParameters=preempt_send_user_signal
+SlurmdParameters=config_overrides
+KillWait=5
+NodeName={names} CPUs=4 RealMemory=2000 Gres=gpu:2
+PartitionName=normal Nodes={names} Default=YES PriorityTier=1 GraceTime=120
+PartitionName=urgent Nodes={names} PriorityTier=2 PreemptMode=OFF
+"""
+
+
+def why_unavailable() -> str | None:
+    """Why Slurm cannot run here, or `None`."""
+    path = f"{os.environ['PATH']}:/usr/sbin"
+    missing = [command for command in COMMANDS if shutil.which(command, path=path) is None]
+    return f"not found: {', '.join(missing)}; see tests/install_debian.sh" if missing else None
+
+
+class SlurmHosts:
+    """A context manager: hosts with Slurm on them. Each has a /tmp and a /dev/shm of its own; `home` is shared.
+
+    Args:
+        hosts: Those that get Slurm, made by the caller, who closes them after this.
+        seen: A folder in /tmp that the hosts see, too.
+    """
+
+    def __init__(self, hosts: Sequence[Host], *, seen: Path) -> None:
+        self.hosts = hosts
+        self.folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
+        self.home = self.folder / "home"
+        self._shared = (self.folder, seen)
+        for name in ("home", "state", "munge", *(f"spool-{host.name}" for host in hosts)):
+            (self.folder / name).mkdir()
+        key = self.folder / "munge" / "key"
+        key.touch(mode=0o600)
+        key.write_bytes(secrets.token_bytes(128))
+        names = ",".join(host.name for host in hosts)
+        written = CONFIGURATION.format(head=hosts[0].name, folder=self.folder, names=names)
+        (self.folder / "slurm.conf").write_text(written)
+        # Else slurmd looks at /sys/fs/cgroup for the kind of cgroups, and a host has nothing there.
+        (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+        (self.folder / "gres.conf").write_text(f"NodeName={names} Name=gpu File=/dev/null,/dev/zero\n")
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "SLURM_"))}
+        self.environment = inherited | {"SLURM_CONF": str(self.folder / "slurm.conf"), "HOME": str(self.home)}
+        self.environment["PATH"] += ":/usr/sbin"
+
+    def __enter__(self) -> Self:
+        try:
+            for host in self.hosts:
+                self._separate(host)
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kill every process on the hosts; idempotent."""
+        for host in self.hosts:
+            host.kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def run(self, *command: str) -> str:
+        """Run a command at home, as a user who has logged in to host 0, to its end; returns what it printed."""
+        piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        process = self.hosts[0].popen(command, env=self.environment, cwd=self.home, **piped)
+        output, errors = process.communicate(timeout=START_S)
+        assert process.returncode == 0, f"{command}: {errors}"
+        return str(output)
+
+    def submit(self, *arguments: str) -> int:
+        """`sbatch`; returns the job's number."""
+        return int(self.run("sbatch", "--parsable", *arguments))
+
+    def job(self, number: int) -> Mapping[str, str]:
+        """What `scontrol show job` says of a job."""
+        return dict(re.findall(r"(\S+?)=(\S*)", self.run("scontrol", "--oneliner", "show", "job", str(number))))
+
+    def left(self) -> list[str]:
+        """Processes on the hosts that are not Slurm's daemons, and folders of jobs."""
+        found = []
+        for host in self.hosts:
+            found += [f"{host.name}: {path}" for path in host.run("sh", "-c", "ls -d /tmp/ray* || true").split()]
+            for pid in host.pids():
+                try:
+                    command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+                except FileNotFoundError:
+                    continue
+                if command and Path(command.split()[0]).name not in DAEMONS and "slurmscriptd" not in command:
+                    found.append(f"{host.name}: {command}")
+        return found
+
+    def wait(self, is_so: Callable[[], Any], seconds: float, what: str) -> None:
+        """Wait until something is so; else says what the logs of Slurm and of the jobs say."""
+        until = now() + seconds
+        while not is_so():
+            if now() > until:
+                logs = [path for place in (self.folder, self.home) for path in place.glob("*.log")]
+                said = "\n".join(f"{log}: {log.read_text(errors='replace')[-12000:]}" for log in logs)
+                raise AssertionError(f"not after {seconds:g} s: {what}\n{said}")
+            time.sleep(0.2)
+
+    def _separate(self, host: Host) -> None:
+        """A /tmp of its own, in which the shared folders have the paths that they have elsewhere."""
+        for number, folder in enumerate(self._shared):
+            host.run("mkdir", "-p", f"/dev/shm/{host.namespace}/{number}")
+            host.run("mount", "--bind", str(folder), f"/dev/shm/{host.namespace}/{number}")
+        host.hide("/tmp")
+        host.run("chmod", "1777", "/tmp")
+        for number, folder in enumerate(self._shared):
+            host.run("mkdir", "-p", str(folder))
+            host.run("mount", "--move", f"/dev/shm/{host.namespace}/{number}", str(folder))
+        host.run("rm", "-r", f"/dev/shm/{host.namespace}")
+        host.hide("/dev/shm")
+
+    def _start(self) -> None:
+        head, munge = self.hosts[0], self.folder / "munge"
+        files = [f"--{what}={munge}/{what.split('-')[0]}" for what in ("key-file", "pid-file", "log-file", "seed-file")]
+        self._serve(head, "munged", "--foreground", "--force", f"--socket={munge}/socket", *files)
+        self.wait((munge / "socket").exists, START_S, "munged listens")
+        self._serve(head, "slurmctld", "-D")
+        for host in self.hosts:
+            self._serve(host, "slurmd", "-D", "-N", host.name)
+        self.wait(self._is_idle, START_S, "all nodes are idle")
+
+    def _serve(self, host: Host, *command: str) -> None:
+        with (self.folder / f"{command[0]}-{host.name}.out.log").open("wb") as output:
+            host.popen(command, env=self.environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+
+    def _is_idle(self) -> bool:
+        states = self.run("sh", "-c", "sinfo --noheader --Node --partition=normal --format=%T 2>/dev/null || true")
+        return states.split() == ["idle"] * len(self.hosts)
