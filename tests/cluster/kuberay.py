@@ -6,6 +6,8 @@ controllers/ray/common/pod.go, and `BuildJobSubmitCommand` of its job.go, at 1.7
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -20,9 +22,14 @@ _UNITS = {"": 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
 Manifest = dict[str, Any]
 
 
+@functools.cache
+def _parsed(name: str) -> list[Manifest]:
+    return list(yaml.safe_load_all((FOLDER / name).read_text()))
+
+
 def manifests(name: str) -> list[Manifest]:
-    """Objects of a file of cluster/kubernetes."""
-    return [one for one in yaml.safe_load_all((FOLDER / name).read_text()) if one is not None]
+    """Objects of a file of cluster/kubernetes, the caller's own."""
+    return copy.deepcopy(_parsed(name))
 
 
 def one(name: str, kind: str) -> Manifest:

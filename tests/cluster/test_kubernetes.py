@@ -49,11 +49,11 @@ def test_objects_have_the_fields_and_types_of_their_schemas(name: str, manifest:
     validate(manifest)
 
 
-@pytest.mark.parametrize("name", pods())
-def test_pod_templates_are_pods(name: str) -> None:
-    template = pods()[name]
-    metadata = template["metadata"] | {"name": "pod"}
-    validate({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]})
+def test_pod_templates_are_pods() -> None:
+    items = [
+        {"metadata": template["metadata"] | {"name": name}, "spec": template["spec"]} for name, template in pods().items()
+    ]
+    validate({"apiVersion": "v1", "kind": "PodList", "items": items})  # one look at the schemas, which are large
 
 
 @pytest.mark.parametrize(
