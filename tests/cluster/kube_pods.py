@@ -1,7 +1,7 @@
 """Pods without Kubernetes: containers' commands run as the manifests and KubeRay have them, each pod on a host of its own.
 
-A pod has the network, the mounts, the user, the variables and the host names that it would have; not the image's files,
-for which stand this machine's, nor limits of memory and CPUs.
+A pod has the network, the mounts, the user, the variables and the host names that it would have, but no limits of memory
+and CPUs. For the image's files stand this machine's, unless RAYSHARDING_TEST_IMAGE names an image that buildah has.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from tests.cluster.kuberay import quantity as num_bytes
 
 USER = 1000
 ROOT = Path(__file__).resolve().parents[2]
+IMAGE = os.environ.get("RAYSHARDING_TEST_IMAGE")
 PROGRAMS = (Path(sys.base_prefix), Path(sys.prefix), ROOT)
 """What stands for the image's files."""
 # Shows the directories of its arguments where they are, under parents that others may not enter: those are covered by
@@ -52,6 +53,7 @@ class Pods:
         self._config_maps = config_maps
         self._scratch = scratch
         self._made: list[Path] = []
+        self._containers: dict[str, str] = {}
 
     def __enter__(self) -> Self:
         for target in (Path("/data"), Path("/cache")):
@@ -64,6 +66,8 @@ class Pods:
         return self
 
     def __exit__(self, *_: object) -> None:
+        for container in self._containers.values():
+            subprocess.run(["buildah", "rm", container], check=True, stdout=subprocess.DEVNULL, timeout=60)
         for target in self._made:
             target.rmdir()
 
@@ -77,6 +81,8 @@ class Pods:
         host.run("sh", "-c", f"printf '{entries}' >>/etc/hosts")
         host.run("mount", "-t", "tmpfs", "-o", f"uid={USER},gid={USER},mode=755", "none", "/home")
         host.run("install", "-d", "-o", str(USER), "-g", str(USER), "/home/ray")
+        if IMAGE is not None:
+            self._containers[host.name] = host.run("buildah", "from", "--pull-never", IMAGE, timeout_s=120).strip()
         mounts = {mount["name"]: mount["mountPath"] for mount in pod["containers"][0].get("volumeMounts", [])}
         for volume in pod.get("volumes", []):
             self._mount_volume(host, volume, mounts[volume["name"]])
@@ -100,12 +106,19 @@ class Pods:
         self, host: Host, pod: Manifest, command: Sequence[str], variables: Mapping[str, str], **options: Any
     ) -> subprocess.Popen[Any]:
         """Start a command in a pod's first container, as the user and with the rights that the pod names."""
-        user, container = pod["securityContext"]["runAsUser"], pod["containers"][0]
+        user, group = (pod["securityContext"][name] for name in ("runAsUser", "runAsGroup"))
+        container = pod["containers"][0]
         assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-        rights = [f"--reuid={user}", f"--regid={pod['securityContext']['runAsGroup']}", "--clear-groups"]
+        own = {**variables, **environment(container, self.secrets)}
+        if IMAGE is not None:
+            targets = ["/etc/hosts", *(mount["mountPath"] for mount in container.get("volumeMounts", []))]
+            run = ["buildah", "run", "--isolation=chroot", f"--user={user}:{group}", "--cap-drop=all"]
+            run += [f"--volume={target}:{target}" for target in targets]
+            run += [f"--env={name}={value}" for name, value in own.items()]
+            return host.popen([*run, self._containers[host.name], "--", *command], **options)
+        rights = [f"--reuid={user}", f"--regid={group}", "--clear-groups"]
         rights += ["--no-new-privs", "--bounding-set=-all", "--inh-caps=-all"]
-        env = image_environment() | dict(variables) | environment(container, self.secrets)
-        return host.popen(["setpriv", *rights, *command], cwd="/home/ray", env=env, **options)
+        return host.popen(["setpriv", *rights, *command], cwd="/home/ray", env=image_environment() | own, **options)
 
 
 def wait_until(

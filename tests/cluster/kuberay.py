@@ -85,7 +85,7 @@ def ray_command(cluster: str, cluster_spec: Manifest, group_name: str) -> list[s
 
 def wait_command(cluster: str) -> list[str]:
     """What a worker's init container runs until it succeeds."""
-    return ["/bin/bash", "-c", "--", f"until ray health-check --address {head_service(cluster)}:6379; do sleep 1; done"]
+    return ["/bin/bash", "-c", "--", f"until ray health-check --address {head_service(cluster)}:6379; do sleep 5; done"]
 
 
 def environment(container: Manifest, secrets: dict[str, dict[str, str]]) -> dict[str, str]:

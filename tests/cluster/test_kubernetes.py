@@ -51,7 +51,8 @@ def test_objects_have_the_fields_and_types_of_their_schemas(name: str, manifest:
 
 def test_pod_templates_are_pods() -> None:
     items = [
-        {"metadata": template["metadata"] | {"name": name}, "spec": template["spec"]} for name, template in pods().items()
+        {"metadata": template["metadata"] | {"name": name}, "spec": template["spec"]}
+        for name, template in pods().items()
     ]
     validate({"apiVersion": "v1", "kind": "PodList", "items": items})  # one look at the schemas, which are large
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import secrets
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -18,7 +21,7 @@ import transformers
 from cluster.local.hosts import Host, Hosts
 from tests.cluster import kuberay
 from tests.cluster.conftest import require_hosts
-from tests.cluster.kube_pods import Pods, wait_until
+from tests.cluster.kube_pods import IMAGE, Pods, image_environment, wait_until
 from tests.cluster.kuberay import FOLDER, one
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
@@ -30,28 +33,13 @@ try: print(r.urlopen(sys.argv[1], timeout=10).status)
 except r.HTTPError as e: print(e.code)
 """
 PROBE = "import sys, urllib.request as r; print(r.urlopen(sys.argv[1], timeout=10).status)"
-# In the place of `jupyter` in the notebook's pod: the cells of a kernel, and of the kernel after its restart.
-CELLS = f"""#!/bin/sh
-echo "jupyter $*"
-{sys.executable} - <<'END'
-import os, ray, torch
-from raysharding import Same, ShardedModelGroup
-ray.init("auto", logging_level="ERROR")
-group = ShardedModelGroup.from_checkpoint("/data/model", world_size=2, name="resident")
-print("loss", group.forward(**{{k: Same(torch.arange(8).view(1, 8)) for k in ("input_ids", "labels")}}).loss.item(), flush=True)
-os._exit(0)
-END
-{sys.executable} - <<'END'
-import ray, torch
-from raysharding import Same, ShardedModelGroup
-ray.init("auto", logging_level="ERROR")
-with ShardedModelGroup.attach("resident") as group:
-    print("loss", group.forward(**{{k: Same(torch.arange(8).view(1, 8)) for k in ("input_ids", "labels")}}).loss.item())
-    print("nodes", *sorted(rank.node_ip for rank in group.ranks))
-END
+PAGE = FOLDER.parents[1] / "docs/pages/kubernetes.md"
+LOSS = """
+import os, torch
+from raysharding import Same
+rows = torch.arange(8).view(1, 8)
+print("loss", group.forward(input_ids=Same(rows), labels=Same(rows)).loss.item(), flush=True)
 """
-
-
 GROUPS = ("head", "ranks", "ranks")
 
 
@@ -71,7 +59,8 @@ class Cluster:
 
     def variables(self, group: str) -> dict[str, str]:
         """What KubeRay adds to those of a group's container."""
-        return self.auth | kuberay.ray_environment("train", group)
+        slow = {"RAY_raylet_start_wait_time_s": "120"}  # as in cluster/local: of a machine that does much else
+        return slow | self.auth | kuberay.ray_environment("train", group)
 
     def start(self, index: int) -> None:
         """Start Ray in a pod; a worker's waits for the head in its init container."""
@@ -86,7 +75,15 @@ class Cluster:
     def wait_until_ready(self, index: int) -> None:
         """As kubelet waits."""
         ready = partial(self.is_ready, index, GROUPS[index])
-        wait_until(ready, f"pod {index} ready", 200, self.log(index), self.ray[index])
+        wait_until(ready, f"pod {index} ready", 300, self.log(index), self.ray[index])
+
+    def first_process(self, index: int) -> int:
+        """The process that gets the signals of a pod: bash has become `ray start`."""
+        for pid in self.hosts[index].pids():
+            arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            if any(first.endswith(b"/ray") and second == b"start" for first, second in pairwise(arguments)):
+                return pid
+        raise LookupError(f"pod {index} has no `ray start`: {self.log(index).read_text()[-2000:]}")
 
     def log(self, index: int) -> Path:
         """What a pod's container prints."""
@@ -127,8 +124,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         cluster = Cluster(hosts, pods, folder)
         for index, group in enumerate(GROUPS):
             pods.mount(hosts[index], cluster.templates[group], cluster.names)
+        pods.mount(hosts[3], one("notebook.yaml", "Pod")["spec"], cluster.names)
+        # One after the other, unlike KubeRay: the machine has two cores.
+        cluster.start(0)
+        cluster.wait_until_ready(0)
+        for index in (1, 2):
             cluster.start(index)
-        for index in range(len(GROUPS)):
+        for index in (1, 2):
             cluster.wait_until_ready(index)
         yield cluster
         for host in hosts:
@@ -166,7 +168,7 @@ def test_the_job_is_stopped_saves_and_goes_on_where_it_was(cluster: Cluster, tmp
     out = cluster.pods.claims["raysharding-data"] / "out"
     submitter = cluster.submit(log := tmp_path / "first.log")
     wait_until(lambda: steps_saved(out), "the job's first save", 200, log, submitter)
-    cluster.ray[1].terminate()
+    os.kill(cluster.first_process(1), signal.SIGTERM)
     hook = cluster.templates["head"]["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
     stop = cluster.pods.popen(cluster.hosts[0], cluster.templates["head"], hook, cluster.variables("head"))
     assert stop.wait(timeout=100) == 0
@@ -187,3 +189,44 @@ def test_the_job_is_stopped_saves_and_goes_on_where_it_was(cluster: Cluster, tmp
     assert model.config.vocab_size == 32
     ranks = set(re.findall(r"10\.77\.0\.\d", log.read_text()))
     assert {cluster.hosts[1].address, cluster.hosts[2].address} <= ranks
+
+
+def blocks_of_the_page(test: str) -> list[str]:
+    """Python blocks of docs/pages/kubernetes.md that name a test."""
+    pattern = rf"<!-- run by: tests/cluster/test_kubernetes_pods.py::{test} -->\n```python\n(.*?)```"
+    return re.findall(pattern, PAGE.read_text(), re.DOTALL)
+
+
+@pytest.mark.skipif(IMAGE is not None, reason="puts a program in the place of Jupyter, which the image has")
+def test_a_notebook_joins_makes_a_group_and_attaches_after_a_restart(cluster: Cluster, tmp_path: Path) -> None:
+    first, second = blocks_of_the_page("test_a_notebook_joins_makes_a_group_and_attaches_after_a_restart")
+    kernels = [first + LOSS + "os._exit(0)\n", second + LOSS + "group.shutdown()\n"]
+    cells = "".join(f"{sys.executable} - <<'END'\n{kernel}END\n" for kernel in kernels)
+    folder = cluster.pods.claims["raysharding-cache"] / "bin"
+    folder.mkdir()
+    (folder / "jupyter").write_text(f"#!/bin/sh\nset -e\necho jupyter $*\n{cells}")  # where Jupyter would run them
+    (folder / "jupyter").chmod(0o755)
+    pod = one("notebook.yaml", "Pod")["spec"]
+    container = pod["containers"][0]
+    path = {"PATH": f"/cache/bin:{image_environment()['PATH']}", "RAY_raylet_start_wait_time_s": "120"}
+    with (log := tmp_path / "notebook.log").open("wb") as output:
+        command = [*container["command"], *container["args"]]
+        process = cluster.pods.popen(cluster.hosts[3], pod, command, path, stdout=output, stderr=output)
+    assert process.wait(timeout=200) == 0, log.read_text()
+    said = log.read_text()
+    assert "jupyter lab --ip=0.0.0.0 --port=8888 --no-browser" in said
+    made, attached = re.findall(r"^loss (\S+)$", said, re.MULTILINE)
+    assert made == attached
+
+
+@pytest.mark.skipif(IMAGE is None, reason="needs the image: RAYSHARDING_TEST_IMAGE")
+def test_jupyter_of_the_image_answers_its_probe(cluster: Cluster, tmp_path: Path) -> None:
+    pod = one("notebook.yaml", "Pod")["spec"]
+    container = pod["containers"][0]
+    with (log := tmp_path / "notebook.log").open("wb") as output:
+        command = [*container["command"], *container["args"]]
+        process = cluster.pods.popen(cluster.hosts[3], pod, command, {}, stdout=output, stderr=output)
+    url = f"http://localhost:8888{container['readinessProbe']['httpGet']['path']}"
+    wait_until(lambda: cluster.probe(3, url), "Jupyter answers", 200, log, process)
+    status = [sys.executable, "-I", "-S", "-c", STATUS, "http://localhost:8888/api/kernels"]
+    assert cluster.hosts[3].run(*status) == "403\n", "without the token"
