@@ -1,7 +1,7 @@
-"""Pods without Kubernetes: containers' commands run as the manifests and KubeRay have them, each pod on a host of its own.
+"""Pods without Kubernetes: commands of containers run as the manifests and KubeRay have them, each pod on its own host.
 
-A pod has the network, the mounts, the user, the variables and the host names that it would have, but no limits of memory
-and CPUs. For the image's files stand this machine's, unless RAYSHARDING_TEST_IMAGE names an image that buildah has.
+A pod has the network, mounts, user, variables and host names that it would have, but no limits of memory and CPUs. For
+the image's files stand this machine's, unless RAYSHARDING_TEST_IMAGE names an image that buildah has.
 """
 
 from __future__ import annotations
@@ -76,7 +76,6 @@ class Pods:
         closed = {parent for path in PROGRAMS for parent in path.parents if not parent.stat().st_mode & 1}
         if closed:
             host.run("sh", "-ec", EXPOSE, "expose", "\n".join(map(str, sorted(closed))), *map(str, PROGRAMS))
-        host.run("ip", "route", "add", "default", "dev", "eth0")
         entries = "".join(f"{address} {name}\\n" for name, address in names.items())
         host.run("sh", "-c", f"printf '{entries}' >>/etc/hosts")
         host.run("mount", "-t", "tmpfs", "-o", f"uid={USER},gid={USER},mode=755", "none", "/home")

@@ -1,7 +1,7 @@
 """What KubeRay makes of a manifest: the containers' commands and environment, as its operator generates them.
 
-Follows `BuildPod`, `generateRayStartCommand`, `setContainerEnvVars` and `SetContainerTokenAuthEnvVars` of the operator's
-controllers/ray/common/pod.go, and `BuildJobSubmitCommand` of its job.go, at 1.7.0: see those where a test fails here.
+Follows `BuildPod`, `generateRayStartCommand`, `setContainerEnvVars`, `SetContainerTokenAuthEnvVars` of the operator in
+controllers/ray/common/pod.go, and `BuildJobSubmitCommand` in job.go, at 1.7.0: see those where a test fails here.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ def test_the_image_pins_what_the_tests_run_with() -> None:
     text = (FOLDER / "Dockerfile").read_text()
     assert text.count("-c /src/constraints.txt") == 1
     assert "USER 1000:1000" in text
-    assert {found for found in re.findall(r"(\w+)==", text)} == {"torch", "jupyterlab"}
+    assert set(re.findall(r"(\w+)==", text)) == {"torch", "jupyterlab"}
     ignored = (FOLDER / "Dockerfile.dockerignore").read_text().splitlines()
     copied = re.findall(r"^COPY (?!--)(.+) \S+$", text, re.MULTILINE)
     for path in " ".join(copied).split():

@@ -18,7 +18,7 @@ import pytest
 import torch
 import transformers
 
-from cluster.local.hosts import Host, Hosts
+from cluster.local.hosts import Hosts
 from tests.cluster import kuberay
 from tests.cluster.conftest import require_hosts
 from tests.cluster.kube_pods import IMAGE, Pods, image_environment, wait_until
