@@ -20,13 +20,13 @@ import transformers
 
 from cluster.local.hosts import Hosts
 from tests.cluster import kuberay
-from tests.cluster.conftest import require_hosts
-from tests.cluster.kube_pods import IMAGE, Pods, image_environment, wait_until
+from tests.cluster.conftest import rank_pids, require_hosts
+from tests.cluster.kube_pods import IMAGE, USER, Pods, image_environment, wait_until
 from tests.cluster.kuberay import FOLDER, one
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 
-NUM_STEPS, BATCH_SIZE = 2000, 8
+NUM_STEPS, BATCH_SIZE = 400, 8
 STATUS = """
 import sys, urllib.request as r
 try: print(r.urlopen(sys.argv[1], timeout=10).status)
@@ -59,7 +59,7 @@ class Cluster:
 
     def variables(self, group: str) -> dict[str, str]:
         """What KubeRay adds to those of a group's container."""
-        slow = {"RAY_raylet_start_wait_time_s": "120"}  # as in cluster/local: of a machine that does much else
+        slow = {"RAY_raylet_start_wait_time_s": "300"}  # as in cluster/local: of a machine that does much else
         return slow | self.auth | kuberay.ray_environment("train", group)
 
     def start(self, index: int) -> None:
@@ -125,12 +125,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         for index, group in enumerate(GROUPS):
             pods.mount(hosts[index], cluster.templates[group], cluster.names)
         pods.mount(hosts[3], one("notebook.yaml", "Pod")["spec"], cluster.names)
-        # One after the other, unlike KubeRay: the machine has two cores.
-        cluster.start(0)
-        cluster.wait_until_ready(0)
-        for index in (1, 2):
+        for index in range(len(GROUPS)):  # not all at once, unlike KubeRay: the machine has two cores
             cluster.start(index)
-        for index in (1, 2):
             cluster.wait_until_ready(index)
         yield cluster
         for host in hosts:
@@ -145,6 +141,8 @@ def make_data(folder: Path) -> None:
     model.save_pretrained(folder / "model")
     rows = torch.randint(0, 32, (NUM_STEPS * BATCH_SIZE, 8)).tolist()
     (folder / "rows.jsonl").write_text("".join(json.dumps({"input_ids": row, "labels": row}) + "\n" for row in rows))
+    for path in folder.rglob("*"):
+        os.chown(path, USER, USER)
 
 
 def steps_saved(out: Path) -> list[int]:
@@ -157,10 +155,6 @@ def test_probes_answer_without_a_token_and_nothing_else_does(cluster: Cluster) -
     jobs = [sys.executable, "-I", "-S", "-c", STATUS, "http://localhost:8265/api/jobs/"]
     assert head.run(*jobs) == "401\n"
     assert worker.run(*jobs[:-1], "http://localhost:8080/metrics") == "200\n", "Prometheus has no token either"
-    for index in range(3):
-        said = cluster.log(index).read_text()
-        assert "Ray runtime started" in said or index == 0, said
-        assert "object store is using /tmp" not in said, "object-store-memory fits into /dev/shm"
 
 
 def test_the_job_is_stopped_saves_and_goes_on_where_it_was(cluster: Cluster, tmp_path: Path) -> None:
@@ -168,6 +162,9 @@ def test_the_job_is_stopped_saves_and_goes_on_where_it_was(cluster: Cluster, tmp
     out = cluster.pods.claims["raysharding-data"] / "out"
     submitter = cluster.submit(log := tmp_path / "first.log")
     wait_until(lambda: steps_saved(out), "the job's first save", 200, log, submitter)
+    assert [len(rank_pids(host)) for host in cluster.hosts] == [0, 1, 1, 0]
+    for index in range(len(GROUPS)):
+        assert "object store is using /tmp" not in cluster.log(index).read_text(), "it fits into /dev/shm"
     os.kill(cluster.first_process(1), signal.SIGTERM)
     hook = cluster.templates["head"]["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
     stop = cluster.pods.popen(cluster.hosts[0], cluster.templates["head"], hook, cluster.variables("head"))
@@ -187,8 +184,6 @@ def test_the_job_is_stopped_saves_and_goes_on_where_it_was(cluster: Cluster, tmp
     assert int(report[1]) == NUM_STEPS - int(ended[1])
     model = transformers.LlamaForCausalLM.from_pretrained(out / f"step-{NUM_STEPS}")
     assert model.config.vocab_size == 32
-    ranks = set(re.findall(r"10\.77\.0\.\d", log.read_text()))
-    assert {cluster.hosts[1].address, cluster.hosts[2].address} <= ranks
 
 
 def blocks_of_the_page(test: str) -> list[str]:
@@ -208,7 +203,7 @@ def test_a_notebook_joins_makes_a_group_and_attaches_after_a_restart(cluster: Cl
     (folder / "jupyter").chmod(0o755)
     pod = one("notebook.yaml", "Pod")["spec"]
     container = pod["containers"][0]
-    path = {"PATH": f"/cache/bin:{image_environment()['PATH']}", "RAY_raylet_start_wait_time_s": "120"}
+    path = {"PATH": f"/cache/bin:{image_environment()['PATH']}", "RAY_raylet_start_wait_time_s": "300"}
     with (log := tmp_path / "notebook.log").open("wb") as output:
         command = [*container["command"], *container["args"]]
         process = cluster.pods.popen(cluster.hosts[3], pod, command, path, stdout=output, stderr=output)
