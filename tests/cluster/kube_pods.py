@@ -111,7 +111,7 @@ class Pods:
         own = {**variables, **environment(container, self.secrets)}
         if IMAGE is not None:
             targets = ["/etc/hosts", *(mount["mountPath"] for mount in container.get("volumeMounts", []))]
-            run = ["buildah", "run", "--isolation=chroot", f"--user={user}:{group}", "--cap-drop=all"]
+            run = ["buildah", "run", "--isolation=chroot", "--no-hosts", f"--user={user}:{group}", "--cap-drop=all"]
             run += [f"--volume={target}:{target}" for target in targets]
             run += [f"--env={name}={value}" for name, value in own.items()]
             return host.popen([*run, self._containers[host.name], "--", *command], **options)

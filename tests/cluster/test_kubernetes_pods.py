@@ -26,7 +26,7 @@ from tests.cluster.kuberay import FOLDER, one
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 
-NUM_STEPS, BATCH_SIZE = 400, 8
+NUM_STEPS, BATCH_SIZE = 300, 8
 STATUS = """
 import sys, urllib.request as r
 try: print(r.urlopen(sys.argv[1], timeout=10).status)
