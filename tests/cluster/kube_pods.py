@@ -110,8 +110,20 @@ class Pods:
         assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
         own = {**variables, **environment(container, self.secrets)}
         if IMAGE is not None:
-            targets = ["/etc/hosts", *(mount["mountPath"] for mount in container.get("volumeMounts", []))]
-            run = ["buildah", "run", "--isolation=chroot", "--no-hosts", f"--user={user}:{group}", "--cap-drop=all"]
+            targets = [
+                "/etc/hosts",
+                "/etc/nsswitch.conf",
+                *(mount["mountPath"] for mount in container.get("volumeMounts", [])),
+            ]
+            run = [
+                "buildah",
+                "run",
+                "--isolation=chroot",
+                "--no-hosts",
+                f"--hostname={host.name}",
+                f"--user={user}:{group}",
+                "--cap-drop=all",
+            ]
             run += [f"--volume={target}:{target}" for target in targets]
             run += [f"--env={name}={value}" for name, value in own.items()]
             return host.popen([*run, self._containers[host.name], "--", *command], **options)
