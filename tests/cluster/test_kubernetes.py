@@ -1,0 +1,184 @@
+"""cluster/kubernetes by the schemas of who reads it, and by what must agree between its files."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+from tests.cluster.kuberay import FOLDER, Manifest, manifests, one, ray_command, templates
+
+KUBERNETES = "1.37"
+SCHEMA = json.loads((Path(__file__).parent / "kuberay.json").read_text())
+OBJECTS = [(path.name, manifest) for path in sorted(FOLDER.glob("*.yaml")) for manifest in manifests(path.name)]
+IDS = [f"{name}-{manifest['kind']}" for name, manifest in OBJECTS]
+
+
+def cluster_specs() -> dict[str, Manifest]:
+    """Ray clusters by the instance that their pods are labelled with."""
+    job = one("rayjob.yaml", "RayJob")["spec"]
+    return {"raysharding": one("raycluster.yaml", "RayCluster")["spec"], "train": job["rayClusterSpec"]}
+
+
+def pods() -> dict[str, Manifest]:
+    """Pod templates of all files."""
+    found = {f"{name}/{group}": pod for name, spec in cluster_specs().items() for group, pod in templates(spec).items()}
+    found["train/submitter"] = one("rayjob.yaml", "RayJob")["spec"]["submitterPodTemplate"]
+    notebook = one("notebook.yaml", "Pod")
+    found["notebook"] = {"metadata": notebook["metadata"], "spec": notebook["spec"]}
+    return found
+
+
+def validate(manifest: Manifest) -> None:
+    """By Kubernetes' own schemas, or by those of operators in kuberay.json."""
+    if manifest["kind"] in SCHEMA["$defs"]:
+        schema = {"$ref": f"#/$defs/{manifest['kind']}", "$defs": SCHEMA["$defs"]}
+        jsonschema.Draft202012Validator(schema).validate(manifest)
+    else:
+        kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
+
+
+@pytest.mark.parametrize(("name", "manifest"), OBJECTS, ids=IDS)
+def test_objects_have_the_fields_and_types_of_their_schemas(name: str, manifest: Manifest) -> None:
+    validate(manifest)
+
+
+def test_pod_templates_are_pods() -> None:
+    items = [
+        {"metadata": template["metadata"] | {"name": name}, "spec": template["spec"]}
+        for name, template in pods().items()
+    ]
+    validate({"apiVersion": "v1", "kind": "PodList", "items": items})  # one look at the schemas, which are large
+
+
+@pytest.mark.parametrize(
+    ("file", "path", "value"),
+    [
+        ("raycluster.yaml", "spec headGroupSpec rayStartParams num-cpus", 0),
+        ("raycluster.yaml", "spec authOptions secret", "raysharding-token"),
+        ("rayjob.yaml", "spec backofLimit", 3),
+        ("monitor.yaml", "spec podMetricsEndpoints 0 interval", "15 s"),
+        ("storage.yaml", "spec accessMode", ["ReadWriteMany"]),
+        ("network-policy.yaml", "spec ingress 0 from 0 podSelectors", {}),
+        ("notebook.yaml", "spec containers 0 resources limits", "8Gi"),
+    ],
+)
+def test_a_fault_in_a_manifest_is_seen(file: str, path: str, value: Any) -> None:
+    manifest = manifests(file)[0]
+    inner: Any = manifest
+    *parents, last = path.split()
+    for step in parents:
+        inner = inner[int(step)] if isinstance(inner, list) else inner[step]
+    inner[last] = value
+    with pytest.raises(jsonschema.ValidationError):
+        validate(manifest)
+
+
+@pytest.mark.parametrize("name", pods())
+def test_pods_fit_into_a_restricted_namespace(name: str) -> None:
+    """The rules of the pod security standard `restricted` that are about what we set; containers' defaults pass."""
+    spec = pods()[name]["spec"]
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert spec["securityContext"]["runAsUser"] == 1000
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert not {"hostNetwork", "hostPID", "hostIPC"} & set(spec)
+    assert {kind for volume in spec.get("volumes", []) for kind in set(volume) - {"name"}} <= {
+        "persistentVolumeClaim",
+        "emptyDir",
+        "configMap",
+    }
+    for container in spec["containers"]:
+        context = container["securityContext"]
+        assert context == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+
+
+@pytest.mark.parametrize("name", pods())
+def test_what_a_pod_refers_to_is_there(name: str) -> None:
+    spec = pods()[name]["spec"]
+    volumes = {volume["name"]: volume for volume in spec.get("volumes", [])}
+    claims = {manifest["metadata"]["name"] for manifest in manifests("storage.yaml")}
+    for container in spec["containers"]:
+        mounts = {mount["name"]: mount["mountPath"] for mount in container.get("volumeMounts", [])}
+        assert set(mounts) == set(volumes)
+        for volume in volumes.values():
+            if claim := volume.get("persistentVolumeClaim"):
+                assert claim["claimName"] in claims
+        if volumes:
+            shm = volumes["shm"]["emptyDir"]
+            assert mounts["shm"] == "/dev/shm"
+            assert shm["medium"] == "Memory"
+            assert shm["sizeLimit"].endswith("Gi"), "it counts as the container's memory"
+            assert mounts["cache"] == "/cache", "HF_HOME of the image"
+
+
+def test_clusters_of_the_job_and_of_the_notebook_are_alike() -> None:
+    resident, job = cluster_specs().values()
+    for group in ("head", "ranks"):
+        mine, other = (templates(spec)[group]["spec"] for spec in (resident, job))
+        for one_spec in (mine, other):
+            one_spec.pop("terminationGracePeriodSeconds")
+            for own in ("lifecycle", "env"):
+                one_spec["containers"][0].pop(own, None)
+            one_spec["volumes"] = [volume for volume in one_spec["volumes"] if volume["name"] != "job"]
+            container = one_spec["containers"][0]
+            container["volumeMounts"] = [mount for mount in container["volumeMounts"] if mount["name"] != "job"]
+        assert mine == other
+    for key in ("rayVersion", "authOptions"):
+        assert resident[key] == job[key]
+
+
+def test_versions_are_those_that_the_tests_run_with() -> None:
+    pinned = re.search(r"^ray==(\S+)$", (FOLDER.parents[1] / "tests/constraints.txt").read_text(), re.MULTILINE)
+    assert pinned is not None
+    assert {spec["rayVersion"] for spec in cluster_specs().values()} == {pinned[1]}
+
+
+def test_network_policies_select_the_pods_of_one_cluster_each() -> None:
+    labels = {name: template["metadata"]["labels"]["app.kubernetes.io/instance"] for name, template in pods().items()}
+    assert labels == {name: "train" if name.startswith("train/") else "raysharding" for name in labels}
+    for policy in manifests("network-policy.yaml"):
+        selector = {"matchLabels": {"app.kubernetes.io/instance": policy["metadata"]["name"]}}
+        assert policy["spec"]["podSelector"] == selector
+        assert policy["spec"]["ingress"][0] == {"from": [{"podSelector": selector}]}, "among themselves, on all ports"
+        assert policy["spec"]["egress"][0] == {"to": [{"podSelector": selector}]}
+        assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
+        ports = [port for rule in policy["spec"]["ingress"][1:] for port in rule["ports"]]
+        assert ports == [{"port": 8265}, {"port": "metrics"}]
+    first, second = (policy["spec"] for policy in manifests("network-policy.yaml"))
+    assert (first["ingress"][1:], first["egress"][1:]) == (second["ingress"][1:], second["egress"][1:])
+
+
+@pytest.mark.parametrize("file", ["raycluster.yaml", "rayjob.yaml"])
+def test_a_gpu_is_one_sharp_away(file: str) -> None:
+    manifest = yaml.safe_load((FOLDER / file).read_text().replace("# nvidia.com/gpu", "nvidia.com/gpu"))
+    spec = manifest["spec"].get("rayClusterSpec", manifest["spec"])
+    assert " --num-gpus=1 " in ray_command("raysharding", spec, "ranks")[-1]
+    assert "--num-gpus" not in ray_command("raysharding", spec, "head")[-1]
+
+
+def test_the_job_has_the_time_that_its_parts_ask_for() -> None:
+    job = one("rayjob.yaml", "RayJob")["spec"]
+    stop_s = int(yaml.safe_load(job["runtimeEnvYAML"])["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"])
+    head, ranks = templates(job["rayClusterSpec"]).values()
+    (drain_s,) = [int(one["value"]) for one in ranks["spec"]["containers"][0]["env"] if "DRAIN" in one["name"]]
+    grace_s = ranks["spec"]["terminationGracePeriodSeconds"]
+    assert stop_s < drain_s < grace_s == head["spec"]["terminationGracePeriodSeconds"]
+    hook = head["spec"]["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+    assert hook[-1] == job["jobId"]
+
+
+def test_the_image_pins_what_the_tests_run_with() -> None:
+    text = (FOLDER / "Dockerfile").read_text()
+    assert text.count("-c /src/constraints.txt") == 1
+    assert "USER 1000:1000" in text
+    assert set(re.findall(r"(\w+)==", text)) == {"torch", "jupyterlab"}
+    ignored = (FOLDER / "Dockerfile.dockerignore").read_text().splitlines()
+    copied = re.findall(r"^COPY (?!--)(.+) \S+$", text, re.MULTILINE)
+    for path in " ".join(copied).split():
+        assert any(f"!{path}".startswith(line) for line in ignored if line.startswith("!")), path
