@@ -41,7 +41,7 @@ def hosts() -> Iterator[Hosts]:
 @pytest.fixture(scope="session")
 def rays(hosts: Hosts, worker_python: Path) -> Iterator[RayHosts]:
     """A cluster with its head on host 0; its driver sees no checkpoint, see `checkpoint`."""
-    # As cluster/README.md has it: Ray's default of 1000 makes it 2.2 s until a lost node is known, at worst.
+    # As docs/pages/cluster.md has it: Ray's default of 1000 makes it 2.2 s until a lost node is known, at worst.
     # A node whose processes are gone is given up after 3 s instead of 15, a silent one after 33 s instead of 65.
     environment = {
         "RAY_timeout_ms_task_wait_for_death_info": "200",
