@@ -181,7 +181,9 @@ def test_ray_up_over_ssh(site: Site) -> None:
     saved = transformers.AutoModelForCausalLM.from_pretrained(site.shared / "out")
     torch.testing.assert_close(saved.state_dict(), model.state_dict(), rtol=0, atol=1e-5)
     said = site.run(down)
-    assert "2 local.cluster.node" in said.replace("1 local.cluster.node\n 1 local.cluster.node", "2 local.cluster.node"), said
+    assert "2 local.cluster.node" in said.replace(
+        "1 local.cluster.node\n 1 local.cluster.node", "2 local.cluster.node"
+    ), said
     assert "No nodes remaining." in said
     for host in (site.head, site.worker):
         assert oct((site.home(host) / ".ray" / "auth_token").stat().st_mode)[-3:] == "600"
