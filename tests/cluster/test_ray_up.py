@@ -1,4 +1,4 @@
-"""cluster/ray-up: what docs/pages/ray-up.md says, over ssh to two hosts from a third; the files for clouds by Ray's code."""
+"""cluster/ray-up: what docs/pages/ray-up.md says, over ssh to two hosts; the files for clouds by Ray's own checks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def read(name: str) -> dict[str, Any]:
 def test_ray_takes_the_file(name: str) -> None:
     config = prepare_config(read(name))
     validate_config(config)
-    # Ray merges the provider's own defaults in: none of its start commands, whose dashboard is open to the network, is left.
+    # None of the provider's own start commands, whose dashboard is open to the network, is merged in.
     assert [command for command in config["head_start_ray_commands"] if "0.0.0.0" in command] == []
     workers = sum(kind["max_workers"] for kind in config["available_node_types"].values())
     assert workers == config["max_workers"]
