@@ -20,7 +20,7 @@ from tests.cluster import jobs
 from tests.cluster.driver import Driver
 
 RELEASE_S = 10.0
-# As cluster/README.md has it: Ray's default of 1000 makes it 2.2 s until a lost node is known, at worst.
+# As docs/pages/cluster.md has it: Ray's default of 1000 makes it 2.2 s until a lost node is known, at worst.
 # A node whose processes are gone is given up after 3 s instead of 15, a silent one after 33 s instead of 65.
 QUICK = {
     "RAY_timeout_ms_task_wait_for_death_info": "200",

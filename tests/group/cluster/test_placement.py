@@ -216,7 +216,15 @@ tell(errors=[refused(device="cuda", timeouts=Timeouts(place_s=1 if sys.argv[3] =
 with make(placement=Placement(cpus_per_rank=2)) as group:
     tell(nodes=sorted({one.node_id for one in group.ranks} - {ray.get_runtime_context().get_node_id()}))
     tell(errors=[refused(placement=Placement(cpus_per_rank=2), timeouts=Timeouts(place_s=6))])
+    # Resident, and without a call for longer than `idle_timeout_minutes` and the autoscaler's second.
+    time.sleep(7 if sys.argv[3] == "2" else 0)
+    tell(resident=sum(node["Alive"] for node in ray.nodes()))
+until = now() + (40 if sys.argv[3] == "2" else 0)
+while sum(node["Alive"] for node in ray.nodes()) > 1 and now() < until:
+    time.sleep(0.2)
+tell(left=sum(node["Alive"] for node in ray.nodes()))
 """
+IDLE_S = 3
 AUTOSCALED = """#!/bin/sh
 for argument in "$@"; do case $argument in --port=*) port=${argument#--port=};; esac; done
 sed "s/PORT/$port/" FOLDER/autoscaler.json > FOLDER/started.json
@@ -236,7 +244,7 @@ def test_a_cluster_with_an_autoscaler_is_waited_for(version: int, checkpoint: Pa
     nodes = {"worker": {"resources": {"CPU": 4}, "node_config": {}, "max_workers": 1}}
     autoscaler = BASE_READONLY_CONFIG | {
         "max_workers": 1,
-        "idle_timeout_minutes": 5,
+        "idle_timeout_minutes": IDLE_S / 60 if version == 2 else 5,
         # Ray's fake nodes; by its own name, v2 looks for a file of defaults that Ray's wheel lacks.
         "provider": {
             "type": "external",
@@ -265,6 +273,9 @@ def test_a_cluster_with_an_autoscaler_is_waited_for(version: int, checkpoint: Pa
         assert len(driver.hear()["nodes"]) == 1
         # What others hold is no reason to call a group infeasible, though v2 reports it so.
         assert "within 6 s; busy: when idle, the cluster has space for 2 ranks" in driver.hear()["errors"][0]
+        # A resident group keeps its node, and pays for it, until it is shut down; then the node is let go.
+        assert driver.hear()["resident"] == 2
+        assert driver.hear()["left"] == (1 if version == 2 else 2)
 
 
 @pytest.mark.usefixtures("cluster")
