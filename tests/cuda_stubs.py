@@ -26,7 +26,7 @@ def output(*command: object) -> str:
 def wanted(folder: Path) -> tuple[dict[str, set[str]], dict[str, str]]:
     """Return (library → its functions, library → the version of its symbols), of what torch's libraries need."""
     functions: defaultdict[str, set[str]] = defaultdict(set)
-    versions = {}
+    versions: dict[str, str] = {}
     for library in folder.glob("lib*.so"):
         needed = set(re.findall(r"NEEDED.*\[(.+)\]", output("readelf", "-d", library)))
         cuda = {name for name in needed if CUDA_LIBRARY.match(name) and not (folder / name).exists()}

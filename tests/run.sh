@@ -38,8 +38,8 @@ mypy
 # and have bounds on seconds; all others compute, and have the time that those leave: Ray runs its ranks at nice 15.
 # The parts of `later`, in clusters of their own, are taken by the lane that ends first.
 clusters=(tests/bench/test_calls.py tests/faults tests/group)
-later=("tests/cluster" "tests/test_finetune.py tests/test_quickstart.py")
-apart=("${clusters[@]}" tests/cluster tests/test_finetune.py tests/test_quickstart.py)
+later=("tests/cluster" "tests/docs tests/test_packaging.py tests/test_finetune.py tests/test_quickstart.py")
+apart=("${clusters[@]}" tests/cluster tests/docs tests/test_packaging.py tests/test_finetune.py tests/test_quickstart.py)
 scratch=$(mktemp -d)
 log=$scratch/log
 in_child() {

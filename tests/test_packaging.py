@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
+from packaging.utils import NormalizedName, canonicalize_name
 from safetensors.torch import save_file
 
 import raysharding
@@ -34,7 +34,7 @@ OF_OTHERS = {"accelerate", "fastsafetensors", "huggingface-hub", "ipython", "jin
 """Imported where a function needs it, and there where that is used: beside accelerate, transformers, in a notebook."""
 
 
-def bounds(*names: str) -> dict[str, str]:
+def bounds(*names: str) -> dict[NormalizedName, str]:
     """Package → lowest version, of the dependencies and of extras."""
     stated = [*PROJECT["dependencies"], *(line for name in names for line in EXTRAS[name])]
     found = [each for each in map(Requirement, stated) if each.name != "raysharding"]
@@ -152,7 +152,7 @@ ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
 model = lambda: nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
 with ShardedModelGroup.from_checkpoint(sys.argv[1], model=model, world_size=2, device="cpu") as group:
     output = group.forward(Split(torch.ones(4, 8)))
-    where = group.call(lambda worker: __import__("raysharding").__file__)
+    where = group.call(lambda: __import__("raysharding").__file__)
 print(json.dumps({"output": output.tolist(), "where": [raysharding.__file__, *where]}))
 """
 

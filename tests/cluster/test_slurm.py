@@ -54,7 +54,7 @@ def undisturbed(model: LlamaForCausalLM, rows: torch.Tensor) -> float:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    return float(loss)
+    return loss.item()
 
 
 def driver_pid(slurm: SlurmHosts) -> int:
@@ -121,5 +121,6 @@ def test_a_preempted_job_goes_on_and_one_that_fails_does_not(worker_python: Path
         assert int(loss[2]) == NUM_STEPS - int(stopped[1]), "it went on where it was stopped"
         assert float(loss[1]) == pytest.approx(undisturbed(model, rows), abs=2e-3)
         trained = load_file(slurm.home / "out" / f"step-{NUM_STEPS}" / "model.safetensors")
-        torch.testing.assert_close(trained, dict(model.state_dict()), rtol=1e-3, atol=1e-4)
+        # AdamW makes up to LR of each step's rounding where a gradient is nearly 0: 8e-4 was seen in 3% of `lm_head`.
+        torch.testing.assert_close(trained, dict(model.state_dict()), rtol=1e-3, atol=2 * LR)
         slurm.wait(lambda: not slurm.left(), 20, f"nothing is left: {slurm.left()}")
