@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -78,10 +79,9 @@ def _mislead(host: Host) -> None:
 @pytest.fixture(scope="session")
 def driver(rays: RayHosts) -> Iterator[Driver]:
     """A program on host 0 that has joined the cluster."""
-    driver = Driver(rays, rays.hosts[0])
-    driver.run(jobs.join)
-    yield driver
-    driver.close()
+    with closing(Driver(rays, rays.hosts[0])) as driver:
+        driver.run(jobs.join)
+        yield driver
 
 
 @pytest.fixture(scope="session")

@@ -9,10 +9,10 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from cluster.local.hosts import Host
 from tests.clock import now
@@ -61,15 +61,28 @@ def why_unavailable() -> str | None:
     return f"not found: {', '.join(missing)}; see tests/install_debian.sh" if missing else None
 
 
-class SlurmHosts:
-    """A context manager: hosts with Slurm on them. Each has a /tmp and a /dev/shm of its own; `home` is shared.
+@contextmanager
+def slurm_on(hosts: Sequence[Host], *, seen: Path) -> Iterator[Slurm]:
+    """Hosts with Slurm on them; at the end, every process on them is killed.
 
     Args:
         hosts: Those that get Slurm, made by the caller, who closes them after this.
         seen: A folder in /tmp that the hosts see, too.
     """
+    slurm = Slurm(hosts, seen)
+    try:
+        slurm.start()
+        yield slurm
+    finally:
+        for host in hosts:
+            host.kill()
+        shutil.rmtree(slurm.folder, ignore_errors=True)
 
-    def __init__(self, hosts: Sequence[Host], *, seen: Path) -> None:
+
+class Slurm:
+    """Each host has a /tmp and a /dev/shm of its own; `home` is shared."""
+
+    def __init__(self, hosts: Sequence[Host], seen: Path) -> None:
         self.hosts = hosts
         self.folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
         self.home = self.folder / "home"
@@ -89,26 +102,18 @@ class SlurmHosts:
         self.environment = inherited | {"SLURM_CONF": str(self.folder / "slurm.conf"), "HOME": str(self.home)}
         self.environment["PATH"] += ":/usr/sbin"
 
-    def __enter__(self) -> Self:
-        try:
-            for host in self.hosts:
-                self._separate(host)
-            self._start()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Kill every process on the hosts; idempotent."""
+    def start(self) -> None:
+        """Start the daemons, and wait until all nodes are idle."""
         for host in self.hosts:
-            host.kill()
-        shutil.rmtree(self.folder, ignore_errors=True)
+            self._separate(host)
+        head, munge = self.hosts[0], self.folder / "munge"
+        files = [f"--{what}={munge}/{what.split('-')[0]}" for what in ("key-file", "pid-file", "log-file", "seed-file")]
+        self._serve(head, "munged", "--foreground", "--force", f"--socket={munge}/socket", *files)
+        self.wait((munge / "socket").exists, START_S, "munged listens")
+        self._serve(head, "slurmctld", "-D")
+        for host in self.hosts:
+            self._serve(host, "slurmd", "-D", "-N", host.name)
+        self.wait(self._is_idle, START_S, "all nodes are idle")
 
     def run(self, *command: str) -> str:
         """Run a command at home, as a user who has logged in to host 0, to its end; returns what it printed."""
@@ -162,16 +167,6 @@ class SlurmHosts:
             host.run("mount", "--move", f"/dev/shm/{host.namespace}/{number}", str(folder))
         host.run("rm", "-r", f"/dev/shm/{host.namespace}")
         host.hide("/dev/shm")
-
-    def _start(self) -> None:
-        head, munge = self.hosts[0], self.folder / "munge"
-        files = [f"--{what}={munge}/{what.split('-')[0]}" for what in ("key-file", "pid-file", "log-file", "seed-file")]
-        self._serve(head, "munged", "--foreground", "--force", f"--socket={munge}/socket", *files)
-        self.wait((munge / "socket").exists, START_S, "munged listens")
-        self._serve(head, "slurmctld", "-D")
-        for host in self.hosts:
-            self._serve(host, "slurmd", "-D", "-N", host.name)
-        self.wait(self._is_idle, START_S, "all nodes are idle")
 
     def _serve(self, host: Host, *command: str) -> None:
         with (self.folder / f"{command[0]}-{host.name}.out.log").open("wb") as output:

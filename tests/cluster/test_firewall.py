@@ -9,6 +9,7 @@ import os
 import re
 import signal
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -115,10 +116,9 @@ def checkpoint(rays: RayHosts, tmp_path_factory: pytest.TempPathFactory) -> Path
 @pytest.fixture(scope="module")
 def driver(rays: RayHosts) -> Iterator[Driver]:
     """A program on the head."""
-    driver = Driver(rays, rays.hosts[0])
-    driver.run(jobs.join)
-    yield driver
-    driver.close()
+    with closing(Driver(rays, rays.hosts[0])) as driver:
+        driver.run(jobs.join)
+        yield driver
 
 
 @pytest.fixture

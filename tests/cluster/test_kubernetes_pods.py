@@ -118,7 +118,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     token = {"auth_token": secrets.token_hex(16)}
     job = folder / "job"
     job.mkdir()
-    (job / "train.py").write_text((FOLDER / "train.py").read_text())
+    (job / "train.py").write_text((FOLDER.parents[1] / "examples" / "train.py").read_text())
     with Hosts(4) as hosts, Pods(folder / "volumes", {"raysharding-token": token}, {"train": job}) as pods:
         make_data(pods.claims["raysharding-data"])
         cluster = Cluster(hosts, pods, folder)

@@ -18,10 +18,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from cluster.local.hosts import Hosts
 from tests.cluster.conftest import require_hosts
 from tests.cluster.driver import ROOT
-from tests.cluster.slurm import SlurmHosts, why_unavailable
+from tests.cluster.slurm import Slurm, slurm_on, why_unavailable
 from tests.forking import runtime_env
 
-FILES = ROOT / "cluster" / "slurm"
 PAGE = ROOT / "docs" / "pages" / "slurm.md"
 SMALL = ("--cpus-per-task=1", "--gpus-per-node=1", "--mem=900M", "--time=60")
 NUM_STEPS, SAVE_EVERY, LR = 200, 20, 1e-3
@@ -57,7 +56,7 @@ def undisturbed(model: LlamaForCausalLM, rows: torch.Tensor) -> float:
     return loss.item()
 
 
-def driver_pid(slurm: SlurmHosts) -> int:
+def driver_pid(slurm: Slurm) -> int:
     """The job's program."""
     for pid in slurm.hosts[0].pids():
         command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
@@ -73,13 +72,13 @@ def test_a_preempted_job_goes_on_and_one_that_fails_does_not(worker_python: Path
     reason = why_unavailable()
     if reason is not None:
         pytest.skip(reason)
-    with Hosts(2) as hosts, SlurmHosts(list(hosts), seen=worker_python.parent) as slurm:
+    with Hosts(2) as hosts, slurm_on(list(hosts), seen=worker_python.parent) as slurm:
         # What a user has in the environment of `sbatch`; a loaded machine takes its time to start Ray.
         slurm.environment |= {"PYTHONPATH": str(ROOT), "RAY_raylet_start_wait_time_s": "120"}
         slurm.environment["RAY_JOB_CONFIG_JSON_ENV_VAR"] = json.dumps({"runtime_env": runtime_env()})
         model, rows = write(slurm.home)
-        for name in ("raysharding.sbatch", "train.py"):
-            shutil.copy(FILES / name, slurm.home)
+        for path in ("cluster/slurm/raysharding.sbatch", "examples/train.py"):
+            shutil.copy(ROOT / path, slurm.home)
         submit = re.search(r"^sbatch (.* --steps (\d+))$", PAGE.read_text(), re.MULTILINE)
         assert submit is not None, "the page says how to submit"
         assert int(submit[2]) == NUM_STEPS

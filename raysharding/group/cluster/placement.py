@@ -335,8 +335,7 @@ def wait_placed(
         PlacementError: No node had the resources before the deadline; the error lists need against have, per node. The
             reservation stays.
     """
-    told = time.monotonic()
-    begun = told if begun is None else begun
+    told = begun = time.monotonic() if begun is None else begun
     limit_s = _PLACE_S if place_s is None else place_s
     # In slices, since Ray's own wait does not react to Ctrl-C.
     while not reservation.placement_group.wait(max(0.0, min(_SLICE_S, begun + limit_s - time.monotonic()))):
