@@ -152,8 +152,10 @@ class BlockTensor:
         starts = itertools.accumulate(sizes, initial=0)
         return tuple(self.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=False))
 
-    def squeeze(self, dim: int) -> BlockTensor:
-        """Drop `dim` if its length is 1."""
+    def squeeze(self, dim: int | None = None) -> BlockTensor:
+        """Drop `dim`, or all dims, if of length 1."""
+        if dim is None:
+            return self.squeeze(self.shape.index(1)).squeeze() if 1 in self.shape else self
         meta = self.meta.squeeze(dim)
         dim %= self.ndim
         return self if self.shape[dim] != 1 else self._moved(meta, lambda sizes, _: sizes[:dim] + sizes[dim + 1 :])

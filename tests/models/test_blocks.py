@@ -43,10 +43,12 @@ def test_any_chain_of_moves_equals_torchs(data: st.DataObject) -> None:
     for _ in range(data.draw(st.integers(1, 4))):
         dims = many[0].dim()
         dim = data.draw(st.integers(-dims, dims - 1)) if dims else 0
-        move = data.draw(st.sampled_from(["cat", "stack", "chunk", "unbind", "split", "unsqueeze"]))
+        move = data.draw(st.sampled_from(["cat", "stack", "chunk", "unbind", "split", "unsqueeze", "squeeze"]))
         if move in ("cat", "stack") and (dims or move == "stack"):
             function = torch.cat if move == "cat" else torch.stack
             many, boxes = [function(many, dim=dim)], [function(boxes, dim=dim)]
+        elif move == "squeeze":
+            many, boxes = [item.squeeze() for item in many], [item.squeeze() for item in boxes]
         elif move == "unsqueeze":
             many, boxes = [item.unsqueeze(dim) for item in many], [item.unsqueeze(dim) for item in boxes]
         elif dims:
