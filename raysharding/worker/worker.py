@@ -292,7 +292,7 @@ class Worker:
                 # `fn` may have aborted a backward; FSDP2 would then leave later gradients unreduced.
                 if status.has_module:
                     torn = status.version() != before
-                    mark_recovery(error, recover_after(error, self.module, in_backward=True), torn=torn)
+                    mark_recovery(error, recover_after(error, self.module), torn=torn)
                 raise
             finally:
                 _current.pop()
@@ -312,8 +312,7 @@ class Worker:
         """
         with self.status.running("call", "reset"):
             try:
-                if not reset(self.module):
-                    raise RuntimeError("this torch cannot reset a module after an aborted backward")
+                reset(self.module)
             except Exception as error:
                 mark_recovery(error, usable=False, torn=False)
                 raise

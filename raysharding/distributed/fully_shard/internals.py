@@ -135,6 +135,29 @@ def has_run(module: FSDPModule) -> bool:
     return module._get_fsdp_state()._is_root is not None
 
 
+def reset_iteration(root: FSDPModule) -> None:
+    """Reset FSDP2's state of an aborted forward or backward. Not collective: without gradients nothing is reduced.
+
+    Args:
+        root: An FSDP root; its gradients must have been dropped, also the unreduced ones.
+
+    Raises:
+        RuntimeError: Another FSDP module is the root.
+    """
+    if not has_run(root):
+        return  # no iteration state yet, and a reset raises
+    if hasattr(root, "reset_iter_state"):  # torch 2.13
+        root.reset_iter_state()
+        return
+    if outer_root(root) is not None:
+        raise RuntimeError("reset_iter_state must be called on the root FSDP module")
+    assert isinstance(root, nn.Module), "FSDP modules are modules"
+    state = root._get_fsdp_state()
+    with gradient_sync(root, True):  # without it, FSDP2 looks for gradients in groups that never ran
+        state._root_post_backward_final_callback()  # the end of every backward that is not aborted
+    state._state_ctx.iter_forward_root = None
+
+
 def outer_root(module: FSDPModule) -> nn.Module | None:
     """Return the FSDP root that contains a module; `None` if the module is a root, or FSDP2 knows no root yet."""
     state = module._get_fsdp_state()
@@ -326,7 +349,7 @@ def require_idle(modules: Iterable[FSDPModule]) -> None:
             raise RuntimeError(
                 f"{type(module).__name__} is in a forward or backward (state {state}): its full parameters can be had "
                 "before or after it; if an exception ended it, or it ran a part of an FSDP group only, call "
-                "reset_iter_state() on the root module first"
+                "reset_iter_state() (torch 2.13) on the root module first"
             )
 
 

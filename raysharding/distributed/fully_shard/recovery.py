@@ -18,70 +18,57 @@ from raysharding.distributed.fully_shard.execution_order import forget_execution
 from raysharding.distributed.fully_shard.internals import (
     drop_unreduced_gradients,
     fsdp_modules,
-    has_run,
     renew_process_groups,
+    reset_iteration,
     reshard,
 )
 from raysharding.distributed.fully_shard.layout import compute_device
 from raysharding.distributed.fully_shard.same_parameters import compare_before_forward
 
 
-def recover(module: nn.Module, *, in_backward: bool) -> bool:
+def recover(module: nn.Module) -> None:
     """Reset a module after an aborted forward or backward. Every rank calls this after the same exception.
 
-    After an exception inside backward FSDP2 is silently wrong: later gradients are not reduced. `reset_iter_state`
+    After an exception inside backward FSDP2 is silently wrong: later gradients are not reduced. `reset_iteration`
     repairs that. Gradients must be dropped before it (they would count as accumulated) and after it (it may finish a
-    pending reduction). After an exception in forward or in the loss, FSDP2 needs no reset.
+    pending reduction).
 
     Args:
         module: The root module.
-        in_backward: True if backward raised.
-
-    Returns:
-        True if later steps are correct. False only if torch has no `reset_iter_state` and backward was aborted.
     """
     # Groups that were inside backward have registered full parameters: this drops the gradients of these, which
     # resharding would hide from the `zero_grad` below and keep for the next backward.
     module.zero_grad(set_to_none=True)
-    roots = fsdp_modules(module, root_only=True)  # roots own the iteration state
-    has_reset = all(hasattr(root, "reset_iter_state") for root in roots)
-    for root in roots if has_reset else []:
-        # Before its first forward a root has no iteration state, and a reset raises.
-        if has_run(root):
-            root.reset_iter_state()
+    drop_unreduced_gradients(module)
+    for root in fsdp_modules(module, root_only=True):  # roots own the iteration state
+        reset_iteration(root)
     reshard(module)
     module.zero_grad(set_to_none=True)
-    drop_unreduced_gradients(module)
     device = compute_device(module)
     if is_accelerator(device):
         device_module(device).synchronize(device)  # raises if the device is unusable
-    return has_reset or not in_backward
 
 
-def reset(module: nn.Module, *, in_backward: bool = True) -> bool:
+def reset(module: nn.Module) -> None:
     """Call `recover` after a call failed as a whole: no rank continues it. Not collective.
 
     Args:
         module: The root module.
-        in_backward: As for `recover`. Default True, for an unknown place.
-
-    Returns:
-        As `recover`.
     """
-    is_right = recover(module, in_backward=in_backward)
+    recover(module)
     # Ranks may have failed at different places: their records are irrelevant to the next forward.
     forget_execution_order(module)
-    return is_right
 
 
-def recover_after(error: BaseException, module: nn.Module, *, in_backward: bool) -> bool:
+def recover_after(error: BaseException, module: nn.Module) -> bool:
     """Call `reset` in an `except` block; an error of `reset` becomes a note on `error`.
 
     Returns:
         True if later steps are correct; False if `reset` or a device failed.
     """
     try:
-        return reset(module, in_backward=in_backward) and not is_device_error(error)
+        reset(module)
+        return not is_device_error(error)
     except Exception as failure:  # noqa: BLE001 - the user's error is the one to report
         error.add_note(f"raysharding: resetting the module failed too: {type(failure).__name__}: {failure}")
         return False
@@ -137,8 +124,7 @@ def rejoin(module: nn.Module, mesh: DeviceMesh, sharding: Sharding) -> None:
     renewed = init_mesh(mesh.device_type, sharding)
     renew_process_groups(module, mesh, renewed)
     # Only now: what an aborted backward left may have to be reduced before it is dropped.
-    if not reset(module):
-        raise RuntimeError("this torch cannot reset a module after an aborted backward")
+    reset(module)
     compare_before_forward(module)  # the first comparison may be complete on some ranks only
 
 
@@ -162,7 +148,6 @@ def mark_recovery(error: BaseException, usable: bool, *, torn: bool) -> None:
 class CallProgress:
     """Progress of a call, which decides whether the module is usable after a failure."""
 
-    in_backward = False
     in_optimizer = False
 
 
@@ -173,7 +158,7 @@ def recovering(module: nn.Module) -> Iterator[CallProgress]:
     try:
         yield progress
     except BaseException as error:
-        usable = recover_after(error, module, in_backward=progress.in_backward) and not progress.in_optimizer
+        usable = recover_after(error, module) and not progress.in_optimizer
         mark_recovery(error, usable, torn=progress.in_optimizer)
         raise
 

@@ -309,7 +309,7 @@ class _Probe:
             many = self._evaluate(labels, num_items_in_batch=_LARGE_COUNT)
         except TypeError:
             # The forward refuses the argument, and so does not honour it. Any other error recurs in the real forward.
-            recover(self.module, in_backward=False)
+            recover(self.module)
             return False, self._evaluate(labels)
         return one != 0 and math.isclose(one, many * _LARGE_COUNT, rel_tol=1e-3), one
 
@@ -333,7 +333,7 @@ class _Probe:
             raise
         except Exception as error:  # noqa: BLE001 - a rank that raised here alone would leave the others in a forward
             # The loss takes the mask for a class and raises, or divides by a count: the label counts.
-            recover(self.module, in_backward=False)
+            recover(self.module)
             return isinstance(error, ZeroDivisionError)
         return math.isnan(value) or value == 0
 
@@ -401,7 +401,7 @@ class _Probe:
             # A rank that raised here alone would leave the others waiting in the next forward.
             if not lenient:
                 raise
-            recover(self.module, in_backward=False)
+            recover(self.module)
             return Part(None, 0, 0, 0.0)
         usable = isinstance(value, torch.Tensor) and value.numel() == 1
         tolerance = LOW_PRECISION_TOLERANCE if self._is_low_precision((output, value)) else TOLERANCE

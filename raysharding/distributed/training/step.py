@@ -199,13 +199,12 @@ def forward_backward(
         Exception: Any error of the model or the loss. The gradients of all passes are dropped.
     """
     module = unwrapped(module)
-    with recovering(module) as progress, module_mode(module, training=training):
+    with recovering(module), module_mode(module, training=training):
         if not done.num_passes:
             reshard(module)  # gradients belong to the shards
         share = loss_share(module, batch, loss, may_be_empty=may_be_empty)
         check_execution_order(module)
         scale = done.scale(share)
-        progress.in_backward = True
         with gradient_sync(module, sync):
             # FSDP averages gradients over the ranks; the shares of the loss are to be summed.
             torch.autograd.backward(share.value * (scale * dist.get_world_size()))

@@ -89,7 +89,7 @@ def run_equal_orders() -> None:
     module.fails = True
     with torch.no_grad(), pytest.raises(ValueError, match="after the experts"):
         module(same[dist.get_rank() % 2 :][:1])
-    recover(module, in_backward=False)
+    recover(module)
     module.fails = False
     module(same)
     check_execution_order(module)

@@ -239,14 +239,14 @@ def fail_at_once() -> None:
     pair.compare()
     error = ValueError("the caller's")
     # torch refuses to reset a group that is not the root.
-    assert not recover_after(error, pair.module.get_submodule("blocks.0"), in_backward=False)
+    assert not recover_after(error, pair.module.get_submodule("blocks.0"))
     assert "resetting the module failed too: RuntimeError" in error.__notes__[0]
     # A GPU's own error, or one that it caused: its context may be dead, whatever can be reset without it.
     lost, wrapped = torch.AcceleratorError("CUDA error: device-side assert triggered"), RuntimeError("the step failed")
     wrapped.__cause__ = lost
     for dead in (lost, wrapped):
         assert not is_recoverable(dead)
-        assert not recover_after(dead, pair.module, in_backward=False)
+        assert not recover_after(dead, pair.module)
 
 
 def nothing_counts() -> None:
