@@ -57,7 +57,8 @@ def worker_python() -> Iterator[Path]:
         program.chmod(0o755)
         # A worker shows its title where the server's arguments stand, and the last of them makes room for long ones.
         command = [sys.executable, "-m", "tests.forking", address, "_" * 1024]
-        server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, cwd=ROOT)
+        environment = {VARIABLE: str(program)} | os.environ
+        server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, cwd=ROOT, env=environment)
         try:
             assert server.stdout is not None
             assert server.stdout.readline() == b"ready\n", "the server of the forks did not start"
@@ -170,8 +171,10 @@ def _take_over(order: dict[str, Any], files: list[int]) -> None:
     os.nice(order["nice"] - os.nice(0))
     Path("/proc/self/oom_score_adj").write_text(order["oom_score_adj"])
     resource.setrlimit(resource.RLIMIT_NOFILE, tuple(order["nofile"]))
-    os.environ.clear()
-    os.environ.update(order["environment"])
+    # Ray 2.54 finds the arguments, where it shows a worker's title, in front of the first variable: that one stays.
+    for name in os.environ.keys() - {VARIABLE}:
+        del os.environ[name]
+    os.environ.update(item for item in order["environment"].items() if item[0] != VARIABLE)
     # Read from the environment of the server, at its import.
     importlib.reload(importlib.import_module("huggingface_hub.constants"))
     if os.environ.get(DEVICE) == "sim":

@@ -275,7 +275,7 @@ class Simccl final : public c10d::Backend {
   // gloo has neither AVG nor PREMUL_SUM: each is a sum between two factors.
   std::pair<double, double> factors(const c10d::ReduceOp& op) const {
     if (op.op_ == c10d::ReduceOp::PREMUL_SUM) {
-      auto* supplement = dynamic_cast<const c10d::PreMulSumSupplement*>(op.supplement_.get());
+      auto* supplement = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
       const at::Tensor& factor = supplement->tensor_factor;
       return {factor.defined() ? factor.item<double>() : supplement->double_factor, 1};
     }
