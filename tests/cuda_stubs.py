@@ -1,6 +1,7 @@
 """Makes libraries that stand for CUDA's, so that torch from PyPI for x86-64 imports without NVIDIA's 2 GB of packages.
 
-Each function answers 100, which is CUDA's "no device": all that torch asks on a machine without a GPU.
+Each function answers 100, which is CUDA's "no device": all that torch asks on a machine without a GPU. Those that give
+the text of an error give one, because torch reads it: transformers asks for the capture state of CUDA's stream.
 Usage: python tests/cuda_stubs.py SITE_PACKAGES/torch/lib
 """
 
@@ -14,6 +15,7 @@ from pathlib import Path
 
 CUDA_LIBRARY = re.compile(r"lib(cu|nccl|nv)")
 CUDA_FUNCTION = re.compile(r"(__)?(cu|nccl|nv)")
+TEXT = re.compile(r"(cuda|nccl|nvrtc)GetError(String|Name)")
 RUNTIME = "libcudart.so.13"
 """Gets the functions that ask for no library by name: the loader takes them from any."""
 
@@ -43,10 +45,13 @@ def wanted(folder: Path) -> tuple[dict[str, set[str]], dict[str, str]]:
 
 
 def make(library: Path, functions: set[str], version: str) -> None:
-    """Link a library whose functions are one."""
+    """Link a library whose functions are two: a number's, and a text's."""
     source, script = library.with_suffix(".s"), library.with_suffix(".map")
-    names = "".join(f".globl {name}\n.type {name}, @function\n{name}:\n" for name in sorted(functions))
-    source.write_text(f".text\n{names}mov $100, %eax\nret\n.section .note.GNU-stack\n")
+    names: dict[bool, str] = {True: "", False: ""}
+    for name in sorted(functions):
+        names[bool(TEXT.fullmatch(name))] += f".globl {name}\n.type {name}, @function\n{name}:\n"
+    text = f'{names[True]}lea text(%rip), %rax\nret\ntext: .asciz "no device"\n'
+    source.write_text(f".text\n{names[False]}mov $100, %eax\nret\n{text}.section .note.GNU-stack\n")
     script.write_text(f"{version} {{ *; }};\n")
     options = (f"-Wl,-soname,{library.name}", f"-Wl,--version-script={script}")
     output("gcc", "-shared", "-nostdlib", *options, "-o", library, source)
