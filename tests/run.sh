@@ -18,6 +18,9 @@ done
 # Debian's packages (Slurm, ssh, ...) come while pip works: only tests marked `full` use them.
 [ ${#cut[@]} -ne 0 ] || bash tests/install_debian.sh &
 debian=$!
+# For the last part of `later`: `--version` is pytest's, and this makes the environment of the lowest versions.
+[ "${cut[*]}${arguments[*]}" ] || bash tests/lowest.sh --version &
+lowest=$!
 bash examples/make_venv.sh test,demo
 wait "$debian" || echo "no packages from Debian: tests that need them skip themselves" >&2
 # shellcheck disable=SC1091
@@ -31,6 +34,7 @@ export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 RAY_USAGE_STATS_ENABLED=0 TOKENIZERS_P
 ruff check .
 ruff format --check .
 mypy
+wait "$lowest" || echo "no environment of the lowest versions yet: see the end of the log" >&2
 
 [ ${#arguments[@]} -eq 0 ] || exec pytest -q "${cut[@]}" "${arguments[@]}"
 
@@ -39,6 +43,7 @@ mypy
 # The parts of `later`, in clusters of their own, are taken by the lane that ends first.
 clusters=(tests/bench/test_calls.py tests/faults tests/group)
 later=("tests/cluster" "tests/docs tests/test_packaging.py tests/test_finetune.py tests/test_quickstart.py")
+[ ${#cut[@]} -ne 0 ] || later+=("tests/lowest.sh --short")
 apart=("${clusters[@]}" tests/cluster tests/docs tests/test_packaging.py tests/test_finetune.py tests/test_quickstart.py)
 scratch=$(mktemp -d)
 log=$scratch/log
@@ -47,15 +52,21 @@ in_child() {
   child=$!
   wait "$child"
 }
+part() {
+  case $1 in
+    *.sh) exec bash "$@" ;;
+    *) exec pytest -q "${cut[@]}" -p no:cacheprovider "$@" ;;
+  esac
+}
 lane() {
-  local failed=0 child index part
+  local failed=0 child index words
   trap 'kill "${child:-}" 2>/dev/null; exit 143' TERM
   trap 'kill "${child:-}" 2>/dev/null; exit 130' INT # a child by `&` ignores SIGINT
   in_child "$@" || failed=$?
   for index in "${!later[@]}"; do
     mkdir "$scratch/$index" 2>/dev/null || continue # the other lane has it
-    read -ra part <<<"${later[$index]}"
-    in_child pytest -q "${cut[@]}" -p no:cacheprovider "${part[@]}" || failed=$?
+    read -ra words <<<"${later[$index]}"
+    in_child part "${words[@]}" || failed=$?
   done
   return "$failed"
 }
