@@ -144,9 +144,11 @@ def judge(seen: Sequence[Observed], what: str, timed_out: bool, arrivals: str = 
         timed_out: True if the deadline of the call passed first.
         arrivals: Which ranks wait for which, as the end of a sentence.
     """
-    if any(one.failure.kind == "died" for one in seen):
-        # A dead rank is the cause of errors about missing ranks, even if those were observed first.
-        seen = [replace(one, follows=one.follows or _misses_ranks(one)) for one in seen]
+    # A dead rank, or one that cannot reach rank 0's store, is the cause of errors about missing ranks, even if those
+    # were observed first.
+    for is_cause in (_died, _misses_store):
+        if any(map(is_cause, seen)):
+            seen = [replace(one, follows=one.follows or (_misses_ranks(one) and not is_cause(one))) for one in seen]
     primary = next((one for one in seen if not one.follows), seen[0])
     failures = {one.failure.rank: _beside(one, primary) for one in seen}
     failures[primary.failure.rank] = primary.failure
@@ -156,8 +158,17 @@ def judge(seen: Sequence[Observed], what: str, timed_out: bool, arrivals: str = 
     return cls(message, primary=first, failures=dict(sorted(failures.items())))
 
 
+def _died(one: Observed) -> bool:
+    return one.failure.kind == "died"
+
+
 def _misses_ranks(one: Observed) -> bool:
     return one.raised is not None and one.raised.error_type == _ABSENCE
+
+
+def _misses_store(one: Observed) -> bool:
+    error = one.raised.exception() if one.raised is not None and _misses_ranks(one) else None
+    return isinstance(error, RendezvousError) and error.missing_ranks == (0,)
 
 
 def twin(error: E) -> E:
