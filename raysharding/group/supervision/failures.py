@@ -56,10 +56,19 @@ def saw_raise(info: RankInfo, raised: RemoteError) -> Observed:
     return Observed(failure, raised, follows=raised.is_connection)
 
 
-def saw_death(info: RankInfo, phase: str, error: BaseException, note: str = "") -> Observed:
-    """Describe a rank whose process died. `error` is Ray's, `note` adds what the driver knows."""
+def saw_death(info: RankInfo, phase: str, error: BaseException, note: str = "", *, is_made: bool = True) -> Observed:
+    """Describe a rank whose process died.
+
+    Args:
+        info: The rank.
+        phase: Its phase.
+        error: Ray's error.
+        note: What the driver knows besides.
+        is_made: Whether the caller has the group: `from_checkpoint` has returned.
+    """
     # Ray names causes and no place to look: a rank that the kernel killed for its memory has written nothing.
-    cure = f"; group.logs({info.rank}) shows its last lines, `raysharding plan` whether its memory suffices"
+    log = f"group.logs({info.rank})" if is_made else f"worker-*-{info.pid}.err in Ray's session_latest/logs on that node"
+    cure = f"; {log} shows its last lines, `raysharding plan` whether its memory suffices"
     return Observed(_plain(info, "died", phase, _one_line(str(error)) + (note or cure)))
 
 
