@@ -67,7 +67,8 @@ def saw_death(info: RankInfo, phase: str, error: BaseException, note: str = "", 
         is_made: Whether the caller has the group: `from_checkpoint` has returned.
     """
     # Ray names causes and no place to look: a rank that the kernel killed for its memory has written nothing.
-    log = f"group.logs({info.rank})" if is_made else f"worker-*-{info.pid}.err in Ray's session_latest/logs on that node"
+    unmade = f"worker-*-{info.pid}.err in Ray's session_latest/logs on that node"
+    log = f"group.logs({info.rank})" if is_made else unmade
     cure = f"; {log} shows its last lines, `raysharding plan` whether its memory suffices"
     return Observed(_plain(info, "died", phase, _one_line(str(error)) + (note or cure)))
 
