@@ -48,10 +48,12 @@ def _run(body: Iterable[ast.stmt], known: dict[str, Texts]) -> Iterator[str]:
 
 
 def _pairs(statement: ast.Assign) -> Iterator[tuple[str, ast.expr]]:
+    value = statement.value
     for target in statement.targets:
-        is_tuple = isinstance(target, ast.Tuple) and isinstance(statement.value, ast.Tuple)
-        targets, values = (target.elts, statement.value.elts) if is_tuple else ([target], [statement.value])
-        yield from ((one.id, value) for one, value in zip(targets, values, strict=True) if isinstance(one, ast.Name))
+        pairs = [(target, value)]
+        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+            pairs = list(zip(target.elts, value.elts, strict=True))
+        yield from ((one.id, given) for one, given in pairs if isinstance(one, ast.Name))
 
 
 def _texts(node: ast.AST, known: dict[str, Texts]) -> Texts:

@@ -140,18 +140,15 @@ def _error(found: Mapping[str, Mapping[str, str]], addresses: Sequence[Address])
     missing = [rank for rank, (host, _) in enumerate(addresses) if host in blamed]
     message = (
         f"nodes of this group cannot connect to each other (suspect: {', '.join(blamed)}); gloo and NCCL listen on TCP "
-        f"ports that the kernel chooses{_kernel_ports()} (net.ipv4.ip_local_port_range): open them between the "
+        f"ports that the kernel chooses, here {_kernel_ports()} (net.ipv4.ip_local_port_range): open them between the "
         "nodes, or start Ray with the address of another interface (--node-ip-address)"
     )
     return RendezvousError("\n  ".join((message, *lines)), missing_ranks=missing)
 
 
 def _kernel_ports() -> str:
-    try:
-        with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as setting:
-            return ", here " + " to ".join(setting.read().split())
-    except OSError:  # sandboxes such as gVisor do not show it
-        return ""
+    with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as setting:
+        return " to ".join(setting.read().split())
 
 
 _SIOCGIFADDR = 0x8915
