@@ -73,6 +73,7 @@ class RayHosts:
             "RAY_AUTH_TOKEN_PATH": str(token),
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_raylet_start_wait_time_s": str(int(START_S)),
+            "GRPC_ENABLE_FORK_SUPPORT": "0",  # else Ray Client's server fails to start at times: docs/pages/ray.md
         }
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         self.environment: Mapping[str, str] = inherited | own | dict(environment or {})

@@ -14,16 +14,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from cluster.local.hosts import Host
+from cluster.local.hosts import Host, HostsError
 from tests.clock import now
 
 COMMANDS = ("munged", "slurmctld", "slurmd", "sbatch")
 DAEMONS = (*COMMANDS[:3], "slurmscriptd")
 START_S = 60.0
+FREEZER = "/sys/fs/cgroup/freezer"
 
 # See `man slurm.conf`. Two partitions over the same nodes: a job in `urgent` takes them from one in `normal`, which has
-# a grace time and is queued again. No cgroups, which a container may not give. As many CPUs as are said, and two
-# devices on each node that are no GPUs, but are handed out as such.
+# a grace time and is queued again. As many CPUs as are said, and two devices on each node that are no GPUs, but are
+# handed out as such.
 CONFIGURATION = """
 ClusterName=test
 SlurmctldHost={head}
@@ -36,7 +37,7 @@ SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd-%n.log
-ProctrackType=proctrack/linuxproc
+ProctrackType=proctrack/{proctrack}
 TaskPlugin=task/none
 MpiDefault=none
 SelectType=select/cons_tres
@@ -45,7 +46,7 @@ SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0
 GresTypes=gpu
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-SlurmctldParameters=preempt_send_user_signal
+{user_signal}
 SlurmdParameters=config_overrides
 KillWait=5
 NodeName={names} CPUs=4 RealMemory=2000 Gres=gpu:2
@@ -62,28 +63,32 @@ def why_unavailable() -> str | None:
 
 
 @contextmanager
-def slurm_on(hosts: Sequence[Host], *, seen: Path) -> Iterator[Slurm]:
+def slurm_on(hosts: Sequence[Host], *, seen: Path, user_signal: bool) -> Iterator[Slurm]:
     """Hosts with Slurm on them; at the end, every process on them is killed.
 
     Args:
         hosts: Those that get Slurm, made by the caller, who closes them after this.
         seen: A folder in /tmp that the hosts see, too.
+        user_signal: Whether SIGTERM, before a grace time, goes to the batch script (`preempt_send_user_signal`), and
+            not to the tasks of `srun`. Without cgroups it does anyway: else all processes of the tasks would get it.
     """
-    slurm = Slurm(hosts, seen)
+    slurm = Slurm(hosts, seen, user_signal)
     try:
         slurm.start()
         yield slurm
     finally:
         for host in hosts:
             host.kill()
+        slurm.remove_cgroups()
         shutil.rmtree(slurm.folder, ignore_errors=True)
 
 
 class Slurm:
     """Each host has a /tmp and a /dev/shm of its own; `home` is shared."""
 
-    def __init__(self, hosts: Sequence[Host], seen: Path) -> None:
+    def __init__(self, hosts: Sequence[Host], seen: Path, user_signal: bool) -> None:
         self.hosts = hosts
+        self.user_signal = user_signal
         self.folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
         self.home = self.folder / "home"
         self._shared = (self.folder, seen)
@@ -92,12 +97,6 @@ class Slurm:
         key = self.folder / "munge" / "key"
         key.touch(mode=0o600)
         key.write_bytes(secrets.token_bytes(128))
-        names = ",".join(host.name for host in hosts)
-        written = CONFIGURATION.format(head=hosts[0].name, folder=self.folder, names=names)
-        (self.folder / "slurm.conf").write_text(written)
-        # Else slurmd looks at /sys/fs/cgroup for the kind of cgroups, and a host has nothing there.
-        (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
-        (self.folder / "gres.conf").write_text(f"NodeName={names} Name=gpu File=/dev/null,/dev/zero\n")
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "SLURM_"))}
         self.environment = inherited | {"SLURM_CONF": str(self.folder / "slurm.conf"), "HOME": str(self.home)}
         self.environment["PATH"] += ":/usr/sbin"
@@ -106,6 +105,7 @@ class Slurm:
         """Start the daemons, and wait until all nodes are idle."""
         for host in self.hosts:
             self._separate(host)
+        self._configure(has_cgroups=all(self._give_cgroups(host) for host in self.hosts))
         head, munge = self.hosts[0], self.folder / "munge"
         files = [f"--{what}={munge}/{what.split('-')[0]}" for what in ("key-file", "pid-file", "log-file", "seed-file")]
         self._serve(head, "munged", "--foreground", "--force", f"--socket={munge}/socket", *files)
@@ -167,6 +167,39 @@ class Slurm:
             host.run("mount", "--move", f"/dev/shm/{host.namespace}/{number}", str(folder))
         host.run("rm", "-r", f"/dev/shm/{host.namespace}")
         host.hide("/dev/shm")
+
+    def _give_cgroups(self, host: Host) -> bool:
+        """The freezer of cgroup v1, for `proctrack/cgroup`; returns whether there is one. Its root is Slurm's own."""
+        host.hide("/sys/fs/cgroup")
+        host.run("mkdir", FREEZER)
+        try:
+            host.run("mount", "-t", "cgroup", "-o", "freezer", "none", FREEZER)
+        except HostsError:
+            return False
+        own = f"{FREEZER}/{self.folder.name}"
+        host.run("mkdir", "-p", own)
+        host.run("mount", "--bind", own, FREEZER)
+        return True
+
+    def remove_cgroups(self) -> None:
+        """Once nothing runs in them. `_give_cgroups` has mounted one over the other."""
+        remove = f"umount {FREEZER} && find {FREEZER}/{self.folder.name} -depth -type d -delete || true"
+        for host in self.hosts:
+            host.run("sh", "-c", remove)
+
+    def _configure(self, *, has_cgroups: bool) -> None:
+        names = ",".join(host.name for host in self.hosts)
+        written = CONFIGURATION.format(
+            head=self.hosts[0].name,
+            folder=self.folder,
+            names=names,
+            proctrack="cgroup" if has_cgroups else "linuxproc",
+            user_signal="SlurmctldParameters=preempt_send_user_signal" if self.user_signal or not has_cgroups else "",
+        )
+        (self.folder / "slurm.conf").write_text(written)
+        # Else slurmd looks at /sys/fs/cgroup for the kind of cgroups, where a host may have nothing.
+        (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+        (self.folder / "gres.conf").write_text(f"NodeName={names} Name=gpu File=/dev/null,/dev/zero\n")
 
     def _serve(self, host: Host, *command: str) -> None:
         with (self.folder / f"{command[0]}-{host.name}.out.log").open("wb") as output:

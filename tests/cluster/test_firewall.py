@@ -171,9 +171,11 @@ def test_load_train_save_fit_restart_and_attach_pass(
     assert torch.equal(following.run(jobs.forward, ROWS), trained)
     # Host 1 has not taken anything from host 2 so far, so that there is no connection yet.
     change_firewall(rays.hosts[2], "delete", "6381")
-    with pytest.raises(CallTimeoutError) as caught:
-        following.run(send_much)
-    change_firewall(rays.hosts[2], "add", "6381")
+    try:
+        with pytest.raises(CallTimeoutError) as caught:
+            following.run(send_much)
+    finally:
+        change_firewall(rays.hosts[2], "add", "6381")
     assert rays.hosts[1].address in {failure.node_ip for failure in caught.value.failures.values()}
     following.run(jobs.stop)
     following.close()

@@ -112,6 +112,27 @@ def test_training_equals_peft_in_one_process(base: Path, tmp_path: Path, shardin
         assert fit(group, epochs=3, resume=True).history["loss"] == pytest.approx(alone.epoch(), abs=1e-5)
 
 
+def test_new_adapters_leave_the_optimizer_state_of_their_base(base: Path, tmp_path: Path) -> None:
+    with make_group(base) as group:
+        fit(group, max_steps=2)
+        group.save(tmp_path / "full")
+    with make_group(tmp_path / "full", peft_config=lora()) as group:
+        names = [name for held in group.call(adapted) for name in held]
+        assert names
+        assert [name for name in names if "lora_" not in name] == []
+        assert fit(group, max_steps=1).first_step == 0
+
+
+def adapted() -> list[str]:
+    from raysharding import current_worker
+
+    worker = current_worker()
+    assert worker.optimizer is not None
+    assert not worker.optimizer.state
+    held = {id(parameter) for group in worker.optimizer.param_groups for parameter in group["params"]}
+    return [name for name, parameter in worker.module.named_parameters() if id(parameter) in held]
+
+
 class Killer:
     """A callback that ends a rank's process, once, after a step."""
 

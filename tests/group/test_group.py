@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,29 @@ def test_a_group_that_cannot_load_leaves_nothing(checkpoint: Path) -> None:
         make_group(checkpoint, model=too_large)
     assert "2.weight" in str(caught.value)
     assert "2.bias" in str(caught.value)
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_rank_that_dies_before_there_is_a_group_leaves_its_log(checkpoint: Path) -> None:
+    def dying() -> nn.Module:
+        import os
+        import signal
+        import sys
+
+        import torch.distributed as dist
+
+        if dist.is_initialized() and dist.get_rank() == 1:
+            print("the last line", file=sys.stderr, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return nn.Linear(8, 4)
+
+    with pytest.raises(GroupError, match=r"rank 1 .*died in build") as caught:
+        make_group(checkpoint, model=dying)
+    what = r"(worker-\S*) in Ray's session_latest/logs on that node shows its last lines"
+    named = re.search(what, str(caught.value))
+    assert named is not None
+    logs = Path("/tmp/ray").glob(f"session_*/logs/{named[1]}")  # another cluster may be the latest
+    assert any("the last line" in log.read_text() for log in logs)
 
 
 @pytest.mark.usefixtures("nothing_left")

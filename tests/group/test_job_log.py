@@ -179,9 +179,10 @@ def test_a_second_sigterm_ends_the_driver_without_a_save(standing: StandingClust
         pids = driver.hear()["pids"]
         driver.hear()
         driver.kill(signal.SIGTERM)
-        time.sleep(0.2)  # two signals at once are one
-        sent = driver.kill(signal.SIGTERM)
-        assert driver.process.wait(60) == signal.SIGTERM
+        while driver.process.poll() is None:  # two signals are one if the main thread does not run between them
+            time.sleep(0.2)
+            sent = driver.kill(signal.SIGTERM)
+        assert abs(driver.process.returncode) == signal.SIGTERM  # by the handler of Ray, or by the default one
     seconds_until_gone(pids, sent, 10)
     assert not any(Path(f"{checkpoint}-saves").iterdir())
 

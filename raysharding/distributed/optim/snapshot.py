@@ -171,7 +171,8 @@ class OptimizerSnapshot:
             problems.append(
                 f"the schedule {kinds[0]} was {told}, the optimizer has {kinds[1] or 'none'}: see Scheduled"
             )
-        message = f"the {told} optimizer state does not fit the optimizer:"
+        cure = "; to begin with a new optimizer, load without one and set it after the load" if told == "saved" else ""
+        message = f"the {told} optimizer state does not fit the optimizer{cure}:"
         return PlanError(message, problems=problems) if problems else None
 
     def apply(self, module: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor]) -> None:

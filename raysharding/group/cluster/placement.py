@@ -341,6 +341,9 @@ def wait_placed(
     while not reservation.placement_group.wait(max(0.0, min(_SLICE_S, begun + limit_s - time.monotonic()))):
         now = time.monotonic()
         if now - begun >= limit_s:
+            # A wait of less than a second may miss bundles that are placed, and there may have been no other wait.
+            if placement_group_table(reservation.placement_group)["state"] == "CREATED":
+                return
             infeasible = _is_infeasible(reservation, placement)
             # Not earlier: a cluster that has just started does not say yet whether it grows.
             if infeasible or place_s is not None or limit_s == _GROW_S or not may_grow():

@@ -482,8 +482,12 @@ class FitRun:
     def _save(self, *, in_background: bool) -> None:
         begun = time.monotonic()
         options, number, path = self._options, self._place.num_steps, self._save_path
+        # Where the loss or the gradient is NaN, the weights may be, too: good saves are not removed for them.
+        told = {} if self._last is None else self._last.metrics
+        is_finite = all(math.isfinite(told.get(name, 0.0)) for name in ("loss", "grad_norm"))
+        keep_last = options.keep_last if is_finite else None
         # An existing save is of this run, else rank 0 had refused it: a run that went back repeats the same steps.
-        self._save_group(path, overwrite=True, keep_last=options.keep_last, async_save=in_background)
+        self._save_group(path, overwrite=True, keep_last=keep_last, async_save=in_background)
         self._asked = number
         self._paths.add(path)
         self._save_s += time.monotonic() - begun

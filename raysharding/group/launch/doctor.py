@@ -13,7 +13,7 @@ from raysharding.config import Placement, Timeouts
 from raysharding.errors import PreflightError, RayshardingError
 from raysharding.group.actors import REMOTE_RANK_ACTOR, ActorInfo, Title
 from raysharding.group.calls import ModelFiles
-from raysharding.group.cluster import Lifetime, Reservation, connect, replies
+from raysharding.group.cluster import Lifetime, Reservation, connect, join_announced, replies, tell
 from raysharding.group.launch.launch import RunningGroup, rendezvous
 from raysharding.group.launch.preflight import Finding, Preflight, PreflightReport
 from raysharding.group.launch.spec import GroupSpec
@@ -39,7 +39,10 @@ def diagnose(address: str | None = None, port_range: tuple[int, int] | None = No
     """
     placement = Placement(port_range=port_range)
     was_connected = ray.is_initialized()
-    connect(address)
+    if address is not None or not join_announced():
+        if address is None:
+            tell("doctor: RAY_ADDRESS names no cluster: this is about a Ray on this machine, started for the check")
+        connect(address)
     try:
         return _diagnose(placement)
     finally:

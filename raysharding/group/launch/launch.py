@@ -46,7 +46,7 @@ from raysharding.group.launch.spec import (
 from raysharding.group.launch.start_actors import Started, start_actors
 from raysharding.group.rpc import Packed, pack
 from raysharding.group.supervision import Client, Replicas, Supervisor
-from raysharding.models import InputBounds
+from raysharding.models import Adapted, InputBounds
 
 # Ranks time out a little later than the driver, so that the driver's error, which covers all ranks, is raised first.
 _GRACE_S = 5.0
@@ -249,7 +249,9 @@ def _fill(
         _load(client, opened.adapters, normal_path(spec.checkpoint), spec.progress)
     if spec.optimizer is not None:
         stall_s = spec.timeouts.load_stall_s
-        client.submit_same("set_optimizer", spec.optimizer, {}, True, deadline_s=stall_s, watch=True).result()
+        # The optimizer state of a base is of all its parameters: new adapters begin with none.
+        restores = opened.adapters is not None or not isinstance(opened.model, Adapted)
+        client.submit_same("set_optimizer", spec.optimizer, {}, restores, deadline_s=stall_s, watch=True).result()
     return report, bounds, facts
 
 

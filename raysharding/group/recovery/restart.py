@@ -119,7 +119,8 @@ def _why_reload(running: RunningGroup, checkpoint: str | None, world_size: int |
     survivors.wait_settled(running.client.timeouts.drain_s + _SETTLE_GRACE_S, 2 * _ANSWER_S)
     if not survivors.is_kept:
         cause = supervisor.status.cause
-        lost = [failure for failure in (cause.failures.values() if cause else ()) if failure.kind in ("died", "hung")]
+        seen = (cause.primary, *cause.failures.values()) if cause else ()
+        lost = [failure for failure in seen if failure is not None and failure.kind in ("died", "hung")]
         return f"{lost[0]}: {survivors.recoverable.why_not}" if lost else survivors.recoverable.why_not
     return None
 

@@ -56,10 +56,20 @@ def saw_raise(info: RankInfo, raised: RemoteError) -> Observed:
     return Observed(failure, raised, follows=raised.is_connection)
 
 
-def saw_death(info: RankInfo, phase: str, error: BaseException, note: str = "") -> Observed:
-    """Describe a rank whose process died. `error` is Ray's, `note` adds what the driver knows."""
+def saw_death(info: RankInfo, phase: str, error: BaseException, note: str = "", *, is_made: bool = True) -> Observed:
+    """Describe a rank whose process died.
+
+    Args:
+        info: The rank.
+        phase: Its phase.
+        error: Ray's error.
+        note: What the driver knows besides.
+        is_made: Whether the caller has the group: `from_checkpoint` has returned.
+    """
     # Ray names causes and no place to look: a rank that the kernel killed for its memory has written nothing.
-    cure = f"; group.logs({info.rank}) shows its last lines, `raysharding plan` whether its memory suffices"
+    unmade = f"worker-*-{info.pid}.err in Ray's session_latest/logs on that node"
+    log = f"group.logs({info.rank})" if is_made else unmade
+    cure = f"; {log} shows its last lines, `raysharding plan` whether its memory suffices"
     return Observed(_plain(info, "died", phase, _one_line(str(error)) + (note or cure)))
 
 
@@ -144,9 +154,11 @@ def judge(seen: Sequence[Observed], what: str, timed_out: bool, arrivals: str = 
         timed_out: True if the deadline of the call passed first.
         arrivals: Which ranks wait for which, as the end of a sentence.
     """
-    if any(one.failure.kind == "died" for one in seen):
-        # A dead rank is the cause of errors about missing ranks, even if those were observed first.
-        seen = [replace(one, follows=one.follows or _misses_ranks(one)) for one in seen]
+    # A dead rank, or one that cannot reach rank 0's store, is the cause of errors about missing ranks, even if those
+    # were observed first.
+    for is_cause in (_died, _misses_store):
+        if any(map(is_cause, seen)):
+            seen = [replace(one, follows=one.follows or (_misses_ranks(one) and not is_cause(one))) for one in seen]
     primary = next((one for one in seen if not one.follows), seen[0])
     failures = {one.failure.rank: _beside(one, primary) for one in seen}
     failures[primary.failure.rank] = primary.failure
@@ -156,8 +168,17 @@ def judge(seen: Sequence[Observed], what: str, timed_out: bool, arrivals: str = 
     return cls(message, primary=first, failures=dict(sorted(failures.items())))
 
 
+def _died(one: Observed) -> bool:
+    return one.failure.kind == "died"
+
+
 def _misses_ranks(one: Observed) -> bool:
     return one.raised is not None and one.raised.error_type == _ABSENCE
+
+
+def _misses_store(one: Observed) -> bool:
+    error = one.raised.exception() if one.raised is not None and _misses_ranks(one) else None
+    return isinstance(error, RendezvousError) and error.missing_ranks == (0,)
 
 
 def twin(error: E) -> E:

@@ -299,7 +299,8 @@ class Supervisor:
         run = self._runner.run
         doing = "idle" if run is None else run.phase(rank)
         note = self._lease_renewal.explain() or self._unreachable.get(rank, "")
-        seen = failures.saw_death(self.members[rank].info, doing, error, note)
+        is_made = self.status.is_started or self.status.is_restarting
+        seen = failures.saw_death(self.members[rank].info, doing, error, note, is_made=is_made)
         if run is None:
             recoverable = RecoverableState(frozenset(self.survivors.dead), self.why_not(self.survivors.dead))
             self.break_group([seen], failures.judge([seen], self.name, timed_out=False), recoverable)

@@ -204,6 +204,16 @@ def test_saves_and_a_resume_in_another_group(
         assert again.state is GroupState.READY
 
 
+def test_saves_of_a_run_whose_loss_is_nan_remove_no_good_one(
+    fresh: ShardedModelGroup, rows: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    broken = [dict(row) for row in rows]
+    broken[3 * 7]["x"] = [math.nan] * len(rows[0]["x"])  # in the fourth step
+    with pytest.warns(UserWarning, match="the loss is nan from step 4 on"):
+        fit(fresh, broken, save_to=tmp_path, save_every=1, keep_last=1, max_steps=6)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-3", "step-4", "step-5", "step-6"]
+
+
 def test_what_cannot_be_fitted_is_refused(fresh: ShardedModelGroup, parquet: Path, tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     for data, error, said in (

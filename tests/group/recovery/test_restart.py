@@ -199,6 +199,22 @@ def test_ranks_that_wait_for_each_other_are_freed_and_go_on(checkpoint: Path, re
         torch.testing.assert_close(group.forward(Split(BATCH)), reference(BATCH))
 
 
+def test_the_reason_for_a_reload_names_the_rank_that_hung_first(checkpoint: Path) -> None:
+    def late() -> None:
+        import time
+
+        import torch.distributed as dist
+
+        if dist.get_rank() == 1:
+            time.sleep(60)
+        dist.barrier()
+
+    with make_group(checkpoint, timeouts=Timeouts(call_s=1.5)) as group:
+        with pytest.raises(CallTimeoutError, match="rank 1 hung"):
+            group.call(late)
+        assert group.restart().why.startswith("rank 1 ")
+
+
 def test_a_death_loads_the_last_save(checkpoint: Path, reference: nn.Module, tmp_path: Path) -> None:
     one = OneProcess(reference)
     with make_group(checkpoint, world_size=3, timeouts=QUICK) as group:

@@ -77,6 +77,7 @@ def standing_cluster(num_cpus: int = 8, *, dashboard: bool = False) -> Iterator[
     command += ["--dashboard-agent-listen-port=0", "--dashboard-agent-grpc-port=0", "--metrics-export-port=0"]
     command += [f"--include-dashboard={str(dashboard).lower()}", f"--dashboard-port={board}"]
     environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    environment["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # else Ray Client's server fails to start at times: docs/pages/ray.md
     with open(f"{scratch}/start.log", "wb") as log:
         head = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT, env=environment, start_new_session=True)
     try:

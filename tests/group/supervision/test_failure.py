@@ -60,6 +60,15 @@ def test_ranks_that_say_who_did_not_come_follow_the_one_that_died() -> None:
     assert isinstance(typed_error(seen[:1], alone, 3), RendezvousError)
 
 
+def test_rank_0_that_waits_follows_the_ranks_that_cannot_reach_its_store() -> None:
+    """Both deadlines are the same, and either may be heard first."""
+    waits = saw_raise(info(0), raised(RendezvousError("ranks that did not arrive: 1, 2", missing_ranks=[1, 2])))
+    unable = saw_raise(info(2), raised(RendezvousError("cannot reach rank 0's store", missing_ranks=[0])))
+    error = judge([waits, unable], "join", timed_out=False)
+    assert error.primary == unable.failure
+    assert error.failures[0].kind == "collateral"
+
+
 def test_of_two_causes_the_first_is_primary_and_the_other_keeps_its_kind() -> None:
     first, second = saw_raise(info(2), raised(KeyError("a"))), saw_death(info(0), "call", RuntimeError("gone"))
     error = judge([first, second], "call", timed_out=False)
