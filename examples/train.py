@@ -2,7 +2,7 @@
 
     python examples/train.py --model path/to/llama --data rows.parquet --out out
 
-The rows have the columns `input_ids` and `labels`, numbers of one length; see docs/pages/training.md for text.
+The rows have the columns `input_ids` and `labels`, numbers of one length; see docs/pages/fine-tune.md for text.
 """
 
 from __future__ import annotations

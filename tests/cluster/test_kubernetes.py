@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import yaml
 
 from tests.cluster.kuberay import FOLDER, Manifest, manifests, one, ray_command, templates
+from tests.docs.blocks import blocks_of
 
 KUBERNETES = "1.37"
 SCHEMA = json.loads((Path(__file__).parent / "kuberay.json").read_text())
@@ -160,6 +162,82 @@ def test_a_gpu_is_one_sharp_away(file: str) -> None:
     spec = manifest["spec"].get("rayClusterSpec", manifest["spec"])
     assert " --num-gpus=1 " in ray_command("raysharding", spec, "ranks")[-1]
     assert "--num-gpus" not in ray_command("raysharding", spec, "head")[-1]
+
+
+def page_patches() -> dict[str, list[Manifest]]:
+    """The patches of docs/pages/kubernetes.md by file, in the order of its kustomization.yaml; its own is `inline`."""
+    files = {block.title: block.text for block in blocks_of("docs/pages/kubernetes.md") if block.title}
+    listed = yaml.safe_load(files["kustomization.yaml"])["patches"]
+    return {one.get("path", "inline"): yaml.safe_load(one.get("patch") or files[one["path"]]) for one in listed}
+
+
+def patched(changes: Iterable[Manifest]) -> Manifest:
+    """The RayJob after operations of RFC 6902, as `kubectl kustomize` makes it."""
+    job: Any = json.loads(json.dumps(one("rayjob.yaml", "RayJob")))  # without the anchors' shared objects
+    for change in changes:
+        *parents, last = change["path"].strip("/").split("/")
+        inner = job
+        for step in parents:
+            inner = inner[int(step)] if isinstance(inner, list) else inner[step]
+        key: Any = int(last) if isinstance(inner, list) else last
+        if change["op"] == "add":
+            assert isinstance(inner, dict)
+            assert key not in inner
+        else:
+            inner[key]  # it is there
+        if change["op"] == "remove":
+            del inner[key]
+        else:
+            inner[key] = change["value"]
+    return dict(job)
+
+
+def job_pods(job: Manifest) -> dict[str, Manifest]:
+    """The specs of its pods."""
+    found = templates(job["spec"]["rayClusterSpec"]) | {"submitter": job["spec"]["submitterPodTemplate"]}
+    return {name: template["spec"] for name, template in found.items()}
+
+
+@pytest.mark.parametrize("name", [*page_patches(), "all"])
+def test_the_page_s_patches_make_jobs(name: str) -> None:
+    found = page_patches()
+    job = patched([change for file, changes in found.items() if name in (file, "all") for change in changes])
+    validate(job)
+    specs = job_pods(job)
+    items = [{"metadata": {"name": name}, "spec": spec} for name, spec in specs.items()]
+    validate({"apiVersion": "v1", "kind": "PodList", "items": items})
+    if name in ("registry.yaml", "all"):
+        assert all(spec["imagePullSecrets"] == [{"name": "registry"}] for spec in specs.values())
+    if name in ("bucket.yaml", "all"):
+        assert "persistentVolumeClaim" not in json.dumps(job)
+        for role in ("head", "ranks"):
+            (container,) = specs[role]["containers"]
+            assert container["envFrom"] == [{"secretRef": {"name": "bucket"}}]
+            mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+            assert set(mounts) == {volume["name"] for volume in specs[role]["volumes"]}
+            assert "/data" not in mounts.values()
+            assert mounts["cache"] == "/cache"
+    if name in ("gpus.yaml", "all"):
+        start = ray_command("train", job["spec"]["rayClusterSpec"], "ranks")[-1]
+        assert " --num-gpus=8 " in start
+        assert " --num-cpus=8 " in start
+    if name == "all":
+        (workers,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+        assert f"--ranks {workers['replicas'] * 8} " in job["spec"]["entrypoint"]
+        assert "/data" not in job["spec"]["entrypoint"]
+
+
+def test_the_page_s_policy_opens_the_store_s_port_to_the_pods_of_egress_https() -> None:
+    (text,) = [block.text for block in blocks_of("docs/pages/kubernetes.md") if block.title == "egress-minio.yaml"]
+    policy = yaml.safe_load(text)
+    validate(policy)
+    assert policy["spec"]["podSelector"] == one("egress-https.yaml", "NetworkPolicy")["spec"]["podSelector"]
+
+
+def test_the_page_shows_every_file() -> None:
+    text = (FOLDER.parents[1] / "docs/pages/kubernetes.md").read_text()
+    for path in (*FOLDER.glob("*.yaml"), FOLDER / "Dockerfile"):
+        assert f'--8<-- "cluster/kubernetes/{path.name}"' in text
 
 
 def test_the_job_has_the_time_that_its_parts_ask_for() -> None:

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cluster.local.hosts import Hosts
-from tests.cluster.conftest import require_hosts
+from tests.cluster.conftest import require_hosts, require_nftables
 from tests.cluster.driver import ROOT
 from tests.cluster.slurm import Slurm, slurm_on, why_unavailable
 from tests.forking import runtime_env
@@ -96,6 +97,12 @@ def require_slurm() -> None:
         pytest.skip(reason)
 
 
+def firewall_of_the_page() -> str:
+    """The commands that close a node for all but the listed ports."""
+    (found,) = re.findall(r"^```bash\n(sysctl .*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    return str(found)
+
+
 def submit_as_the_page_says(slurm: Slurm) -> int:
     """The job of the page, with smaller nodes."""
     shutil.copy(SCRIPT, slurm.home)
@@ -120,7 +127,12 @@ def check_the_urgent_job(slurm: Slurm, job: int) -> None:
 @pytest.mark.timeout(480)
 def test_a_preempted_job_goes_on_and_one_that_fails_does_not(worker_python: Path) -> None:
     require_slurm()
-    with Hosts(2) as hosts, slurm_on(list(hosts), seen=worker_python.parent, user_signal=False) as slurm:
+    require_nftables()
+    with ExitStack() as stack:
+        hosts = stack.enter_context(Hosts(2))
+        for host in hosts:  # before Slurm starts
+            host.run("bash", "-ec", firewall_of_the_page())
+        slurm = stack.enter_context(slurm_on(list(hosts), seen=worker_python.parent, user_signal=False))
         # What a user has in the environment of `sbatch`; a loaded machine takes its time to start Ray.
         slurm.environment |= {"PYTHONPATH": str(ROOT), "RAY_raylet_start_wait_time_s": "120"}
         slurm.environment["RAY_JOB_CONFIG_JSON_ENV_VAR"] = json.dumps({"runtime_env": runtime_env()})

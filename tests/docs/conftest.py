@@ -50,6 +50,8 @@ def page_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     transformers.LlamaForCausalLM(config).save_pretrained(llama)
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt"):
         shutil.copy(Path(encoder) / name, llama)
+    settings = json.loads((llama / "tokenizer_config.json").read_text())
+    (llama / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "[SEP]"}))  # the model's
     (folder / "path/to/encoder").symlink_to(encoder)
     (folder / "path/to/data").mkdir()
     for kind, held_out, count in (("train", "rows", 64), ("test", "held-out", 16)):

@@ -40,7 +40,8 @@ def as_torchrun_does(folder: str, text: str, port: int) -> list[float]:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", ["accelerate", "ray-train", "torchrun-fsdp2", "transformers-trainer"])
 def test_the_losses_are_those_of_the_other_library(page: str, page_folder: Path) -> None:
-    before, after = (block.text for block in blocks_of(f"docs/pages/coming-from/{page}.md") if block.is_code)
+    blocks = [block for block in blocks_of(f"docs/pages/coming-from/{page}.md") if block.is_code]
+    before, after = (block.text for block in blocks if block.marker == "run by")
     if page == "ray-train":
         theirs: dict[str, Any] = {"__name__": "__main__"}
         exec(before, theirs)
