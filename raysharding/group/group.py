@@ -710,7 +710,7 @@ class ShardedModelGroup:
             metrics: Metrics of `eval_data`, as for `evaluate`. Results are in the report's `evaluations` and in the
                 `FitStep` of the step before the evaluation, as `eval_loss` and `eval_<name>`.
             keep_best: `"loss"` or a name in `metrics`: an evaluation with the best value so far is followed by a save,
-                which `keep_last` neither counts nor removes until a better one is saved; the report's `best` names it.
+                which `keep_last` does not remove until a better one is saved; the report's `best` names it.
                 Larger values are better, except for names that end in `loss`; `"-wer"` says that smaller ones are.
             stop: `EarlyStop(metric, patience)`: end the run when the metric of `eval_data` no longer improves. The
                 evaluations so far are in the run's saves, so that `keep_best` and `stop` continue after a restart or
