@@ -178,6 +178,7 @@ def test_a_second_sigterm_ends_the_driver_without_a_save(standing: StandingClust
     with Driver(standing, checkpoint, HASTY) as driver:
         pids = driver.hear()["pids"]
         driver.hear()
+        time.sleep(1.0)  # into the next step, of 3 s: a signal between two steps ends the run at once, with a save
         driver.kill(signal.SIGTERM)
         while driver.process.poll() is None:  # two signals are one if the main thread does not run between them
             time.sleep(0.2)
