@@ -726,7 +726,7 @@ class ShardedModelGroup:
                 but of no other run. Default: nothing is saved.
             save_every: Number of steps between two saves; one more save is made at the end. Default: only the save at
                 the end.
-            keep_last: Number of saves to keep; older ones are removed, unless the loss is not finite. Default: all.
+            keep_last: Number of saves to keep; older ones are removed, if loss and gradient are finite. Default: all.
             async_save: Write saves in the background, while the ranks continue training; see `save`. Default False.
             resume: True to continue where the last run ended: in this group, or in the save that the group was made
                 from. `"latest"`: load the newest complete save in `save_to`, unless the group holds it or a later step

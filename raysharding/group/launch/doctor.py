@@ -39,10 +39,9 @@ def diagnose(address: str | None = None, port_range: tuple[int, int] | None = No
     """
     placement = Placement(port_range=port_range)
     was_connected = ray.is_initialized()
-    if address is not None or not join_announced():
-        if address is None:
-            tell("doctor: RAY_ADDRESS names no cluster: this is about a Ray on this machine, started for the check")
-        connect(address)
+    if address is None and not join_announced():
+        tell("doctor: RAY_ADDRESS names no cluster: this is about a Ray on this machine, started for the check")
+    connect(address)
     try:
         return _diagnose(placement)
     finally:
