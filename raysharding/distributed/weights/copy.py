@@ -41,8 +41,6 @@ from raysharding.models import adapter_scale, plain_names
 
 Progress = Callable[[str, int, int, str], None]
 
-_MAX_PROBLEMS = 20
-
 
 class WeightCopy:
     """Connections and plan of one pair of groups on one rank, for any number of copies, until one fails.
@@ -310,12 +308,12 @@ def _check(models: list[dict[str, Any]], merge: bool) -> None:
             layouts = [ModelLayout.from_json(one["layout"]) for one in (source, target)]
             problems = list(differences(*layouts))
     if problems:
-        raise PlanError("the groups hold different models:", problems=problems[:_MAX_PROBLEMS])
+        raise PlanError("the groups hold different models:", problems=problems)
 
 
 def _failure(is_mixed: bool, reasons: list[str]) -> RuntimeError:
     """Return the error of a target, with what it left: mixed weights, or the earlier ones."""
-    why = "; ".join(reasons[:_MAX_PROBLEMS])
+    why = "; ".join(reasons)
     if is_mixed:
         what = "mixed weights: the copy stopped when parts of this group had the new weights and others the old"
         error = RuntimeError(f"{what}; restart() brings the last files ({why})")

@@ -197,7 +197,8 @@ class _Copy:
             return next((one for one in errors if one is not None), None)
         for what, client in zip(("source", "target"), self._clients, strict=True):
             status = client.supervisor.status
-            cause = "" if status.cause is None else f": {str(status.cause).partition(chr(10))[0]}"
+            primary = None if status.cause is None else status.cause.primary
+            cause = "" if primary is None else f": rank {primary.rank} {primary.kind}: {primary.message}"
             error.add_note(f"the {what}, {client.supervisor.name}, is {client.supervisor.state.value}{cause}")
         return error
 
