@@ -32,6 +32,8 @@ T = TypeVar("T")
 
 _POLL_S = 0.5
 """Longest time in seconds until a rank that waits in the store sees `stop`."""
+_MEET_S = 15.0
+"""Longest time for ranks that are all there to connect. What waits for them then, in torch, `stop` does not end."""
 _TAG = 0
 
 
@@ -43,15 +45,16 @@ class SpanningGroup:
     """A process group over all ranks of two groups. Collective methods are called by all of them, in the same order.
 
     Args:
-        address: Store of one of the two groups.
+        address: Store of the source, the first of the two groups.
         name: Name of this group in the store, which no other group has had.
         rank: Rank in this group.
-        world_size: Ranks of both groups together.
+        sizes: Ranks of the source, which come first here, and of the target.
     """
 
-    def __init__(self, address: StoreAddress, name: str, rank: int, world_size: int) -> None:
+    def __init__(self, address: StoreAddress, name: str, rank: int, sizes: tuple[int, int]) -> None:
         self.rank = rank
-        self.world_size = world_size
+        self.sizes = sizes
+        self.world_size = sum(sizes)
         self.until = 0.0
         """Time (`time.monotonic`) at which waits end; the caller sets it for each operation."""
         self._address = address
@@ -74,15 +77,16 @@ class SpanningGroup:
             RendezvousError: The store cannot be reached, or nodes cannot connect to each other.
         """
         base = connect_store(self._address, self.rank, node_ip, self.left_s)
-        self._store = PrefixStore(f"{self._address.prefix}/{self._name}", base)
+        self._store = store = PrefixStore(f"{self._address.prefix}/{self._name}", base)
         with listen_as_gloo(self.rank, node_ip) as listener:
-            addresses = self.exchange(listener.getsockname()[:2])
-            check_reachable(self._store, self.rank, [(host, port) for host, port in addresses], self.left_s)
+            addresses = [(host, port) for host, port in self.exchange(listener.getsockname()[:2])]
+            self._attempt(lambda: check_reachable(store, self.rank, addresses, min(_MEET_S, self.left_s)))
         before = set(connections())
         let_gloo_end()
         with nobody_connects_later():
             store = PrefixStore("gloo", self._store)
-            self._gloo = self._attempt(lambda: ProcessGroupGloo(store, self.rank, self.world_size, self._timeout))
+            meet = timedelta(seconds=min(_MEET_S, self.left_s))
+            self._gloo = self._attempt(lambda: ProcessGroupGloo(store, self.rank, self.world_size, meet))
         found = [one for one in connections() if one not in before]
         every = [[((a, b), (c, d)) for (a, b), (c, d) in some] for some in self.exchange(found)]
         self._sockets = between(dict(enumerate(every)))[self.rank]
@@ -94,6 +98,11 @@ class SpanningGroup:
         # The constructor of NCCL's group does not wait for the other ranks; the first message does.
         store = PrefixStore(device.type, self._joined_store)
         self._device_backend = dist.ProcessGroupNCCL(store, self.rank, self.world_size, options)
+
+    def name_of(self, rank: int) -> str:
+        """Return a rank's name in its own group, for errors."""
+        num_sources = self.sizes[0]
+        return f"rank {rank} of the source" if rank < num_sources else f"rank {rank - num_sources} of the target"
 
     @property
     def left_s(self) -> float:
@@ -126,18 +135,25 @@ class SpanningGroup:
         store = self._joined_store
         while not self._attempt(lambda: store.check(keys)):
             if time.monotonic() >= self.until:
-                missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-                raise PeerLostError(f"ranks {missing} of {self.world_size} did not come")
+                missing = [self.name_of(rank) for rank, key in enumerate(keys) if not store.check([key])]
+                raise PeerLostError(f"{', '.join(missing)} did not come")
             try:
                 store.wait(keys, timedelta(seconds=min(_POLL_S, self.left_s)))
             except dist.DistStoreError:
                 continue  # not there yet
+            except dist.DistNetworkError as error:
+                raise PeerLostError("rank 0 of the source, which serves the store, is gone") from error
 
     def any_rank(self, flag: bool) -> bool:
         """Return True if `flag` is True on a rank; collective, with the same result on every rank that returns."""
         value = torch.tensor([float(flag)])
-        # Every rank calls this at the same points, failed or not; one that cannot has stopped, which ends the wait.
-        self.wait(self._attempt(lambda: self._gloo.allreduce([value])))
+        try:
+            # Every rank calls this at the same points, failed or not; one that cannot has stopped, which ends the wait.
+            options = dist.AllreduceOptions()
+            options.timeout = self._timeout
+            self.wait(self._attempt(lambda: self._gloo.allreduce([value], options)))
+        except PeerLostError as error:
+            raise PeerLostError(f"a rank of either group {error}") from error
         return bool(value.item())
 
     def send(self, data: torch.Tensor, rank: int) -> dist.Work:
@@ -163,11 +179,13 @@ class SpanningGroup:
 
     def _attempt(self, operation: Callable[[], T]) -> T:
         if self._stopped.is_set():
-            raise PeerLostError("stopped")
+            raise PeerLostError("has stopped this copy")
         try:
             return operation()
         except RuntimeError as error:  # torch's errors of backends and stores
-            raise PeerLostError(str(error).partition("\n")[0]) from error
+            # Not torch's words: a group whose own ranks are all there must not be taken for one that has lost some.
+            late = "timed out" in str(error).lower()
+            raise PeerLostError("did not answer in time" if late else "is gone, or has stopped") from error
 
     def stop(self) -> None:
         """End all waits in this group, on this rank and on all that wait for it; see the note. From any thread."""

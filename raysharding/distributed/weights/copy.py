@@ -36,7 +36,7 @@ from raysharding.distributed.weights.copy_spec import CopySpec
 from raysharding.distributed.weights.links import NUM_SLOTS, Link
 from raysharding.distributed.weights.model_layout import ModelLayout, differences
 from raysharding.distributed.weights.plan_shards import PlanShards
-from raysharding.errors import PlanError, RayshardingError
+from raysharding.errors import PlanError, RayshardingError, said
 from raysharding.models import adapter_scale, plain_names
 
 Progress = Callable[[str, int, int, str], None]
@@ -57,7 +57,7 @@ class WeightCopy:
         self._node_ip = node_ip
         self._num_sources = spec.num_sources
         number = rank if spec.is_source else spec.num_sources + rank
-        self._span = SpanningGroup(spec.address, f"copy/{spec.token}", number, spec.num_sources + spec.num_targets)
+        self._span = SpanningGroup(spec.address, f"copy/{spec.token}", number, (spec.num_sources, spec.num_targets))
         self._is_joined = False
         self._own_layout: dict[str, Any] | None = None
         self._layout: ModelLayout | None = None
@@ -235,7 +235,7 @@ class WeightCopy:
     ) -> str | None:
         """Take the weights if every rank has received its own, and tell the source; else raise on every rank."""
         is_typed = isinstance(error, RayshardingError)
-        failed = None if error is None else f"{type(error).__name__}: {error}"
+        failed = None if error is None else _said(error)
         try:
             # Every rank of the target calls this, whatever happened to it: the others would wait in the all-gather.
             outcomes = agree(error if is_typed else None, {"failed": failed, "has_written": self._has_written})
@@ -276,6 +276,10 @@ class WeightCopy:
             "num_tensors": 0 if plan is None else len(plan.names),
             "num_bytes": 0 if plan is None else plan.num_bytes,
         }
+
+
+def _said(error: Exception) -> str:
+    return str(error) if isinstance(error, PeerLostError) else f"{type(error).__name__}: {said(error)}"
 
 
 def _device_of(module: nn.Module) -> list[str] | None:

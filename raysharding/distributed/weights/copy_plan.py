@@ -101,7 +101,8 @@ def _ranges(
             while shard < len(cuts) and cuts[shard][0] < last:
                 start, stop = max(first, cuts[shard][0]), min(last, cuts[shard][1])
                 for rank in ranks if start < stop else ():
-                    sender = _sender(holders, shard, hosts, rank, sent)
+                    # Buffers may differ between ranks: rank 0's are saved, and copied.
+                    sender = _sender(holders, shard, hosts, rank, sent) if source.tensors[name].num_shards else 0
                     sent[sender] += (stop - start) * itemsizes[index]
                     found[sender, rank].append(_Range(index, start, stop))
                 shard += 1

@@ -116,7 +116,7 @@ class SharedLink:
         try:
             self._counters.wait(counter, value, self._span.left_s, self._pid)
         except RuntimeError as error:
-            raise PeerLostError(f"rank {self._peer}: {error}") from error
+            raise PeerLostError(f"{self._span.name_of(self._peer)}: {error}") from error
 
 
 class MessageLink:
@@ -177,4 +177,4 @@ class MessageLink:
             try:
                 self._span.wait(work)
             except PeerLostError as error:
-                raise PeerLostError(f"rank {self._peer}: {error}") from error
+                raise PeerLostError(f"{self._span.name_of(self._peer)} {error}") from error
