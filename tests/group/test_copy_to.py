@@ -130,7 +130,7 @@ def own_statistics() -> None:
     from raysharding import current_worker
 
     worker = current_worker()
-    worker.module.norm.running_var.fill_(17 + worker.rank)
+    worker.module.get_buffer("norm.running_var").fill_(17 + worker.rank)
 
 
 @pytest.fixture
