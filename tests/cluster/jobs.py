@@ -15,7 +15,7 @@ import ray
 import torch
 from torch import nn
 
-from raysharding import Loading, Placement, ShardedModelGroup, Split, Timeouts
+from raysharding import CopyReport, Loading, Placement, ShardedModelGroup, Split, Timeouts, current_worker
 from raysharding.group import Call
 from raysharding.group.cluster.ray_internals import free_resources
 from raysharding.group.ranks import RankInfo
@@ -204,3 +204,25 @@ def run_notebook(notebook: Path, folder: Path, *, replace: tuple[str, str]) -> d
     path = os.pathsep.join((str(notebook.parent), os.environ["PYTHONPATH"]))
     playing = Notebook(notebook, folder, replace=replace, interrupt=("fit", "fit: step"), restart="attach")
     return asyncio.run(playing.run(job | {"PYTHONPATH": path}))
+
+
+def copy_between(checkpoint: str, sizes: tuple[int, int], width: int) -> tuple[CopyReport, bool, list[list[str]]]:
+    """Copy changed weights from one new group to another; returns the report, whether they are equal, and the nodes."""
+    options: dict[str, Any] = {"model": make_mlp(width), "device": "cpu"}
+    options["placement"] = Placement(strategy="SPREAD", cpus_per_rank=0.5)
+    with (
+        ShardedModelGroup.from_checkpoint(checkpoint, world_size=sizes[0], **options) as source,
+        ShardedModelGroup.from_checkpoint(checkpoint, world_size=sizes[1], **options) as target,
+    ):
+        source.call(_change)
+        source.copy_to(target)
+        report = source.copy_to(target)
+        mine, theirs = source.state_dict(), target.state_dict()
+        is_equal = all(torch.equal(mine[name], theirs[name]) for name in mine)
+        return report, is_equal, [[info.node_ip for info in one.ranks] for one in (source, target)]
+
+
+def _change() -> None:
+    with torch.no_grad():
+        for parameter in current_worker().module.parameters():
+            parameter.add_(1.0)

@@ -112,3 +112,27 @@ def test_a_load_over_slow_links_moves_and_raises_no_alarm(
     assert sight.seconds > 2 * stall_s
     assert sight.num_sights > 5
     assert sight.longest_pause_s < stall_s
+
+
+@pytest.mark.full
+def test_weights_go_over_the_wire_once_and_stay_on_a_host_that_has_them(
+    driver: Driver, rays: RayHosts, tmp_path: Path
+) -> None:
+    width = 1 << 14
+    files, seen = tmp_path / "files", tmp_path / "seen"
+    files.mkdir()
+    seen.mkdir()
+    module = jobs.make_mlp(width)()
+    save_file(module.state_dict(), files / "model.safetensors")
+    rays.hosts[1].show_alone(files, seen)
+    report, is_equal, places = driver.run(jobs.copy_between, str(seen), (2, 3), width)
+    assert is_equal
+    assert not report.is_planned
+    num_bytes = sum(tensor.nbytes for tensor in module.state_dict().values())
+    assert num_bytes <= report.num_bytes == report.wire_bytes + report.shared_bytes <= 1.02 * num_bytes
+    # Of halves into thirds, on three hosts: what a host has of both stays there.
+    overlaps = {(0, 0): 1 / 3, (0, 1): 1 / 6, (1, 1): 1 / 6, (1, 2): 1 / 3}
+    kept = sum(part for (mine, theirs), part in overlaps.items() if places[0][mine] == places[1][theirs])
+    assert kept > 0
+    assert report.shared_bytes == pytest.approx(kept * num_bytes, rel=0.1)  # 4 rows in thirds are 2, 2 and 0
+    assert max(*report.source_extra_bytes, *report.target_extra_bytes) <= 33 << 20
