@@ -1,6 +1,6 @@
 """LoRA adapters: peft's layers in a model that is built on meta, and the names of the layers' tensors in files.
 
-Only this module imports peft, and only for a model with adapters.
+Only this module and `adapter_merge` import peft, and only for a model with adapters.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 ADAPTER_PREFIX: Final = "base_model.model."
 """Prefix of every name in a file of adapters: the path at which a `PeftModel` holds the model."""
-_NAME: Final = "default"
+ADAPTER: Final = "default"
+"""peft's name of the adapters."""
 _SUPPORTED: Final = frozenset(
     {
         "alpha_pattern",
@@ -167,7 +168,7 @@ class Adapted:
         module = build(self.model)
         try:
             with torch.device("meta"):
-                peft.inject_adapter_in_model(config, module, adapter_name=_NAME, low_cpu_mem_usage=True)
+                peft.inject_adapter_in_model(config, module, adapter_name=ADAPTER, low_cpu_mem_usage=True)
         except (*_PEFT_ERRORS, NotImplementedError) as error:
             what = f"peft cannot add adapters to {type(module).__name__}: {error}"
             raise PlanError(f"{self.origin}: {what}") from error
@@ -196,7 +197,7 @@ class AdapterNames:
     def of(cls, module: Any) -> Self | None:
         """Return the names for a module, sharded or not; `None` if the module has no adapters."""
         peft: Any = sys.modules.get("peft")  # if peft is not imported, there are no adapters
-        if peft is None or _NAME not in (getattr(module, "peft_config", None) or {}):
+        if peft is None or ADAPTER not in (getattr(module, "peft_config", None) or {}):
             return None
         base: dict[str, str] = {}
         added: set[str] = set()
@@ -214,9 +215,22 @@ class AdapterNames:
                         copies[name] = f"{prefix}{inner}.{rest.partition('.')[2]}"
         marks = dict(zip(names, names, strict=True))
         # peft's own function assigns the keys, given names in place of tensors.
-        held = peft.get_peft_model_state_dict(module, state_dict=marks, adapter_name=_NAME, save_embedding_layers=False)
+        held = peft.get_peft_model_state_dict(
+            module, state_dict=marks, adapter_name=ADAPTER, save_embedding_layers=False
+        )
         files = {name: ADAPTER_PREFIX + key for key, name in held.items()}
-        return cls(module.peft_config[_NAME], files, base, frozenset(added), copies)
+        return cls(module.peft_config[ADAPTER], files, base, frozenset(added), copies)
+
+    def plain_name(self, fqn: str) -> str | None:
+        """Return the FQN of a tensor in the model without adapters, where a trained copy replaces its original.
+
+        `None` if that model lacks the tensor: it is part of an adapter, or an original that has a trained copy.
+        """
+        if fqn in self.copies:
+            fqn = self.copies[fqn]
+        elif fqn in self.added or fqn in self.copies.values():
+            return None
+        return self.base.get(fqn, fqn)
 
     def check(self, checkpoint: Checkpoint) -> None:
         """Check that a checkpoint's adapters have the scale of the model's; else their values would differ in effect.
@@ -268,7 +282,7 @@ def holder_of_adapter(root: nn.Module, fqn: str) -> Any:
 def apply_adapter_reset(root: Any, fqn: str) -> None:
     """Set peft's own initial values: A as in a Linear, B zeros, unless `init_lora_weights` says otherwise."""
     layer: Any = holder_of_adapter(root, fqn)
-    layer.reset_lora_parameters(_NAME, root.peft_config[_NAME].init_lora_weights)
+    layer.reset_lora_parameters(ADAPTER, root.peft_config[ADAPTER].init_lora_weights)
 
 
 def _differing(own: Mapping[str, Any], others: Mapping[str, Any]) -> str:
