@@ -1,0 +1,236 @@
+"""What is checked on the ranks of `test_export.py`: names, values, memory, and ranks that stop early."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from raysharding.checkpoint import open_checkpoint
+from raysharding.config import Loading
+from raysharding.distributed import init_mesh, load_checkpoint, shard_module
+from raysharding.distributed.weights import WeightStream
+from raysharding.models import Adapted, build_module
+from raysharding.worker import Worker, current_worker
+from tests.distributed.loading.load_checks import ODD, sharded
+from tests.spawn import device_type
+
+WHOLE = ("llama-tied", "mixtral", "qwen3-moe", "bert")
+"""Models that are saved by transformers."""
+ADAPTED = ("llama", "mixtral", "gpt2")
+"""Models with adapters that are saved, and merged, by peft."""
+
+
+def loaded(path: Path, dtype: torch.dtype | None = None, adapters: Path | None = None) -> Any:
+    opened = open_checkpoint(path)
+    model = None if adapters is None else Adapted.of_files(None, open_checkpoint(adapters))
+    module = shard_module(build_module(model, opened, dtype), init_mesh(device_type()))
+    load_checkpoint(module, opened, loading=Loading(dtype=dtype))
+    if adapters is not None:
+        load_checkpoint(module, adapters)
+    return module
+
+
+def streamed(module: Any, **options: Any) -> dict[str, torch.Tensor]:
+    """All pairs of this rank, kept until the end: none may share memory, or be written to later."""
+    with WeightStream(module, **options) as stream:
+        pairs = list(stream)
+    assert len(dict(pairs)) == len(pairs)
+    assert len({tensor.data_ptr() for _, tensor in pairs}) == len(pairs)
+    assert all(tensor.device.type == device_type() and not tensor.requires_grad for _, tensor in pairs)
+    return {name: tensor.cpu() for name, tensor in pairs}
+
+
+def check_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], is_given: bool = True) -> None:
+    """Every bit, where the rank is given anything."""
+    assert found.keys() == (wanted.keys() if is_given else set())
+    for name, tensor in found.items():
+        assert tensor.dtype == wanted[name].dtype, name
+        assert torch.equal(tensor, wanted[name]), name
+
+
+def check_files(root: Path) -> None:
+    """Names, shapes and values are those of the files, for every size of a bucket and every choice of ranks."""
+    everyone = range(dist.get_world_size())
+    for name in WHOLE:
+        module, wanted = loaded(root / name), load_file(root / name / "model.safetensors")
+        check_equal(streamed(module), wanted, dist.get_rank() == 0)
+        check_equal(
+            streamed(module, ranks=[*everyone][-1:], bucket_bytes=1000), wanted, dist.get_rank() == everyone[-1]
+        )
+        check_equal(streamed(module, ranks={*everyone}, bucket_bytes=10_000), wanted)
+    module = sharded(root / ODD)
+    load_checkpoint(module, root / ODD)
+    check_equal(streamed(module, bucket_bytes=1000), load_file(root / ODD), dist.get_rank() == 0)
+
+
+def check_dtype(root: Path) -> None:
+    """Floating-point tensors alone are converted, and travel narrow."""
+    module = sharded(root / ODD)
+    load_checkpoint(module, root / ODD)
+    sent = {}
+    for dtype in (None, torch.bfloat16, torch.float64):
+        stream = WeightStream(module, dtype=dtype)
+        check_equal(
+            {name: tensor.cpu() for name, tensor in stream},
+            {
+                name: tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
+                for name, tensor in load_file(root / ODD).items()
+            },
+            dist.get_rank() == 0,
+        )
+        sent[dtype] = stream._gather.wire_bytes
+    assert sent[torch.float64] == sent[None]
+    assert sent[torch.bfloat16] <= 0.51 * sent[None]
+
+
+def check_adapters(root: Path) -> None:
+    """Of a model with adapters these alone, as peft saves them; merged, what peft's own merge saves."""
+    for name in ADAPTED:
+        for dtype in (torch.float32, torch.bfloat16):
+            path = root / f"adapted-{name}-{dtype}"
+            module = loaded(path / "base", dtype, path / "adapters")
+            before = [parameter.to_local().clone() for parameter in module.parameters()]
+            first = dist.get_rank() == 0
+            check_equal(streamed(module), load_file(path / "adapters" / "adapter_model.safetensors"), first)
+            merged = load_file(path / "merged" / "model.safetensors")
+            if device_type() != "cpu":
+                continue  # another device, other rounding
+            check_equal(streamed(module, merge=True, bucket_bytes=700), merged, first)
+            half = {key: tensor.to(torch.float16) for key, tensor in merged.items()}
+            check_equal(streamed(module, merge=True, dtype=torch.float16), half, first)
+            after = [parameter.to_local() for parameter in module.parameters()]
+            assert all(map(torch.equal, before, after)), "the module's own tensors have changed"
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of the memory that torch's operations make, from when a tensor is made until it is freed."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak = self.now = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and func._schema.name in ("aten::empty", "aten::_to_copy", "aten::clone"):
+            storage = result.untyped_storage()
+            size = storage.nbytes()
+            self.now += size
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._free, size)
+        return result
+
+    def _free(self, size: int) -> None:
+        self.now -= size
+
+
+def check_memory(root: Path) -> None:
+    """One bucket and one tensor, beside the tensor that the caller holds; on the other ranks one bucket."""
+    module, bucket = loaded(root / "mixtral"), 4000
+    largest = max(tensor.nbytes for tensor in load_file(root / "mixtral/model.safetensors").values())
+    packed = max(parameter.numel() * parameter.itemsize for parameter in module.parameters())
+    assert packed > largest + 2 * bucket, "a stacked parameter in memory would be seen"
+    with WeightStream(module, bucket_bytes=bucket) as stream, Live() as live:
+        for _, tensor in stream:
+            del tensor
+    padding = 16 * dist.get_world_size() * 8
+    assert 0 < live.peak <= bucket + padding + (largest if dist.get_rank() == 0 else 0), live.peak
+    assert live.now <= bucket + padding
+
+
+def check_arguments(root: Path) -> None:
+    """A bad one is everybody's error; different ones are, too, and nobody waits."""
+    module = loaded(root / "bert")
+    for options, message in (
+        ({"ranks": []}, r"ranks=\[\]: give one or more ranks from 0 to"),
+        ({"ranks": [99]}, r"ranks=\[99\]"),
+        ({"bucket_bytes": 0}, "bucket_bytes=0: give a whole number"),
+        ({"dtype": torch.int8}, r"dtype=torch.int8: give a floating-point dtype"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            WeightStream(module, **options)
+    if dist.get_world_size() > 1:
+        with pytest.raises(ValueError, match="the ranks gave different arguments"):
+            streamed(module, bucket_bytes=1000 + dist.get_rank())
+        streamed(module)
+
+
+@contextmanager
+def stopped(by_me: type[Exception] | None, who: int) -> Iterator[None]:
+    """Expect the error of the rank that stops, and that of the others, which name the rank and say why."""
+    expected = by_me if by_me and dist.get_rank() == who else ConnectionAbortedError
+    with pytest.raises(expected) as found:
+        yield
+    if dist.get_rank() != who:
+        assert f"weights(): rank {who} " in str(found.value)
+    elif by_me is ValueError:
+        assert "tensors: every rank iterates to the end" in str(found.value)
+
+
+def check_early_stops(root: Path) -> None:
+    """A rank that stops, or raises, before the end is everybody's error at once; the next stream is whole."""
+    worker = Worker(dist.get_rank(), dist.get_world_size(), dist.get_rank(), device_type())
+    worker.build(None, open_checkpoint(root / "bert"))
+    worker.load()
+    wanted, last = load_file(root / "bert/model.safetensors"), dist.get_world_size() - 1
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        return current_worker().weights(ranks=[0, last], bucket_bytes=2000)
+
+    def breaks() -> None:
+        for number, _ in enumerate(weights()):
+            if number == 2 and dist.get_rank() == last:
+                break
+
+    def never_begins() -> None:
+        pairs = weights()
+        if dist.get_rank() != last:
+            list(pairs)
+
+    def fails() -> None:
+        for number, _ in enumerate(weights()):
+            if number == 2 and dist.get_rank() == last:
+                raise LookupError("no such layer in this engine")
+
+    def fails_elsewhere() -> None:
+        pairs = weights()
+        next(pairs, None)
+        if dist.get_rank() == last:
+            raise LookupError("no such layer in this engine")
+        list(pairs)
+
+    def stop_all() -> None:
+        next(weights(), None)
+
+    for run, error in (
+        (breaks, ValueError),
+        (never_begins, ValueError),
+        (fails, LookupError),
+        (fails_elsewhere, LookupError),
+    ):
+        with stopped(error, last):
+            worker.call(run)
+        check_equal(dict(worker.call(lambda: [(key, one.cpu()) for key, one in weights()])), wanted, is_given(last))
+    if dist.get_world_size() == 2:
+        with pytest.raises(ValueError, match=r"stopped after \d+ of \d+ tensors"):
+            worker.call(stop_all)
+
+
+def is_given(last: int) -> bool:
+    return dist.get_rank() in (0, last)
+
+
+def check_a_rank_that_never_comes(root: Path) -> None:
+    """A deadline ends the wait for a rank that does not call it; the last check of a group."""
+    module = loaded(root / "bert")
+    if dist.get_rank() == 0:
+        with pytest.raises(TimeoutError, match=r"other ranks did not take part within .* s: call it on every rank"):
+            list(WeightStream(module, timeout_s=0.5))
