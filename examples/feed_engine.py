@@ -49,7 +49,8 @@ class Engine:
 
     def generate(self, ids: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """Continue rows of tokens [N, L] greedily; the result is [N, L + num_tokens]."""
-        return self.model.generate(ids, max_new_tokens=num_tokens, do_sample=False)
+        written: torch.Tensor = self.model.generate(ids, max_new_tokens=num_tokens, do_sample=False)
+        return written
 
 
 def feed(engine: Any) -> int:
@@ -96,7 +97,8 @@ def main() -> None:
                 loss = trainer.train_step(input_ids=Split(batch), labels=Split(batch))["loss"]
             count = trainer.call(feed, engine)[0]
             ids = ray.get(engine.generate.remote(prompt, 24), timeout=60)
-            print(f"round {number}: loss {loss:.2f}, {count} tensors fed, the engine writes {bytes(ids[0].tolist())}")
+            written = bytes(ids[0].tolist())
+            print(f"round {number}: loss {loss:.2f}, {count} tensors fed, the engine writes {written!r}")
         same = torch.equal(ids, trainer.generate(prompt, max_new_tokens=24, do_sample=False))
         print(f"the engine writes what the trainer writes: {same}")
     ray.kill(engine)
