@@ -29,6 +29,9 @@ from raysharding.distributed.saving import model_contents
 from raysharding.distributed.transfer import GATHER_BUCKET_BYTES, Gather, saved_tensors, wire_dtype
 from raysharding.models import AdapterMerge, RunIndex, SavedTensor, adapter_merges, plain_names, saved_layout
 
+_iterating: list[WeightStream] = []
+"""Streams of this process whose iterators have begun and are not closed: a traceback may hold one that has failed."""
+
 
 class WeightStream:
     """Gives full tensors on some ranks, a bucket at a time. Every rank makes one with equal arguments and iterates it.
@@ -101,14 +104,20 @@ class WeightStream:
         Raises:
             ConnectionAbortedError: Another rank has stopped early; the message says why.
             TimeoutError: Another rank has not begun to iterate within `timeout_s`.
-            ValueError: The ranks gave different arguments.
+            ValueError: The ranks gave different arguments, or this rank is iterating over another stream.
         """
+        if any(stream._state == "open" for stream in _iterating):
+            # Ranks that get nothing go through one stream after the other: checks of two streams would meet.
+            raise ValueError("weights(): another one is not at its end; iterate over one at a time")
+        _iterating.append(self)
         thread = get_ident()
         try:
             self._meet(timeout_s=self._timeout_s)
             yield from self._empty()
             for _ in self._gather.rounds():
                 yield from self._complete()
+                if self._state != "open":
+                    raise ValueError("weights(): this iterator has ended with the call that it was made in")
                 self._meet()
             self._state = "done"
         except GeneratorExit:
@@ -121,6 +130,8 @@ class WeightStream:
             if self._state == "open":
                 self._state = "failed"  # messages may be pending, and no later check would match the others'
             raise
+        finally:
+            _iterating.remove(self)
 
     def __enter__(self) -> Self:
         """Return the stream."""
@@ -136,7 +147,7 @@ class WeightStream:
         """
         if isinstance(error, Exception):
             try:
-                self._stop(f"raised {type(error).__name__} {self._progress}: {error}")
+                self._stop(f"{self._progress}: {type(error).__name__}: {error}")
             except Exception as failure:  # noqa: BLE001 - the caller's error is the one to report
                 error.add_note(f"raysharding: the other ranks were not told: {type(failure).__name__}: {failure}")
         elif error is None and self._state in ("open", "left"):

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers
 from safetensors.torch import save_file
 
@@ -41,18 +40,16 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_file(saved(filled()), path / ODD)
     for name in WHOLE:
         ARCHITECTURES[name].make().save_pretrained(path / name)
-    for name in ADAPTED:
-        for dtype in (torch.float32, torch.bfloat16):
-            folder = path / f"adapted-{name}-{dtype}"
-            ARCHITECTURES[name].make(dtype).save_pretrained(folder / "base")
-            base = getattr(transformers, ARCHITECTURES[name].model).from_pretrained(folder / "base")
-            model = peft.get_peft_model(base, peft.LoraConfig(r=2, lora_alpha=3, **FIELDS[name]))
-            for parameter in model.parameters():
-                if parameter.requires_grad:
-                    parameter.data.normal_()
-            model.peft_config["default"].base_model_name_or_path = str(folder / "base")
-            model.save_pretrained(folder / "adapters", save_embedding_layers=False)
-            model.merge_and_unload().save_pretrained(folder / "merged")
+    for name, dtype in ADAPTED:
+        folder = path / f"adapted-{name}-{dtype}"
+        ARCHITECTURES[name].make(dtype).save_pretrained(folder / "base")
+        base = getattr(transformers, ARCHITECTURES[name].model).from_pretrained(folder / "base")
+        model = peft.get_peft_model(base, peft.LoraConfig(r=2, lora_alpha=3, **FIELDS[name]))
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data.normal_()
+        model.save_pretrained(folder / "adapters", save_embedding_layers=False)
+        model.merge_and_unload().save_pretrained(folder / "merged")
     return path
 
 
