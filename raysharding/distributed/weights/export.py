@@ -153,6 +153,8 @@ class WeightStream:
         elif error is None and self._state in ("open", "left"):
             self._stop(self._progress)
             raise ValueError(f"weights(): rank {dist.get_rank()} {self._progress}: every rank iterates to the end")
+        elif self._state == "open":
+            self._state = "failed"  # an interrupt, which may have struck in a message: nothing more can match
 
     @property
     def _progress(self) -> str:
@@ -210,7 +212,8 @@ class WeightStream:
 
 def _check(ranks: Any, bucket_bytes: Any, dtype: Any) -> None:
     world_size = dist.get_world_size()
-    if isinstance(ranks, str) or not ranks or any(type(one) is not int or not 0 <= one < world_size for one in ranks):
+    given = list(ranks) if isinstance(ranks, Collection) else []
+    if not given or any(type(one) is not int or not 0 <= one < world_size for one in given):
         raise ValueError(f"ranks={ranks!r}: give one or more ranks from 0 to {world_size - 1}, such as [0]")
     check_int("bucket_bytes", bucket_bytes)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):

@@ -154,6 +154,7 @@ def check_arguments(root: Path) -> None:
     for options, message in (
         ({"ranks": []}, r"ranks=\[\]: give one or more ranks from 0 to"),
         ({"ranks": [99]}, r"ranks=\[99\]"),
+        ({"ranks": 1}, r"ranks=1: give one or more ranks"),
         ({"bucket_bytes": 0}, "bucket_bytes=0: give a whole number"),
         ({"dtype": torch.int8}, r"dtype=torch.int8: give a floating-point dtype"),
     ):
