@@ -27,6 +27,7 @@ __all__ = [
     "CallCancelledError",
     "CallTimeoutError",
     "CheckpointError",
+    "CopyReport",
     "DataError",
     "EarlyStop",
     "EmptyBatchError",

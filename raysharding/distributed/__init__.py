@@ -45,9 +45,11 @@ from raysharding.distributed.sharding import (
 )
 from raysharding.distributed.training import train_step
 from raysharding.distributed.transfer import gather_state_dict
+from raysharding.distributed.weights import CopyReport
 
 # This library's own.
 __all__ = [
+    "CopyReport",
     "LoadReport",
     "ParamGroups",
     "SaveReport",

@@ -32,6 +32,7 @@ from raysharding.distributed.training import (
     check_max_grad_norm,
     positions_of,
 )
+from raysharding.distributed.weights import CopyReport
 from raysharding.group.calls import (
     Call,
     Collect,
@@ -72,9 +73,11 @@ from raysharding.group.launch import (
     GroupSpec,
     PreflightReport,
     RunningGroup,
+    WeightPaths,
     check_optimizer,
     launch,
     plan_group,
+    submit_copy,
     submit_load,
     submit_save,
     update_record,
@@ -123,6 +126,7 @@ class ShardedModelGroup:
         """
         self._optimizer = running.spec.optimizer
         self._fits = FitLock()
+        self._paths = WeightPaths()
         self._view: LiveView | None = None
         self._restarting = threading.Lock()
         self._taking = threading.Lock()
@@ -925,6 +929,48 @@ class ShardedModelGroup:
 
     def _load(self, path: str | os.PathLike[str], revision: str | None = None, check: Check | None = None) -> Call:
         return submit_load(self._running, os.fspath(path), revision, check, self._noted).keep_alive(self)
+
+    @handle
+    @with_hints
+    def copy_to(self, other: Self, *, merge: bool = False, staged: bool = False) -> Call[CopyReport]:
+        """Copy this group's weights into another running group of the same model, from shard to shard.
+
+        The groups may differ in world size, sharding, dtype and device. The tensors are those that a `save` of this
+        group and a `load` in the other would move, and the values are bit for bit theirs. The copy waits for the calls
+        before it in both groups, and calls after it see the new weights. Optimizers stay as they are; gradients of the
+        other group are dropped.
+
+        The first copy connects the ranks of both groups and makes the plan, which later ones between the same groups
+        find again. Ranks of one host meet in shared memory, others in messages, and no rank holds a full model. Wire:
+        the other group's parameters, once for each of its replicas, in the narrower of the two dtypes. Memory: at most
+        two buckets of 16 MiB on each rank, which stay for the next copy.
+
+        Args:
+            other: The group that gets the weights. This driver must have both.
+            merge: True to merge this group's LoRA adapters into the weights on the way, as peft's `merge_and_unload`
+                does; this group keeps them. Takes the adapters, whole, and one weight's delta on each of its ranks.
+                Default False: between two groups with adapters of one shape, the adapters alone are copied.
+            staged: True to receive beside the old weights, which takes one more shard of memory on each rank of
+                `other`: if the copy fails, `other` keeps its old weights and stays READY, unless a rank of its own
+                died. Default False: weights are overwritten as they arrive.
+
+        Returns:
+            A `CopyReport`: bytes, seconds, and memory.
+
+        Raises:
+            ValueError: `other` is this group, or no group.
+            PlanError: The groups hold different models, or one has adapters and the other none; both stay READY.
+            RendezvousError: Nodes of the two groups cannot connect to each other; both stay READY.
+            GroupError: A rank of either group died, hung or raised. Its own group is BROKEN. This group, if it was the
+                other, stays READY. `other`, if it was this one, is BROKEN where some of its shards had the new weights
+                ("mixed weights"), and `other.restart()` brings its last files; else it stays READY. Or `fit` runs on
+                `other`.
+        """
+        if type(other) is not type(self) or other is self:
+            raise ValueError(f"copy_to({type(other).__name__}): give another ShardedModelGroup, not this one")
+        groups = (self._client, self._paths), (other._client, other._paths)
+        check = other._unless_fit("copy_to")
+        return submit_copy(*groups, merge=merge, staged=staged, check=check).keep_alive((self, other))
 
     @handle
     def state_dict(self, keys: str | Sequence[str] | None = None) -> Call[dict[str, torch.Tensor]]:

@@ -265,6 +265,15 @@ def adapter_files(module: nn.Module) -> dict[str, bytes] | None:
     return written_files(lambda directory: config.save_pretrained(directory, auto_mapping_dict=mapping))
 
 
+def adapter_scale(module: nn.Module) -> dict[str, Any] | None:
+    """Return the fields of a module's `LoraConfig` that set the scale of its adapters; `None` without adapters."""
+    names = AdapterNames.of(module)
+    if names is None:
+        return None
+    fields = names.config.to_dict()
+    return {key: fields.get(key, default) for key, default in _SCALE.items()}
+
+
 def holder_of_adapter(root: nn.Module, fqn: str) -> Any:
     """Return the peft layer that `fqn` is an adapter of; `None` if `fqn` is not an adapter."""
     if "peft" not in sys.modules:

@@ -40,10 +40,10 @@ Phase = Literal[
 ]
 
 # Calls that change weights or optimizer. `call(fn)` may change both too; its writes are detected.
-_CHANGING = ("load", "set_optimizer", "set_scheduler", "train_step", "optim_step", "fit_step")
+_CHANGING = ("load", "copy_from", "set_optimizer", "set_scheduler", "train_step", "optim_step", "fit_step")
 
 # Those of `_CHANGING` whose results a restart from the files would lose.
-_TRAINING = ("train_step", "optim_step", "fit_step")
+_TRAINING = ("train_step", "optim_step", "fit_step", "copy_from")
 
 _NO_GROUP = (
     "{name} has destroyed a process group of the ranks, without which they cannot communicate. "

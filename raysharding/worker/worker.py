@@ -29,7 +29,7 @@ from raysharding.distributed.loading import LoadReport, copy_replicas, load_chec
 from raysharding.distributed.saving import BackgroundSave, Destination, SaveReport, begin_save, load_training
 from raysharding.distributed.training import Forwarding, generate
 from raysharding.distributed.transfer import GATHER_BUCKET_BYTES, gather_state_dict
-from raysharding.distributed.weights import WeightStream
+from raysharding.distributed.weights import CopySpec, WeightCopy, WeightStream
 from raysharding.models import build_module
 from raysharding.outputs import RankOutput
 from raysharding.worker.status import RankStatus, is_training
@@ -77,6 +77,8 @@ class Worker:
         self._sidecars: str | None = None
         self._forwarding: Forwarding | None = None
         self._streams: ExitStack | None = None
+        self._copies: dict[str, WeightCopy] = {}
+        self._stopped_copies: set[str] = set()
 
     def __getattr__(self, name: str) -> Any:
         """Find in the trainer or the status what the worker itself has not, for functions given to `group.call`.
@@ -226,6 +228,51 @@ class Worker:
             self.status.whole = self.status.is_saved = True
             self.trainer.drop_gradients()
         return self.load_report
+
+    def copy_weights(self, spec: CopySpec, node_ip: str) -> dict[str, Any]:
+        """Copy the weights of one group into another; collective over the ranks of both. See `WeightCopy`.
+
+        Args:
+            spec: The copy, which says whether this rank's group is the source.
+            node_ip: Address of this node.
+
+        Returns:
+            Figures of this rank, see `CopyReport`.
+
+        Raises:
+            PlanError: On all ranks of both groups: the modules do not fit together.
+            RuntimeError: On all ranks of the target: the copy failed.
+        """
+        with self.status.running("plan", "copy_to" if spec.is_source else "copy_from"):
+            for token in spec.forget:
+                self._forget_copy(token)
+            copy = self._copies.get(spec.token)
+            if copy is None:
+                copy = self._copies[spec.token] = WeightCopy(spec, self.rank, node_ip)
+            if spec.token in self._stopped_copies:
+                copy.stop()  # the driver was faster than the call
+            try:
+                figures = copy.run(self.module, spec, self.status.follow(None))
+            finally:
+                if copy.is_stopped:
+                    self._forget_copy(spec.token)
+            if not spec.is_source:
+                self.status.whole = True
+                self.trainer.drop_gradients()
+            return figures
+
+    def stop_copy(self, token: str) -> None:
+        """End the copy that runs, or will, between a pair of groups: the other group has failed. From any thread."""
+        self._stopped_copies.add(token)
+        copy = self._copies.get(token)
+        if copy is not None:
+            copy.stop()
+
+    def _forget_copy(self, token: str) -> None:
+        copy = self._copies.pop(token, None)
+        self._stopped_copies.discard(token)
+        if copy is not None:
+            copy.close()
 
     def forward(
         self, batch: RankBatch, mode: Literal["train", "eval"] | None = None, out: Out | None = None
@@ -462,6 +509,8 @@ class Worker:
     def close(self) -> None:
         """Release module and optimizer. No collective, so works after peers have ended."""
         self.trainer.fit_end()
+        for token in list(self._copies):
+            self._forget_copy(token)
         self._forwarding = None
         self.status.drop()
 

@@ -13,6 +13,7 @@ from raysharding.distributed.comm.device import (
     check_device_type,
     current_device,
     device_module,
+    device_uuid,
     is_accelerator,
     is_available,
     set_current_device,
@@ -36,4 +37,5 @@ from raysharding.distributed.comm.rendezvous import (
     listen,
     serve_store,
 )
+from raysharding.distributed.comm.spanning_group import PeerLostError, SpanningGroup
 from raysharding.distributed.comm.waiting import to_host, wait_for, wait_for_event, waits_for_others, waits_for_ranks

@@ -28,6 +28,12 @@ def current_device(device_type: str) -> torch.device:
     return torch.device(device_type, device_module(device).current_device()) if is_accelerator(device) else device
 
 
+def device_uuid(device: torch.device) -> str | None:
+    """Return the identity of an accelerator, the same in every process of its host; `None` if torch does not tell."""
+    found = getattr(device_module(device).get_device_properties(device), "uuid", None)
+    return None if found is None else str(found)
+
+
 def is_available(device_type: str) -> bool:
     """Return True if this process has a device of a type, which torch need not know."""
     try:

@@ -34,7 +34,7 @@ _EXIT_S = 0.05
 
 
 @functools.cache
-def _let_gloo_end() -> None:
+def let_gloo_end() -> None:
     """Make the exit of this process leave the GIL to gloo's threads for a moment, once; see Note [Exit]."""
     atexit.register(time.sleep, _EXIT_S)
 
@@ -85,7 +85,7 @@ def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[
 
 def _all_gather(data: torch.Tensor, num_bytes: int, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
     """Gather as many bytes from every rank; collective."""
-    _let_gloo_end()
+    let_gloo_end()
     mine = _resized(data, num_bytes, group)
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, mine, group=group)
@@ -132,7 +132,7 @@ def broadcast_json(value: Any, group: dist.ProcessGroup | None = None, source: i
     Returns:
         The value of `source`, on every rank.
     """
-    _let_gloo_end()
+    let_gloo_end()
     data = _encode(value if dist.get_rank(group) == source else None)
     found = _resized(data, _HEAD_BYTES, group)
     dist.broadcast(found, group_src=source, group=group)

@@ -228,10 +228,10 @@ def join_process_group(
     """
     until = time.monotonic() + rendezvous_s
     choose_interface(node_ip)
-    base = server if server is not None else _connect(address, rank, node_ip, rendezvous_s)
+    base = server if server is not None else connect_store(address, rank, node_ip, rendezvous_s)
     store = PrefixStore(address.prefix, base)
     store.set_timeout(timedelta(seconds=rendezvous_s))
-    with _listen_as_gloo(rank, node_ip) as listener:
+    with listen_as_gloo(rank, node_ip) as listener:
         addresses = _await_ranks(store, address, rank, world_size, listener.getsockname(), rendezvous_s)
         check_reachable(store, rank, addresses, max(1.0, until - time.monotonic()))
     on_accelerator = is_accelerator(device)
@@ -282,7 +282,12 @@ def _counts(backend: Any) -> bool:
     return True
 
 
-def _connect(address: StoreAddress, rank: int, node_ip: str, rendezvous_s: float) -> TCPStore:
+def connect_store(address: StoreAddress, rank: int, node_ip: str, rendezvous_s: float) -> TCPStore:
+    """Connect to the store that another rank serves, on this rank only.
+
+    Raises:
+        RendezvousError: The store cannot be reached within `rendezvous_s`.
+    """
     try:
         return TCPStore(
             address.host, address.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=rendezvous_s)
@@ -295,7 +300,7 @@ def _connect(address: StoreAddress, rank: int, node_ip: str, rendezvous_s: float
         raise RendezvousError(message, missing_ranks=(0,)) from error
 
 
-def _listen_as_gloo(rank: int, node_ip: str) -> socket.socket:
+def listen_as_gloo(rank: int, node_ip: str) -> socket.socket:
     """Listen as gloo will: on the address of the interface the user chose, else the node's; on a port of the kernel."""
     chosen = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     return listen((address_of(chosen) or node_ip) if chosen else node_ip, rank=rank)

@@ -5,6 +5,7 @@ from raysharding.distributed.transfer.bucket_plan import (
     STRAIGHT_BYTES,
     BucketPlan,
     PlannedTensor,
+    Segment,
     plan_buckets,
 )
 from raysharding.distributed.transfer.buffers import (
@@ -34,7 +35,16 @@ from raysharding.distributed.transfer.memory import (
     prefault,
     resident_bytes,
 )
-from raysharding.distributed.transfer.shared_memory import SharedRings, host_identity, share_rings
+from raysharding.distributed.transfer.shared_memory import (
+    Counters,
+    SharedRings,
+    counters_in,
+    host_identity,
+    map_shared,
+    offer_shared,
+    reserve_shared,
+    share_rings,
+)
 from raysharding.distributed.transfer.sources import (
     REMOTE_GAP_BYTES,
     CheckpointSource,

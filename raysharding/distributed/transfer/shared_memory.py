@@ -36,6 +36,8 @@ _FUTEX = {"x86_64": 202, "aarch64": 98}
 _WAIT, _WAKE = 0, 1
 WORD_BYTES = 4
 """Bytes of a counter."""
+_STOPPED = 0xFFFFFFFF
+"""Value of a counter whose process goes no further."""
 _SLICE_S = 1.0
 """Seconds between checks of a waiting process that the other process is alive."""
 
@@ -60,16 +62,23 @@ class Counters:
 
     def __init__(self, memory: mmap.mmap, offset: int, count: int) -> None:
         self._memory = memory
+        self._is_stopped = False
         self._words = (ctypes.c_uint32 * count).from_buffer(memory, offset)
         self._address = ctypes.addressof(self._words)
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._fence = threading.Lock()  # a memory fence, which plain loads and stores are not on every machine
         self._number = _FUTEX[platform.machine()]
 
+    def stop(self) -> None:
+        """Make every waiter of these counters raise, from now on; the memory is not used again. From any thread."""
+        self._is_stopped = True
+        for index in range(len(self._words)):
+            self.post(index, _STOPPED)
+
     def post(self, index: int, value: int) -> None:
         """Set a counter and wake its waiters, which see all earlier writes to the memory."""
         with self._fence:
-            self._words[index] = value
+            self._words[index] = _STOPPED if self._is_stopped else value
         self._call(index, _WAKE, 0x7FFFFFFF, None)
 
     @waits_for_ranks
@@ -83,7 +92,7 @@ class Counters:
             pid: Process that writes the counter.
 
         Raises:
-            RuntimeError: The process died, or did not reach the value in time.
+            RuntimeError: The process died, did not reach the value in time, or called `stop`.
         """
         until = time.monotonic() + timeout_s
         while (found := self._words[index]) < value:
@@ -94,6 +103,8 @@ class Counters:
             self._call(index, _WAIT, found, min(left, _SLICE_S))
             if self._words[index] < value and not _is_alive(pid):
                 raise RuntimeError(f"process {pid} of this host is gone")
+        if found == _STOPPED:
+            raise RuntimeError(f"process {pid} of this host has stopped")
         with self._fence:
             return
 
@@ -155,14 +166,12 @@ def share_rings(slot_bytes: int) -> SharedRings:
         each ring once, in shared memory; pages count for each rank that touches them.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    control_bytes = (1 + world_size) * WORD_BYTES + _TOKEN_BYTES
-    size = _pages(RING_SIZE * slot_bytes) + _pages(control_bytes)
-    descriptor, memory = _reserve(size) if slot_bytes > 0 else (None, None)
+    descriptor, memory = reserve_shared(RING_SIZE * slot_bytes, 1 + world_size) if slot_bytes > 0 else (None, None)
     try:
         # Every rank calls this: ranks must agree on the rings, or they would wait for messages that are not sent.
-        mine = None if memory is None else _offer(descriptor, memory, slot_bytes)
+        mine = None if memory is None else offer_shared(descriptor, memory) | {"slot_bytes": slot_bytes}
         offers = dict(enumerate(all_gather_json(mine)))
-        found = {reader: _map(offer) for reader, offer in offers.items() if offer is not None and reader != rank}
+        found = {reader: map_shared(offer) for reader, offer in offers.items() if offer is not None and reader != rank}
         mapped = {reader: ring for reader, ring in found.items() if ring is not None}
         # Readers must know their peers before the stream, and keep the descriptor until the peers have opened it.
         every = agree(None, {"pid": os.getpid(), "mapped": sorted(mapped)})
@@ -180,24 +189,29 @@ def share_rings(slot_bytes: int) -> SharedRings:
     return SharedRings(rings, peers, [value["pid"] for value in every])
 
 
+def _ring(memory: mmap.mmap, offer: Mapping[str, Any], world_size: int) -> MappedRing:
+    slot_bytes = offer["slot_bytes"]
+    whole = torch.frombuffer(memory, dtype=torch.uint8, count=RING_SIZE * slot_bytes)
+    counters = counters_in(memory, RING_SIZE * slot_bytes, 1 + world_size)
+    return MappedRing(tuple(whole.view(RING_SIZE, slot_bytes).unbind()), counters, offer["pid"])
+
+
 def _pages(num_bytes: int) -> int:
     return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def _ring(memory: mmap.mmap, offer: Mapping[str, Any], world_size: int) -> MappedRing:
-    slot_bytes = offer["slot_bytes"]
-    whole = torch.frombuffer(memory, dtype=torch.uint8, count=RING_SIZE * slot_bytes)
-    counters = Counters(memory, _pages(RING_SIZE * slot_bytes), 1 + world_size)
-    return MappedRing(tuple(whole.view(RING_SIZE, slot_bytes).unbind()), counters, offer["pid"])
-
-
-def _reserve(size: int) -> tuple[int | None, mmap.mmap | None]:
+def reserve_shared(data_bytes: int, num_counters: int) -> tuple[int | None, mmap.mmap | None]:
     """Return a memfd with reserved pages (a lack of pages would raise SIGBUS) and its mapping; `None`s on failure.
 
-    Does not raise: rings are optional, and the other ranks wait for this rank's result.
+    Does not raise: shared memory is optional, and the other ranks wait for this rank's result.
+
+    Args:
+        data_bytes: Bytes at the start.
+        num_counters: Number of counters after them, see `counters_in`.
     """
     if not has_futex():
         return None, None
+    size = _pages(data_bytes) + _pages(num_counters * WORD_BYTES + _TOKEN_BYTES)
     descriptor: int | None = None
     try:
         descriptor = os.memfd_create("raysharding-ring", os.MFD_CLOEXEC)
@@ -210,7 +224,13 @@ def _reserve(size: int) -> tuple[int | None, mmap.mmap | None]:
     return descriptor, memory
 
 
-def _offer(descriptor: int | None, memory: mmap.mmap, slot_bytes: int) -> dict[str, Any]:
+def counters_in(memory: mmap.mmap, data_bytes: int, num_counters: int, first: int = 0) -> Counters:
+    """Return counters, from number `first` on, of memory that `reserve_shared` made with as many data bytes."""
+    return Counters(memory, _pages(data_bytes) + first * WORD_BYTES, num_counters)
+
+
+def offer_shared(descriptor: int | None, memory: mmap.mmap) -> dict[str, Any]:
+    """Return as JSON what `map_shared` needs. The descriptor must stay open until the others have mapped the memory."""
     memory[-_TOKEN_BYTES:] = token = secrets.token_bytes(_TOKEN_BYTES)
     return {
         "host": host_identity(),
@@ -218,11 +238,11 @@ def _offer(descriptor: int | None, memory: mmap.mmap, slot_bytes: int) -> dict[s
         "descriptor": descriptor,
         "token": token.hex(),
         "size": len(memory),
-        "slot_bytes": slot_bytes,
     }
 
 
-def _map(offer: dict[str, Any]) -> mmap.mmap | None:
+def map_shared(offer: dict[str, Any]) -> mmap.mmap | None:
+    """Map another rank's memory; `None` if it is on another host, or this process has no permission."""
     size = offer["size"]
     if offer["host"] != host_identity():
         return None

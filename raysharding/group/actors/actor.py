@@ -20,7 +20,7 @@ import ray
 from ray.util.placement_group import remove_placement_group
 
 from raysharding.checkpoint.storage import HubAccess, HubPath, adopt_access, is_remote, split_path
-from raysharding.distributed.comm import Connection, connections, cut, waits_for_others
+from raysharding.distributed.comm import Connection, StoreAddress, connections, cut, waits_for_others
 from raysharding.errors import OutputTooLargeError
 from raysharding.group.actors.commands import RankCommands
 from raysharding.group.actors.dataset_blocks import pin
@@ -193,6 +193,17 @@ class RankActor:
     def checkpoint(self) -> bytes:
         """Return the checkpoint (file headers) that the module was built for; a new rank builds its module from it."""
         return self._commands.checkpoint()
+
+    @ray.method(concurrency_group="control")
+    def store_address(self) -> StoreAddress:
+        """Return the address of the group's store, where ranks of another group can meet those of this one."""
+        return self._commands.store_address()
+
+    @ray.method(concurrency_group="control")
+    def stop_copy(self, epoch: int, token: str) -> None:
+        """End a copy whose other group has failed, as the driver of this epoch knows."""
+        if self._ownership.owns(epoch):
+            self._commands.stop_copy(token)
 
     @ray.method(concurrency_group="control")
     def num_changes(self) -> int:

@@ -26,6 +26,7 @@ from raysharding.distributed.comm import (
 from raysharding.distributed.footprint import MemoryNeed, memory_need
 from raysharding.distributed.saving import random_state, restore_random_state
 from raysharding.distributed.training import EvaluationPlan
+from raysharding.distributed.weights import CopySpec
 from raysharding.errors import GroupError, RayshardingError, said
 from raysharding.group.actors.argument_refs import fetched
 from raysharding.group.actors.memory_gauge import export_memory
@@ -36,7 +37,7 @@ from raysharding.group.rpc import NEXT_STEP, Command, Mode, Packed, SaveStatus, 
 from raysharding.models import InputBounds
 from raysharding.worker import Worker, thread_state_restored
 
-_STREAMING = ("load", "save", "copy_replicas")
+_STREAMING = ("load", "save", "copy_replicas", "copy_to")
 """Commands that report phases."""
 
 
@@ -96,6 +97,8 @@ class RankCommands:
     def __init__(self, title: Title) -> None:
         self._title = title
         self._server: Any = None
+        self._address: StoreAddress | None = None
+        self._node_ip = ""
         self._rank_worker: Worker | None = None
         self._buckets: Iterator[Mapping[str, torch.Tensor]] = iter(())
         self._evaluation: Iterator[dict[str, float] | None] = iter(())
@@ -143,6 +146,7 @@ class RankCommands:
         blueprint meanwhile. All of them make the device mesh, in the same order.
         """
         self._title.show_rank(place.rank)
+        self._address, self._node_ip = address, place.node_ip
         leave_process_group()
         device = torch.device(place.device)
         # Before the first CUDA call of this process, after which the variable has no effect. For CPU ranks it is empty:
@@ -215,6 +219,20 @@ class RankCommands:
             adopt_access(hub)
         report = self._worker.load(path)
         return report if self._worker.rank == 0 else None
+
+    def copy_to(self, spec: CopySpec) -> dict[str, Any]:
+        """Copy the weights of one group into another; collective over the ranks of both."""
+        return self._worker.copy_weights(spec, self._node_ip)
+
+    def stop_copy(self, token: str) -> None:
+        """End a copy whose other group has failed. Thread-safe, also while a command runs."""
+        if self._rank_worker is not None:
+            self._rank_worker.stop_copy(token)
+
+    def store_address(self) -> StoreAddress:
+        """Return the address of the group's store. Thread-safe."""
+        assert self._address is not None, "join comes before store_address"
+        return self._address
 
     def forward(self, batch: RankBatch, mode: Mode, out: Out | None) -> Any:
         """Run the model forward; collective."""

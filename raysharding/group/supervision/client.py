@@ -15,6 +15,7 @@ from raysharding.group.calls import Asking, BegunSave, Call, Collect, PendingSav
 from raysharding.group.ranks import Member, RankInfo
 from raysharding.group.rpc import Command, OutputMode, Packed, pack_batches, pack_same
 from raysharding.group.supervision.group_state import GroupState
+from raysharding.group.supervision.joint_start import JointStart
 from raysharding.group.supervision.running_call import Check, Continue, QueuedCall
 from raysharding.group.supervision.supervisor import Supervisor
 
@@ -81,6 +82,7 @@ class Client:
         collect: Collect = collect_rank0,
         is_last: bool = False,
         check: Check | None = None,
+        joint: JointStart | None = None,
     ) -> Call:
         """Submit a command with the same arguments on every rank.
 
@@ -93,12 +95,13 @@ class Client:
             collect: Makes the result. Default: the value of rank 0.
             is_last: True if the command cleans up after a failure: it does not raise the error of a failed save.
             check: Called at the moment the call is queued; raises if the call must not be queued.
+            joint: Lets the call begin together with one of another group.
         """
         if not is_last:
             self._refuse()
         deadline_s = self.timeouts.call_s if deadline_s is None else deadline_s
         packed = pack_same(method, *args)
-        return self._submit(Command(method), packed, collect, deadline_s, watch, keep_step, check)
+        return self._submit(Command(method), packed, collect, deadline_s, watch, keep_step, check, joint)
 
     def submit_each(
         self, method: str, args: Sequence[tuple[Any, ...]], *, deadline_s: float, collect: Collect = collect_rank0
@@ -151,7 +154,8 @@ class Client:
         watch: bool = False,
         keep_step: Continue | None = None,
         check: Check | None = None,
+        joint: JointStart | None = None,
     ) -> Call:
         call = Call(command.method, len(self.members), collect, self.timeouts.call_s, self.supervisor)
-        self.supervisor.submit(QueuedCall(call, command, args, deadline_s, watch, keep_step), check)
+        self.supervisor.submit(QueuedCall(call, command, args, deadline_s, watch, keep_step, joint), check)
         return call

@@ -16,6 +16,7 @@ from raysharding.group.cluster import ProcessSnapshot
 from raysharding.group.ranks import Member
 from raysharding.group.rpc import COMMAND_BYTES, Command, Packed, Stacks, StateChange, one_model
 from raysharding.group.supervision.failures import Observed, saw_hang, saw_stop
+from raysharding.group.supervision.joint_start import JointStart
 
 Continue: TypeAlias = Callable[[Sent], None]
 """Stores rank 0's value of one step of a call that takes several steps. Runs on the supervision thread."""
@@ -37,6 +38,8 @@ class QueuedCall:
     """True if progress in bytes, which the ranks report, extends the deadline."""
     keep_step: Continue | None = None
     """Receives the value of each step; `None` for a call of one step."""
+    joint: JointStart | None = None
+    """Lets the call begin together with one of another group; `None` for a call of this group alone."""
 
     @property
     def num_bytes(self) -> int:
@@ -202,6 +205,21 @@ class WaitingCalls:
                 check()
             self._tasks.append(task)
             self.num_bytes += task.num_bytes
+
+    @property
+    def first(self) -> QueuedCall:
+        """The first call. The queue must not be empty."""
+        return self._tasks[0]
+
+    def withdraw(self, call: Call) -> bool:
+        """Remove a call, wherever it stands; return True if it was there."""
+        with self._changed:
+            found = [task for task in self._tasks if task.call is call]
+            for task in found:
+                self._tasks.remove(task)
+                self.num_bytes -= task.num_bytes
+            self._changed.notify_all()
+        return bool(found)
 
     def take(self) -> QueuedCall:
         """Remove and return the first call."""

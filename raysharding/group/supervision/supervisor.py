@@ -174,6 +174,14 @@ class Supervisor:
         self._loop.call_soon(partial(self._interrupt, source, stopping))
         return stopping
 
+    def advance_soon(self) -> None:
+        """Begin the next call if it can begin now, on the supervision thread."""
+        self._loop.call_soon(self.advance)
+
+    def withdraw_soon(self, call: Call, error: GroupError) -> None:
+        """End a call with an error if it is still in the queue, on the supervision thread."""
+        self._loop.call_soon(partial(self._withdraw, call, error))
+
     def wait_stopped(self, stopping: Stopping, timeout_s: float | None = None) -> None:
         """Wait for the end of the call that ran at an interrupt; the deadline of the call bounds the wait.
 
@@ -277,7 +285,10 @@ class Supervisor:
 
     def _may_begin(self) -> bool:
         """Return True if the next call can begin. Large arguments go through Ray, which they must not start anew."""
-        return self.has_ray() if self._waiting.next_is_large() else self.status.is_usable
+        if not (self.has_ray() if self._waiting.next_is_large() else self.status.is_usable):
+            return False
+        joint = self._waiting.first.joint
+        return joint is None or joint.may_begin(self)
 
     def _on_lifetime(self, rank: int, future: Future) -> None:
         error = future.exception()
@@ -373,6 +384,11 @@ class Supervisor:
                 f"{source}: {self.name} stops when the running {call.name} has ended (deadline in {left_s:.0f} s); "
                 f"queued calls cancelled: {num_cancelled}; once more stops the ranks now, and their weights are lost"
             )
+
+    def _withdraw(self, call: Call, error: GroupError) -> None:
+        if self._waiting.withdraw(call):
+            call.end(error)
+            self.advance()
 
     def _abandon(self, reason: str) -> None:
         if self.status.is_usable:

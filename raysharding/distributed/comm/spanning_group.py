@@ -1,0 +1,200 @@
+"""`SpanningGroup`: a gloo group over the ranks of two groups, beside the default process group of each.
+
+`torch.distributed.new_group` makes groups of ranks of one default group. The ranks of two groups have two, whose rank
+numbers overlap: the backend is therefore made directly, over the store of one of the groups, as the constructors of
+torch's process groups make it.
+
+Note [Ending a wait]: a rank that fails must not leave the others waiting. gloo's `abort` ends no wait (torch 2.13, see
+Note [Cutting]); `stop` shuts down the sockets of the group, and every rank that waits for this one fails within
+milliseconds, and stops in turn. A rank that dies does the same, by its death.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store
+
+from raysharding.distributed.comm.abort import between, connections, cut, nobody_connects_later
+from raysharding.distributed.comm.device import is_accelerator
+from raysharding.distributed.comm.json_collectives import let_gloo_end
+from raysharding.distributed.comm.rendezvous import StoreAddress, check_reachable, connect_store, listen_as_gloo
+from raysharding.distributed.comm.waiting import wait_for, waits_for_ranks
+
+T = TypeVar("T")
+
+_POLL_S = 0.5
+"""Longest time in seconds until a rank that waits in the store sees `stop`."""
+_MEET_S = 15.0
+"""Longest time for ranks that are all there to connect. What waits for them then, in torch, `stop` does not end."""
+_TAG = 0
+
+
+class PeerLostError(RuntimeError):
+    """A rank of the spanning group is gone, has stopped, or did not answer in time."""
+
+
+class SpanningGroup:
+    """A process group over all ranks of two groups. Collective methods are called by all of them, in the same order.
+
+    Args:
+        address: Store of the source, the first of the two groups.
+        name: Name of this group in the store, which no other group has had.
+        rank: Rank in this group.
+        sizes: Ranks of the source, which come first here, and of the target.
+    """
+
+    def __init__(self, address: StoreAddress, name: str, rank: int, sizes: tuple[int, int]) -> None:
+        self.rank = rank
+        self.sizes = sizes
+        self.world_size = sum(sizes)
+        self.until = 0.0
+        """Time (`time.monotonic`) at which waits end; the caller sets it for each operation."""
+        self._address = address
+        self._name = name
+        self._num_exchanges = 0
+        self._stopped = threading.Event()
+        self._sockets: list[Any] = []
+        self._store: Store | None = None
+        self._gloo: Any = None
+        self._device_backend: Any = None
+
+    def join(self, node_ip: str) -> None:
+        """Connect to all other ranks; collective.
+
+        Args:
+            node_ip: Address of this node.
+
+        Raises:
+            PeerLostError: A rank did not arrive before `until`.
+            RendezvousError: The store cannot be reached, or nodes cannot connect to each other.
+        """
+        base = connect_store(self._address, self.rank, node_ip, self.left_s)
+        self._store = store = PrefixStore(f"{self._address.prefix}/{self._name}", base)
+        with listen_as_gloo(self.rank, node_ip) as listener:
+            addresses = [(host, port) for host, port in self.exchange(listener.getsockname()[:2])]
+            self._attempt(lambda: check_reachable(store, self.rank, addresses, min(_MEET_S, self.left_s)))
+        before = set(connections())
+        let_gloo_end()
+        with nobody_connects_later():
+            store = PrefixStore("gloo", self._store)
+            meet = timedelta(seconds=min(_MEET_S, self.left_s))
+            self._gloo = self._attempt(lambda: ProcessGroupGloo(store, self.rank, self.world_size, meet))
+        found = [one for one in connections() if one not in before]
+        every = [[((a, b), (c, d)) for (a, b), (c, d) in some] for some in self.exchange(found)]
+        self._sockets = between(dict(enumerate(every)))[self.rank]
+
+    def add_device(self, device: torch.device) -> None:
+        """Send tensors of an accelerator through its own backend from now on; collective. Untested without GPUs."""
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = self._timeout
+        # The constructor of NCCL's group does not wait for the other ranks; the first message does.
+        store = PrefixStore(device.type, self._joined_store)
+        self._device_backend = dist.ProcessGroupNCCL(store, self.rank, self.world_size, options)
+
+    def name_of(self, rank: int) -> str:
+        """Return a rank's name in its own group, for errors."""
+        num_sources = self.sizes[0]
+        return f"rank {rank} of the source" if rank < num_sources else f"rank {rank - num_sources} of the target"
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until `until`, at least a millisecond: to torch, 0 means no deadline."""
+        return max(1e-3, self.until - time.monotonic())
+
+    @property
+    def _timeout(self) -> timedelta:
+        return timedelta(seconds=self.left_s)
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Exchange JSON values through the store; collective. Returns the values of all ranks, by rank.
+
+        For the values of a first meeting: they are large, and few. `stop` ends the wait within half a second.
+        """
+        self._num_exchanges += 1
+        keys = [f"{self._num_exchanges}/{rank}" for rank in range(self.world_size)]
+        self._attempt(lambda: self._joined_store.set(keys[self.rank], json.dumps(value)))
+        # Every rank sets its key before it waits: none waits for a rank that waits for it.
+        self._wait_for_keys(keys)
+        return [json.loads(said) for said in self._attempt(lambda: self._joined_store.multi_get(keys))]
+
+    @property
+    def _joined_store(self) -> Store:
+        assert self._store is not None, "join comes first"
+        return self._store
+
+    @waits_for_ranks
+    def _wait_for_keys(self, keys: list[str]) -> None:
+        store = self._joined_store
+        while not self._attempt(lambda: store.check(keys)):
+            if time.monotonic() >= self.until:
+                missing = [self.name_of(rank) for rank, key in enumerate(keys) if not store.check([key])]
+                raise PeerLostError(f"{', '.join(missing)} did not come")
+            try:
+                store.wait(keys, timedelta(seconds=min(_POLL_S, self.left_s)))
+            except dist.DistStoreError:
+                continue  # not there yet
+            except dist.DistNetworkError as error:
+                raise PeerLostError("rank 0 of the source, which serves the store, is gone") from error
+
+    def any_rank(self, flag: bool) -> bool:
+        """Return True if `flag` is True on a rank; collective, with the same result on every rank that returns."""
+        value = torch.tensor([float(flag)])
+        try:
+            # Every rank calls this at the same points, failed or not; one that cannot has stopped, which ends the wait.
+            options = dist.AllreduceOptions()
+            options.timeout = self._timeout
+            self.wait(self._attempt(lambda: self._gloo.allreduce([value], options)))
+        except PeerLostError as error:
+            raise PeerLostError(f"a rank of either group {error}") from error
+        return bool(value.item())
+
+    def send(self, data: torch.Tensor, rank: int) -> dist.Work:
+        """Start to send uint8 data, on the CPU or on the device of `add_device`, to a rank."""
+        work: dist.Work = self._attempt(lambda: self._backend(data).send([data], rank, _TAG))
+        return work
+
+    def receive(self, memory: torch.Tensor, rank: int) -> dist.Work:
+        """Start to receive into uint8 memory; messages of a rank arrive in the order in which it sent them."""
+        work: dist.Work = self._attempt(lambda: self._backend(memory).recv([memory], rank, _TAG))
+        return work
+
+    def wait(self, work: dist.Work) -> None:
+        """Wait for a message; on an accelerator, let the current stream wait for it.
+
+        Raises:
+            PeerLostError: A rank is gone, or `until` has passed.
+        """
+        self._attempt(lambda: wait_for(work, self._timeout))
+
+    def _backend(self, data: torch.Tensor) -> Any:
+        return self._device_backend if is_accelerator(data.device) else self._gloo
+
+    def _attempt(self, operation: Callable[[], T]) -> T:
+        if self._stopped.is_set():
+            raise PeerLostError("has stopped this copy")
+        try:
+            return operation()
+        except RuntimeError as error:  # torch's errors of backends and stores
+            # Not torch's words: a group whose own ranks are all there must not be taken for one that has lost some.
+            late = "timed out" in str(error).lower()
+            raise PeerLostError("did not answer in time" if late else "is gone, or has stopped") from error
+
+    def stop(self) -> None:
+        """End all waits in this group, on this rank and on all that wait for it; see the note. From any thread."""
+        self._stopped.set()
+        cut(self._sockets)
+        if self._device_backend is not None:
+            self._device_backend.abort()
+
+    def close(self) -> None:
+        """Stop, and free the backends."""
+        self.stop()
+        self._gloo = self._device_backend = self._store = None

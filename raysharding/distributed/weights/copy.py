@@ -1,0 +1,327 @@
+"""`WeightCopy`: one rank's part in copies of the weights of one group into another.
+
+Note [A failed copy]: a rank that fails stops the spanning group, and every rank of both groups leaves its waits. Then
+each group agrees in its own process group, which no copy touches. The source has changed nothing: its ranks return that
+the other group was lost, and later calls are right. The target raises on all ranks alike: with its earlier weights, if
+no rank had written, or if the copy was staged; else its weights are mixed, and the group is broken.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from raysharding.distributed.comm import (
+    PeerLostError,
+    SpanningGroup,
+    agree,
+    device_uuid,
+    is_accelerator,
+)
+from raysharding.distributed.fully_shard import (
+    local_tensor,
+    mark_recovery,
+    message_device,
+    reshard,
+)
+from raysharding.distributed.saving import model_contents
+from raysharding.distributed.transfer import MemoryPeak, host_identity, saved_tensors
+from raysharding.distributed.weights.connect_links import connect_links
+from raysharding.distributed.weights.copy_plan import Bucket, CopyPlan, Pair, bucket_bytes, plan_copy
+from raysharding.distributed.weights.copy_spec import CopySpec
+from raysharding.distributed.weights.links import NUM_SLOTS, Link
+from raysharding.distributed.weights.model_layout import ModelLayout, differences
+from raysharding.distributed.weights.plan_shards import PlanShards
+from raysharding.errors import PlanError, RayshardingError, said
+from raysharding.models import adapter_scale, plain_names
+
+Progress = Callable[[str, int, int, str], None]
+
+
+class WeightCopy:
+    """Connections and plan of one pair of groups on one rank, for any number of copies, until one fails.
+
+    Args:
+        spec: The first copy.
+        rank: Rank in the own group.
+        node_ip: Address of this node.
+    """
+
+    def __init__(self, spec: CopySpec, rank: int, node_ip: str) -> None:
+        self._is_source = spec.is_source
+        self._rank = rank
+        self._node_ip = node_ip
+        self._num_sources = spec.num_sources
+        number = rank if spec.is_source else spec.num_sources + rank
+        self._span = SpanningGroup(spec.address, f"copy/{spec.token}", number, (spec.num_sources, spec.num_targets))
+        self._is_joined = False
+        self._own_layout: dict[str, Any] | None = None
+        self._layout: ModelLayout | None = None
+        self._plan: CopyPlan | None = None
+        self._links: dict[Pair, Link] = {}
+        self._has_written = False
+        self.is_stopped = False
+        """True if a copy failed: the next one between the groups needs new connections."""
+
+    def stop(self) -> None:
+        """End the copy that runs, on this rank and on all that wait for it. From any thread."""
+        self.is_stopped = True
+        self._span.stop()
+        for link in list(self._links.values()):
+            link.stop()
+
+    def close(self) -> None:
+        """Stop, and free connections and buffers."""
+        self.stop()
+        self._links = {}
+        self._span.close()
+
+    def run(self, module: nn.Module, spec: CopySpec, progress: Progress) -> dict[str, Any]:
+        """Copy once; collective over the ranks of both groups.
+
+        Args:
+            module: The module of this rank's group.
+            spec: The copy.
+            progress: Called as by `load_checkpoint`.
+
+        Returns:
+            Figures of this rank, and `lost`: on the source why the target may not have the weights; `None` if it has.
+
+        Raises:
+            PlanError: On all ranks of both groups: the modules do not fit together. Nothing has changed.
+            RendezvousError: On all ranks of a group: the groups cannot connect. Nothing has changed.
+            RuntimeError: On all ranks of the target: the copy failed; see the note.
+        """
+        begun, peak = time.monotonic(), MemoryPeak(message_device(module))
+        self._has_written = False
+        figures: dict[str, Any] = {}
+        staged: dict[str, torch.Tensor] = {}
+        error: Exception | None = None
+        try:
+            self._span.until = begun + spec.limit_s
+            is_planned = self._prepare(module, spec)
+            figures |= {"is_planned": is_planned, "plan_s": time.monotonic() - begun}
+            staged |= self._stream(module, spec, progress, peak)
+        except Exception as raised:  # noqa: BLE001 - each kind is handled below, once the own group has agreed
+            self.stop()  # the ranks that wait for this one
+            error = raised
+        lost = self._agree_in_source(error) if self._is_source else self._agree_in_target(module, error, staged)
+        figures |= {"seconds": time.monotonic() - begun, "host_bytes": peak.host_bytes, "lost": lost}
+        return figures | self._counted()
+
+    def _prepare(self, module: nn.Module, spec: CopySpec) -> bool:
+        """Connect and plan, unless that is done and still right; return True if it made a plan. Collective over both.
+
+        Raises:
+            PlanError: The modules do not fit together.
+        """
+        reshard(module)
+        if not self._is_joined:
+            until = self._span.until
+            self._span.until = min(until, time.monotonic() + spec.rendezvous_s)
+            self._span.join(self._node_ip)
+            self._is_joined, self._span.until = True, until
+        described = self._describe(module, spec)
+        # Every rank of both groups calls this first: none sends before all are in the call.
+        if not self._span.any_rank(described != self._own_layout):
+            return False
+        self._own_layout = described
+        about = {
+            "host": host_identity(),
+            "device": _device_of(module),
+            "model": described if self._rank == 0 or "problem" in described else None,
+        }
+        every = self._span.exchange(about)
+        sources, targets = every[: self._num_sources], every[self._num_sources :]
+        _check([one["model"] for one in every if one["model"] is not None], spec.merge)
+        source, target = (ModelLayout.from_json(some[0]["model"]["layout"]) for some in (sources, targets))
+        hosts = [one["host"] for one in sources], [one["host"] for one in targets]
+        of = (self._rank, None) if self._is_source else (None, self._rank)
+        self._plan = plan_copy(source, target, hosts, spec.bucket_bytes, of)
+        self._layout = source if self._is_source else target
+        devices = [one["device"] for one in every]
+        device = None
+        if all(devices) and len(set(map(tuple, devices))) == len(devices) and len({kind for kind, *_ in devices}) == 1:
+            # Backends of accelerators refuse two ranks on one device; groups that share devices pass host memory.
+            device = message_device(module)
+            self._span.add_device(device)
+        self._links = connect_links(self._span, self._plan, self._num_sources, hosts, device)
+        return True
+
+    def _describe(self, module: nn.Module, spec: CopySpec) -> dict[str, Any]:
+        """Return as JSON what the other group must know, or why this group's tensors cannot be copied."""
+        try:
+            tensors, names = self._tensors(module, spec)
+            layout = ModelLayout.of(tensors, names)
+        except (ValueError, PlanError) as error:
+            return {"problem": str(error), "is_source": self._is_source}
+        return {"layout": layout.to_json(), "adapters": adapter_scale(module), "is_source": self._is_source}
+
+    def _tensors(self, module: nn.Module, spec: CopySpec) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """Return the tensors of this side by FQN, and other names that they have for the other group."""
+        if self._is_source and spec.merge:
+            if adapter_scale(module) is None:
+                raise PlanError("merge=True, but the source has no adapters: leave merge out")
+            plain = plain_names(module)
+            return {fqn: tensor for fqn, tensor in saved_tensors(module).items() if fqn in plain}, plain
+        return model_contents(module)[0], {}
+
+    def _stream(
+        self, module: nn.Module, spec: CopySpec, progress: Progress, peak: MemoryPeak
+    ) -> dict[str, torch.Tensor]:
+        """Send, or receive, all buckets; return the staged shards by name."""
+        assert self._plan is not None, "prepared"
+        assert self._layout is not None, "with the plan"
+        tensors, names = self._tensors(module, spec)
+        of_name = {names.get(fqn, fqn): tensor for fqn, tensor in tensors.items()}
+        shards = PlanShards(self._plan, self._layout, of_name, staged=spec.staged and not self._is_source)
+        if self._is_source and spec.merge:
+            shards.merge(module, self._span.left_s)
+        for link in self._links.values():
+            link.begin()
+        total = sum(bucket_bytes(one) for buckets in self._plan.buckets.values() for one in buckets)
+        progress("stream", 0, total, "")
+        done = 0
+        own = sorted(self._plan.buckets.items())
+        turn = self._rank % max(1, len(own))
+        own = own[turn:] + own[:turn]  # not all ranks turn to the same one first
+        for index in range(max((len(buckets) for _, buckets in own), default=0)):
+            for pair, buckets in own:
+                if index < len(buckets):
+                    move = self._send if self._is_source else self._receive
+                    move(self._links[pair], buckets, index, shards)
+                    done += bucket_bytes(buckets[index])
+            peak.sample()
+            progress("stream", done, total, "")
+        for pair, buckets in own if self._is_source else ():
+            self._links[pair].end(len(buckets))
+        return shards.staged
+
+    def _send(self, link: Link, buckets: tuple[Bucket, ...], index: int, shards: PlanShards) -> None:
+        slot = link.wait_free(index)
+        for segment in buckets[index]:
+            shards.in_slot(slot, segment).copy_(shards.values(segment))
+        link.post(index, bucket_bytes(buckets[index]))
+
+    def _receive(self, link: Link, buckets: tuple[Bucket, ...], index: int, shards: PlanShards) -> None:
+        ahead = range(min(NUM_SLOTS, len(buckets))) if index == 0 else [index + NUM_SLOTS - 1]
+        for later in ahead:
+            if later < len(buckets):
+                link.expect(later, bucket_bytes(buckets[later]))
+        slot = link.take(index, bucket_bytes(buckets[index]))
+        self._has_written = self._has_written or not shards.staged
+        for segment in buckets[index]:
+            shards.values(segment).copy_(shards.in_slot(slot, segment))
+        link.release(index)
+
+    def _agree_in_source(self, error: Exception | None) -> str | None:
+        """Wait until the target has the weights; return why that is not known, the same on every rank of the source."""
+        lost = str(error) if isinstance(error, PeerLostError) else None
+        if error is None:
+            lost = self._finish()
+        own = None if isinstance(error, PeerLostError) else error
+        # Every rank of the source calls this, whatever happened to it: the others would wait in the all-gather.
+        found = [reason for reason in agree(own, lost) if reason is not None]
+        if found:
+            self.stop()
+        return found[0] if found else None
+
+    def _agree_in_target(
+        self, module: nn.Module, error: Exception | None, staged: Mapping[str, torch.Tensor]
+    ) -> str | None:
+        """Take the weights if every rank has received its own, and tell the source; else raise on every rank."""
+        is_typed = isinstance(error, RayshardingError)
+        failed = None if error is None else _said(error)
+        try:
+            # Every rank of the target calls this, whatever happened to it: the others would wait in the all-gather.
+            outcomes = agree(error if is_typed else None, {"failed": failed, "has_written": self._has_written})
+        except RuntimeError as lost:  # a rank of the target is gone
+            if isinstance(lost, RayshardingError) or not self._has_written:
+                raise
+            raise _failure(True, [failed or "another rank of this group is gone"]) from lost
+        reasons = [f"rank {rank}: {one['failed']}" for rank, one in enumerate(outcomes) if one["failed"] is not None]
+        if reasons:
+            self.stop()
+            is_mixed = any(one["has_written"] for one in outcomes)
+            cause = None if isinstance(error, PeerLostError) else error
+            raise _failure(is_mixed, reasons) from cause
+        own = {fqn: local_tensor(tensor).view(-1) for fqn, tensor in model_contents(module)[0].items()}
+        for fqn, values in staged.items():
+            own[fqn].copy_(values)
+        if self._finish() is not None:
+            self.stop()
+        return None
+
+    def _finish(self) -> str | None:
+        """Meet all ranks of both groups at the end; return why that failed. The target has taken the weights before."""
+        try:
+            self._span.any_rank(False)
+        except PeerLostError as error:
+            return str(error)
+        return None
+
+    def _counted(self) -> dict[str, Any]:
+        """Return what this rank has received, and the size of the plan."""
+        received = {True: 0, False: 0}
+        for link in self._links.values():
+            received[link.is_shared] += link.num_bytes
+        plan = self._plan
+        return {
+            "shared_bytes": received[True],
+            "wire_bytes": received[False],
+            "num_tensors": 0 if plan is None else len(plan.names),
+            "num_bytes": 0 if plan is None else plan.num_bytes,
+        }
+
+
+def _said(error: Exception) -> str:
+    return str(error) if isinstance(error, PeerLostError) else f"{type(error).__name__}: {said(error)}"
+
+
+def _device_of(module: nn.Module) -> list[str] | None:
+    """Return kind, host and identity of the accelerator that a module's messages leave from; `None` on the CPU."""
+    device = message_device(module)
+    found = device_uuid(device) if is_accelerator(device) else None
+    return None if found is None else [device.type, *host_identity(), found]
+
+
+def _check(models: list[dict[str, Any]], merge: bool) -> None:
+    """Check that two groups fit together, from the same JSON on every rank of both, so that all raise or none.
+
+    Raises:
+        PlanError: With everything that does not fit.
+    """
+    problems = [
+        f"{'the source' if one['is_source'] else 'the target'}: {one['problem']}" for one in models if "problem" in one
+    ]
+    if not problems:
+        source, target = models
+        mine, theirs = source["adapters"], target["adapters"]
+        if mine is not None and theirs is None and not merge:
+            problems = ["the source has LoRA adapters, the target none: give merge=True to merge them on the way"]
+        elif theirs is not None and (mine is None or merge):
+            what = "the merged weights of the source" if merge else "the weights of the source, which has none"
+            problems = [f"the target has LoRA adapters, under which {what} do not belong: copy adapters into adapters"]
+        elif mine != theirs and not merge:
+            problems = [f"the adapters have another scale: {mine} in the source, {theirs} in the target"]
+        else:
+            layouts = [ModelLayout.from_json(one["layout"]) for one in (source, target)]
+            problems = list(differences(*layouts))
+    if problems:
+        raise PlanError("the groups hold different models:", problems=problems)
+
+
+def _failure(is_mixed: bool, reasons: list[str]) -> RuntimeError:
+    """Return the error of a target, with what it left: mixed weights, or the earlier ones."""
+    why = "; ".join(reasons)
+    if is_mixed:
+        what = "mixed weights: the copy stopped when parts of this group had the new weights and others the old"
+        error = RuntimeError(f"{what}; restart() brings the last files ({why})")
+    else:
+        error = RuntimeError(f"the copy stopped before this group took a weight: it holds its earlier ones ({why})")
+    mark_recovery(error, usable=not is_mixed, torn=is_mixed)
+    return error

@@ -1,0 +1,36 @@
+"""`CopySpec`: what the ranks of both groups are told about one copy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from raysharding.distributed.comm import StoreAddress
+
+
+@dataclass(frozen=True, slots=True)
+class CopySpec:
+    """One copy, as a rank is told of it."""
+
+    token: str
+    """Identifies a pair of groups, whose connections and plan the ranks keep."""
+    is_source: bool
+    """True on the ranks of the group that the weights come from."""
+    address: StoreAddress
+    """Store of the source, where the ranks of both groups meet the first time."""
+    num_sources: int
+    """Ranks of the source."""
+    num_targets: int
+    """Ranks of the target."""
+    rendezvous_s: float
+    """Longest time of the first meeting, in seconds."""
+    limit_s: float
+    """Longest time of the whole copy, in seconds: shorter than the driver's deadline, so that a rank whose peers hang
+    gives up before the driver gives up the rank."""
+    merge: bool = False
+    """True to merge LoRA adapters of the source into the weights."""
+    staged: bool = False
+    """True if the target receives beside its own weights."""
+    bucket_bytes: int = 0
+    """Bytes that a rank sends, or receives, in one round."""
+    forget: tuple[str, ...] = ()
+    """Tokens of pairs whose other group is gone."""

@@ -1,0 +1,395 @@
+"""`copy_to`: the weights that a save and a load would move, by one plan; deaths, queues, adapters."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from raysharding import (
+    CallCancelledError,
+    CopyReport,
+    GroupBrokenError,
+    GroupError,
+    Loading,
+    Placement,
+    PlanError,
+    ShardedModelGroup,
+    Sharding,
+    Timeouts,
+)
+from raysharding.group import GroupState
+from tests.clock import now
+from tests.models.architectures import ARCHITECTURES
+
+pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.timeout(180)]
+
+WIDTH = 48
+TIMEOUTS = Timeouts(call_s=20, drain_s=3, rendezvous_s=20)
+
+
+def make_net(width: int = WIDTH) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        class Net(nn.Module):
+            """Uneven shards, a 0-dim parameter, a tie, and buffers of every kind."""
+
+            def __init__(self) -> None:
+                super().__init__()
+                self.first = nn.Linear(7, width, bias=False)
+                self.norm = nn.BatchNorm1d(width)
+                self.last = nn.Linear(7, width)
+                self.last.weight = self.first.weight
+                self.scale = nn.Parameter(torch.tensor(1.0))
+                self.register_buffer("count", torch.tensor([3, 5]))
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.norm(self.first(x)) * self.scale @ self.last.weight
+
+        return Net()
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def net(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("net") / "model.safetensors"
+    module = make_net()()
+    save_file({name: tensor for name, tensor in module.state_dict().items() if name != "last.weight"}, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llama")
+    torch.manual_seed(0)
+    ARCHITECTURES["llama"].make().save_pretrained(path)
+    return path
+
+
+def start(path: Path, world_size: int, **options: Any) -> ShardedModelGroup:
+    few = Placement(cpus_per_rank=0.25)
+    given: dict[str, Any] = {
+        "device": "cpu",
+        "preflight": False,
+        "progress": False,
+        "timeouts": TIMEOUTS,
+        "placement": few,
+    }
+    return ShardedModelGroup.from_checkpoint(path, world_size=world_size, **{**given, **options})
+
+
+@pytest.fixture
+def groups() -> Iterator[Callable[..., ShardedModelGroup]]:
+    """Starts groups that are shut down after the test."""
+    with ExitStack() as stack:
+        yield lambda *args, **options: stack.enter_context(start(*args, **options))
+
+
+@pytest.fixture(scope="module")
+def pair(llama: Path) -> Iterator[tuple[ShardedModelGroup, ShardedModelGroup]]:
+    """Two healthy groups of two and three ranks, for tests that leave both READY."""
+    with start(llama, 2) as source, start(llama, 3, loading=Loading(dtype=torch.bfloat16)) as target:
+        yield source, target
+
+
+def change(step: float) -> None:
+    """Change every parameter and buffer of a module, alike at every world size."""
+    from raysharding import current_worker
+
+    with torch.no_grad():
+        for tensor in (*current_worker().module.parameters(), *current_worker().module.buffers()):
+            tensor.add_(step if tensor.is_floating_point() else int(step))
+
+
+def slow_down(seconds: float) -> None:
+    """Make every bucket that a rank receives take its time."""
+    from raysharding.distributed.weights import links
+
+    take = links.SharedLink.take
+
+    def slow(self: Any, index: int, num_bytes: int) -> torch.Tensor:
+        time.sleep(seconds)
+        return take(self, index, num_bytes)
+
+    links.SharedLink.take = slow  # type: ignore[method-assign]
+
+
+def own_statistics() -> None:
+    """Let a buffer differ between the ranks, as the statistics of a BatchNorm in training do."""
+    from raysharding import current_worker
+
+    worker = current_worker()
+    worker.module.norm.running_var.fill_(17 + worker.rank)
+
+
+@pytest.fixture
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a copy of the small model take many rounds."""
+    monkeypatch.setattr("raysharding.group.launch.copy_weights._BUCKET_BYTES", 256)
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[key].to(right[key].dtype), right[key]) for key in left)
+
+
+REPLICAS = {"sharding": Sharding(replicate_size=2)}
+BFLOAT16 = {"loading": Loading(dtype=torch.bfloat16)}
+
+
+@pytest.mark.parametrize(
+    ("sources", "of_source", "targets", "of_target"),
+    [
+        pytest.param(1, {}, 3, {}, id="1 to 3", marks=pytest.mark.full),
+        pytest.param(3, {}, 2, {}, id="3 to 2", marks=pytest.mark.full),
+        pytest.param(4, REPLICAS, 3, {}, id="replicas to 3", marks=pytest.mark.full),
+        pytest.param(2, {}, 4, REPLICAS, id="2 to replicas"),
+        pytest.param(2, {}, 3, BFLOAT16, id="float32 to bfloat16"),
+        pytest.param(3, BFLOAT16, 2, {}, id="bfloat16 to float32", marks=pytest.mark.full),
+    ],
+)
+def test_the_weights_are_those_of_a_save_and_a_load(
+    sources: int,
+    of_source: dict[str, Any],
+    targets: int,
+    of_target: dict[str, Any],
+    net: Path,
+    groups: Callable[..., ShardedModelGroup],
+    tmp_path: Path,
+) -> None:
+    source = groups(net, sources, model=make_net(), **of_source)
+    target = groups(net, targets, model=make_net(), **of_target)
+    source.call(change, 0.37)
+    source.call(own_statistics)
+    report = source.copy_to(target)
+    copied = target.state_dict()
+    source.save(tmp_path / "save")
+    target.call(change, 5.0)
+    target.load(tmp_path / "save")
+    assert same(copied, target.state_dict())
+    assert copied["norm.running_var"].unique().tolist() == [17.0], "rank 0's"
+    assert report.wire_bytes == 0
+    # Integers among floats are aligned.
+    assert report.num_bytes <= report.shared_bytes <= 1.02 * report.num_bytes
+
+
+def test_every_byte_moves_once_and_memory_is_two_buckets(pair: tuple[ShardedModelGroup, ShardedModelGroup]) -> None:
+    source, target = pair
+    source.call(change, 0.01)
+    first, second = source.copy_to(target), source.copy_to(target)
+    num_bytes = sum(tensor.numel() * 2 for tensor in source.state_dict().values())
+    for report in (first, second):
+        assert num_bytes <= report.shared_bytes <= 1.02 * num_bytes
+        assert report.wire_bytes == 0
+        assert report.num_tensors == len(source.state_dict())
+    assert first.is_planned, "it was the first"
+    assert not second.is_planned
+    assert max(*second.source_extra_bytes, *second.target_extra_bytes) <= 2 * 16 << 20
+    assert same(source.state_dict(), target.state_dict())
+    assert "plan kept" in str(second)
+    assert isinstance(second, CopyReport)
+
+
+def test_calls_before_and_after_it_are_in_order_in_both_queues(
+    pair: tuple[ShardedModelGroup, ShardedModelGroup],
+) -> None:
+    source, target = pair
+    ids = torch.arange(8).reshape(1, 8)
+    before = target.forward(input_ids=ids).logits
+    earlier = target.forward.remote(input_ids=ids)
+    source.call.remote(change, 0.02)
+    copy = source.copy_to.remote(target)
+    later = target.forward.remote(input_ids=ids)
+    source.call.remote(change, 1.0)
+    assert torch.equal(earlier.result().logits, before)
+    assert not torch.equal(later.result().logits, before)
+    assert copy.result().num_bytes
+    source.call(change, -1.0)
+
+
+def test_copies_both_ways_at_once_end(pair: tuple[ShardedModelGroup, ShardedModelGroup]) -> None:
+    source, target = pair
+    calls: list[Any] = []
+    threads = [
+        threading.Thread(target=lambda a=a, b=b: calls.extend(a.copy_to.remote(b) for _ in range(5)))
+        for a, b in ((source, target), (target, source))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len([call.result(60) for call in calls]) == 10
+    assert same(source.state_dict(), target.state_dict())
+
+
+def test_a_copy_waits_for_a_busy_target_without_a_deadline_of_its_own(
+    pair: tuple[ShardedModelGroup, ShardedModelGroup],
+) -> None:
+    source, target = pair
+    busy = target.call.remote(time.sleep, 1.0)
+    begun = now()
+    report = source.copy_to(target)
+    assert busy.done()
+    assert now() - begun > 0.5
+    assert report.seconds < 0.5, "the ranks of the source did not wait in the copy"
+
+
+def test_an_interrupt_cancels_it_in_both_queues(pair: tuple[ShardedModelGroup, ShardedModelGroup]) -> None:
+    source, target = pair
+    busy = target.call.remote(time.sleep, 1.5)
+    copy = source.copy_to.remote(target)
+    source.interrupt()
+    with pytest.raises(CallCancelledError):
+        copy.result(10)
+    busy.result()
+    assert source.copy_to(target).num_bytes, "both queues go on"
+
+
+def test_groups_that_do_not_fit_are_told_apart(
+    pair: tuple[ShardedModelGroup, ShardedModelGroup], net: Path, groups: Callable[..., ShardedModelGroup]
+) -> None:
+    source, target = pair
+    with pytest.raises(ValueError, match="not this one"):
+        source.copy_to(source)
+    with pytest.raises(ValueError, match="copy_to\\(str\\)"):
+        source.copy_to("other")
+    other = groups(net, 1, model=make_net())
+    with pytest.raises(PlanError, match=r"first\.weight: the target has it") as caught:
+        source.copy_to(other)
+    assert "the source has it" in str(caught.value)
+    assert (source.state, other.state) == (GroupState.READY, GroupState.READY)
+    assert source.copy_to(target).num_bytes
+    with pytest.raises(PlanError, match="merge=True, but the source has no adapters"):
+        source.copy_to(target, merge=True)
+    assert source.copy_to(target).num_bytes
+
+
+def kill(group: ShardedModelGroup, rank: int) -> None:
+    os.kill(group.ranks[rank].pid, signal.SIGKILL)
+
+
+def wait_for_state(group: ShardedModelGroup, state: GroupState) -> None:
+    until = now() + 15
+    while group.state is not state:
+        assert now() < until, group.state
+        time.sleep(0.02)
+
+
+@pytest.mark.usefixtures("small_buckets")
+@pytest.mark.parametrize("staged", [False, True])
+def test_a_source_that_dies_leaves_a_mix_unless_the_copy_is_staged(
+    staged: bool, llama: Path, groups: Callable[..., ShardedModelGroup]
+) -> None:
+    source, target = groups(llama, 2), groups(llama, 2)
+    target.call(slow_down, 0.02)
+    old = target.state_dict()
+    source.call(change, 1.0)
+    copy = source.copy_to.remote(target, staged=staged)
+    time.sleep(1.0)
+    assert not copy.done()
+    kill(source, 1)
+    with pytest.raises(GroupError, match="rank 1 died") as caught:
+        copy.result(30)
+    assert source.state is GroupState.BROKEN
+    if staged:
+        wait_for_state(target, GroupState.READY)
+        assert same(old, target.state_dict())
+    else:
+        assert target.state is GroupState.BROKEN
+        assert any("mixed weights" in note for note in caught.value.__notes__)
+        with pytest.raises(GroupBrokenError):
+            target.state_dict()
+        target.restart()
+        assert same(old, target.state_dict())
+    source.restart()
+    source.call(change, 2.0)
+    assert source.copy_to(target).is_planned
+    assert same(source.state_dict(), target.state_dict())
+
+
+@pytest.mark.usefixtures("small_buckets")
+def test_a_target_that_dies_leaves_the_source_ready(llama: Path, groups: Callable[..., ShardedModelGroup]) -> None:
+    source, target, spare = groups(llama, 2), groups(llama, 2), groups(llama, 1)
+    target.call(slow_down, 0.02)
+    copy = source.copy_to.remote(target)
+    time.sleep(1.0)
+    assert not copy.done()
+    begun = now()
+    kill(target, 0)
+    with pytest.raises(GroupError, match="rank 0 died"):
+        copy.result(30)
+    assert now() - begun < 8
+    assert source.state is GroupState.READY
+    assert target.state is GroupState.BROKEN
+    source.call(change, 1.0)
+    assert source.copy_to(spare).num_bytes
+    assert same(source.state_dict(), spare.state_dict())
+
+
+@pytest.mark.full
+def test_a_target_that_hangs_leaves_the_source_ready(llama: Path, groups: Callable[..., ShardedModelGroup]) -> None:
+    source = groups(llama, 2)
+    target = groups(llama, 2, timeouts=Timeouts(call_s=4, drain_s=1))
+    source.copy_to(target)
+    os.kill(target.ranks[1].pid, signal.SIGSTOP)
+    with pytest.raises(GroupError, match="rank 1 hung"):
+        source.copy_to(target)
+    assert target.state is GroupState.BROKEN
+    assert source.state is GroupState.READY
+    assert source.state_dict()
+
+
+def lora(**fields: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    return peft.LoraConfig(**{"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "up_proj"], **fields})
+
+
+def test_adapters_go_alone_or_merged(llama: Path, groups: Callable[..., ShardedModelGroup], tmp_path: Path) -> None:
+    source = groups(llama, 2, peft_config=lora())
+    target, plain = groups(llama, 3, peft_config=lora()), groups(llama, 3)
+    source.call(change, 0.3)
+    of_target = target.state_dict()
+    report = source.copy_to(target)
+    adapters = {name for name in of_target if "lora_" in name}
+    copied, mine = target.state_dict(), source.state_dict()
+    assert report.num_tensors == len(adapters)
+    assert same({name: mine[name] for name in adapters}, {name: copied[name] for name in adapters})
+    assert all(torch.equal(copied[name], of_target[name]) for name in of_target.keys() - adapters)
+
+    with pytest.raises(PlanError, match="give merge=True"):
+        source.copy_to(plain)
+    with pytest.raises(PlanError, match="copy adapters into adapters"):
+        plain.copy_to(target)
+    merged = source.copy_to(plain, merge=True)
+    assert merged.is_merged
+    assert same(alone(llama, mine), plain.state_dict())
+    assert same(mine, source.state_dict()), "the source keeps its adapters"
+
+
+def alone(llama: Path, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the merged weights of one process."""
+    import peft
+    import transformers
+
+    torch.set_num_threads(1)
+    model = transformers.AutoModelForCausalLM.from_pretrained(llama)
+    model = peft.get_peft_model(model, lora())
+    model.base_model.model.load_state_dict(state)
+    return dict(model.merge_and_unload().state_dict())
+
+
+@pytest.mark.full
+def test_adapters_of_another_scale_are_refused(llama: Path, groups: Callable[..., ShardedModelGroup]) -> None:
+    source, target = groups(llama, 1, peft_config=lora()), groups(llama, 1, peft_config=lora(lora_alpha=32))
+    with pytest.raises(PlanError, match="another scale"):
+        source.copy_to(target)
