@@ -77,6 +77,7 @@ ROOMS = {
         "transfer optim",
         "loading training",
         "saving fsdp accelerate_compat",
+        "weights",
         "sharding footprint",
     ),
     "group": (
@@ -107,6 +108,7 @@ distributed
     saving             module, optimizer, run → files
     fsdp               public: FSDP1's abilities
     accelerate_compat  public: accelerate's FSDP utilities
+    weights            module → other models and engines
     sharding           public: what people with their own launcher need
 group
     cluster      what Ray and its nodes give

@@ -12,7 +12,7 @@ from raysharding.models.conversion import is_transformers_model
 from raysharding.models.initial import Initialiser, missing_rules
 from raysharding.models.inputs import InputBounds
 from raysharding.models.key_mapping import KeyMap, Target, differing_ties, map_keys, misfit
-from raysharding.models.saved_names import SavedTensor, saved_layout
+from raysharding.models.saved_names import RunIndex, SavedTensor, saved_layout
 from raysharding.models.stand_in import class_name, clean_name
 from raysharding.models.wrap import (
     ignored_modules,

@@ -8,7 +8,8 @@ is gathered.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, MutableMapping
+from bisect import bisect_right, insort
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -42,32 +43,68 @@ class SavedTensor:
         return cls(tensor.dtype, tuple(tensor.shape), runs)
 
 
-_known: MutableMapping[nn.Module, tuple[tuple[Any, ...], Mapping[str, SavedTensor]]] = WeakKeyDictionary()
-"""Module → layout, and the signature that it was computed for. For 48 layers of 128 experts the computation takes a
-second, during which training would wait."""
+class RunIndex:
+    """Finds where the elements of a module's tensors go in saved tensors."""
+
+    def __init__(self) -> None:
+        self._runs: dict[str, list[tuple[Run, str]]] = {}
+
+    def add(self, key: str, saved: SavedTensor) -> None:
+        """Add the runs of a saved tensor."""
+        for run in saved.runs:
+            insort(self._runs.setdefault(run.source, []), (run, key), key=lambda item: item[0].source_start)
+
+    def parts(self, source: str, first: int, num_elements: int) -> Iterator[tuple[str, int, int, int]]:
+        """Split a range of a module's tensor by the saved tensors that it goes to.
+
+        Args:
+            source: FQN of the tensor.
+            first: First element of the range, in the flattened tensor.
+            num_elements: Length of the range.
+
+        Yields:
+            Key, first element in the flattened saved tensor, and the elements of the range, `[start:stop]`, that go
+            there. Elements of keys that were not added are left out.
+        """
+        runs, last = self._runs.get(source, []), first + num_elements
+        index = max(bisect_right(runs, first, key=lambda item: item[0].source_start) - 1, 0)
+        while index < len(runs) and runs[index][0].source_start < last:
+            run, key = runs[index]
+            start, stop = max(first, run.source_start), min(last, run.source_start + run.num_elements)
+            if start < stop:
+                yield key, run.target_start + start - run.source_start, start - first, stop - first
+            index += 1
 
 
-def saved_layout(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, SavedTensor]:
+_known: MutableMapping[nn.Module, dict[bool, tuple[tuple[Any, ...], Mapping[str, SavedTensor]]]] = WeakKeyDictionary()
+"""Module → `merged` → layout, and the signature that it was computed for. For 48 layers of 128 experts the computation
+takes a second, during which training would wait."""
+
+
+def saved_layout(
+    module: nn.Module, tensors: Mapping[str, torch.Tensor], *, merged: bool = False
+) -> Mapping[str, SavedTensor]:
     """Return the tensors of a module's save, equal on every rank. No collective.
 
     Args:
         module: The model, sharded or not.
         tensors: FQN → tensor for each tensor to save, without duplicates.
+        merged: True for the layout of the model without its adapters; `tensors` then has that model's FQNs.
 
     Returns:
-        Key in the files → tensor. For a model with LoRA adapters, only the adapters, under peft's names. For a
-        transformers model, the tensors that `save_pretrained` would write; if these take arithmetic or very many
-        ranges, the module's own tensors, which transformers can also load.
+        Key in the files → tensor. For a model with LoRA adapters, only the adapters, under peft's names, unless
+        `merged`. For a transformers model, the tensors that `save_pretrained` would write; if these take arithmetic or
+        very many ranges, the module's own tensors, which transformers can also load.
     """
     signature = tuple((fqn, tuple(tensor.shape), tensor.dtype) for fqn, tensor in tensors.items())
-    known = _known.get(module)
-    if known is None or known[0] != signature:
-        known = _known[module] = (signature, _laid_out(module, tensors))
-    return known[1]
+    layouts = _known.setdefault(module, {})
+    if merged not in layouts or layouts[merged][0] != signature:
+        layouts[merged] = (signature, _laid_out(module, tensors, merged))
+    return layouts[merged][1]
 
 
-def _laid_out(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, SavedTensor]:
-    adapters = AdapterNames.of(module)
+def _laid_out(module: nn.Module, tensors: Mapping[str, torch.Tensor], merged: bool) -> Mapping[str, SavedTensor]:
+    adapters = None if merged else AdapterNames.of(module)
     if adapters is not None:
         return {key: SavedTensor.whole(fqn, tensors[fqn]) for fqn, key in adapters.files.items()}
     reverted = _reverted(module, tensors) if is_transformers_model(module) else None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -28,8 +28,8 @@ from raysharding.distributed.fully_shard import (
 from raysharding.distributed.loading import LoadReport, copy_replicas, load_checkpoint
 from raysharding.distributed.saving import BackgroundSave, Destination, SaveReport, begin_save, load_training
 from raysharding.distributed.training import Forwarding, generate
-from raysharding.distributed.transfer import gather_state_dict
-from raysharding.distributed.weights import CopySpec, WeightCopy
+from raysharding.distributed.transfer import GATHER_BUCKET_BYTES, gather_state_dict
+from raysharding.distributed.weights import CopySpec, WeightCopy, WeightStream
 from raysharding.models import build_module
 from raysharding.outputs import RankOutput
 from raysharding.worker.status import RankStatus, is_training
@@ -76,6 +76,7 @@ class Worker:
         self.load_report: LoadReport | None = None
         self._sidecars: str | None = None
         self._forwarding: Forwarding | None = None
+        self._streams: ExitStack | None = None
         self._copies: dict[str, WeightCopy] = {}
         self._stopped_copies: set[str] = set()
 
@@ -334,7 +335,8 @@ class Worker:
             before = status.version() if seen is None else seen
             _current.append(self)
             try:
-                with roots_before_blocks(self.module) if status.has_module else nullcontext():
+                blocks = roots_before_blocks(self.module) if status.has_module else nullcontext()
+                with blocks, ExitStack() as self._streams:
                     value = fn(*args, **(kwargs or {}))
             except BaseException as error:
                 # `fn` may have aborted a backward; FSDP2 would then leave later gradients unreduced.
@@ -344,6 +346,7 @@ class Worker:
                 raise
             finally:
                 _current.pop()
+                self._streams = None
             status.is_spent = False  # `fn` may have run a backward of its own
             status.seen = status.version()
             status.num_changes += status.seen != before
@@ -382,6 +385,45 @@ class Worker:
             if part is None:
                 return
             yield part
+
+    def weights(
+        self,
+        *,
+        ranks: Collection[int] = (0,),
+        bucket_bytes: int = GATHER_BUCKET_BYTES,
+        dtype: torch.dtype | None = None,
+        merge: bool = False,
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Iterate over full tensors under the names of transformers' files, for `load_weights(iterator)` of an engine.
+
+        vLLM's models and SGLang's take such an iterator, or lists of its pairs. Names, shapes and values are those of
+        the files of `save`: conversions undone (a tensor for each expert), tied tensors once. Collective: every rank
+        calls this with the same arguments and iterates to the end, also ranks that get nothing. Nothing may change the
+        weights meanwhile.
+
+        Args:
+            ranks: Ranks that get the tensors.
+            bucket_bytes: Bytes in flight, over all `ranks` together.
+            dtype: dtype that floating-point tensors are converted to, before they travel where it is narrower.
+                Default: their own.
+            merge: True for the base model with its LoRA adapters merged, as by peft's `merge_and_unload`, bit for bit
+                on the same device; the adapters of this module stay. Default: of a model with adapters these alone.
+
+        Yields:
+            On `ranks`, (name, tensor), on the module's device; each tensor is memory of its own, which the caller may
+            keep. Nothing on the other ranks. Wire: each shard once to each of `ranks`. Memory on `ranks`: one bucket
+            and one tensor above the shards, beside the tensors that the caller holds; a merge takes its delta, too.
+
+        Raises:
+            ValueError: A bad argument; or this rank had not iterated to the end when the function given to
+                `group.call` returned.
+            ConnectionAbortedError: Another rank has stopped early, or raised; its own error is the cause.
+            TimeoutError: Another rank did not begin to iterate within `Timeouts.load_stall_s`.
+            PlanError: Adapters that cannot be merged.
+        """
+        options: dict[str, Any] = {"ranks": ranks, "bucket_bytes": bucket_bytes, "dtype": dtype, "merge": merge}
+        stream = WeightStream(self.module, **options, timeout_s=self.status.stall_s)
+        return iter(stream if self._streams is None else self._streams.enter_context(stream))
 
     def save(
         self,

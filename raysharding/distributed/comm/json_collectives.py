@@ -12,6 +12,7 @@ import functools
 import json
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from raysharding.distributed.comm.device import current_device
-from raysharding.distributed.comm.waiting import to_host
+from raysharding.distributed.comm.waiting import to_host, wait_for
 
 
 def metadata_device(group: dist.ProcessGroup | None = None) -> torch.device:
@@ -91,12 +92,15 @@ def _all_gather(data: torch.Tensor, num_bytes: int, group: dist.ProcessGroup | N
     return [to_host(one) for one in gathered]
 
 
-def all_gather_ints(values: Sequence[int], group: dist.ProcessGroup | None = None) -> list[list[int]]:
+def all_gather_ints(
+    values: Sequence[int], group: dist.ProcessGroup | None = None, *, timeout_s: float = 0.0
+) -> list[list[int]]:
     """Gather a few integers from every rank; collective over `group`, cheap enough for every step.
 
     Args:
         values: The same number of values on every rank, each below 2^63.
         group: Process group. Default: the default group.
+        timeout_s: Longest wait for the other ranks. Default: the timeout of the process group.
 
     Returns:
         The values of each rank, in rank order, on every rank. Wire: an all-reduce of 8 bytes per value and rank.
@@ -105,7 +109,9 @@ def all_gather_ints(values: Sequence[int], group: dist.ProcessGroup | None = Non
     table[dist.get_rank(group)] = torch.tensor(values)
     # Every rank calls this, without rows too: the others would wait in the all-reduce. A sum in which each rank fills
     # its own row, because an all-gather over four ranks takes gloo five times as long as an all-reduce.
-    dist.all_reduce(table, group=group)
+    work: dist.Work | None = dist.all_reduce(table, group=group, async_op=True)
+    if work is not None:  # `None`: this rank is not in the group
+        wait_for(work, timedelta(seconds=timeout_s))
     rows: list[list[int]] = to_host(table).tolist()
     return rows
 

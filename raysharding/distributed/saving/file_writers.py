@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from bisect import bisect_right, insort
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from raysharding.checkpoint.storage import is_remote, join_path
 from raysharding.distributed.comm import agree
 from raysharding.distributed.transfer import Gather, as_bytes, host_identity
 from raysharding.errors import CheckpointError
-from raysharding.models import Run, SavedTensor
+from raysharding.models import RunIndex, SavedTensor
 from raysharding.units import MIB
 
 MAX_FILE_BYTES = 5_000_000_000
@@ -202,7 +201,7 @@ class _Writers:
         self._files: dict[int, FileWriter] = {}
         self._guests: dict[int, FileWriter] = {}
         self._file_of: dict[str, FileWriter] = {}
-        self._runs: dict[str, list[tuple[Run, str]]] = {}
+        self._runs = RunIndex()
         try:
             self._files = {
                 index: self._open(index) for index, writer in enumerate(plan.writers) if writer == self._rank
@@ -217,8 +216,7 @@ class _Writers:
         writer = self._open_files.enter_context(FileWriter(path, layout, join=join))
         self._file_of.update(dict.fromkeys(names, writer))
         for name in names:
-            for run in self._layout[name].runs:
-                insort(self._runs.setdefault(run.source, []), (run, name), key=lambda item: item[0].source_start)
+            self._runs.add(name, self._layout[name])
         return writer
 
     def inodes(self) -> dict[str, list[int]]:
@@ -271,15 +269,8 @@ class _Writers:
                 self.error = error
 
     def _write(self, source: str, first: int, values: torch.Tensor) -> None:
-        runs, stop = self._runs[source], first + values.numel()
-        index = max(bisect_right(runs, first, key=lambda item: item[0].source_start) - 1, 0)
-        while index < len(runs) and runs[index][0].source_start < stop:
-            run, key = runs[index]
-            begin, end = max(first, run.source_start), min(stop, run.source_start + run.num_elements)
-            if begin < end:
-                at = run.target_start + begin - run.source_start
-                self._file_of[key].write_at(key, at * values.itemsize, as_bytes(values[begin - first : end - first]))
-            index += 1
+        for key, at, start, stop in self._runs.parts(source, first, values.numel()):
+            self._file_of[key].write_at(key, at * values.itemsize, as_bytes(values[start:stop]))
 
     def close(self) -> Exception | None:
         """Sync and close all files, and fill `written`; return the first error."""

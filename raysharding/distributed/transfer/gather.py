@@ -26,6 +26,7 @@ from raysharding.distributed.transfer.bucket_plan import (
     BucketPlan,
     PlannedTensor,
     Section,
+    Segment,
     plan_buckets,
     plan_in_order,
 )
@@ -36,7 +37,8 @@ from raysharding.models import clean_name
 from raysharding.units import MIB
 
 Sink = Callable[[str, int, torch.Tensor], None]
-"""Called as `(fqn, first element, values)`: 1-D CPU values of a range of the flattened tensor, valid in the call."""
+"""Called as `(fqn, first element, values)`: 1-D values of a range of the flattened tensor. On the CPU, valid in the
+call; with `Gather.on_device` where they are, valid until the next round."""
 
 GATHER_BUCKET_BYTES = 32 * MIB
 """Bytes in flight in one round of a gather, over all destinations."""
@@ -93,6 +95,10 @@ class Gather:
     """Rank → destinations that it is beside; the same on every rank."""
     in_order: bool = False
     """True to transfer the tensors of a destination one after the other, from first to last element."""
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+    """FQN → dtype on the wire; the tensor's own by default. The sink gets values of this rank's shard unconverted."""
+    on_device: bool = False
+    """True to give the sink values on the device of the messages, or of this rank's shard, without a copy."""
     wire_bytes: int = field(default=0, init=False)
     """Bytes that this rank sent."""
 
@@ -103,13 +109,26 @@ class Gather:
         self._local_shards = {rank: LocalShards(plan, self.tensors, self._shards) for rank, plan in self._plans.items()}
 
     def _plan(self, names: Sequence[str], share: int) -> BucketPlan:
-        planned = [PlannedTensor(tensor_layout(name, self.tensors[name]), self.tensors[name].dtype) for name in names]
+        planned = [
+            PlannedTensor(tensor_layout(name, self.tensors[name]), self.dtypes.get(name, self.tensors[name].dtype))
+            for name in names
+        ]
         if self.in_order:
             return plan_in_order(planned, self._shards.num_shards, share)
         return plan_buckets(planned, self._shards.num_shards, share)
 
     def run(self, on_round: Callable[[int], None] | None = None) -> None:
         """Transfer all tensors; collective. `on_round` is called on every rank with the bytes delivered so far."""
+        for delivered in self.rounds():
+            if on_round is not None:
+                on_round(delivered)
+
+    def rounds(self) -> Iterator[int]:
+        """Transfer all tensors, a bucket of each destination at a time; collective: every rank iterates to the end.
+
+        Yields:
+            The bytes delivered so far, over all destinations.
+        """
         delivered = 0
         rounds = max((len(plan.buckets) for plan in self._plans.values()), default=0)
         own = self._plans.get(self._shards.rank)
@@ -121,22 +140,25 @@ class Gather:
             flag = torch.zeros(1, device=self.device)
         connect_ranks(flag, self.group)
         for index in range(rounds):
-            staged: list[torch.Tensor] = []
-            ops: list[dist.P2POp] = []
-            for rank, plan in self._plans.items():
-                if index < len(plan.buckets):
-                    ops += self._messages(rank, plan.buckets[index], buffer, staged)
-                    self._hand_over(rank, plan.buckets[index], pinned)
-            # One batch per round, in the same order on all ranks, so that every send has a posted receive.
-            for work in dist.batch_isend_irecv(ops) if ops else []:
-                wait_for(work, timedelta(seconds=self.timeout_s))
+            self._transfer(index, buffer, pinned)
             if own is not None and index < len(own.buckets):
                 self._deliver(own.buckets[index], buffer, pinned)
             delivered += sum(
                 plan.buckets[index].payload_bytes for plan in self._plans.values() if index < len(plan.buckets)
             )
-            if on_round is not None:
-                on_round(delivered)
+            yield delivered
+
+    def _transfer(self, index: int, buffer: torch.Tensor, pinned: torch.Tensor | None) -> None:
+        """Send and receive one round's buckets, and pass this rank's own segments to its sink."""
+        staged: list[torch.Tensor] = []
+        ops: list[dist.P2POp] = []
+        for rank, plan in self._plans.items():
+            if index < len(plan.buckets):
+                ops += self._messages(rank, plan.buckets[index], buffer, staged)
+                self._hand_over(rank, plan.buckets[index], pinned)
+        # One batch per round, in the same order on all ranks, so that every send has a posted receive.
+        for work in dist.batch_isend_irecv(ops) if ops else []:
+            wait_for(work, timedelta(seconds=self.timeout_s))
 
     def _is_beside(self, sender: int, destination: int) -> bool:
         return sender == destination or destination in self.beside.get(sender, ())
@@ -148,8 +170,8 @@ class Gather:
         return any(not self._is_beside(sender, rank) for sender in senders)
 
     def _pinned_memory(self) -> torch.Tensor | None:
-        """Make pinned memory for a bucket that goes to this rank's sink; `None` on CPUs."""
-        if not is_accelerator(self.device):
+        """Make pinned memory for a bucket that goes to this rank's sink; `None` on CPUs, or if it stays on a device."""
+        if self.on_device or not is_accelerator(self.device):
             return None
         sizes = [
             plan.max_bucket_bytes for rank, plan in self._plans.items() if self._is_beside(self._shards.rank, rank)
@@ -199,21 +221,25 @@ class Gather:
 
     def _pieces(self, destination: int, section: Section) -> list[torch.Tensor]:
         """A section's messages as uint8 on the message device: the packed part, then each large segment."""
-        local_shards = self._local_shards[destination]
+        local_shards, planned = self._local_shards[destination], self._plans[destination].tensors
+
+        def wire_bytes(segment: Segment) -> torch.Tensor:
+            return as_bytes(local_shards.values(segment).to(planned[segment.tensor].wire_dtype))
+
         pieces = []
         for _, length, segment in section.messages:
             if segment is not None:
-                pieces.append(as_bytes(local_shards.values(segment)).to(self.device))
+                pieces.append(wire_bytes(segment).to(self.device))
                 continue
             packed = torch.empty(length, dtype=torch.uint8, device=self.device)
             for small in section.packed:
-                packed[small.offset : small.offset + small.num_bytes].copy_(as_bytes(local_shards.values(small)))
+                packed[small.offset : small.offset + small.num_bytes].copy_(wire_bytes(small))
             pieces.append(packed)
         return pieces
 
     def _deliver(self, bucket: Bucket, buffer: torch.Tensor, pinned: torch.Tensor | None) -> None:
         received = buffer[: bucket.num_bytes]  # empty, where nothing is received
-        host = to_host(received, None if pinned is None else pinned[: len(received)])
+        host = received if self.on_device else to_host(received, None if pinned is None else pinned[: len(received)])
         plan = self._plans[self._shards.rank]
         for section in bucket.sections:
             if self._is_beside(self._sender(section), self._shards.rank):
