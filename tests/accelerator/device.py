@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -79,7 +80,12 @@ def _make_module(extension: Any) -> ModuleType:
         total = min(extension.limit(index), 1 << 40)
         return total - extension.memory_allocated(index), total
 
+    def get_device_properties(device: Any = None) -> SimpleNamespace:
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1,2,3"
+        return SimpleNamespace(uuid=f"sim-{seen.split(',')[_device(device).index]}")
+
     names = {
+        "get_device_properties": get_device_properties,
         "Stream": Stream,
         "Event": Event,
         "is_available": lambda: True,

@@ -21,8 +21,9 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from raysharding import Placement, PlacementError, ShardedModelGroup, Sharding, Split, Timeouts
+from raysharding import Placement, PlacementError, ShardedModelGroup, Sharding, Split, Timeouts, current_worker
 from raysharding.group.cluster import accelerator_names, rank_need
+from raysharding.group.launch import copy_weights
 from tests import forking
 from tests.accelerator.device import register
 from tests.accelerator.fit_checks import check_fit
@@ -93,6 +94,47 @@ def check_offload_and_restart(path: Path) -> None:
         group.restart(folder)
         found = group.train_step(Split(rows), targets=Split(targets), loss=square)["loss"]
         assert found == expected, (found, expected)
+
+
+def check_copies_between_groups(path: Path) -> None:
+    """Weights go from device to device through the devices' backend, and to a group on CPUs through host memory."""
+    with (
+        group_of(path, world_size=2) as source,
+        group_of(path, world_size=1) as target,
+        ShardedModelGroup.from_checkpoint(path, model=make_model, device="cpu", world_size=2) as on_cpus,
+    ):
+        source.call(add, 1.0)
+        for bucket_bytes in (16 << 20, 256):
+            copy_weights._BUCKET_BYTES = bucket_bytes
+            for other in (target, on_cpus):
+                source.call(delay)
+                other.call(add, 1.0)
+                source.call(add, 0.5)
+                source.copy_to(other)
+                report = source.copy_to(other, staged=True)
+                assert bool(report.wire_bytes) == (other is target), report
+                assert bool(report.shared_bytes) == (other is on_cpus), report
+                wanted, found = source.state_dict(), other.state_dict()
+                assert all(torch.equal(wanted[name], found[name]) for name in wanted), other
+            on_cpus.call(add, 2.0)
+            on_cpus.copy_to(target)
+            wanted, found = on_cpus.state_dict(), target.state_dict()
+            assert all(torch.equal(wanted[name], found[name]) for name in wanted)
+
+
+def add(step: float) -> None:
+    """Change the weights."""
+    with torch.no_grad():
+        for parameter in current_worker().module.parameters():
+            parameter.add_(step)
+
+
+def delay() -> None:
+    """Make asynchronous copies late: whoever forgets to wait reads old bytes."""
+    from tests.accelerator.build import load_extension
+
+    load_extension().set_copy_delay_us(2000)
+    load_extension().set_collective_delay_us(6000)
 
 
 def check_masks(path: Path) -> None:
@@ -188,6 +230,7 @@ def check_finetune(path: Path) -> None:
 CHECKS = (
     check_placement_and_training,
     check_offload_and_restart,
+    check_copies_between_groups,
     check_fit,
     check_out_of_memory_in_a_load,
     check_out_of_memory_in_a_forward,

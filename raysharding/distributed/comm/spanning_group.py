@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -23,10 +24,10 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
 from raysharding.distributed.comm.abort import between, connections, cut, nobody_connects_later
-from raysharding.distributed.comm.device import is_accelerator
+from raysharding.distributed.comm.device import device_module, is_accelerator
 from raysharding.distributed.comm.json_collectives import let_gloo_end
 from raysharding.distributed.comm.rendezvous import StoreAddress, check_reachable, connect_store, listen_as_gloo
-from raysharding.distributed.comm.waiting import wait_for, waits_for_ranks
+from raysharding.distributed.comm.waiting import wait_for, wait_for_event, waits_for_ranks
 
 T = TypeVar("T")
 
@@ -92,12 +93,24 @@ class SpanningGroup:
         self._sockets = between(dict(enumerate(every)))[self.rank]
 
     def add_device(self, device: torch.device) -> None:
-        """Send tensors of an accelerator through its own backend from now on; collective. Untested without GPUs."""
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = self._timeout
-        # The constructor of NCCL's group does not wait for the other ranks; the first message does.
+        """Send tensors of an accelerator through its own backend from now on; collective.
+
+        Run on the simulated device; with NCCL untested.
+        """
         store = PrefixStore(device.type, self._joined_store)
-        self._device_backend = dist.ProcessGroupNCCL(store, self.rank, self.world_size, options)
+        name = dist.Backend.default_device_backend_map[device.type]
+        # As `new_group` does it: NCCL is torch's own, others have registered a function.
+        plugin = dist.Backend._plugins.get(name.upper())
+        if plugin is not None:
+            make = partial(plugin.creator_fn, store, self.rank, self.world_size, self._timeout)
+        else:
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = self._timeout
+            make = partial(dist.ProcessGroupNCCL, store, self.rank, self.world_size, options)
+        self._device_backend = self._attempt(make)
+        # Every rank calls this: NCCL leaves undefined what happens if the first operation is a message.
+        self.wait(self._attempt(lambda: self._device_backend.allreduce([torch.zeros(1, device=device)])))
+        self.wait_for_device(device)
 
     def name_of(self, rank: int) -> str:
         """Return a rank's name in its own group, for errors."""
@@ -173,6 +186,21 @@ class SpanningGroup:
             PeerLostError: A rank is gone, or `until` has passed.
         """
         self._attempt(lambda: wait_for(work, self._timeout))
+
+    def wait_for_device(self, device: torch.device) -> None:
+        """Wait on the host for all messages and copies queued on an accelerator; nothing on the CPU.
+
+        Raises:
+            PeerLostError: `until` has passed.
+        """
+        if not is_accelerator(device):
+            return
+        event = torch.Event(device.type)
+        event.record(device_module(device).current_stream(device))
+        try:
+            wait_for_event(event, self.left_s)
+        except TimeoutError as error:
+            raise PeerLostError("a rank of either group did not answer in time") from error
 
     def _backend(self, data: torch.Tensor) -> Any:
         return self._device_backend if is_accelerator(data.device) else self._gloo

@@ -199,6 +199,7 @@ class WeightCopy:
             progress("stream", done, total, "")
         for pair, buckets in own if self._is_source else ():
             self._links[pair].end(len(buckets))
+        self._span.wait_for_device(message_device(module))
         return shards.staged
 
     def _send(self, link: Link, buckets: tuple[Bucket, ...], index: int, shards: PlanShards) -> None:
