@@ -108,14 +108,13 @@ def check_copies_between_groups(path: Path) -> None:
             copy_weights._BUCKET_BYTES = bucket_bytes
             for other in (target, on_cpus):
                 source.call(delay)
-                other.call(add, 1.0)
-                source.call(add, 0.5)
-                source.copy_to(other)
-                report = source.copy_to(other, staged=True)
-                assert bool(report.wire_bytes) == (other is target), report
-                assert bool(report.shared_bytes) == (other is on_cpus), report
-                wanted, found = source.state_dict(), other.state_dict()
-                assert all(torch.equal(wanted[name], found[name]) for name in wanted), other
+                for staged in (False, True):
+                    source.call(add, 0.5)
+                    report = source.copy_to(other, staged=staged)
+                    assert bool(report.wire_bytes) == (other is target), report
+                    assert bool(report.shared_bytes) == (other is on_cpus), report
+                    wanted, found = source.state_dict(), other.state_dict()
+                    assert all(torch.equal(wanted[name], found[name]) for name in wanted), other
             on_cpus.call(add, 2.0)
             on_cpus.copy_to(target)
             wanted, found = on_cpus.state_dict(), target.state_dict()
