@@ -675,10 +675,11 @@ class ShardedModelGroup:
         are reset to the same point.
 
         One `fit` runs on a group at a time. During a `fit`, other threads and `callbacks` may call methods that do not
-        change the model (`forward`, `generate`, `evaluate`, `state_dict`, `save`, `status` and the like): such a call
+        change the model (`forward`, `generate`, `evaluate`, `state_dict`, `save`, `copy_to`, `status`...): such a call
         runs between two steps, in the order of submission, and so does a `call`, whatever its function changes. Methods
         that change the model (another `fit`, `train_step`, `forward_backward`, `optim_step`, `zero_grad`,
-        `set_optimizer`, `set_scheduler`, `load`, `restart`) raise a `GroupError`, and the run continues. `interrupt`
+        `set_optimizer`, `set_scheduler`, `load`, a `copy_to` into this group, `restart`) raise a `GroupError`, and the
+        run continues. `interrupt`
         ends the run after the steps in progress, by a `CallCancelledError`; `shutdown` ends the run with the group.
 
         Args:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import threading
 import time
@@ -19,6 +20,7 @@ from torch import nn
 from raysharding import (
     CallCancelledError,
     CopyReport,
+    FitStep,
     GroupBrokenError,
     GroupError,
     Loading,
@@ -393,3 +395,57 @@ def test_adapters_of_another_scale_are_refused(llama: Path, groups: Callable[...
     source, target = groups(llama, 1, peft_config=lora()), groups(llama, 1, peft_config=lora(lora_alpha=32))
     with pytest.raises(PlanError, match="another scale"):
         source.copy_to(target)
+
+
+def test_a_fit_can_copy_between_its_steps_and_not_be_copied_into(
+    pair: tuple[ShardedModelGroup, ShardedModelGroup],
+) -> None:
+    source, target = pair
+    source.set_optimizer(torch.optim.SGD, lr=0.1)
+    seen: list[int] = []
+
+    class Copies:
+        every = 2
+
+        def __call__(self, step: FitStep) -> None:
+            with pytest.raises(GroupError, match="fit"):
+                target.copy_to(source)
+            assert source.copy_to(target).num_bytes
+            assert same(source.state_dict(), target.state_dict())
+            seen.append(step.num_steps)
+
+    ids = [{"input_ids": list(range(row, row + 8)), "labels": list(range(row, row + 8))} for row in range(16)]
+    source.fit(ids, batch_size=4, callbacks=[Copies()], progress=False)
+    assert seen == [2, 4]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("side", ["source", "staged", "target"])
+def test_a_kill_at_any_moment_leaves_the_other_group_ready(
+    side: str, llama: Path, groups: Callable[..., ShardedModelGroup]
+) -> None:
+    moments = random.Random(7)
+    survivor = groups(llama, 2)
+    survivor.call(change, 1.0)
+    for number in range(4):
+        with start(llama, 2) as victim:
+            source, target = (survivor, victim) if side == "target" else (victim, survivor)
+            if number % 2:
+                source.copy_to(target)  # connects
+            old = survivor.state_dict()
+            victim.call(change, 1.0 + number)
+            new = victim.state_dict()
+            copy = source.copy_to.remote(target, staged=side == "staged")
+            time.sleep(moments.uniform(0, 0.02 if number % 2 else 0.4))
+            begun = now()
+            kill(victim, moments.randrange(2))
+            try:
+                copy.result(30)
+            except GroupError:
+                assert now() - begun < 18
+            if side == "source" and survivor.state is GroupState.BROKEN:
+                assert "mixed weights" in survivor.status()["cause"]
+                survivor.restart()
+                continue
+            found = survivor.state_dict()
+            assert same(old, found) or (side != "target" and same(new, found))
