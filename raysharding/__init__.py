@@ -44,6 +44,7 @@ __all__ = [
     "Placement",
     "PlacementError",
     "PlanError",
+    "PredictReport",
     "PreflightError",
     "RankFailure",
     "RayshardingError",

@@ -31,6 +31,7 @@ from raysharding.distributed.training import Forwarding, generate
 from raysharding.distributed.transfer import gather_state_dict
 from raysharding.models import build_module
 from raysharding.outputs import RankOutput
+from raysharding.worker.predictor import Predictor
 from raysharding.worker.status import RankStatus, is_training
 from raysharding.worker.training import Trainer
 
@@ -53,7 +54,9 @@ def current_worker() -> Worker:
 
 
 class Worker:
-    """One rank's part of the module, and the calls on the module. Calls that train belong to `trainer`.
+    """One rank's part of the module, and the calls on the module.
+
+    Calls that train belong to `trainer`, those of `predict` to `predictor`.
 
     The worker's owner initialises the process group before and destroys it after the worker's use. Call every method
     on every rank, in the same order, from one thread; `status` is safe to read from another thread at the same time.
@@ -71,6 +74,7 @@ class Worker:
     ) -> None:
         self.status = RankStatus(rank, world_size, local_rank, device, stall_s=stall_s)
         self.trainer = Trainer(self.status)
+        self.predictor = Predictor(self.status)
         self.checkpoint: Checkpoint | None = None
         self.load_report: LoadReport | None = None
         self._sidecars: str | None = None
@@ -419,6 +423,7 @@ class Worker:
     def close(self) -> None:
         """Release module and optimizer. No collective, so works after peers have ended."""
         self.trainer.fit_end()
+        self.predictor.end()
         self._forwarding = None
         self.status.drop()
 
