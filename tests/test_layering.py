@@ -50,9 +50,7 @@ FLOORS = {
     "checkpoint": _floor(
         1, "torch safetensors pyarrow huggingface_hub", "what is in the files; byte readers; the safetensors writer"
     ),
-    "data": _floor(
-        2, "torch pyarrow numpy datasets", "rows: where they are, their order, who takes which"
-    ),
+    "data": _floor(2, "torch pyarrow numpy datasets", "rows: where they are, their order, who takes which"),
     "outputs": _floor(2, "torch", "the ranks' outputs put together again, in row order"),
     "models": _floor(2, "torch transformers peft", "config.json or a callable → module on meta; keys, wrap plan"),
     "distributed": _floor(

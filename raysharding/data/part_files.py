@@ -152,9 +152,9 @@ class _AtomicFile(io.RawIOBase):
         return self._length
 
     def write(self, data: Any) -> int:
-        assert self._output is not None, "not yet committed"
         view = memoryview(data).cast("B")
-        self._output.write(view, self._length, None)
+        if self._output is not None:  # after `abort`, pyarrow's writer still writes a footer when it is collected
+            self._output.write(view, self._length, None)
         self._length += view.nbytes
         return view.nbytes
 

@@ -40,7 +40,7 @@ from raysharding.data import (
     unify_schemas,
 )
 from raysharding.distributed.comm import agreeing, all_gather_json, from_rank_0
-from raysharding.distributed.fully_shard import module_mode, move_inputs, recovering, reshard, unwrapped
+from raysharding.distributed.fully_shard import module_mode, move_inputs, recovering, unwrapped
 from raysharding.distributed.training.data_loader import open_source
 from raysharding.distributed.training.generate import check_generation, generate, without_padding
 from raysharding.distributed.training.loss_call import known_arguments
@@ -321,7 +321,6 @@ class Prediction:
             whole = replace(batch, wrapped_kwargs={**batch.wrapped_kwargs, **self._plan.generate_kwargs})
             return generate(module, whole, keep=not batch.is_dummy).value
         with recovering(module), torch.no_grad(), module_mode(module, training=False):
-            reshard(module)
             return module(*batch.args, **batch.kwargs)
 
     def _table(self, module: nn.Module, taken: PartBatch, batch: RankBatch, output: Any) -> Any:
