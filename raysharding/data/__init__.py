@@ -10,6 +10,7 @@ from raysharding.data.arrow_rows import (
     cast_table,
     check_whole,
     in_order,
+    join_tables,
     kind_of,
     schema_as_text,
     schema_from_text,

@@ -211,8 +211,13 @@ def cast_table(table: Any, schema: Any) -> Any:
     return table.cast(schema)
 
 
-def in_order(tables: Sequence[Any], places: Sequence[int]) -> Any:
-    """Return the rows of several tables as one table, row i at `places[i]`."""
+def join_tables(tables: Sequence[Any]) -> Any:
+    """Return the rows of pyarrow tables of one schema as one table, without a copy."""
     import pyarrow as arrow
 
-    return arrow.concat_tables(tables).take(np.argsort(np.asarray(places)))
+    return arrow.concat_tables(tables)
+
+
+def in_order(tables: Sequence[Any], places: Sequence[int]) -> Any:
+    """Return the rows of several tables as one table, row i at `places[i]`."""
+    return join_tables(tables).take(np.argsort(np.asarray(places)))

@@ -22,6 +22,7 @@ import numpy as np
 
 from raysharding.batch import split_rows
 from raysharding.checkpoint.storage import Output, is_remote, join_path, open_output, read_bytes, storage_of
+from raysharding.data.arrow_rows import join_tables
 from raysharding.data.files import connected
 from raysharding.errors import CheckpointError, DataError
 
@@ -68,9 +69,7 @@ class PartTable:
 
     def finish(self) -> None:
         """Join the rows."""
-        import pyarrow as arrow
-
-        self.table = arrow.concat_tables(self._tables).combine_chunks()
+        self.table = join_tables(self._tables).combine_chunks()
 
     def abort(self) -> None:
         """Drop the rows."""
@@ -125,11 +124,9 @@ class PartWriter:
         self._file.abort()
 
     def _flush(self) -> None:
-        import pyarrow as arrow
-
         if self._tables:
             with writing(self._path):
-                self._writer.write_table(arrow.concat_tables(self._tables))
+                self._writer.write_table(join_tables(self._tables))
             self._tables.clear()
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import ray
 
 from raysharding.batch import Out, deal
+from raysharding.data import join_tables
 from raysharding.distributed.training import PredictPlan
 from raysharding.errors import GroupError, OutputTooLargeError
 from raysharding.group.calls import ProgressBar, collect_all, collect_returns, progress_bar
@@ -187,10 +188,8 @@ class PredictRun:
             from ray.data import from_arrow_refs
 
             return from_arrow_refs(refs)
-        import pyarrow as arrow
-
         try:
-            return arrow.concat_tables(ray.get(refs, timeout=self._client.timeouts.call_s))
+            return join_tables(ray.get(refs, timeout=self._client.timeouts.call_s))
         except ray.exceptions.RayError as error:
             what = "results in the object store are lost, with the node that held them"
             raise GroupError(f"predict: {what}: give output=, which a node cannot lose ({error})") from error

