@@ -40,7 +40,7 @@ from raysharding.data import (
     unify_schemas,
 )
 from raysharding.distributed.comm import agreeing, all_gather_json, from_rank_0
-from raysharding.distributed.fully_shard import module_mode, move_inputs, recovering, unwrapped
+from raysharding.distributed.fully_shard import check_execution_order, module_mode, move_inputs, recovering, unwrapped
 from raysharding.distributed.training.data_loader import open_source
 from raysharding.distributed.training.generate import check_generation, generate, without_padding
 from raysharding.distributed.training.loss_call import known_arguments
@@ -141,7 +141,7 @@ class Prediction:
         self._plan, self._device, self._bounds = plan, device, bounds or InputBounds()
         known = None if module is None else known_arguments(module, [])
         self._columns = KnownColumns(known)
-        self._read = KnownColumns(None if known is None else known | {*plan.keys})
+        self._read = KnownColumns(known, also=plan.keys)
         options = (None, None) if plan.collate is not None else (list(self._bounds.num_ids), self._read)
         source = open_source(plan.source, *options)
         assert isinstance(source, BlockSource), "the driver refuses iterables"
@@ -200,7 +200,7 @@ class Prediction:
             self._left -= 1
             if batch.ends_wave and self._files is None:
                 break
-        # Every rank calls this: the others would take the next call's forward for one that this rank never begins.
+        # Every rank calls this, whatever became of its last batch: the others would wait in the next forward.
         with agreeing():
             self._raise_kept()
         if self.is_over and self._files is not None:
@@ -304,7 +304,7 @@ class Prediction:
     def _batches(self) -> Iterator[tuple[PartBatch, RankBatch]]:
         """Yield the items of the reader thread."""
         where = (self._todo, self._share, self._rank, self._world_size)
-        collate = self._plan.collate or self._columns
+        collate = self._plan.collate or self._collate
         for taken in part_batches(self._source, *where, by_length=self._plan.by_length):
             try:
                 batch = rank_batch(collate, self._rank, taken.rows, taken.counts)
@@ -315,13 +315,27 @@ class Prediction:
                 raise DataError(f"{what} ({_place(taken)})") from error
             yield taken, batch
 
+    def _collate(self, rows: list[Any]) -> Any:
+        """Make a batch of the columns that the model takes. If it takes any name, keys are for the result alone."""
+        if self._columns.names is None and self._plan.keys:
+            rows = [
+                {name: value for name, value in row.items() if name not in self._plan.keys}
+                if isinstance(row, Mapping)
+                else row
+                for row in rows
+            ]
+        return self._columns(rows)
+
     def _run(self, module: nn.Module, batch: RankBatch) -> Any:
         """Return the output of the model, or the ids of `generate`, for this rank's rows; collective."""
         if self._plan.generate_kwargs is not None:
             whole = replace(batch, wrapped_kwargs={**batch.wrapped_kwargs, **self._plan.generate_kwargs})
             return generate(module, whole, keep=not batch.is_dummy).value
-        with recovering(module), torch.no_grad(), module_mode(module, training=False):
-            return module(*batch.args, **batch.kwargs)
+        with recovering(module):
+            with torch.no_grad(), module_mode(module, training=False):
+                output = module(*batch.args, **batch.kwargs)
+            check_execution_order(module)
+        return output
 
     def _table(self, module: nn.Module, taken: PartBatch, batch: RankBatch, output: Any) -> Any:
         """Return the columns of a batch as a table."""

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from raysharding import DataError
-from raysharding.data import SequenceRows
+from raysharding.data import DataPath, SequenceRows
 from raysharding.distributed.comm import init_mesh
 from raysharding.distributed.fully_shard import shard_module
 from raysharding.distributed.training import Prediction, PredictPlan
@@ -149,6 +149,38 @@ def test_a_kill_at_any_moment_loses_and_repeats_no_row(seed: int, tmp_path: Path
     check(read(output).to_pydict())
     assert {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in before} == before
     assert not [name for name in os.listdir(output) if name.startswith(".")], "what killed writers leave is removed"
+
+
+class Anything(nn.Module):
+    """Takes columns of any name, as a user's own model may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1, bias=False)
+
+    def forward(self, **columns: torch.Tensor) -> torch.Tensor:
+        return self.layer(columns["x"]) + 100 * len(columns)
+
+
+def run_any_name(path: str) -> list[Any]:
+    module = shard_module(Anything(), init_mesh("cpu"))
+    torch.nn.init.ones_(next(module.parameters()))
+    found = []
+    for source in (DataPath(path), SequenceRows(pq.read_table(path).to_pylist())):
+        plan = PredictPlan(source, batch_size=2, keys=("number", "name"))
+        prediction = Prediction(plan, torch.device("cpu"), module=module)
+        prediction.steps(module, 9)
+        found.append([prediction.finished[0][1].to_pydict(), prediction.dropped])
+        prediction.close()
+    return found
+
+
+@pytest.mark.full
+def test_a_model_of_any_names_does_not_get_the_keys(tmp_path: Path) -> None:
+    rows = [{"x": [float(number)], "number": number, "name": f"{number}", "text": ""} for number in range(3)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    table = {"number": [0, 1, 2], "name": ["0", "1", "2"], "logits": [[100.0], [101.0], [102.0]]}
+    assert run_ranks(1, run_any_name, str(tmp_path / "rows.parquet")) == [[[table, ("text",)], [table, ("text",)]]]
 
 
 def test_last_position_is_the_last_that_is_not_padding() -> None:
