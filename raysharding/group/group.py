@@ -877,7 +877,7 @@ class ShardedModelGroup:
         """Compute columns for every row of data, in eval mode, without gradients: those of one process, in order.
 
         Each rank reads, computes and writes parts of adjacent rows. Ctrl-C ends the run after the forwards in progress
-        (half a second of them), with the group READY. A group that breaks is restarted up to `max_restarts` times (see
+        (a second of them), with the group READY. A group that breaks is restarted up to `max_restarts` times (see
         `from_checkpoint`), and computes the parts that are not complete. Calls beside a `predict` are those that may
         run beside a `fit`.
 

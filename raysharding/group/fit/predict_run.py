@@ -26,7 +26,7 @@ from raysharding.group.recovery import RestartReport
 from raysharding.group.supervision import Client, GroupState
 from raysharding.worker import PredictStart, PredictSteps
 
-_CALL_S = 0.5
+_CALL_S = 1.0
 _MAX_STEPS = 1000
 
 

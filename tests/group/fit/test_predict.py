@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import sys
 import threading
@@ -115,11 +116,19 @@ def test_data_is_taken_as_fit_takes_it(
 
 
 def test_files_and_tables_have_what_fn_returns(
-    group: ShardedModelGroup, reference: nn.Module, inputs: torch.Tensor, parquet: Path, tmp_path: Path
+    group: ShardedModelGroup,
+    reference: nn.Module,
+    inputs: torch.Tensor,
+    parquet: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     options: dict[str, Any] = {"batch_size": BATCH, "keys": ["id"], "fn": doubled(), "progress": False}
     table = group.predict(parquet, **options)
-    report = group.predict(parquet, output=tmp_path / "out", rows_per_file=9, sort_by="length", **options)
+    capfd.readouterr()
+    shown = options | {"progress": None}
+    report = group.predict(parquet, output=tmp_path / "out", rows_per_file=9, sort_by="length", **shown)
+    assert re.search(r"predict: 50 of 50 rows \(100%\), [\d.,]+ rows/s", capfd.readouterr().err)
     assert isinstance(report, PredictReport)
     assert (report.num_rows, report.num_found, report.num_files) == (NUM_ROWS, 0, 6)
     assert str(report).startswith("50 rows in 6 files in ")
