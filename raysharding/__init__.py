@@ -45,6 +45,7 @@ __all__ = [
     "Placement",
     "PlacementError",
     "PlanError",
+    "PredictReport",
     "PreflightError",
     "RankFailure",
     "RayshardingError",

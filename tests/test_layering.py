@@ -50,7 +50,7 @@ FLOORS = {
     "checkpoint": _floor(
         1, "torch safetensors pyarrow huggingface_hub", "what is in the files; byte readers; the safetensors writer"
     ),
-    "data": _floor(2, "torch pyarrow numpy datasets", "rows to train on: where they are, their order, who takes which"),
+    "data": _floor(2, "torch pyarrow numpy datasets", "rows: where they are, their order, who takes which"),
     "outputs": _floor(2, "torch", "the ranks' outputs put together again, in row order"),
     "models": _floor(2, "torch transformers peft", "config.json or a callable → module on meta; keys, wrap plan"),
     "distributed": _floor(
@@ -118,7 +118,7 @@ group
     supervision  one thread sends calls out and judges failures
     launch       spec → loaded ranks
     recovery     groups made whole, or taken over
-    fit          the driver's part of a run over data
+    fit          the driver's part of a run over data: fit, predict
 """
 APART = {
     ("distributed.training", "distributed.transfer"): "steps know nothing of how weights came",
@@ -343,7 +343,8 @@ def test_distributed_needs_no_transformers() -> None:
 def test_group_is_missing_only_when_used() -> None:
     code = """
 import raysharding
-for name in {*raysharding.__all__} - {"Call", "EarlyStop", "FitReport", "FitStep", "ShardedModelGroup"}:
+with_ray = {"Call", "EarlyStop", "FitReport", "FitStep", "PredictReport", "ShardedModelGroup"}
+for name in {*raysharding.__all__} - with_ray:
     getattr(raysharding, name)
 try:
     raysharding.ShardedModelGroup

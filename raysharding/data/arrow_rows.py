@@ -1,14 +1,19 @@
-"""Rows of Arrow record batches."""
+"""Rows of Arrow record batches, the kinds of their columns, and tables made of columns."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import base64
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
+import torch
 
 from raysharding.data.source import Reader
+from raysharding.errors import DataError
+
+_MAX_ELEMENTS: Final = 2**31 - 1
 
 
 class ArrowRows(Sequence[dict[str, Any]]):
@@ -21,6 +26,11 @@ class ArrowRows(Sequence[dict[str, Any]]):
             batches: Record batches of one schema.
         """
         self._batches = [batch for batch in batches if batch.num_rows]
+
+    @property
+    def schema(self) -> Any:
+        """The pyarrow schema; `None` without rows."""
+        return self._batches[0].schema if self._batches else None
 
     def __len__(self) -> int:
         return sum(batch.num_rows for batch in self._batches)
@@ -73,3 +83,141 @@ def _values(column: Any) -> Sequence[Any]:
     offsets = np.asarray(column.offsets) - column.offsets[0].as_py()
     # Copies: an array of pyarrow is read-only, and keeps its whole chunk alive.
     return [flat[start:stop].copy() for start, stop in pairwise(offsets)]
+
+
+def kind_of(kind: Any) -> str:
+    """Return the kind of a pyarrow type, as far as it matters to a batch: without the width of numbers."""
+    import pyarrow as arrow
+
+    if not isinstance(kind, arrow.DataType):
+        return str(kind)  # a dataset's column of Python objects
+    types = arrow.types
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return f"lists of {kind_of(kind.value_type)}"
+    if types.is_dictionary(kind):
+        return kind_of(kind.value_type)
+    if types.is_struct(kind):
+        return f"records of {', '.join(f'{one.name}: {kind_of(one.type)}' for one in kind)}"
+    named = {
+        "whole numbers": types.is_integer,
+        "floats": types.is_floating,
+        "text": lambda one: types.is_string(one) or types.is_large_string(one),
+    }
+    return next((name for name, is_one in named.items() if is_one(kind)), str(kind))
+
+
+def check_whole(kinds: Mapping[str, str], whole: Collection[str], path: str | None = None) -> None:
+    """Raise for columns of floats if the model takes ids.
+
+    Args:
+        kinds: Column → kind, by `kind_of`.
+        whole: Names of columns that must hold integers if they exist.
+        path: Path of the file, for the error. Default: none.
+
+    Raises:
+        DataError: A column holds other values; the error names it.
+    """
+    for name in whole:
+        if "floats" in (kind := kinds.get(name, "")):
+            what = f"the column {name!r} holds {kind}, and the model takes ids, which are whole numbers"
+            raise DataError(f"{what}: write it as int64, or make the batches by collate=", path=path)
+
+
+def schema_as_text(schema: Any) -> str:
+    """Return a pyarrow schema, serialized, as base64."""
+    return base64.b64encode(schema.serialize().to_pybytes()).decode("ascii")
+
+
+def schema_from_text(text: str) -> Any:
+    """Return the pyarrow schema of `schema_as_text`."""
+    import pyarrow as arrow
+
+    return arrow.ipc.read_schema(arrow.py_buffer(base64.b64decode(text)))
+
+
+def unify_schemas(schemas: Sequence[Any]) -> Any:
+    """Return one pyarrow schema for tables of several, with types that hold the values of all.
+
+    Raises:
+        DataError: There is no such type for a column.
+    """
+    import pyarrow as arrow
+
+    try:
+        return arrow.unify_schemas(schemas, promote_options="permissive")
+    except arrow.ArrowException as error:
+        raise DataError(f"the columns of rows differ between ranks: {str(error).strip()}") from error
+
+
+def as_table(columns: Mapping[str, Any], types: Mapping[str, Any]) -> Any:
+    """Return columns as a pyarrow table.
+
+    Args:
+        columns: Name → one value per row: a tensor or array whose first dim is the row, or a list of values. Rows of
+            more dims become lists, bfloat16 becomes float32.
+        types: Name → pyarrow type, for columns whose type is known.
+
+    Raises:
+        DataError: Values make no column; the error names it.
+    """
+    import pyarrow as arrow
+
+    made = {}
+    for name, values in columns.items():
+        try:
+            made[name] = arrow.array(values, type=types[name]) if name in types else _as_array(values)
+        except (arrow.ArrowException, TypeError, ValueError) as error:
+            raise DataError(f"the column {name!r} cannot be written: {str(error).strip()}") from error
+    return arrow.table(made)
+
+
+def _as_array(values: Any) -> Any:
+    import pyarrow as arrow
+
+    if isinstance(values, torch.Tensor):
+        values = values.detach().cpu()
+        values = (values.float() if values.dtype is torch.bfloat16 else values).contiguous().numpy()
+    if not isinstance(values, np.ndarray) or values.ndim < 2:
+        return arrow.array(values)
+    if values.size > _MAX_ELEMENTS:
+        raise ValueError(f"a batch of {values.size} numbers: take a smaller batch_size, or return fewer from fn")
+    array = arrow.array(np.ascontiguousarray(values).reshape(-1))
+    for depth in range(values.ndim - 1, 0, -1):
+        length = int(np.prod(values.shape[:depth]))
+        offsets = np.arange(length + 1, dtype=np.int32) * values.shape[depth]
+        array = arrow.ListArray.from_arrays(arrow.array(offsets), array)
+    return array
+
+
+def cast_table(table: Any, schema: Any) -> Any:
+    """Return a table with the columns and types of the run's first batch.
+
+    Raises:
+        DataError: Columns differ, or values do not fit the types.
+    """
+    import pyarrow as arrow
+
+    if set(table.schema.names) != set(schema.names):
+        raise DataError(f"rows have the columns {table.schema.names}, and rows before them had {schema.names}")
+    table = table.select(schema.names)
+    if table.schema.equals(schema):
+        return table
+    for field in schema:
+        try:
+            table[field.name].cast(field.type)
+        except arrow.ArrowException as error:
+            what = f"the column {field.name!r} holds {table.schema.field(field.name).type}, and {field.type} in rows"
+            raise DataError(f"{what} before: return values of one type ({str(error).strip()})") from error
+    return table.cast(schema)
+
+
+def join_tables(tables: Sequence[Any]) -> Any:
+    """Return the rows of pyarrow tables of one schema as one table, without a copy."""
+    import pyarrow as arrow
+
+    return arrow.concat_tables(tables)
+
+
+def in_order(tables: Sequence[Any], places: Sequence[int]) -> Any:
+    """Return the rows of several tables as one table, row i at `places[i]`."""
+    return join_tables(tables).take(np.argsort(np.asarray(places)))

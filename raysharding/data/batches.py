@@ -1,14 +1,15 @@
-"""The batches of an epoch on one rank."""
+"""The batches of an epoch, or of `predict`, on one rank."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 from raysharding.batch import split_rows
 from raysharding.data.order import Order, Piece, lanes_of
+from raysharding.data.part_files import Part
 from raysharding.data.source import BlockSource, Reader, Rows, Stream
 
 
@@ -131,11 +132,108 @@ def _lane(source: BlockSource, order: Order, lane: int, first: int) -> Generator
         cursor.close()
 
 
-def _first_row(source: BlockSource) -> list[Any]:
-    """Return the row for ranks without rows, which does not count."""
+def first_rows(source: BlockSource) -> Sequence[Any]:
+    """Return the first row, in the reader's own sequence."""
     block = next(block for block, rows in enumerate(source.block_rows) if rows)
     reader = source.read(block)
     try:
-        return list(reader.take(1))
+        return reader.take(1)
     finally:
         reader.close()
+
+
+def _first_row(source: BlockSource) -> list[Any]:
+    """Return the row for ranks without rows, which does not count."""
+    return list(first_rows(source))
+
+
+_WINDOW_BATCHES = 64
+"""Batches among whose rows those of like length are brought together."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartBatch:
+    """Rows of one rank in one forward of `predict`."""
+
+    part: Part | None
+    """The part that the rows are of; `None` for a rank that has no rows left, which takes part with a dummy row."""
+    rows: list[Any]
+    """Rows of the rank; a row of another rank if it has none."""
+    places: Sequence[int]
+    """Place of each row in its window."""
+    counts: tuple[int, ...]
+    """Number of rows of each rank."""
+    ends_window: bool
+    """True if the rows of the window are complete, and can be put in order."""
+    ends_part: bool
+    """True if the rows of the part are complete."""
+    ends_wave: bool
+    """True if no rank has rows of its current part left."""
+
+
+def part_batches(
+    source: BlockSource, parts: Sequence[Part], num_rows: int, rank: int, world_size: int, *, by_length: bool
+) -> Iterator[PartBatch]:
+    """Yield the rows of a rank for each forward; the same number of forwards on every rank. Not collective.
+
+    The parts are computed in waves of one part for each rank.
+
+    Args:
+        source: The rows.
+        parts: The parts to compute, on all ranks.
+        num_rows: Rows of a forward on a rank.
+        rank: This rank.
+        world_size: Number of ranks.
+        by_length: True to bring rows of like length together, in windows of 64 batches, the longest first.
+    """
+    dummy = _first_row(source)
+    order = Order(source.block_rows, num_rows, shuffle=False, seed=0, epoch=0)
+    cursor = _Cursor(source)
+    try:
+        for first in range(0, len(parts), world_size):
+            wave = parts[first : first + world_size]
+            sizes = [part.num_rows for part in wave] + [0] * (world_size - len(wave))
+            chosen = _rows_of(cursor, order, wave[rank], num_rows, by_length=by_length) if sizes[rank] else iter(())
+            num_steps = num_forwards(wave, num_rows, world_size)
+            for step in range(num_steps):
+                counts = tuple(min(num_rows, max(0, size - step * num_rows)) for size in sizes)
+                ends_wave = step == num_steps - 1
+                if counts[rank]:
+                    rows, places, ends_window = next(chosen)
+                    ends_part = (step + 1) * num_rows >= sizes[rank]
+                    yield PartBatch(wave[rank], rows, places, counts, ends_window, ends_part, ends_wave)
+                else:
+                    yield PartBatch(None, dummy, (), counts, False, False, ends_wave)
+    finally:
+        cursor.close()
+
+
+def num_forwards(parts: Sequence[Part], num_rows: int, world_size: int) -> int:
+    """Return the number of forwards that `part_batches` yields; see there."""
+    waves = (parts[first : first + world_size] for first in range(0, len(parts), world_size))
+    return sum(-(-max(part.num_rows for part in wave) // num_rows) for wave in waves)
+
+
+def _rows_of(
+    cursor: _Cursor, order: Order, part: Part, num_rows: int, *, by_length: bool
+) -> Iterator[tuple[list[Any], Sequence[int], bool]]:
+    """Yield rows of a part, their places in their window, and True at the end of the window."""
+    end, window = part.start + part.num_rows, num_rows * (_WINDOW_BATCHES if by_length else 1)
+    for start in range(part.start, end, window):
+        pieces = order.pieces(start, min(start + window, end))
+        rows = [row for piece in pieces for row in cursor.take(piece)]
+        places: Sequence[int] = range(len(rows))
+        if by_length:
+            places = sorted(places, key=lambda place: _length(rows[place]), reverse=True)
+        for first in range(0, len(rows), num_rows):
+            taken = places[first : first + num_rows]
+            yield [rows[place] for place in taken], taken, first + num_rows >= len(rows)
+
+
+def _length(row: Any) -> int:
+    """Return the length of `input_ids`, or of the longest text or list of a row."""
+    values = row.values() if isinstance(row, Mapping) else [row]
+    if isinstance(row, Mapping) and "input_ids" in row:
+        values = [row["input_ids"]]
+    # A number may be a 0-dim array or tensor, which has `__len__`, and raises there.
+    return max((len(one) for one in values if hasattr(one, "__len__") and getattr(one, "ndim", 1) > 0), default=0)

@@ -38,12 +38,14 @@ def default_collate(rows: list[Any]) -> Any:
 class KnownColumns:
     """Collates by `default_collate`, without the columns of mappings that the model does not take."""
 
-    def __init__(self, known: Collection[str] | None) -> None:
+    def __init__(self, known: Collection[str] | None, also: Collection[str] = ()) -> None:
         """Begin with no column dropped.
 
         Args:
             known: Columns to keep; `None`: all but text, of which no tensor can be made.
+            also: Columns to keep beside those.
         """
+        self._also = also
         self.names = known
         """Columns that the model takes; `None`: all but text."""
         self.dropped: tuple[str, ...] = ()
@@ -70,8 +72,12 @@ class KnownColumns:
         Raises:
             DataError: No column is left.
         """
-        known = self.names
-        kept = [name for name, is_text in columns.items() if (not is_text if known is None else name in known)]
+        known, also = self.names, self._also
+        kept = [
+            name
+            for name, is_text in columns.items()
+            if name in also or (not is_text if known is None else name in known)
+        ]
         if not kept:
             takes = "no text" if known is None else f"only {', '.join(sorted(known))}"
             have = f"the rows have the columns {', '.join(columns)}"

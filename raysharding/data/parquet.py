@@ -9,9 +9,8 @@ from typing import Any, Self
 import numpy as np
 
 from raysharding.checkpoint.storage import normal_path
-from raysharding.data.arrow_rows import ArrowRows
+from raysharding.data.arrow_rows import ArrowRows, check_whole, kind_of
 from raysharding.data.collate import KnownColumns
-from raysharding.data.column_kinds import check_whole, kind_of
 from raysharding.data.files import DataPath, RowFiles, chosen_columns, reading
 from raysharding.data.source import Reader
 from raysharding.errors import DataError

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import base64
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
 
 from raysharding.checkpoint.storage import normal_path
-from raysharding.data.arrow_rows import TableReader
+from raysharding.data.arrow_rows import TableReader, check_whole, kind_of, schema_as_text, schema_from_text
 from raysharding.data.collate import KnownColumns
-from raysharding.data.column_kinds import check_whole, kind_of
 from raysharding.data.files import DataPath, RowFiles, chosen_columns, reading
 from raysharding.data.source import Reader
 from raysharding.errors import DataError
@@ -46,6 +44,8 @@ class TextFiles(RowFiles):
 
         A column that is not read may hold values of any types.
         """
+        import pyarrow as arrow
+
         wanted = source.columns or (None if known is None else known.names)
         directory = normal_path(source.path)
         found = cls(directory, files, None, (), "")
@@ -67,7 +67,7 @@ class TextFiles(RowFiles):
         kinds = {name: kind_of(kind) for name, kind in types.items()}
         columns = chosen_columns(source, kinds, known)
         check_whole({name: kinds[name] for name in columns or kinds}, whole or (), path=directory)
-        return cls(directory, files, columns, tuple(blocks), _as_text(types))
+        return cls(directory, files, columns, tuple(blocks), schema_as_text(arrow.schema(types)))
 
     def check_seen(self) -> None:
         """See `RowFiles.check_seen`. Reads the size of the first file, which may have grown."""
@@ -89,11 +89,9 @@ class TextFiles(RowFiles):
         Raises:
             DataError: The file is missing, or was changed.
         """
-        import pyarrow as arrow
-
         number, start, num_bytes, rows = self.blocks[block]
         file = self.files[number]
-        schema = arrow.ipc.read_schema(arrow.py_buffer(base64.b64decode(self.schema)))
+        schema = schema_from_text(self.schema)
         with reading(file):
             data = self._handle(file).read_at(num_bytes, start)
             is_first = block == 0 or self.blocks[block - 1][0] != number
@@ -106,12 +104,6 @@ class TextFiles(RowFiles):
 
 def _is_csv(file: str) -> bool:
     return file.endswith(".csv")
-
-
-def _as_text(types: Mapping[str, Any]) -> str:
-    import pyarrow as arrow
-
-    return base64.b64encode(arrow.schema(list(types.items())).serialize().to_pybytes()).decode("ascii")
 
 
 def _blocks(handle: Any, file: str) -> Iterator[tuple[int, bytes]]:

@@ -5,7 +5,7 @@ from raysharding.gc_pause import paused_gc
 with paused_gc():  # every rank's process begins with these imports
     from raysharding.group.calls import Call, Handle
     from raysharding.group.cluster import NodeCapacity
-    from raysharding.group.fit import EarlyStop, FitReport, FitStep
+    from raysharding.group.fit import EarlyStop, FitReport, FitStep, PredictReport
     from raysharding.group.group import ShardedModelGroup
     from raysharding.group.ranks import RankInfo
     from raysharding.group.supervision import GroupState, LiveView
@@ -23,6 +23,7 @@ __all__ = [
     "LiveView",
     "NodeCapacity",
     "NodeRoom",
+    "PredictReport",
     "RankInfo",
     "ShardedModelGroup",
 ]

@@ -25,9 +25,11 @@ from raysharding.distributed.fully_shard import check_norm
 from raysharding.distributed.optim import Schedule, bound, check_schedule, rescheduled
 from raysharding.distributed.saving import Destination, SaveReport
 from raysharding.distributed.training import (
+    Columns,
     DataPlan,
     EvaluationPlan,
     FitPlan,
+    PredictPlan,
     check_generation,
     check_max_grad_norm,
     positions_of,
@@ -64,8 +66,10 @@ from raysharding.group.fit import (
     FitOptions,
     FitReport,
     FitRun,
+    PredictRun,
     dataset_handle,
     eval_options,
+    refuse_iterable,
     submit_evaluation,
 )
 from raysharding.group.launch import (
@@ -854,6 +858,103 @@ class ShardedModelGroup:
         call = submit_evaluation(self._client, plan)
         call.when_done(lambda _: dataset.unpin(members))
         return call.keep_alive(self)
+
+    @driver_handle
+    @blocking
+    @with_hints
+    def predict(
+        self,
+        data: Any,
+        *,
+        batch_size: int,
+        fn: Columns | None = None,
+        output: str | os.PathLike[str] | None = None,
+        keys: Sequence[str] = (),
+        columns: Sequence[str] | None = None,
+        collate: Collate | None = None,
+        generate_kwargs: Mapping[str, Any] | None = None,
+        sort_by: Literal["length"] | None = None,
+        rows_per_file: int | None = None,
+        resume: bool = False,
+        prefetch: int = 2,
+        progress: bool | None = None,
+    ) -> Any:
+        """Compute columns for every row of data, in eval mode, without gradients: those of one process, in order.
+
+        Each rank reads, computes and writes parts of adjacent rows. Ctrl-C ends the run after the forwards in progress
+        (a second of them), with the group READY. A group that breaks is restarted up to `max_restarts` times (see
+        `from_checkpoint`), and computes the parts that are not complete. Calls beside a `predict` are those that may
+        run beside a `fit`.
+
+        Args:
+            data: As for `fit`, but not an iterable.
+            batch_size: Rows of a forward, over all ranks; each rank takes its share, rounded up, of rows of its own.
+            fn: `fn(outputs, batch)` → columns, by name, with one value per row: tensors or arrays whose first dim is
+                the row (rows of more dims become lists, bfloat16 becomes float32), or lists. It runs on the ranks, once
+                for each batch of a rank: `outputs` is the model's output on its device, or the ids of `generate` on the
+                CPU; `batch` is what the model got, a mapping or a tuple. It must not run the model or a collective.
+                Default: `logits`, those of the last position that is not padding if there is one per position; with
+                `generate_kwargs`, `generated`: the new ids of a row up to its first end token.
+            output: Directory, on a file system that all ranks' nodes share, or URI that `pyarrow.fs` supports, of the
+                result: Parquet files of adjacent rows, which in the order of their names hold the rows in the order of
+                the data. A file appears when it is complete. Default: the result is returned.
+            keys: Columns of the data that the result has as well. Default: none.
+            columns: As for `fit`; `keys` are read, too.
+            collate: As for `fit`; runs on a thread beside the model, and must not use the random generators of torch.
+                Padding must be masked (`attention_mask`), since rows are padded to other lengths than in one process.
+            generate_kwargs: Arguments of transformers' `generate`, which then runs in place of a forward; see
+                `generate`. Samples differ from run to run. Default: a forward.
+            sort_by: `"length"`: bring rows of like length together, in windows of 64 batches, so that fewer positions
+                are padding; a row's length is that of its `input_ids`, or of its longest text or list. The result is
+                in the order of the data. A rank then holds the rows of a window, and their results. Default: no.
+            rows_per_file: Largest number of rows of a part, which has one file; an interrupted run computes a part
+                anew that was not complete. Default: 64 batches, or a thousandth of the rows if that is more.
+            resume: True to continue the run in `output` that was killed or interrupted, with any number of ranks and
+                any `batch_size`: complete files stay, and the rows of the others are computed. Without a run there, a
+                new one begins. It must be a run on the same data, with the same `fn`, `keys`, `generate_kwargs` and
+                checkpoint, as far as that can be told: by the first row and the number of rows, and by names. Default
+                False: `output` must be empty, or not exist.
+            prefetch: Number of batches that each rank reads ahead.
+            progress: True to show a bar with rows per second, False for nothing. Default: as for `fit`.
+
+        Returns:
+            With `output` a `PredictReport`. Without it a `pyarrow.Table`; or, if the result is larger than
+            `max_output_bytes` (see `from_checkpoint`), a `ray.data.Dataset` over the tables in the object store.
+
+        Raises:
+            ValueError: An argument is invalid; or, with `max_restarts`, the group was trained since it was loaded or
+                saved, so that a restart would continue with other weights.
+            TypeError: `data` is not data, or it or `fn` does not pickle.
+            DataError: The data cannot be read or has no rows; `fn` raised, or returned no columns; `output` cannot be
+                written, or holds something else. The group is READY.
+            OutputTooLargeError: Without `output`: the result of a part is larger than `max_output_bytes`.
+            CallCancelledError: `interrupt` ended the run.
+            GroupError: The model raised, or ranks failed more often than `max_restarts` allows; or a `fit` or another
+                `predict` runs on the group.
+        """
+        if sort_by not in (None, "length"):
+            raise ValueError(f"sort_by={sort_by!r}: give 'length', or omit it")
+        with self._fits.running(self.name, "predict"):
+            read = None if columns is None else dict.fromkeys((*columns, *keys))
+            dataset = self._dataset(data, None if read is None else list(read), collate)
+            refuse_iterable(dataset.source)
+            plan = PredictPlan(
+                source=dataset.source,
+                batch_size=batch_size,
+                fn=fn,
+                generate_kwargs=generate_kwargs,
+                keys=tuple(keys),
+                by_length=sort_by == "length",
+                collate=collate,
+                prefetch=prefetch,
+                rows_per_file=rows_per_file,
+                output=None if output is None else normal_path(os.fspath(output)),
+                resume=resume,
+                checkpoint=self._running.spec.checkpoint,
+                stall_s=self._client.timeouts.load_stall_s,
+                run=secrets.token_hex(8),
+            )
+            return PredictRun(lambda: self._running, plan, dataset, progress, self._fits, self._restart).run()
 
     def _dataset(self, data: Any, columns: Sequence[str] | None, collate: Collate | None) -> DatasetHandle:
         # A collate function may transform a column; without one, a column is the model argument of the same name.

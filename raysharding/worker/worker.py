@@ -32,6 +32,7 @@ from raysharding.distributed.transfer import GATHER_BUCKET_BYTES, gather_state_d
 from raysharding.distributed.weights import CopySpec, WeightCopy, WeightStream
 from raysharding.models import build_module
 from raysharding.outputs import RankOutput
+from raysharding.worker.predictor import Predictor
 from raysharding.worker.status import RankStatus, is_training
 from raysharding.worker.training import Trainer
 
@@ -54,7 +55,9 @@ def current_worker() -> Worker:
 
 
 class Worker:
-    """One rank's part of the module, and the calls on the module. Calls that train belong to `trainer`.
+    """One rank's part of the module, and the calls on the module.
+
+    Calls that train belong to `trainer`, those of `predict` to `predictor`.
 
     The worker's owner initialises the process group before and destroys it after the worker's use. Call every method
     on every rank, in the same order, from one thread; `status` is safe to read from another thread at the same time.
@@ -72,6 +75,7 @@ class Worker:
     ) -> None:
         self.status = RankStatus(rank, world_size, local_rank, device, stall_s=stall_s)
         self.trainer = Trainer(self.status)
+        self.predictor = Predictor(self.status)
         self.checkpoint: Checkpoint | None = None
         self.load_report: LoadReport | None = None
         self._sidecars: str | None = None
@@ -511,6 +515,7 @@ class Worker:
         self.trainer.fit_end()
         for token in list(self._copies):
             self._forget_copy(token)
+        self.predictor.end()
         self._forwarding = None
         self.status.drop()
 

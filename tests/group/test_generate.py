@@ -173,3 +173,19 @@ def test_an_encoder_decoder_too(tmp_path: Path, name: str, wrap: str) -> None:
         assert group.forward(**split).loss.item() == loss
         assert group.train_step(**split, mode="eval")["loss"] == loss
         assert torch.equal(group.generate(Split(PROMPTS), **options), expected)
+
+
+def test_predict_generates_what_one_process_does(llama: ShardedModelGroup, directory: Path) -> None:
+    """New ids only, up to the first end token, whatever the other rows of the batch take."""
+    reference = reference_of("llama", directory)
+    end = ended_early(reference)
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": end, "pad_token_id": 1}
+    whole = reference.generate(PROMPTS, **options)[:, PROMPTS.shape[1] :].tolist()
+    expected = [row[: row.index(end) + 1] if end in row else row for row in whole]
+    for batch_size in (2, 8):
+        table = llama.predict({"input_ids": PROMPTS}, batch_size=batch_size, generate_kwargs=options, progress=False)
+        assert table["generated"].to_pylist() == expected
+    several = options | {"num_beams": 3, "num_return_sequences": 2}
+    table = llama.predict({"input_ids": PROMPTS}, batch_size=3, generate_kwargs=several, progress=False)
+    found = [[len(one) for one in row] for row in table["generated"].to_pylist()]
+    assert [len(row) for row in found] == [2] * len(PROMPTS)

@@ -126,7 +126,7 @@ class DistributedDataLoader:
         self._columns = KnownColumns(known)
         # Without a collate function each column is the argument of its name.
         options = (None, None) if plan.collate is not None else (list(self._bounds.num_ids), self._columns)
-        self.source = _opened(plan.source, *options)
+        self.source = open_source(plan.source, *options)
         """Source of the rows: files are open, and their blocks are known."""
         num_rows = int(self.source.block_rows.sum()) if isinstance(self.source, BlockSource) else None
         layout = _layout(self.source) if plan.shuffle else ""
@@ -269,8 +269,19 @@ class DistributedDataLoader:
                 yield self._rank_batch(batch.rows, batch.counts)
 
 
-def _opened(source: Rows | DataPath, whole: Sequence[str] | None, known: KnownColumns | None) -> Rows:
-    """Open the source. Rank 0 lists the files for all ranks, whose listings could differ while files are written."""
+def open_source(source: Rows | DataPath, whole: Sequence[str] | None, known: KnownColumns | None) -> Rows:
+    """Open the source; collective.
+
+    Rank 0 lists the files for all ranks, whose listings could differ while files are written.
+
+    Args:
+        source: The source.
+        whole: See `RowFiles.open`.
+        known: See `RowFiles.open`.
+
+    Raises:
+        DataError: On every rank: the data is unreadable.
+    """
     if not isinstance(source, DataPath):
         with agreeing():  # a rank may be unable to load a dataset by its name
             if isinstance(source, BlockSource):

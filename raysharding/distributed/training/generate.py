@@ -90,12 +90,38 @@ def _padded(ids: torch.Tensor, pad_id: int) -> torch.Tensor:
     return nn.functional.pad(ids, (0, longest - ids.shape[1]), value=pad_id)
 
 
+def without_padding(module: nn.Module, ids: torch.Tensor, kwargs: dict[str, Any]) -> list[Any]:
+    """Return the generated ids of each row up to its first end token, without the prompt.
+
+    Args:
+        module: The root module.
+        ids: Result of `generate`: int64 [rows, length] or [rows, sequences, length].
+        kwargs: The arguments of `generate`.
+
+    Returns:
+        A list of ids per row, or a list of such lists for several sequences per row; independent of the other rows.
+    """
+    if ids.ndim == 3:
+        return [without_padding(module, own, kwargs) for own in ids]
+    is_pair = bool(getattr(getattr(module, "config", None), "is_encoder_decoder", False))
+    prompt = next((kwargs[name] for name in ("input_ids", "inputs") if name in kwargs), None)
+    # The first id of a decoder starts it; for BART that is an end token.
+    start = 1 if is_pair else 0 if prompt is None else prompt.shape[1]
+    is_end = torch.isin(ids[:, start:], torch.tensor(_token_ids(module, kwargs, "eos_token_id"), dtype=torch.int64))
+    # Up to the first end token, which counts; all ids where there is none.
+    kept = (is_end.cumsum(1) - is_end.long() == 0).sum(1).tolist()
+    return [row[:length] for row, length in zip(ids[:, start:].tolist(), kept, strict=True)]
+
+
 def _pad_id(module: nn.Module, kwargs: dict[str, Any]) -> int:
     """Return the token that transformers pads with: the pad token, else the first end token."""
+    found = [*_token_ids(module, kwargs, "pad_token_id"), *_token_ids(module, kwargs, "eos_token_id"), 0]
+    return found[0]
+
+
+def _token_ids(module: nn.Module, kwargs: dict[str, Any], name: str) -> list[int]:
+    """Return the ids that an argument of `generate`, or the model's generation config, names."""
     config = kwargs.get("generation_config") or getattr(module, "generation_config", None)
-    for name in ("pad_token_id", "eos_token_id"):
-        value = kwargs.get(name)
-        value = getattr(config, name, None) if value is None else value
-        if value is not None:
-            return int(value[0] if isinstance(value, list | tuple) else value)
-    return 0
+    value = kwargs.get(name)
+    value = getattr(config, name, None) if value is None else value
+    return [] if value is None else [int(one) for one in (value if isinstance(value, list | tuple) else [value])]

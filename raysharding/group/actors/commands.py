@@ -25,7 +25,7 @@ from raysharding.distributed.comm import (
 )
 from raysharding.distributed.footprint import MemoryNeed, memory_need
 from raysharding.distributed.saving import random_state, restore_random_state
-from raysharding.distributed.training import EvaluationPlan
+from raysharding.distributed.training import EvaluationPlan, PredictPlan
 from raysharding.distributed.weights import CopySpec
 from raysharding.errors import GroupError, RayshardingError, said
 from raysharding.group.actors.argument_refs import fetched
@@ -35,7 +35,7 @@ from raysharding.group.actors.title import Title
 from raysharding.group.cluster import NodeFacts, accelerator_names, facts_here
 from raysharding.group.rpc import NEXT_STEP, Command, Mode, Packed, SaveStatus, Shared, StateChange
 from raysharding.models import InputBounds
-from raysharding.worker import Worker, thread_state_restored
+from raysharding.worker import PredictStart, PredictSteps, Worker, thread_state_restored
 
 _STREAMING = ("load", "save", "copy_replicas", "copy_to")
 """Commands that report phases."""
@@ -261,6 +261,22 @@ class RankCommands:
         """Process the next batches; the value after the last batch is the result. Collective."""
         values = next(self._evaluation)
         return Step(values, more=values is None)
+
+    def predict_begin(self, plan: PredictPlan) -> PredictStart:
+        """Open the data and the output of a `predict`; collective."""
+        return self._worker.predictor.begin(plan)
+
+    def predict_steps(self, num_steps: int) -> PredictSteps:
+        """Take forwards of the `predict`; collective."""
+        return self._worker.predictor.steps(num_steps)
+
+    def predict_take(self, batch: RankBatch) -> Any:
+        """Return the table of the part that the rank has finished; the batch is empty."""
+        return self._worker.predictor.take()
+
+    def predict_end(self) -> None:
+        """Let go of data and output of the `predict`."""
+        self._worker.predictor.end()
 
     def reset(self) -> None:
         """Reset the module on all ranks, as the ranks did that raised in a call while others did not."""

@@ -69,6 +69,8 @@ class LogLines:
         unit = "" if is_bytes else f" {self._unit}"
         whole = f" of {show(self.total)}{unit} ({self.n / self.total:.0%})" if self.total else unit
         rate = f"{format_bytes(done / seconds)}/s" if is_bytes and seconds else ""
+        if self._unit == "rows" and seconds:
+            rate = f"{done / seconds:,.1f} rows/s"
         took = f"{tqdm.format_interval(seconds)} passed"
         left = ""
         if self.total and done and self.n < self.total:

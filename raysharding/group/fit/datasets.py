@@ -15,7 +15,7 @@ from typing import Any
 import ray
 
 from raysharding.checkpoint.storage import normal_path
-from raysharding.data import DataPath, Rows, check_whole, hub_name, kind_of, rows_of
+from raysharding.data import DataPath, Rows, Stream, check_whole, hub_name, kind_of, rows_of
 from raysharding.errors import DataError, GroupError
 from raysharding.group.actors import DatasetBlocks
 from raysharding.group.ranks import Member
@@ -85,6 +85,15 @@ def dataset_handle(
     if chosen is not None:
         raise ValueError(f"columns={columns!r}: only columns of files and Ray datasets can be chosen; omit it")
     return DatasetHandle(rows_of(data if named is None else named))
+
+
+def refuse_iterable(source: Rows | DataPath) -> None:
+    """Raise ValueError for rows without numbers, which `predict` could neither cut into parts nor continue."""
+    if isinstance(source, Stream):
+        raise ValueError(
+            f"data is an iterable ({type(source.rows).__name__}), and predict needs rows with numbers: give a list, an "
+            "object with len and [number], or a file"
+        )
 
 
 def _blocks(dataset: Any, columns: tuple[str, ...] | None, timeout_s: float, whole: Collection[str]) -> DatasetHandle:

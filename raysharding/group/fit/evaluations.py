@@ -29,9 +29,9 @@ def submit_evaluation(client: Client, plan: EvaluationPlan | None) -> Call:
     return client.submit_same("evaluate", plan, keep_step=last.keep, collect=Collect(last.collect))
 
 
-def tell_dropped(names: Sequence[str], source: str) -> None:
-    """Say which columns of the data the ranks drop."""
-    tell(f"fit: the model takes no {', '.join(names)}: dropped from {source} (collate= gets all columns)")
+def tell_dropped(names: Sequence[str], source: str, what: str = "fit") -> None:
+    """Say which columns of the data the ranks drop in a `fit` or `predict`."""
+    tell(f"{what}: the model takes no {', '.join(names)}: dropped from {source} (collate= gets all columns)")
 
 
 def steps_to(place: Position, every: int | None) -> int | None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from raysharding.arguments import check_int
 from raysharding.checkpoint.storage import join_path
 from raysharding.data import Position
 from raysharding.distributed.training import FitPlan, StepMetrics
-from raysharding.errors import CallCancelledError, CheckpointError, GroupError, GroupTakenOverError, RendezvousError
+from raysharding.errors import CheckpointError, GroupError
 from raysharding.group.calls import (
     Call,
     Collect,
@@ -34,6 +34,7 @@ from raysharding.group.fit.datasets import DatasetHandle
 from raysharding.group.fit.evaluations import EvalOptions, Evaluations, steps_to, tell_dropped
 from raysharding.group.fit.fit_lock import FitLock
 from raysharding.group.fit.report import FitReport, FitStep
+from raysharding.group.fit.restarts import Restarts
 from raysharding.group.fit.stop_signal import StopSignal
 from raysharding.group.launch import RunningGroup
 from raysharding.group.recovery import RestartReport
@@ -139,19 +140,19 @@ class FitRun:
         self._options = options
         self._fits = fits
         self._save_group = save
-        self._restart_group = restart
         self._load_group = load
         self._stop = StopSignal(is_wanted=options.save_on_signal, abandon=self._abandon)
         self._gauges = RayGauges(running().client.supervisor.name)
         self._callbacks: list[Callback] = [fits.note, self._gauges, *options.callbacks]
-        self._max_restarts = running().spec.max_restarts
+        # Whoever stops the driver by a signal may have stopped the ranks as well.
+        self._restarts = Restarts("fit", running, restart, may_restart=lambda: not self._stop.came)
         self._started = time.monotonic()
         self._begun: Position | None = None
         self._generators: list[Mapping[str, Any]] = []
         self._position: Position | None = None
         self._total: int | None = None
         self._history: dict[str, list[float]] = {}
-        self._num_rows = self._num_tokens = self._num_restarts = 0
+        self._num_rows = self._num_tokens = 0
         self._wait_s = self._save_s = 0.0
         self._step_s = _CALL_S
         self._begun_in_files = True
@@ -179,7 +180,7 @@ class FitRun:
             self._secure_the_beginning()
             done = self._place.num_steps
             with progress_bar(self._options.progress, "fit", "steps", self._total, done) as bar:
-                self._steps_and_restarts(bar)
+                self._restarts.run(lambda: self._steps(bar), lambda done: self._go_back(done, bar))
         except BaseException as error:
             self._end(error)
             raise
@@ -204,7 +205,7 @@ class FitRun:
             seconds=time.monotonic() - self._started,
             wait_s=self._wait_s,
             save_s=self._save_s,
-            num_restarts=self._num_restarts,
+            num_restarts=self._restarts.number,
             saved=committed[-1] if committed else None,
             skipped=tuple(self._skipped),
             evaluations=self._evaluations.done,
@@ -260,7 +261,7 @@ class FitRun:
             raise silent
         if self._begun is None:
             self._begun, self._begun_in_files = start.position, start.is_saved
-            if self._max_restarts:
+            if self._restarts.limit:
                 self._generators = self._submit("generators", collect=collect_all).result()
         elif replace(self._place, evaluations=()) == replace(self._begun, evaluations=()):
             # The generator states of the beginning may be in no file, and a rank that replaced a lost one has its own.
@@ -274,12 +275,12 @@ class FitRun:
         Raises:
             ValueError: The beginning is not saved, and there is no `save_to`.
         """
-        if not self._max_restarts or self._begun_in_files:
+        if not self._restarts.limit or self._begun_in_files:
             return
         if self._options.save_to is None:
             raise ValueError(
-                f"max_restarts={self._max_restarts}, but the group was trained since it was loaded or saved: a restart "
-                "would lose that training. Save the group first, with its optimizer, or pass save_to="
+                f"max_restarts={self._restarts.limit}, but the group was trained since it was loaded or saved: a "
+                "restart would lose that training. Save the group first, with its optimizer, or pass save_to="
             )
         self._save(in_background=False)
         self._begun_in_files = True
@@ -319,45 +320,19 @@ class FitRun:
             for data in self._datasets:
                 data.unpin(self._client.members)
 
-    def _steps_and_restarts(self, bar: ProgressBar) -> None:
-        lost: GroupError | RendezvousError | None = None
-        while True:
-            try:
-                if lost is not None:
-                    with _after(lost):
-                        self._go_back(self._restart(lost))
-                    bar.update(self._place.num_steps - bar.n)
-                self._steps(bar)
-                return
-            except (GroupTakenOverError, CallCancelledError):
-                raise  # the ranks of another driver are not broken; an interrupted run is not to be restarted
-            except (GroupError, RendezvousError) as error:
-                if self._client.supervisor.state is not GroupState.BROKEN or self._num_restarts >= self._max_restarts:
-                    raise
-                if self._stop.came:  # whoever stops the driver may have stopped the ranks as well
-                    raise
-                lost = error
-
-    def _restart(self, error: Exception) -> RestartReport:
-        """Restart the group, and wait for its background saves."""
-        self._num_restarts += 1
-        cause = str(error).partition("\n")[0]
-        tell(f"fit: {cause}; restart {self._num_restarts} of {self._max_restarts}")
-        done = self._restart_group()
+    def _go_back(self, done: RestartReport, bar: ProgressBar) -> None:
+        """Wait for the group's background saves after a restart, and continue from the ranks' position."""
         try:
             self._client.pending.wait(self._plan.data.stall_s)
         except (GroupError, CheckpointError) as lost:
             tell(f"fit: {lost}")
-        return done
-
-    def _go_back(self, done: RestartReport) -> None:
-        """Continue from the ranks' position after a restart."""
         self._asked = None
         assert self._begun_in_files, "_secure_the_beginning comes first: the restart may have loaded the beginning"
         self._begin(resume=True)
         self._align_history()
         self._skipped = [number for number in self._skipped if number <= self._place.num_steps]
         tell(f"fit: continues after step {self._place.num_steps} ({done.how}: {done.why})")
+        bar.update(self._place.num_steps - bar.n)
 
     def _align_history(self) -> None:
         """Make the history as long as the run: steps that were not reported to the driver are NaN."""
@@ -371,7 +346,7 @@ class FitRun:
         # Before a resume or restart, an error may have come between the last step and its evaluation or save.
         is_over = self._after_steps([], bar, is_over=False)
         while not is_over:
-            self._fits.check_interrupted(self._place.num_steps)
+            self._fits.check_interrupted(f"after step {self._place.num_steps}; resume=True continues from there")
             begun = time.monotonic()
             replies: list[FitSteps] = self._submit("fit_steps", self._num_next(), collect=collect_all).result()
             seconds = time.monotonic() - begun
@@ -492,16 +467,6 @@ class FitRun:
         self._paths.add(path)
         self._save_s += time.monotonic() - begun
         self._gauges.set("save_s", self._save_s)
-
-
-@contextmanager
-def _after(lost: Exception) -> Iterator[None]:
-    """Add a note with the reason for the restart to an error that the restart raises."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(f"raysharding: fit was restarting after: {str(lost).partition(chr(10))[0]}")
-        raise
 
 
 def _sums(steps: Iterable[StepMetrics]) -> tuple[int, int]:

@@ -1,0 +1,472 @@
+"""`Prediction`: a forward or `generate` over data, each rank on its own parts of the rows; columns for every row."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from raysharding.arguments import check_int
+from raysharding.batch import RankBatch
+from raysharding.data import (
+    ArrowRows,
+    BlockSource,
+    Collate,
+    DataPath,
+    KnownColumns,
+    Part,
+    PartBatch,
+    PartFiles,
+    PartTable,
+    PartWriter,
+    Prefetch,
+    Rows,
+    as_table,
+    cast_table,
+    cut_parts,
+    first_rows,
+    in_order,
+    num_forwards,
+    part_batches,
+    rank_batch,
+    schema_as_text,
+    schema_from_text,
+    unify_schemas,
+)
+from raysharding.distributed.comm import agreeing, all_gather_json, from_rank_0
+from raysharding.distributed.fully_shard import check_execution_order, module_mode, move_inputs, recovering, unwrapped
+from raysharding.distributed.training.data_loader import open_source
+from raysharding.distributed.training.generate import check_generation, generate, without_padding
+from raysharding.distributed.training.loss_call import known_arguments
+from raysharding.errors import DataError, shown
+from raysharding.models import InputBounds
+
+Columns: TypeAlias = Callable[[Any, Any], Mapping[str, Any]]
+"""`fn(outputs, batch)`: takes the model's output, or the ids of `generate`, and the batch; returns columns, each with
+one value per row: a tensor or array whose first dim is the row, or a list."""
+
+_PART_BATCHES = 64
+_MAX_PARTS = 1000
+
+
+@dataclass(frozen=True)
+class PredictPlan:
+    """Options of a `predict`. Picklable; the same on every rank."""
+
+    source: Rows | DataPath
+    """Source of the rows."""
+    batch_size: int
+    """Rows of a forward, over all ranks; each rank takes its share, rounded up, of rows of its own."""
+    fn: Columns | None = None
+    """Makes the columns; `None` for `logits` of the last position, or `generated`."""
+    generate_kwargs: Mapping[str, Any] | None = None
+    """Arguments of `generate`; `None` for a forward."""
+    keys: tuple[str, ...] = ()
+    """Columns of the data that the result has as well."""
+    by_length: bool = False
+    """True to bring rows of like length together."""
+    collate: Collate | None = None
+    """Makes a batch of rows; `None` for `default_collate`. Runs on a thread."""
+    prefetch: int = 2
+    """Batches to read ahead."""
+    rows_per_file: int | None = None
+    """Largest number of rows of a part; `None`: 64 batches, or a thousandth of the rows."""
+    output: str | None = None
+    """Directory or URI of the files; `None`: the ranks hold the tables until they are taken."""
+    resume: bool = False
+    """True to continue the run that is in `output`, if there is one."""
+    checkpoint: str = ""
+    """What the weights are, for the record of the run."""
+    stall_s: float = 120.0
+    """Longest wait for a batch, in seconds."""
+    run: str = ""
+    """Name of the run, which it keeps through restarts."""
+    num_parts: int | None = None
+    """Number of parts, where a restart continues a run without `output`."""
+    taken: tuple[int, ...] = field(default=(), repr=False)
+    """First rows of the parts that the driver has, in a run without `output`."""
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        for name in ("batch_size", "prefetch"):
+            check_int(name, getattr(self, name))
+        if self.rows_per_file is not None:
+            check_int("rows_per_file", self.rows_per_file)
+        if self.fn is not None and not callable(self.fn):
+            raise ValueError(f"fn={self.fn!r}: give a function of the model's output and the batch")
+        if self.generate_kwargs is not None:
+            check_generation(dict(self.generate_kwargs))
+        if self.resume and self.output is None:
+            raise ValueError("resume=True continues the files of an earlier run: give their directory, output=")
+
+    @property
+    def fn_name(self) -> str:
+        """Name of `fn`, for errors and for the record of the run."""
+        return "" if self.fn is None else str(getattr(self.fn, "__qualname__", type(self.fn).__name__))
+
+
+class Prediction:
+    """A `predict`. Every rank makes one with the same plan, and takes the same steps.
+
+    Note: ranks without rows.
+        Each rank computes parts of its own, and the forward of a sharded model is collective. All ranks take as many
+        forwards as the longest of the parts that they compute side by side; a rank that has no rows left takes part
+        with a dummy row, whose output is dropped.
+    """
+
+    def __init__(
+        self,
+        plan: PredictPlan,
+        device: torch.device,
+        bounds: InputBounds | None = None,
+        module: nn.Module | None = None,
+    ) -> None:
+        """Open the data, and find the parts that are to be computed; collective.
+
+        Args:
+            plan: The run.
+            device: Device of the module.
+            bounds: Valid ids of the model.
+            module: The root module, by whose forward columns are dropped; `None`: only text is.
+
+        Raises:
+            DataError: On every rank: the data cannot be read, or `output` holds something else.
+        """
+        self._plan, self._device, self._bounds = plan, device, bounds or InputBounds()
+        known = None if module is None else known_arguments(module, [])
+        self._columns = KnownColumns(known)
+        self._read = KnownColumns(known, also=plan.keys)
+        options = (None, None) if plan.collate is not None else (list(self._bounds.num_ids), self._read)
+        source = open_source(plan.source, *options)
+        assert isinstance(source, BlockSource), "the driver refuses iterables"
+        self._source = source
+        self.num_rows = int(source.block_rows.sum())
+        if not self.num_rows:
+            raise DataError("data has no rows")
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._share = -(-plan.batch_size // self._world_size)
+        self._files = None if plan.output is None else PartFiles(plan.output)
+        self._schema: Any = None
+        self._key_types: Mapping[str, Any] | None = None
+        self.parts, self._todo = self._find_parts()
+        self._left = num_forwards(self._todo, self._share, self._world_size)
+        self._items: Prefetch[tuple[PartBatch, RankBatch]] | None = None
+        self._writer: PartTable | PartWriter | None = None
+        self._window: list[tuple[Any, Any]] = []
+        self._error: Exception | None = None
+        self.finished: list[tuple[Part, Any]] = []
+        """Parts that were finished since the list was emptied, with their tables if there is no `output`."""
+
+    @property
+    def num_done(self) -> int:
+        """Rows of the parts that were complete at the beginning."""
+        return self.num_rows - sum(part.num_rows for part in self._todo)
+
+    @property
+    def is_over(self) -> bool:
+        """True if no forward is left."""
+        return self._left == 0
+
+    @property
+    def dropped(self) -> tuple[str, ...]:
+        """Columns that this rank has dropped so far, since the model does not take them."""
+        names = (*self._read.dropped, *self._columns.dropped)
+        return tuple(dict.fromkeys(name for name in names if name not in self._plan.keys))
+
+    def steps(self, module: nn.Module, num_steps: int) -> tuple[int, int]:
+        """Process batches; collective. Without `output`, ends with the parts that the ranks compute side by side.
+
+        Args:
+            module: The sharded root module; its modes are restored.
+            num_steps: Number of forwards, unless the run ends before.
+
+        Returns:
+            The number of forwards, and of this rank's rows in them.
+
+        Raises:
+            DataError: On every rank: a rank could not read, make or write rows; the error names them.
+            Exception: Any error of the model; if all ranks raise the same, later calls are correct.
+        """
+        num_rows, left = 0, self._left
+        for _ in range(min(num_steps, left)):
+            batch = self._step(unwrapped(module))
+            num_rows += batch.counts[self._rank]
+            self._left -= 1
+            if batch.ends_wave and self._files is None:
+                break
+        # Every rank calls this, whatever became of its last batch: the others would wait in the next forward.
+        with agreeing():
+            self._raise_kept()
+        if self.is_over and self._files is not None:
+            files = self._files
+            from_rank_0(lambda: files.check_complete(self.parts))
+        return left - self._left, num_rows
+
+    def close(self) -> None:
+        """Stop reading ahead, and remove the file of a part that is not complete. Not collective."""
+        if self._items is not None:
+            self._items.close()
+            self._items = None
+        if self._writer is not None:
+            self._writer.abort()
+            self._writer = None
+
+    def _find_parts(self) -> tuple[list[Part], list[Part]]:
+        """Return all parts, and those to compute; collective."""
+        plan, world_size, files = self._plan, self._world_size, self._files
+        per_part = plan.rows_per_file or max(_PART_BATCHES * self._share, -(-self.num_rows // _MAX_PARTS))
+        # Equally many for each rank, so that none waits for another at the end.
+        num_parts = min(self.num_rows, world_size * -(-self.num_rows // (world_size * per_part)))
+        if files is None:
+            parts = cut_parts(self.num_rows, plan.num_parts or num_parts)
+            return parts, [part for part in parts if part.start not in plan.taken]
+
+        def begin() -> dict[str, Any]:
+            record = files.begin(self._record(num_parts), resume=plan.resume)
+            parts = cut_parts(self.num_rows, record["num_parts"])
+            done, schema = files.find(parts)
+            return {
+                "num_parts": record["num_parts"],
+                "done": [part.start for part in done],
+                "schema": None if schema is None else schema_as_text(schema),
+            }
+
+        found = from_rank_0(begin)
+        self._schema = schema_from_text(found["schema"]) if found["schema"] else None
+        parts = cut_parts(self.num_rows, found["num_parts"])
+        done = set(found["done"])
+        return parts, [part for part in parts if part.start not in done]
+
+    def _record(self, num_parts: int) -> dict[str, Any]:
+        """Return what the run computes; a run that goes on must compute the same."""
+        plan = self._plan
+        first = json.dumps(next(iter(first_rows(self._source))), default=_as_json, sort_keys=True)
+        return {
+            "run": plan.run,
+            "num_parts": num_parts,
+            "fn": plan.fn_name,
+            "generate_kwargs": json.loads(json.dumps(plan.generate_kwargs, default=_as_json)),
+            "keys": list(plan.keys),
+            "checkpoint": plan.checkpoint,
+            "num_rows": self.num_rows,
+            "first_row_sha256": sha256(first.encode()).hexdigest()[:16],
+        }
+
+    def _step(self, module: nn.Module) -> PartBatch:
+        """Process one batch; collective."""
+        # Every rank calls this, whatever became of its last batch: the others would wait in the forward.
+        with agreeing():
+            self._raise_kept()
+            taken, batch = self._next()
+        output = self._run(module, batch)
+        table = None
+        if taken.part is not None:
+            table = self._or_kept(lambda: self._table(module, taken, batch, output))
+        if self._schema is None:
+            self._schema = self._agreed_schema(table)
+        if table is not None:
+            self._or_kept(lambda: self._write(taken, cast_table(table, self._schema)))
+        return taken
+
+    def _or_kept(self, make: Callable[[], Any]) -> Any:
+        """Return `make()`; after an error `None`, and the ranks raise the error when they agree the next time."""
+        if self._error is not None:
+            return None
+        try:
+            return make()
+        except Exception as error:  # noqa: BLE001 - see above
+            self._error = error
+            return None
+
+    def _raise_kept(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _next(self) -> tuple[PartBatch, RankBatch]:
+        """Return this rank's next rows, and the batch of them on its device."""
+        if self._items is None:
+            self._items = Prefetch(self._batches(), self._plan.prefetch)
+        try:
+            taken, batch = self._items.take(self._plan.stall_s)
+            self._bounds.check(batch, self._rank, "data")
+        except DataError:
+            raise
+        except Exception as error:
+            raise DataError(f"rows could not be read: {type(error).__name__}: {error}") from error
+        return taken, batch.replaced(lambda value: move_inputs(value, self._device))
+
+    def _batches(self) -> Iterator[tuple[PartBatch, RankBatch]]:
+        """Yield the items of the reader thread."""
+        where = (self._todo, self._share, self._rank, self._world_size)
+        collate = self._plan.collate or self._collate
+        for taken in part_batches(self._source, *where, by_length=self._plan.by_length):
+            try:
+                batch = rank_batch(collate, self._rank, taken.rows, taken.counts)
+            except DataError:
+                raise
+            except Exception as error:
+                what = f"the batch could not be made: {type(error).__name__}: {error}"
+                raise DataError(f"{what} ({_place(taken)})") from error
+            yield taken, batch
+
+    def _collate(self, rows: list[Any]) -> Any:
+        """Make a batch of the columns that the model takes. If it takes any name, keys are for the result alone."""
+        if self._columns.names is None and self._plan.keys:
+            rows = [
+                {name: value for name, value in row.items() if name not in self._plan.keys}
+                if isinstance(row, Mapping)
+                else row
+                for row in rows
+            ]
+        return self._columns(rows)
+
+    def _run(self, module: nn.Module, batch: RankBatch) -> Any:
+        """Return the output of the model, or the ids of `generate`, for this rank's rows; collective."""
+        if self._plan.generate_kwargs is not None:
+            whole = replace(batch, wrapped_kwargs={**batch.wrapped_kwargs, **self._plan.generate_kwargs})
+            return generate(module, whole, keep=not batch.is_dummy).value
+        with recovering(module):
+            with torch.no_grad(), module_mode(module, training=False):
+                output = module(*batch.args, **batch.kwargs)
+            check_execution_order(module)
+        return output
+
+    def _table(self, module: nn.Module, taken: PartBatch, batch: RankBatch, output: Any) -> Any:
+        """Return the columns of a batch as a table."""
+        plan = self._plan
+        if plan.fn is not None:
+            columns = self._columns_of_fn(plan.fn, output, batch, taken)
+        elif plan.generate_kwargs is not None:
+            kwargs = {**batch.kwargs, **plan.generate_kwargs}
+            columns = {"generated": without_padding(module, output, kwargs)}
+        else:
+            columns = {"logits": last_logits(output, batch.kwargs.get("attention_mask"))}
+        return as_table({**key_columns(taken.rows, plan.keys), **columns}, self._types_of_keys())
+
+    def _columns_of_fn(self, fn: Columns, output: Any, batch: RankBatch, taken: PartBatch) -> Mapping[str, Any]:
+        try:
+            with torch.no_grad():
+                columns = fn(output, batch.kwargs or batch.args)
+        except Exception as error:
+            what = f"fn={self._plan.fn_name} raised {type(error).__name__}: {error}"
+            raise DataError(f"{what} ({_place(taken)})") from error
+        check_columns(self._plan.fn_name, columns, len(taken.rows), self._plan.keys)
+        return columns
+
+    def _types_of_keys(self) -> Mapping[str, Any]:
+        """Return key → its pyarrow type, as far as the data has types."""
+        if self._key_types is None:
+            first = first_rows(self._source) if self._plan.keys else ()
+            schema = first.schema if isinstance(first, ArrowRows) else ()
+            self._key_types = {one.name: one.type for one in schema if one.name in self._plan.keys}
+        return self._key_types
+
+    def _agreed_schema(self, table: Any) -> Any:
+        """Return the columns and types of the first batches of all ranks; collective, in the first step."""
+        # Every rank calls this, without rows too: the others would wait in the all-gather.
+        found = all_gather_json("" if table is None else schema_as_text(table.schema))
+        schemas = [schema_from_text(one) for one in found if one]
+        return unify_schemas(schemas) if schemas else None
+
+    def _write(self, taken: PartBatch, table: Any) -> None:
+        """Add the rows of a batch to the file or table of their part, in the order of the data."""
+        part, files = taken.part, self._files
+        assert part is not None, "the rank has rows"
+        if self._writer is None:
+            self._writer = PartTable() if files is None else PartWriter(files.path_of(part), self._schema)
+        if self._plan.by_length:
+            self._window.append((taken.places, table))
+            if not taken.ends_window:
+                return
+            places = [place for own, _ in self._window for place in own]
+            table = in_order([one for _, one in self._window], places)
+            self._window = []
+        self._writer.write(table)
+        if taken.ends_part:
+            writer, self._writer = self._writer, None
+            writer.finish()
+            if isinstance(writer, PartTable):
+                self.finished.append((part, writer.table))
+
+
+def last_logits(output: Any, mask: torch.Tensor | None) -> torch.Tensor:
+    """Return the logits of each row: those of its last position that is not padding, if there is one per position.
+
+    Args:
+        output: The model's output: `logits`, an attribute or key, or a tensor; [rows, positions, classes] or of
+            another number of dims.
+        mask: `attention_mask` of the batch, [rows, positions]; `None`: nothing is padding.
+
+    Raises:
+        DataError: There are no logits.
+    """
+    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
+    if not isinstance(logits, torch.Tensor):
+        has = f" ({', '.join(map(str, output))})" if isinstance(output, Mapping) else ""
+        what = f"the model's output is a {type(output).__name__}{has} without logits"
+        raise DataError(f"{what}: give fn=, a function of (outputs, batch) that returns columns")
+    if logits.ndim != 3 or mask is None or mask.shape != logits.shape[:2]:
+        return logits[:, -1] if logits.ndim == 3 else logits
+    places = torch.arange(mask.shape[1], device=mask.device)
+    last = (places * (mask != 0)).argmax(dim=1)
+    return logits[torch.arange(len(logits), device=logits.device), last]
+
+
+def key_columns(rows: Sequence[Any], keys: Sequence[str]) -> dict[str, list[Any]]:
+    """Return columns of the data that the result has, as Python values.
+
+    Raises:
+        DataError: A row lacks one.
+    """
+    for row in rows if keys else ():
+        missing = [name for name in keys if not isinstance(row, Mapping) or name not in row]
+        if missing:
+            has = f"the columns {list(row)}" if isinstance(row, Mapping) else f"no columns: {row!r:.40}"
+            raise DataError(f"keys={list(keys)}: the rows have no {missing[0]!r}, they have {has}")
+    return {name: [_plain(row[name]) for row in rows] for name in keys}
+
+
+def check_columns(name: str, columns: Any, num_rows: int, keys: Sequence[str]) -> None:
+    """Check what the user's function returned.
+
+    Args:
+        name: Name of the function.
+        columns: Its result.
+        num_rows: Number of rows of the batch.
+        keys: Names that are taken.
+
+    Raises:
+        DataError: It is not a mapping of columns with one value per row.
+    """
+    cure = "return a mapping of column names to tensors, arrays or lists with one value per row"
+    if not isinstance(columns, Mapping) or not columns or not all(isinstance(one, str) for one in columns):
+        raise DataError(f"fn={name} returned a {type(columns).__name__} ({shown(columns)}): {cure}")
+    for column, values in columns.items():
+        if column in keys:
+            raise DataError(f"fn={name} returned the column {column!r}, which keys= names: give it another name")
+        is_column = hasattr(values, "__len__") and not isinstance(values, str | bytes)
+        is_column = is_column and getattr(values, "ndim", 1) > 0  # `len` of a 0-dim tensor raises
+        found = f"{len(values)} values" if is_column else f"a {type(values).__name__}"
+        if not is_column or len(values) != num_rows:
+            raise DataError(f"fn={name} returned {found} as {column!r} for a batch of {num_rows} rows: {cure}")
+
+
+def _place(taken: PartBatch) -> str:
+    part = taken.part
+    return "a dummy row" if part is None else f"among rows {part.start} to {part.start + part.num_rows - 1}"
+
+
+def _plain(value: Any) -> Any:
+    """Return an array, tensor or scalar of one as Python values; other values unchanged."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _as_json(value: Any) -> Any:
+    plain = _plain(value)
+    return type(value).__name__ if plain is value else plain

@@ -1,0 +1,208 @@
+"""`PredictRun`: the driver's part of a `predict`: the number of forwards per call, restarts, progress, the result."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+
+from raysharding.batch import Out, deal
+from raysharding.data import join_tables
+from raysharding.distributed.training import PredictPlan
+from raysharding.errors import GroupError, OutputTooLargeError
+from raysharding.group.calls import ProgressBar, collect_all, collect_returns, progress_bar
+from raysharding.group.cluster import tell
+from raysharding.group.fit.datasets import DatasetHandle
+from raysharding.group.fit.evaluations import tell_dropped
+from raysharding.group.fit.fit_lock import FitLock
+from raysharding.group.fit.restarts import Restarts
+from raysharding.group.launch import RunningGroup
+from raysharding.group.recovery import RestartReport
+from raysharding.group.supervision import Client, GroupState
+from raysharding.worker import PredictStart, PredictSteps
+
+_CALL_S = 1.0
+_MAX_STEPS = 1000
+
+
+@dataclass(frozen=True)
+class PredictReport:
+    """Report of a `predict` with `output`. `str(report)` is for people."""
+
+    output: str
+    """Directory or URI of the Parquet files; in the order of their names they hold the rows in the data's order."""
+    num_rows: int
+    """Rows of the data, each of which has its result in a file."""
+    num_found: int
+    """Rows whose results an earlier run had left in files that were complete."""
+    num_files: int
+    """Number of files."""
+    seconds: float
+    """Time that `predict` took."""
+    num_restarts: int
+    """Number of restarts of the group, including restarts that failed because another rank was lost."""
+
+    @property
+    def rows_per_s(self) -> float:
+        """Rows per second of the time that `predict` took, without those that were found."""
+        return (self.num_rows - self.num_found) / self.seconds if self.seconds > 0 else 0.0
+
+    def __str__(self) -> str:
+        found = f" ({self.num_found:,} found)" if self.num_found else ""
+        restarts = f", {self.num_restarts} restarts" if self.num_restarts else ""
+        rate = f"{self.seconds:.1f} s, {self.rows_per_s:,.1f} rows/s{restarts}"
+        return f"{self.num_rows:,} rows{found} in {self.num_files:,} files in {self.output}: {rate}"
+
+
+class PredictRun:
+    """One call of `predict`."""
+
+    def __init__(
+        self,
+        running: Callable[[], RunningGroup],
+        plan: PredictPlan,
+        data: DatasetHandle,
+        progress: bool | None,
+        lock: FitLock,
+        restart: Callable[[], RestartReport],
+    ) -> None:
+        """Create a run that has not begun.
+
+        Args:
+            running: Returns the group that computes; a restart replaces its ranks.
+            plan: The ranks' part of the run.
+            data: The data that the ranks read.
+            progress: See `progress_bar`.
+            lock: Reports whether the run is to end early.
+            restart: Restarts the group.
+        """
+        self._running = running
+        self._plan = plan
+        self._data = data
+        self._progress = progress
+        self._lock = lock
+        self._restarts = Restarts("predict", running, restart)
+        self._started = time.monotonic()
+        self._is_over = False
+        self._num_done = 0
+        self._step_s = _CALL_S
+        self._tables: dict[int, ray.ObjectRef] = {}
+        """First row of a part → its table, in the object store."""
+        self._num_bytes = 0
+        self._has_told = False
+
+    def run(self) -> Any:
+        """Run all forwards; see `ShardedModelGroup.predict`."""
+        try:
+            start = self._begin()
+            self._check_restartable(start)
+            with progress_bar(self._progress, "predict", "rows", start.num_rows, start.num_done) as bar:
+                self._restarts.run(lambda: self._steps(bar), lambda done: self._go_back(done, bar))
+        finally:
+            self._let_go()
+        if self._plan.output is None:
+            return self._joined()
+        seconds, number = time.monotonic() - self._started, self._restarts.number
+        return PredictReport(self._plan.output, start.num_rows, start.num_done, start.num_parts, seconds, number)
+
+    @property
+    def _client(self) -> Client:
+        return self._running().client
+
+    def _begin(self) -> PredictStart:
+        """Make the ranks open the data and the output."""
+        silent: GroupError | None = None
+        try:
+            self._data.pin(self._client.members)
+        except GroupError as error:
+            silent = error  # if a rank is gone, the next call raises a better error, from the supervision
+        plan = replace(self._plan, taken=tuple(self._tables))
+        start: PredictStart = self._client.submit_same("predict_begin", plan).result()
+        if silent is not None:
+            raise silent
+        self._is_over, self._num_done = start.is_over, start.num_done
+        self._plan = replace(self._plan, num_parts=start.num_parts)
+        return start
+
+    def _check_restartable(self, start: PredictStart) -> None:
+        """Refuse a run that a restart would continue with other weights."""
+        if self._restarts.limit and not start.in_files:
+            raise ValueError(
+                f"max_restarts={self._restarts.limit}, but the group was trained since it was loaded or saved: after a "
+                "restart, the rows that are left would be computed with other weights. Save the group first"
+            )
+
+    def _go_back(self, done: RestartReport, bar: ProgressBar) -> None:
+        """Continue with the parts that are not complete."""
+        start = self._begin()
+        tell(f"predict: continues with {start.num_done:,} of {start.num_rows:,} rows ({done.how}: {done.why})")
+        bar.update(start.num_done - bar.n)  # back to the rows of complete parts
+
+    def _steps(self, bar: ProgressBar) -> None:
+        while not self._is_over:
+            later = "; resume=True continues with the others" if self._plan.output else ""
+            self._lock.check_interrupted(f"after {self._num_done:,} rows{later}")
+            begun = time.monotonic()
+            number = min(_MAX_STEPS, math.ceil(_CALL_S / max(self._step_s, 1e-6)))
+            replies: list[PredictSteps] = self._client.submit_same(
+                "predict_steps", number, collect=collect_all
+            ).result()
+            self._step_s = (time.monotonic() - begun) / max(1, replies[0].num_steps)
+            self._take(replies)
+            self._tell_dropped(replies)
+            num_rows = sum(reply.num_rows for reply in replies)
+            self._num_done += num_rows
+            bar.update(num_rows)
+            self._is_over = replies[0].is_over
+
+    def _take(self, replies: Sequence[PredictSteps]) -> None:
+        """Make the ranks put finished tables into the object store; this driver owns them, and they outlive the ranks.
+
+        Raises:
+            OutputTooLargeError: The table of a part is larger than `max_output_bytes`.
+        """
+        if not any(reply.finished for reply in replies):
+            return
+        batches, collect = deal((), {}, len(replies)), collect_returns(Out.refs(), ())
+        try:
+            refs = self._client.submit_batches("predict_take", batches, collect=collect, as_refs=True).result()
+        except OutputTooLargeError as error:
+            cure = "give output=, a smaller rows_per_file, or a fn that returns less"
+            sizes = {"num_bytes": error.num_bytes, "max_output_bytes": error.max_output_bytes}
+            what = f"predict: a part of the rows has {error.num_bytes} bytes of results, over max_output_bytes"
+            raise OutputTooLargeError(f"{what}={error.max_output_bytes}: {cure}", **sizes) from error
+        for reply, ref in zip(replies, refs, strict=True):
+            for first, num_bytes in reply.finished:
+                self._tables[first] = ref
+                self._num_bytes += num_bytes
+
+    def _joined(self) -> Any:
+        """Return a table of all rows, or a dataset if it would be larger than `max_output_bytes`."""
+        refs = [self._tables[first] for first in sorted(self._tables)]
+        if self._num_bytes > self._client.max_output_bytes:
+            from ray.data import from_arrow_refs
+
+            return from_arrow_refs(refs)
+        try:
+            return join_tables(ray.get(refs, timeout=self._client.timeouts.call_s))
+        except ray.exceptions.RayError as error:
+            what = "results in the object store are lost, with the node that held them"
+            raise GroupError(f"predict: {what}: give output=, which a node cannot lose ({error})") from error
+
+    def _tell_dropped(self, replies: Sequence[PredictSteps]) -> None:
+        """Say once which columns of the data the ranks drop."""
+        names = sorted({name for reply in replies for name in reply.dropped})
+        if names and not self._has_told:
+            self._has_told = True
+            tell_dropped(names, "the data", "predict")
+
+    def _let_go(self) -> None:
+        if self._client.supervisor.state in (GroupState.READY, GroupState.BUSY):
+            with suppress(GroupError):  # if the group breaks at this moment, the next call reports it
+                self._client.submit_same("predict_end", is_last=True).result()
+            self._data.unpin(self._client.members)

@@ -1,0 +1,84 @@
+"""`Restarts`: restarts of a group that breaks during a run over data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from raysharding.errors import CallCancelledError, GroupError, GroupTakenOverError, RendezvousError
+from raysharding.group.cluster import tell
+from raysharding.group.launch import RunningGroup
+from raysharding.group.recovery import RestartReport
+from raysharding.group.supervision import GroupState
+
+
+class Restarts:
+    """Runs steps, and restarts the group at most `max_restarts` times."""
+
+    def __init__(
+        self,
+        what: str,
+        running: Callable[[], RunningGroup],
+        restart: Callable[[], RestartReport],
+        may_restart: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Begin without a restart.
+
+        Args:
+            what: Name of the run, for people.
+            running: Returns the group; a restart replaces its ranks.
+            restart: Restarts the group.
+            may_restart: Returns False if the run is to end instead.
+        """
+        self.number = 0
+        """Number of restarts so far, including those that failed because another rank was lost."""
+        self.limit = running().spec.max_restarts
+        """Largest number of restarts."""
+        self._what = what
+        self._running = running
+        self._restart = restart
+        self._may_restart = may_restart
+
+    def run(self, steps: Callable[[], None], go_back: Callable[[RestartReport], None]) -> None:
+        """Run all steps.
+
+        Args:
+            steps: Runs the steps that are left.
+            go_back: Makes the ranks continue the run after a restart.
+
+        Raises:
+            GroupError: The group broke more often than it may be restarted, or was taken over.
+        """
+        lost: GroupError | RendezvousError | None = None
+        while True:
+            try:
+                if lost is not None:
+                    with self._after(lost):
+                        go_back(self._restarted(lost))
+                steps()
+                return
+            except (GroupTakenOverError, CallCancelledError):
+                raise  # the ranks of another driver are not broken; an interrupted run is not to be restarted
+            except (GroupError, RendezvousError) as error:
+                state = self._running().client.supervisor.state
+                if state is not GroupState.BROKEN or self.number >= self.limit or not self._may_restart():
+                    raise
+                lost = error
+
+    def _restarted(self, error: Exception) -> RestartReport:
+        self.number += 1
+        tell(f"{self._what}: {_cause(error)}; restart {self.number} of {self.limit}")
+        return self._restart()
+
+    @contextmanager
+    def _after(self, lost: Exception) -> Iterator[None]:
+        """Add a note with the reason for the restart to an error that the restart raises."""
+        try:
+            yield
+        except Exception as error:
+            error.add_note(f"raysharding: {self._what} was restarting after: {_cause(lost)}")
+            raise
+
+
+def _cause(error: Exception) -> str:
+    return str(error).partition("\n")[0]

@@ -1,0 +1,194 @@
+"""`Prediction`: the rows of one process, in order and once, for any number of ranks, and after a kill at any moment."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from raysharding import DataError
+from raysharding.data import DataPath, SequenceRows
+from raysharding.distributed.comm import init_mesh
+from raysharding.distributed.fully_shard import shard_module
+from raysharding.distributed.training import Prediction, PredictPlan
+from raysharding.distributed.training.predict import last_logits
+from raysharding.models import InputBounds
+from tests.spawn import RanksFailedError, run_ranks
+
+NUM_ROWS = 53
+VOCAB = 40
+
+
+def model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, pad_token_id=0, **sizes)).eval()
+
+
+def make_rows() -> list[dict[str, Any]]:
+    """Prompts of 1 to 12 tokens, with a key."""
+    drawn = random.Random(1)
+    lengths = [drawn.randint(1, 12) for _ in range(NUM_ROWS)]
+    return [
+        {"id": f"row {number}", "input_ids": [drawn.randrange(3, VOCAB) for _ in range(length)]}
+        for number, length in enumerate(lengths)
+    ]
+
+
+def padded(rows: Sequence[Any]) -> dict[str, torch.Tensor]:
+    """A batch, padded on the right."""
+    ids = [torch.tensor(row["input_ids"]) for row in rows]
+    batch = nn.utils.rnn.pad_sequence(ids, batch_first=True)
+    mask = nn.utils.rnn.pad_sequence([torch.ones_like(one) for one in ids], batch_first=True)
+    return {"input_ids": batch, "attention_mask": mask}
+
+
+def expected() -> torch.Tensor:
+    """Logits of the last token of each row, each computed alone in this process, float32 [NUM_ROWS, VOCAB]."""
+    alone = model()
+    with torch.no_grad():
+        return torch.stack([alone(torch.tensor([row["input_ids"]])).logits[0, -1] for row in make_rows()])
+
+
+def run(options: dict[str, Any], steps: int = 3) -> list[tuple[int, Any]]:
+    """Run on this rank; return the first row and the values of each table, without `output`."""
+    torch.set_num_threads(1)
+    module = shard_module(model(), init_mesh("cpu"))
+    plan = PredictPlan(collate=padded, **{"source": SequenceRows(make_rows()), "keys": ("id",), **options})
+    prediction = Prediction(plan, torch.device("cpu"), InputBounds.of(module), module)
+    found = []
+    try:
+        while not prediction.is_over:
+            prediction.steps(module, steps)
+            found += [(part.start, table.to_pydict()) for part, table in prediction.finished]
+            prediction.finished = []
+    finally:
+        prediction.close()
+    return found
+
+
+CASES: tuple[dict[str, Any], ...] = (
+    {"batch_size": 8},
+    {"batch_size": 3, "rows_per_file": 4, "by_length": True},
+    {"batch_size": 8, "rows_per_file": 11, "by_length": True},
+    {"batch_size": 64},
+)
+
+
+def run_cases(output: str) -> list[list[tuple[int, Any]]]:
+    """Each case as tables, then the second into files."""
+    found = [run(options) for options in CASES]
+    run({**CASES[1], "output": output})
+    return found
+
+
+def read(output: Path) -> Any:
+    """All rows of the files, in the order of the files' names."""
+    return pa.concat_tables([pq.read_table(path) for path in sorted(output.glob("part-*.parquet"))])
+
+
+def check(columns: Any) -> None:
+    assert columns["id"] == [row["id"] for row in make_rows()]
+    assert torch.allclose(torch.tensor(columns["logits"]), expected(), atol=1e-5)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_rows_are_those_of_one_process(world_size: int, tmp_path: Path) -> None:
+    """For counts that divide by nothing, more ranks than rows of the last batch, and rows of like length together."""
+    ranks = run_ranks(world_size, run_cases, str(tmp_path / "out"))
+    for case in range(len(CASES)):
+        parts = sorted(part for rank in ranks for part in rank[case])
+        check({name: [value for _, one in parts for value in one[name]] for name in ("id", "logits")})
+    check(read(tmp_path / "out").to_pydict())
+
+
+class Slow:
+    """Takes some milliseconds for a batch. Kills its process a random moment after one of them begins."""
+
+    def __init__(self, batch: int = -1, seconds: float = 0.0) -> None:
+        self.left, self.seconds = batch, seconds
+
+    def __call__(self, outputs: Any, batch: Any) -> dict[str, Any]:
+        if self.left == 0:
+            threading.Timer(self.seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        self.left -= 1
+        time.sleep(0.004)
+        return {"logits": last_logits(outputs, batch["attention_mask"])}
+
+
+def run_in_files(output: str, batch_size: int, victim: int = -1, batch: int = -1, seconds: float = 0.0) -> None:
+    fn = Slow(batch, seconds) if dist.get_rank() == victim else Slow()
+    run({"batch_size": batch_size, "rows_per_file": 3, "fn": fn, "output": output, "resume": True}, steps=2)
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 20))])
+def test_a_kill_at_any_moment_loses_and_repeats_no_row(seed: int, tmp_path: Path) -> None:
+    """Complete files stay, and another number of ranks, with another batch size, computes the rest."""
+    drawn = random.Random(seed)
+    output, world_size, batch_size = tmp_path / "out", drawn.randint(1, 4), drawn.randint(1, 9)
+    num_batches = -(-3 // -(-batch_size // world_size)) * (NUM_ROWS // 3 // world_size)  # of a rank
+    # A batch takes 10 to 20 ms: the moment is in its function, its write, or the forward after it.
+    moment = drawn.randrange(world_size), drawn.randrange(num_batches), drawn.uniform(0.0, 0.015)
+    with pytest.raises(RanksFailedError, match=r"signal 9|SIGKILL|-9"):
+        run_ranks(world_size, run_in_files, str(output), batch_size, *moment)
+    before = {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in output.glob("part-*.parquet")}
+    run_ranks(drawn.randint(1, 4), run_in_files, str(output), drawn.randint(1, 9))
+    check(read(output).to_pydict())
+    assert {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in before} == before
+    assert not [name for name in os.listdir(output) if name.startswith(".")], "what killed writers leave is removed"
+
+
+class Anything(nn.Module):
+    """Takes columns of any name, as a user's own model may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1, bias=False)
+
+    def forward(self, **columns: torch.Tensor) -> torch.Tensor:
+        return self.layer(columns["x"]) + 100 * len(columns)
+
+
+def run_any_name(path: str) -> list[Any]:
+    module = shard_module(Anything(), init_mesh("cpu"))
+    torch.nn.init.ones_(next(module.parameters()))
+    found = []
+    for source in (DataPath(path), SequenceRows(pq.read_table(path).to_pylist())):
+        plan = PredictPlan(source, batch_size=2, keys=("number", "name"))
+        prediction = Prediction(plan, torch.device("cpu"), module=module)
+        prediction.steps(module, 9)
+        found.append([prediction.finished[0][1].to_pydict(), prediction.dropped])
+        prediction.close()
+    return found
+
+
+@pytest.mark.full
+def test_a_model_of_any_names_does_not_get_the_keys(tmp_path: Path) -> None:
+    rows = [{"x": [float(number)], "number": number, "name": f"{number}", "text": ""} for number in range(3)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    table = {"number": [0, 1, 2], "name": ["0", "1", "2"], "logits": [[100.0], [101.0], [102.0]]}
+    assert run_ranks(1, run_any_name, str(tmp_path / "rows.parquet")) == [[[table, ("text",)], [table, ("text",)]]]
+
+
+def test_last_position_is_the_last_that_is_not_padding() -> None:
+    logits = torch.arange(24.0).view(2, 4, 3)
+    right, left = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0]]), torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]])
+    assert last_logits({"logits": logits}, right).tolist() == [logits[0, 1].tolist(), logits[1, 2].tolist()]
+    assert last_logits({"logits": logits}, left).tolist() == logits[:, -1].tolist()
+    assert last_logits(logits, None).tolist() == logits[:, -1].tolist()
+    assert last_logits({"logits": logits[:, 0]}, right).tolist() == logits[:, 0].tolist(), "of a classifier"
+    with pytest.raises(DataError, match=r"a dict \(last_hidden_state\) without logits: give fn="):
+        last_logits({"last_hidden_state": logits}, right)
