@@ -293,7 +293,7 @@ def test_a_source_that_dies_leaves_a_mix_unless_the_copy_is_staged(
     staged: bool, llama: Path, groups: Callable[..., ShardedModelGroup]
 ) -> None:
     source, target = groups(llama, 2), groups(llama, 2)
-    target.call(slow_down, 0.02)
+    target.call(slow_down, 0.1)
     old = target.state_dict()
     source.call(change, 1.0)
     copy = source.copy_to.remote(target, staged=staged)
@@ -322,7 +322,7 @@ def test_a_source_that_dies_leaves_a_mix_unless_the_copy_is_staged(
 @pytest.mark.usefixtures("small_buckets")
 def test_a_target_that_dies_leaves_the_source_ready(llama: Path, groups: Callable[..., ShardedModelGroup]) -> None:
     source, target, spare = groups(llama, 2), groups(llama, 2), groups(llama, 1)
-    target.call(slow_down, 0.02)
+    target.call(slow_down, 0.1)
     copy = source.copy_to.remote(target)
     time.sleep(1.0)
     assert not copy.done()
