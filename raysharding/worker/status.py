@@ -105,6 +105,7 @@ class RankStatus:
         next call counts these writes as its own."""
         self._groups: tuple[dist.ProcessGroup, ...] = ()
         self._counters: tuple[Callable[[], int], ...] = ()
+        self._num_messages = 0
         self._module: nn.Module | None = None
         self._mesh: DeviceMesh | None = None
 
@@ -153,7 +154,11 @@ class RankStatus:
 
     def num_collectives(self) -> int:
         """Return the number of collectives that this rank has begun in its module's process groups. No collective."""
-        return sum(count() for count in self._counters)
+        return sum(count() for count in self._counters) - self._num_messages
+
+    def leave_out_messages(self, number: int) -> None:
+        """Leave messages out of `num_collectives`: gloo counts them, and ranks send and receive unlike numbers."""
+        self._num_messages += 0 if is_accelerator(self.device) else number
 
     def hold(self, module: nn.Module) -> None:
         """Store the module, sharded over the mesh given to `use_mesh`."""
@@ -164,7 +169,9 @@ class RankStatus:
         self._mesh = mesh
         assert dist.group.WORLD is not None, "the mesh is made of its ranks"
         self._groups = (dist.group.WORLD, *(group for group in mesh.get_all_groups() if group != dist.group.WORLD))
-        self._counters = tuple(counter for group in self._groups for counter in collective_counters(group))
+        # A mesh of one axis has the backend of the default group: it counts once.
+        counters = {counter: None for group in self._groups for counter in collective_counters(group)}
+        self._counters = tuple(counters)
 
     def drop(self) -> None:
         """Release module, mesh and optimizer. No collective."""

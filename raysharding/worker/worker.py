@@ -427,7 +427,10 @@ class Worker:
         """
         options: dict[str, Any] = {"ranks": ranks, "bucket_bytes": bucket_bytes, "dtype": dtype, "merge": merge}
         stream = WeightStream(self.module, **options, timeout_s=self.status.stall_s)
-        return iter(stream if self._streams is None else self._streams.enter_context(stream))
+        if self._streams is None:
+            return iter(stream)
+        self._streams.callback(lambda: self.status.leave_out_messages(stream.num_messages))
+        return iter(self._streams.enter_context(stream))
 
     def save(
         self,

@@ -101,6 +101,8 @@ class Gather:
     """True to give the sink values on the device of the messages, or of this rank's shard, without a copy."""
     wire_bytes: int = field(default=0, init=False)
     """Bytes that this rank sent."""
+    num_messages: int = field(default=0, init=False)
+    """Messages that this rank sent or received; ranks have different numbers."""
 
     def __post_init__(self) -> None:
         self._shards = ShardMap.of(self.tensors)
@@ -157,6 +159,7 @@ class Gather:
                 ops += self._messages(rank, plan.buckets[index], buffer, staged)
                 self._hand_over(rank, plan.buckets[index], pinned)
         # One batch per round, in the same order on all ranks, so that every send has a posted receive.
+        self.num_messages += len(ops)
         for work in dist.batch_isend_irecv(ops) if ops else []:
             wait_for(work, timedelta(seconds=self.timeout_s))
 

@@ -157,6 +157,11 @@ class WeightStream:
             self._state = "failed"  # an interrupt, which may have struck in a message: nothing more can match
 
     @property
+    def num_messages(self) -> int:
+        """Number of messages that this rank has sent or received."""
+        return self._gather.num_messages
+
+    @property
     def _progress(self) -> str:
         return f"stopped after {self._assembly.num_given} of {self._num_tensors} tensors"
 

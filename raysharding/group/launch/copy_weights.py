@@ -199,7 +199,8 @@ class _Copy:
             status = client.supervisor.status
             primary = None if status.cause is None else status.cause.primary
             cause = "" if primary is None else f": rank {primary.rank} {primary.kind}: {primary.message}"
-            error.add_note(f"the {what}, {client.supervisor.name}, is {client.supervisor.state.value}{cause}")
+            holds = ", with the new weights" if what == "target" and errors[1] is None else ""
+            error.add_note(f"the {what}, {client.supervisor.name}, is {client.supervisor.state.value}{holds}{cause}")
         return error
 
     def _report(self) -> CopyReport:
