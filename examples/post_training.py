@@ -103,10 +103,11 @@ def plot(rewards: list[float], divergences: list[float]) -> None:
 
     figure, left = pyplot.subplots(figsize=(6, 3.5), layout="constrained")
     left.plot(range(1, STEPS + 1), rewards, color="tab:blue")
-    left.set(xlabel="step", ylabel="mean reward", ylim=(0, 1))
+    left.set(xlabel="step", ylim=(0, 1))
+    left.set_ylabel("mean reward", color="tab:blue")
     right = left.twinx()
     right.plot(range(1, STEPS + 1), divergences, color="tab:orange")
-    right.set_ylabel("KL from the reference, nats an answer")
+    right.set_ylabel("KL from the reference, nats an answer", color="tab:orange")
     figure.savefig("post_training.png", dpi=150)
 
 

@@ -33,6 +33,7 @@ short=(
   tests/group/recovery/test_restart.py::test_a_rank_that_fails_alone_costs_no_weights
   tests/group/test_transformers.py::test_a_model_equals_one_process
   tests/group/test_adapters.py::test_training_equals_peft_in_one_process
+  tests/group/test_copy_to.py::test_adapters_go_alone_or_merged
 )
 slice=(
   tests/test_public_api.py
@@ -47,7 +48,11 @@ slice=(
   tests/group/test_transformers.py
   tests/group/test_training_calls.py
   tests/group/test_adapters.py
+  tests/group/test_copy_to.py
+  tests/group/test_weights.py
+  tests/distributed/weights
   tests/group/fit/test_fit.py
+  tests/group/fit/test_predict.py
   tests/group/launch/test_hub_groups.py
   tests/group/recovery/test_restart.py
   tests/group/supervision/test_errors_on_some_ranks.py
