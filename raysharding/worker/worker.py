@@ -248,7 +248,7 @@ class Worker:
             RuntimeError: On all ranks of the target: the copy failed.
         """
         with self.status.running("plan", "copy_to" if spec.is_source else "copy_from"):
-            for token in spec.forget:
+            for token in (self._copies.keys() | self._stopped_copies) - set(spec.kept):
                 self._forget_copy(token)
             copy = self._copies.get(spec.token)
             if copy is None:

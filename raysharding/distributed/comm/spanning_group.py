@@ -97,7 +97,7 @@ class SpanningGroup:
 
         Run on the simulated device; with NCCL untested.
         """
-        store = PrefixStore(device.type, self._joined_store)
+        store = PrefixStore(f"{device.type}/{self._num_exchanges}", self._joined_store)
         name = dist.Backend.default_device_backend_map[device.type]
         # As `new_group` does it: NCCL is torch's own, others have registered a function.
         plugin = dist.Backend._plugins.get(name.upper())

@@ -181,6 +181,8 @@ class WeightCopy:
         shards = PlanShards(self._plan, self._layout, of_name, staged=spec.staged and not self._is_source)
         if self._is_source and spec.merge:
             shards.merge(module, self._span.left_s)
+        if self.is_stopped:
+            raise PeerLostError("this rank has stopped the copy")  # perhaps before it had links to stop
         for link in self._links.values():
             link.begin()
         total = sum(bucket_bytes(one) for buckets in self._plan.buckets.values() for one in buckets)

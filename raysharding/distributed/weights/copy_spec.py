@@ -32,5 +32,5 @@ class CopySpec:
     """True if the target receives beside its own weights."""
     bucket_bytes: int = 0
     """Bytes that a rank sends, or receives, in one round."""
-    forget: tuple[str, ...] = ()
-    """Tokens of pairs whose other group is gone."""
+    kept: tuple[str, ...] = ()
+    """Tokens of all pairs that the driver knows; the ranks forget the others, whose other group is gone."""

@@ -14,7 +14,8 @@ from raysharding.distributed.comm import StoreAddress
 from raysharding.distributed.weights import CopyReport, CopySpec
 from raysharding.errors import GroupError
 from raysharding.group.calls import Call, Collect, collect_all
-from raysharding.group.supervision import IN_ORDER, Check, Client, GroupState, JointStart
+from raysharding.group.rpc import refuse_to_wait
+from raysharding.group.supervision import Check, Client, GroupState, JointStart, in_order
 from raysharding.units import MIB
 
 _ANSWER_S = 30.0
@@ -64,11 +65,10 @@ class WeightPaths:
         """Add a path."""
         self._paths.append(path)
 
-    def drop_unusable(self) -> tuple[str, ...]:
-        """Drop the paths whose other group is gone; return their tokens, for the ranks to forget."""
-        unusable = [path for path in self._paths if not path.is_usable()]
-        self._paths = [path for path in self._paths if path not in unusable]
-        return tuple(path.token for path in unusable)
+    def usable(self) -> tuple[str, ...]:
+        """Drop the paths whose other group is gone; return the tokens of the others."""
+        self._paths = [path for path in self._paths if path.is_usable()]
+        return tuple(path.token for path in self._paths)
 
 
 def submit_copy(
@@ -92,7 +92,6 @@ def submit_copy(
     for client in clients:
         client.supervisor.status.refuse_if_unusable()
     check()  # before the source's call is queued; again when the target's is
-    forgotten = source[1].drop_unusable(), target[1].drop_unusable()
     path = source[1].find(*clients, merge)
     if path is None:
         path = WeightPath(*clients, merge, _store_address(clients[0]))
@@ -112,11 +111,12 @@ def submit_copy(
         bucket_bytes=_BUCKET_BYTES,
     )
     specs = (
-        spec(is_source=True, forget=forgotten[0]),
-        spec(is_source=False, forget=forgotten[1]),
+        spec(is_source=True, kept=source[1].usable()),
+        spec(is_source=False, kept=target[1].usable()),
     )
     copy = _Copy(path, merge, staged)
-    with IN_ORDER:
+    what = "copy_to.remote(), while another copy is being queued"
+    with in_order(lambda: refuse_to_wait(what)):
         copy.submit(specs, check)
     return copy.whole
 
