@@ -322,8 +322,10 @@ def _failure(is_mixed: bool, reasons: list[str]) -> RuntimeError:
     """Return the error of a target, with what it left: mixed weights, or the earlier ones."""
     why = "; ".join(reasons)
     if is_mixed:
-        what = "mixed weights: the copy stopped when parts of this group had the new weights and others the old"
-        error = RuntimeError(f"{what}; restart() brings the last files ({why})")
+        error = RuntimeError(
+            "mixed weights: the copy stopped when parts of this group had the new weights and others the old; "
+            f"restart() brings the last files ({why})"
+        )
     else:
         error = RuntimeError(f"the copy stopped before this group took a weight: it holds its earlier ones ({why})")
     mark_recovery(error, usable=not is_mixed, torn=is_mixed)
