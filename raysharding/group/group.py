@@ -683,8 +683,8 @@ class ShardedModelGroup:
         runs between two steps, in the order of submission, and so does a `call`, whatever its function changes. Methods
         that change the model (another `fit`, `train_step`, `forward_backward`, `optim_step`, `zero_grad`,
         `set_optimizer`, `set_scheduler`, `load`, a `copy_to` into this group, `restart`) raise a `GroupError`, and the
-        run continues. `interrupt`
-        ends the run after the steps in progress, by a `CallCancelledError`; `shutdown` ends the run with the group.
+        run continues. `interrupt` ends the run after the steps in progress, by a `CallCancelledError`; `shutdown` ends
+        the run with the group.
 
         Args:
             data: A `ray.data.Dataset`, whose blocks are computed once, in the object store; a Parquet, JSON Lines or
@@ -1045,7 +1045,8 @@ class ShardedModelGroup:
         The first copy connects the ranks of both groups and makes the plan, which later ones between the same groups
         find again. Ranks of one host meet in shared memory, others in messages, and no rank holds a full model. Wire:
         the other group's parameters, once for each of its replicas, in the narrower of the two dtypes. Memory: at most
-        two buckets of 16 MiB on each rank, which stay for the next copy.
+        two buckets of 16 MiB on each rank, which stay for the next copy between the two groups, and go with the first
+        copy after one of them is gone.
 
         Args:
             other: The group that gets the weights. This driver must have both.
@@ -1063,10 +1064,10 @@ class ShardedModelGroup:
             ValueError: `other` is this group, or no group.
             PlanError: The groups hold different models, or one has adapters and the other none; both stay READY.
             RendezvousError: Nodes of the two groups cannot connect to each other; both stay READY.
-            GroupError: A rank of either group died, hung or raised. Its own group is BROKEN. This group, if it was the
-                other, stays READY. `other`, if it was this one, is BROKEN where some of its shards had the new weights
-                ("mixed weights"), and `other.restart()` brings its last files; else it stays READY. Or `fit` runs on
-                `other`.
+            GroupError: A rank of either group died or hung, and its own group is BROKEN; or a rank raised. Otherwise
+                this group stays READY, and `other` is BROKEN where some of its shards had the new weights ("mixed
+                weights"), and `other.restart()` brings its last files; else it stays READY. The error's last lines say
+                the state of both. Or `fit` runs on `other`.
         """
         if type(other) is not type(self) or other is self:
             raise ValueError(f"copy_to({type(other).__name__}): give another ShardedModelGroup, not this one")

@@ -423,7 +423,7 @@ class Worker:
                 `group.call` returned.
             ConnectionAbortedError: Another rank has stopped early, or raised; its own error is the cause.
             TimeoutError: Another rank did not begin to iterate within `Timeouts.load_stall_s`.
-            PlanError: Adapters that cannot be merged.
+            PlanError: With `merge`, no adapters, or adapters that cannot be merged.
         """
         options: dict[str, Any] = {"ranks": ranks, "bucket_bytes": bucket_bytes, "dtype": dtype, "merge": merge}
         stream = WeightStream(self.module, **options, timeout_s=self.status.stall_s)

@@ -351,6 +351,28 @@ def test_a_target_that_hangs_leaves_the_source_ready(llama: Path, groups: Callab
     assert source.state_dict()
 
 
+def fail_on_rank(rank: int) -> None:
+    """Make a rank of a source run out of memory in a copy."""
+    from raysharding import current_worker
+    from raysharding.distributed.weights import plan_shards
+
+    def values(self: Any, segment: Any) -> torch.Tensor:
+        raise MemoryError("no memory for this segment")
+
+    if current_worker().rank == rank:
+        plan_shards.PlanShards.values = values  # type: ignore[method-assign]
+
+
+def test_a_source_whose_rank_raises_stays_ready(llama: Path, groups: Callable[..., ShardedModelGroup]) -> None:
+    source, target = groups(llama, 2), groups(llama, 1)
+    source.call(fail_on_rank, 1)
+    with pytest.raises(GroupError, match="rank 1: MemoryError: no memory for this segment") as caught:
+        source.copy_to(target)
+    assert source.state is GroupState.READY
+    assert any(note.startswith("the source") and "is ready" in note for note in caught.value.__notes__)
+    assert source.state_dict()
+
+
 def lora(**fields: Any) -> Any:
     peft = pytest.importorskip("peft")
     return peft.LoraConfig(**{"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "up_proj"], **fields})
@@ -420,22 +442,23 @@ def test_a_fit_can_copy_between_its_steps_and_not_be_copied_into(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("side", ["source", "staged", "target"])
+@pytest.mark.parametrize("side", ["source", "staged", "target", "merged"])
 def test_a_kill_at_any_moment_leaves_the_other_group_ready(
     side: str, llama: Path, groups: Callable[..., ShardedModelGroup]
 ) -> None:
     moments = random.Random(7)
-    survivor = groups(llama, 2)
+    survivor = groups(llama, 2, **({"peft_config": lora()} if side == "merged" else {}))
     survivor.call(change, 1.0)
+    options = {"staged": side == "staged", "merge": side == "merged"}
     for number in range(4):
         with start(llama, 2) as victim:
-            source, target = (survivor, victim) if side == "target" else (victim, survivor)
+            source, target = (survivor, victim) if side in ("target", "merged") else (victim, survivor)
             if number % 2:
-                source.copy_to(target)  # connects
+                source.copy_to(target, **options)  # connects
             old = survivor.state_dict()
             victim.call(change, 1.0 + number)
             new = victim.state_dict()
-            copy = source.copy_to.remote(target, staged=side == "staged")
+            copy = source.copy_to.remote(target, **options)
             time.sleep(moments.uniform(0, 0.02 if number % 2 else 0.4))
             begun = now()
             kill(victim, moments.randrange(2))
@@ -448,4 +471,4 @@ def test_a_kill_at_any_moment_leaves_the_other_group_ready(
                 survivor.restart()
                 continue
             found = survivor.state_dict()
-            assert same(old, found) or (side != "target" and same(new, found))
+            assert same(old, found) or (source is victim and same(new, found))

@@ -28,6 +28,7 @@ from raysharding.distributed.comm.device import device_module, is_accelerator
 from raysharding.distributed.comm.json_collectives import let_gloo_end
 from raysharding.distributed.comm.rendezvous import StoreAddress, check_reachable, connect_store, listen_as_gloo
 from raysharding.distributed.comm.waiting import wait_for, wait_for_event, waits_for_ranks
+from raysharding.errors import RendezvousError
 
 T = TypeVar("T")
 
@@ -35,6 +36,8 @@ _POLL_S = 0.5
 """Longest time in seconds until a rank that waits in the store sees `stop`."""
 _MEET_S = 15.0
 """Longest time for ranks that are all there to connect. What waits for them then, in torch, `stop` does not end."""
+_TRY_S = 3.0
+"""Longest time in seconds of one try to reach the store."""
 _TAG = 0
 
 
@@ -77,8 +80,7 @@ class SpanningGroup:
             PeerLostError: A rank did not arrive before `until`.
             RendezvousError: The store cannot be reached, or nodes cannot connect to each other.
         """
-        base = connect_store(self._address, self.rank, node_ip, self.left_s)
-        self._store = store = PrefixStore(f"{self._address.prefix}/{self._name}", base)
+        self._store = store = PrefixStore(f"{self._address.prefix}/{self._name}", self._connect(node_ip))
         with listen_as_gloo(self.rank, node_ip) as listener:
             addresses = [(host, port) for host, port in self.exchange(listener.getsockname()[:2])]
             self._attempt(lambda: check_reachable(store, self.rank, addresses, min(_MEET_S, self.left_s)))
@@ -91,6 +93,16 @@ class SpanningGroup:
         found = [one for one in connections() if one not in before]
         every = [[((a, b), (c, d)) for (a, b), (c, d) in some] for some in self.exchange(found)]
         self._sockets = between(dict(enumerate(every)))[self.rank]
+
+    def _connect(self, node_ip: str) -> Store:
+        """Connect to the store, which listens already: in tries that are short, because `stop` ends none of them."""
+        last = time.monotonic() + min(_MEET_S, self.left_s) - _TRY_S
+        while True:
+            try:
+                return connect_store(self._address, self.rank, node_ip, min(_TRY_S, self.left_s))
+            except RendezvousError:
+                if self._stopped.is_set() or time.monotonic() >= last:
+                    raise
 
     def add_device(self, device: torch.device) -> None:
         """Send tensors of an accelerator through its own backend from now on; collective.

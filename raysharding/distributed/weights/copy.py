@@ -1,15 +1,17 @@
 """`WeightCopy`: one rank's part in copies of the weights of one group into another.
 
 Note [A failed copy]: a rank that fails stops the spanning group, and every rank of both groups leaves its waits. Then
-each group agrees in its own process group, which no copy touches. The source has changed nothing: its ranks return that
-the other group was lost, and later calls are right. The target raises on all ranks alike: with its earlier weights, if
-no rank had written, or if the copy was staged; else its weights are mixed, and the group is broken.
+each group agrees in its own process group, which no copy touches. The source has changed nothing, and later calls are
+right: its ranks return that the other group was lost, or all raise what one of them raised. The target raises on all
+ranks alike: with its earlier weights, if no rank had written, or if the copy was staged; else its weights are mixed,
+and the group is broken.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from raysharding.distributed.comm import (
     PeerLostError,
     SpanningGroup,
     agree,
+    any_rank,
     device_uuid,
     is_accelerator,
 )
@@ -63,7 +66,9 @@ class WeightCopy:
         self._layout: ModelLayout | None = None
         self._plan: CopyPlan | None = None
         self._links: dict[Pair, Link] = {}
+        self._shards: PlanShards | None = None
         self._has_written = False
+        self._is_planned = False
         self.is_stopped = False
         """True if a copy failed: the next one between the groups needs new connections."""
 
@@ -97,24 +102,33 @@ class WeightCopy:
             RuntimeError: On all ranks of the target: the copy failed; see the note.
         """
         begun, peak = time.monotonic(), MemoryPeak(message_device(module))
-        self._has_written = False
-        figures: dict[str, Any] = {}
-        staged: dict[str, torch.Tensor] = {}
-        error: Exception | None = None
-        try:
-            self._span.until = begun + spec.limit_s
-            is_planned = self._prepare(module, spec)
-            figures |= {"is_planned": is_planned, "plan_s": time.monotonic() - begun}
-            staged |= self._stream(module, spec, progress, peak)
-        except Exception as raised:  # noqa: BLE001 - each kind is handled below, once the own group has agreed
-            self.stop()  # the ranks that wait for this one
-            error = raised
-        lost = self._agree_in_source(error) if self._is_source else self._agree_in_target(module, error, staged)
-        figures |= {"seconds": time.monotonic() - begun, "host_bytes": peak.host_bytes, "lost": lost}
-        return figures | self._counted()
+        self._has_written = self._is_planned = False
+        self._span.until = begun + spec.limit_s
+        error = self._attempt(lambda: self._prepare(module, spec))
+        plan_s = time.monotonic() - begun
+        if self._is_source and spec.merge:
+            error = self._gather_adapters(module, error)
+        error = error or self._attempt(lambda: self._stream(module, progress, peak))
+        lost = self._agree_in_source(error) if self._is_source else self._agree_in_target(module, error)
+        self._shards = None  # staged weights, adapters
+        seconds = time.monotonic() - begun
+        figures = {"is_planned": self._is_planned, "plan_s": plan_s, "seconds": seconds, "host_bytes": peak.host_bytes}
+        return {**figures, **self._counted(), "lost": lost}
 
-    def _prepare(self, module: nn.Module, spec: CopySpec) -> bool:
-        """Connect and plan, unless that is done and still right; return True if it made a plan. Collective over both.
+    def _attempt(self, part: Callable[[], None]) -> Exception | None:
+        """Run a part of the copy; after an error stop the ranks that wait for this one, and return the error.
+
+        Each kind of error is handled once the own group has agreed.
+        """
+        try:
+            part()
+        except Exception as error:  # noqa: BLE001 - see above
+            self.stop()
+            return error
+        return None
+
+    def _prepare(self, module: nn.Module, spec: CopySpec) -> None:
+        """Connect and plan, unless that is done and still right. Collective over both groups.
 
         Raises:
             PlanError: The modules do not fit together.
@@ -127,8 +141,22 @@ class WeightCopy:
             self._is_joined, self._span.until = True, until
         described = self._describe(module, spec)
         # Every rank of both groups calls this first: none sends before all are in the call.
-        if not self._span.any_rank(described != self._own_layout):
-            return False
+        self._is_planned = self._span.any_rank(described != self._own_layout)
+        if self._is_planned:
+            self._plan_anew(module, spec, described)
+        assert self._plan is not None, "made now, or before"
+        assert self._layout is not None, "with the plan"
+        tensors, names = self._tensors(module, spec)
+        of_name = {names.get(fqn, fqn): tensor for fqn, tensor in tensors.items()}
+        staged = spec.staged and not self._is_source
+        self._shards = PlanShards(self._plan, self._layout, of_name, staged=staged)
+
+    def _plan_anew(self, module: nn.Module, spec: CopySpec, described: dict[str, Any]) -> None:
+        """Exchange layouts, plan, and connect the pairs; collective over both groups.
+
+        Raises:
+            PlanError: The modules do not fit together.
+        """
         self._own_layout = described
         about = {
             "host": host_identity(),
@@ -150,7 +178,6 @@ class WeightCopy:
             device = message_device(module)
             self._span.add_device(device)
         self._links = connect_links(self._span, self._plan, self._num_sources, hosts, device)
-        return True
 
     def _describe(self, module: nn.Module, spec: CopySpec) -> dict[str, Any]:
         """Return as JSON what the other group must know, or why this group's tensors cannot be copied."""
@@ -170,17 +197,24 @@ class WeightCopy:
             return {fqn: tensor for fqn, tensor in saved_tensors(module).items() if fqn in plain}, plain
         return model_contents(module)[0], {}
 
-    def _stream(
-        self, module: nn.Module, spec: CopySpec, progress: Progress, peak: MemoryPeak
-    ) -> dict[str, torch.Tensor]:
-        """Send, or receive, all buckets; return the staged shards by name."""
+    def _gather_adapters(self, module: nn.Module, error: Exception | None) -> Exception | None:
+        """Gather the adapters on every rank of the source; return the error that ends the copy, `None` without one.
+
+        Args:
+            module: The module.
+            error: Error of this rank so far.
+        """
+        # Every rank of the source calls this, after an error too: the gather needs them all.
+        if any_rank(error is not None):
+            self.stop()
+            return error or PeerLostError("another rank of the source has stopped")
+        assert self._shards is not None, "prepared"
+        return self._attempt(partial(self._shards.merge, module, self._span.left_s))
+
+    def _stream(self, module: nn.Module, progress: Progress, peak: MemoryPeak) -> None:
+        """Send, or receive, all buckets."""
         assert self._plan is not None, "prepared"
-        assert self._layout is not None, "with the plan"
-        tensors, names = self._tensors(module, spec)
-        of_name = {names.get(fqn, fqn): tensor for fqn, tensor in tensors.items()}
-        shards = PlanShards(self._plan, self._layout, of_name, staged=spec.staged and not self._is_source)
-        if self._is_source and spec.merge:
-            shards.merge(module, self._span.left_s)
+        assert self._shards is not None, "prepared"
         if self.is_stopped:
             raise PeerLostError("this rank has stopped the copy")  # perhaps before it had links to stop
         for link in self._links.values():
@@ -195,14 +229,13 @@ class WeightCopy:
             for pair, buckets in own:
                 if index < len(buckets):
                     move = self._send if self._is_source else self._receive
-                    move(self._links[pair], buckets, index, shards)
+                    move(self._links[pair], buckets, index, self._shards)
                     done += bucket_bytes(buckets[index])
             peak.sample()
             progress("stream", done, total, "")
         for pair, buckets in own if self._is_source else ():
             self._links[pair].end(len(buckets))
         self._span.wait_for_device(message_device(module))
-        return shards.staged
 
     def _send(self, link: Link, buckets: tuple[Bucket, ...], index: int, shards: PlanShards) -> None:
         slot = link.wait_free(index)
@@ -222,30 +255,46 @@ class WeightCopy:
         link.release(index)
 
     def _agree_in_source(self, error: Exception | None) -> str | None:
-        """Wait until the target has the weights; return why that is not known, the same on every rank of the source."""
+        """Wait until the target has the weights; return why that is not known, the same on every rank of the source.
+
+        Raises:
+            RuntimeError: On every rank of the source, if one failed by itself. None has changed.
+        """
         lost = str(error) if isinstance(error, PeerLostError) else None
         if error is None:
             lost = self._finish()
-        own = None if isinstance(error, PeerLostError) else error
+        is_typed = isinstance(error, RayshardingError)
+        raised = None if error is None or lost is not None or is_typed else _said(error)
         # Every rank of the source calls this, whatever happened to it: the others would wait in the all-gather.
-        found = [reason for reason in agree(own, lost) if reason is not None]
-        if found:
+        outcomes = agree(error if is_typed else None, {"lost": lost, "raised": raised})
+        reasons = [f"rank {rank}: {one['raised']}" for rank, one in enumerate(outcomes) if one["raised"] is not None]
+        found = [one["lost"] for one in outcomes if one["lost"] is not None]
+        if reasons or found:
             self.stop()
+        if reasons:
+            failure = RuntimeError(f"the copy stopped; this group, its source, is as before ({'; '.join(reasons)})")
+            mark_recovery(failure, usable=True, torn=False)
+            raise failure from (None if isinstance(error, PeerLostError) else error)
         return found[0] if found else None
 
-    def _agree_in_target(
-        self, module: nn.Module, error: Exception | None, staged: Mapping[str, torch.Tensor]
-    ) -> str | None:
-        """Take the weights if every rank has received its own, and tell the source; else raise on every rank."""
+    def _agree_in_target(self, module: nn.Module, error: Exception | None) -> str | None:
+        """Take the weights if every rank has received its own, and tell the source; else raise on every rank.
+
+        Returns:
+            Why the source may not have heard; `None` if it has.
+
+        Raises:
+            RuntimeError: On every rank of the target; see the note.
+        """
         is_typed = isinstance(error, RayshardingError)
         failed = None if error is None else _said(error)
         try:
             # Every rank of the target calls this, whatever happened to it: the others would wait in the all-gather.
             outcomes = agree(error if is_typed else None, {"failed": failed, "has_written": self._has_written})
-        except RuntimeError as lost:  # a rank of the target is gone
-            if isinstance(lost, RayshardingError) or not self._has_written:
+        except RuntimeError as gone:  # a rank of the target
+            if isinstance(gone, RayshardingError) or not self._has_written:
                 raise
-            raise _failure(True, [failed or "another rank of this group is gone"]) from lost
+            raise _failure(True, [failed or "another rank of this group is gone"]) from gone
         reasons = [f"rank {rank}: {one['failed']}" for rank, one in enumerate(outcomes) if one["failed"] is not None]
         if reasons:
             self.stop()
@@ -253,11 +302,13 @@ class WeightCopy:
             cause = None if isinstance(error, PeerLostError) else error
             raise _failure(is_mixed, reasons) from cause
         own = {fqn: local_tensor(tensor).view(-1) for fqn, tensor in model_contents(module)[0].items()}
-        for fqn, values in staged.items():
+        assert self._shards is not None, "prepared, as there was no error"
+        for fqn, values in self._shards.staged.items():
             own[fqn].copy_(values)
-        if self._finish() is not None:
+        lost = self._finish()
+        if lost is not None:
             self.stop()
-        return None
+        return lost
 
     def _finish(self) -> str | None:
         """Meet all ranks of both groups at the end; return why that failed. The target has taken the weights before."""

@@ -26,11 +26,11 @@ class CopySpec:
     limit_s: float
     """Longest time of the whole copy, in seconds: shorter than the driver's deadline, so that a rank whose peers hang
     gives up before the driver gives up the rank."""
+    bucket_bytes: int
+    """Bytes that a rank sends, or receives, in one round."""
     merge: bool = False
     """True to merge LoRA adapters of the source into the weights."""
     staged: bool = False
     """True if the target receives beside its own weights."""
-    bucket_bytes: int = 0
-    """Bytes that a rank sends, or receives, in one round."""
     kept: tuple[str, ...] = ()
     """Tokens of all pairs that the driver knows; the ranks forget the others, whose other group is gone."""

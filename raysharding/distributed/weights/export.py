@@ -27,7 +27,16 @@ from raysharding.distributed.comm import all_gather_ints, all_gather_json
 from raysharding.distributed.fully_shard import message_device, reshard, unwrapped
 from raysharding.distributed.saving import model_contents
 from raysharding.distributed.transfer import GATHER_BUCKET_BYTES, Gather, saved_tensors, wire_dtype
-from raysharding.models import AdapterMerge, RunIndex, SavedTensor, adapter_merges, plain_names, saved_layout
+from raysharding.errors import PlanError
+from raysharding.models import (
+    AdapterMerge,
+    RunIndex,
+    SavedTensor,
+    adapter_merges,
+    adapter_scale,
+    plain_names,
+    saved_layout,
+)
 
 _iterating: list[WeightStream] = []
 """Streams of this process whose iterators have begun and are not closed: a traceback may hold one that has failed."""
@@ -57,7 +66,7 @@ class WeightStream:
 
     Raises:
         ValueError: `ranks`, `bucket_bytes` or `dtype` is invalid.
-        PlanError: With `merge`, adapters that cannot be merged; see `adapter_merges`.
+        PlanError: With `merge`, no adapters, or such that cannot be merged; see `adapter_merges`.
     """
 
     def __init__(
@@ -240,6 +249,8 @@ class _Contents:
     def of(cls, module: nn.Module, merge: bool) -> Self:
         if not merge:
             return cls(*model_contents(module), {})
+        if adapter_scale(module) is None:
+            raise PlanError("merge=True, but the model has no adapters: leave merge out")
         held, merges = saved_tensors(module), {one.name: one for one in adapter_merges(module).values()}
         plain = {name: held[fqn] for fqn, name in plain_names(module).items() if fqn in held}
         factors = {factor: held[factor] for one in merges.values() for factor in one.factors}

@@ -214,7 +214,8 @@ class Call(Generic[T]):
 
     def __repr__(self) -> str:
         if not self._ended.done():
-            state = f"running, {len(self._order)} of {self._world_size} ranks finished"
+            ranks = f", {len(self._order)} of {self._world_size} ranks finished" if self._world_size else ""
+            state = f"running{ranks}"
         else:
             error = self._ended.exception()
             state = "finished" if error is None else f"failed: {type(error).__name__}"

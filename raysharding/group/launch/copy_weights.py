@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,8 +15,7 @@ from raysharding.distributed.comm import StoreAddress
 from raysharding.distributed.weights import CopyReport, CopySpec
 from raysharding.errors import GroupError
 from raysharding.group.calls import Call, Collect, collect_all
-from raysharding.group.rpc import refuse_to_wait
-from raysharding.group.supervision import Check, Client, GroupState, JointStart, in_order
+from raysharding.group.supervision import IN_ORDER, Check, Client, GroupState, JointStart
 from raysharding.units import MIB
 
 _ANSWER_S = 30.0
@@ -114,11 +114,10 @@ def submit_copy(
         spec(is_source=True, kept=source[1].usable()),
         spec(is_source=False, kept=target[1].usable()),
     )
-    copy = _Copy(path, merge, staged)
-    what = "copy_to.remote(), while another copy is being queued"
-    with in_order(lambda: refuse_to_wait(what)):
-        copy.submit(specs, check)
-    return copy.whole
+    both = _Copy(path, merge, staged)
+    with IN_ORDER:
+        both.submit(specs, check)
+    return both.whole
 
 
 def _store_address(client: Client) -> StoreAddress:
@@ -195,6 +194,8 @@ class _Copy:
         error = next((one for one in errors if one is not None and one is not self._consequence), None)
         if error is None:
             return next((one for one in errors if one is not None), None)
+        error, own = copy(error), error  # the group's queue gives the same error to other calls
+        error.__cause__ = own.__cause__
         for what, client in zip(("source", "target"), self._clients, strict=True):
             status = client.supervisor.status
             primary = None if status.cause is None else status.cause.primary

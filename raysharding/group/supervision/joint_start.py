@@ -1,37 +1,20 @@
 """`JointStart`: two calls, one in each of two groups, whose ranks work together and so must begin together.
 
 Note [Order]: a call waits at the head of its queue until the other is at the head of the other queue. If two threads
-queued two pairs in opposite orders, each group would wait for the other; `in_order` lets one pair be queued at a time,
-so that all queues have the pairs in one order.
+queued two pairs in opposite orders, each group would wait for the other; `IN_ORDER` is held while a pair is queued, so
+that all queues have the pairs in one order.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Protocol
 
 from raysharding.errors import GroupError
 from raysharding.group.calls import Call
 
-_queueing = threading.Lock()
-
-
-@contextmanager
-def in_order(refuse: Callable[[], None]) -> Iterator[None]:
-    """Queue a pair of calls while no other pair is queued; see the note.
-
-    Args:
-        refuse: Called where that takes a wait; raises on a thread that must not wait.
-    """
-    if not _queueing.acquire(blocking=False):
-        refuse()
-        _queueing.acquire()  # a thread that has it waits for room in a queue at most, which calls with deadlines make
-    try:
-        yield
-    finally:
-        _queueing.release()
+IN_ORDER = threading.Lock()
+"""Held while a pair of calls is queued, which waits for nothing; see the note."""
 
 
 class Queue(Protocol):

@@ -153,7 +153,8 @@ class Supervisor:
             GroupBrokenError: The group is broken or shut down.
             Exception: What `check` raised.
         """
-        if self._waiting.is_full():
+        # Not for a call that begins together with another group's: its arguments are small, and a lock is held.
+        if task.joint is None and self._waiting.is_full():
             refuse_to_wait(f"{task.call.name}.remote(), while the queue of calls is full")
             with DeferredInterrupts(self):
                 self._waiting.wait_for_room(lambda: self.status.is_usable)
