@@ -110,7 +110,7 @@ class ShardedModelGroup:
     """A model sharded over Ray actors, one actor per rank; made by `from_checkpoint`, and a context manager.
 
     `forward`, `generate`, `train_step`, `forward_backward`, `optim_step`, `zero_grad`, `call`, `state_dict`, `save`,
-    `load`, `status` and `shutdown` are handles: `group.forward(...)` blocks and returns the result, and
+    `load`, `copy_to`, `status` and `shutdown` are handles: `group.forward(...)` blocks and returns the result, and
     `group.forward.remote(...)` returns a `Call`. Calls run in the order of their submission, each under
     `Timeouts.call_s`; `status` and `shutdown` do not queue behind them. When a rank dies, hangs, or raises alone, the
     call raises a `GroupError`, and later calls raise `GroupBrokenError`. The other ranks are stopped and all resources

@@ -12,7 +12,7 @@ import torch
 from IPython.core.completer import provisionalcompleter
 from IPython.core.interactiveshell import InteractiveShell
 
-from raysharding import Call, FitReport, LoadReport, SaveReport, ShardedModelGroup
+from raysharding import Call, CopyReport, FitReport, LoadReport, SaveReport, ShardedModelGroup
 from raysharding.group import Handle
 from raysharding.group.cluster import StatusReport
 from raysharding.group.recovery import RestartReport
@@ -30,6 +30,8 @@ RESULTS = {
     "evaluate": dict[str, float],
     "save": SaveReport | None,
     "load": LoadReport,
+    "predict": Any,
+    "copy_to": CopyReport,
     "state_dict": dict[str, torch.Tensor],
     "wait_for_save": None,
     "restart": RestartReport,
