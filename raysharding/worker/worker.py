@@ -248,16 +248,18 @@ class Worker:
             RuntimeError: On all ranks of the target: the copy failed.
         """
         with self.status.running("plan", "copy_to" if spec.is_source else "copy_from"):
-            for token in (self._copies.keys() | self._stopped_copies) - set(spec.kept):
+            for token in self._copies.keys() - set(spec.kept):
                 self._forget_copy(token)
             copy = self._copies.get(spec.token)
             if copy is None:
                 copy = self._copies[spec.token] = WeightCopy(spec, self.rank, node_ip)
-            if spec.token in self._stopped_copies:
+            copy.running = spec.key
+            if spec.key in self._stopped_copies:
                 copy.stop()  # the driver was faster than the call
             try:
                 figures = copy.run(self.module, spec, self.status.follow(None))
             finally:
+                self._stopped_copies.discard(spec.key)
                 if copy.is_stopped:
                     self._forget_copy(spec.token)
             if not spec.is_source:
@@ -265,16 +267,15 @@ class Worker:
                 self.trainer.drop_gradients()
             return figures
 
-    def stop_copy(self, token: str) -> None:
-        """End the copy that runs, or will, between a pair of groups: the other group has failed. From any thread."""
-        self._stopped_copies.add(token)
-        copy = self._copies.get(token)
-        if copy is not None:
-            copy.stop()
+    def stop_copy(self, key: str) -> None:
+        """End a copy that runs, or will, between a pair of groups: the other group has failed. From any thread."""
+        self._stopped_copies.add(key)
+        for copy in list(self._copies.values()):
+            if copy.running == key:
+                copy.stop()
 
     def _forget_copy(self, token: str) -> None:
         copy = self._copies.pop(token, None)
-        self._stopped_copies.discard(token)
         if copy is not None:
             copy.close()
 

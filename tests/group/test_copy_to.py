@@ -366,8 +366,12 @@ def fail_on_rank(rank: int) -> None:
 def test_a_source_whose_rank_raises_stays_ready(llama: Path, groups: Callable[..., ShardedModelGroup]) -> None:
     source, target = groups(llama, 2), groups(llama, 1)
     source.call(fail_on_rank, 1)
+    first, second = source.copy_to.remote(target), source.copy_to.remote(target)
     with pytest.raises(GroupError, match="rank 1: MemoryError: no memory for this segment") as caught:
-        source.copy_to(target)
+        first.result(15)
+    if target.state is GroupState.READY:
+        with pytest.raises(GroupError, match="rank 1: MemoryError"):
+            second.result(15)
     assert source.state is GroupState.READY
     assert any(note.startswith("the source") and "is ready" in note for note in caught.value.__notes__)
     assert source.state_dict()

@@ -60,7 +60,7 @@ class WeightCopy:
         self._node_ip = node_ip
         self._num_sources = spec.num_sources
         number = rank if spec.is_source else spec.num_sources + rank
-        self._span = SpanningGroup(spec.address, f"copy/{spec.token}", number, (spec.num_sources, spec.num_targets))
+        self._span = SpanningGroup(spec.address, f"copy/{spec.key}", number, (spec.num_sources, spec.num_targets))
         self._is_joined = False
         self._own_layout: dict[str, Any] | None = None
         self._layout: ModelLayout | None = None
@@ -71,6 +71,8 @@ class WeightCopy:
         self._is_planned = False
         self.is_stopped = False
         """True if a copy failed: the next one between the groups needs new connections."""
+        self.running = ""
+        """Identity of the copy that runs, or ran last."""
 
     def stop(self) -> None:
         """End the copy that runs, on this rank and on all that wait for it. From any thread."""

@@ -13,6 +13,8 @@ class CopySpec:
 
     token: str
     """Identifies a pair of groups, whose connections and plan the ranks keep."""
+    number: int
+    """Number of this copy between the pair."""
     is_source: bool
     """True on the ranks of the group that the weights come from."""
     address: StoreAddress
@@ -34,3 +36,8 @@ class CopySpec:
     """True if the target receives beside its own weights."""
     kept: tuple[str, ...] = ()
     """Tokens of all pairs that the driver knows; the ranks forget the others, whose other group is gone."""
+
+    @property
+    def key(self) -> str:
+        """Identity of this copy."""
+        return f"{self.token}/{self.number}"

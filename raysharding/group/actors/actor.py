@@ -200,10 +200,10 @@ class RankActor:
         return self._commands.store_address()
 
     @ray.method(concurrency_group="control")
-    def stop_copy(self, epoch: int, token: str) -> None:
+    def stop_copy(self, epoch: int, key: str) -> None:
         """End a copy whose other group has failed, as the driver of this epoch knows."""
         if self._ownership.owns(epoch):
-            self._commands.stop_copy(token)
+            self._commands.stop_copy(key)
 
     @ray.method(concurrency_group="control")
     def num_changes(self) -> int:

@@ -224,10 +224,10 @@ class RankCommands:
         """Copy the weights of one group into another; collective over the ranks of both."""
         return self._worker.copy_weights(spec, self._node_ip)
 
-    def stop_copy(self, token: str) -> None:
+    def stop_copy(self, key: str) -> None:
         """End a copy whose other group has failed. Thread-safe, also while a command runs."""
         if self._rank_worker is not None:
-            self._rank_worker.stop_copy(token)
+            self._rank_worker.stop_copy(key)
 
     def store_address(self) -> StoreAddress:
         """Return the address of the group's store. Thread-safe."""

@@ -41,6 +41,8 @@ class WeightPath:
     """Identifies the path on the ranks."""
     is_closed: bool = False
     """True if a copy failed on it."""
+    number: int = 0
+    """Copies submitted so far."""
 
     def is_usable(self) -> bool:
         """Return True if the ranks of both groups can still have it."""
@@ -97,10 +99,12 @@ def submit_copy(
         path = WeightPath(*clients, merge, _store_address(clients[0]))
         for _, paths in (source, target):
             paths.add(path)
+    path.number += 1
     limit_s = _RANK_SHARE * min(client.timeouts.call_s for client in clients)
     spec = partial(
         CopySpec,
         token=path.token,
+        number=path.number,
         address=path.address,
         num_sources=len(clients[0].members),
         num_targets=len(clients[1].members),
@@ -114,7 +118,7 @@ def submit_copy(
         spec(is_source=True, kept=source[1].usable()),
         spec(is_source=False, kept=target[1].usable()),
     )
-    both = _Copy(path, merge, staged)
+    both = _Copy(path, specs[0].key, merge, staged)
     with IN_ORDER:
         both.submit(specs, check)
     return both.whole
@@ -131,8 +135,9 @@ def _store_address(client: Client) -> StoreAddress:
 class _Copy:
     """One copy: a call in each group, and the call that the user gets, which ends when both have ended."""
 
-    def __init__(self, path: WeightPath, merge: bool, staged: bool) -> None:
+    def __init__(self, path: WeightPath, key: str, merge: bool, staged: bool) -> None:
         self._path = path
+        self._key = key
         self._clients = path.source, path.target
         self._joint = JointStart()
         self._calls: tuple[Call, ...] = ()
@@ -166,11 +171,12 @@ class _Copy:
     def _on_end(self, number: int, call: Call) -> None:
         """Handle the end of one group's call, on its supervision thread."""
         error, other = _error_of(call), 1 - number
-        self._path.is_closed |= error is not None or any(one["lost"] is not None for one in call.values())
+        client = self._clients[other]
         if error is not None:
-            client = self._clients[other]
             why = self._withdrawn(self._clients[number], str(error).partition("\n")[0])
             self._joint.cancel(client.supervisor, self._calls[other], why)
+        if error is not None or any(one["lost"] is not None for one in call.values()):
+            self._path.is_closed = True
             self._stop(client)
         with self._lock:
             self._num_ended += 1
@@ -182,7 +188,7 @@ class _Copy:
         """Make ranks that are in the copy, or about to begin it, end it: the other group's do not answer."""
         if ray.is_initialized():  # a remote call would start another Ray
             for member in client.members:
-                member.actor.stop_copy.remote(member.epoch, self._path.token)
+                member.actor.stop_copy.remote(member.epoch, self._key)
 
     def _error(self) -> BaseException | None:
         """Return the error of the copy, which is that of the group where the cause is; `None` if both calls succeeded.
