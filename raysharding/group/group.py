@@ -895,8 +895,9 @@ class ShardedModelGroup:
                 `None` or empty lists alone. Without, a type holds the values of all batches: of integers and floats
                 it is that of floats. `fn` runs on the ranks, once for each batch of a rank: `outputs` is the model's
                 output on its device, or the ids of `generate` on the CPU; `batch` is what the model got, a mapping or a
-                tuple. It must not run the model or a collective. Default: `logits`, those of the last position that is not padding if there is one per position; with
-                `generate_kwargs`, `generated`: the new ids of a row up to its first end token.
+                tuple. It must not run the model or a collective. Default: `logits`, those of the last position that is
+                not padding if there is one per position; with `generate_kwargs`, `generated`: the new ids of a row up
+                to its first end token.
             output: Directory, on a file system that all ranks' nodes share, or URI that `pyarrow.fs` supports, of the
                 result: Parquet files of adjacent rows, which in the order of their names hold the rows in the order of
                 the data. A file appears when it is complete. Default: the result is returned.

@@ -138,8 +138,8 @@ class PredictRun:
         if self._restarts.limit and not start.in_files:
             raise ValueError(
                 f"max_restarts={self._restarts.limit}, but the group was trained, or got weights by copy_to, since it "
-                "was loaded or saved: after a restart, the rows that are left would be computed with other weights. Save "
-                "the group first"
+                "was loaded or saved: after a restart, the rows that are left would be computed with other weights. "
+                "Save the group first"
             )
 
     def _go_back(self, done: RestartReport, bar: ProgressBar) -> None:

@@ -201,7 +201,7 @@ class Later:
 
 
 def typed_late(output: Any, batch: Any) -> dict[str, Any]:
-    made = Later(str)(output, batch)
+    made = Later("n{}".format)(output, batch)
     return {"later": pa.array(made["later"], pa.string()), "wider": made["wider"]}
 
 

@@ -316,17 +316,16 @@ def test_what_a_restart_would_lose_is_refused(restarting: ShardedModelGroup, par
     assert restarting.predict(parquet, output=tmp_path / "out", **options).num_rows == NUM_ROWS
 
 
-def test_a_dataset_has_types_that_hold_all_rows(restarting: ShardedModelGroup, inputs: torch.Tensor) -> None:
+def test_a_dataset_has_types_that_hold_all_rows(restarting: ShardedModelGroup) -> None:
     """Though the tables of the ranks, which it is made of, have their own."""
 
     def fn(outputs: torch.Tensor, batch: Any) -> dict[str, Any]:
-        numbers = batch["number"].tolist()
-        return {"some": [None if one < 40 else one for one in numbers], "wide": outputs.repeat(1, 20)}
+        numbers = batch["input"][:, 0].tolist()
+        return {"some": [None if one < 40 else int(one) for one in numbers], "wide": outputs.repeat(1, 20)}
 
-    data = {"input": inputs, "number": list(range(NUM_ROWS))}
-    options: dict[str, Any] = {"collate": lambda rows: torch.utils.data.default_collate(rows), "progress": False}
-    restarted = restarting.predict(data, batch_size=4, rows_per_file=4, fn=fn, **options)
-    tables = ray.get(restarted.to_arrow_refs())
+    data = {"input": torch.arange(float(NUM_ROWS)).repeat(8, 1).T}
+    dataset = restarting.predict(data, batch_size=4, rows_per_file=4, fn=fn, progress=False)
+    tables = ray.get(dataset.to_arrow_refs())
     assert {str(table.schema.field("some").type) for table in tables} == {"int64"}
     found = pa.concat_tables(tables)["some"].to_pylist()
     assert found == [None if number < 40 else number for number in range(NUM_ROWS)]
