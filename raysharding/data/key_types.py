@@ -15,8 +15,8 @@ from raysharding.data.hub_rows import HubRows
 from raysharding.data.source import BlockSource, Columns, SequenceRows
 
 
-def key_types(source: BlockSource, keys: Sequence[str]) -> dict[str, Any]:
-    """Return name → pyarrow type, for the columns whose types can be known without reading rows from storage.
+def key_types(source: BlockSource, keys: Sequence[str]) -> Any:
+    """Return a pyarrow schema of the columns whose types can be known without reading rows from storage.
 
     Args:
         source: The data: files and blocks have types, and so have datasets of Hugging Face; lists and columns in memory
@@ -26,8 +26,10 @@ def key_types(source: BlockSource, keys: Sequence[str]) -> dict[str, Any]:
     Raises:
         DataError: No type holds the values of a column.
     """
+    import pyarrow as arrow
+
     if not keys:
-        return {}
+        return arrow.schema([])
     rows = source.rows if isinstance(source, SequenceRows) else None
     if isinstance(rows, Columns):
         return _inferred({name: _typed(rows.columns[name]) for name in keys if name in rows.columns})
@@ -41,7 +43,8 @@ def key_types(source: BlockSource, keys: Sequence[str]) -> dict[str, Any]:
         schema = first.schema if isinstance(first, ArrowRows) else ()
     # A block of a Ray dataset may hold None alone where others hold values.
     is_whole = rows is not None or isinstance(source, RowFiles)
-    return {one.name: one.type for one in schema if one.name in keys and (is_whole or not has_unknown_type(one.type))}
+    known = [one for one in schema if one.name in keys and (is_whole or not has_unknown_type(one.type))]
+    return arrow.schema([(one.name, one.type) for one in known])
 
 
 def plain(value: Any) -> Any:
@@ -49,9 +52,8 @@ def plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def _inferred(columns: Mapping[str, Any]) -> dict[str, Any]:
-    schema = as_table(columns, {}, "the column {!r} of the data (keys=)".format).schema if columns else ()
-    return {one.name: one.type for one in schema}
+def _inferred(columns: Mapping[str, Any]) -> Any:
+    return as_table(columns, {}, "the column {!r} of the data (keys=)".format).schema
 
 
 def _typed(column: Any) -> Any:

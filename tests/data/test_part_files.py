@@ -120,10 +120,12 @@ def test_types_of_keys_are_those_of_all_rows() -> None:
     for data in (rows, columns, datasets.Dataset.from_list(rows)):
         source = rows_of(data)
         assert isinstance(source, SequenceRows)
-        assert key_types(source, list(kinds)) == kinds
+        assert key_types(source, list(kinds)).equals(pa.schema(kinds))
     arrays = {"t": torch.zeros(2, 3), "n": np.zeros(2, np.int8), "s": np.array(["a", "b"])}
     typed = {"t": pa.list_(pa.float32()), "n": pa.int8(), "s": pa.string()}
-    assert key_types(SequenceRows(rows_of(arrays).rows), list(arrays)) == typed  # type: ignore[union-attr]
+    source = rows_of(arrays)
+    assert isinstance(source, SequenceRows)
+    assert key_types(source, list(arrays)).equals(pa.schema(typed))
     with pytest.raises(DataError, match=r"the column 'a' of the data \(keys=\) cannot be written"):
         key_types(SequenceRows([{"a": "x"}, {"a": 1}]), ["a"])
 

@@ -380,10 +380,8 @@ class Prediction:
 
     def _types_of_keys(self) -> Mapping[str, Any]:
         """Return key → its pyarrow type, as far as the data has types; collective."""
-        import pyarrow as arrow
-
         # Rank 0 reads for all, and all fail with it: a rank that failed alone would leave the others in a forward.
-        found = from_rank_0(lambda: schema_as_text(arrow.schema(key_types(self._source, self._plan.keys))))
+        found = from_rank_0(lambda: schema_as_text(key_types(self._source, self._plan.keys)))
         return {one.name: one.type for one in schema_from_text(found)}
 
     def _agreed_schema(self, table: Any) -> Any:

@@ -343,7 +343,11 @@ class FitRun:
             values.extend([math.nan] * (kept - len(values)))
 
     def _steps(self, bar: ProgressBar) -> None:
-        """Run the steps up to the end of the run, and save."""
+        """Run the steps up to the end of the run, and save.
+
+        Raises:
+            CallCancelledError: `interrupt` was called.
+        """
         # Before a resume or restart, an error may have come between the last step and its evaluation or save.
         is_over = self._after_steps([], bar, is_over=False)
         while not is_over:
