@@ -393,7 +393,7 @@ class Prediction:
         def agreed() -> Any:
             schema = unify_schemas(schemas, self._plan.maker)
             if self._files is not None:
-                check_types(schema, self._key_types, self._plan.named)
+                check_types(schema, self._key_types, self._plan.keys, self._plan.named)
             return schema
 
         # All ranks see the same schemas, and keep the same error; an earlier error of a rank is raised in its place.

@@ -62,7 +62,8 @@ def check_columns(name: str, columns: Any, num_rows: int, keys: Sequence[str]) -
     """
     cure = "return a mapping of column names to tensors, arrays or lists with one value per row"
     if not isinstance(columns, Mapping) or not columns or not all(isinstance(one, str) for one in columns):
-        raise DataError(f"fn={name} returned a {type(columns).__name__} ({shown(columns)}): {cure}")
+        found = "" if isinstance(columns, torch.Tensor) else f" ({shown(columns)})"
+        raise DataError(f"fn={name} returned a {type(columns).__name__}{found}: {cure}")
     for column, values in columns.items():
         if column in keys:
             raise DataError(f"fn={name} returned the column {column!r}, which keys= names: give it another name")
@@ -74,12 +75,13 @@ def check_columns(name: str, columns: Any, num_rows: int, keys: Sequence[str]) -
             raise DataError(f"fn={name} returned {found} as {column!r} for a batch of {num_rows} rows: {cure}")
 
 
-def check_types(schema: Any, known: Collection[str], named: Callable[[str], str]) -> None:
+def check_types(schema: Any, known: Collection[str], keys: Collection[str], named: Callable[[str], str]) -> None:
     """Check that every column has a type, before files get theirs: a later batch could not change it.
 
     Args:
         schema: pyarrow schema of the first batches of all ranks.
         known: Columns that have their types from the data as a whole.
+        keys: Columns of the data.
         named: Makes of a name what errors call the column.
 
     Raises:
@@ -88,5 +90,7 @@ def check_types(schema: Any, known: Collection[str], named: Callable[[str], str]
     for one in schema:
         if one.name not in known and has_unknown_type(one.type):
             what = f"{named(one.name)} has only None and empty lists in the first batches, so its type is not known"
-            cure = "return a tensor, a NumPy array of a dtype, or a pyarrow array with a type"
-            raise DataError(f"{what} ({one.type}): {cure}, such as pa.array(values, pa.string())")
+            cure = "return a tensor, a NumPy array of a dtype, or a pyarrow array: pa.array(values, pa.string())"
+            if one.name in keys:
+                cure = "give a Parquet file or a list of rows, whose types are those of all rows"
+            raise DataError(f"{what} ({one.type}): {cure}")
