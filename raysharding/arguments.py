@@ -83,6 +83,20 @@ _SAYINGS = {
 _functions: list[Callable[..., Any]] = []
 
 
+def check_names(name: str, value: object) -> None:
+    """Raise for a text where names are expected, each of whose letters would be one.
+
+    Args:
+        name: Name of the argument.
+        value: Its value.
+
+    Raises:
+        ValueError: It is a text.
+    """
+    if isinstance(value, str):
+        raise ValueError(f"{name}={value!r}: give a list of names, {name}=[{value!r}]")
+
+
 def check_int(name: str, value: Any, *, least: int = 1) -> None:
     """Raise if a value is not an integer of at least `least`.
 

@@ -9,9 +9,11 @@ from raysharding.data.arrow_rows import (
     as_table,
     cast_table,
     check_whole,
+    has_unknown_type,
     in_order,
     join_tables,
     kind_of,
+    same_columns,
     schema_as_text,
     schema_from_text,
     unify_schemas,
@@ -27,8 +29,9 @@ from raysharding.data.batches import (
 from raysharding.data.collate import Collate, KnownColumns, default_collate, rank_batch
 from raysharding.data.files import DataPath, RowFiles, list_files
 from raysharding.data.hub_rows import HubRows, hub_name
+from raysharding.data.key_types import key_types, plain
 from raysharding.data.parquet import ParquetFiles
-from raysharding.data.part_files import Part, PartFiles, PartTable, PartWriter, cut_parts
+from raysharding.data.part_files import FIRST_ROW, Part, PartFiles, PartTable, PartWriter, cut_parts
 from raysharding.data.position import Position
 from raysharding.data.prefetch import Prefetch
 from raysharding.data.source import BlockSource, Reader, Rows, SequenceRows, Stream, rows_of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Final
 
@@ -14,6 +14,7 @@ from raysharding.data.source import Reader
 from raysharding.errors import DataError
 
 _MAX_ELEMENTS: Final = 2**31 - 1
+_named: Final = "the column {!r}".format
 
 
 class ArrowRows(Sequence[dict[str, Any]]):
@@ -135,8 +136,12 @@ def schema_from_text(text: str) -> Any:
     return arrow.ipc.read_schema(arrow.py_buffer(base64.b64decode(text)))
 
 
-def unify_schemas(schemas: Sequence[Any]) -> Any:
+def unify_schemas(schemas: Sequence[Any], maker: str = "the data") -> Any:
     """Return one pyarrow schema for tables of several, with types that hold the values of all.
+
+    Args:
+        schemas: The schemas.
+        maker: What made the columns, for the error.
 
     Raises:
         DataError: There is no such type for a column.
@@ -146,16 +151,30 @@ def unify_schemas(schemas: Sequence[Any]) -> Any:
     try:
         return arrow.unify_schemas(schemas, promote_options="permissive")
     except arrow.ArrowException as error:
-        raise DataError(f"the columns of rows differ between ranks: {str(error).strip()}") from error
+        what = f"{maker}: no one type holds the values of a column in all batches: {str(error).strip()}"
+        raise DataError(f"{what}: give values of one type") from error
 
 
-def as_table(columns: Mapping[str, Any], types: Mapping[str, Any]) -> Any:
+def has_unknown_type(kind: Any) -> bool:
+    """Return whether a pyarrow type was made from `None` or empty lists alone, at any depth."""
+    import pyarrow as arrow
+
+    types = arrow.types
+    if types.is_struct(kind):
+        return any(has_unknown_type(one.type) for one in kind)
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return has_unknown_type(kind.value_type)
+    return bool(types.is_null(kind))
+
+
+def as_table(columns: Mapping[str, Any], types: Mapping[str, Any], named: Callable[[str], str] = _named) -> Any:
     """Return columns as a pyarrow table.
 
     Args:
-        columns: Name → one value per row: a tensor or array whose first dim is the row, or a list of values. Rows of
-            more dims become lists, bfloat16 becomes float32.
+        columns: Name → one value per row: a tensor or array whose first dim is the row, a pyarrow array, or a list of
+            values or tensors. Rows of more dims become lists, bfloat16 and float8 become float32.
         types: Name → pyarrow type, for columns whose type is known.
+        named: Makes of a name what errors call the column.
 
     Raises:
         DataError: Values make no column; the error names it.
@@ -167,16 +186,21 @@ def as_table(columns: Mapping[str, Any], types: Mapping[str, Any]) -> Any:
         try:
             made[name] = arrow.array(values, type=types[name]) if name in types else _as_array(values)
         except (arrow.ArrowException, TypeError, ValueError) as error:
-            raise DataError(f"the column {name!r} cannot be written: {str(error).strip()}") from error
+            raise DataError(f"{named(name)} cannot be written: {str(error).strip()}") from error
     return arrow.table(made)
 
 
 def _as_array(values: Any) -> Any:
     import pyarrow as arrow
 
+    if isinstance(values, arrow.Array | arrow.ChunkedArray):
+        return values
+    if isinstance(values, Sequence) and values and all(isinstance(one, torch.Tensor) for one in values):
+        if len({one.shape for one in values}) > 1:
+            return arrow.array([_as_numpy(one) for one in values])
+        values = torch.stack(tuple(values))
     if isinstance(values, torch.Tensor):
-        values = values.detach().cpu()
-        values = (values.float() if values.dtype is torch.bfloat16 else values).contiguous().numpy()
+        values = _as_numpy(values)
     if not isinstance(values, np.ndarray) or values.ndim < 2:
         return arrow.array(values)
     if values.size > _MAX_ELEMENTS:
@@ -189,33 +213,65 @@ def _as_array(values: Any) -> Any:
     return array
 
 
-def cast_table(table: Any, schema: Any) -> Any:
+def _as_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        raise ValueError("it is a sparse or nested tensor: return a dense one, tensor.to_dense()")
+    if tensor.is_complex():
+        raise ValueError(f"it is {tensor.dtype}: return two columns, tensor.real and tensor.imag")
+    tensor = tensor.detach().cpu()
+    is_known = not tensor.is_floating_point() or tensor.dtype in (torch.float16, torch.float32, torch.float64)
+    return (tensor if is_known else tensor.float()).contiguous().numpy()
+
+
+def same_columns(table: Any, schema: Any) -> Any:
+    """Return a table with the columns of a schema in its order, with the table's own types.
+
+    Raises:
+        DataError: It has other columns.
+    """
+    if set(table.schema.names) != set(schema.names):
+        raise DataError(f"rows have the columns {table.schema.names}, and rows before them had {schema.names}")
+    return table.select(schema.names)
+
+
+def cast_table(table: Any, schema: Any, named: Callable[[str], str] = _named) -> Any:
     """Return a table with the columns and types of the run's first batch.
+
+    Args:
+        table: The table.
+        schema: The columns and types.
+        named: Makes of a name what errors call the column.
 
     Raises:
         DataError: Columns differ, or values do not fit the types.
     """
     import pyarrow as arrow
 
-    if set(table.schema.names) != set(schema.names):
-        raise DataError(f"rows have the columns {table.schema.names}, and rows before them had {schema.names}")
-    table = table.select(schema.names)
+    table = same_columns(table, schema)
     if table.schema.equals(schema):
         return table
     for field in schema:
         try:
             table[field.name].cast(field.type)
         except arrow.ArrowException as error:
-            what = f"the column {field.name!r} holds {table.schema.field(field.name).type}, and {field.type} in rows"
-            raise DataError(f"{what} before: return values of one type ({str(error).strip()})") from error
+            held = table.schema.field(field.name).type
+            what = f"{named(field.name)} holds {held}, and its type is {field.type}, that of the first batches"
+            raise DataError(f"{what}: give values of one type ({str(error).strip()})") from error
     return table.cast(schema)
 
 
 def join_tables(tables: Sequence[Any]) -> Any:
-    """Return the rows of pyarrow tables of one schema as one table, without a copy."""
+    """Return the rows of pyarrow tables of the same columns as one table. Copies a column only if its types differ.
+
+    Raises:
+        DataError: No type holds the values of a column.
+    """
     import pyarrow as arrow
 
-    return arrow.concat_tables(tables)
+    try:
+        return arrow.concat_tables(tables, promote_options="permissive")
+    except arrow.ArrowException as error:
+        raise DataError(f"rows of a column cannot be joined: {str(error).strip()}: give values of one type") from error
 
 
 def in_order(tables: Sequence[Any], places: Sequence[int]) -> Any:

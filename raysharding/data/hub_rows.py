@@ -24,7 +24,8 @@ class HubRows:
     """Name of the split, or a part of one: `train[:1000]`."""
 
     @cached_property
-    def _rows(self) -> Any:
+    def loaded(self) -> Any:
+        """The `datasets.Dataset`."""
         import datasets
 
         try:
@@ -33,10 +34,10 @@ class HubRows:
             raise DataError(f"datasets.load_dataset({self.name!r}, split={self.split!r}): {error}") from error
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.loaded)
 
     def __getitem__(self, index: int) -> Any:
-        return self._rows[index]
+        return self.loaded[index]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.name, self.split)

@@ -24,10 +24,13 @@ from raysharding.batch import split_rows
 from raysharding.checkpoint.storage import Output, is_remote, join_path, open_output, read_bytes, storage_of
 from raysharding.data.arrow_rows import join_tables
 from raysharding.data.files import connected
-from raysharding.errors import CheckpointError, DataError
+from raysharding.errors import CheckpointError, DataError, shown
 
 RECORD_NAME: Final = "_predict.json"
 """File that says which run wrote the parts. Readers of Parquet directories skip names with `_` or `.`."""
+FIRST_ROW: Final = "first_row_sha256"
+"""Entry of the record: digest of the first row of the data."""
+_COUNTS: Final = ("num_rows", "num_parts")
 _TEMPORARY: Final = ".part-"
 _GROUP_ROWS: Final = 4096
 _GROUP_BYTES: Final = 16 << 20
@@ -222,12 +225,7 @@ class PartFiles:
             return dict(record)
 
     def _continued(self, record: Mapping[str, Any], *, resume: bool) -> dict[str, Any]:
-        storage = storage_of(self.directory)
-        file = storage.open(join_path(self.directory, RECORD_NAME))
-        try:
-            found: dict[str, Any] = json.loads(read_bytes(file, 0, file.found.num_bytes))
-        finally:
-            file.close()
+        found = self._read_record()
         is_own = found["run"] == record["run"]
         if not is_own and not resume:
             what = f"holds rows of an earlier predict ({found['num_rows']} in all): resume=True continues it"
@@ -238,8 +236,25 @@ class PartFiles:
             was = found.get(name)
             if was != record[name]:
                 what = f"the run that is to be resumed had {name}={was!r}, and this one has {record[name]!r}"
+                if name == FIRST_ROW:
+                    what = "the first row that is read differs from that of the run that is to be resumed: the data is "
+                    what += "other data, or another kind of the same, or is read with other columns= or collate="
                 raise DataError(f"{what}: pass the same, or give another directory as output=", path=self.directory)
         return found
+
+    def _read_record(self) -> dict[str, Any]:
+        path = join_path(self.directory, RECORD_NAME)
+        file = storage_of(self.directory).open(path)
+        try:
+            found = json.loads(read_bytes(file, 0, file.found.num_bytes))
+        except ValueError as error:  # of JSON, or of its encoding
+            found = str(error)
+        finally:
+            file.close()
+        if isinstance(found, dict) and "run" in found and all(type(found.get(one)) is int for one in _COUNTS):
+            return found
+        what = f"is damaged ({shown(found)}), so the run in this directory cannot be continued"
+        raise DataError(f"{what}: remove the directory, or give another one as output=", path=path)
 
     def path_of(self, part: Part) -> str:
         """Return the path of a part's file."""

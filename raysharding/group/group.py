@@ -15,7 +15,7 @@ from typing import Any, Literal, NoReturn, Self
 import torch
 from torch import nn
 
-from raysharding.arguments import check_int, with_hints
+from raysharding.arguments import check_int, check_names, with_hints
 from raysharding.batch import Out, RankBatch, check_num_parts, check_out, deal
 from raysharding.checkpoint.storage import normal_path
 from raysharding.config import Loading, Placement, Sharding, Timeouts
@@ -890,15 +890,18 @@ class ShardedModelGroup:
             data: As for `fit`, but not an iterable.
             batch_size: Rows of a forward, over all ranks; each rank takes its share, rounded up, of rows of its own.
             fn: `fn(outputs, batch)` → columns, by name, with one value per row: tensors or arrays whose first dim is
-                the row (rows of more dims become lists, bfloat16 becomes float32), or lists. It runs on the ranks, once
-                for each batch of a rank: `outputs` is the model's output on its device, or the ids of `generate` on the
-                CPU; `batch` is what the model got, a mapping or a tuple. It must not run the model or a collective.
-                Default: `logits`, those of the last position that is not padding if there is one per position; with
-                `generate_kwargs`, `generated`: the new ids of a row up to its first end token.
+                the row (rows of more dims become lists, bfloat16 becomes float32), pyarrow arrays, or lists. With
+                `output`, a column has the type that it has in the first batches of the ranks, so it must have one: not
+                `None` or empty lists alone. Without, a type holds the values of all batches: of integers and floats
+                it is that of floats. `fn` runs on the ranks, once for each batch of a rank: `outputs` is the model's
+                output on its device, or the ids of `generate` on the CPU; `batch` is what the model got, a mapping or a
+                tuple. It must not run the model or a collective. Default: `logits`, those of the last position that is
+                not padding if there is one per position; with `generate_kwargs`, `generated`: the new ids of a row up
+                to its first end token.
             output: Directory, on a file system that all ranks' nodes share, or URI that `pyarrow.fs` supports, of the
                 result: Parquet files of adjacent rows, which in the order of their names hold the rows in the order of
                 the data. A file appears when it is complete. Default: the result is returned.
-            keys: Columns of the data that the result has as well. Default: none.
+            keys: Columns of the data that the result has as well, with the types of the data. Default: none.
             columns: As for `fit`; `keys` are read, too.
             collate: As for `fit`; runs on a thread beside the model, and must not use the random generators of torch.
                 Padding must be masked (`attention_mask`), since rows are padded to other lengths than in one process.
@@ -922,8 +925,8 @@ class ShardedModelGroup:
             `max_output_bytes` (see `from_checkpoint`), a `ray.data.Dataset` over the tables in the object store.
 
         Raises:
-            ValueError: An argument is invalid; or, with `max_restarts`, the group was trained since it was loaded or
-                saved, so that a restart would continue with other weights.
+            ValueError: An argument is invalid; or, with `max_restarts`, the group was trained, or got weights by
+                `copy_to`, since it was loaded or saved, so that a restart would continue with other weights.
             TypeError: `data` is not data, or it or `fn` does not pickle.
             DataError: The data cannot be read or has no rows; `fn` raised, or returned no columns; `output` cannot be
                 written, or holds something else. The group is READY.
@@ -934,6 +937,8 @@ class ShardedModelGroup:
         """
         if sort_by not in (None, "length"):
             raise ValueError(f"sort_by={sort_by!r}: give 'length', or omit it")
+        check_names("keys", keys)
+        check_names("columns", columns)
         with self._fits.running(self.name, "predict"):
             read = None if columns is None else dict.fromkeys((*columns, *keys))
             dataset = self._dataset(data, None if read is None else list(read), collate)

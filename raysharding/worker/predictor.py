@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from raysharding.data import schema_as_text
 from raysharding.distributed.training import Prediction, PredictPlan
 from raysharding.models import InputBounds
 from raysharding.worker.status import RankStatus
@@ -34,8 +35,9 @@ class PredictSteps:
     """Number of forwards."""
     num_rows: int
     """Rows of this rank in them."""
-    finished: tuple[tuple[int, int], ...]
-    """First row and bytes of the parts whose tables can be taken, at most one; none if there is an `output`."""
+    finished: tuple[tuple[int, int, str], ...]
+    """First row, bytes and serialized schema of the parts whose tables can be taken, at most one; none if there is an
+    `output`."""
     is_over: bool
     """True if no forwards are left."""
     dropped: tuple[str, ...]
@@ -71,7 +73,7 @@ class Predictor:
         with self._status.running("forward", "predict"):
             run = self._begun
             num_taken, num_rows = run.steps(self._status.module, num_steps)
-            finished = tuple((part.start, table.nbytes) for part, table in run.finished)
+            finished = tuple((part.start, table.nbytes, schema_as_text(table.schema)) for part, table in run.finished)
             return PredictSteps(num_taken, num_rows, finished, run.is_over, run.dropped)
 
     def take(self) -> Any:

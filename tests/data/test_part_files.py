@@ -6,13 +6,28 @@ import os
 from pathlib import Path
 from typing import Any
 
+import datasets
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from raysharding import DataError
 from raysharding.checkpoint.storage import storage_of
-from raysharding.data import Part, PartFiles, PartWriter, as_table, cast_table, cut_parts, unify_schemas
+from raysharding.data import (
+    FIRST_ROW,
+    Part,
+    PartFiles,
+    PartWriter,
+    SequenceRows,
+    as_table,
+    cast_table,
+    cut_parts,
+    key_types,
+    rows_of,
+    unify_schemas,
+)
 from tests.s3 import S3Server, s3_server
 
 __all__ = ["s3_server"]
@@ -43,6 +58,8 @@ def check_run(files: PartFiles, names: Any) -> None:
     assert names() == ["_predict.json", "part-000000000004.parquet"]
     with pytest.raises(DataError, match=r"holds rows of an earlier predict \(10 in all\)"):
         files.begin(RECORD | {"run": "b"}, resume=False)
+    with pytest.raises(DataError, match=r"the first row that is read differs .* other columns= or collate="):
+        files.begin(RECORD | {"run": "b", FIRST_ROW: "f"}, resume=True)
     with pytest.raises(DataError, match="had fn='pooled', and this one has 'other'"):
         files.begin(RECORD | {"run": "b", "fn": "other"}, resume=True)
     assert files.begin(RECORD | {"run": "b", "num_parts": 8}, resume=True)["num_parts"] == 3
@@ -69,6 +86,14 @@ def test_a_directory(tmp_path: Path) -> None:
     assert not [name for name in os.listdir(output) if name.startswith(".")]
 
 
+@pytest.mark.parametrize("text", ["{", "{}", "[]", '{"run": "a", "num_rows": 10, "num_parts": "3"}'])
+def test_a_damaged_record(text: str, tmp_path: Path) -> None:
+    (tmp_path / "_predict.json").write_text(text)
+    with pytest.raises(DataError, match=r"is damaged .*: remove the directory, or give another") as caught:
+        PartFiles(str(tmp_path)).begin(RECORD, resume=True)
+    assert caught.value.path == str(tmp_path / "_predict.json")
+
+
 def test_a_store(s3_server: S3Server) -> None:
     uri = s3_server.uri("predict/out")
     check_run(PartFiles(uri), lambda: storage_of(uri).list_names(uri))
@@ -80,9 +105,43 @@ def test_types_are_those_of_the_first_batch() -> None:
     schema = unify_schemas([first.schema, other.schema])
     assert cast_table(first, schema).to_pydict() == {"number": [1.0, 2.0], "text": [None, None]}
     assert cast_table(other, schema).schema.names == ["number", "text"]
-    with pytest.raises(DataError, match="the column 'number' holds string, and double in rows before"):
+    with pytest.raises(DataError, match="the column 'number' holds string, and its type is double, that of"):
         cast_table(as_table({"text": ["a"], "number": ["b"]}, {}), schema)
     with pytest.raises(DataError, match=r"rows have the columns \['text'\], and rows before them had"):
         cast_table(other.select(["text"]), schema)
-    with pytest.raises(DataError, match="the columns of rows differ between ranks"):
+    with pytest.raises(DataError, match=r"the data: no one type holds the values of a column .*int64 vs string"):
         unify_schemas([first.schema, pa.schema({"number": pa.string()})])
+
+
+def test_types_of_keys_are_those_of_all_rows() -> None:
+    rows: list[dict[str, Any]] = [{"a": None, "b": 1, "c": []}, {"a": "x", "b": 1.5, "c": [1]}]
+    kinds = {"a": pa.string(), "b": pa.float64(), "c": pa.list_(pa.int64())}
+    columns = {name: [row[name] for row in rows] for name in kinds}
+    for data in (rows, columns, datasets.Dataset.from_list(rows)):
+        source = rows_of(data)
+        assert isinstance(source, SequenceRows)
+        assert key_types(source, list(kinds)).equals(pa.schema(kinds))
+    arrays = {"t": torch.zeros(2, 3), "n": np.zeros(2, np.int8), "s": np.array(["a", "b"])}
+    typed = {"t": pa.list_(pa.float32()), "n": pa.int8(), "s": pa.string()}
+    source = rows_of(arrays)
+    assert isinstance(source, SequenceRows)
+    assert key_types(source, list(arrays)).equals(pa.schema(typed))
+    with pytest.raises(DataError, match=r"the column 'a' of the data \(keys=\) cannot be written"):
+        key_types(SequenceRows([{"a": "x"}, {"a": 1}]), ["a"])
+
+
+def test_tensors_and_arrays_become_columns() -> None:
+    same, ragged = [torch.ones(2), torch.zeros(2)], [torch.ones(1), torch.zeros(2)]
+    columns = {"same": same, "ragged": ragged, "arrow": pa.array([None, None], pa.string())}
+    table = as_table(columns | {"small": torch.ones(2, 1).to(torch.float8_e4m3fn)}, {})
+    assert table.to_pydict() == {
+        "same": [[1.0, 1.0], [0.0, 0.0]],
+        "ragged": [[1.0], [0.0, 0.0]],
+        "arrow": [None, None],
+        "small": [[1.0], [1.0]],
+    }
+    assert [str(kind) for kind in table.schema.types] == [*["list<item: float>"] * 2, "string", "list<item: float>"]
+    cases = ((torch.eye(2).to_sparse(), r"sparse .*to_dense"), (torch.ones(2, dtype=torch.complex64), r"tensor\.real"))
+    for tensor, cure in cases:
+        with pytest.raises(DataError, match=f"the column 'x' cannot be written: .*{cure}"):
+            as_table({"x": tensor}, {})

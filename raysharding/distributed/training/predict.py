@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any, TypeAlias
@@ -15,7 +15,7 @@ from torch import nn
 from raysharding.arguments import check_int
 from raysharding.batch import RankBatch
 from raysharding.data import (
-    ArrowRows,
+    FIRST_ROW,
     BlockSource,
     Collate,
     DataPath,
@@ -32,9 +32,12 @@ from raysharding.data import (
     cut_parts,
     first_rows,
     in_order,
+    key_types,
     num_forwards,
     part_batches,
+    plain,
     rank_batch,
+    same_columns,
     schema_as_text,
     schema_from_text,
     unify_schemas,
@@ -44,12 +47,13 @@ from raysharding.distributed.fully_shard import check_execution_order, module_mo
 from raysharding.distributed.training.data_loader import open_source
 from raysharding.distributed.training.generate import check_generation, generate, without_padding
 from raysharding.distributed.training.loss_call import known_arguments
-from raysharding.errors import DataError, shown
+from raysharding.distributed.training.predict_columns import check_columns, check_types, key_columns, last_logits
+from raysharding.errors import DataError
 from raysharding.models import InputBounds
 
 Columns: TypeAlias = Callable[[Any, Any], Mapping[str, Any]]
 """`fn(outputs, batch)`: takes the model's output, or the ids of `generate`, and the batch; returns columns, each with
-one value per row: a tensor or array whose first dim is the row, or a list."""
+one value per row: a tensor or array whose first dim is the row, a pyarrow array, or a list."""
 
 _PART_BATCHES = 64
 _MAX_PARTS = 1000
@@ -104,11 +108,24 @@ class PredictPlan:
             check_generation(dict(self.generate_kwargs))
         if self.resume and self.output is None:
             raise ValueError("resume=True continues the files of an earlier run: give their directory, output=")
+        if self.fn is None and (made := "logits" if self.generate_kwargs is None else "generated") in self.keys:
+            what = f"keys={list(self.keys)}: without fn=, the result's column {made!r} is the model's"
+            raise ValueError(f"{what}: omit it, or give fn=, which returns the model's values under another name")
 
     @property
     def fn_name(self) -> str:
         """Name of `fn`, for errors and for the record of the run."""
         return "" if self.fn is None else str(getattr(self.fn, "__qualname__", type(self.fn).__name__))
+
+    @property
+    def maker(self) -> str:
+        """What makes the columns, for errors."""
+        return "the model" if self.fn is None else f"fn={self.fn_name}"
+
+    def named(self, column: str) -> str:
+        """Return what errors call a column."""
+        whose = "the data (keys=)" if column in self.keys else self.maker
+        return f"the column {column!r} of {whose}"
 
 
 class Prediction:
@@ -153,7 +170,7 @@ class Prediction:
         self._share = -(-plan.batch_size // self._world_size)
         self._files = None if plan.output is None else PartFiles(plan.output)
         self._schema: Any = None
-        self._key_types: Mapping[str, Any] | None = None
+        self._key_types = self._types_of_keys()
         self.parts, self._todo = self._find_parts()
         self._left = num_forwards(self._todo, self._share, self._world_size)
         self._items: Prefetch[tuple[PartBatch, RankBatch]] | None = None
@@ -255,7 +272,7 @@ class Prediction:
             "keys": list(plan.keys),
             "checkpoint": plan.checkpoint,
             "num_rows": self.num_rows,
-            "first_row_sha256": sha256(first.encode()).hexdigest()[:16],
+            FIRST_ROW: sha256(first.encode()).hexdigest()[:16],
         }
 
     def _step(self, module: nn.Module) -> PartBatch:
@@ -271,7 +288,7 @@ class Prediction:
         if self._schema is None:
             self._schema = self._agreed_schema(table)
         if table is not None:
-            self._or_kept(lambda: self._write(taken, cast_table(table, self._schema)))
+            self._or_kept(lambda: self._write(taken, self._fitted(table)))
         return taken
 
     def _or_kept(self, make: Callable[[], Any]) -> Any:
@@ -340,14 +357,16 @@ class Prediction:
     def _table(self, module: nn.Module, taken: PartBatch, batch: RankBatch, output: Any) -> Any:
         """Return the columns of a batch as a table."""
         plan = self._plan
+        types = self._key_types
         if plan.fn is not None:
             columns = self._columns_of_fn(plan.fn, output, batch, taken)
         elif plan.generate_kwargs is not None:
             kwargs = {**batch.kwargs, **plan.generate_kwargs}
             columns = {"generated": without_padding(module, output, kwargs)}
+            types = {**types, "generated": as_table({"generated": output[:0]}, {}).schema.field("generated").type}
         else:
             columns = {"logits": last_logits(output, batch.kwargs.get("attention_mask"))}
-        return as_table({**key_columns(taken.rows, plan.keys), **columns}, self._types_of_keys())
+        return as_table({**key_columns(taken.rows, plan.keys), **columns}, types, plan.named)
 
     def _columns_of_fn(self, fn: Columns, output: Any, batch: RankBatch, taken: PartBatch) -> Mapping[str, Any]:
         try:
@@ -360,19 +379,33 @@ class Prediction:
         return columns
 
     def _types_of_keys(self) -> Mapping[str, Any]:
-        """Return key → its pyarrow type, as far as the data has types."""
-        if self._key_types is None:
-            first = first_rows(self._source) if self._plan.keys else ()
-            schema = first.schema if isinstance(first, ArrowRows) else ()
-            self._key_types = {one.name: one.type for one in schema if one.name in self._plan.keys}
-        return self._key_types
+        """Return key → its pyarrow type, as far as the data has types; collective."""
+        # Rank 0 reads for all, and all fail with it: a rank that failed alone would leave the others in a forward.
+        found = from_rank_0(lambda: schema_as_text(key_types(self._source, self._plan.keys)))
+        return {one.name: one.type for one in schema_from_text(found)}
 
     def _agreed_schema(self, table: Any) -> Any:
         """Return the columns and types of the first batches of all ranks; collective, in the first step."""
-        # Every rank calls this, without rows too: the others would wait in the all-gather.
+        # Every rank calls this, without rows or after an error too: the others would wait in the all-gather.
         found = all_gather_json("" if table is None else schema_as_text(table.schema))
         schemas = [schema_from_text(one) for one in found if one]
-        return unify_schemas(schemas) if schemas else None
+
+        def agreed() -> Any:
+            schema = unify_schemas(schemas, self._plan.maker)
+            if self._files is not None:
+                check_types(schema, self._key_types, self._plan.keys, self._plan.named)
+            return schema
+
+        # All ranks see the same schemas, and keep the same error; an earlier error of a rank is raised in its place.
+        return self._or_kept(agreed) if schemas else None
+
+    def _fitted(self, table: Any) -> Any:
+        """Return the table of a batch with the types of the file; without files, with its own."""
+        if self._files is not None:
+            return cast_table(table, self._schema, self._plan.named)
+        table = same_columns(table, self._schema)
+        self._schema = unify_schemas([self._schema, table.schema], self._plan.maker)
+        return table
 
     def _write(self, taken: PartBatch, table: Any) -> None:
         """Add the rows of a batch to the file or table of their part, in the order of the data."""
@@ -392,69 +425,7 @@ class Prediction:
             writer, self._writer = self._writer, None
             writer.finish()
             if isinstance(writer, PartTable):
-                self.finished.append((part, writer.table))
-
-
-def last_logits(output: Any, mask: torch.Tensor | None) -> torch.Tensor:
-    """Return the logits of each row: those of its last position that is not padding, if there is one per position.
-
-    Args:
-        output: The model's output: `logits`, an attribute or key, or a tensor; [rows, positions, classes] or of
-            another number of dims.
-        mask: `attention_mask` of the batch, [rows, positions]; `None`: nothing is padding.
-
-    Raises:
-        DataError: There are no logits.
-    """
-    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
-    if not isinstance(logits, torch.Tensor):
-        has = f" ({', '.join(map(str, output))})" if isinstance(output, Mapping) else ""
-        what = f"the model's output is a {type(output).__name__}{has} without logits"
-        raise DataError(f"{what}: give fn=, a function of (outputs, batch) that returns columns")
-    if logits.ndim != 3 or mask is None or mask.shape != logits.shape[:2]:
-        return logits[:, -1] if logits.ndim == 3 else logits
-    places = torch.arange(mask.shape[1], device=mask.device)
-    last = (places * (mask != 0)).argmax(dim=1)
-    return logits[torch.arange(len(logits), device=logits.device), last]
-
-
-def key_columns(rows: Sequence[Any], keys: Sequence[str]) -> dict[str, list[Any]]:
-    """Return columns of the data that the result has, as Python values.
-
-    Raises:
-        DataError: A row lacks one.
-    """
-    for row in rows if keys else ():
-        missing = [name for name in keys if not isinstance(row, Mapping) or name not in row]
-        if missing:
-            has = f"the columns {list(row)}" if isinstance(row, Mapping) else f"no columns: {row!r:.40}"
-            raise DataError(f"keys={list(keys)}: the rows have no {missing[0]!r}, they have {has}")
-    return {name: [_plain(row[name]) for row in rows] for name in keys}
-
-
-def check_columns(name: str, columns: Any, num_rows: int, keys: Sequence[str]) -> None:
-    """Check what the user's function returned.
-
-    Args:
-        name: Name of the function.
-        columns: Its result.
-        num_rows: Number of rows of the batch.
-        keys: Names that are taken.
-
-    Raises:
-        DataError: It is not a mapping of columns with one value per row.
-    """
-    cure = "return a mapping of column names to tensors, arrays or lists with one value per row"
-    if not isinstance(columns, Mapping) or not columns or not all(isinstance(one, str) for one in columns):
-        raise DataError(f"fn={name} returned a {type(columns).__name__} ({shown(columns)}): {cure}")
-    for column, values in columns.items():
-        if column in keys:
-            raise DataError(f"fn={name} returned the column {column!r}, which keys= names: give it another name")
-        is_column = hasattr(values, "__len__") and not isinstance(values, str | bytes)
-        is_column = is_column and getattr(values, "ndim", 1) > 0  # `len` of a 0-dim tensor raises
-        found = f"{len(values)} values" if is_column else f"a {type(values).__name__}"
-        if not is_column or len(values) != num_rows:
-            raise DataError(f"fn={name} returned {found} as {column!r} for a batch of {num_rows} rows: {cure}")
+                self.finished.append((part, cast_table(writer.table, self._schema, self._plan.named)))
 
 
 def _place(taken: PartBatch) -> str:
@@ -462,11 +433,6 @@ def _place(taken: PartBatch) -> str:
     return "a dummy row" if part is None else f"among rows {part.start} to {part.start + part.num_rows - 1}"
 
 
-def _plain(value: Any) -> Any:
-    """Return an array, tensor or scalar of one as Python values; other values unchanged."""
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
 def _as_json(value: Any) -> Any:
-    plain = _plain(value)
-    return type(value).__name__ if plain is value else plain
+    known = plain(value)
+    return type(value).__name__ if known is value else known

@@ -14,6 +14,7 @@ from typing import Any
 
 import ray
 
+from raysharding.arguments import check_names
 from raysharding.checkpoint.storage import normal_path
 from raysharding.data import DataPath, Rows, Stream, check_whole, hub_name, kind_of, rows_of
 from raysharding.errors import DataError, GroupError
@@ -67,10 +68,11 @@ def dataset_handle(
             Parquet files, at their location.)
 
     Raises:
-        ValueError: There is no data, or `columns` is given for data without columns.
+        ValueError: There is no data, or `columns` is given for data without columns, or is a text.
         TypeError: `data` is not data.
         DataError: The dataset cannot be computed, or has a column of floats that must hold integers.
     """
+    check_names("columns", columns)
     chosen = None if columns is None else tuple(columns)
     named = hub_name(data) if isinstance(data, str) else None
     if named is not None and find_spec("datasets") is None:

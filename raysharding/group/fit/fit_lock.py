@@ -79,23 +79,25 @@ class FitLock:
             GroupError: One runs.
         """
         if self.is_running:
+            why = "its rows would come from different weights"
+            if self._what == "fit":
+                why = "the run's steps would no longer depend on its data alone"
             raise GroupError(
-                f"{group}: {method} is refused while {self._what} runs: the run's steps would no longer depend on its "
-                f"data alone. Call it after {self._what} has returned"
+                f"{group}: {method} is refused while {self._what} runs: {why}. Call it after {self._what} has returned"
             )
 
     def interrupt(self) -> None:
         """Make the running `fit` or `predict`, if any, end before its next steps."""
         self._is_interrupted = True
 
-    def check_interrupted(self, where: str) -> None:
+    def check_interrupted(self, message: str) -> None:
         """Raise if the run is to end.
 
         Args:
-            where: Where the run is, for the error.
+            message: Text of the error.
 
         Raises:
             CallCancelledError: `interrupt` was called.
         """
         if self._is_interrupted:
-            raise CallCancelledError(f"interrupt() ended {self._what} {where}")
+            raise CallCancelledError(message)

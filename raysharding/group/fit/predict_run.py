@@ -12,7 +12,7 @@ from typing import Any
 import ray
 
 from raysharding.batch import Out, deal
-from raysharding.data import join_tables
+from raysharding.data import cast_table, join_tables, schema_from_text, unify_schemas
 from raysharding.distributed.training import PredictPlan
 from raysharding.errors import GroupError, OutputTooLargeError
 from raysharding.group.calls import ProgressBar, collect_all, collect_returns, progress_bar
@@ -94,6 +94,10 @@ class PredictRun:
         self._tables: dict[int, ray.ObjectRef] = {}
         """First row of a part → its table, in the object store."""
         self._num_bytes = 0
+        self._schemas: dict[int, Any] = {}
+        """First row of a part → the pyarrow schema of its table."""
+        self._schema: Any = None
+        """The types that hold the values of all tables."""
         self._has_told = False
 
     def run(self) -> Any:
@@ -133,8 +137,9 @@ class PredictRun:
         """Refuse a run that a restart would continue with other weights."""
         if self._restarts.limit and not start.in_files:
             raise ValueError(
-                f"max_restarts={self._restarts.limit}, but the group was trained since it was loaded or saved: after a "
-                "restart, the rows that are left would be computed with other weights. Save the group first"
+                f"max_restarts={self._restarts.limit}, but the group was trained, or got weights by copy_to, since it "
+                "was loaded or saved: after a restart, the rows that are left would be computed with other weights. "
+                "Save the group first"
             )
 
     def _go_back(self, done: RestartReport, bar: ProgressBar) -> None:
@@ -144,9 +149,14 @@ class PredictRun:
         bar.update(start.num_done - bar.n)  # back to the rows of complete parts
 
     def _steps(self, bar: ProgressBar) -> None:
+        """Run the forwards that are left.
+
+        Raises:
+            CallCancelledError: `interrupt` was called.
+        """
         while not self._is_over:
             later = "; resume=True continues with the others" if self._plan.output else ""
-            self._lock.check_interrupted(f"after {self._num_done:,} rows{later}")
+            self._lock.check_interrupted(f"interrupt() ended predict after {self._num_done:,} rows{later}")
             begun = time.monotonic()
             number = min(_MAX_STEPS, math.ceil(_CALL_S / max(self._step_s, 1e-6)))
             replies: list[PredictSteps] = self._client.submit_same(
@@ -165,6 +175,7 @@ class PredictRun:
 
         Raises:
             OutputTooLargeError: The table of a part is larger than `max_output_bytes`.
+            DataError: No type holds the values of a column in all tables.
         """
         if not any(reply.finished for reply in replies):
             return
@@ -177,19 +188,24 @@ class PredictRun:
             what = f"predict: a part of the rows has {error.num_bytes} bytes of results, over max_output_bytes"
             raise OutputTooLargeError(f"{what}={error.max_output_bytes}: {cure}", **sizes) from error
         for reply, ref in zip(replies, refs, strict=True):
-            for first, num_bytes in reply.finished:
+            for first, num_bytes, text in reply.finished:
                 self._tables[first] = ref
                 self._num_bytes += num_bytes
+                self._schemas[first] = schema = schema_from_text(text)
+                self._schema = unify_schemas([self._schema or schema, schema], self._plan.maker)
 
     def _joined(self) -> Any:
         """Return a table of all rows, or a dataset if it would be larger than `max_output_bytes`."""
-        refs = [self._tables[first] for first in sorted(self._tables)]
+        tables = sorted(self._tables.items())
         if self._num_bytes > self._client.max_output_bytes:
             from ray.data import from_arrow_refs
 
-            return from_arrow_refs(refs)
+            final = {first for first, schema in self._schemas.items() if schema.equals(self._schema)}
+            return from_arrow_refs(
+                [ref if first in final else _cast.remote(ref, self._schema) for first, ref in tables]
+            )
         try:
-            return join_tables(ray.get(refs, timeout=self._client.timeouts.call_s))
+            return join_tables(ray.get([ref for _, ref in tables], timeout=self._client.timeouts.call_s))
         except ray.exceptions.RayError as error:
             what = "results in the object store are lost, with the node that held them"
             raise GroupError(f"predict: {what}: give output=, which a node cannot lose ({error})") from error
@@ -206,3 +222,8 @@ class PredictRun:
             with suppress(GroupError):  # if the group breaks at this moment, the next call reports it
                 self._client.submit_same("predict_end", is_last=True).result()
             self._data.unpin(self._client.members)
+
+
+@ray.remote(num_cpus=0)
+def _cast(table: Any, schema: Any) -> Any:
+    return cast_table(table, schema)

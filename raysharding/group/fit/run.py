@@ -279,8 +279,9 @@ class FitRun:
             return
         if self._options.save_to is None:
             raise ValueError(
-                f"max_restarts={self._restarts.limit}, but the group was trained since it was loaded or saved: a "
-                "restart would lose that training. Save the group first, with its optimizer, or pass save_to="
+                f"max_restarts={self._restarts.limit}, but the group was trained, or got weights by copy_to, since it "
+                "was loaded or saved: a restart would lose that. Save the group first, with its optimizer, or pass "
+                "save_to="
             )
         self._save(in_background=False)
         self._begun_in_files = True
@@ -342,11 +343,16 @@ class FitRun:
             values.extend([math.nan] * (kept - len(values)))
 
     def _steps(self, bar: ProgressBar) -> None:
-        """Run the steps up to the end of the run, and save."""
+        """Run the steps up to the end of the run, and save.
+
+        Raises:
+            CallCancelledError: `interrupt` was called.
+        """
         # Before a resume or restart, an error may have come between the last step and its evaluation or save.
         is_over = self._after_steps([], bar, is_over=False)
         while not is_over:
-            self._fits.check_interrupted(f"after step {self._place.num_steps}; resume=True continues from there")
+            step = self._place.num_steps
+            self._fits.check_interrupted(f"interrupt() ended fit after step {step}; resume=True continues from there")
             begun = time.monotonic()
             replies: list[FitSteps] = self._submit("fit_steps", self._num_next(), collect=collect_all).result()
             seconds = time.monotonic() - begun

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -24,7 +25,7 @@ from raysharding.data import DataPath, SequenceRows
 from raysharding.distributed.comm import init_mesh
 from raysharding.distributed.fully_shard import shard_module
 from raysharding.distributed.training import Prediction, PredictPlan
-from raysharding.distributed.training.predict import last_logits
+from raysharding.distributed.training.predict_columns import last_logits
 from raysharding.models import InputBounds
 from tests.spawn import RanksFailedError, run_ranks
 
@@ -181,6 +182,73 @@ def test_a_model_of_any_names_does_not_get_the_keys(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
     table = {"number": [0, 1, 2], "name": ["0", "1", "2"], "logits": [[100.0], [101.0], [102.0]]}
     assert run_ranks(1, run_any_name, str(tmp_path / "rows.parquet")) == [[[table, ("text",)], [table, ("text",)]]]
+
+
+class Later:
+    """Columns that get their types late: rows before 40 have none. `kind` is what the others have."""
+
+    def __init__(self, kind: Any) -> None:
+        self.kind = kind
+
+    def __call__(self, outputs: Any, batch: Any) -> dict[str, Any]:
+        numbers = batch["number"].tolist()
+        return {
+            "number": numbers,
+            "later": [None if number < 40 else "s" for number in numbers],
+            "empty": [[] if number < 40 else [number] for number in numbers],
+            "wider": [number if number < 40 else self.kind(number) for number in numbers],
+        }
+
+
+def typed_late(output: Any, batch: Any) -> dict[str, Any]:
+    made = Later("n{}".format)(output, batch)
+    return {"later": pa.array(made["later"], pa.string()), "wider": made["wider"]}
+
+
+class Numbered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+
+    def forward(self, number: torch.Tensor) -> torch.Tensor:
+        return self.layer(number[:, None].float())
+
+
+def run_late(output: str | None, fn: Any) -> Any:
+    module = shard_module(Numbered(), init_mesh("cpu"))
+    rows = [{"number": number, "key": None if number < 40 else f"{number}"} for number in range(NUM_ROWS)]
+    plan = PredictPlan(SequenceRows(rows), batch_size=4, rows_per_file=60, fn=fn, keys=("key",), output=output)
+    prediction = Prediction(plan, torch.device("cpu"), module=module)
+    try:
+        while not prediction.is_over:
+            prediction.steps(module, 99)
+        return [table for _, table in prediction.finished]
+    except DataError as error:
+        return str(error)
+    finally:
+        prediction.close()
+
+
+def test_types_hold_the_values_of_all_batches() -> None:
+    (table,) = run_ranks(1, run_late, None, Later(float))[0]
+    kinds = {"key": "string", "later": "string", "empty": "list<item: int64>", "wider": "double"}
+    assert {name: str(table.schema.field(name).type) for name in kinds} == kinds
+    assert table["key"].to_pylist() == [None if number < 40 else f"{number}" for number in range(NUM_ROWS)]
+    assert table["empty"].to_pylist() == [[] if number < 40 else [number] for number in range(NUM_ROWS)]
+    assert re.search(
+        r"fn=Later: no one type holds .*Field wider has incompatible types: int64 vs string",
+        run_ranks(1, run_late, None, Later(str))[0],
+    )
+
+
+def test_a_column_of_a_file_has_a_type_at_once(tmp_path: Path) -> None:
+    """On all ranks, before a file is written; and the data's own have the types of all rows."""
+    for error in run_ranks(2, run_late, str(tmp_path / "out"), Later(float)):
+        assert re.search(r"the column 'later' of fn=Later has only None .*: return a tensor, a NumPy array", error)
+    assert os.listdir(tmp_path / "out") == ["_predict.json"]
+    (error,) = run_ranks(1, run_late, str(tmp_path / "typed"), typed_late)
+    what = "the column 'wider' of fn=typed_late holds string, and its type is int64, that of the first batches"
+    assert what in error
 
 
 def test_last_position_is_the_last_that_is_not_padding() -> None:

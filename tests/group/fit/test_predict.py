@@ -106,7 +106,7 @@ def test_data_is_taken_as_fit_takes_it(
         rows,
         {"id": [row["id"] for row in rows], "input": inputs},
         parquet,
-        ray.data.from_arrow(list(pq.read_table(parquet).to_batches(max_chunksize=9)) and pq.read_table(parquet)),
+        ray.data.from_arrow([pq.read_table(parquet).slice(*one) for one in ((0, 1), (1, 0), (1, 29), (30, 20))]),
         datasets.Dataset.from_parquet(str(parquet), cache_dir=str(parquet.parent)),
     ]
     for data in kinds:
@@ -161,7 +161,8 @@ def test_what_is_no_column_is_refused_with_its_name(group: ShardedModelGroup, pa
         (lambda outputs: {"a": outputs[:1]}, "returned 1 values as 'a' for a batch of 4 rows"),
         ({"a": 1.5}, "returned a float as 'a'"),
         (lambda outputs: {"id": outputs}, "returned the column 'id', which keys= names"),
-        (lambda outputs: {"a": [object()] * len(outputs)}, "the column 'a' cannot be written"),
+        (lambda outputs: {"a": outputs.sum()}, "returned a 0-dim Tensor as 'a'"),
+        (lambda outputs: {"a": [object()] * len(outputs)}, r"the column 'a' of fn=returning.\S+ cannot be written"),
         (lambda outputs: 1 / 0, r"raised ZeroDivisionError: division by zero \(among rows (0 to 24|25 to 49)\)"),
     ):
         with pytest.raises(DataError, match=message):
@@ -175,6 +176,10 @@ def test_bad_arguments_are_refused(group: ShardedModelGroup, parquet: Path, tmp_
     (tmp_path / "other.txt").write_text("not ours")
     cases: tuple[tuple[dict[str, Any], str], ...] = (
         ({"batch_size": 0}, "batch_size"),
+        ({"keys": "id"}, r"keys='id': give a list of names, keys=\['id'\]"),
+        ({"columns": "input"}, r"columns='input': give a list of names, columns=\['input'\]"),
+        ({"keys": ["logits"]}, "without fn=, the result's column 'logits' is the model's: omit it, or give fn="),
+        ({"keys": ["generated"], "generate_kwargs": {}}, "the result's column 'generated' is the model's"),
         ({"sort_by": "size"}, "sort_by='size': give 'length'"),
         ({"resume": True}, "give their directory, output="),
         ({"data": lambda: iter(())}, "an iterable .*predict needs rows with numbers"),
@@ -203,7 +208,7 @@ def test_an_interrupted_run_continues(
     while len(list(output.glob("*.parquet"))) < 3:
         time.sleep(0.01)
     assert group.forward(Split(inputs[:2])).shape == (2, 4)
-    with pytest.raises(GroupError, match="zero_grad is refused while predict runs"):
+    with pytest.raises(GroupError, match="zero_grad is refused while predict runs: its rows would come from different"):
         group.zero_grad()
     with pytest.raises(GroupError, match="predict already runs on it"):
         group.predict(parquet, **options)
@@ -214,7 +219,7 @@ def test_an_interrupted_run_continues(
     cases: tuple[tuple[dict[str, Any], str], ...] = (
         ({}, r"holds rows of an earlier predict \(50 in all\): resume=True continues it"),
         ({"resume": True, "keys": []}, r"had keys=\['id'\], and this one has \[\]"),
-        ({"resume": True, "data": [{"input": [0.0] * 8, "id": ""}] * NUM_ROWS}, "had first_row_sha256="),
+        ({"resume": True, "data": [{"input": [0.0] * 8, "id": ""}] * NUM_ROWS}, "the first row that is read differs"),
         ({"resume": True, "data": [{"input": [0.0] * 8, "id": ""}]}, "had num_rows=50, and this one has 1"),
         ({"resume": True, "fn": doubled()}, r"had fn='slow.<locals>.fn', and this one has 'doubled"),
     )
@@ -305,10 +310,25 @@ def test_what_a_restart_would_lose_is_refused(restarting: ShardedModelGroup, par
         restarting.predict(parquet, **options)
     restarting.set_optimizer(torch.optim.SGD, lr=0.1)
     restarting.train_step(Split(torch.ones(4, 8)), loss=loss)
-    with pytest.raises(ValueError, match=r"would be computed with other weights\. Save"):
+    with pytest.raises(ValueError, match=r"or got weights by copy_to, .* computed with other weights\. Save"):
         restarting.predict(parquet, **options)
     restarting.save(tmp_path / "save")
     assert restarting.predict(parquet, output=tmp_path / "out", **options).num_rows == NUM_ROWS
+
+
+def test_a_dataset_has_types_that_hold_all_rows(restarting: ShardedModelGroup) -> None:
+    """Though the tables of the ranks, which it is made of, have their own."""
+
+    def fn(outputs: torch.Tensor, batch: Any) -> dict[str, Any]:
+        numbers = batch["input"][:, 0].tolist()
+        return {"some": [None if one < 40 else int(one) for one in numbers], "wide": outputs.repeat(1, 20)}
+
+    data = {"input": torch.arange(float(NUM_ROWS)).repeat(8, 1).T}
+    dataset = restarting.predict(data, batch_size=4, rows_per_file=4, fn=fn, progress=False)
+    tables = ray.get(dataset.to_arrow_refs())
+    assert {str(table.schema.field("some").type) for table in tables} == {"int64"}
+    found = pa.concat_tables(tables)["some"].to_pylist()
+    assert found == [None if number < 40 else number for number in range(NUM_ROWS)]
 
 
 @pytest.mark.full
