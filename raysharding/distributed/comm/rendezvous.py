@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,28 +79,39 @@ def listen(host: str, port_range: tuple[int, int] | None = None, *, rank: int | 
     raise RendezvousError(message, missing_ranks=missing)
 
 
-def check_reachable(store: Store, rank: int, addresses: Sequence[Address], timeout_s: float) -> None:
-    """Connect to each other node once, and exchange the results through the store; collective.
+def check_reachable(
+    exchange: Callable[[dict[str, str]], Sequence[dict[str, str]]],
+    rank: int,
+    addresses: Sequence[Address],
+    timeout_s: float,
+) -> None:
+    """Connect to each other node once, and exchange the results; collective.
 
     Args:
-        store: Store of the group.
+        exchange: Gives the values of all ranks, by rank; collective.
         rank: This rank.
         addresses: (host, port) on which each rank listens, in rank order.
-        timeout_s: Longest time of the call.
+        timeout_s: Longest time to connect is half of it.
 
     Raises:
         RendezvousError: On every rank, if one node cannot connect to another.
     """
     targets = _ports(addresses)
     del targets[addresses[rank][0]]
-    unreachable = _unreachable(targets, min(_LONGEST_S, timeout_s / 2))
-    store.set(f"unreachable/{rank}", json.dumps(unreachable))
-    keys = [f"unreachable/{other}" for other in range(len(addresses))]
-    # Each rank sets its key within `_LONGEST_S`, or has died, which the driver notices.
-    store.wait(keys, timedelta(seconds=timeout_s))
-    found = {addresses[other][0]: json.loads(said) for other, said in enumerate(store.multi_get(keys))}
+    # Each rank says what it found within `_LONGEST_S`, or has died, which the driver notices.
+    said = exchange(_unreachable(targets, min(_LONGEST_S, timeout_s / 2)))
+    found = {addresses[other][0]: unreachable for other, unreachable in enumerate(said)}
     if any(found.values()):
         raise _error(found, addresses)
+
+
+def _exchange_unreachable(
+    store: Store, rank: int, world_size: int, timeout_s: float, unreachable: dict[str, str]
+) -> list[dict[str, str]]:
+    store.set(f"unreachable/{rank}", json.dumps(unreachable))
+    keys = [f"unreachable/{other}" for other in range(world_size)]
+    store.wait(keys, timedelta(seconds=timeout_s))
+    return [json.loads(said) for said in store.multi_get(keys)]
 
 
 def _ports(addresses: Sequence[Address]) -> dict[str, int]:
@@ -233,7 +245,8 @@ def join_process_group(
     store.set_timeout(timedelta(seconds=rendezvous_s))
     with listen_as_gloo(rank, node_ip) as listener:
         addresses = _await_ranks(store, address, rank, world_size, listener.getsockname(), rendezvous_s)
-        check_reachable(store, rank, addresses, max(1.0, until - time.monotonic()))
+        left_s = max(1.0, until - time.monotonic())
+        check_reachable(partial(_exchange_unreachable, store, rank, world_size, left_s), rank, addresses, left_s)
     on_accelerator = is_accelerator(device)
     try:
         with nullcontext() if on_accelerator else nobody_connects_later():

@@ -34,8 +34,11 @@ T = TypeVar("T")
 
 _POLL_S = 0.5
 """Longest time in seconds until a rank that waits in the store sees `stop`."""
-_MEET_S = 15.0
-"""Longest time for ranks that are all there to connect. What waits for them then, in torch, `stop` does not end."""
+_STORE_S = 15.0
+"""Longest time to reach the store, in seconds."""
+_MEET_S, _MEET_RANK_S = 5.0, 0.1
+"""Longest time in seconds for ranks that are all there to connect, and for each rank. `stop` does not end that wait,
+which is in torch: it is for a rank that dies in this moment."""
 _TRY_S = 3.0
 """Longest time in seconds of one try to reach the store."""
 _TAG = 0
@@ -80,15 +83,15 @@ class SpanningGroup:
             PeerLostError: A rank did not arrive before `until`.
             RendezvousError: The store cannot be reached, or nodes cannot connect to each other.
         """
-        self._store = store = PrefixStore(f"{self._address.prefix}/{self._name}", self._connect(node_ip))
+        self._store = PrefixStore(f"{self._address.prefix}/{self._name}", self._connect(node_ip))
         with listen_as_gloo(self.rank, node_ip) as listener:
             addresses = [(host, port) for host, port in self.exchange(listener.getsockname()[:2])]
-            self._attempt(lambda: check_reachable(store, self.rank, addresses, min(_MEET_S, self.left_s)))
+            check_reachable(self.exchange, self.rank, addresses, min(_STORE_S, self.left_s))
         before = set(connections())
         let_gloo_end()
         with nobody_connects_later():
             store = PrefixStore("gloo", self._store)
-            meet = timedelta(seconds=min(_MEET_S, self.left_s))
+            meet = timedelta(seconds=min(_MEET_S + self.world_size * _MEET_RANK_S, self.left_s))
             self._gloo = self._attempt(lambda: ProcessGroupGloo(store, self.rank, self.world_size, meet))
         found = [one for one in connections() if one not in before]
         every = [[((a, b), (c, d)) for (a, b), (c, d) in some] for some in self.exchange(found)]
@@ -96,7 +99,7 @@ class SpanningGroup:
 
     def _connect(self, node_ip: str) -> Store:
         """Connect to the store, which listens already: in tries that are short, because `stop` ends none of them."""
-        last = time.monotonic() + min(_MEET_S, self.left_s) - _TRY_S
+        last = time.monotonic() + min(_STORE_S, self.left_s) - _TRY_S
         while True:
             try:
                 return connect_store(self._address, self.rank, node_ip, min(_TRY_S, self.left_s))
