@@ -263,7 +263,6 @@ class Worker:
                 if copy.is_stopped:
                     self._forget_copy(spec.token)
             if not spec.is_source:
-                self.status.whole = True
                 self.trainer.drop_gradients()
             return figures
 

@@ -105,13 +105,11 @@ def check_reachable(
         raise _error(found, addresses)
 
 
-def _exchange_unreachable(
-    store: Store, rank: int, world_size: int, timeout_s: float, unreachable: dict[str, str]
-) -> list[dict[str, str]]:
-    store.set(f"unreachable/{rank}", json.dumps(unreachable))
-    keys = [f"unreachable/{other}" for other in range(world_size)]
-    store.wait(keys, timedelta(seconds=timeout_s))
-    return [json.loads(said) for said in store.multi_get(keys)]
+def _exchange(store: Store, keys: Sequence[str], rank: int, timeout_s: float, value: Any) -> list[Any]:
+    """Set this rank's key to a JSON value, wait for the keys of all ranks, and return their values; collective."""
+    store.set(keys[rank], json.dumps(value))
+    store.wait(list(keys), timedelta(seconds=timeout_s))
+    return [json.loads(said) for said in store.multi_get(list(keys))]
 
 
 def _ports(addresses: Sequence[Address]) -> dict[str, int]:
@@ -246,7 +244,8 @@ def join_process_group(
     with listen_as_gloo(rank, node_ip) as listener:
         addresses = _await_ranks(store, address, rank, world_size, listener.getsockname(), rendezvous_s)
         left_s = max(1.0, until - time.monotonic())
-        check_reachable(partial(_exchange_unreachable, store, rank, world_size, left_s), rank, addresses, left_s)
+        keys = [f"unreachable/{other}" for other in range(world_size)]
+        check_reachable(partial(_exchange, store, keys, rank, left_s), rank, addresses, left_s)
     on_accelerator = is_accelerator(device)
     try:
         with nullcontext() if on_accelerator else nobody_connects_later():
@@ -326,9 +325,7 @@ def _await_ranks(
     keys = [f"arrived/{other}" for other in range(world_size)]
     where = f"{address.host}:{address.port}"
     try:
-        store.set(keys[rank], json.dumps(listens_at[:2]))
-        store.wait(keys, timedelta(seconds=rendezvous_s))
-        return [(host, port) for host, port in map(json.loads, store.multi_get(keys))]
+        return [(host, port) for host, port in _exchange(store, keys, rank, rendezvous_s, listens_at[:2])]
     except dist.DistStoreError as error:
         missing = [other for other, key in enumerate(keys) if not store.check([key])]
         named = ", ".join(map(str, missing))

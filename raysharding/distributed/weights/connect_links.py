@@ -21,22 +21,21 @@ _ALIGNMENT = 64
 def connect_links(
     span: SpanningGroup,
     plan: CopyPlan,
-    num_sources: int,
     hosts: tuple[Sequence[object], Sequence[object]],
     device: torch.device | None,
 ) -> dict[Pair, Link]:
     """Make a link for each pair of this rank; collective over the spanning group.
 
     Args:
-        span: The spanning group; ranks of the source come first in it.
+        span: The spanning group.
         plan: The plan.
-        num_sources: Ranks of the source.
         hosts: See `plan_copy`.
         device: Device that sends and receives by itself; `None` for host memory.
 
     Returns:
         Pair → link. Memory: two slots a pair, on the source for shared memory; at most two buckets a rank.
     """
+    num_sources = span.sizes[0]
     is_source = span.rank < num_sources
     near = [pair for pair in plan.buckets if device is None and hosts[0][pair[0]] == hosts[1][pair[1]]]
     areas = _areas(plan, near) if is_source else {}

@@ -26,7 +26,6 @@ from raysharding.distributed.comm import (
     is_accelerator,
 )
 from raysharding.distributed.fully_shard import (
-    local_tensor,
     mark_recovery,
     message_device,
     reshard,
@@ -58,7 +57,6 @@ class WeightCopy:
         self._is_source = spec.is_source
         self._rank = rank
         self._node_ip = node_ip
-        self._num_sources = spec.num_sources
         number = rank if spec.is_source else spec.num_sources + rank
         self._span = SpanningGroup(spec.address, f"copy/{spec.key}", number, (spec.num_sources, spec.num_targets))
         self._is_joined = False
@@ -101,7 +99,7 @@ class WeightCopy:
         Raises:
             PlanError: On all ranks of both groups: the modules do not fit together. Nothing has changed.
             RendezvousError: On all ranks of a group: the groups cannot connect. Nothing has changed.
-            RuntimeError: On all ranks of the target: the copy failed; see the note.
+            RuntimeError: On all ranks of a group: the copy failed; see the note.
         """
         begun, peak = time.monotonic(), MemoryPeak(message_device(module))
         self._has_written = self._is_planned = False
@@ -111,7 +109,7 @@ class WeightCopy:
         if self._is_source and spec.merge:
             error = self._gather_adapters(module, error)
         error = error or self._attempt(lambda: self._stream(module, progress, peak))
-        lost = self._agree_in_source(error) if self._is_source else self._agree_in_target(module, error)
+        lost = self._agree_in_source(error) if self._is_source else self._agree_in_target(error)
         self._shards = None  # staged weights, adapters
         seconds = time.monotonic() - begun
         figures = {"is_planned": self._is_planned, "plan_s": plan_s, "seconds": seconds, "host_bytes": peak.host_bytes}
@@ -141,17 +139,15 @@ class WeightCopy:
             self._span.until = min(until, time.monotonic() + spec.rendezvous_s)
             self._span.join(self._node_ip)
             self._is_joined, self._span.until = True, until
-        described = self._describe(module, spec)
+        described, tensors = self._describe(module, spec)
         # Every rank of both groups calls this first: none sends before all are in the call.
         self._is_planned = self._span.any_rank(described != self._own_layout)
         if self._is_planned:
             self._plan_anew(module, spec, described)
         assert self._plan is not None, "made now, or before"
         assert self._layout is not None, "with the plan"
-        tensors, names = self._tensors(module, spec)
-        of_name = {names.get(fqn, fqn): tensor for fqn, tensor in tensors.items()}
         staged = spec.staged and not self._is_source
-        self._shards = PlanShards(self._plan, self._layout, of_name, staged=staged)
+        self._shards = PlanShards(self._plan, self._layout, tensors, staged=staged)
 
     def _plan_anew(self, module: nn.Module, spec: CopySpec, described: dict[str, Any]) -> None:
         """Exchange layouts, plan, and connect the pairs; collective over both groups.
@@ -166,10 +162,9 @@ class WeightCopy:
             "model": described if self._rank == 0 or "problem" in described else None,
         }
         every = self._span.exchange(about)
-        sources, targets = every[: self._num_sources], every[self._num_sources :]
-        _check([one["model"] for one in every if one["model"] is not None], spec.merge)
-        source, target = (ModelLayout.from_json(some[0]["model"]["layout"]) for some in (sources, targets))
-        hosts = [one["host"] for one in sources], [one["host"] for one in targets]
+        source, target = _checked([one["model"] for one in every if one["model"] is not None], spec.merge)
+        all_hosts = [one["host"] for one in every]
+        hosts = all_hosts[: spec.num_sources], all_hosts[spec.num_sources :]
         of = (self._rank, None) if self._is_source else (None, self._rank)
         self._plan = plan_copy(source, target, hosts, spec.bucket_bytes, of)
         self._layout = source if self._is_source else target
@@ -179,16 +174,20 @@ class WeightCopy:
             # Backends of accelerators refuse two ranks on one device; groups that share devices pass host memory.
             device = message_device(module)
             self._span.add_device(device)
-        self._links = connect_links(self._span, self._plan, self._num_sources, hosts, device)
+        self._links = connect_links(self._span, self._plan, hosts, device)
 
-    def _describe(self, module: nn.Module, spec: CopySpec) -> dict[str, Any]:
-        """Return as JSON what the other group must know, or why this group's tensors cannot be copied."""
+    def _describe(self, module: nn.Module, spec: CopySpec) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """Return as JSON what the other group must know, or why this group's tensors cannot be copied; and the tensors.
+
+        The tensors have the names that both groups use.
+        """
         try:
             tensors, names = self._tensors(module, spec)
             layout = ModelLayout.of(tensors, names)
-        except (ValueError, PlanError) as error:
-            return {"problem": str(error), "is_source": self._is_source}
-        return {"layout": layout.to_json(), "adapters": adapter_scale(module), "is_source": self._is_source}
+        except ValueError as error:
+            return {"problem": str(error), "is_source": self._is_source}, {}
+        described = {"layout": layout.to_json(), "adapters": adapter_scale(module), "is_source": self._is_source}
+        return described, {names.get(fqn, fqn): tensor for fqn, tensor in tensors.items()}
 
     def _tensors(self, module: nn.Module, spec: CopySpec) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """Return the tensors of this side by FQN, and other names that they have for the other group."""
@@ -251,7 +250,7 @@ class WeightCopy:
             if later < len(buckets):
                 link.expect(later, bucket_bytes(buckets[later]))
         slot = link.take(index, bucket_bytes(buckets[index]))
-        self._has_written = self._has_written or not shards.staged
+        self._has_written = self._has_written or not shards.is_staged
         for segment in buckets[index]:
             shards.values(segment).copy_(shards.in_slot(slot, segment))
         link.release(index)
@@ -279,7 +278,7 @@ class WeightCopy:
             raise failure from (None if isinstance(error, PeerLostError) else error)
         return found[0] if found else None
 
-    def _agree_in_target(self, module: nn.Module, error: Exception | None) -> str | None:
+    def _agree_in_target(self, error: Exception | None) -> str | None:
         """Take the weights if every rank has received its own, and tell the source; else raise on every rank.
 
         Returns:
@@ -303,10 +302,8 @@ class WeightCopy:
             is_mixed = any(one["has_written"] for one in outcomes)
             cause = None if isinstance(error, PeerLostError) else error
             raise _failure(is_mixed, reasons) from cause
-        own = {fqn: local_tensor(tensor).view(-1) for fqn, tensor in model_contents(module)[0].items()}
         assert self._shards is not None, "prepared, as there was no error"
-        for fqn, values in self._shards.staged.items():
-            own[fqn].copy_(values)
+        self._shards.take_staged()
         lost = self._finish()
         if lost is not None:
             self.stop()
@@ -345,8 +342,8 @@ def _device_of(module: nn.Module) -> list[str] | None:
     return None if found is None else [device.type, *host_identity(), found]
 
 
-def _check(models: list[dict[str, Any]], merge: bool) -> None:
-    """Check that two groups fit together, from the same JSON on every rank of both, so that all raise or none.
+def _checked(models: list[dict[str, Any]], merge: bool) -> tuple[ModelLayout, ModelLayout]:
+    """Return the layouts of source and target, from the same JSON on every rank of both: all raise, or none.
 
     Raises:
         PlanError: With everything that does not fit.
@@ -355,8 +352,8 @@ def _check(models: list[dict[str, Any]], merge: bool) -> None:
         f"{'the source' if one['is_source'] else 'the target'}: {one['problem']}" for one in models if "problem" in one
     ]
     if not problems:
-        source, target = models
-        mine, theirs = source["adapters"], target["adapters"]
+        mine, theirs = (one["adapters"] for one in models)
+        source, target = (ModelLayout.from_json(one["layout"]) for one in models)
         if mine is not None and theirs is None and not merge:
             problems = ["the source has LoRA adapters, the target none: give merge=True to merge them on the way"]
         elif theirs is not None and (mine is None or merge):
@@ -365,10 +362,10 @@ def _check(models: list[dict[str, Any]], merge: bool) -> None:
         elif mine != theirs and not merge:
             problems = [f"the adapters have another scale: {mine} in the source, {theirs} in the target"]
         else:
-            layouts = [ModelLayout.from_json(one["layout"]) for one in (source, target)]
-            problems = list(differences(*layouts))
+            problems = list(differences(source, target))
     if problems:
         raise PlanError("the groups hold different models:", problems=problems)
+    return source, target
 
 
 def _failure(is_mixed: bool, reasons: list[str]) -> RuntimeError:

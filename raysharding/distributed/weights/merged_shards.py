@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from raysharding.distributed.fully_shard import TensorLayout, local_tensor, message_device
+from raysharding.distributed.fully_shard import message_device
 from raysharding.distributed.transfer import gather_tensors, saved_tensors
 from raysharding.models import AdapterMerge, adapter_merges
 
@@ -20,16 +20,12 @@ class MergedShards:
 
     Args:
         module: The module with adapters. It is not changed.
-        layouts: FQN → layout of the tensors to read.
         num_reads: FQN → how often this rank will read the tensor.
         timeout_s: Longest wait for one round of the gather, in seconds.
     """
 
-    def __init__(
-        self, module: nn.Module, layouts: Mapping[str, TensorLayout], num_reads: Mapping[str, int], timeout_s: float
-    ) -> None:
+    def __init__(self, module: nn.Module, num_reads: Mapping[str, int], timeout_s: float) -> None:
         self._merges: Mapping[str, AdapterMerge] = adapter_merges(module)
-        self._layouts = layouts
         self._left = dict(num_reads)
         self._merged: dict[str, torch.Tensor] = {}
         tensors = saved_tensors(module)
@@ -38,28 +34,27 @@ class MergedShards:
         every = range(torch.distributed.get_world_size())
         self._factors = gather_tensors(factors, every, message_device(module), timeout_s=timeout_s)
 
-    def read(self, fqn: str, tensor: torch.Tensor, shard_index: int) -> torch.Tensor:
+    def read(self, fqn: str, local: torch.Tensor, first: int) -> torch.Tensor:
         """Return this rank's flattened shard of a tensor, merged if the adapters change it.
 
         Args:
             fqn: FQN of the tensor.
-            tensor: The tensor of the module.
-            shard_index: Index of this rank's shard.
+            local: The flattened shard.
+            first: Its first element, in the flattened tensor.
         """
         if fqn not in self._merges:
-            return local_tensor(tensor).view(-1)
+            return local
         merged = self._merged.pop(fqn, None)
         if merged is None:
-            merged = self._merge(fqn, tensor, shard_index)
+            merged = self._merge(self._merges[fqn], local, first)
         self._left[fqn] -= 1
         if self._left[fqn]:
             self._merged[fqn] = merged
         return merged
 
-    def _merge(self, fqn: str, tensor: torch.Tensor, shard_index: int) -> torch.Tensor:
-        merge, local = self._merges[fqn], local_tensor(tensor).view(-1)
-        first, last = self._layouts[fqn].local_range(shard_index)
+    def _merge(self, merge: AdapterMerge, local: torch.Tensor, first: int) -> torch.Tensor:
         factors = {name: self._factors[name].to(local.device) for name in merge.factors}
         merged = local.clone()
-        merged += merge.delta(factors).reshape(-1)[first:last]  # in place: the base weight's dtype stays, as in peft
+        # In place: the base weight's dtype stays, as in peft.
+        merged += merge.delta(factors).reshape(-1)[first : first + local.numel()]
         return merged

@@ -23,37 +23,38 @@ class PlanShards:
         self, plan: CopyPlan, layout: ModelLayout, tensors: Mapping[str, torch.Tensor], *, staged: bool
     ) -> None:
         self._plan = plan
-        self._layouts = layout.tensors
-        self._tensors = [tensors[name] for name in plan.names]
-        self._indices = [shard_index_of(one) if isinstance(one, DTensor) else 0 for one in self._tensors]
         layouts = [layout.tensors[name] for name in plan.names]
-        self._first = [one.local_range(index)[0] for one, index in zip(layouts, self._indices, strict=True)]
-        self._flat = [local_tensor(tensor).view(-1) for tensor in self._tensors]
+        held = [tensors[name] for name in plan.names]
+        indices = [shard_index_of(one) if isinstance(one, DTensor) else 0 for one in held]
+        self._fqns = [one.fqn for one in layouts]
+        self._first = [one.local_range(index)[0] for one, index in zip(layouts, indices, strict=True)]
+        self._live = [local_tensor(tensor).view(-1) for tensor in held]
+        self._flat = [torch.empty_like(values) for values in self._live] if staged else self._live
         self._merged: MergedShards | None = None
-        self.staged: dict[str, torch.Tensor] = {}
-        if staged:
-            self._flat = [torch.empty_like(values) for values in self._flat]
-            self.staged = dict(zip((one.fqn for one in layouts), self._flat, strict=True))
+        self.is_staged = staged
+        """True if values are copies, until `take_staged`."""
 
     def merge(self, module: nn.Module, timeout_s: float) -> None:
         """Merge LoRA adapters into the values that are read from now on; collective over the own group."""
         reads = Counter(
-            self._layouts[self._plan.names[segment.tensor]].fqn
+            self._fqns[segment.tensor]
             for buckets in self._plan.buckets.values()
             for bucket in buckets
             for segment in bucket
         )
-        by_fqn = {one.fqn: one for one in self._layouts.values()}
-        self._merged = MergedShards(module, by_fqn, reads, timeout_s)
+        self._merged = MergedShards(module, reads, timeout_s)
+
+    def take_staged(self) -> None:
+        """Copy staged values into the module."""
+        for live, values in zip(self._live, self._flat, strict=True) if self.is_staged else ():
+            live.copy_(values)
 
     def values(self, segment: Segment) -> torch.Tensor:
         """Return the elements of a segment, 1-D, in this group's dtype."""
         number = segment.tensor
-        flat = self._flat[number]
+        flat, first = self._flat[number], self._first[number]
         if self._merged is not None:
-            fqn = self._layouts[self._plan.names[number]].fqn
-            flat = self._merged.read(fqn, self._tensors[number], self._indices[number])
-        first = self._first[number]
+            flat = self._merged.read(self._fqns[number], flat, first)
         return flat[segment.start - first : segment.stop - first]
 
     def in_slot(self, slot: torch.Tensor, segment: Segment) -> torch.Tensor:
