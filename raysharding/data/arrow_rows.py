@@ -156,7 +156,7 @@ def unify_schemas(schemas: Sequence[Any], maker: str = "the data") -> Any:
 
 
 def has_unknown_type(kind: Any) -> bool:
-    """Return whether a pyarrow type was made from `None` or empty lists alone, at any depth."""
+    """Return True if a pyarrow type was made from `None` or empty lists alone, at any depth."""
     import pyarrow as arrow
 
     types = arrow.types
@@ -250,14 +250,15 @@ def cast_table(table: Any, schema: Any, named: Callable[[str], str] = _named) ->
     table = same_columns(table, schema)
     if table.schema.equals(schema):
         return table
+    columns = []
     for field in schema:
         try:
-            table[field.name].cast(field.type)
+            columns.append(table[field.name].cast(field.type))
         except arrow.ArrowException as error:
             held = table.schema.field(field.name).type
             what = f"{named(field.name)} holds {held}, and its type is {field.type}, that of the first batches"
             raise DataError(f"{what}: give values of one type ({str(error).strip()})") from error
-    return table.cast(schema)
+    return arrow.table(columns, schema=schema)
 
 
 def join_tables(tables: Sequence[Any]) -> Any:

@@ -31,7 +31,7 @@ RECORD_NAME: Final = "_predict.json"
 FIRST_ROW: Final = "first_row_sha256"
 """Entry of the record: digest of the first row of the data."""
 _COUNTS: Final = ("num_rows", "num_parts")
-_TEMPORARY: Final = ".part-"
+_TEMPORARY: Final = (".part-", f".{RECORD_NAME}.")
 _GROUP_ROWS: Final = 4096
 _GROUP_BYTES: Final = 16 << 20
 

@@ -16,7 +16,8 @@ class MergedShards:
     """Merged shards, made when they are first read, and dropped after their last read.
 
     The adapters are gathered on every rank when this is made (collective); they are small. A delta is made whole, by
-    peft, and cut: so merged weights are peft's, bit for bit. Memory: the adapters, and a full weight's delta.
+    peft, and cut: so merged weights are peft's, bit for bit. Memory: the adapters, a full weight's delta, and the
+    merged shards that this rank has sent to some ranks of the target and not yet to others.
 
     Args:
         module: The module with adapters. It is not changed.
