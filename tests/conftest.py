@@ -15,7 +15,7 @@ import pytest
 import ray
 import torch
 from _pytest.runner import runtestprotocol
-from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from safetensors.torch import save_file
 from torch import nn
 
@@ -153,12 +153,16 @@ def room_for(num_cpus: float) -> Iterator[None]:
 
 @pytest.fixture
 def nothing_left(cluster: None) -> Iterator[None]:
-    """Fail a test whose ranks or placement groups are still there 10 s after it."""
+    """Fail a test whose ranks or placement groups are still there 10 s after it, and remove them for later tests."""
     pids, groups = rank_processes(), placement_groups()
     yield
     until = now() + RELEASE_S
     while (left := (rank_processes() - pids, placement_groups() - groups)) != (set(), set()):
-        assert now() < until, f"left on the cluster: {[_describe(pid) for pid in left[0]]}, {left[1]}"
+        if now() > until:
+            said = f"left on the cluster: {[_describe(pid) for pid in left[0]]}, {left[1]}"
+            for found in left[1]:  # its actors end with it
+                remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(found))))
+            pytest.fail(said)
         time.sleep(0.05)
 
 

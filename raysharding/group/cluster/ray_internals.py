@@ -118,9 +118,9 @@ def dead_jobs() -> set[str]:
 
 
 @client_mode_wrap
-def has_started(actor: Any) -> bool:
-    """Return True if an actor's process is running, or Ray does not report its state."""
-    return state.actors(actor_id=actor._actor_id.hex()).get("State") in ("ALIVE", None)
+def is_starting(actor: Any) -> bool:
+    """Return True if an actor waits for its resources or its process; False when it is alive or dead."""
+    return state.actors(actor_id=actor._actor_id.hex()).get("State") in ("DEPENDENCIES_UNREADY", "PENDING_CREATION")
 
 
 def client_session() -> tuple[str, str] | None:

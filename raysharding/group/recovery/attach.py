@@ -13,6 +13,7 @@ earlier driver would have stopped the ranks, the new driver stops them.
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +29,7 @@ from raysharding.group.cluster import (
     actor_names,
     check_name,
     group_names,
-    has_started,
+    is_starting,
     join_existing,
     placement_groups,
     remove_orphans,
@@ -60,7 +61,7 @@ def attach(name: str, timeouts: Timeouts | None) -> RunningGroup:
     remove_orphans()
     answer_s = _ANSWER_S if timeouts is None else min(_ANSWER_S, timeouts.call_s)
     keeper = _find(name)
-    if not has_started(keeper):
+    if is_starting(keeper):
         raise _unfinished(name)
     record: GroupRecord | None = _ask(name, keeper, "record", answer_s)
     if record is None:
@@ -159,7 +160,8 @@ def _ask(name: str, keeper: Any, method: str, within_s: float) -> Any:
 def _remove(name: str, reason: str) -> GroupError:
     """Remove the actors and placement groups of a group that no driver can use, and return the error to raise."""
     for one in actor_names(name):
-        ray.kill(ray.get_actor(one, namespace=NAMESPACE), no_restart=True)
+        with suppress(ValueError):  # it has ended since
+            ray.kill(ray.get_actor(one, namespace=NAMESPACE), no_restart=True)
     for one in placement_groups(name):
         remove_placement_group(one)
     is_late = "does not answer" in reason

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 import warnings
 from importlib import import_module
 from pathlib import Path
@@ -16,7 +17,8 @@ import torch
 
 from raysharding import GroupBrokenError, Placement, PlacementError, ShardedModelGroup, Split, Timeouts
 from raysharding.checkpoint import open_checkpoint
-from raysharding.group.cluster import NAMESPACE, actor_name
+from raysharding.group.cluster import NAMESPACE, actor_name, actor_names
+from tests.clock import now
 from tests.conftest import make_mlp
 from tests.group.conftest import make_group
 
@@ -68,13 +70,29 @@ def test_replace_shuts_this_programs_group_down_first(checkpoint: Path, tmp_path
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("is_whole", [True, False])
-def test_replace_takes_over_what_another_driver_left(checkpoint: Path, is_whole: bool) -> None:
+@pytest.mark.parametrize("dies", ["no rank", "rank 0", "rank 0 as it is found"])
+def test_replace_takes_over_what_another_driver_left(
+    checkpoint: Path, dies: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = make_group(checkpoint, name="left")
     pids = [one.pid for one in first.ranks]
     first._supervisor.detach()  # what the end of a program does
-    if not is_whole:
+    module = import_module("raysharding.group.recovery.attach")
+    find = module._find
+
+    def find_and_lose(name: str) -> Any:
+        keeper = find(name)
         os.kill(pids[0], signal.SIGKILL)
+        until = now() + 20
+        while actor_name(name, 0) in actor_names(name):
+            assert now() < until
+            time.sleep(0.05)
+        return keeper
+
+    if dies == "rank 0":
+        os.kill(pids[0], signal.SIGKILL)
+    elif dies == "rank 0 as it is found":
+        monkeypatch.setattr(module, "_find", find_and_lose)
     with make_group(checkpoint, name="left", replace=True) as group:
         assert group.forward(Split(ROWS)).shape == (3, 4)
         assert {one.pid for one in group.ranks}.isdisjoint(pids)
