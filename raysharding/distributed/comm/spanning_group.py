@@ -15,6 +15,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -37,8 +38,9 @@ _POLL_S = 0.5
 _STORE_S = 15.0
 """Longest time to reach the store, in seconds."""
 _MEET_S, _MEET_RANK_S = 5.0, 0.1
-"""Longest time in seconds for ranks that are all there to connect, and for each rank. `stop` does not end that wait,
-which is in torch: it is for a rank that dies in this moment."""
+"""Longest time in seconds for ranks that are all there to connect, and for each rank: one may die in this moment."""
+_LOOK_S = 1e-3
+"""Pause between two looks whether they have connected, which takes milliseconds."""
 _TRY_S = 3.0
 """Longest time in seconds of one try to reach the store."""
 _TAG = 0
@@ -90,12 +92,33 @@ class SpanningGroup:
         before = set(connections())
         let_gloo_end()
         with nobody_connects_later():
-            store = PrefixStore("gloo", self._store)
-            meet = timedelta(seconds=min(_MEET_S + self.world_size * _MEET_RANK_S, self.left_s))
-            self._gloo = self._attempt(lambda: ProcessGroupGloo(store, self.rank, self.world_size, meet))
+            self._gloo = self._meet()
         found = [one for one in connections() if one not in before]
         every = [[((a, b), (c, d)) for (a, b), (c, d) in some] for some in self.exchange(found)]
         self._sockets = between(dict(enumerate(every)))[self.rank]
+
+    @waits_for_ranks
+    def _meet(self) -> Any:
+        """Return gloo's group, made on a thread that is left alone after `stop` or the deadline.
+
+        gloo waits five times its timeout for a rank that died after it had given its address, and nothing ends that.
+        """
+        store, made = PrefixStore("gloo", self._joined_store), Future[Any]()
+        limit_s = min(_MEET_S + self.world_size * _MEET_RANK_S, self.left_s)
+
+        def make() -> None:
+            try:
+                made.set_result(ProcessGroupGloo(store, self.rank, self.world_size, timedelta(seconds=limit_s)))
+            except RuntimeError as error:
+                made.set_exception(error)
+
+        threading.Thread(target=make, name="raysharding-meet", daemon=True).start()
+        until = time.monotonic() + limit_s
+        while not made.done() and not self._stopped.is_set():
+            if time.monotonic() >= until:
+                raise PeerLostError("did not answer in time")
+            time.sleep(_LOOK_S)
+        return self._attempt(made.result)
 
     def _connect(self, node_ip: str) -> Store:
         """Connect to the store, which listens already: in tries that are short, because `stop` ends none of them."""
