@@ -34,9 +34,12 @@ def join() -> dict[str, str]:
 
 
 def await_nodes(number: int) -> None:
-    """Wait until Ray knows so many nodes that are alive, and all their CPUs are free."""
+    """Wait until Ray knows so many nodes that are alive, and all their CPUs are free.
+
+    A node that was killed counts until Ray has given it up: another one at its address would answer for it.
+    """
     until = now() + 30
-    while sum(_is_free(node) for node in ray.nodes() if node["Alive"]) != number:
+    while len(alive := [node for node in ray.nodes() if node["Alive"]]) != number or not all(map(_is_free, alive)):
         assert now() < until, f"not {number} free nodes: {ray.nodes()}; free: {free_resources()}"
         time.sleep(0.1)
 
