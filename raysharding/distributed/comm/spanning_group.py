@@ -109,7 +109,7 @@ class SpanningGroup:
         def make() -> None:
             try:
                 made.set_result(ProcessGroupGloo(store, self.rank, self.world_size, timedelta(seconds=limit_s)))
-            except RuntimeError as error:
+            except Exception as error:  # noqa: BLE001 - raised below
                 made.set_exception(error)
 
         threading.Thread(target=make, name="raysharding-meet", daemon=True).start()

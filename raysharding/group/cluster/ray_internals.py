@@ -119,7 +119,7 @@ def dead_jobs() -> set[str]:
 
 @client_mode_wrap
 def is_starting(actor: Any) -> bool:
-    """Return True if an actor waits for its resources or its process; False when it is alive or dead."""
+    """Return True if an actor waits for its resources or its process; not if it is alive, dead or unknown."""
     return state.actors(actor_id=actor._actor_id.hex()).get("State") in ("DEPENDENCIES_UNREADY", "PENDING_CREATION")
 
 

@@ -70,7 +70,7 @@ def test_replace_shuts_this_programs_group_down_first(checkpoint: Path, tmp_path
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("dies", ["no rank", "rank 0", "rank 0 as it is found"])
+@pytest.mark.parametrize("dies", ["no rank", "rank 0", "rank 0 when found", "rank 0 when found, rank 1 when listed"])
 def test_replace_takes_over_what_another_driver_left(
     checkpoint: Path, dies: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,21 +78,27 @@ def test_replace_takes_over_what_another_driver_left(
     pids = [one.pid for one in first.ranks]
     first._supervisor.detach()  # what the end of a program does
     module = import_module("raysharding.group.recovery.attach")
-    find = module._find
 
-    def find_and_lose(name: str) -> Any:
-        keeper = find(name)
-        os.kill(pids[0], signal.SIGKILL)
-        until = now() + 20
-        while actor_name(name, 0) in actor_names(name):
-            assert now() < until
-            time.sleep(0.05)
-        return keeper
+    def losing(rank: int, function: Any) -> Any:
+        """Let a rank die once the function has returned."""
+
+        def wrapped(name: str) -> Any:
+            found = function(name)
+            os.kill(pids[rank], signal.SIGKILL)
+            until = now() + 20
+            while actor_name(name, rank) in actor_names(name):
+                assert now() < until
+                time.sleep(0.05)
+            if rank == 0 and "rank 1" in dies:
+                monkeypatch.setattr(module, "actor_names", losing(1, actor_names))
+            return found
+
+        return wrapped
 
     if dies == "rank 0":
         os.kill(pids[0], signal.SIGKILL)
-    elif dies == "rank 0 as it is found":
-        monkeypatch.setattr(module, "_find", find_and_lose)
+    elif dies != "no rank":
+        monkeypatch.setattr(module, "_find", losing(0, module._find))
     with make_group(checkpoint, name="left", replace=True) as group:
         assert group.forward(Split(ROWS)).shape == (3, 4)
         assert {one.pid for one in group.ranks}.isdisjoint(pids)
