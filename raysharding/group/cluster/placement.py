@@ -51,6 +51,7 @@ from raysharding.group.cluster.ray_internals import (
     is_infeasible,
     is_worker,
     may_grow,
+    stale_nodes,
 )
 
 Resources = Mapping[str, float]
@@ -349,11 +350,20 @@ def wait_placed(
             if infeasible or place_s is not None or limit_s == _GROW_S or not may_grow():
                 raise _placement_error(world_size, reservation.need, placement, limit_s, held, infeasible)
             limit_s = _GROW_S
-        if tells and now - told >= _TELL_S:
+        if now - told >= _TELL_S:
             told = now
-            cannot = f"; {_CANNOT_GROW}" if _is_infeasible(reservation, placement) else ""
-            tell(_waiting(reservation, world_size, placement, now - begun) + cannot)
+            _refresh_stale_nodes()
+            if tells:
+                cannot = f"; {_CANNOT_GROW}" if _is_infeasible(reservation, placement) else ""
+                tell(_waiting(reservation, world_size, placement, now - begun) + cannot)
         time.sleep(_PAUSE_S)  # in case the slice is shorter than Ray's resolution
+
+
+def _refresh_stale_nodes() -> None:
+    """Let each stale node report what is free, by a task that needs nothing: Ray would never place there."""
+    for node_id in stale_nodes():
+        there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        ray.remote(num_cpus=0, max_retries=0)(lambda: None).options(scheduling_strategy=there).remote()
 
 
 def _is_infeasible(reservation: Reservation, placement: Placement) -> bool:

@@ -112,6 +112,30 @@ def free_resources() -> Mapping[str, Mapping[str, float]]:
 
 
 @client_mode_wrap
+def stale_nodes() -> list[str]:
+    """Return the ids of the nodes that report more free resources than the GCS counts on; none if it does not answer.
+
+    The GCS takes what it is about to reserve from its count, and leaves it there if the node cannot be reached: seen
+    with Ray 2.60 where a node is back at its address and port, and the GCS has not connected anew. The count is mended
+    when the node reports a change, and an idle node has none to report.
+    """
+    # Imported here: behind `ray://` this function is pickled by value, which these types are not.
+    from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply, NodeStatus
+
+    try:
+        status = internal_kv_get_gcs_client().get_cluster_status(timeout_s=_STATUS_S)
+    except RpcError:
+        return []
+    counted: Mapping[str, Mapping[str, float]] = state.available_resources_per_node()
+    return [
+        node_id
+        for node in GetClusterStatusReply.FromString(status).cluster_resource_state.node_states
+        if node.status != NodeStatus.DEAD and (node_id := node.node_id.hex()) in counted
+        if any(counted[node_id].get(name, 0.0) < amount for name, amount in node.available_resources.items())
+    ]
+
+
+@client_mode_wrap
 def dead_jobs() -> set[str]:
     """Return the ids of the jobs whose drivers are dead."""
     return {job["JobID"] for job in state.jobs() if job["IsDead"]}
