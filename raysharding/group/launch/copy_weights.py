@@ -14,8 +14,8 @@ import ray
 from raysharding.distributed.comm import StoreAddress
 from raysharding.distributed.weights import CopyReport, CopySpec
 from raysharding.errors import GroupError
-from raysharding.group.calls import Call, Collect, collect_all
-from raysharding.group.supervision import IN_ORDER, Check, Client, GroupState, JointStart
+from raysharding.group.calls import IN_ORDER, Call, Collect, JointStart, collect_all
+from raysharding.group.supervision import Check, Client, GroupState
 from raysharding.units import MIB
 
 _ANSWER_S = 30.0

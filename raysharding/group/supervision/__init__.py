@@ -3,7 +3,6 @@
 from raysharding.group.supervision.client import Client
 from raysharding.group.supervision.failures import broken, judge, leaves_intact, resets_some, saw_raise
 from raysharding.group.supervision.group_state import GroupState
-from raysharding.group.supervision.joint_start import IN_ORDER, JointStart
 from raysharding.group.supervision.live_view import LiveView, Seen
 from raysharding.group.supervision.probes import probe_all, rank_statuses, read_log, read_stacks
 from raysharding.group.supervision.running_call import Check

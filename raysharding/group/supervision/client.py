@@ -11,11 +11,10 @@ import ray
 from raysharding.batch import RankBatch
 from raysharding.config import Timeouts
 from raysharding.errors import GroupBrokenError
-from raysharding.group.calls import Asking, BegunSave, Call, Collect, PendingSaves, collect_rank0
+from raysharding.group.calls import Asking, BegunSave, Call, Collect, JointStart, PendingSaves, collect_rank0
 from raysharding.group.ranks import Member, RankInfo
 from raysharding.group.rpc import Command, OutputMode, Packed, pack_batches, pack_same
 from raysharding.group.supervision.group_state import GroupState
-from raysharding.group.supervision.joint_start import JointStart
 from raysharding.group.supervision.running_call import Check, Continue, QueuedCall
 from raysharding.group.supervision.supervisor import Supervisor
 

@@ -11,12 +11,11 @@ from typing import TypeAlias
 
 from raysharding.distributed.comm import Connection
 from raysharding.errors import GroupError
-from raysharding.group.calls import Call, Sent
+from raysharding.group.calls import Call, JointStart, Sent
 from raysharding.group.cluster import ProcessSnapshot
 from raysharding.group.ranks import Member
 from raysharding.group.rpc import COMMAND_BYTES, Command, Packed, Stacks, StateChange, one_model
 from raysharding.group.supervision.failures import Observed, saw_hang, saw_stop
-from raysharding.group.supervision.joint_start import JointStart
 
 Continue: TypeAlias = Callable[[Sent], None]
 """Stores rank 0's value of one step of a call that takes several steps. Runs on the supervision thread."""

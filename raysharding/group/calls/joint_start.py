@@ -11,7 +11,7 @@ import threading
 from typing import Protocol
 
 from raysharding.errors import GroupError
-from raysharding.group.calls import Call
+from raysharding.group.calls.call import Call
 
 IN_ORDER = threading.Lock()
 """Held while a pair of calls is queued, which waits for nothing; see the note."""
