@@ -51,7 +51,10 @@ class Evaluation:
         """Open the data; collective. See `DistributedDataLoader` and `Fit`."""
         self._plan = plan
         functions = [*plan.metrics.values(), *([plan.loss] if plan.loss else [])]
-        known = None if module is None else known_arguments(module, functions)
+        known = None
+        if module is not None:
+            reshard(unwrapped(module))  # a call may have left a group inside a forward; batches leave none
+            known = known_arguments(module, functions)
         self.data_loader = DistributedDataLoader(plan.data, device, bounds=bounds, known=known)
         self._loss = Accumulation()
         # Sum and count of each metric, then rows: summed on each rank, and over the ranks by `values`.
@@ -101,7 +104,6 @@ class Evaluation:
 
     def _forward(self, module: nn.Module, batch: RankBatch) -> Any:
         """Run the model, record the loss, and return the output."""
-        reshard(module)
         if not self._plan.with_loss:
             return module(*batch.args, **batch.kwargs)
         seen: list[Any] = []

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.profiler import profile
 
 from raysharding.data import SequenceRows, Stream
 from raysharding.data.source import Columns
@@ -30,7 +31,7 @@ def hits(output: Any, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def evaluated(pair: Pair, plan: EvaluationPlan) -> dict[str, float]:
-    run = Evaluation(plan, current_device(device_type()))
+    run = Evaluation(plan, current_device(device_type()), module=pair.module)
     while run.step(pair.module):
         pass
     run.data_loader.close()
@@ -63,6 +64,23 @@ def equal_one_process() -> None:
 def test_loss_and_metrics_equal_one_process(device: str, world_size: int) -> None:
     pytest.importorskip("transformers")
     run_ranks(world_size, equal_one_process, device=device)
+
+
+def gather_the_root_once() -> None:
+    pair = Pair(CASES["llama"].build, "sgd")
+    plan = EvaluationPlan(DataPlan(SequenceRows(Columns(many_rows("llama"))), BATCH))
+    evaluated(pair, plan)  # forwards that find out how the loss counts come with the first batch
+    gathers = []
+    for max_steps in (1, 3):
+        with profile() as profiled:
+            evaluated(pair, replace(plan, data=replace(plan.data, max_steps=max_steps)))
+        gathers.append(sum(event.name == "c10d::_allgather_base_" for event in profiled.events()))
+    assert gathers[1] == 3 * gathers[0] - 2
+
+
+def test_batches_find_the_root_gathered() -> None:
+    pytest.importorskip("transformers")
+    run_ranks(2, gather_the_root_once)
 
 
 def bad_metric(output: Any, labels: torch.Tensor) -> Any:
