@@ -48,12 +48,12 @@ class Evaluation:
         bounds: InputBounds | None = None,
         module: nn.Module | None = None,
     ) -> None:
-        """Open the data; collective. See `DistributedDataLoader` and `Fit`."""
+        """Open the data, and free parameters that are gathered; collective. See `DistributedDataLoader` and `Fit`."""
         self._plan = plan
         functions = [*plan.metrics.values(), *([plan.loss] if plan.loss else [])]
         known = None
         if module is not None:
-            reshard(unwrapped(module))  # a call may have left a group inside a forward; batches leave none
+            reshard(unwrapped(module))  # an earlier call may have left a group inside a forward
             known = known_arguments(module, functions)
         self.data_loader = DistributedDataLoader(plan.data, device, bounds=bounds, known=known)
         self._loss = Accumulation()

@@ -352,18 +352,18 @@ def wait_placed(
             limit_s = _GROW_S
         if now - told >= _TELL_S:
             told = now
-            _refresh_stale_nodes()
+            _refresh_stale_nodes(reservation.need)
             if tells:
                 cannot = f"; {_CANNOT_GROW}" if _is_infeasible(reservation, placement) else ""
                 tell(_waiting(reservation, world_size, placement, now - begun) + cannot)
         time.sleep(_PAUSE_S)  # in case the slice is shorter than Ray's resolution
 
 
-def _refresh_stale_nodes() -> None:
-    """Let each stale node report what is free, by a task that needs nothing: Ray would never place there."""
-    for node_id in stale_nodes():
-        there = NodeAffinitySchedulingStrategy(node_id, soft=False)
-        ray.remote(num_cpus=0, max_retries=0)(lambda: None).options(scheduling_strategy=there).remote()
+def _refresh_stale_nodes(need: Resources) -> None:
+    """Run an empty task on each stale node, so that it reports its free resources: else Ray places no rank there."""
+    task = ray.remote(num_cpus=0, max_retries=0)(lambda: None)
+    for node_id in stale_nodes(need):
+        task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote()
 
 
 def _is_infeasible(reservation: Reservation, placement: Placement) -> bool:

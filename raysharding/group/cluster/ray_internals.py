@@ -112,12 +112,12 @@ def free_resources() -> Mapping[str, Mapping[str, float]]:
 
 
 @client_mode_wrap
-def stale_nodes() -> list[str]:
-    """Return the ids of the nodes that report more free resources than the GCS counts on; none if it does not answer.
+def stale_nodes(need: Mapping[str, float]) -> list[str]:
+    """Return the ids of the nodes that have the resources by their own report, but not by the GCS's count.
 
-    The GCS takes what it is about to reserve from its count, and leaves it there if the node cannot be reached: seen
-    with Ray 2.60 where a node is back at its address and port, and the GCS has not connected anew. The count is mended
-    when the node reports a change, and an idle node has none to report.
+    The GCS takes what it is about to reserve from its count, and leaves it there if it cannot reach the node: seen with
+    Ray 2.60 where a node is back at its address and port, and the GCS has not reconnected. The count is corrected when
+    the node reports a change, and an idle node has none to report. None if the GCS does not answer within 2 s.
     """
     # Imported here: behind `ray://` this function is pickled by value, which these types are not.
     from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply, NodeStatus
@@ -126,13 +126,15 @@ def stale_nodes() -> list[str]:
         status = internal_kv_get_gcs_client().get_cluster_status(timeout_s=_STATUS_S)
     except RpcError:
         return []
-    counted: Mapping[str, Mapping[str, float]] = state.available_resources_per_node()
-    return [
-        node_id
-        for node in GetClusterStatusReply.FromString(status).cluster_resource_state.node_states
-        if node.status != NodeStatus.DEAD and (node_id := node.node_id.hex()) in counted
-        if any(counted[node_id].get(name, 0.0) < amount for name, amount in node.available_resources.items())
-    ]
+    counts: Mapping[str, Mapping[str, float]] = state.available_resources_per_node()
+    stale = []
+    for node in GetClusterStatusReply.FromString(status).cluster_resource_state.node_states:
+        count, report = counts.get(node.node_id.hex()), node.available_resources
+        if count is not None and node.status != NodeStatus.DEAD:
+            fits = all(report.get(name, 0.0) >= amount for name, amount in need.items())
+            if fits and any(count.get(name, 0.0) < amount for name, amount in need.items()):
+                stale.append(node.node_id.hex())
+    return stale
 
 
 @client_mode_wrap
