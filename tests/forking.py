@@ -102,7 +102,10 @@ def main(address: str) -> NoReturn:
         while True:
             connection, _ = listener.accept()
             with connection:
-                order, files = _receive(connection)
+                received = _receive(connection)
+                if received is None:
+                    continue
+                order, files = received
                 pid = os.fork()
                 if pid == 0:
                     listener.close()
@@ -110,7 +113,8 @@ def main(address: str) -> NoReturn:
                     _become(order, files)
                 for file in files:
                     os.close(file)
-                connection.sendall(str(pid).encode())
+                with contextlib.suppress(ConnectionError):  # Ray kills what it starts when a node ends
+                    connection.sendall(str(pid).encode())
 
 
 def _preload() -> None:
@@ -127,15 +131,19 @@ def _preload() -> None:
     assert len(threads) == 1, threads
 
 
-def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    """Return what a client sends; `None` if the client was killed before it had sent all."""
     data, files = b"", array.array("i")
     while not data.endswith(b"\n"):
         part, ancillary, _, _ = connection.recvmsg(1 << 20, socket.CMSG_SPACE(8 * files.itemsize))
-        assert part, "the client went away"
         data += part
         for level, kind, payload in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 files.frombytes(payload)
+        if not part:
+            for file in files:
+                os.close(file)
+            return None
     return json.loads(data), list(files)
 
 
