@@ -18,6 +18,7 @@ from ray._private.client_mode_hook import client_mode_wrap
 from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS, LOG_PREFIX_ACTOR_NAME
 from ray._private.worker import WORKER_MODE, get_dashboard_url
 from ray._raylet import AuthenticationMode, get_authentication_mode  # type: ignore[attr-defined]
+from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply, NodeStatus
 from ray.exceptions import RpcError
 from ray.experimental.internal_kv import _internal_kv_get, internal_kv_get_gcs_client
 from ray.util.client import ray as client_context
@@ -76,6 +77,18 @@ def may_grow() -> bool:
 
 
 @client_mode_wrap
+def _cluster_status() -> bytes:
+    """Return the GCS's `GetClusterStatusReply`, serialized; empty if it does not answer within 2 s.
+
+    `ray.autoscaler.v2.sdk.get_cluster_status` drops parts of the reply.
+    """
+    try:
+        status: bytes = internal_kv_get_gcs_client().get_cluster_status(timeout_s=_STATUS_S)
+    except RpcError:
+        return b""
+    return status
+
+
 def is_infeasible(placement_group_id: str) -> bool:
     """Return True if an autoscaler reports that no nodes that it may add make room for a placement group.
 
@@ -83,17 +96,8 @@ def is_infeasible(placement_group_id: str) -> bool:
 
     Autoscaler v2 reports this, v1 does not for placement groups. v2 reports it as well while what others use or wait
     for takes up what it may add, or idle nodes of another type do: that may change, and the result is False.
-
-    `ray.autoscaler.v2.sdk.get_cluster_status` drops the report from the reply that is parsed here.
     """
-    # Imported here: behind `ray://` this function is pickled by value, which these types are not.
-    from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply, NodeStatus
-
-    try:
-        status = internal_kv_get_gcs_client().get_cluster_status(timeout_s=_STATUS_S)
-    except RpcError:
-        return False
-    reply = GetClusterStatusReply.FromString(status)
+    reply = GetClusterStatusReply.FromString(_cluster_status())
     scaler, cluster = reply.autoscaling_state, reply.cluster_resource_state
     if all(gang.details.partition(":")[0] != placement_group_id for gang in scaler.infeasible_gang_resource_requests):
         return False
@@ -111,7 +115,6 @@ def free_resources() -> Mapping[str, Mapping[str, float]]:
     return free
 
 
-@client_mode_wrap
 def stale_nodes(need: Mapping[str, float]) -> list[str]:
     """Return the ids of the nodes that have the resources by their own report, but not by the GCS's count.
 
@@ -119,16 +122,9 @@ def stale_nodes(need: Mapping[str, float]) -> list[str]:
     Ray 2.60 where a node is back at its address and port, and the GCS has not reconnected. The count is corrected when
     the node reports a change, and an idle node has none to report. None if the GCS does not answer within 2 s.
     """
-    # Imported here: behind `ray://` this function is pickled by value, which these types are not.
-    from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply, NodeStatus
-
-    try:
-        status = internal_kv_get_gcs_client().get_cluster_status(timeout_s=_STATUS_S)
-    except RpcError:
-        return []
-    counts: Mapping[str, Mapping[str, float]] = state.available_resources_per_node()
+    counts = free_resources()
     stale = []
-    for node in GetClusterStatusReply.FromString(status).cluster_resource_state.node_states:
+    for node in GetClusterStatusReply.FromString(_cluster_status()).cluster_resource_state.node_states:
         count, report = counts.get(node.node_id.hex()), node.available_resources
         if count is not None and node.status != NodeStatus.DEAD:
             fits = all(report.get(name, 0.0) >= amount for name, amount in need.items())
