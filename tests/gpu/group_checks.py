@@ -23,7 +23,7 @@ from tests.accelerator.build import load_extension
 from tests.accelerator.fault_checks import hang_on_rank_1, kill_device
 from tests.accelerator.group_checks import make_model
 from tests.distributed.checks import outcome_of
-from tests.gpu.checks import num_contexts
+from tests.gpu.checks import contexts
 
 CALL_S = 5.0
 
@@ -51,11 +51,11 @@ def assert_forward(group: ShardedModelGroup, path: Path) -> None:
 
 def check_contexts_of_a_group(path: Path, kind: str, world_size: int) -> None:
     """Ranks have contexts on their own devices, and the driver has none."""
-    before = num_contexts() if kind == "cuda" else 0
     with group_of(path, kind, world_size) as group:
         assert_forward(group, path)
         if kind == "cuda":
-            assert num_contexts() == before + world_size
+            found = contexts({rank.pid for rank in group.ranks})
+            assert len(found) == world_size, found
             assert not torch.cuda.is_initialized()
         else:
             assert not load_extension().touched()

@@ -44,7 +44,6 @@ def outcomes(request: pytest.FixtureRequest, folder: Path) -> list[dict[str, str
     root = folder / f"{kind}-{world_size}"
     checks.write_checkpoints(root, kind)
     if kind == "cuda":
-        (root / "contexts").write_text(str(checks.num_contexts()))
         run_ranks(2, checks.check_ranks_on_cpus, root)
     return run_ranks(world_size, checks.run_all, root, timeout_s=200, device=kind)
 
