@@ -4,6 +4,8 @@ Seen in torch 2.13. torch has no public name for any of them, so there is no fal
 fails at import, here.
 """
 
+from typing import Any
+
 from torch._C import _current_graph_task_id as current_graph_task_id
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     ActivationWrapper,
@@ -13,4 +15,26 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
+from torch.overrides import _get_current_function_mode as current_function_mode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+_UNSIGNED = 1 << 64
+
+
+def saved(node: Any, name: str) -> Any:
+    """Return what a node of the autograd graph saved under `name`; a dim as the caller gave it, maybe negative.
+
+    Reading a tensor of a checkpointed region computes the region anew.
+    """
+    value = getattr(node, f"_saved_{name}")
+    return tuple(map(_signed, value)) if isinstance(value, tuple) else _signed(value)
+
+
+def _signed(value: Any) -> Any:
+    is_wrapped = isinstance(value, int) and value >= _UNSIGNED >> 1
+    return value - _UNSIGNED if is_wrapped else value
+
+
+def shape_of(node: Any, output: int) -> tuple[int, ...]:
+    """Return the shape of a forward result: of output number `output` of the operation that made the node."""
+    return tuple(node._input_metadata[output].shape)

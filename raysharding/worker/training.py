@@ -157,7 +157,7 @@ class Trainer:
 
         Args:
             batch: Result of `deal` for this rank.
-            loss: See `distributed.training.loss.loss_share`.
+            loss: See `distributed.training.losses.loss_of_batch`.
             max_grad_norm: Clip to this global 2-norm. Default: only measure.
             mode: `"train"` (default) or `"eval"`, for models whose training statistics depend on the whole batch.
             gradient_accumulation_steps: Number of parts that the rows are split into, run one after the other.
@@ -185,7 +185,7 @@ class Trainer:
 
         Args:
             batch: Result of `deal` for this rank.
-            loss: See `distributed.training.loss.loss_share`.
+            loss: See `distributed.training.losses.loss_of_batch`.
             mode: As for `train_step`.
             sync: Reduce the gradients over the ranks.
         """

@@ -43,7 +43,6 @@ from raysharding.distributed.fully_shard.layout import (
     unwrapped,
     with_layout,
 )
-from raysharding.distributed.fully_shard.loss_history import not_finite, note_load, note_update
 from raysharding.distributed.fully_shard.materialize import materialize
 from raysharding.distributed.fully_shard.module_hooks import move_inputs, warn_once
 from raysharding.distributed.fully_shard.recovery import (

@@ -28,7 +28,6 @@ from raysharding.distributed.fully_shard import (
     materialize,
     message_device,
     module_tensors,
-    note_load,
     reshard,
     unwrapped,
 )
@@ -151,7 +150,6 @@ def _load(module: nn.Module, origin: Origin, loading: Loading, progress: Progres
             error, measured = _stream(context, plan, tensors, fresh)
         per_rank = finish(context, plan, tensors, error, measured)
         undo.pop_all()
-    note_load(module)
     return LoadReport.merge(plan, per_rank)
 
 

@@ -5,7 +5,7 @@ from raysharding.distributed.training.evaluate import Evaluation, EvaluationPlan
 from raysharding.distributed.training.fit import Fit, FitPlan, StepMetrics
 from raysharding.distributed.training.forward import Forwarding
 from raysharding.distributed.training.generate import check_generation, generate
-from raysharding.distributed.training.loss_call import LossFunction, positions_of
+from raysharding.distributed.training.losses import LossFunction, positions_of
 from raysharding.distributed.training.predict import Columns, Prediction, PredictPlan
 from raysharding.distributed.training.step import (
     Accumulation,

@@ -14,10 +14,10 @@ from raysharding.batch import RankBatch
 from raysharding.distributed.comm import agreeing, metadata_device, to_host
 from raysharding.distributed.fully_shard import module_mode, recovering, reshard, unwrapped
 from raysharding.distributed.training.data_loader import DataPlan, DistributedDataLoader
-from raysharding.distributed.training.loss import loss_share
-from raysharding.distributed.training.loss_call import LossFunction, call_on_output, known_arguments
+from raysharding.distributed.training.losses import LossFunction, call_on_output, known_arguments, loss_of_batch
 from raysharding.distributed.training.step import Accumulation
 from raysharding.models import InputBounds
+from raysharding.tree import map_leaves
 
 Metric: TypeAlias = Callable[..., Any]
 """`metric(output, ...)`: takes the arguments of the batch that it names, as a loss does, and returns (sum, count). The
@@ -31,7 +31,7 @@ class EvaluationPlan:
     data: DataPlan
     """The data."""
     loss: LossFunction | None = None
-    """See `loss.loss_share`."""
+    """See `losses.loss_of_batch`."""
     with_loss: bool = True
     """True to compute the loss."""
     metrics: Mapping[str, Metric] = field(default_factory=dict)
@@ -106,15 +106,9 @@ class Evaluation:
         """Run the model, record the loss, and return the output."""
         if not self._plan.with_loss:
             return module(*batch.args, **batch.kwargs)
-        seen: list[Any] = []
-        # The forwards of a probe come first; the last forward is the batch's.
-        hook = module.register_forward_hook(lambda _module, _inputs, output: seen.append(output))
-        try:
-            share = loss_share(module, batch, self._plan.loss, may_be_empty=True)
-        finally:
-            hook.remove()
-        self._loss.add(share.total(), share.weight, is_reduced=True)
-        return seen[-1]
+        found = loss_of_batch(module, batch, self._plan.loss, with_backward=False)
+        self._loss.add(found)
+        return map_leaves(lambda _, leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, found.output)
 
 
 def _sum_and_count(name: str, metric: Metric, output: Any, batch: RankBatch) -> torch.Tensor:

@@ -17,7 +17,7 @@ from raysharding.distributed.fully_shard import is_recoverable
 from raysharding.distributed.optim import learning_rate
 from raysharding.distributed.training.data_loader import DataPlan, DistributedDataLoader
 from raysharding.distributed.training.evaluate import Evaluation, EvaluationPlan
-from raysharding.distributed.training.loss_call import LossFunction, known_arguments
+from raysharding.distributed.training.losses import LossFunction, known_arguments
 from raysharding.distributed.training.step import train_step
 from raysharding.errors import EmptyBatchError
 from raysharding.models import InputBounds
@@ -30,7 +30,7 @@ class FitPlan:
     data: DataPlan
     """The data."""
     loss: LossFunction | None = None
-    """See `loss.loss_share`."""
+    """See `losses.loss_of_batch`."""
     max_grad_norm: float | None = None
     """See `train_step`."""
     gradient_accumulation_steps: int = 1

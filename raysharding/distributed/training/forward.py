@@ -16,13 +16,14 @@ from raysharding.distributed.fully_shard import (
     recovering,
     without_trace,
 )
-from raysharding.distributed.training.loss import reduce_loss
-from raysharding.distributed.training.loss_call import find_loss
+from raysharding.distributed.training.losses import find_loss, forward_with_loss
 from raysharding.outputs import RankOutput, ambiguous_leaves, follows_rows, without_caches
 from raysharding.tree import children, leaves, map_leaves, rebuild
 
 LeafKey = tuple[str, int, int]
 """Path, number of dims, row dim."""
+_NAMES_OF_LABELS = ("label", "position", "loss")
+"""Parts of names of arguments with which models compute a loss; other calls that have one run twice."""
 
 
 class Forwarding:
@@ -55,22 +56,26 @@ class Forwarding:
         local: tuple[str, ...] = ()
         with recovering(self._module):
             with torch.no_grad(), module_mode(self._module, training=training):
-                value = map_leaves(_whole, without_caches(self._module(*batch.args, **batch.kwargs)))
+                value, reduced = self._forward(batch)
+                value = map_leaves(_whole, without_caches(value))
             check_execution_order(self._module)
             if batch.rows:
-                value, reduced = self._reduce(value, batch)
                 local = self._settle(value, batch)
         return RankOutput(map_leaves(_to_cpu, value) if keep else None, reduced, local)
 
-    def _reduce(self, value: Any, batch: RankBatch) -> tuple[Any, tuple[str, ...]]:
-        """Replace the loss of this rank by that of the whole batch; collective if the output has a loss."""
-        loss = find_loss(value)
-        nodes = children(value)
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or nodes is None:
+    def _forward(self, batch: RankBatch) -> tuple[Any, tuple[str, ...]]:
+        """Return the output, with the loss of the whole batch in place of this rank's, and the name of that loss."""
+        if not batch.rows or not any(part in name for name in batch.kwargs for part in _NAMES_OF_LABELS):
+            value = self._module(*batch.args, **batch.kwargs)
+            if not batch.rows or find_loss(value) is None:
+                return value, ()
+        value, total = forward_with_loss(self._module, batch)
+        loss, nodes = find_loss(value), children(value)
+        if total is None or nodes is None:
             return value, ()
-        names = [name for name, item in nodes if item is loss]
-        total = reduce_loss(self._module, batch, loss.reshape(())).reshape(loss.shape)
-        return rebuild(value, [total if name in names[:1] else item for name, item in nodes]), tuple(names[:1])
+        names = [name for name, item in nodes if item is loss][:1]
+        whole = total.to(loss.dtype).reshape(loss.shape)
+        return rebuild(value, [whole if name in names else item for name, item in nodes]), tuple(names)
 
     def _settle(self, value: Any, batch: RankBatch) -> tuple[str, ...]:
         """Return the leaves that only look like rows. Collective if all ranks have the same number of rows.

@@ -46,7 +46,7 @@ from raysharding.distributed.comm import agreeing, all_gather_json, from_rank_0
 from raysharding.distributed.fully_shard import check_execution_order, module_mode, move_inputs, recovering, unwrapped
 from raysharding.distributed.training.data_loader import open_source
 from raysharding.distributed.training.generate import check_generation, generate, without_padding
-from raysharding.distributed.training.loss_call import known_arguments
+from raysharding.distributed.training.losses import known_arguments
 from raysharding.distributed.training.predict_columns import check_columns, check_types, key_columns, last_logits
 from raysharding.errors import DataError
 from raysharding.models import InputBounds

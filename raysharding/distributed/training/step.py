@@ -2,13 +2,16 @@
 
 `Accumulation`: backward passes whose gradients sum to the gradient of one loss over all their rows.
 
-The loss of several batches is the mean over the counted items of all: the sum of each loss times its weight, divided by
-the sum of the weights. The weights of later batches are unknown at the first backward. Its gradients are therefore not
-scaled, the gradients of later passes are scaled relative to the first weight, and before the update all gradients are
-multiplied by the share of the first weight. A single pass is not scaled.
+Each term of the loss of several batches is the sum of its N over all, divided by the sum of its counts. The counts of
+later batches are unknown at the first backward: all gradients are made with the first batch's counts, and multiplied
+before the update by their share. Terms whose shares differ need all counts first: `train_step` runs the losses of later
+parts once without a graph.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -22,86 +25,148 @@ from raysharding.distributed.fully_shard import (
     drop_unreduced_gradients,
     gradient_sync,
     module_mode,
-    note_update,
     recovering,
     reshard,
     scale_gradients,
     unwrapped,
+    warn_once,
+    without_trace,
 )
 from raysharding.distributed.optim import check_schedule_has_loss, step_schedule
-from raysharding.distributed.training.loss import LossShare, loss_share
-from raysharding.distributed.training.loss_call import LossFunction
+from raysharding.distributed.training.losses import BatchLoss, LossFunction, loss_of_batch
 from raysharding.errors import EmptyBatchError
+
+_SAME_RATIO = 1e-9
+"""Largest difference of shares that are the same: of quotients of whole numbers in fp64."""
 
 
 class Accumulation:
-    """Backward passes since the last update. The same on every rank; not collective."""
+    """Losses since the last update, or of an evaluation. The same on every rank."""
 
     def __init__(self) -> None:
         """Start without passes."""
         self.num_passes = 0
         self.is_reduced = True
-        self._weighted_loss = 0.0
-        self._weight = 0.0
-        self._first = 0.0
-        self._is_sum = False
+        self.counts: torch.Tensor | None = None
+        """Counts of the terms over all passes, fp64, if they are known before the first backward."""
+        self._names: tuple[str, ...] = ()
+        self._is_sum: list[bool] = []
+        self._sums: list[float] = []
+        self._counts: list[float] = []
+        self._first: list[float] = []
+        self._fixed: list[float] = []
 
-    def scale(self, share: LossShare) -> float:
-        """Return the factor of the next pass's share before its backward.
+    def scales(self, loss: BatchLoss) -> torch.Tensor:
+        """Return the factor of each term's gradient in the next backward: of this rank's N.
 
         Raises:
-            ValueError: On every rank, if its loss is a sum and earlier losses are means, or vice versa.
+            ValueError: On every rank, if the terms are not those of earlier passes.
         """
-        # A pass without counted items does not show that its loss is a sum.
-        if (self._is_sum or self._weight) and self._is_sum != (share.weight is None):
-            kinds = "a mean", "a sum"
-            raise ValueError(
-                f"the loss of this batch is {kinds[share.weight is None]}, those accumulated before it are "
-                f"{kinds[self._is_sum]}: one update needs one kind of loss; call optim_step or zero_grad in between"
-            )
-        return 1.0 if share.weight is None or not self._first else share.weight / self._first
+        self._check_names(loss)
+        counts = loss.counts
+        if self.counts is not None:
+            counts = self.counts
+        elif any(self._first):
+            first = torch.tensor(self._first, dtype=counts.dtype, device=counts.device)
+            counts = torch.where(first > 0, first, counts)
+        # FSDP averages gradients over the ranks; the shares of the loss are to be summed.
+        return dist.get_world_size() / torch.where(loss.is_sum, 1.0, counts)
 
-    def add(self, loss: float, weight: float | None, *, is_reduced: bool) -> None:
-        """Record a pass.
+    def _check_names(self, loss: BatchLoss) -> None:
+        if self._names and loss.names != self._names:
+            raise ValueError(
+                f"the terms of this batch's loss are {', '.join(loss.names)}, those of the batches before it "
+                f"{', '.join(self._names)}: one update, or evaluation, needs the same terms; call optim_step or "
+                "zero_grad in between"
+            )
+
+    def add(self, loss: BatchLoss, *, is_reduced: bool = True, may_be_empty: bool = True) -> float:
+        """Record a pass, and return the loss of its batch, NaN where nothing counts.
 
         Args:
-            loss: Loss of its whole batch.
-            weight: See `LossShare`.
+            loss: Its loss.
             is_reduced: True if its backward reduced the gradients of all passes so far.
+            may_be_empty: True if a batch in which a term has no counted items is no error.
+
+        Raises:
+            EmptyBatchError: On every rank, if `may_be_empty` is False.
+            ValueError: On every rank, if factors or constants differ over the ranks or passes, or a count is negative.
         """
+        self._check_names(loss)
+        flags = torch.stack([loss.value(), loss.differs.double(), *loss.is_sum.double()])
+        # Behind the backward: one wait for the device in a pass.
+        found = to_host(torch.cat([flags, loss.sums, loss.counts, loss.factors, loss.constant[None]])).tolist()
+        num_terms, (value, differs) = len(loss.names), found[:2]
+        is_sum, sums, counts = ([*found[2 + index * num_terms :][:num_terms]] for index in range(3))
+        fixed = found[2 + 3 * num_terms :]
+        if differs or (self._fixed and fixed != self._fixed):
+            where = "over the ranks" if differs else "between the parts of one update"
+            raise ValueError(
+                f"a factor or a constant of the loss differs {where}, so it was made from some rows: let loss= return "
+                "(sum, count) pairs that it is in"
+            )
+        if any(count < 0 for count in counts):
+            raise ValueError(f"the counts that the loss returned add up to {min(counts):g}; a count is 0 or more")
+        self._is_sum = [bool(one) for one in is_sum]
+        empty = [name for name, count, one in zip(loss.names, counts, is_sum, strict=True) if not (count or one)]
+        if empty and not may_be_empty:
+            raise EmptyBatchError(f"nothing counts in {', '.join(empty)} of this batch, on any rank; skip this batch")
+        before = self._counts or [0.0] * num_terms
+        self._names, self._fixed = loss.names, fixed
+        self._first = [old or new for old, new in zip(self._first or before, counts, strict=True)]
+        self._sums = [old + new for old, new in zip(self._sums or [0.0] * num_terms, sums, strict=True)]
+        self._counts = [old + new for old, new in zip(before, counts, strict=True)]
         self.num_passes += 1
         self.is_reduced = is_reduced
-        self._is_sum = weight is None
-        self._weight += weight or 0.0
-        self._first = self._first or (weight or 0.0)
-        if weight is None:
-            self._weighted_loss += loss
-        elif weight:  # without counted items the loss may be NaN, and NaN · 0 is NaN
-            self._weighted_loss += loss * weight
+        return float(value)
 
     def loss(self) -> float:
         """Return the loss over all passes; NaN without counted items."""
-        if self._is_sum:
-            return self._weighted_loss
-        return self._weighted_loss / self._weight if self._weight else float("nan")
+        *factors, constant = self._fixed or [0.0]
+        parts = zip(factors, self._sums, self._counts, self._is_sum, strict=True)
+        means = [factor * (total if one else total / (count or math.nan)) for factor, total, count, one in parts]
+        return sum(means, constant) if means else math.nan
+
+    def _last_scale(self) -> float:
+        """Return what all gradients are to be multiplied by.
+
+        Raises:
+            ValueError: On every rank, if it is not the same for all terms.
+        """
+        if self.counts is not None:
+            return 1.0
+        parts = zip(self._first, self._counts, self._is_sum, strict=True)
+        scales = [1.0 if one else first / count for first, count, one in parts if one or count]
+        if scales and max(scales) - min(scales) > _SAME_RATIO:
+            raise ValueError(
+                f"the loss has terms with counts of their own ({', '.join(self._names)}), whose ratio is not the same "
+                "in all batches of this update: call train_step(gradient_accumulation_steps=), which counts them first"
+            )
+        return scales[0] if scales else 1.0
+
+    def check_ratio(self) -> None:
+        """Raise ValueError on every rank if no factor of all gradients makes them those of one batch."""
+        self._last_scale()
 
     def finish(self, module: nn.Module) -> None:
         """Scale the gradients to the gradient of the loss over all passes.
 
         Raises:
-            EmptyBatchError: On every rank, if no pass has counted items.
+            EmptyBatchError: On every rank, if a term has no counted items in any pass.
             ValueError: On every rank, if the gradients were not reduced.
         """
         if not self.is_reduced:
             raise ValueError(
                 "the gradients were not reduced: the last forward_backward before optim_step must have sync=True"
             )
-        if self.num_passes and not self._is_sum and not self._weight:
+        parts = zip(self._names, self._counts, self._is_sum, strict=True)
+        empty = [name for name, count, is_sum in parts if not (count or is_sum)]
+        if empty:
             raise EmptyBatchError(
-                "no label counts in any of the accumulated batches, so there is nothing to learn from"
+                f"nothing counts in {', '.join(empty)} in any of the accumulated batches, on any rank"
             )
-        if self.num_passes > 1 and not self._is_sum:
-            scale_gradients(module, self._first / self._weight)
+        if self.num_passes > 1:
+            scale_gradients(module, self._last_scale())
 
 
 def train_step(
@@ -118,13 +183,14 @@ def train_step(
 
     Runs `zero_grad`, `forward_backward` on each part of the batch, and `optim_step`; gradients stay until the next one.
     Loss, gradient norm and update are those of one process on all rows, whatever the number of ranks and however
-    labels are masked. Wire: FSDP's own traffic, gradients reduced once, and a few numbers.
+    labels are masked. Wire: FSDP's own traffic, gradients reduced once, and a few numbers. If the loss has several
+    terms with counts of their own, the forwards of all parts but the first run once more, without a graph, first.
 
     Args:
         module: The sharded root module.
         optimizer: Optimizer over the module's parameters.
         batch: This rank's part, from `deal`.
-        loss: See `loss.loss_share`; the first step also runs it on made-up labels. Default: the output's `.loss`.
+        loss: See `losses.loss_of_batch`. Default: the output's `.loss`.
         max_grad_norm: Clip to this global 2-norm, above 0. Default: only measure.
         training: True for train mode, False for eval mode. Default True. Modes of submodules are restored.
         gradient_accumulation_steps: Number of parts that the rows are processed in, which saves memory: activations are
@@ -144,9 +210,17 @@ def train_step(
     parts = batch.parts(gradient_accumulation_steps)
     done = Accumulation()
     zero_grad(module, optimizer)
-    for part in parts:
-        is_last = part is parts[-1]
-        forward_backward(module, part, done, loss=loss, training=training, sync=is_last, may_be_empty=len(parts) > 1)
+    for index, part in enumerate(parts):
+        _run_pass(
+            module,
+            part,
+            done,
+            loss,
+            training=training,
+            sync=part is parts[-1],
+            may_be_empty=len(parts) > 1,
+            later=parts[index + 1 :],
+        )
     return optim_step(module, optimizer, done, max_grad_norm=max_grad_norm)
 
 
@@ -185,7 +259,7 @@ def forward_backward(
         module: The sharded root module.
         batch: This rank's part, from `deal`.
         done: The passes since the last update; this pass is recorded there.
-        loss: See `loss.loss_share`. Default: the output's `.loss`.
+        loss: See `losses.loss_of_batch`. Default: the output's `.loss`.
         training: As for `train_step`.
         sync: True to reduce the gradients, including those of earlier passes, as the last pass before an update must.
             Otherwise each rank holds full, unsharded gradients. Default True.
@@ -195,22 +269,49 @@ def forward_backward(
         `loss` of the whole batch, equal on every rank; NaN without counted items.
 
     Raises:
-        ValueError: On every rank, as from `loss_share`, or if the loss is of another kind than in earlier passes.
+        ValueError: On every rank, as from `loss_of_batch`, or if the loss has other terms than in earlier passes.
         Exception: Any error of the model or the loss. The gradients of all passes are dropped.
     """
+    return {"loss": _run_pass(module, batch, done, loss, training=training, sync=sync, may_be_empty=may_be_empty)}
+
+
+def _run_pass(
+    module: nn.Module,
+    batch: RankBatch,
+    done: Accumulation,
+    loss: LossFunction | None,
+    *,
+    training: bool,
+    sync: bool,
+    may_be_empty: bool,
+    later: Sequence[RankBatch] = (),
+) -> float:
+    """As `forward_backward`, for a part of a batch that `later` parts follow."""
     module = unwrapped(module)
     with recovering(module), module_mode(module, training=training):
         if not done.num_passes:
             reshard(module)  # gradients belong to the shards
-        share = loss_share(module, batch, loss, may_be_empty=may_be_empty)
+        found = loss_of_batch(module, batch, loss)
+        if later and not done.num_passes and found.has_several_counts:
+            done.counts = found.counts + _counts_of(module, later, loss)
         check_execution_order(module)
-        scale = done.scale(share)
+        scales = done.scales(found)
         with gradient_sync(module, sync):
-            # FSDP averages gradients over the ranks; the shares of the loss are to be summed.
-            torch.autograd.backward(share.value * (scale * dist.get_world_size()))
-        value = share.total()
-    done.add(value, share.weight, is_reduced=sync)
-    return {"loss": float("nan") if share.weight == 0 else value}
+            found.backward(scales)
+        value = done.add(found, is_reduced=sync, may_be_empty=may_be_empty)
+        done.check_ratio()
+    return value
+
+
+def _counts_of(module: nn.Module, parts: Sequence[RankBatch], loss: LossFunction | None) -> torch.Tensor:
+    """Return the counts of each term, summed over parts; collective."""
+    warn_once(
+        "this loss has several terms with counts of their own: with gradient_accumulation_steps, the forwards of all "
+        "parts but the first run twice, once without a graph, because the first backward needs all counts"
+    )
+    with without_trace(module):
+        found = [loss_of_batch(module, part, loss, with_backward=False) for part in parts]
+    return torch.stack([one.counts for one in found]).sum(0)
 
 
 def optim_step(
@@ -244,8 +345,6 @@ def optim_step(
         grad_norm = float(to_host(clip_grad_norm_(module, max_grad_norm)))
         progress.in_optimizer = True
         optimizer.step()
-        if loss is not None:
-            note_update(module, loss)
         rate = step_schedule(optimizer, loss)
     return {**({} if loss is None else {"loss": loss}), "grad_norm": grad_norm, **rate}
 

@@ -12,9 +12,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from raysharding.distributed.comm import all_gather_ints, all_gather_json, broadcast_json, wait_for, waits_for_others
+from raysharding.distributed.comm import (
+    all_gather_ints,
+    all_gather_json,
+    broadcast_json,
+    to_host,
+    wait_for,
+    waits_for_others,
+)
 from raysharding.distributed.comm.device import current_device
-from raysharding.distributed.training.loss import LossShare
 from tests.grid import needs_sim
 from tests.spawn import device_type, run_ranks
 
@@ -27,8 +33,10 @@ def wait_for_work() -> None:
 
 
 def total() -> None:
-    """Sum up the ranks' shares of a loss, which lie on the device."""
-    LossShare(torch.ones((), device=current_device(device_type())), 1.0).total()
+    """Sum up what the ranks have read of a loss, on the device, and wait for it."""
+    table = torch.ones(2, 3, dtype=torch.float64, device=current_device(device_type()))
+    dist.all_reduce(table)
+    to_host(table)
 
 
 WAITS: tuple[Callable[[], Any], ...] = (

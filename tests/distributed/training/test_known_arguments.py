@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from raysharding.data import KnownColumns
-from raysharding.distributed.training.loss_call import known_arguments
+from raysharding.distributed.training.losses.calls import known_arguments
 
 
 class Anything(nn.Module):

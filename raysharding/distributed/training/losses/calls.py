@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -13,7 +12,11 @@ from torch import nn
 from raysharding.models import is_transformers_model
 
 LossFunction = Callable[..., Any]
-"""`loss(output, ...)`: see `call_on_output` for the arguments, `loss.loss_share` for what it returns."""
+"""`loss(output, ...)`: see `call_on_output` for the arguments, `whole_batch.loss_share` for what it returns."""
+Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor | float | None]
+"""A sum over this rank's rows, and what the sum over all ranks is divided by; `None` for a sum."""
+
+_PAIRS = "return a scalar, (sum, count), a list of such pairs, or (sum, None) for a sum"
 
 _ANY_NAME = inspect.Parameter.VAR_KEYWORD
 _ANY_POSITION = inspect.Parameter.VAR_POSITIONAL
@@ -39,6 +42,11 @@ def position_of(function: Callable[..., Any], name: str) -> int | None:
     """Return the index of a positional parameter, or `None`."""
     names = positions_of(function)
     return names.index(name) if name in names else None
+
+
+def takes(function: Callable[..., Any], name: str) -> bool:
+    """Return True if a function has a parameter of that name, or `**kwargs`."""
+    return bool(_taken(_parameters(function), {name: None}))
 
 
 def known_arguments(module: nn.Module, functions: Iterable[Callable[..., Any]]) -> frozenset[str] | None:
@@ -97,19 +105,37 @@ def call_on_output(function: Callable[..., Any], output: Any, args: tuple[Any, .
 
 def call_loss(
     loss: LossFunction, output: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> torch.Tensor | tuple[torch.Tensor, float]:
+) -> torch.Tensor | list[Pair]:
     """Call a loss function by `call_on_output`, and check its result.
 
     Returns:
-        A 0-dim tensor (the mean), or (0-dim tensor, count).
+        A 0-dim tensor, or pairs of a 0-dim sum and a count; `None` for a sum's count.
 
     Raises:
         ValueError: The loss returned anything else.
     """
     result = call_on_output(loss, output, args, kwargs)
-    if isinstance(result, tuple) and len(result) == 2:
-        return _scalar(result[0], "the sum that the loss function returned"), float(result[1])
-    return _scalar(result, "what the loss function returned")
+    if not isinstance(result, list | tuple):
+        return _scalar(result, "what the loss function returned")
+    pairs = [result] if len(result) == 2 and not isinstance(result[0], list | tuple) else list(result)
+    return [_pair(pair) for pair in pairs]
+
+
+def _pair(pair: Any) -> Pair:
+    if not isinstance(pair, list | tuple) or len(pair) != 2:
+        raise ValueError(f"the loss function returned {_shown(pair)}: {_PAIRS}")
+    total = _scalar(pair[0], "a sum that the loss function returned")
+    if pair[1] is None:
+        return total, None
+    if isinstance(pair[1], torch.Tensor):
+        return total, _scalar(pair[1], "a count that the loss function returned").detach()
+    if isinstance(pair[1], bool) or not isinstance(pair[1], int | float):
+        raise ValueError(f"the loss function returned the count {_shown(pair[1])}: {_PAIRS}")
+    return total, float(pair[1])
+
+
+def _shown(value: Any) -> str:
+    return repr(value) if isinstance(value, int | float | str) else f"a {type(value).__name__}"
 
 
 def _has_room(parameters: list[inspect.Parameter] | None, args: tuple[Any, ...], taken: Mapping[str, Any]) -> bool:
@@ -118,44 +144,6 @@ def _has_room(parameters: list[inspect.Parameter] | None, args: tuple[Any, ...],
         return True
     places = [parameter for parameter in parameters if parameter.kind in _BY_POSITION][1 : len(args) + 1]
     return len(places) == len(args) and not any(place.name in taken for place in places)
-
-
-def run_loss(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    loss: LossFunction | None,
-    *,
-    compiled: bool = True,
-) -> tuple[Any, Any]:
-    """Run a forward and the loss; return the output and the unchecked loss.
-
-    Args:
-        module: The root module.
-        args: Positional arguments of the call.
-        kwargs: Keyword arguments of the call.
-        loss: The caller's loss function, or `None` for the model's own.
-        compiled: False to run a loss that `torch.compile` has compiled, alone or with the whole module, without
-            compilation. Default True.
-    """
-    if loss is None:
-        # Blocks compiled one by one stay so: some, such as flex attention, take far more memory without.
-        with _eager_unless(compiled or not _is_compiled(module)):
-            output = module(*args, **kwargs)
-        return output, find_loss(output)
-    output = call_model(module, args, kwargs, loss)
-    with _eager_unless(compiled):
-        return output, call_loss(loss, output, args, kwargs)
-
-
-def _eager_unless(compiled: bool) -> contextlib.AbstractContextManager[Any]:
-    return contextlib.nullcontext() if compiled else torch.compiler.set_stance("force_eager")
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    """Return True after `module.compile()`, `torch.compile(module)` or `module.forward = torch.compile(...)`."""
-    in_place = getattr(module, "_compiled_call_impl", None) is not None
-    return in_place or hasattr(module, "_orig_mod") or hasattr(module.forward, "_torchdynamo_orig_callable")
 
 
 def find_loss(output: Any) -> Any:

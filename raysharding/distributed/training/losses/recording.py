@@ -1,0 +1,155 @@
+"""Run a model and a loss function so that the loss can be read, with or without a backward.
+
+Without a backward, only what is outside the FSDP blocks gets a graph, and the graph keeps no tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from raysharding.distributed.fully_shard import fsdp_modules
+from raysharding.distributed.training.losses.calls import LossFunction, Pair, call_loss, call_model, find_loss
+from raysharding.distributed.training.losses.reductions import Recorder
+from raysharding.torch_internals import current_function_mode
+from raysharding.tree import leaves, map_leaves
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A forward and its loss."""
+
+    recorder: Recorder
+    """What was noted."""
+    output: Any
+    """The model's output."""
+    result: torch.Tensor | list[Pair] | None
+    """The loss of this rank's rows; `None` if the model returned none."""
+
+    def outputs(self) -> list[tuple[str, torch.Tensor]]:
+        """Return path and value of the model's outputs that have a gradient, without the loss."""
+        found = [(path, leaf) for path, leaf in leaves(self.output) if _has_gradient(leaf)]
+        loss = find_loss(self.output)
+        return [(path, leaf) for path, leaf in found if leaf is not loss]
+
+
+def run_recorded(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    loss: LossFunction | None,
+    *,
+    with_backward: bool,
+) -> Recorded:
+    """Run a forward and the loss; the forward is collective.
+
+    Args:
+        module: The root module, in its mode.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
+        loss: The caller's loss function, or `None` for the model's own.
+        with_backward: False where no backward follows: activations are not kept.
+    """
+    recorder = Recorder()
+    with ExitStack() as stack:
+        stack.enter_context(torch.enable_grad())
+        if not with_backward:
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_shape_alone, _as_it_is))
+        stack.enter_context(_outside_blocks(module, recorder, with_backward))
+        if loss is None:
+            output = module(*args, **kwargs)
+            return Recorded(recorder, output, _own_loss(output))
+        output = call_model(module, args, kwargs, loss)
+        if not with_backward:
+            output = map_leaves(lambda _, leaf: _with_gradient(leaf), output)
+        recorder.in_model = False
+        return Recorded(recorder, output, call_loss(loss, output, args, kwargs))
+
+
+def _own_loss(output: Any) -> torch.Tensor | None:
+    loss = find_loss(output)
+    return loss if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
+
+
+def _shape_alone(tensor: torch.Tensor) -> torch.Tensor:
+    """Keep of a tensor what reading a loss needs: a number, or a shape."""
+    return tensor.detach() if tensor.ndim == 0 else tensor.detach().to("meta")
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _has_gradient(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
+
+
+def _with_gradient(leaf: Any) -> Any:
+    """Return a floating tensor that requires a gradient and may still be changed in place; anything else as it is."""
+    if not isinstance(leaf, torch.Tensor) or leaf.requires_grad or not leaf.is_floating_point() or not leaf.ndim:
+        return leaf
+    return leaf + torch.zeros((), dtype=leaf.dtype, device=leaf.device, requires_grad=True)
+
+
+@contextmanager
+def _outside_blocks(module: nn.Module, recorder: Recorder, with_backward: bool) -> Iterator[None]:
+    """Record what runs outside the FSDP blocks: inside there is no loss, but there are thousands of operations.
+
+    Compiled blocks would be compiled anew in a function mode. Without a backward, blocks run without a graph.
+    """
+    gate = _Gate(recorder, with_backward)
+    blocks = [block for block in map(_as_module, fsdp_modules(module)) if block is not module]
+    handles = [block.register_forward_pre_hook(gate.enter_block, prepend=True) for block in blocks]
+    handles += [block.register_forward_hook(gate.leave_block) for block in blocks]
+    if not with_backward and not any(parameter.requires_grad for parameter in module.parameters()):
+        # A loss without a graph cannot be read.
+        layers = [layer for layer in module.modules() if layer._parameters and layer not in blocks]
+        handles += [layer.register_forward_hook(_give_gradient) for layer in layers]
+    recorder.__enter__()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if current_function_mode() is recorder:  # else a block has raised
+            recorder.__exit__(None, None, None)
+        for handle in handles:
+            handle.remove()
+
+
+def _as_module(block: object) -> nn.Module:
+    assert isinstance(block, nn.Module)
+    return block
+
+
+class _Gate:
+    """Hooks of FSDP blocks, which may contain each other."""
+
+    def __init__(self, recorder: Recorder, with_backward: bool) -> None:
+        self._recorder = recorder
+        self._with_backward = with_backward
+        self._depth = 0
+
+    def enter_block(self, *_: Any) -> None:
+        self._depth += 1
+        if self._depth == 1 and current_function_mode() is self._recorder:
+            self._recorder.__exit__(None, None, None)
+            torch.set_grad_enabled(self._with_backward)
+
+    def leave_block(self, _module: nn.Module, _inputs: Any, output: Any) -> Any:
+        self._depth -= 1
+        if self._depth or current_function_mode() is self._recorder:
+            return output
+        self._recorder.__enter__()  # type: ignore[no-untyped-call]
+        torch.set_grad_enabled(True)
+        output = output if self._with_backward else _give_gradient(_module, _inputs, output)
+        found = [leaf.grad_fn for _, leaf in leaves(output) if _has_gradient(leaf)]
+        self._recorder.layers |= dict.fromkeys(node for node in found if node is not None)
+        return output
+
+
+def _give_gradient(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+    return map_leaves(lambda _, leaf: _with_gradient(leaf), output)

@@ -1,0 +1,327 @@
+"""One loss for the whole batch: each rank's loss becomes its share of the loss of one process.
+
+A loss is a sum of terms, `factor * N / D` on each rank: D is what torch divides by, or a count that the caller returns.
+The loss of the whole batch is the sum over the terms of `factor * sum(N) / sum(D)`, over ranks and accumulated parts.
+Terms and D are read anew in every call; nothing is kept from one call for the next.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from raysharding.batch import RankBatch
+from raysharding.distributed.comm import all_gather_ints, all_gather_json
+from raysharding.distributed.fully_shard import compute_device, move_inputs, reshard, warn_once
+from raysharding.distributed.training.losses.calls import LossFunction, loss_of
+from raysharding.distributed.training.losses.graph import GraphReader, Reading, Term
+from raysharding.distributed.training.losses.label_counts import LabelCounts, count_labels, has_count, takes_count
+from raysharding.distributed.training.losses.recording import Recorded, run_recorded
+from raysharding.distributed.training.losses.rows import RowCheck, UnreadableLossError, refuse
+
+_OWN_TERMS = ("aux_loss", "z_loss")
+"""Ends of the names under which mixtures of experts return what they add to their loss."""
+
+
+@dataclass(frozen=True, eq=False)
+class BatchLoss:
+    """The loss of one call, over all ranks. The tensors are fp64, on the module's device, the same on every rank."""
+
+    output: Any
+    """The model's output on this rank, with its graph."""
+    names: tuple[str, ...]
+    """Names of the terms, the same on every rank."""
+    is_sum: torch.Tensor
+    """Bool, one a term: True for a sum, which has no count."""
+    sums: torch.Tensor
+    """N over all ranks, one a term."""
+    counts: torch.Tensor
+    """D over all ranks, one a term; 0 for a sum."""
+    factors: torch.Tensor
+    """One a term."""
+    constant: torch.Tensor
+    """0-dim: what is added to the terms."""
+    differs: torch.Tensor
+    """0-dim bool: factors or constants are not equal on all ranks."""
+    roots: tuple[torch.Tensor, ...]
+    """What backward starts from: the loss, or the sums of the pairs."""
+    terms: tuple[Term, ...]
+    """This rank's terms."""
+    shares: torch.Tensor
+    """This rank's D of means; for pairs and sums 1, or 0 where nothing counts."""
+
+    @property
+    def has_several_counts(self) -> bool:
+        """True if the ratio of the terms' counts may differ between batches."""
+        return len(self.terms) > 1 and any(term.count is not None for term in self.terms)
+
+    def value(self) -> torch.Tensor:
+        """Return the loss of the batch, 0-dim fp64; NaN where nothing counts."""
+        return total_loss(self.is_sum, self.sums, self.counts, self.factors, self.constant)
+
+    def backward(self, scales: torch.Tensor) -> None:
+        """Run backward of this rank's loss; collective.
+
+        Args:
+            scales: One a term: what the gradient of this rank's N / D, times D, is multiplied by.
+        """
+        scales = torch.where(self.shares != 0, scales * self.shares, 0.0)
+        if self.terms[0].total is not None:
+            gradients = [_like(scale, root) for scale, root in zip(scales, self.roots, strict=True)]
+            alive = [pair for pair in zip(self.roots, gradients, strict=True) if pair[0].requires_grad]
+            torch.autograd.backward([root for root, _ in alive], [gradient for _, gradient in alive])
+            return
+        for term, scale in zip(self.terms, scales, strict=True):
+            term.node.register_prehook(_Scaled(scale))  # type: ignore[union-attr]
+        torch.autograd.backward(self.roots)
+
+
+def total_loss(
+    is_sum: torch.Tensor, sums: torch.Tensor, counts: torch.Tensor, factors: torch.Tensor, constant: torch.Tensor
+) -> torch.Tensor:
+    """Return the sum over the terms of factor * N / D, and a constant."""
+    return (factors * (sums / torch.where(is_sum, 1.0, counts))).sum() + constant
+
+
+def _like(scale: torch.Tensor, root: torch.Tensor) -> torch.Tensor:
+    return scale.to(root.dtype).reshape(root.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class _Scaled:
+    """Hook of a node: its result's gradient, scaled."""
+
+    scale: torch.Tensor
+
+    def __call__(self, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+        return tuple(None if one is None else one * self.scale.to(one.dtype) for one in gradients)
+
+
+def loss_of_batch(
+    module: nn.Module, batch: RankBatch, loss: LossFunction | None = None, *, with_backward: bool = True
+) -> BatchLoss:
+    """Run the forward and read the loss of the batch.
+
+    Collective: each rank passes its part of one call, in the same mode. Wire: FSDP's own traffic, and two all-reduces
+    of a few numbers for each term. A loss that is read costs no second forward.
+
+    Args:
+        module: The sharded root module.
+        batch: This rank's part of the call, on any device.
+        loss: `None` for the output's `.loss`. Otherwise called as by `calls.call_on_output`. It returns
+
+            - a scalar: a linear combination of means that torch states: `cross_entropy`, `mse_loss` and torch's other
+              loss functions with `reduction="mean"`, and `mean()` over all elements of what keeps rows apart;
+            - `(sum, count)`: the loss is the sum of the sums divided by the sum of the counts, over ranks and parts;
+            - a list of such pairs, for several terms with counts of their own;
+            - `(sum, None)` for a sum.
+
+            Sums are over this rank's rows. What a rank normalises by itself stays its own: weights that are divided by
+            their sum over these rows differ from those of one process.
+        with_backward: False where no backward follows: no activations are kept.
+
+    Returns:
+        The loss.
+
+    Raises:
+        ValueError: On every rank, if a rank has no loss, its loss cannot be read (`UnreadableLossError`), the ranks
+            read different terms, or the caller passes `num_items_in_batch`.
+    """
+    # A sharded root moves the arguments of its forward, but not labels that only the loss function takes.
+    device = compute_device(module)
+    batch = batch.replaced(lambda value: move_inputs(value, device))
+    if loss is None and module in _counting and _counting[module]:
+        return _by_label_counts(module, batch, None, with_backward)
+    recorded = run_recorded(module, batch.args, batch.kwargs, loss, with_backward=with_backward)
+    if recorded.result is None:
+        loss_of(recorded.output)  # raises
+    return _of_recorded(module, batch, recorded, loss, with_backward)
+
+
+def forward_with_loss(module: nn.Module, batch: RankBatch) -> tuple[Any, torch.Tensor | None]:
+    """Run a forward without a backward; return the output, and the loss of the batch if the model has one; collective.
+
+    The loss is 0-dim fp64, the same on every rank, NaN where nothing counts; `None` if it cannot be read, with a
+    warning, the first time.
+
+    Args:
+        module: The sharded root module.
+        batch: This rank's part of the call, on the module's device.
+    """
+    recorded = run_recorded(module, batch.args, batch.kwargs, None, with_backward=False)
+    if recorded.result is None:
+        return recorded.output, None
+    try:
+        found = _of_recorded(module, batch, recorded, None, with_backward=False)
+    except UnreadableLossError as error:
+        warn_once(f"{error}. The output's loss is each rank's own, as PerRank")
+        return recorded.output, None
+    return found.output, found.value()
+
+
+def _of_recorded(
+    module: nn.Module, batch: RankBatch, recorded: Recorded, loss: LossFunction | None, with_backward: bool
+) -> BatchLoss:
+    reading, refusal = _read(recorded, batch, loss)
+    if _agree(module, batch, loss, reading, refusal):
+        return _over_ranks(recorded, batch, reading, compute_device(module))
+    assert isinstance(recorded.result, torch.Tensor)  # pairs are always read
+    return _by_label_counts(module, batch, recorded.result, with_backward)
+
+
+def _read(recorded: Recorded, batch: RankBatch, loss: LossFunction | None) -> tuple[Reading, str]:
+    """Return the terms of this rank's loss, and why it cannot be read; an empty text if it can."""
+    result = recorded.result
+    assert result is not None
+    if isinstance(result, list):
+        names = [f"{'sum' if count is None else 'pair'} {index}" for index, (_, count) in enumerate(result)]
+        pairs = zip(names, result, strict=True)
+        return Reading([Term(name, None, None, count, 1.0, total) for name, (total, count) in pairs]), ""
+    try:
+        if not result.requires_grad:
+            raise refuse("it has no graph: no trainable parameter, and no output, has a part in it")
+        outputs = recorded.outputs()
+        num_rows = None if batch.num_rows is None else max(batch.num_rows, getattr(batch, "rows_per_item", 1))
+        rows = RowCheck(
+            recorded.recorder, [leaf for _, leaf in outputs], num_rows, getattr(batch, "rows_per_item", 1), batch.dim
+        )
+        own = {} if loss is not None else _own_terms(recorded, batch)
+        return GraphReader(recorded.recorder, rows, own).read(result), ""
+    except UnreadableLossError as error:
+        return Reading(), str(error)
+
+
+def _own_terms(recorded: Recorded, batch: RankBatch) -> dict[Any, Term]:
+    """Return what a model adds to its loss and returns beside it: each rank's own, averaged by its tokens."""
+    ids = batch.kwargs.get("input_ids")
+    count = ids.numel() if isinstance(ids, torch.Tensor) else batch.num_rows or 1
+    return {
+        leaf.grad_fn: Term(path, leaf.grad_fn, leaf.detach().reshape(()), count)
+        for path, leaf in recorded.outputs()
+        if leaf.numel() == 1 and path.rstrip("']").endswith(_OWN_TERMS)
+    }
+
+
+def _agree(module: nn.Module, batch: RankBatch, loss: LossFunction | None, reading: Reading, refusal: str) -> bool:
+    """Return True if every rank has read the same terms, False if labels are to be counted; collective.
+
+    Raises:
+        ValueError: On every rank.
+    """
+    text = refusal or reading.signature()
+    # Before numbers are summed: ranks with other terms would add up what does not belong together, or hang.
+    facts = [crc32(text.encode()), bool(refusal), has_count(module, batch), loss is None and takes_count(module)]
+    rows = all_gather_ints([int(fact) for fact in facts])
+    if any(row[2] for row in rows):
+        raise ValueError("num_items_in_batch is computed by raysharding over all ranks; leave it out of the call")
+    if any(row[1] for row in rows):
+        if all(row[3] for row in rows):
+            return False
+        texts = all_gather_json(refusal)
+        raise UnreadableLossError(next(text for text in texts if text))
+    if len({row[0] for row in rows}) > 1:
+        listed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(all_gather_json(text)))
+        raise ValueError(f"the ranks' losses have different terms ({listed}): return the same terms on every rank")
+    return True
+
+
+def _over_ranks(recorded: Recorded, batch: RankBatch, reading: Reading, device: torch.device) -> BatchLoss:
+    """Sum what this rank has read over all ranks; collective."""
+    terms, num_terms = reading.terms, len(reading.terms)
+    alive = 0.0 if batch.is_dummy else 1.0
+    mine = _vector([*(1.0 if term.count is None else term.count for term in terms)], device) * alive
+    is_sum = torch.tensor([term.count is None for term in terms], device=device)
+    values = _vector([term.value if term.total is None else term.total.detach() for term in terms], device)
+    shares = mine if terms[0].total is None else (mine != 0).double()
+    sums = torch.where(mine != 0, values * shares, 0.0)
+    fixed = _vector([*(term.factor for term in terms), reading.constant, *reading.factors], device)
+    table = torch.zeros(dist.get_world_size(), 2 * num_terms + len(fixed), dtype=torch.float64, device=device)
+    table[dist.get_rank()] = torch.cat([sums, mine, fixed])
+    # Every rank calls this, ranks without rows too: the others would wait in the all-reduce. Each fills its own row.
+    dist.all_reduce(table)
+    # A dummy row has factors of its own, and does not count.
+    ranks = [rank for rank, rows in enumerate(batch.rows) if rows] or list(range(len(table)))
+    told = table[ranks, 2 * num_terms :]
+    counts = table[:, num_terms : 2 * num_terms].sum(0)
+    return BatchLoss(
+        output=recorded.output,
+        names=tuple(term.name for term in terms),
+        is_sum=is_sum,
+        sums=table[:, :num_terms].sum(0),
+        counts=torch.where(is_sum, 0.0, counts),
+        factors=told[0, :num_terms],
+        constant=told[0, num_terms],
+        differs=(told != told[0]).any(),
+        roots=tuple(term.total for term in terms if term.total is not None) or (recorded.result,),  # type: ignore[arg-type]
+        terms=tuple(terms),
+        shares=shares,
+    )
+
+
+def _vector(values: Sequence[Any], device: torch.device) -> torch.Tensor:
+    """Return numbers and 0-dim tensors as one fp64 tensor, without a wait for the device."""
+    numbers = [isinstance(value, torch.Tensor) for value in values]
+    if not any(numbers):
+        return torch.tensor(values, dtype=torch.float64, device=device)
+    parts = [torch.as_tensor(value).detach().to(device, torch.float64).reshape(()) for value in values]
+    return torch.stack(parts)
+
+
+_counting: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+"""Models whose own loss cannot be read, and is a sum divided by `num_items_in_batch` → True once that was seen.
+
+This is a property of the model's code, not of a batch: it was seen where the candidate counts differ."""
+_TOLERANCE = 3e-2
+"""Relative, of a loss by its own mean and as a sum: above the rounding of bf16, below a count of shifted labels."""
+
+
+def _by_label_counts(module: nn.Module, batch: RankBatch, mean: torch.Tensor | None, with_backward: bool) -> BatchLoss:
+    """Return the loss of a model that divides by `num_items_in_batch`: a sum over the labels that it counts.
+
+    Args:
+        module: As for `loss_of_batch`.
+        batch: As for `loss_of_batch`.
+        mean: This rank's loss without that argument, to compare; `None` after it was seen to be the same.
+        with_backward: As for `loss_of_batch`.
+    """
+    counts = count_labels(module, batch)
+    rows = all_gather_ints([0, 0, 0] if counts is None else [1, counts.counted, counts.other])
+    if not all(row[0] for row in rows):
+        raise refuse("the model gives no terms, and the call has no integer labels to count")
+    assert counts is not None
+    if mean is not None:
+        mean = mean.detach()
+        reshard(module)  # the forward without a backward has left full parameters registered
+    total = sum(row[1] for row in rows)
+    kwargs = {**batch.kwargs, "num_items_in_batch": max(total, 1)}
+    recorded = run_recorded(module, batch.args, kwargs, None, with_backward=with_backward)
+    sum_ = loss_of(recorded.output) * max(total, 1)
+    if mean is not None:
+        _compare(module, counts, mean, sum_, rows)
+    term = Term("labels", None, None, counts.counted, 1.0, sum_)
+    return _over_ranks(recorded, batch, Reading([term]), compute_device(module))
+
+
+def _compare(
+    module: nn.Module, counts: LabelCounts, mean: torch.Tensor, sum_: torch.Tensor, rows: list[list[int]]
+) -> None:
+    """Compare a loss by its own mean with the sum; collective.
+
+    Raises:
+        UnreadableLossError: On every rank, if they differ on one.
+    """
+    want, have = float(mean) * counts.counted, float(sum_.detach())
+    fits = not counts.counted or math.isclose(want, have, rel_tol=_TOLERANCE, abs_tol=1e-6)
+    if not all(one for (one,) in all_gather_ints([fits])):
+        raise refuse("the model gives no terms, and does not divide by num_items_in_batch as its loss_type says")
+    # Where one rank has all labels, or no position is left out by a shift, every rule fits.
+    total = sum(row[1] for row in rows)
+    _counting[module] = any(row[1] != row[2] and 0 < row[1] < total for row in rows)
