@@ -301,7 +301,7 @@ PRIVATE = {
     "raysharding.distributed.fully_shard.internals": re.compile(
         r"\b(_get_fsdp_state|_fsdp_param_groups?|fsdp_params|sharded_param|_unsharded_param|unsharded_accumulated_grad"
         r"|_lazy_init|_is_root|_training_state|_state_ctx|_modules_to_run_forward|reduce_grads|all_reduce_grads"
-        r"|mesh_info|post_forward_mesh_info|_pg_registry)\b"
+        r"|mesh_info|post_forward_mesh_info|_pg_registry|_orig_dtype|_init_mp_dtypes|_sharded_post_forward_param)\b"
     ),
     "raysharding.distributed.fully_shard.layout": re.compile(r"\b_local_tensor\b"),
     "raysharding.tree": re.compile(r"\b_pytree\b"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, NoReturn
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from raysharding.distributed.fully_shard.layout import named_submodules, unwrapped
-from raysharding.errors import said
+from raysharding.errors import PlanError, said
 from raysharding.torch_internals import IncompatibleKeys
 
 
@@ -246,6 +246,66 @@ def _renew(mesh_info: Any) -> None:
             setattr(mesh_info, f"{axis}_process_group", group)
 
 
+_trained: WeakKeyDictionary[Any, list[bool]] = WeakKeyDictionary()
+"""FSDP group → `requires_grad` of its parameters when its last forward began."""
+
+
+def follow_requires_grad(module: nn.Module) -> None:
+    """Make every forward of an FSDP group settle which of its parameters are trained. Not collective.
+
+    FSDP2 takes the dtypes of gradients from the parameters that are trained in the first forward: of a group that is
+    frozen then, it reduces gradients in the low dtype, and cannot assign them to shards of another dtype.
+
+    Args:
+        module: The root, after `fully_shard`.
+    """
+    for part in fsdp_modules(module):
+        assert isinstance(part, nn.Module), "FSDP modules are modules"
+        part.register_forward_pre_hook(_settle_trained)  # behind FSDP2's, which gathers
+
+
+def _settle_trained(module: nn.Module, args: Any) -> None:
+    """Renew the dtypes that FSDP2 gives to gradients, if others are trained than before.
+
+    Raises:
+        PlanError: On every rank, if trained parameters of one group are stored in different dtypes.
+    """
+    for group in own_groups(module):
+        trained = _trained[group] = _requires_grad(group)
+        items = zip(group.fsdp_params, trained, strict=True)
+        names = {item.orig_dtype: item._param_fqn for item, is_trained in items if is_trained}
+        if names.keys() <= {group._orig_dtype}:
+            continue
+        if len(names) == 1:
+            group._init_mp_dtypes()
+        elif torch.is_grad_enabled():
+            raise PlanError(
+                "parameters of one FSDP group that were not trained together before have different dtypes, and FSDP2 "
+                "reduces a group as one tensor: freeze those of one dtype, or let all require gradients until the "
+                "module is sharded, which separates them:",
+                problems=[f"{name} is {dtype}" for dtype, name in names.items()],
+            )
+
+
+def _requires_grad(group: Any) -> list[bool]:
+    """Return `requires_grad` of each parameter of a group, after copying to the shards what a user set elsewhere.
+
+    Parameters that are registered in place of shards lose it otherwise: FSDP2 copies it from the shards when it
+    gathers. If the two differ later, the one that changed since the last forward began is right.
+    """
+    found = [item.sharded_param.requires_grad for item in group.fsdp_params]
+    if group not in _trained or group.is_sharded:
+        return found
+    name = "_unsharded_param" if group.is_unsharded else "_sharded_post_forward_param"
+    registered = [getattr(item, name) for item in group.fsdp_params]
+    for index, parameter in enumerate(registered):
+        if parameter.requires_grad != found[index]:
+            found[index] = not _trained[group][index]
+            for one in (parameter, group.fsdp_params[index].sharded_param):
+                one.requires_grad_(found[index])
+    return found
+
+
 def tell_fsdp(module: nn.Module) -> None:
     """Make FSDP2 use the parameters that are registered now. Not collective.
 
@@ -308,6 +368,7 @@ def reshard(module: nn.Module) -> None:
 
     After a forward without a backward, the root's group keeps its full parameters registered, as do groups that are not
     freed after forward. Readers of `module.parameters()` (an optimizer, a gather) need DTensors; also frees memory.
+    `requires_grad` that was set on full parameters holds for the shards.
 
     Raises:
         RuntimeError: Inside `summon_full_params`, which registers the shards itself.
@@ -320,6 +381,9 @@ def reshard(module: nn.Module) -> None:
                     "gather, load, save or train"
                 )
             _leave_forward(submodule)
+            for group in own_groups(submodule):
+                if not group.is_sharded:
+                    _requires_grad(group)
             submodule.reshard()
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from raysharding.distributed.fully_shard import reshard
+from raysharding.distributed.fully_shard import reshard, warn_once
 from raysharding.models import clean_name
 
 _NAMES_SHOWN = 3
@@ -253,9 +253,27 @@ def make_optimizer(
     """
     # After a forward the root's full parameters are registered; an optimizer must hold the shards.
     reshard(module)
-    named = [(clean_name(name), one) for name, one in module.named_parameters() if one.requires_grad]
-    optimizer = call_factory(factory, named, **(kwargs or {}))
+    named = [(clean_name(name), one) for name, one in module.named_parameters()]
+    frozen = {name: one for name, one in named if not one.requires_grad}
+    optimizer = call_factory(factory, [(name, one) for name, one in named if name not in frozen], **(kwargs or {}))
     if not callable(getattr(optimizer, "step", None)) or not hasattr(optimizer, "zero_grad"):
         kind = type(optimizer).__name__
         raise ValueError(f"the optimizer factory returned a {kind}; return a torch.optim.Optimizer")
+    if frozen and isinstance(optimizer, torch.optim.Optimizer):
+        optimizer.register_step_pre_hook(partial(_warn_of_untrained, frozen))
     return optimizer
+
+
+def _warn_of_untrained(frozen: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Warn, before a step, of parameters that were frozen when the optimizer was made, and are no longer."""
+    thawed = [name for name, parameter in frozen.items() if parameter.requires_grad]
+    if not thawed:
+        return
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    missing = [name for name in thawed if id(frozen[name]) not in held]
+    if missing:
+        warn_once(
+            f"{len(missing)} parameters that were frozen when the optimizer was made require gradients now "
+            f"({', '.join(missing[:_NAMES_SHOWN])}): they count in grad_norm but are not trained; set the optimizer "
+            "again, or add them by its add_param_group, which keeps its state"
+        )
