@@ -99,7 +99,7 @@ def test_an_item_stays_in_one_step_on_one_rank(
 ) -> None:
     """Wherever blocks end: the batches are those of one process, at every world size and after a resume."""
     sizes.append(-sum(sizes) % rows_per_item or rows_per_item)
-    options = {"shuffle": shuffle, "seed": seed, "rows_per_item": rows_per_item}
+    options: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "rows_per_item": rows_per_item}
     batch_size = items * rows_per_item
     alone = batches_of(Blocks(sizes), batch_size, 1, **options)
     assert sorted(row for batch in alone for row in batch) == list(range(sum(sizes)))
@@ -174,7 +174,7 @@ def test_a_resume_reads_nothing_that_came_before() -> None:
 def test_an_iterable_is_run_through_by_every_rank() -> None:
     assert batches_of(Stream(lambda: iter(range(8))), 3, 2) == [[0, 1, 2], [3, 4, 5], [6, 7]]
     assert batches_of(Stream(range(8)), 3, 3, first_step=1) == [[3, 4, 5], [6, 7]]
-    pairs = {"rows_per_item": 2}
+    pairs: dict[str, Any] = {"rows_per_item": 2}
     assert batches_of(Stream(range(8)), 6, 2, **pairs) == [[0, 1, 2, 3, 4, 5], [6, 7]]
     assert [one.counts for one in epoch_batches(Stream(range(8)), 6, 1, 2, **pairs) if one] == [(4, 2), (2, 0)]
     with pytest.raises(DataError, match="data: 7 rows do not divide by rows_per_item=2: leave out the last 1, or add"):
